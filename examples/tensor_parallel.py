@@ -44,7 +44,7 @@ def train() -> None:
         mesh,
         {
             # Every rank has all numbers of tokens, and embeds its own.
-            "0": SequenceParallel(takes_whole=True),
+            "0": SequenceParallel(replicated_input=True),
             "1.attention.norm": SequenceParallel(),
             "1.attention": HeadParallel(sequence=True),
             "1.mlp.norm": SequenceParallel(),

@@ -57,8 +57,8 @@ def suggests(module: type[M]) -> type[M]:
     """
     construct: Any = module
     last = inspect.Parameter.KEYWORD_ONLY
-    given = [p.replace(kind=last) if p.name in FLAX else p for p in inspect.signature(module).parameters.values()]
-    construct.__init__ = _checked(construct.__init__, inspect.Signature(sorted(given, key=lambda p: p.kind)))
+    accepted = [p.replace(kind=last) if p.name in FLAX else p for p in inspect.signature(module).parameters.values()]
+    construct.__init__ = _checked(construct.__init__, inspect.Signature(sorted(accepted, key=lambda p: p.kind)))
     return module
 
 
@@ -88,10 +88,10 @@ def spreads(record: Callable[..., Any], without: Sequence[str] = ()) -> Callable
     return decorate
 
 
-def shared(record: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def shared(record: Callable[..., Any], accepted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given options that a record accepts too."""
     known = inspect.signature(record).parameters
-    return {name: value for name, value in given.items() if name in known}
+    return {name: value for name, value in accepted.items() if name in known}
 
 
 def pick(record: type, source: Any) -> dict[str, Any]:

@@ -83,14 +83,14 @@ def in_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dty
 def recorded_amax(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
     """What JAX's layer quantizes while it is traced."""
     operands: Operands = {}
-    original = gemms.quantize_piece
+    original = gemms.quantize_shard
 
     def note(x: Any, spec: Any, *args: Any, **options: Any) -> qj.Quantized:
         q = original(x, spec, *args, **options)
         operands[SHAPES[x.shape]] = q
         return q
 
-    monkeypatch.setattr(gemms, "quantize_piece", note)
+    monkeypatch.setattr(gemms, "quantize_shard", note)
     yield operands
 
 

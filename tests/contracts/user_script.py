@@ -76,7 +76,7 @@ def in_jax() -> str:
     with qj.autocast(quaver.recipes.delayed(history=4)):
         variables = model.init(jax.random.key(0), x)
         layer = qn.DenseGeneral(32, 8, rngs=nnx.Rngs(0))
-    report: qn.Report = qn.convert(layer, "tensorwise")
+    report: qn.ConversionReport = qn.convert(layer, "tensorwise")
     return f"{report}\n{y.shape} {list(variables)}"
 
 

@@ -145,7 +145,7 @@ def layer_of_heads(recipe: str, sequence: bool, record: Record, rank: int) -> No
     plan |= {"0.mlp.down_proj": parallel("RowwiseParallel", sequence=sequence)}
     if sequence:
         plan |= {f"0.{name}.norm": parallel("SequenceParallel") for name in ("attention", "mlp")}
-        plan["1"] = parallel("SequenceParallel", gives_whole=True)
+        plan["1"] = parallel("SequenceParallel", gather_output=True)
     parallelize_module(model, mesh(), plan)
     steps(record, model, recipe, inputs(2, 64, 64, rank=rank if sequence else 0))
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 import accelerate  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 
-from quaver.integrations.accelerate import SEAM, QuaverAccelerator, check_seam  # noqa: E402
+from quaver.integrations.accelerate import HOOK, QuaverAccelerator, check_hook  # noqa: E402
 
 STEPS, SAVED = 6, 3
 RECIPE = recipes.delayed(history=3, algorithm="most_recent")
@@ -144,14 +144,14 @@ def test_without_fp8_nothing_is_converted() -> None:
 
 
 def test_the_hook_of_this_version_is_the_known_one() -> None:
-    check_seam(accelerate.Accelerator)
+    check_hook(accelerate.Accelerator)
 
 
 def test_a_version_without_the_hook_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(accelerate.Accelerator, SEAM)
+    monkeypatch.delattr(accelerate.Accelerator, HOOK)
     with pytest.raises(ValueError, match=r"has no _prepare_ao.*call quaver\.torch\.convert.*mixed_precision='bf16'"):
         accelerator_of("fp8")
-    monkeypatch.setattr(accelerate.Accelerator, SEAM, lambda self, model, config: model, raising=False)
+    monkeypatch.setattr(accelerate.Accelerator, HOOK, lambda self, model, config: model, raising=False)
     with pytest.raises(ValueError, match="has no _prepare_ao"):
         accelerator_of("fp8")
 

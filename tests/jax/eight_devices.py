@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import quaver.jax as qj
 from quaver import recipes
-from quaver.jax.operations.sharding import quantize_piece
+from quaver.jax.operations.sharding import quantize_shard
 from quaver.recipes.spec import Recipe
 from tests.close import assert_bitwise, assert_close
 
@@ -169,7 +169,7 @@ def check_operands(recipe: Recipe, some: Container[tuple[str, str]]) -> None:
     def quantized(arrays: Any, cuts: Any) -> Any:
         operands = {}
         for key, spec in specs.items():
-            q = quantize_piece(arrays[key], spec, *cuts[key], tensor_id=7, count=3)
+            q = quantize_shard(arrays[key], spec, *cuts[key], tensor_id=7, count=3)
             operands[key] = q.codes(), q.scales()
         return operands
 

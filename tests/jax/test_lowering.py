@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import quaver.jax as qj
-from quaver.jax.operations.native import on_cuda, tell
+from quaver.jax.operations.native import on_cuda, warn_if_emulated
 from quaver.recipes import get
 from quaver.recipes.spec import GemmSpec, QuantSpec
 from tests.operands import GEMMS
@@ -72,11 +72,11 @@ def block_scaled_dots(text: str) -> list[tuple[str, ...]]:
 def test_an_emulated_gemm_warns_once(recipe: str, capability: str | None, why: str | None) -> None:
     gemm = get(recipe).fprop
     assert gemm.a is not None and gemm.b is not None
-    tell.cache_clear()
+    warn_if_emulated.cache_clear()
     for times in range(2):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            tell(on_cuda(gemm.a, gemm.b), gemm.a, gemm.b, capability)
+            warn_if_emulated(on_cuda(gemm.a, gemm.b), gemm.a, gemm.b, capability)
         assert len(told) == (why is not None and times == 0)
         assert not told or (why is not None and why in str(told[0].message))
 

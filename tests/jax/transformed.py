@@ -21,7 +21,7 @@ import quaver.jax.nnx as qn
 from quaver import recipes
 from quaver.jax.blocks.attention import attention
 from quaver.jax.blocks.layers import rms_norm
-from quaver.jax.linears.function import KEPT
+from quaver.jax.linears.function import SAVED_NAME
 from tests.jax.functional_mlp import mlp
 
 #: Tokens and features; what a layer takes it gives.
@@ -178,7 +178,7 @@ def _vjp(f: Function) -> Function:
     return own
 
 
-policy = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+policy = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAME))
 everything = partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
 
 #: What becomes of a function that is called twice; each is to change nothing.

@@ -154,7 +154,7 @@ def two(
         (w, other, RequestedOperands(transpose=True, codes=True)),
     ):
         family = quantize.family_of(of_one, of_one)
-        way = None if family is None or family.decided is None else family.decided(one, of_one, of_one, wanted)
+        way = None if family is None or family.plan_launch is None else family.plan_launch(one, of_one, of_one, wanted)
         assert way is not None
         by_way.append(way.launches(known, known))
     shared = shared_launches(by_way)
@@ -466,7 +466,7 @@ def _in_narrow_blocks() -> list[Case]:
         kinds = [QuantSpec(E2M1, (1, 16), "two_level", rounding, hadamard) for hadamard in (False, True)]  # type: ignore[arg-type]
 
         def launch() -> None:
-            way = block_scaled.decided_in_two_levels(matrix(), kinds[0], kinds[1], RequestedOperands())
+            way = block_scaled.plan_launch_two_level(matrix(), kinds[0], kinds[1], RequestedOperands())
             assert way is not None
             # What measures is a row of what is emulated.
             run(list(way.launches((1, 2, 3), (True, True))[1:]))
@@ -591,7 +591,7 @@ def _emulated() -> list[Case]:
         height = spec.block[1]
         assert height is not None
         codes = matrix(dtype=torch.float8_e4m3fn)
-        return lambda: emulated_blocks.kept_values(codes, matrix(ROWS // height, dtype=torch.uint8), spec)
+        return lambda: emulated_blocks.saved_values(codes, matrix(ROWS // height, dtype=torch.uint8), spec)
 
     def kept_two_levels() -> object:
         codes = torch.empty(ROWS // 16, 2, COLUMNS, dtype=torch.int32, device="meta")

@@ -86,8 +86,8 @@ def test_the_fused_codes_are_the_result_quantized(spec: QuantSpec, shape: tuple[
             expected = reference.quantize(y, spec, None, factor)
             assert_same(produced.quantized, expected)
             if rows and transposed:
-                assert produced.quantized.twin is not None
-                assert torch.equal(produced.quantized.twin.codes(), expected.codes().t())
+                assert produced.quantized.cached_transpose is not None
+                assert torch.equal(produced.quantized.cached_transpose.codes(), expected.codes().t())
             assert_ends_in_zeros(produced.quantized)
             if spec.per_tensor:
                 assert torch.equal(produced.amax, expected.amax)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_odd_inputs_are_quantized_as_their_result_is(spec: QuantSpec) -> None:
 
 
 def assert_ends_in_zeros(q: Quantized) -> None:
-    for part in (q, q.twin):
+    for part in (q, q.cached_transpose):
         if part is not None:
             data = part.data
             base = data.as_strided((data.shape[0], data.stride(0)), (data.stride(0), 1))

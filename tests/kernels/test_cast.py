@@ -54,9 +54,9 @@ def test_codes_scales_and_amax_equal_the_reference(mode: str, spec: QuantSpec, s
         expected = reference.quantize(x, spec, amax, factor)
         q = gpu.per_tensor(x, spec, amax, factor, mode == "delayed", True)
         assert_same(q, expected)
-        assert q.twin is not None
-        assert torch.equal(q.twin.codes(), expected.codes().t())
-        for part in (q, q.twin):
+        assert q.cached_transpose is not None
+        assert torch.equal(q.cached_transpose.codes(), expected.codes().t())
+        for part in (q, q.cached_transpose):
             assert_padded(part)
         if "given" not in mode:
             torch.testing.assert_close(q.amax, expected.amax, rtol=0, atol=0, equal_nan=True, msg=name)
@@ -97,8 +97,8 @@ def test_sums_come_from_the_same_read_and_change_no_code(shape: tuple[int, int],
         plain = gpu.per_tensor(x, SPECS[0], None, factor, is_set, True)
         q = gpu.per_tensor(x, SPECS[0], None, factor, is_set, True, sums=True)
         assert_same(q, plain)
-        assert q.twin is not None and plain.twin is not None
-        assert torch.equal(q.twin.codes(), plain.twin.codes())
+        assert q.cached_transpose is not None and plain.cached_transpose is not None
+        assert torch.equal(q.cached_transpose.codes(), plain.cached_transpose.codes())
         assert plain.partial_sums is None
         assert q.partial_sums is not None
         # float64 knows which sums pass what float32 holds, and which are infinities that cancel.
@@ -112,8 +112,8 @@ def test_sums_come_from_the_same_read_and_change_no_code(shape: tuple[int, int],
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_are_of_the_values_before_scaling_in_any_layout(dtype: torch.dtype) -> None:
     base = torch.randint(-8, 9, (300, 110), device=DEVICE).to(dtype)
-    for x, as_it_lies in ((base, False), (base[:, 3:67], True), (base[::2, :64], False), (base[:, :1], True)):
-        q = gpu.per_tensor(x, SPECS[0], None, None, False, False, as_it_lies, sums=True)
+    for x, in_stored_layout in ((base, False), (base[:, 3:67], True), (base[::2, :64], False), (base[:, :1], True)):
+        q = gpu.per_tensor(x, SPECS[0], None, None, False, False, in_stored_layout, sums=True)
         assert q.partial_sums is not None
         assert_bitwise(add_up(q.partial_sums, torch.float32), x.float().sum(0))
     q, transposed = gpu.quantize_both(base, SPECS[0], SPECS[0], sums=True)

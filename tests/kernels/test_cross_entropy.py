@@ -27,7 +27,7 @@ COLUMNS = [2, 7, 64, 150]
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: Any) -> None:
     monkeypatch.setattr(gpu, "BLOCK", 32)
-    gpu._passes.kept.clear()
+    gpu._passes.plans.clear()
 
 
 def exact(logits: Tensor, targets: Tensor, weights: Tensor | None, rule: LossConfig) -> tuple[Tensor, Tensor]:
@@ -55,9 +55,9 @@ def test_losses_and_gradients_match_float64(rule: LossConfig, dtype: torch.dtype
             in_place = logits.clone()
             assert_close("losses", run(in_place, targets, weights, True, rule), losses, 1e-5)
             assert_close("gradient", in_place, grad, DTYPES[dtype])
-    kept = logits.clone()
-    assert_close("losses alone", gpu.rows(kept, targets, None, False, rule), losses, 1e-5)
-    assert_bitwise(kept, logits)
+    plans = logits.clone()
+    assert_close("losses alone", gpu.rows(plans, targets, None, False, rule), losses, 1e-5)
+    assert_bitwise(plans, logits)
 
 
 def test_infinities_and_nan_match_torch() -> None:

@@ -67,7 +67,7 @@ def test_blocks_have_the_values_of_the_references_codes(spec: QuantSpec, shape: 
         along, nothing, kept = emulation.values(x, spec, True)
         assert nothing is None and kept is not None
         assert_values(name, along, held(x, spec))
-        assert_values(name, emulation.kept_values(*kept, spec), expected)
+        assert_values(name, emulation.saved_values(*kept, spec), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -93,7 +93,7 @@ def test_every_exponent_of_an_amax_has_the_references_values(spec: QuantSpec) ->
 
 
 def test_which_formats_eight_bits_keep() -> None:
-    assert [emulation.kept_format(f) for f in (E4M3, E5M2, E2M3, E3M2, E2M1)] == [E4M3, E5M2, E4M3, E4M3, E4M3]
+    assert [emulation.saved_format(f) for f in (E4M3, E5M2, E2M3, E3M2, E2M1)] == [E4M3, E5M2, E4M3, E4M3, E4M3]
 
 
 @pytest.mark.parametrize("shape", WHOLE, ids=str)

@@ -70,7 +70,7 @@ def test_transposes_and_any_number_of_rows_are_within_the_bound(transposed: tupl
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_equals_the_emulated_one(recipe: str, tokens: int) -> None:
     layer = qt.Linear(256, 128, device=CARD, dtype=torch.bfloat16, recipe=recipe)
-    twin = copy.deepcopy(layer)
+    cached_transpose = copy.deepcopy(layer)
     x = torch.randn(tokens, 256, device=CARD, dtype=torch.bfloat16)
     g = torch.randn(tokens, 128, device=CARD, dtype=torch.bfloat16)
 
@@ -83,7 +83,7 @@ def test_a_layer_equals_the_emulated_one(recipe: str, tokens: int) -> None:
 
     results = run(layer)
     with qt.only("reference"):
-        expected = run(twin)
+        expected = run(cached_transpose)
     for one, other in zip(results, expected, strict=True):
         assert (one.double() - other.double()).norm() / other.double().norm() < 6e-3
 

@@ -62,13 +62,13 @@ def wrong(result: Tensor, expected: Tensor) -> int:
 
 @pytest.fixture
 def mended() -> None:
-    interpreter.mend()
+    interpreter.install_fixes()
 
 
 @pytest.fixture
 def unmended(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.mend()
-    monkeypatch.setattr(tritons, "_convert_float", interpreter._mended[0])
+    interpreter.install_fixes()
+    monkeypatch.setattr(tritons, "_convert_float", interpreter._originals[0])
 
 
 @pytest.mark.usefixtures("mended")
@@ -109,7 +109,9 @@ def test_all_codes_round_trip(source: str, target: object) -> None:
 @pytest.mark.usefixtures("unmended")
 @pytest.mark.parametrize("target", [*FP8, "bf16"])
 def test_without_mending_triton_rounds_otherwise(target: str) -> None:
-    """When this fails, Triton has mended it (triton-lang/triton#11897): `mend` may go with the versions before."""
+    """When this fails, Triton has mended it (triton-lang/triton#11897): `install_fixes` may go with the versions
+    before.
+    """
     if target == "bf16":
         x = torch.randn(4096)
         assert wrong(converted(x, tl.float32, tl.bfloat16, torch.bfloat16), x.bfloat16()) > 1000
@@ -121,9 +123,9 @@ def test_without_mending_triton_rounds_otherwise(target: str) -> None:
 
 
 def test_mending_twice_is_mending_once() -> None:
-    interpreter.mend()
+    interpreter.install_fixes()
     mended = tritons._convert_float
-    interpreter.mend()
+    interpreter.install_fixes()
     assert tritons._convert_float is mended
 
 
@@ -200,8 +202,8 @@ def test_products_of_narrow_types_are_exact(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("mended")
 def test_without_the_patch_triton_multiplies_the_bits_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once this fails, `interpreter.mend` may leave products alone."""
-    monkeypatch.setattr(tritons.InterpreterBuilder, "create_dot", interpreter._mended[2])
+    """Once this fails, `interpreter.install_fixes` may leave products alone."""
+    monkeypatch.setattr(tritons.InterpreterBuilder, "create_dot", interpreter._originals[2])
     a, out = torch.eye(16, dtype=torch.bfloat16), torch.empty(16, 16)
     launch.launcher(product, (1,), (a, a, out))(a, a, out)
     assert not torch.equal(out, torch.eye(16))
@@ -247,8 +249,8 @@ def nearest_float32(exact: Fraction, ours: float) -> bool:
 
 @pytest.mark.usefixtures("mended")
 def test_without_the_patch_triton_rounds_a_product_and_a_sum_twice_before_3_9(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once no version that is supported does, `interpreter.mend` may leave them alone."""
-    monkeypatch.setattr(tritons.InterpreterBuilder, "create_fma", interpreter._mended[3])
+    """Once no version that is supported does, `interpreter.install_fixes` may leave them alone."""
+    monkeypatch.setattr(tritons.InterpreterBuilder, "create_fma", interpreter._originals[3])
     x, out = torch.full((16,), 1 + 2**-12), torch.empty(16)
     z = torch.full((16,), -1 - 2**-11)
     launch.launcher(fused, (1,), (x, x, z, out), (), {"N": 16})(x, x, z, out)
@@ -276,8 +278,8 @@ def test_extremes_drop_nan_unless_told_to_propagate_it() -> None:
 
 @pytest.mark.usefixtures("mended")
 def test_without_the_patch_triton_extremes_keep_nan_before_3_8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once no version that is supported does, `interpreter.mend` may leave extremes alone."""
-    monkeypatch.setattr(tritons.InterpreterBuilder, "create_maxnumf", interpreter._mended[4])
+    """Once no version that is supported does, `interpreter.install_fixes` may leave extremes alone."""
+    monkeypatch.setattr(tritons.InterpreterBuilder, "create_maxnumf", interpreter._originals[4])
     x, y, out = torch.full((16,), torch.nan), torch.ones(16), torch.empty(4, 16)
     launch.launcher(extremes, (1,), (x, y, out), (), {"N": 16})(x, y, out)
     assert out[0].isnan().all() == (VERSION < (3, 8))

@@ -146,14 +146,14 @@ def test_given_amaxes_may_have_any_layout(block: tuple[int, int | None]) -> None
     x = torch.randn(160, 512, device=DEVICE)
     amax = reference.quantize(x, spec).scales().mul(448.0 * 2)
     in_order = amax.t().contiguous() if block == (1, 128) else amax.contiguous()
-    kept = []
+    plans = []
     for buffer in (in_order, unaligned(in_order)):
         given = buffer.t() if block == (1, 128) else buffer
         q = quantize.quantize(x, spec, given)
         assert_bitwise(q.dequantize(), reference.quantize(x, spec, given).dequantize())
-        kept.append(len(rowwise._passes.kept) + len(rowwise._passes_blockwise.kept))
+        plans.append(len(rowwise._passes.plans) + len(rowwise._passes_blockwise.plans))
     # Squares are copied to where their scales will lie.
-    assert kept[1] - kept[0] == (block != (128, 128))
+    assert plans[1] - plans[0] == (block != (128, 128))
 
 
 def test_scales_in_any_layout_are_decoded() -> None:

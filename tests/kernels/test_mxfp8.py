@@ -73,7 +73,7 @@ def test_squares_of_both_directions_take_two_launches_with_triton_3_7_from_black
         (100, SQUARES[0], ["mxfp8_rows", "mxfp8_columns"]),
     ):
         monkeypatch.setattr(block_scaled, "architecture", lambda _, arch=arch: arch)
-        way = block_scaled._mx_way(torch.empty(shape, device=DEVICE), spec, True, True, RequestedOperands())
+        way = block_scaled._mx_launches(torch.empty(shape, device=DEVICE), spec, True, True, RequestedOperands())
         assert [one.kernel.fn.__name__ for one in way.launches(None, None)] == names
     monkeypatch.setattr(block_scaled, "_mx", LaunchPlanCache(block_scaled._mx_pass))
     for x in operands(shape, at=SHAPES.index(shape), of=3):

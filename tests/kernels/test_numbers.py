@@ -63,7 +63,7 @@ INTEGERS = {0: "by a cast", 1: "by a cast of odd halves", 2: "by bits"}
 @pytest.mark.parametrize("integers", INTEGERS, ids=INTEGERS.get)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 def test_every_telling_value_rounds_to_nearest_even_and_saturates(fmt: Format, integers: int) -> None:
-    interpreter.mend()
+    interpreter.install_fixes()
     x = telling(fmt).to(DEVICE)
     q = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
     with np.errstate(all="ignore"):
@@ -79,7 +79,7 @@ def test_every_telling_value_rounds_to_nearest_even_and_saturates(fmt: Format, i
 @pytest.mark.parametrize("integers", INTEGERS, ids=INTEGERS.get)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 def test_every_code_has_its_value(fmt: Format, integers: int) -> None:
-    interpreter.mend()
+    interpreter.install_fixes()
     codes, x = torch.arange(256).to(torch.uint8).to(DEVICE), torch.empty(256, device=DEVICE)
     values[(1,)](codes, x, 256, DTYPES[fmt.name], integers)
     expected = codes.view(FLOAT8[fmt.name]).float()

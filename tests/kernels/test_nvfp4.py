@@ -98,7 +98,7 @@ def test_layers_and_seeds_share_one_compiled_kernel(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "_load", lambda one: loaded.append(one) or one)
     monkeypatch.setattr(launch, "_start_of", lambda one: (lambda *_: None, None, ()))
-    monkeypatch.setattr(block_scaled._nv, "kept", {})
+    monkeypatch.setattr(block_scaled._nv, "plans", {})
 
     def compiled(fn: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, warps: int, *_: Any) -> launch.Run:
         launch._loaded(launch.describe(fn, (*grid, 1), tensors, numbers, constants, warps), 0)
@@ -109,7 +109,7 @@ def test_layers_and_seeds_share_one_compiled_kernel(monkeypatch: pytest.MonkeyPa
     amax, count = torch.ones((1, 1), device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for seed, tensor_id in itertools.product((0, 2**31 + 1, 2**63 - 1), (0, 3, 2**32 - 1)):
         by_two_levels(operands((36, 72))[0], spec, amax, (seed, tensor_id, count))
-    assert len(block_scaled._nv.kept) == 9
+    assert len(block_scaled._nv.plans) == 9
     assert len(loaded) == 1
 
 

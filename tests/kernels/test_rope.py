@@ -10,7 +10,13 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver.torch import RotaryEmbedding
 from quaver.torch.backends.gpu import norm as gpu
-from quaver.torch.nn.attention.rope import TURN, TURN_PARTS, _turn, apply_rotary_to_both, apply_rotary_to_parts
+from quaver.torch.nn.attention.rope import (
+    ROTATE,
+    ROTATE_PARTS,
+    _rotate_heads,
+    apply_rotary_to_both,
+    apply_rotary_to_parts,
+)
 from tests.close import assert_bitwise, assert_close
 from tests.kernels.compare import DEVICE
 
@@ -50,7 +56,7 @@ def test_turning_there_and_back_gives_the_bits_of_the_plain_formula(
         transposed = gpu.turn(q, k, cos, sin, interleaved, back)
         for name, ours, given in zip("qk", transposed, (q, k), strict=True):
             assert ours is not None
-            assert_bitwise(ours, _turn(given, cos, sin, interleaved, back), f"{name}, back={back}")
+            assert_bitwise(ours, _rotate_heads(given, cos, sin, interleaved, back), f"{name}, back={back}")
 
 
 @INTERLEAVED
@@ -60,11 +66,11 @@ def test_every_dtype_and_more_heads_than_a_block(dtype: torch.dtype, interleaved
     rope = RotaryEmbedding(8, interleaved=interleaved, device=DEVICE)
     q, k = nasty((1, 2, 11, 8), dtype), nasty((1, 2, 8, 8), dtype)
     cos, sin = rope.tables(q)
-    gpu._passes.kept.clear()
+    gpu._passes.plans.clear()
     for ours, given in zip(gpu.turn(q, k, cos, sin, interleaved, False), (q, k), strict=True):
         assert ours is not None
-        assert_bitwise(ours, _turn(given, cos, sin, interleaved, False))
-    gpu._passes.kept.clear()
+        assert_bitwise(ours, _rotate_heads(given, cos, sin, interleaved, False))
+    gpu._passes.plans.clear()
 
 
 def test_parts_of_a_fused_projection_are_rotated_in_place() -> None:
@@ -73,7 +79,7 @@ def test_parts_of_a_fused_projection_are_rotated_in_place() -> None:
     cos, sin = RotaryEmbedding(16, device=DEVICE).tables(q)
     for ours, given in zip(gpu.turn(q, k, cos, sin, False, False), (q, k), strict=True):
         assert ours is not None and ours.is_contiguous()
-        assert_bitwise(ours, _turn(given, cos, sin, False, False))
+        assert_bitwise(ours, _rotate_heads(given, cos, sin, False, False))
 
 
 @INTERLEAVED
@@ -84,7 +90,7 @@ def test_heads_of_one_projection_are_split_and_joined_by_one_launch(
     """The bits of splitting, turning and joining, and those of the values as they are; there, back, and there again."""
     layout, tokens, options = WHERE[where]
     monkeypatch.setattr(gpu, "BLOCK", 64)
-    gpu._passes.kept.clear()
+    gpu._passes.plans.clear()
     rope = RotaryEmbedding(head_dim, fraction=fraction, interleaved=interleaved, device=DEVICE)
     runs = []
     for name in ("triton", "reference"):
@@ -92,7 +98,7 @@ def test_heads_of_one_projection_are_split_and_joined_by_one_launch(
         x = nasty((*tokens, 3 + 2 + 2, head_dim), torch.bfloat16).requires_grad_()
         cos, sin = rope.tables(x, layout=layout, **options)
         with qt.only(name):
-            assert next(n for n, why in TURN_PARTS.explain(x, 3, cos, sin, interleaved) if not why) == name
+            assert next(n for n, why in ROTATE_PARTS.explain(x, 3, cos, sin, interleaved) if not why) == name
             parts = apply_rotary_to_parts(x, 3, cos, sin, interleaved)
             # As attention's own gradients lie.
             gs = [nasty((*tokens, heads, head_dim), torch.bfloat16).transpose(-2, -3) for heads in (3, 2, 2)]
@@ -106,7 +112,7 @@ def test_heads_of_one_projection_are_split_and_joined_by_one_launch(
         assert torch.equal(parts[2].view(torch.int16), x[..., 5:, :].reshape(parts[2].shape).view(torch.int16))
     for ours, plain in zip(*runs, strict=True):
         assert_bitwise(ours.detach(), plain.detach())
-    gpu._passes.kept.clear()
+    gpu._passes.plans.clear()
 
 
 @INTERLEAVED
@@ -118,7 +124,7 @@ def test_gradients_of_both_and_their_gradients_match_the_plain_formula(interleav
         q, k = (torch.randn(1, 2, h, 8, device=DEVICE, requires_grad=True) for h in (2, 1))
         cos, sin = rope.tables(q)
         with qt.only(name):
-            assert next(n for n, why in TURN.explain(q, k, cos, sin) if not why) == name
+            assert next(n for n, why in ROTATE.explain(q, k, cos, sin) if not why) == name
             transposed = apply_rotary_to_both(q, k, cos, sin, interleaved)
             loss = sum((t * torch.randn_like(t)).sum() for t in transposed)
             first = torch.autograd.grad(loss, (q, k))
@@ -173,7 +179,7 @@ def test_heads_beyond_32_bit_offsets_are_read(monkeypatch: pytest.MonkeyPatch, t
     x = torch.empty((1, 32, tokens, 128), dtype=torch.bfloat16, device="meta").transpose(1, 2)
     table = torch.empty((tokens, 1, 128), device="meta")
     launched: list[dict[str, Any]] = []
-    monkeypatch.setattr(gpu._passes, "kept", {})
+    monkeypatch.setattr(gpu._passes, "plans", {})
 
     def decided(given: Any, buffers: Any, launches: Any) -> Any:
         launched.extend(launch.constants for launch in launches)

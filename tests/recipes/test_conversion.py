@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import quaver
-from quaver.recipes.conversion import ConversionRules, Report
+from quaver.recipes.conversion import ConversionReport, ConversionRules
 
 
 def test_the_first_rule_that_fits_any_name_decides_and_skip_comes_first() -> None:
@@ -35,7 +35,9 @@ def test_rules_that_never_decide_are_unused() -> None:
 
 def test_a_report_counts_gives_reasons_and_suggests_the_nearest_name() -> None:
     mxfp8 = quaver.recipes.mxfp8()
-    report = Report({"a.up": mxfp8, "b.up": mxfp8}, {"a.head": "no rule matches it"}, ["*.hed"], {"Conv": 2}, "linear")
+    report = ConversionReport(
+        {"a.up": mxfp8, "b.up": mxfp8}, {"a.head": "no rule matches it"}, ["*.hed"], {"Conv": 2}, "linear"
+    )
     assert str(report).splitlines() == [
         "converted 2 to mxfp8",
         "  left alone: a.head (no rule matches it)",
@@ -45,13 +47,13 @@ def test_a_report_counts_gives_reasons_and_suggests_the_nearest_name() -> None:
 
 
 def test_a_report_has_the_share_of_parameters_read_by_gemms() -> None:
-    report = Report({"up": quaver.recipes.mxfp8()}, converted_parameters=1000, chosen_parameters=500)
+    report = ConversionReport({"up": quaver.recipes.mxfp8()}, converted_parameters=1000, chosen_parameters=500)
     assert str(report).splitlines()[1] == (
         "  of 1,500 parameters that GEMMs read 67%; 500 left alone by choice, 0 not reached"
     )
     assert report.share == 2 / 3 and not report.reaches_little
     report.unreached_parameters = 1001
-    assert report.reaches_little and Report().share == 0 and not Report().reaches_little
+    assert report.reaches_little and ConversionReport().share == 0 and not ConversionReport().reaches_little
 
 
 def torchaos(module: object, fqn: str) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 import quaver
 from quaver import recipes
-from quaver.recipes.conversion import Report
+from quaver.recipes.conversion import ConversionReport
 from quaver.recipes.text import html_table
 
 EVERY_OPTION = [
@@ -63,7 +63,9 @@ def test_a_notebook_shows_a_recipe_as_a_table(recipe: quaver.Recipe) -> None:
 
 def test_a_report_repr_is_its_printed_form_and_notebooks_show_every_layer() -> None:
     mxfp8 = recipes.mxfp8()
-    report = Report({"a.up": mxfp8, "": mxfp8}, {"<b>": 'no "rule" & so on'}, ["*.hed"], {"Conv": 2}, "linear")
+    report = ConversionReport(
+        {"a.up": mxfp8, "": mxfp8}, {"<b>": 'no "rule" & so on'}, ["*.hed"], {"Conv": 2}, "linear"
+    )
     assert repr(report) == str(report) and repr(report).startswith("converted 2 to mxfp8\n")
     page = report._repr_html_()
     assert "<b>" not in page
@@ -71,7 +73,7 @@ def test_a_report_repr_is_its_printed_form_and_notebooks_show_every_layer() -> N
     assert {"a.up", "(root)", "mxfp8", "<b>", 'no "rule" & so on', "converted 2 to mxfp8", "not linear: 2 Conv"} <= set(
         words
     )
-    assert Text(Report()._repr_html_()).words == ["converted nothing"]
+    assert Text(ConversionReport()._repr_html_()).words == ["converted nothing"]
 
 
 def test_cells_of_a_table_are_text() -> None:

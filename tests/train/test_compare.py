@@ -207,7 +207,7 @@ def test_no_run_continues_after_the_comparison_ends(make_config: MakeConfig) -> 
         compare_runs(config, ["bf16"], watch=fail)
     done = read(metrics)[-1]["step"]
     assert checkpoint.latest(metrics.parent) == metrics.parent / f"step-{done:06d}"
-    with files.held(metrics.parent, "training"):
+    with files.locked(metrics.parent, "training"):
         pass
 
 

@@ -55,25 +55,28 @@ def test_a_second_training_names_the_first_and_changes_nothing(make_config: Make
 def test_a_second_comparison_names_the_first(make_config: MakeConfig) -> None:
     config = make_config(steps=1)
     with (
-        files.held(Path(config.out), "a comparison"),
+        files.locked(Path(config.out), "a comparison"),
         pytest.raises(ValueError, match="in use: a comparison by process"),
     ):
         compare_runs(config, ["mxfp8"])
 
 
 def test_a_folder_made_for_a_failed_run_is_removed(tmp_path: Path) -> None:
-    with files.held(tmp_path / "a" / "b", "training"):
+    with files.locked(tmp_path / "a" / "b", "training"):
         pass
-    with files.held(tmp_path / "c", "training"):
+    with files.locked(tmp_path / "c", "training"):
         (tmp_path / "c" / "kept").touch()
     assert not (tmp_path / "a").exists() and (tmp_path / "c" / "kept").exists()
 
 
 @pytest.mark.parametrize("said", ["", "[]", "{}", "[" * 5000, json.dumps({"pid": 1})])
 def test_an_unreadable_lock_still_gives_a_clear_error(tmp_path: Path, said: str) -> None:
-    with files.held(tmp_path, "training"):
+    with files.locked(tmp_path, "training"):
         (tmp_path / files.HOLDER).write_text(said)
-        with pytest.raises(ValueError, match="is in use: another process is writing into it"), files.held(tmp_path, ""):
+        with (
+            pytest.raises(ValueError, match="is in use: another process is writing into it"),
+            files.locked(tmp_path, ""),
+        ):
             pass
 
 
@@ -84,12 +87,15 @@ def test_a_foreign_file_named_like_the_lock_gives_a_clear_error(
 ) -> None:
     plant(tmp_path / name)
     with pytest.raises(ValueError, match=rf"{name} is not the file that quaver writes there; delete it"):
-        files.held(tmp_path, "training").__enter__()
+        files.locked(tmp_path, "training").__enter__()
     assert not (tmp_path / "mine").exists()
 
 
 def test_a_folder_removed_before_the_first_step_gives_a_clear_error(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(ValueError, match="run was removed or renamed while it was in use"), files.held(run, "training"):
+    with (
+        pytest.raises(ValueError, match="run was removed or renamed while it was in use"),
+        files.locked(run, "training"),
+    ):
         shutil.rmtree(run)
         files.write(run / "config.toml", "")

@@ -154,9 +154,12 @@ def test_options_that_change_a_run_are_reported_on_the_terminal(toml: Path, tmp_
 
 def test_available_memory_respects_machine_and_process_limits() -> None:
     assert 1 << 28 < memory.available() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with pytest.raises(ValueError, match="there is not enough memory; take a smaller --batch"), memory.told("--batch"):
+    with (
+        pytest.raises(ValueError, match="there is not enough memory; take a smaller --batch"),
+        memory.out_of_memory_hint("--batch"),
+    ):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
-    with pytest.raises(RuntimeError, match="another"), memory.told("--batch"):
+    with pytest.raises(RuntimeError, match="another"), memory.out_of_memory_hint("--batch"):
         raise RuntimeError("another")
 
 

@@ -140,7 +140,7 @@ def test_a_checkpoint_with_an_invalid_schedule_gives_a_clear_error(make_config: 
     state = checkpoint.read_state(folder / "step-000003")
     for schedule in ({"part": 7}, {**state["schedule"], "part": 2}, [], 3):
         with pytest.raises(CheckpointError, match=r"of step 3 does not fit: the state (is|of a schedule)"):
-            Precision(config).take_up({**state, "schedule": schedule})
+            Precision(config).resume_from({**state, "schedule": schedule})
 
 
 @pytest.mark.parametrize(

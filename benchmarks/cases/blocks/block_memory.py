@@ -19,7 +19,7 @@ from benchmarks.measuring.figure import Case, Figure, Target, at_most
 from benchmarks.subjects import blocks
 from benchmarks.subjects.blocks import Plain, Size
 from quaver.torch.nn.norm import RMSNorm
-from quaver.torch.numerics.quantized import take_apart
+from quaver.torch.numerics.quantized import split_operand
 
 #: Batch and tokens, and the layer.
 SIZE = (4, 64), Size(dim=4096, heads=32, groups=8, hidden=14336)
@@ -138,9 +138,9 @@ class Watched:
         self.ledger.part = self.beside
         return y
 
-    def forward(self, *x: Tensor | None, decided: int | None = None) -> Any:
-        y, saved = self.prologue.forward(*x, decided=decided)
-        self.ledger.name(self.own_part, (tensor for value in saved for tensor in take_apart(value)[0]))
+    def forward(self, *x: Tensor | None, implementation: int | None = None) -> Any:
+        y, saved = self.prologue.forward(*x, implementation=implementation)
+        self.ledger.name(self.own_part, (tensor for value in saved for tensor in split_operand(value)[0]))
         self.ledger.part = self.beside
         return y, saved
 

@@ -48,9 +48,9 @@ class HeldTensor(Tensor):
         raise ValueError(f"{function} reads a tensor whose values are stored in another one, which `read` returns")
 
 
-def _float8_weight(held: Any) -> Tensor:
+def _float8_weight(source: Any) -> Tensor:
     """Return the high-precision weight inside torchao's wrapper for float8 all-gather."""
-    value: Tensor = held._tensor
+    value: Tensor = source._tensor
     return value.detach()
 
 
@@ -58,9 +58,9 @@ def _float8_weight(held: Any) -> Tensor:
 MSAMP_CODES = {5: torch.float8_e4m3fn, 6: torch.float8_e5m2}
 
 
-def _scaled(held: Any) -> Tensor:
+def _scaled(source: Any) -> Tensor:
     """Dequantize MS-AMP's tensor; 8-bit data are codes."""
-    value, meta = held.value, held.meta
+    value, meta = source.value, source.meta
     codes = MSAMP_CODES.get(int(meta.qtype.value))
     if codes is not None:
         if value.dtype not in (torch.uint8, torch.int8):
@@ -144,9 +144,9 @@ def _plain(value: Any, path: Path, seen: dict[int, Any]) -> Any:
             "`read` returns plain tensors only. Load the file with that library, and save plain tensors"
         )
     elif isinstance(value, dict):
-        held: dict[Any, Any] = {}
-        seen[id(value)] = held
-        held.update({key: _plain(each, path, seen) for key, each in value.items()})
+        source: dict[Any, Any] = {}
+        seen[id(value)] = source
+        source.update({key: _plain(each, path, seen) for key, each in value.items()})
     elif isinstance(value, list):
         items: list[Any] = []
         seen[id(value)] = items

@@ -58,19 +58,19 @@ class _Reader(pickle.Unpickler):
         return KNOWN[module, name]
 
 
-def _read(given: Any) -> Any:
-    if isinstance(given, io.BytesIO):
-        given.seek(0)
-        return torch.load(given, map_location="cpu", weights_only=True)
-    data = bytes(given.cpu().numpy().tobytes() if isinstance(given, Tensor) else given or b"")
+def _read(value: Any) -> Any:
+    if isinstance(value, io.BytesIO):
+        value.seek(0)
+        return torch.load(value, map_location="cpu", weights_only=True)
+    data = bytes(value.cpu().numpy().tobytes() if isinstance(value, Tensor) else value or b"")
     return _Reader(io.BytesIO(data)).load() if data else None
 
 
-def read(given: Any, where: str) -> dict[str, Any] | None:
+def read(value: Any, where: str) -> dict[str, Any] | None:
     """Return the state stored in an `_extra_state`, or None if it is empty.
 
     Args:
-        given: byte tensor, bytes, or a file in memory.
+        value: byte tensor, bytes, or a file in memory.
         where: name in the checkpoint, for the error.
     Raises:
         ValueError: invalid data or unexpected names; nothing was executed.
@@ -78,7 +78,7 @@ def read(given: Any, where: str) -> dict[str, Any] | None:
     try:
         # torch warns about its typed storages.
         with warnings.catch_warnings(action="ignore"):
-            state = _read(given)
+            state = _read(value)
     except Exception as error:
         why = (
             error
@@ -113,9 +113,9 @@ def histories(state: dict[str, Any], where: str, gemms: int) -> list[dict[str, T
     values = [state.get(name) for name in names]
     sizes = 3 * gemms, 3 * gemms, 2 * gemms, 2 * gemms
     if not all(isinstance(v, Tensor) and v.shape[-1:] == (n,) for v, n in zip(values, sizes, strict=True)):
-        given = ", ".join(f"{n} {list(getattr(v, 'shape', ()))}" for n, v in zip(names, values, strict=True))
+        value = ", ".join(f"{n} {list(getattr(v, 'shape', ()))}" for n, v in zip(names, values, strict=True))
         raise ValueError(
-            f"{where} has {given}; Transformer Engine from 1.0 on has {sizes[0]} columns forward and {sizes[2]} "
+            f"{where} has {value}; Transformer Engine from 1.0 on has {sizes[0]} columns forward and {sizes[2]} "
             "backward for this module: it is of another version, or of another module. Leave it out of the state dict"
         )
     forward, scale, backward, scale_back = (v.detach().float().cpu() for v in values)  # type: ignore[union-attr]

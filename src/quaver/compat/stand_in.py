@@ -93,8 +93,8 @@ class _Finder(importlib.metadata.DistributionFinder):
         return None if own is None else ModuleSpec(fullname, _Same(own))
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        asked = getattr(context, "name", None)
-        if asked is None or re.sub(r"[-_.]+", "_", asked).lower() == self.name:
+        package = getattr(context, "name", None)
+        if package is None or re.sub(r"[-_.]+", "_", package).lower() == self.name:
             yield _Installed(self.name, self.library.version)
 
 

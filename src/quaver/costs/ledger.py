@@ -199,16 +199,16 @@ def _of_values(recipe: Recipe, shapes: dict[str, tuple[int, int]], gpu: Gpu) -> 
     costs = {}
     for name, wanted in copies(recipe, gpu).items():
         rows, columns = shapes[name]
-        size, kept = rows * columns, name == "input" and len(wanted) == 2 and wanted[1].spec.block[0] == 1
+        size, is_saved = rows * columns, name == "input" and len(wanted) == 2 and wanted[1].spec.block[0] == 1
         # With square blocks, the same values serve both directions.
-        values = 1 if kept or wanted[0].spec.block[0] != 1 else 2
+        values = 1 if is_saved or wanted[0].spec.block[0] != 1 else 2
         passes = 2 if wanted[0].spec.two_level else 1
-        moved = size * WIDE * (passes + values) + kept * kept_bytes(wanted[1], rows, columns)
+        moved = size * WIDE * (passes + values) + is_saved * saved_code_bytes(wanted[1], rows, columns)
         costs[name] = moving(moved, passes, gpu)
     return costs
 
 
-def kept_bytes(copy: QuantizedCopy, rows: int, columns: int) -> float:
+def saved_code_bytes(copy: QuantizedCopy, rows: int, columns: int) -> float:
     """Return the bytes of codes and scales that an emulated layer saves of its input: 8 bits, or NVFP4's 4."""
     wide = 0.0 if copy.spec.two_level else 1 - copy.spec.format.stored_bits / 8
     scales = 0.0 if copy.spec.scale == "e8m0" or copy.spec.two_level else 3 * rows * columns / (copy.spec.block[1] or 1)
@@ -226,7 +226,7 @@ def _of_products(recipe: Recipe, sizes: dict[str, tuple[int, int, int]], gpu: Gp
         if name == "wgrad":
             assert spec.b is not None
             if spec.b.block[0] == 1:
-                moved, kernels = moved + kept_bytes(QuantizedCopy(spec.b, True), k, n) + k * n * WIDE, kernels + 1
+                moved, kernels = moved + saved_code_bytes(QuantizedCopy(spec.b, True), k, n) + k * n * WIDE, kernels + 1
             kernels -= bool(rounding(m, n)[1] and rounding(*sizes["dgrad"][:2])[1])
         gemms[name] = gemm(spec, m, n, k, gpu)._replace(decoding=moving(moved, kernels, gpu))
     return gemms
@@ -255,7 +255,7 @@ def saved_bytes(recipe: Recipe, tokens: int, features: int, itemsize: int = 2) -
         features: columns of the input.
         itemsize: bytes of an unquantized element.
     """
-    spec, transposed = recipe.kept_input, recipe.wgrad.b is not None
+    spec, transposed = recipe.saved_input, recipe.wgrad.b is not None
     return (
         tokens * features * itemsize
         if spec is None

@@ -318,14 +318,14 @@ def memory(plan: TrainingSetup) -> dict[str, float]:
     rows = decoder.vocab * decoder.dim * (table if decoder.tied or mesh.pp > 1 else table + head)
     own = (matrix * others + rows) / (mesh.tp * mesh.fsdp) + matrix * routed / mesh.fsdp
     largest = max(_here(plan, block) for _, block in blocks)
-    kept = sum(count * kept_a_token(plan, block, plan.checkpoints) for count, block in blocks)
-    again = max(kept_a_token(plan, block, "none") for _, block in blocks) * (plan.checkpoints != "none")
+    activation_bytes = sum(count * saved_bytes_per_token(plan, block, plan.checkpoints) for count, block in blocks)
+    again = max(saved_bytes_per_token(plan, block, "none") for _, block in blocks) * (plan.checkpoints != "none")
     tokens = plan.rows / mesh.tp
     # The first stage stores activations of as many micro-batches as there are stages.
     return {
         "weights and optimizer": own,
         "gathered weights": 2 * plan.on_the_wire(largest) + 2 * WIDE * largest,
-        "activations": tokens * (kept * min(plan.micro_batches, mesh.pp) + again),
+        "activations": tokens * (activation_bytes * min(plan.micro_batches, mesh.pp) + again),
         "logits": LOGIT * plan.rows * decoder.vocab / mesh.tp,
     }
 
@@ -335,7 +335,7 @@ def _here(plan: TrainingSetup, block: DecoderBlock) -> float:
     return (block.parameters - block.routed_parameters) / plan.mesh.tp + block.routed_parameters / plan.mesh.ep
 
 
-def kept_a_token(plan: TrainingSetup, block: DecoderBlock, checkpoints: Checkpoints) -> float:
+def saved_bytes_per_token(plan: TrainingSetup, block: DecoderBlock, checkpoints: Checkpoints) -> float:
     """Return the bytes per token that a block saves for backward, before tensor parallelism divides them."""
     if checkpoints == "full":
         return WIDE * block.dim

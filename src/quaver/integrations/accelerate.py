@@ -30,8 +30,8 @@ from quaver.torch.parallel import sync_amax_histories
 __all__ = ["QuaverAccelerator"]
 
 #: Method that accelerate 1.15 calls to convert models with torchao; `prepare` passes it everything to prepare.
-SEAM = "_prepare_ao"
-INSTEAD = (
+HOOK = "_prepare_ao"
+ALTERNATIVE = (
     "call quaver.torch.convert(model, recipe) and prepare it with an accelerate.Accelerator(mixed_precision='bf16')"
 )
 
@@ -62,7 +62,7 @@ class QuaverAccelerator(accelerate.Accelerator):
         blocks: bool | Blocks = False,
         **kwargs: Any,
     ) -> None:
-        check_seam(accelerate.Accelerator)
+        check_hook(accelerate.Accelerator)
         self.recipe = recipe if isinstance(recipe, Rules | Mapping) else recipes.get(recipe)
         self.convert_options: dict[str, Any] = {"skip": skip, "head": head, "seed": seed, "blocks": blocks}
         super().__init__(*args, **kwargs)
@@ -70,7 +70,7 @@ class QuaverAccelerator(accelerate.Accelerator):
         if self._is_fp8 and backend != "AO":
             raise ValueError(
                 f"accelerate would use {backend} for FP8; leave its recipe out of kwargs_handlers and "
-                f"ACCELERATE_FP8_BACKEND unset, with torchao installed (pip install torchao), or {INSTEAD}"
+                f"ACCELERATE_FP8_BACKEND unset, with torchao installed (pip install torchao), or {ALTERNATIVE}"
             )
 
     @property
@@ -112,21 +112,23 @@ class QuaverAccelerator(accelerate.Accelerator):
         for model, count in zip(models, before, strict=True):
             if _converted(model) != count:
                 kind = type(model).__name__
-                raise ValueError(f"accelerate {accelerate.__version__} replaced converted layers of {kind}: {INSTEAD}")
+                raise ValueError(
+                    f"accelerate {accelerate.__version__} replaced converted layers of {kind}: {ALTERNATIVE}"
+                )
 
 
-def check_seam(kind: type) -> None:
+def check_hook(kind: type) -> None:
     """Raise if a class of accelerate lacks the overridden method or its known signature.
 
     Raises:
         ValueError: the message says what to do.
     """
-    seam = getattr(kind, SEAM, None)
+    seam = getattr(kind, HOOK, None)
     kinds = [] if seam is None else [p.kind for p in inspect.signature(seam).parameters.values()]
     if kinds != [inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL]:
         raise ValueError(
-            f"accelerate {accelerate.__version__} has no {SEAM}(*args), which it calls to convert models with "
-            f"torchao (1.15 has): {INSTEAD}"
+            f"accelerate {accelerate.__version__} has no {HOOK}(*args), which it calls to convert models with "
+            f"torchao (1.15 has): {ALTERNATIVE}"
         )
 
 

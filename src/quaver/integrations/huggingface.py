@@ -69,7 +69,7 @@ class ScalingCallback(TrainerCallback):
         self._counting.close()
         if state.global_step == 0:
             return
-        folder = self.resume_from or _given_folder(args) or _folder(args, state.global_step)
+        folder = self.resume_from or _folder_from_arguments(args) or _folder(args, state.global_step)
         file = file_of(args.process_index, args.world_size)
         if not load(model, folder, file, step=state.global_step):
             ranks = f", or resume on as many processes as saved it (here {args.world_size})"
@@ -139,12 +139,14 @@ def load(model: nn.Module, folder: str | os.PathLike[str], file: str = FILE, *, 
     if not path.is_file():
         return False
     with safe_open(path, framework="pt") as opened:
-        kept = opened.metadata() or {}
+        metadata_of_file = opened.metadata() or {}
         state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    if step is not None and kept.get("step", str(step)) != str(step):
-        raise ValueError(f"training resumes at step {step}, and {path} is of step {kept['step']}: {_OTHER_RUN}")
+    if step is not None and metadata_of_file.get("step", str(step)) != str(step):
+        raise ValueError(
+            f"training resumes at step {step}, and {path} is of step {metadata_of_file['step']}: {_OTHER_RUN}"
+        )
     if step is not None:
-        _check_weights(model, json.loads(kept.get("parameters", "{}")), step, path)
+        _check_weights(model, json.loads(metadata_of_file.get("parameters", "{}")), step, path)
     load_scaling_state_dict(model, state)
     return True
 
@@ -221,10 +223,10 @@ def _folder(args: Any, step: int) -> Path:
     return Path(args.output_dir) / f"checkpoint-{step}"
 
 
-def _given_folder(args: Any) -> str | None:
+def _folder_from_arguments(args: Any) -> str | None:
     """Return the arguments' `resume_from_checkpoint` if it is a folder, else None."""
-    given = args.resume_from_checkpoint
-    return given if isinstance(given, str) and os.path.isdir(given) else None
+    passed = args.resume_from_checkpoint
+    return passed if isinstance(passed, str) and os.path.isdir(passed) else None
 
 
 # ---- quantization config: the argument of `from_pretrained`, and the recipe in a folder's config.json ----
@@ -323,14 +325,14 @@ class QuaverQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
             self._convert(model)
-            self._held = _as_bytes(model)
+            self._stored_weights = _as_bytes(model)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.pre_quantized:
-            _as_codes(self._held)
-            self._held = {}
-            _column_by_column(model)
+            _as_codes(self._stored_weights)
+            self._stored_weights = {}
+            _fix_history_layout(model)
         else:
             self._convert(model)
         return model
@@ -372,26 +374,26 @@ class QuaverQuantizer(HfQuantizer):
 
 def _as_bytes(model: nn.Module) -> dict[Quantizable, nn.Parameter]:
     """Replace stored weights by empty parameters in the folder's layout; return the original ones."""
-    held: dict[Quantizable, nn.Parameter] = {}
+    stored_weights: dict[Quantizable, nn.Parameter] = {}
     for layer in model.modules():
         if isinstance(layer, Quantizable) and layer.weight_spec is not None:
             weight = layer._parameters["weight"]
             assert weight is not None
-            held[layer] = weight
+            stored_weights[layer] = weight
             empty = torch.empty((*weight.shape, 1), dtype=torch.uint8, device=weight.device)
             layer._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
-    return held
+    return stored_weights
 
 
-def _as_codes(held: dict[Quantizable, nn.Parameter]) -> None:
+def _as_codes(stored_weights: dict[Quantizable, nn.Parameter]) -> None:
     """Convert the loaded bytes back to parameters of codes."""
-    for layer, weight in held.items():
+    for layer, weight in stored_weights.items():
         codes = layer._parameters["weight"].detach().squeeze(-1).view(weight.dtype)  # type: ignore[union-attr]
         layer._parameters["weight"] = nn.Parameter(codes, requires_grad=weight.requires_grad)
-        store_weight.settle(layer)
+        store_weight.register_stored_weight(layer)
 
 
-def _column_by_column(model: nn.Module) -> None:
+def _fix_history_layout(model: nn.Module) -> None:
     """Convert histories to the memory layout in which layers create them."""
     for layer in model.modules():
         history = layer._buffers.get("history") if isinstance(layer, Quantizable) else None

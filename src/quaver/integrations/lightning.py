@@ -83,7 +83,7 @@ class QuaverPrecision(MixedPrecision):
         """Convert the LightningModule, once."""
         if not any(isinstance(part, Quantizable) for part in module.modules()):
             convert(module, self.recipe, **self.options)
-        module.register_state_dict_post_hook(_plain)
+        module.register_state_dict_post_hook(_remove_recipe_state)
         self._module = weakref.ref(module)
         return module
 
@@ -139,7 +139,7 @@ def _state(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
                     yield f"{name}.{buffer}".lstrip("."), value
 
 
-def _plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _remove_recipe_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """State-dict hook that removes the recipes' state, which the plugin saves."""
     for name, _ in _state(module, prefix.removesuffix(".")):
         state.pop(name, None)

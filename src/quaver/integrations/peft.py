@@ -28,7 +28,7 @@ __all__ = ["LoraOverCodes", "over_codes"]
 #: adapters.
 REGISTER, DTYPE = "_register_custom_module", "_get_base_layer_device_and_dtype"
 #: Values of init_lora_weights that do not read or write the base's weight.
-FROM_NOTHING = (True, False, "gaussian", "eva")
+INDEPENDENT_INITS = (True, False, "gaussian", "eva")
 
 
 class LoraOverCodes(lora.Linear):
@@ -45,7 +45,7 @@ class LoraOverCodes(lora.Linear):
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, *args: Any, **kwargs: Any) -> None:
         if _is_stored(base_layer):
-            _refuse(config)
+            _check_config(config)
         super().__init__(base_layer, adapter_name, config, *args, **kwargs)
         #: The base's state before the first merge: its weight, scales, and attributes with its recipe; else None.
         self._codes: tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]] | None = None
@@ -54,7 +54,7 @@ class LoraOverCodes(lora.Linear):
         """Add or update an adapter as PEFT does, after checking its config."""
         if _is_stored(self.get_base_layer()):
             for config in (value for value in (*args, *kwargs.values()) if isinstance(value, LoraConfig)):
-                _refuse(config)
+                _check_config(config)
         super().update_layer(*args, **kwargs)
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> Any:
@@ -69,14 +69,14 @@ class LoraOverCodes(lora.Linear):
             super().merge(safe_merge, adapter_names)
             return
         merged = len(self.merged_adapters)
-        self._codes = _taken(base)
+        self._codes = _state_of_base(base)
         store_weight.restore(base)
         base.recipe = None
         try:
             super().merge(safe_merge, adapter_names)
         finally:
             if len(self.merged_adapters) == merged:
-                self._give_back()
+                self._restore_codes()
 
     def unmerge(self) -> None:
         """Unmerge adapters as PEFT does; codes are restored bit for bit."""
@@ -88,9 +88,9 @@ class LoraOverCodes(lora.Linear):
             if self.lora_bias.get(name):
                 base.bias.data -= self.lora_B[name].bias * self.scaling[name]
         self.merged_adapters.clear()
-        self._give_back()
+        self._restore_codes()
 
-    def _give_back(self) -> None:
+    def _restore_codes(self) -> None:
         assert self._codes is not None
         base: Any = self.get_base_layer()
         weight, scales, attributes = self._codes
@@ -104,7 +104,7 @@ class LoraOverCodes(lora.Linear):
         base._parameters["weight"] = weight
         for name, scale in scales.items():
             base.register_buffer(name, scale.to(device))
-        store_weight.settle(base)
+        store_weight.register_stored_weight(base)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """Return the adapter's weight update in float32; rounding to the weight's dtype then happens once (twice
@@ -151,19 +151,19 @@ def _is_stored(layer: nn.Module) -> bool:
     return isinstance(layer, Linear) and layer.weight_spec is not None
 
 
-def _taken(base: Any) -> tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]]:
+def _state_of_base(base: Any) -> tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]]:
     scales = {name: base._buffers[name] for name in SCALES if base._buffers.get(name) is not None}
     attributes = {name: base.__dict__[name] for name in store_weight.ABOUT}
     return base._parameters["weight"], scales, attributes | {"recipe": base.recipe}
 
 
-def _refuse(config: LoraConfig) -> None:
+def _check_config(config: LoraConfig) -> None:
     """Raise if a config reads or writes the base's weight during initialization.
 
     Raises:
         ValueError: the message says what to use instead.
     """
-    if config.init_lora_weights not in FROM_NOTHING:
+    if config.init_lora_weights not in INDEPENDENT_INITS:
         raise ValueError(
             f"init_lora_weights={config.init_lora_weights!r} starts from the base's weight, which exists only as "
             "codes here; give True or 'gaussian', or quantize the weights after the adapter has been created and "

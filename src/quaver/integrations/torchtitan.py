@@ -66,14 +66,14 @@ class QuaverLinear(qt.Linear, Module):
 
         def build(self, **kwargs: Any) -> Any:
             """Build the layer."""
-            given: Any = self
-            sharding = given.sharding_config
+            passed: Any = self
+            sharding = passed.sharding_config
             if sharding is not None:
                 # The recipes' state is replicated on every rank, and torchtitan requires a placement for each buffer.
-                whole = dense_param_placement(tp=spmd_types.R)
-                states = {**dict.fromkeys(STATE, whole), **sharding.state_shardings}
-                given = replace(given, sharding_config=replace(sharding, state_shardings=states))
-            return Linear.Config.build(given, **kwargs)
+                model_options = dense_param_placement(tp=spmd_types.R)
+                states = {**dict.fromkeys(STATE, model_options), **sharding.state_shardings}
+                passed = replace(passed, sharding_config=replace(sharding, state_shardings=states))
+            return Linear.Config.build(passed, **kwargs)
 
     def __init__(self, config: Any) -> None:
         super().__init__(
@@ -123,16 +123,16 @@ class QuaverConverter(QuantizationConverter):
 
     def convert(self, model_config: Any) -> Any:
         """Replace torchtitan's configs of linear layers and return the root's config."""
-        given = self.config
-        patterns = [pattern for pattern in given.filter_fqns if pattern != SMALL_KN]
+        passed = self.config
+        patterns = [pattern for pattern in passed.filter_fqns if pattern != SMALL_KN]
         layers = list(model_config.traverse(Linear.Config))
-        _refuse_unknown(patterns, [name for name, *_ in layers])
+        _check_names(patterns, [name for name, *_ in layers])
         left: dict[str, str] = {}
         for name, layer, parent, attribute in layers:
             left[name] = _why_not(name, layer, patterns, self.small_kn, self.recipe)
             if left[name]:
                 continue
-            ours = QuaverLinear.Config(**_values(layer), recipe_name=self.recipe_name, seed=given.seed)
+            ours = QuaverLinear.Config(**_values(layer), recipe_name=self.recipe_name, seed=passed.seed)
             if parent is None:
                 model_config = ours
             elif isinstance(parent, list):
@@ -144,11 +144,11 @@ class QuaverConverter(QuantizationConverter):
         if len(lines) == len(left):
             raise ValueError("\n".join([f"QuaverConverter converts {count}", *lines]))
         logger.info("\n".join([f"quaver: {count}", *lines]))
-        return _rooted(model_config, _Whole(given.seed, given.enable_fsdp_float8_all_gather))
+        return _wrap_root(model_config, _ModelOptions(passed.seed, passed.enable_fsdp_float8_all_gather))
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _ModelOptions:
     """Options that apply to the whole model."""
 
     seed: int
@@ -200,7 +200,7 @@ def _why_emulated(recipe: Recipe) -> str:
 # ---- which layers are converted ----
 
 
-def _refuse_unknown(patterns: list[str], names: list[str]) -> None:
+def _check_names(patterns: list[str], names: list[str]) -> None:
     for pattern in patterns:
         if not any(pattern in name for name in names):
             parts = dict.fromkeys(part for name in names for part in name.split(".") if not part.isdigit())
@@ -225,18 +225,18 @@ def _why_not(name: str, layer: Any, patterns: list[str], small_kn: SkipFilter | 
 # ---- the whole model ----
 
 
-def _rooted(config: Any, whole: _Whole) -> Any:
+def _wrap_root(config: Any, model_options: _ModelOptions) -> Any:
     """Wrap the root's config in one that converts the model it builds."""
-    before: _Whole | None = getattr(config, "quaver", None)
+    before: _ModelOptions | None = getattr(config, "quaver", None)
     if before is not None:
-        if before != whole:
+        if before != model_options:
             raise ValueError(
-                f"two QuaverConverters of one model differ in options of the whole model: {before} and {whole}; "
+                f"two QuaverConverters of one model differ in options of the whole model: {before}, {model_options}; "
                 "give both the same seed and enable_fsdp_float8_all_gather"
             )
         return config
     of: Any = type(config)
-    root = _root_class(of)(**_values(config), quaver=whole)
+    root = _root_class(of)(**_values(config), quaver=model_options)
     for each in fields(config):
         if not each.init:
             setattr(root, each.name, getattr(config, each.name))
@@ -253,22 +253,22 @@ def _root_class(base: Any) -> Any:
 
     @dataclass(kw_only=True, slots=True)
     class Config(base):
-        quaver: _Whole
+        quaver: _ModelOptions
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            _refuse_job(config, self.quaver)
+            _check_job(config, self.quaver)
             base.update_from_config(self, config=config, **kwargs)
 
         def build(self, **kwargs: Any) -> Any:
             model = base.build(self, **kwargs)
-            _finish(model, self.quaver)
+            _convert_built_model(model, self.quaver)
             return model
 
     Config.__qualname__ = f"Quaver{base.__qualname__}"
     return Config
 
 
-def _refuse_job(job: Any, whole: _Whole) -> None:
+def _check_job(job: Any, model_options: _ModelOptions) -> None:
     """Raise ValueError for job options that QuaverConverter does not support, before the model is built."""
     degrees = job.parallelism
     for kind, option in (("tensor", "tensor_parallel_degree"), ("pipeline", "pipeline_parallel_degree")):
@@ -289,17 +289,17 @@ def _refuse_job(job: Any, whole: _Whole) -> None:
             "torchtitan records forward and backward as a CUDA graph, and quantized layers need a warm-up before "
             "that: set training.disable_cuda_graphs"
         )
-    if whole.gathers and compiling is not None and compiling.enable and "model" in compiling.components:
+    if model_options.gathers and compiling is not None and compiling.enable and "model" in compiling.components:
         raise ValueError(_COMPILED)
 
 
-def _finish(model: nn.Module, whole: _Whole) -> None:
+def _convert_built_model(model: nn.Module, model_options: _ModelOptions) -> None:
     """Convert a built model as a whole: names, histories and quantized all-gathers."""
     chosen = [
         ModuleRule(pattern=name, recipe=module.recipe)
         for name, module in model.named_modules()
         if isinstance(module, QuaverLinear)
     ]
-    qt.convert(model, Rules([*chosen, ModuleRule(recipe=None)]), seed=whole.seed)
-    if whole.gathers:
+    qt.convert(model, Rules([*chosen, ModuleRule(recipe=None)]), seed=model_options.seed)
+    if model_options.gathers:
         logger.info(f"quaver: weights are gathered as\n{gather_quantized(model)}")

@@ -10,6 +10,7 @@ import triton.language as tl
 from quaver.kernels.norm import swizzled
 from quaver.kernels.numerics import (
     INFINITY_BITS,
+    combine_amaxes,
     decode_scale,
     encode,
     encode4,
@@ -19,7 +20,6 @@ from quaver.kernels.numerics import (
     largest_bits4,
     load_tile,
     magnitude_bits,
-    meet,
     packed_codes,
     power_of_two,
     store_tile,
@@ -81,7 +81,7 @@ def activate(
     if MODE != "none":
         x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
         m = largest_bits4(x0, x1, x2, x3)
-        last, largest = meet(work, flushed(tl.max(m, None)), programs)
+        last, largest = combine_amaxes(work, flushed(tl.max(m, None)), programs)
         if last:
             tl.store(top, largest.to(tl.float32, bitcast=True))
             if MODE == "tensor":
@@ -330,14 +330,14 @@ def squared_relu_backward(g, x, limit, alpha):
 @triton.jit
 def clamped_silu(x, limit, alpha):
     """Return min(x, limit) sigmoid(alpha min(x, limit))."""
-    held = tl.where(x > limit, limit, x)
-    r = inverse_root(held * (alpha * -_LOG2E))
-    return held * r * r
+    clamped = tl.where(x > limit, limit, x)
+    r = inverse_root(clamped * (alpha * -_LOG2E))
+    return clamped * r * r
 
 
 @triton.jit
 def clamped_silu_backward(g, x, limit, alpha):
-    held = tl.where(x > limit, limit, x)
-    r = inverse_root(held * (alpha * -_LOG2E))
+    clamped = tl.where(x > limit, limit, x)
+    r = inverse_root(clamped * (alpha * -_LOG2E))
     s = r * r
-    return tl.where(x > limit, 0.0, 1.0) * (g * (s * tl.fma(alpha * held, 1.0 - s, 1.0)))
+    return tl.where(x > limit, 0.0, 1.0) * (g * (s * tl.fma(alpha * clamped, 1.0 - s, 1.0)))

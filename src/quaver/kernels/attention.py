@@ -101,14 +101,14 @@ def columns_of(
 def along_tokens(
     codes, scales, first, tokens, blocks,
     C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
-    TURNED: tl.constexpr, HALF: tl.constexpr = False, BY: tl.constexpr = 1.0,
+    TRANSPOSED: tl.constexpr, HALF: tl.constexpr = False, BY: tl.constexpr = 1.0,
 ):  # fmt: skip
     """Load C tokens as bfloat16 [C, D] for a sum over tokens, from [D, tokens] if TURNED (stored transposed), else
     [tokens, D].
 
     HALF and BY as in `rows_of`.
     """
-    if TURNED:
+    if TRANSPOSED:
         x = columns_of(codes, scales, first, tokens, blocks, C, D, WIDTH, CODES, INTEGERS, BY)
     else:
         x = rows_of(codes, scales, first, tokens, blocks, C, D, WIDTH, CODES, INTEGERS, HALF, BY)
@@ -201,7 +201,7 @@ def attention_rows(
     q, q_scale, k, k_scale, v, v_scale, kt, kt_scale, do, do_scale, runs, hidden, logsumexp, delta, shift, amax_values, dq,  # noqa: E501
     heads, shared, queries, keys, q_blocks, k_blocks, v_blocks, kt_blocks, do_blocks,
     hidden_batch, hidden_head, hidden_query, hidden_key, dq_batch, dq_head, dq_token, scale, slope,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, TURNED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr,
     GRAD_WIDTH: tl.constexpr, HALF: tl.constexpr, SUMS: tl.constexpr, GRADIENT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     dtype: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr,
@@ -235,7 +235,7 @@ def attention_rows(
     v += group * keys * DV
     v_scale += group * tl.maximum(keys * v_blocks, 1)
     kt += group * keys * D
-    kt_scale += group * tl.maximum((D if TURNED else keys) * kt_blocks, 1)
+    kt_scale += group * tl.maximum((D if TRANSPOSED else keys) * kt_blocks, 1)
     of_dp = 1.0
     if HALF:
         of_k = tl.load(k_scale)
@@ -303,8 +303,8 @@ def attention_rows(
                     ds = rounded(ds, bits[:, None], dtype, EMAX, TOP_MANTISSA, MAX, INTEGERS)
                 else:
                     ds = rounded_in_blocks(ds, BM, BN, GRAD_WIDTH, dtype, EMAX, TOP_MANTISSA, MAX, INTEGERS)
-                if TURNED:
-                    right = along_tokens(kt, kt_scale, n, keys, kt_blocks, BN, D, WIDTH, CODES, INTEGERS, TURNED)
+                if TRANSPOSED:
+                    right = along_tokens(kt, kt_scale, n, keys, kt_blocks, BN, D, WIDTH, CODES, INTEGERS, TRANSPOSED)
                 dx = tl.dot(ds if HALF else ds.to(tl.bfloat16), right, dx)
     if GRADIENT:
         at = dq + b * dq_batch + h * dq_head + i[:, None].to(tl.int64) * dq_token + tl.arange(0, D)[None, :]
@@ -318,7 +318,7 @@ def attention_columns(
     heads, shared, queries, keys, q_blocks, k_blocks, v_blocks, qt_blocks, do_blocks, dot_blocks,
     hidden_batch, hidden_head, hidden_query, hidden_key, dk_batch, dk_head, dk_token, dv_batch, dv_head, dv_token,
     scale, slope,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, TURNED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr,
     GRAD_WIDTH: tl.constexpr, GRAD_TRANSPOSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     dtype: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
@@ -407,7 +407,7 @@ def attention_columns(
                     ds = rounded(ds, bits[:, None], dtype, EMAX, TOP_MANTISSA, MAX, INTEGERS)
                 else:
                     ds = rounded_in_blocks(ds, BN, BM, GRAD_WIDTH, dtype, EMAX, TOP_MANTISSA, MAX, INTEGERS)
-                if TURNED:
+                if TRANSPOSED:
                     at = qt_scale + head * D * qt_blocks
                     right = along_tokens(
                         qt + head * queries * D, at, m, queries, qt_blocks, BM, D, WIDTH, CODES, INTEGERS, True
@@ -431,7 +431,7 @@ def attention(
     q, q_scale, k, k_scale, v, v_scale, runs, hidden, sinks, out, logsumexp,
     heads, shared, queries, keys, q_blocks, k_blocks, v_blocks,
     hidden_batch, hidden_head, hidden_query, hidden_key, out_batch, out_head, out_token, scale,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, TURNED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, TRANSPOSED: tl.constexpr,
     HALF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for BM queries (axis 0) of one head of one batch (axis 1).
@@ -464,7 +464,7 @@ def attention(
     k += group * keys * D
     k_scale += group * tl.maximum(keys * k_blocks, 1)
     v += group * keys * DV
-    v_scale += group * tl.maximum((DV if TURNED else keys) * v_blocks, 1)
+    v_scale += group * tl.maximum((DV if TRANSPOSED else keys) * v_blocks, 1)
     of_v = 1.0
     if HALF:
         scale = scale * tl.load(q_scale + head) * tl.load(k_scale)
@@ -500,7 +500,7 @@ def attention(
         s = tl.dot(queried, tl.trans(right)) * scale
         seen = visible(first[:, None], last[:, None], hidden, i[:, None], j[None, :], hidden_query, hidden_key)
         p = probability_codes(tl.where(seen, tl.exp2(s - shift[:, None]), 0.0), INTEGERS, HALF)
-        value = along_tokens(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS, TURNED, HALF, INVERSE)
+        value = along_tokens(v, v_scale, n, keys, v_blocks, BN, DV, WIDTH, CODES, INTEGERS, TRANSPOSED, HALF, INVERSE)
         y = tl.dot(p, value, y)
     at = out + b * out_batch + h * out_head + i[:, None].to(tl.int64) * out_token + tl.arange(0, DV)[None, :]
     tl.store(at, (y * of_v).to(out.dtype.element_ty), mask=i[:, None] < queries)

@@ -14,12 +14,12 @@ from quaver.kernels.numerics import (
     decoded,
     encode,
     flushed,
-    held,
     load_tile,
     magnitude_bits,
-    note_amax,
     philox,
+    saturated,
     shared_exponent,
+    store_amax,
     store_tile,
     transposed,
     whole_word,
@@ -122,7 +122,7 @@ def values_of_blocks(
 
 
 @triton.jit
-def kept_values_of_blocks(
+def cached_values_of_blocks(
     codes, scales, out, rows, columns,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr, WIDTH: tl.constexpr,
     CODES: tl.constexpr, INTEGERS: tl.constexpr,
@@ -142,7 +142,7 @@ def kept_values_of_blocks(
         s = tl.load(of_blocks, mask=inside & (blocks[:, None] < tl.cdiv(rows, WIDTH)), other=0)
     v = tl.reshape(decoded(q.to(tl.uint8, bitcast=True), CODES, INTEGERS), [BM // WIDTH, WIDTH, BN])
     v = v * decoded_scale(s, None, "e8m0", True, INTEGERS)[:, None, :]
-    store_tile(out, held(tl.reshape(v, [BM, BN]), tl.bfloat16), r, c, rows, columns, columns, EVEN)
+    store_tile(out, saturated(tl.reshape(v, [BM, BN]), tl.bfloat16), r, c, rows, columns, columns, EVEN)
 
 
 # ---- finishing float32 products: scales, bias and one rounding ----
@@ -240,9 +240,9 @@ def multiply_groups(
         r = first + tl.arange(0, BM)
         c = pn * BN + tl.arange(0, BN)
         # Beyond a group's end its last row is read again instead of the next group's rows.
-        held = tl.minimum(r, last - 1)
+        clamped = tl.minimum(r, last - 1)
         column = tl.cast(group, tl.int64) * n + c
-        xs = x + held.to(tl.int64)[:, None] * x_stride
+        xs = x + clamped.to(tl.int64)[:, None] * x_stride
         ws = w + column[None, :] * w_stride
         sums = tl.zeros([BM, BN], tl.float32)
         for at in range(0, k, BK):
@@ -255,7 +255,7 @@ def multiply_groups(
                 b = tl.load(ws + i[:, None], (i < k)[:, None] & (c < n)[None, :], 0.0)
             sums = tl.dot(a, b, sums, input_precision="ieee")
         if of_rows is not None:
-            sums *= tl.load(of_rows + held)[:, None]
+            sums *= tl.load(of_rows + clamped)[:, None]
         if of_columns is not None:
             sums *= tl.load(of_columns + column, c < n, 0.0)[None, :]
         if bias is not None:
@@ -327,10 +327,10 @@ def amaxes(
     v = load_down(x, g, c, rows, columns, stride, EVEN, True)
     if top is not None:
         bits = flushed(tl.max(largest(v), None))
-        note_amax(work, bits, programs, top, None, None, False, False)
+        store_amax(work, bits, programs, top, None, None, False, False)
     if transposed_top is not None:
         bits = flushed(quarter(tl.max(largest(transposed(v)), None)))
-        note_amax(work + 2, bits, programs, transposed_top, None, None, False, False)
+        store_amax(work + 2, bits, programs, transposed_top, None, None, False, False)
     if count is not None:
         move_on(count, drawn, FIRST, SECOND)
 
@@ -481,7 +481,7 @@ def values_in_two_levels(
 
 
 @triton.jit
-def kept_values_in_two_levels(
+def cached_values_in_two_levels(
     codes, scales, out, rows, columns,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
@@ -502,7 +502,7 @@ def kept_values_in_two_levels(
     small = tl.where(code == 255, NAN_BITS, code << 23).to(tl.float32, bitcast=True)
     s = decoded(scale, tl.float8e4nv, INTEGERS) * small
     for j in tl.static_range(16):
-        v = held(e2m1((words[j // 8] >> (4 * (j % 8))) & 15) * s, tl.bfloat16)
+        v = saturated(e2m1((words[j // 8] >> (4 * (j % 8))) & 15) * s, tl.bfloat16)
         to = out + (16 * g[:, None] + j).to(tl.int64) * columns + c[None, :]
         if EVEN:
             tl.store(to, v)

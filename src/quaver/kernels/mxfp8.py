@@ -12,10 +12,10 @@ from quaver.kernels.numerics import (
     decoded,
     encode,
     encode4,
-    held,
     largest_of_runs,
     magnitude_bits,
     pack4,
+    saturated,
     shared_exponent,
     swizzled,
     widened,
@@ -267,7 +267,7 @@ def decode(
         s = decoded_scale(stored, factor, KIND, POWER_OF_TWO, INTEGERS)
         v = tl.reshape(tl.reshape(v, [BM, BN // WIDTH, WIDTH]) * s[:, :, None], [BM, BN])
     at = out + r[:, None].to(tl.int64) * out_stride + c[None, :]
-    values = held(v, out.dtype.element_ty)
+    values = saturated(v, out.dtype.element_ty)
     if EVEN:
         tl.store(at, values)
     else:

@@ -15,8 +15,8 @@ from quaver.kernels.numerics import (
     flushed,
     largest_of_runs,
     magnitude_bits,
-    note_amax,
     shared_exponent,
+    store_amax,
     widened,
 )
 
@@ -24,7 +24,7 @@ from quaver.kernels.numerics import (
 
 #: Widest row for which beta is kept in registers like gamma; with wider ones a multiprocessor would run only two
 #: programs, which wait for memory at the same time.
-BETA_HELD = tl.constexpr(2048)
+BETA_IN_REGISTERS = tl.constexpr(2048)
 
 
 @triton.jit
@@ -68,14 +68,14 @@ def swizzled(row, block, row_blocks):
 def norm(
     x, gamma, beta, y, q, mean, inverse, scale, top, factor, work,
     rows, columns, stride, q_stride, scale_stride, programs, eps, share,
-    BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, HELD: tl.constexpr, CENTRED: tl.constexpr,
+    BN: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, IN_REGISTERS: tl.constexpr, CENTRED: tl.constexpr,
     MODE: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
     MAX: tl.constexpr, INTEGERS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Normalize x [rows, columns <= BN]; write y in x's dtype unless None, and the statistics mean, inverse float32
     [rows].
 
-    gamma, beta: [columns] or None; HELD in registers (beta up to `BETA_HELD` columns) or read for each row.
+    gamma, beta: [columns] or None; HELD in registers (beta up to `BETA_IN_REGISTERS` columns) or read for each row.
     share: 1 / columns, or 1 for a sum of squares.
     MODE, the quantization of y after rounding to its dtype:
         "none"; "amax": top float32 [1], its amax; "tensor": q by `factor`, with its scale and top;
@@ -89,9 +89,9 @@ def norm(
     HALVINGS: tl.constexpr = (VECTOR > 1) + (VECTOR > 2) + (VECTOR > 4)
     first = tl.program_id(0)
     c = tl.max_contiguous(tl.arange(0, BN), VECTOR)
-    if HELD and gamma is not None:
+    if IN_REGISTERS and gamma is not None:
         g = load_parameter(gamma, c, columns, EVEN)
-    if HELD and BN <= BETA_HELD and beta is not None:
+    if IN_REGISTERS and BN <= BETA_IN_REGISTERS and beta is not None:
         b = load_parameter(beta, c, columns, EVEN)
     m = tl.zeros([BN], tl.int32)
     e = 1.0
@@ -107,14 +107,14 @@ def norm(
         tl.store(inverse + row, f)
         v = v * f
         if gamma is not None:
-            scaling = g if HELD else load_parameter(gamma, c, columns, EVEN)
+            scaling = g if IN_REGISTERS else load_parameter(gamma, c, columns, EVEN)
             if beta is not None:
-                shift = b if HELD and BN <= BETA_HELD else load_parameter(beta, c, columns, EVEN)
+                shift = b if IN_REGISTERS and BN <= BETA_IN_REGISTERS else load_parameter(beta, c, columns, EVEN)
                 v = tl.fma(v, scaling, shift)
             else:
                 v = v * scaling
         elif beta is not None:
-            v = v + (b if HELD and BN <= BETA_HELD else load_parameter(beta, c, columns, EVEN))
+            v = v + (b if IN_REGISTERS and BN <= BETA_IN_REGISTERS else load_parameter(beta, c, columns, EVEN))
         rounded = v.to(x.dtype.element_ty)
         if y is not None:
             store_row(y, rounded, row, c, columns, columns, EVEN)
@@ -152,7 +152,7 @@ def norm(
             codes = encode(v, CODES, INTEGERS).to(q.dtype.element_ty, bitcast=True)
             store_row(q, codes, row, c, q_stride, q_stride, EVEN)
     if MODE == "amax" or MODE == "tensor":
-        note_amax(work, flushed(tl.max(m, 0)), programs, top, scale, e, MODE == "tensor", POWER_OF_TWO)
+        store_amax(work, flushed(tl.max(m, 0)), programs, top, scale, e, MODE == "tensor", POWER_OF_TWO)
 
 
 @triton.jit
@@ -258,7 +258,7 @@ def wide_norm(
                 codes = encode(v * e, CODES, INTEGERS).to(q.dtype.element_ty, bitcast=True)
                 store_row(q, codes, row, c, q_stride, q_stride, EVEN)
     if MODE != "none":
-        note_amax(work, flushed(tl.max(magnitude_bits(m), 0)), programs, top, scale, e, MODE == "tensor", POWER_OF_TWO)
+        store_amax(work, flushed(tl.max(magnitude_bits(m), 0)), programs, top, scale, e, MODE == "tensor", POWER_OF_TWO)
 
 
 @triton.jit

@@ -71,7 +71,7 @@ def widened(v):
 
 
 @triton.jit
-def held(v, dtype: tl.constexpr):
+def saturated(v, dtype: tl.constexpr):
     """Convert float32 values of codes times scales to bf16 or float32; exact, except that overflow becomes the largest
     number.
 
@@ -150,8 +150,8 @@ def encode_factor(bits, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANT
         usable = (bits >= SMALLEST_NORMAL_BITS) & (bits < INFINITY_BITS)
         amax = tl.where(usable, bits, 0x3F800000).to(tl.float32, bitcast=True)
         ratio = tl.div_rn(amax * 0.0 + MAX, amax).to(tl.int32, bitcast=True)
-        held = tl.minimum(tl.maximum(ratio, SMALLEST_NORMAL_BITS), INFINITY_BITS - 1)
-        e = tl.where(usable, held, 0x3F800000).to(tl.float32, bitcast=True)
+        clamped = tl.minimum(tl.maximum(ratio, SMALLEST_NORMAL_BITS), INFINITY_BITS - 1)
+        e = tl.where(usable, clamped, 0x3F800000).to(tl.float32, bitcast=True)
     return e
 
 
@@ -273,7 +273,7 @@ def packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype: tl.constexpr, INTEGERS: 
 
 
 @triton.jit
-def meet(work, bits, programs):
+def combine_amaxes(work, bits, programs):
     """Combine the amax bits of all programs of a launch; return (True in the last program to finish, the maximum).
 
     work: int32 [2], zero before and zero again after.
@@ -291,13 +291,13 @@ def meet(work, bits, programs):
 
 
 @triton.jit
-def note_amax(work, bits, programs, top, scale, e, SCALES: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def store_amax(work, bits, programs, top, scale, e, SCALES: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Let the last program of a launch store the maximum of all amax bits in top; if SCALES also the decode scale of
     factor e.
 
-    work: as in `meet`.
+    work: as in `combine_amaxes`.
     """
-    last, largest = meet(work, bits, programs)
+    last, largest = combine_amaxes(work, bits, programs)
     if last:
         tl.store(top, largest.to(tl.float32, bitcast=True))
         if SCALES:

@@ -15,10 +15,10 @@ from quaver.kernels.numerics import (
     encode,
     encode_factor,
     flushed,
-    note_amax,
     philox,
     power_of_two,
     rotate,
+    store_amax,
     swizzled,
     transposed,
     whole_word,
@@ -264,7 +264,7 @@ def rotated_amax(
         g = right * (BN // 16) + tl.arange(0, BN // 16)
         v = load_along(x, r, g, rows, columns, stride, BM, BN // 16, EVEN)
     bits = flushed(quarter(tl.max(largest(transposed(v)), None)))
-    note_amax(work, bits, programs, out, None, None, False, False)
+    store_amax(work, bits, programs, out, None, None, False, False)
 
 
 @triton.jit

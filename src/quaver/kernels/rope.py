@@ -17,7 +17,7 @@ def _pair(a, b, c, s, BACK: tl.constexpr):
 
 
 @triton.jit
-def _turn(
+def _rotate_heads(
     x, y, c, s, first, heads, head_stride,
     HALF: tl.constexpr, REST: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACK: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr, COPY: tl.constexpr = False,
@@ -100,15 +100,17 @@ def rope(
     if block < q_blocks:
         x = q + o * q_outer + n * q_inner
         y = q_out + token * q_row
-        _turn(x, y, c, s, block * BH, q_heads, q_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_Q, FAR)
+        _rotate_heads(x, y, c, s, block * BH, q_heads, q_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_Q, FAR)
     elif k is not None:
         first = (block - q_blocks) * BH
         if block < q_blocks + k_blocks:
             x = k + o * k_outer + n * k_inner
             y = k_out + token * k_row
-            _turn(x, y, c, s, first, k_heads, k_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_K, FAR)
+            _rotate_heads(x, y, c, s, first, k_heads, k_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_K, FAR)
         elif v is not None:
             first -= k_blocks * BH
             x = v + o * v_outer + n * v_inner
             y = v_out + token * k_row
-            _turn(x, y, c, s, first, k_heads, v_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_K, FAR, True)
+            _rotate_heads(
+                x, y, c, s, first, k_heads, v_head, HALF, REST, BH, BD, BR, INTERLEAVED, BACK, EVEN_K, FAR, True
+            )

@@ -29,24 +29,24 @@ from quaver.kernels.tensorwise import load4, store4, store_transposed
 
 @triton.jit
 def factor_and_scale(
-    bits, given, at, inside, GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    bits, known_amax, at, inside, KNOWN_AMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
     """Return encode factors and decode scales of blocks, from these amax bits or the given amaxes at offsets `at`."""
     measured = flushed(bits)
     top = measured
-    if GIVEN:
-        top = flushed(magnitude_bits(tl.load(given + at, mask=inside, other=0.0)))
+    if KNOWN_AMAX:
+        top = flushed(magnitude_bits(tl.load(known_amax + at, mask=inside, other=0.0)))
     e = encode_factor(top, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
     return e, decode_scale(tl.maximum(top, measured), e, POWER_OF_TWO)
 
 
 @triton.jit
 def blockwise(
-    x, q, qt, scale, transposed_scale, given,
+    x, q, qt, scale, transposed_scale, known_amax,
     rows, columns, stride, q_stride, qt_lines, scale_stride, transposed_stride,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    GIVEN: tl.constexpr, TALL: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    KNOWN_AMAX: tl.constexpr, TALL: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Quantize x [rows, columns] in 1 × BN blocks to q (ROWS), and its transpose in 1 × BM blocks to qt as int32
@@ -65,15 +65,17 @@ def blockwise(
     m0, m1, m2, m3 = magnitude_bits(x0), magnitude_bits(x1), magnitude_bits(x2), magnitude_bits(x3)
     if ROWS:
         at = pn.to(tl.int64) * scale_stride + r
-        e0, s0 = factor_and_scale(tl.max(m0, 1), given, at, r < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        e0, s0 = factor_and_scale(
+            tl.max(m0, 1), known_amax, at, r < rows, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
+        )
         e1, s1 = factor_and_scale(
-            tl.max(m1, 1), given, at + 1, r + 1 < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
+            tl.max(m1, 1), known_amax, at + 1, r + 1 < rows, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
         )
         e2, s2 = factor_and_scale(
-            tl.max(m2, 1), given, at + 2, r + 2 < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
+            tl.max(m2, 1), known_amax, at + 2, r + 2 < rows, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
         )
         e3, s3 = factor_and_scale(
-            tl.max(m3, 1), given, at + 3, r + 3 < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
+            tl.max(m3, 1), known_amax, at + 3, r + 3 < rows, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
         )
         tl.store(scale + at, s0, mask=r < rows)
         tl.store(scale + at + 1, s1, mask=r + 1 < rows)
@@ -87,7 +89,9 @@ def blockwise(
     if COLUMNS:
         m = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
         at = pm.to(tl.int64) * transposed_stride + c
-        e, s = factor_and_scale(tl.max(m, 0), given, at, c < columns, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        e, s = factor_and_scale(
+            tl.max(m, 0), known_amax, at, c < columns, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
+        )
         tl.store(transposed_scale + at, s, mask=c < columns)
         if ROWS:
             x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
@@ -105,10 +109,10 @@ def packed_four(x0, x1, x2, x3, e, dtype: tl.constexpr, INTEGERS: tl.constexpr):
 
 @triton.jit
 def squares(
-    x, q, qt, scale, transposed_scale, given,
+    x, q, qt, scale, transposed_scale, known_amax,
     rows, columns, stride, q_stride, qt_lines, scale_stride, transposed_stride,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    GIVEN: tl.constexpr, TALL: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    KNOWN_AMAX: tl.constexpr, TALL: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Quantize x [rows, columns] in squares of BM = BN, and its transpose, otherwise as `blockwise`.
@@ -125,7 +129,7 @@ def squares(
     straight = pm.to(tl.int64) * scale_stride + pn
     transposed = pn.to(tl.int64) * transposed_stride + pm
     at = straight if ROWS else transposed
-    e, s = factor_and_scale(tl.max(m, None), given, at, True, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+    e, s = factor_and_scale(tl.max(m, None), known_amax, at, True, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
     y0, y1, y2, y3 = x0 * e, x1 * e, x2 * e, x3 * e
     c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
     if ROWS:
@@ -142,9 +146,9 @@ def squares(
 
 @triton.jit
 def rows_at(
-    p, x, q, scale, amax_values, given, rows, columns, stride, q_stride,
+    p, x, q, scale, amax_values, known_amax, rows, columns, stride, q_stride,
     BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, AMAX_VALUES: tl.constexpr,
-    GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    KNOWN_AMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Run program p of `rowwise`."""
@@ -159,7 +163,9 @@ def rows_at(
         else:
             # A thread holds 16 adjacent elements; runs of 8 give the shortest code, also with masks.
             m = tl.reshape(largest_of_runs(v, 3), [BM, BN // 8])
-        e, s = factor_and_scale(tl.max(m, 1), given, r, r < rows, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        e, s = factor_and_scale(
+            tl.max(m, 1), known_amax, r, r < rows, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
+        )
         tl.store(scale + r, s, mask=r < rows)
         codes = encode(v * e[:, None], dtype, INTEGERS).to(q.dtype.element_ty, bitcast=True)
         store_tile(q, codes, r, c, rows, q_stride, q_stride, EVEN)
@@ -169,10 +175,10 @@ def rows_at(
 
 @triton.jit
 def rowwise(
-    x, q, scale, amax_values, given,
+    x, q, scale, amax_values, known_amax,
     rows, columns, stride, q_stride,
     BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, AMAX_VALUES: tl.constexpr,
-    GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    KNOWN_AMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Quantize x [rows, columns] by rows kept in registers to q and scale float32 [rows]; one read. BN covers q_stride
@@ -183,39 +189,40 @@ def rowwise(
     BM rows, STEPS times. Exact.
     """
     rows_at(
-        tl.program_id(0), x, q, scale, amax_values, given, rows, columns, stride, q_stride,
-        BM, BN, STEPS, EVEN, AMAX_VALUES, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        tl.program_id(0), x, q, scale, amax_values, known_amax, rows, columns, stride, q_stride,
+        BM, BN, STEPS, EVEN, AMAX_VALUES, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
     )  # fmt: skip
 
 
 @triton.jit
 def rowwise_two(
-    x, q, scale, amax_values, given, x_2, q_2, scale_2, amax_values_2, given_2,
+    x, q, scale, amax_values, known_amax, x_2, q_2, scale_2, amax_values_2, known_amax_2,
     rows, columns, stride, q_stride, rows_2, columns_2, stride_2, q_stride_2, first,
     BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
     BM_2: tl.constexpr, BN_2: tl.constexpr, STEPS_2: tl.constexpr, EVEN_2: tl.constexpr, AMAX_VALUES: tl.constexpr,
-    GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    KNOWN_AMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Run `rowwise` on two matrices: the `first` programs process x, the others x_2. Exact."""
     p = tl.program_id(0)
     if p < first:
         rows_at(
-            p, x, q, scale, amax_values, given, rows, columns, stride, q_stride,
-            BM, BN, STEPS, EVEN, AMAX_VALUES, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+            p, x, q, scale, amax_values, known_amax, rows, columns, stride, q_stride,
+            BM, BN, STEPS, EVEN, AMAX_VALUES, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
         )  # fmt: skip
     else:
         rows_at(
-            p - first, x_2, q_2, scale_2, amax_values_2, given_2, rows_2, columns_2, stride_2, q_stride_2,
-            BM_2, BN_2, STEPS_2, EVEN_2, AMAX_VALUES, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+            p - first, x_2, q_2, scale_2, amax_values_2, known_amax_2, rows_2, columns_2, stride_2, q_stride_2,
+            BM_2, BN_2, STEPS_2, EVEN_2, AMAX_VALUES, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX,
+            INTEGERS, dtype,
         )  # fmt: skip
 
 
 @triton.jit
 def long_rowwise(
-    x, q, scale, given,
+    x, q, scale, known_amax,
     rows, columns, stride, q_stride,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, KNOWN_AMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Run `rowwise` for rows too long for registers; they are read twice, the second time from a cache."""
@@ -225,7 +232,7 @@ def long_rowwise(
     for start in range(0, columns, BN):
         c = start + tl.arange(0, BN)
         m = tl.maximum(m, magnitude_bits(load_tile(x, r, c, rows, columns, stride, EVEN)))
-    e, s = factor_and_scale(tl.max(m, 1), given, r, inside, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+    e, s = factor_and_scale(tl.max(m, 1), known_amax, r, inside, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
     tl.store(scale + r, s, mask=inside)
     for start in range(0, q_stride, BN):
         c = start + tl.arange(0, BN)
@@ -251,8 +258,8 @@ def column_amax(
 
 @triton.jit
 def columns_at(
-    pm, pn, x, qt, scale, amax_values, given, rows, columns, stride, qt_lines, down,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr,
+    pm, pn, x, qt, scale, amax_values, known_amax, rows, columns, stride, qt_lines, down,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, KNOWN_AMAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +269,7 @@ def columns_at(
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
     inside = c < columns
     bits = tl.load(amax_values + c, mask=inside, other=0)
-    e, s = factor_and_scale(bits, given, c, inside, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+    e, s = factor_and_scale(bits, known_amax, c, inside, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
     if pm == 0:
         tl.store(scale + c, s, mask=inside)
     # The last program to read the amaxes of these columns zeroes them for the next launch.
@@ -277,9 +284,9 @@ def columns_at(
 
 @triton.jit
 def columnwise(
-    x, qt, scale, amax_values, given,
+    x, qt, scale, amax_values, known_amax,
     rows, columns, stride, qt_lines, down,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr, TALL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, KNOWN_AMAX: tl.constexpr, TALL: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -292,16 +299,16 @@ def columnwise(
     """
     columns_at(
         tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),
-        x, qt, scale, amax_values, given, rows, columns, stride, qt_lines, down,
-        BM, BN, EVEN, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        x, qt, scale, amax_values, known_amax, rows, columns, stride, qt_lines, down,
+        BM, BN, EVEN, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
     )  # fmt: skip
 
 
 @triton.jit
 def columnwise_two(
-    x, qt, scale, amax_values, given, x_2, qt_2, scale_2, amax_values_2, given_2,
+    x, qt, scale, amax_values, known_amax, x_2, qt_2, scale_2, amax_values_2, known_amax_2,
     rows, columns, stride, qt_lines, down, rows_2, columns_2, stride_2, qt_lines_2, down_2, first,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, EVEN_2: tl.constexpr, GIVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, EVEN_2: tl.constexpr, KNOWN_AMAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -310,14 +317,14 @@ def columnwise_two(
     if p < first:
         across = tl.cdiv(columns, BN)
         columns_at(
-            p // across, p % across, x, qt, scale, amax_values, given, rows, columns, stride, qt_lines, down,
-            BM, BN, EVEN, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+            p // across, p % across, x, qt, scale, amax_values, known_amax, rows, columns, stride, qt_lines, down,
+            BM, BN, EVEN, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
         )  # fmt: skip
     else:
         other = p - first
         across_2 = tl.cdiv(columns_2, BN)
         columns_at(
-            other // across_2, other % across_2, x_2, qt_2, scale_2, amax_values_2, given_2,
+            other // across_2, other % across_2, x_2, qt_2, scale_2, amax_values_2, known_amax_2,
             rows_2, columns_2, stride_2, qt_lines_2, down_2,
-            BM, BN, EVEN_2, GIVEN, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+            BM, BN, EVEN_2, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
         )  # fmt: skip

@@ -78,13 +78,13 @@ def softplus(x):
 
 
 @triton.jit
-def held(x, least, most):
+def clamped(x, least, most):
     """Clamp x to bounds; NaN is preserved, because comparisons with it are false."""
     return tl.where(x < least, least, tl.where(x > most, most, x))
 
 
 @triton.jit
-def unheld(dt, bias, h, heads, SOFTPLUS: tl.constexpr):
+def unclamped_step(dt, bias, h, heads, SOFTPLUS: tl.constexpr):
     """Return the step before clamping, float32 [BL, BH], and the argument of softplus."""
     before = dt.to(tl.float32)
     if bias is not None:
@@ -112,10 +112,10 @@ def steps(
     start, length = chunk_of(table, c, per, tokens, BL)
     here = (i[:, None] < length) & (h[None, :] < heads)
     raw = tl.load(dt + (start + i[:, None]) * dt_stride + h[None, :], mask=here, other=0.0)
-    value, _ = unheld(raw, bias, h, heads, SOFTPLUS)
-    value = tl.where(here, held(value, least, most), 0.0)
+    value, _ = unclamped_step(raw, bias, h, heads, SOFTPLUS)
+    value = tl.where(here, clamped(value, least, most), 0.0)
     exponents = value * tl.load(A + h, mask=h < heads, other=0.0)[None, :]
-    sums = tl.cumsum(held(exponents, -BOUND, BOUND).to(tl.float64), 0)
+    sums = tl.cumsum(clamped(exponents, -BOUND, BOUND).to(tl.float64), 0)
     whole = tl.floor(sums * TO_GRID + 0.5) * GRID
     at = (c.to(tl.int64) * heads + h[None, :]) * BL + i[:, None]
     mask = h[None, :] < heads
@@ -168,7 +168,7 @@ def steps_backward(
     decay = tl.load(A + h, mask=h < heads, other=0.0)
     of_step = of_exponent * decay[None, :] + tl.load(direct + at, mask=mask, other=0.0)
     place = (start + i[:, None]) * dt_stride + h[None, :]
-    wide, argument = unheld(tl.load(dt + place, mask=here, other=0.0), bias, h, heads, SOFTPLUS)
+    wide, argument = unclamped_step(tl.load(dt + place, mask=here, other=0.0), bias, h, heads, SOFTPLUS)
     of_step = tl.where((wide < least) | (wide > most), 0.0, of_step)
     if SOFTPLUS:
         of_step = of_step * (1.0 / (1.0 + tl.exp(-argument)))

@@ -8,6 +8,7 @@ from quaver.kernels.numerics import (
     INFINITY_BITS,
     LOWEST,
     SMALLEST_NORMAL_BITS,
+    combine_amaxes,
     decode_scale,
     encode4,
     encode_factor,
@@ -16,10 +17,9 @@ from quaver.kernels.numerics import (
     largest_bits4,
     load_tile,
     magnitude_bits,
-    meet,
-    note_amax,
     packed_codes,
     power_of_two,
+    store_amax,
     store_tile,
     widened,
 )
@@ -36,7 +36,7 @@ def block_amax(
     r = pm * BM + tl.arange(0, BM)
     c = pn * BN + tl.arange(0, BN)
     bits = flushed(tl.max(magnitude_bits(load_tile(x, r, c, rows, columns, stride, EVEN)), None))
-    note_amax(work, bits, programs, out, None, None, False, False)
+    store_amax(work, bits, programs, out, None, None, False, False)
 
 
 @triton.jit
@@ -140,10 +140,10 @@ def keep_newest(newest, bits):
 
 @triton.jit
 def cast_block(
-    pm, pn, x, q, qt, scale, top, factor, given, newest, work, partial,
+    pm, pn, x, q, qt, scale, top, factor, known_amax, newest, work, partial,
     rows, columns, stride, q_stride, qt_lines, programs,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr, NEWEST: tl.constexpr,
+    MEASURED: tl.constexpr, FACTOR: tl.constexpr, KNOWN_AMAX: tl.constexpr, NEWEST: tl.constexpr,
     SUMS: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -161,9 +161,9 @@ def cast_block(
     limit = 0
     if MEASURED:
         limit = flushed(magnitude_bits(tl.load(top)))
-    elif GIVEN:
-        limit = flushed(magnitude_bits(tl.load(given)))
-    if MEASURED or GIVEN:
+    elif KNOWN_AMAX:
+        limit = flushed(magnitude_bits(tl.load(known_amax)))
+    if MEASURED or KNOWN_AMAX:
         e = encode_factor(limit, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
         if FACTOR:
             known = tl.load(factor)
@@ -178,7 +178,7 @@ def cast_block(
     else:
         m = largest_bits4(x0, x1, x2, x3)
         bits = flushed(tl.max(m, None))
-        last, largest = meet(work, bits, programs)
+        last, largest = combine_amaxes(work, bits, programs)
         if last:
             tl.store(top, largest.to(tl.float32, bitcast=True))
             tl.store(scale, decode_scale(tl.maximum(largest, limit), e, POWER_OF_TWO))
@@ -196,19 +196,19 @@ def cast_block(
 
 @triton.jit
 def cast(
-    x, q, qt, scale, top, factor, given, newest, work, partial,
+    x, q, qt, scale, top, factor, known_amax, newest, work, partial,
     rows, columns, stride, q_stride, qt_lines, programs,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr, NEWEST: tl.constexpr, TALL: tl.constexpr,
+    MEASURED: tl.constexpr, FACTOR: tl.constexpr, KNOWN_AMAX: tl.constexpr, NEWEST: tl.constexpr, TALL: tl.constexpr,
     SUMS: tl.constexpr, POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Cast x [rows, columns] to q of the same shape (ROWS) and to its transpose qt as int32 (COLUMNS), scale float32
     [1].
 
-    MEASURED: top float32 [1] is the amax. Otherwise the scale follows from the amax `given` (GIVEN), or from factor,
-    and top is written with the amax of x, measured in the same pass. factor (if FACTOR) overrides the factor of an amax
-    unless it is 0.
+    MEASURED: top float32 [1] is the amax. Otherwise the scale follows from the amax `known_amax` (GIVEN), or from
+    factor, and top is written with the amax of x, measured in the same pass. factor (if FACTOR) overrides the factor
+    of an amax unless it is 0.
     newest (if NEWEST): newest entry of a history, raised to the amax if that is finite.
     partial (if SUMS): float32 [blocks of BM rows, columns], sums of the unscaled x over the rows of each block.
     q_stride, qt_lines: bytes of a row of q, and 16-byte lines of a row of qt; the padding of rows is zero.
@@ -218,20 +218,21 @@ def cast(
     """
     cast_block(
         tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),
-        x, q, qt, scale, top, factor, given, newest, work, partial, rows, columns, stride, q_stride, qt_lines, programs,
-        BM, BN, EVEN, ROWS, COLUMNS, MEASURED, FACTOR, GIVEN, NEWEST,
+        x, q, qt, scale, top, factor, known_amax, newest, work, partial,
+        rows, columns, stride, q_stride, qt_lines, programs,
+        BM, BN, EVEN, ROWS, COLUMNS, MEASURED, FACTOR, KNOWN_AMAX, NEWEST,
         SUMS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
     )  # fmt: skip
 
 
 @triton.jit
 def cast_two(
-    x, q, qt, scale, top, factor, given, newest, work, partial,
-    x_2, q_2, qt_2, scale_2, top_2, factor_2, given_2, newest_2, work_2, partial_2,
+    x, q, qt, scale, top, factor, known_amax, newest, work, partial,
+    x_2, q_2, qt_2, scale_2, top_2, factor_2, known_amax_2, newest_2, work_2, partial_2,
     rows, columns, stride, q_stride, qt_lines, programs,
     rows_2, columns_2, stride_2, q_stride_2, qt_lines_2, programs_2, first,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, EVEN_2: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MEASURED: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MEASURED: tl.constexpr, FACTOR: tl.constexpr, KNOWN_AMAX: tl.constexpr,
     NEWEST: tl.constexpr, SUMS: tl.constexpr, SUMS_2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, EMAX_2: tl.constexpr,
     TOP_MANTISSA_2: tl.constexpr, MAX_2: tl.constexpr, INTEGERS: tl.constexpr,
@@ -242,9 +243,9 @@ def cast_two(
     if p < first:
         across = tl.cdiv(columns, BN)
         cast_block(
-            p // across, p % across, x, q, qt, scale, top, factor, given, newest, work, partial,
+            p // across, p % across, x, q, qt, scale, top, factor, known_amax, newest, work, partial,
             rows, columns, stride, q_stride, qt_lines, programs,
-            BM, BN, EVEN, ROWS, COLUMNS, MEASURED, FACTOR, GIVEN, NEWEST,
+            BM, BN, EVEN, ROWS, COLUMNS, MEASURED, FACTOR, KNOWN_AMAX, NEWEST,
             SUMS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
         )  # fmt: skip
     else:
@@ -252,9 +253,9 @@ def cast_two(
         across_2 = tl.cdiv(columns_2, BN)
         cast_block(
             other // across_2, other % across_2,
-            x_2, q_2, qt_2, scale_2, top_2, factor_2, given_2, newest_2, work_2, partial_2,
+            x_2, q_2, qt_2, scale_2, top_2, factor_2, known_amax_2, newest_2, work_2, partial_2,
             rows_2, columns_2, stride_2, q_stride_2, qt_lines_2, programs_2,
-            BM, BN, EVEN_2, ROWS, COLUMNS, MEASURED, FACTOR, GIVEN, NEWEST,
+            BM, BN, EVEN_2, ROWS, COLUMNS, MEASURED, FACTOR, KNOWN_AMAX, NEWEST,
             SUMS_2, POWER_OF_TWO, EMAX_2, TOP_MANTISSA_2, MAX_2, INTEGERS, dtype_2,
         )  # fmt: skip
 

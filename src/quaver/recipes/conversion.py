@@ -106,7 +106,7 @@ class Rules:
 
 
 @dataclass
-class Report:
+class ConversionReport:
     """Result of `convert`: converted layers, and reasons for the skipped ones."""
 
     #: Recipe of each converted layer, by name.

@@ -143,7 +143,7 @@ class Schedule:
         _check(self.parts, steps, peak)
         self.part = 0
         #: Last step passed to `at`, and whether its loss was passed to `saw`.
-        self._step, self._told = 0, True
+        self._step, self._loss_seen = 0, True
         #: Highest learning rate so far, and the losses of the last steps.
         self._highest = 0.0
         self._losses: tuple[float, ...] = ()
@@ -177,9 +177,9 @@ class Schedule:
             raise ValueError(
                 f"at() was called for step {self._step}, and now for {step}; call it once per step, in order"
             )
-        if self.by_loss and not self._told:
+        if self.by_loss and not self._loss_seen:
             raise ValueError(f"the loss of step {self._step} is missing: call saw(loss) after each step")
-        self._step, self._told = step, False
+        self._step, self._loss_seen = step, False
         if lr is not None:
             self._highest = max(self._highest, float(lr))
         while (end := self.parts[self.part].end) is not None and self._is_over(end, step, lr):
@@ -188,7 +188,7 @@ class Schedule:
 
     def saw(self, loss: float) -> None:
         """Pass the training loss, in nats, of the last step passed to `at`."""
-        self._told = True
+        self._loss_seen = True
         if self.by_loss:
             self._losses = (*self._losses, float(loss))[-SMOOTHED:]
 
@@ -216,7 +216,7 @@ class Schedule:
             raise ValueError(f"the state of a schedule is {shown(dict(state))}, which is not from state_dict()")
         if not 0 <= part < len(self.parts):
             raise ValueError(f"the state is of part {part + 1}, and {self.text!r} has {len(self.parts)}")
-        self.part, self._step, self._told = part, state["step"], True
+        self.part, self._step, self._loss_seen = part, state["step"], True
         self._highest, self._losses = state["highest_lr"], tuple(state["losses"])
 
 

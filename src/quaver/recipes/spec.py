@@ -308,7 +308,7 @@ class Recipe:
         return self.fprop.a, self.fprop.b, self.dgrad.a
 
     @property
-    def kept_input(self) -> QuantSpec | None:
+    def saved_input(self) -> QuantSpec | None:
         """Spec of the input saved for backward: wgrad's, or fprop's if dequantized; None for high precision."""
         return self.fprop.a if self.dequantized_backward and self.wgrad.b is None else self.wgrad.b
 
@@ -469,10 +469,10 @@ def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
         if not all(type(value) in PLAIN for value in options.values()):
             return intern(function(*args, **options))
         # torch.compile traces only the lookup of a known recipe, but would trace the construction of a new one.
-        given = ", ".join([f"{option}={value!r}" for option, value in options.items()])
-        if given not in built:
-            built[given] = intern(function(*args, **options))
-        return built[given]
+        option_text = ", ".join([f"{option}={value!r}" for option, value in options.items()])
+        if option_text not in built:
+            built[option_text] = intern(function(*args, **options))
+        return built[option_text]
 
     return build
 

@@ -210,12 +210,12 @@ def _heads(q: np.ndarray, k: np.ndarray, options: dict[str, Any]) -> Any:
     """Yield batch, head, group and options of each head."""
     batch, heads, queries, _ = q.shape
     whole = (batch, heads, queries, k.shape[2])
-    given = {name: value for name, value in options.items() if value is not None}
-    wide = {n: np.broadcast_to(given.pop(n), whole) for n in ("hidden", "bias", "keep") if n in given}
-    sinks = given.pop("sinks", None)
+    set_options = {name: value for name, value in options.items() if value is not None}
+    wide = {n: np.broadcast_to(set_options.pop(n), whole) for n in ("hidden", "bias", "keep") if n in set_options}
+    sinks = set_options.pop("sinks", None)
     for b in range(batch):
         for h in range(heads):
-            own = given | {name: value[b, h] for name, value in wide.items()}
+            own = set_options | {name: value[b, h] for name, value in wide.items()}
             yield b, h, h * k.shape[1] // heads, own if sinks is None else own | {"sink": float(sinks[h])}
 
 
@@ -253,13 +253,13 @@ MASKS = {
 }
 
 
-def check_type(mask_type: str, given: bool) -> None:
+def check_type(mask_type: str, set_options: bool) -> None:
     """Raise ValueError if the mask type is unknown, or its `mask` is missing or superfluous."""
     check_name("mask type", mask_type, MASKS)
     takes_mask, _ = MASKS[mask_type]
-    if takes_mask and not given:
+    if takes_mask and not set_options:
         raise ValueError(f"mask_type {mask_type!r} needs a mask, True where masked out")
-    if not takes_mask and given:
+    if not takes_mask and set_options:
         raise ValueError(f"mask_type {mask_type!r} takes no mask; give 'arbitrary', or 'padding' for one of tokens")
 
 

@@ -70,8 +70,8 @@ def route(
     normalize: bool | None = None,
 ) -> Routing:
     """Choose experts for finite logits [T, E]; options as in `quaver.torch.route`."""
-    given = groups, top_groups, best_of_group, None if bias is None else bias.shape, normalize
-    check_route(logits.shape, k, scores, softmax_first, *given)
+    route_options = groups, top_groups, best_of_group, None if bias is None else bias.shape, normalize
+    check_route(logits.shape, k, scores, softmax_first, *route_options)
     experts = logits.shape[1]
     rows: list[tuple[list[int], np.ndarray, np.ndarray]] = []
     for z in logits.astype(np.float64):

@@ -52,8 +52,10 @@ def encode(x: np.ndarray, spec: StateSpec, noise: np.ndarray | None = None) -> t
     code = spec.of
     if code.kind == "expanded":
         assert spec.block is not None
-        codes, kept = optimizer_state.encode(in_blocks(x, spec.block))
-        return out_of_blocks(codes, x.shape), kept.reshape(*kept.shape[:-2], kept.shape[-2] * code.numbers)
+        codes, unrounded = optimizer_state.encode(in_blocks(x, spec.block))
+        return out_of_blocks(codes, x.shape), unrounded.reshape(
+            *unrounded.shape[:-2], unrounded.shape[-2] * code.numbers
+        )
     scale = scales(x, spec)
     spread = over_blocks(scale, x.shape, spec.block)
     usable = np.isfinite(spread) & (spread > 0)
@@ -232,8 +234,8 @@ def bfloat16_bits(x: np.ndarray, u: np.ndarray | None) -> np.ndarray:
     bits = x.view(np.uint32).astype(np.int64)
     added = 0x7FFF + (bits >> 16 & 1) if u is None else u << 1
     rounded = (bits + added) >> 16
-    kept = (bits >> 16) | np.where(np.isnan(x), 0x40, 0)
-    return np.where(np.isfinite(x), rounded, kept).astype(np.uint16)
+    unrounded = (bits >> 16) | np.where(np.isnan(x), 0x40, 0)
+    return np.where(np.isfinite(x), rounded, unrounded).astype(np.uint16)
 
 
 def _amax(x: np.ndarray, block: int | None) -> np.ndarray:

@@ -252,13 +252,13 @@ def encode(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     y = np.where(usable & counted, power, 0.0).astype(F)
     rounded = round_to(np.minimum(y, F(E4M3.max)), E4M3)
     codes = encode_format(np.copysign(rounded, blocks), E4M3)
-    kept = np.concatenate([k.astype(F), np.where(usable, c, 1), np.where(usable, s, 0)], -1).astype(F)
-    return np.where(codes & 0x7F, codes, 0).astype(np.uint8), np.where(finite, kept, F(np.nan))
+    weight_storage = np.concatenate([k.astype(F), np.where(usable, c, 1), np.where(usable, s, 0)], -1).astype(F)
+    return np.where(codes & 0x7F, codes, 0).astype(np.uint8), np.where(finite, weight_storage, F(np.nan))
 
 
-def decode(codes: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def decode(codes: np.ndarray, weight_storage: np.ndarray) -> np.ndarray:
     """Decode uint8 codes [..., n] to float32 with k, c and S [..., 3]; accurate within an ulp."""
-    k, c, s = (kept[..., i : i + 1].astype(np.float64) for i in range(NUMBERS))
+    k, c, s = (weight_storage[..., i : i + 1].astype(np.float64) for i in range(NUMBERS))
     values = decode_format(codes, E4M3).astype(np.float64)
     reached = np.abs(values) * s
     x = np.exp2(np.log2(np.where(reached > 0, reached, 1.0)) / k) * c
@@ -374,7 +374,7 @@ PRESETS: dict[str, Preset] = {
 
 #: Smaller tensors have float32 states, unless they are stored as codes.
 SMALL = 4096
-_BESIDE = {"none": 0, "residual8": 1, "residual16": 2, "remainder": 2, "float16": 2, "float32": 4}
+_RESIDUAL_BYTES = {"none": 0, "residual8": 1, "residual16": 2, "remainder": 2, "float16": 2, "float32": 4}
 _FLOATS = {"bfloat16": 2, "float32": 4}
 
 
@@ -411,31 +411,31 @@ def plain(number: int, moments: int = 2) -> Footprint:
 
 
 def of_matrix(
-    preset: Preset, shape: tuple[int, int], kept: str, spec: QuantSpec | None = None, moments: int = 2
+    preset: Preset, shape: tuple[int, int], weight_storage: str, spec: QuantSpec | None = None, moments: int = 2
 ) -> Footprint:
     """Return the footprint of a matrix [rows, k].
 
     Exact, except for step counts and the amaxes that predict scales: four bytes per matrix or block.
 
     Args:
-        kept: storage of the weight: "codes", "bfloat16" or "float32".
+        weight_storage: storage of the weight: "codes", "bfloat16" or "float32".
         spec: spec of codes.
         moments: 2 for Adam, 1 for Lion and for SGD with momentum.
     """
     number = shape[0] * shape[1]
     beside = 0
-    if kept == "codes":
+    if weight_storage == "codes":
         assert spec is not None
         rows, columns = spec.blocks(*shape)
         weight = number + rows * columns * (1 if spec.scale == "e8m0" else 4)
-        beside = number * _BESIDE[preset.codes] + (4 if preset.codes == "float16" else 0)
+        beside = number * _RESIDUAL_BYTES[preset.codes] + (4 if preset.codes == "float16" else 0)
     else:
-        weight = number * _FLOATS[kept]
-        beside = number * _BESIDE[preset.bfloat16] if kept == "bfloat16" else 0
+        weight = number * _FLOATS[weight_storage]
+        beside = number * _RESIDUAL_BYTES[preset.bfloat16] if weight_storage == "bfloat16" else 0
     specs = (preset.first, preset.second)[:moments]
-    held = preset.gradient
-    if isinstance(held, StateSpec):
-        gradient = held.bytes(shape)
+    gradient_kind = preset.gradient
+    if isinstance(gradient_kind, StateSpec):
+        gradient = gradient_kind.bytes(shape)
     else:
-        gradient = number * min(_FLOATS[held], _FLOATS.get(kept, 4))
+        gradient = number * min(_FLOATS[gradient_kind], _FLOATS.get(weight_storage, 4))
     return Footprint(weight, beside, gradient, sum(each.bytes(shape) for each in specs))

@@ -56,12 +56,12 @@ class CapturedStep:
         self._take(inputs)
         self.calls += 1
         if self.calls <= self.warm_up:
-            return self._beside()
+            return self._on_side_stream()
         if self._graph is None:
             self._graph = self._capture()
         self._graph.replay()
         # The weights have changed, but their versions have not, and no optimizer hook ran.
-        weight_cache.stepped()
+        weight_cache.count_step()
         return self._result
 
     def _take(self, inputs: tuple[Tensor, ...]) -> None:
@@ -76,16 +76,16 @@ class CapturedStep:
                 )
             self._inputs = tuple(x.clone() for x in inputs)
             return
-        known, given = ([(tuple(x.shape), x.dtype) for x in each] for each in (self._inputs, inputs))
-        if known != given:
+        known, actual = ([(tuple(x.shape), x.dtype) for x in each] for each in (self._inputs, inputs))
+        if known != actual:
             raise ValueError(
-                f"the captured step takes {described(known)} and got {described(given)}; create another CapturedStep "
+                f"the captured step takes {described(known)} and got {described(actual)}; create another CapturedStep "
                 "for other shapes"
             )
-        for kept, x in zip(self._inputs, inputs, strict=True):
-            kept.copy_(x)
+        for static_input, x in zip(self._inputs, inputs, strict=True):
+            static_input.copy_(x)
 
-    def _beside(self) -> Any:
+    def _on_side_stream(self) -> Any:
         """Rehearse the step on the stream of the capture, so that all that belongs to the stream exists."""
         current = torch.cuda.current_stream()
         # After this the host knows which factors the previous step has set, so that tensors need one pass instead of

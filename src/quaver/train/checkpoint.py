@@ -334,12 +334,12 @@ def check_format(path: Path, format: int) -> None:
 
 def check_digest(path: Path, name: str, expected: str) -> None:
     try:
-        given = digest(path / name)
+        actual = digest(path / name)
     except OSError as error:
         raise CheckpointError(broken(path, f"{name}: {reason(error)}")) from error
     except ValueError as error:
         raise CheckpointError(broken(path, str(error))) from error
-    if given != expected:
+    if actual != expected:
         raise CheckpointError(broken(path, f"{name} is not the file that was saved: its SHA-256 differs"))
 
 

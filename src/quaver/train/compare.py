@@ -188,7 +188,7 @@ def compare_runs(
     folder = Path(config.out or f"runs/compare-{config.model}{framework}")
     threads = config.threads or 1
     jobs = jobs or (max(1, cores() // threads) if frameworks.on_cpu(config) else 1)
-    with files.held(folder, "a comparison"):
+    with files.locked(folder, "a comparison"):
         files.check_places(folder, FILES)
         config, text = share_text(config, folder, resume)
         names = list(dict.fromkeys([BASELINE, *recipes]))
@@ -252,18 +252,18 @@ def share_text(config: TrainConfig, folder: Path, resume: bool) -> tuple[TrainCo
     path, learnt = folder / data.NAME, folder / "tokenizer.json"
     if not resume and [*folder.glob("*/metrics.jsonl"), *folder.glob("*/step-*")]:
         raise ValueError(f"{folder} already holds a run; go on with it by --resume, or give another --out")
-    asked = {"text": list(config.text), "tokens": config.tokens, "vocab": config.vocab}
+    options_read_with = {"text": list(config.text), "tokens": config.tokens, "vocab": config.vocab}
     if resume and path.exists():
-        given = data.read(path)
-        for name, now in asked.items():
-            check_option(f"{path} was read with {name}", given.asked.get(name), now)
+        saved = data.read(path)
+        for name, now in options_read_with.items():
+            check_option(f"{path} was read with {name}", saved.options_read_with.get(name), now)
     else:
         read = data.load(config, learnt if resume and learnt.exists() else None, folder)
         if read.tokenizer is not None:
             files.write(learnt, read.tokenizer.to_str(pretty=True))
-        given = data.Frozen(read.train, read.validation, data.digest(read.tokenizer), asked)
-        data.write(path, given)
-    return replace(config, text=(str(path),), tokens=str(learnt) if given.tokenizer else "byte"), given.fingerprint
+        saved = data.Frozen(read.train, read.validation, data.digest(read.tokenizer), options_read_with)
+        data.write(path, saved)
+    return replace(config, text=(str(path),), tokens=str(learnt) if saved.tokenizer else "byte"), saved.fingerprint
 
 
 def run_all(runs: list[SeedRun], jobs: int, threads: int, watch: Callable[[Sequence[SeedRun]], None]) -> list[SeedRun]:

@@ -109,9 +109,9 @@ class OptimizerChoice:
             dtype: dtype of the run; bfloat16 storage is used only with bfloat16 autocast.
             codes: codes are allowed, see `may_be_codes`.
         """
-        kept = "float32" if self.preset is None else self.preset.weights
-        if kept == "codes" and codes and recipe.quantizes and not _why_no_codes(recipe):
-            return kept
+        weights_dtype = "float32" if self.preset is None else self.preset.weights
+        if weights_dtype == "codes" and codes and recipe.quantizes and not _why_no_codes(recipe):
+            return weights_dtype
         return "float32" if dtype == "float32" else self.others(dtype)
 
     @property

@@ -81,12 +81,14 @@ class Frozen(TokenSplits):
     # Digest of the tokenizer; "" for bytes.
     tokenizer: str
     # Options that the text was read with.
-    asked: dict[str, Any]
+    options_read_with: dict[str, Any]
 
     @property
     def digest(self) -> str:
         """Return the SHA-256 of all contents."""
-        return hashlib.sha256(json.dumps([self.fingerprint, self.tokenizer, self.asked]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.fingerprint, self.tokenizer, self.options_read_with]).encode()
+        ).hexdigest()
 
 
 def is_one(text: tuple[str, ...]) -> bool:
@@ -95,9 +97,9 @@ def is_one(text: tuple[str, ...]) -> bool:
 
 
 def write(path: Path, frozen: Frozen) -> None:
-    said = {"tokenizer": frozen.tokenizer, "asked": json.dumps(frozen.asked), "digest": frozen.digest}
+    header = {"tokenizer": frozen.tokenizer, "asked": json.dumps(frozen.options_read_with), "digest": frozen.digest}
     with whole_file.replacing(path) as partial:
-        save_file({"train": frozen.train, "validation": frozen.validation}, partial, metadata=said)
+        save_file({"train": frozen.train, "validation": frozen.validation}, partial, metadata=header)
 
 
 def read(path: Path) -> Frozen:
@@ -107,16 +109,16 @@ def read(path: Path) -> Frozen:
         raise ValueError(f"there is no text file {path}; --text takes files and folders that exist")
     try:
         with safe_open(path, framework="np") as file:
-            said: Mapping[str, str] = file.metadata() or {}
+            header: Mapping[str, str] = file.metadata() or {}
             parts = {name: file.get_tensor(name) for name in ("train", "validation")}
-        frozen = Frozen(**parts, tokenizer=said["tokenizer"], asked=json.loads(said["asked"]))
+        frozen = Frozen(**parts, tokenizer=header["tokenizer"], options_read_with=json.loads(header["asked"]))
         if any(part.ndim != 1 or part.dtype not in (np.uint8, np.uint32) for part in parts.values()):
             raise ValueError("its parts are no token ids")
     except (SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a text that quaver compare wrote ({error}); --text takes text files"
         ) from error
-    if frozen.digest != said.get("digest"):
+    if frozen.digest != header.get("digest"):
         raise ValueError(f"{path} is not as it was written: its SHA-256 differs; begin again in another --out")
     return frozen
 
@@ -130,7 +132,7 @@ def read(path: Path) -> Frozen:
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 # One file in this many is held out for validation.
-HELD_OUT = 20
+VALIDATION_SHARE = 20
 
 
 @dataclass(frozen=True)
@@ -237,10 +239,10 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
         while cut < len(only.data) and only.data[cut] & 0xC0 == 0x80:  # not inside a character
             cut += 1
         return [Document(only.path, only.data[:cut])], [Document(only.path, only.data[cut:])]
-    every = min(len(documents), HELD_OUT)
-    held = [index % every == every - 1 for index in range(len(documents))]
-    train = [document for document, out in zip(documents, held, strict=True) if not out]
-    return train, [document for document, out in zip(documents, held, strict=True) if out]
+    every = min(len(documents), VALIDATION_SHARE)
+    held_out = [index % every == every - 1 for index in range(len(documents))]
+    train = [document for document, out in zip(documents, held_out, strict=True) if not out]
+    return train, [document for document, out in zip(documents, held_out, strict=True) if out]
 
 
 # ---- tokens ----
@@ -292,15 +294,15 @@ def tokenized(config: TrainConfig, saved: Path | None, out: Path | None) -> Toke
 def thawed(config: TrainConfig, saved: Path | None) -> TokenizedText:
     """Load tokens that a comparison froze, and check that the tokenizer is the same."""
     source = Path(config.text[0])
-    given = read(source)
+    frozen = read(source)
     path = Path(config.tokens) if config.tokens.endswith(".json") else saved
     tokenizer = open_tokenizer(path) if path and config.tokens != "byte" else None
-    if given.tokenizer != digest(tokenizer):
+    if frozen.tokenizer != digest(tokenizer):
         raise ValueError(f"{source} was made by other tokens than --tokens {config.tokens}; give those of then")
     size = 256 if tokenizer is None else tokenizer.get_vocab_size()
-    if not max(part.max(initial=0) for part in (given.train, given.validation)) < size:
+    if not max(part.max(initial=0) for part in (frozen.train, frozen.validation)) < size:
         raise ValueError(f"{source} holds tokens beyond the {size} of --tokens {config.tokens}")
-    return TokenizedText(given.train, given.validation, size, tokenizer)
+    return TokenizedText(frozen.train, frozen.validation, size, tokenizer)
 
 
 def digest(tokenizer: tokenizers.Tokenizer | None) -> str:

@@ -102,7 +102,7 @@ HOLDER = ".quaver.json"
 
 
 @contextmanager
-def held(folder: Path, doing: str) -> Iterator[None]:
+def locked(folder: Path, doing: str) -> Iterator[None]:
     """Lock a folder against other processes for the duration of the block.
 
     Args:

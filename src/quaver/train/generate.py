@@ -63,9 +63,9 @@ def sample(logits: np.ndarray, how: Sampling, random: np.random.Generator) -> in
     with np.errstate(over="ignore"):  # for tiny temperatures
         weights = np.exp((logits[order] - logits[order[0]]) / how.temperature)
     below = np.cumsum(weights)
-    kept = int(np.searchsorted(below, how.top_p * below[-1])) + 1
-    kept = min(kept, len(order))
-    return int(order[np.searchsorted(below[:kept], random.random() * below[kept - 1], side="right")])
+    top_count = int(np.searchsorted(below, how.top_p * below[-1])) + 1
+    top_count = min(top_count, len(order))
+    return int(order[np.searchsorted(below[:top_count], random.random() * below[top_count - 1], side="right")])
 
 
 # ---- generation ----
@@ -157,9 +157,9 @@ def generate(
     from quaver.train.torch.learner import NextTokenLogits
 
     saved = of_this_model(newest(run), config, vocabulary.size)
-    with memory.told("--tokens"):
+    with memory.out_of_memory_hint("--tokens"):
         step = NextTokenLogits(config, chosen, vocabulary.size, saved, cache, len(ids) + tokens)
-        with step.held():
+        with step.frozen_weights():
             return replace(_continue(step, vocabulary, ids, tokens, how, seed, emit), notes=notes)
 
 
@@ -224,7 +224,7 @@ def config_of(run: Path) -> TrainConfig:
 def in_force(run: Path, config: TrainConfig) -> Recipe:
     """Return the recipe under which a run's newest checkpoint was saved."""
     precision = Precision(config)
-    precision.take_up(checkpoint.read_state(newest(run)))
+    precision.resume_from(checkpoint.read_state(newest(run)))
     return precision.recipe
 
 

@@ -29,7 +29,7 @@ class Learner(Protocol):
         """Report of which layers the recipe applies to, and why not to others."""
 
     @property
-    def said(self) -> Mapping[str, float]:
+    def extra_metrics(self) -> Mapping[str, float]:
         """Additional numbers from the last `step` or `loss`, for the metrics."""
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
@@ -77,7 +77,7 @@ class DistributedLearner(Learner, Protocol):
 class LowBitOptimizerLearner(Learner, Protocol):
     """A learner whose optimizer is one of `quaver.torch.optim`."""
 
-    def renew(self) -> None:
+    def rebuild(self) -> None:
         """Convert optimizer states that were loaded in their first form to the present one."""
 
 

@@ -28,7 +28,7 @@ from quaver.train.data import TokenizedText, load, training_batch, validation_ba
 from quaver.train.learner import DistributedLearner, Learner, NonFiniteError
 from quaver.train.mesh import ProcessGroup, rank, same, world
 from quaver.train.metrics import Metrics, Record, Tracker, losses, read, validation_losses
-from quaver.train.resume import FORM, STATES, keeps_codes, take_up
+from quaver.train.resume import FORM, STATES, keeps_codes, resume_from
 
 # ---- options without effect ----
 
@@ -149,7 +149,7 @@ class Precision:
         """The recipe of the current phase."""
         return self.schedule.recipe
 
-    def take_up(self, saved: Mapping[str, Any]) -> None:
+    def resume_from(self, saved: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: in its phase, or in the phase of the next step if the recipe option has changed.
 
         Raises: CheckpointError if the saved state is invalid.
@@ -182,7 +182,7 @@ class Precision:
 
         Losses differ between ranks in rounding, so all use that of the first rank.
         """
-        self.schedule.saw(ranks.given(record["loss"]) if self.schedule.by_loss else record["loss"])
+        self.schedule.saw(ranks.broadcast(record["loss"]) if self.schedule.by_loss else record["loss"])
         return record if len(self.schedule.parts) == 1 else {**record, "part": self.schedule.part + 1}
 
     def state(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class Saver:
             if self.ranks.first:
                 partial = str(stack.enter_context(checkpoint.writing(self.folder, step, state, self.config.keep)))
             written = cast(DistributedLearner, self.trained).write(
-                Path(self.ranks.given(partial)), self.config.async_save
+                Path(self.ranks.broadcast(partial)), self.config.async_save
             )
             sealing = stack.pop_all()
         self.pending = self.threads.submit(sealed, sealing, written).result if self.config.async_save else nothing
@@ -308,7 +308,7 @@ def run_training(
         say(config, world())
     with (
         frameworks.joined(config, precision.recipe) as ranks,
-        memory.told("--batch, --accumulate, --sequence or --model"),
+        memory.out_of_memory_hint("--batch, --accumulate, --sequence or --model"),
     ):
         return as_rank(ranks, config, precision, resume, watch)
 
@@ -322,11 +322,11 @@ def as_rank(
 ) -> TrainResult:
     """Run training as one rank; only the first rank locks the folder and writes into it."""
     folder = folder_of(config)
-    with files.held(folder, "training") if ranks.first else nullcontext():
+    with files.locked(folder, "training") if ranks.first else nullcontext():
         same(ranks, "--resume", resume)
         if resume == "auto":
             # Decided by the first rank before it writes there.
-            resume = bool(ranks.given((folder / "config.toml").exists()))
+            resume = bool(ranks.broadcast((folder / "config.toml").exists()))
         if ranks.first:
             check_folder(folder, resume)
         see(folder, ranks, config.timeout)
@@ -338,13 +338,13 @@ def as_rank(
         facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
         start = 0
         # Decided by the first rank, since a shared disk may show other ranks an outdated list.
-        last, codes = ranks.given((path := checkpoint.latest(folder)) and path.name) if resume else None, True
+        last, codes = ranks.broadcast((path := checkpoint.latest(folder)) and path.name) if resume else None, True
         if last:
-            precision.take_up(checkpoint.read_state(folder / last))
+            precision.resume_from(checkpoint.read_state(folder / last))
             codes = config.optimizer == TORCH or keeps_codes(folder / last, facts)
         trained = frameworks.make(config, precision.recipe, tokens.vocab, ranks, codes)
         if last:
-            start = take_up(folder / last, trained, ranks, facts, config, tokens.vocab)
+            start = resume_from(folder / last, trained, ranks, facts, config, tokens.vocab)
         if start < config.steps and ranks.first:
             prepare(folder, config, tokens)
         with ExitStack() as stack:
@@ -376,8 +376,8 @@ def go_on(
 ) -> None:
     """Run the steps after `start`: train, validate, save, stop."""
     saver = Saver(trained, ranks, folder_of(config), config)
-    held_out = validation_batches(tokens.validation, config)
-    with kept(saver, config):
+    validation_set = validation_batches(tokens.validation, config)
+    with save_on_error(saver, config):
         for step in range(start + 1, config.steps + 1):
             batch = training_batch(tokens.train, config, step)
             ranks.at(step, "training")
@@ -387,7 +387,7 @@ def go_on(
             last_one = step == config.steps
             if last_one or due(step, config.validate_every):
                 ranks.at(step, "validation")
-                log(validation(trained, held_out, step))
+                log(validation(trained, validation_set, step))
             stop = ranks.largest(interrupt.number or 0)
             if last_one or due(step, config.checkpoint_every) or stop:
                 ranks.at(step, "saving")
@@ -399,12 +399,12 @@ def go_on(
                 raise Interrupted(message, stop)
         saver.finish()
         # The record may be missing if the run was interrupted after the checkpoint was saved.
-        if ranks.given(config.steps not in validation_losses(log.records)):
-            log(validation(trained, held_out, config.steps))
+        if ranks.broadcast(config.steps not in validation_losses(log.records)):
+            log(validation(trained, validation_set, config.steps))
 
 
 @contextmanager
-def kept(saver: Saver, config: TrainConfig) -> Iterator[None]:
+def save_on_error(saver: Saver, config: TrainConfig) -> Iterator[None]:
     """On a NonFiniteError, which all ranks raise, finish the save in progress and name the checkpoint to
     resume from.
     """
@@ -475,7 +475,7 @@ def train_step(trained: Learner, batch: np.ndarray, step: int, config: TrainConf
         "lr": lr,
         "grad_norm": grad_norm,
         "tokens_per_second": round(speed, 1),
-        **trained.said,
+        **trained.extra_metrics,
     }
 
 
@@ -493,7 +493,7 @@ def validate(trained: Learner, batches: np.ndarray, step: int) -> float:
 
 def validation(trained: Learner, batches: np.ndarray, step: int) -> Record:
     """Run `validate` and return its record."""
-    return {"step": step, "validation_loss": validate(trained, batches, step), **trained.said}
+    return {"step": step, "validation_loss": validate(trained, batches, step), **trained.extra_metrics}
 
 
 def due(step: int, every: int) -> bool:

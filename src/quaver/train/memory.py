@@ -257,13 +257,13 @@ def trained(
         codes: as in `OptimizerChoice.weights`.
     """
     chosen = optimizer_name.find(optimizer)
-    layers, kept = projections(sizes), chosen.weights(recipe, dtype, codes)
+    layers, stored_as = projections(sizes), chosen.weights(recipe, dtype, codes)
     whole = NOTHING
     for name, shape in parameters(sizes, vocab).items():
         number = math.prod(shape)
         of_layer = name.removesuffix(".weight") in layers
         moments = chosen.moments[0 if of_layer else 1]
-        of_codes = of_layer and kept == "codes"
+        of_codes = of_layer and stored_as == "codes"
         # Routers and convolutions are not Linear layers.
         apart = name == "embedding.weight" or name.endswith(("router.weight", "conv1d.weight"))
         small = len(shape) < 2 or (number < SMALL and not of_codes) or name == "embedding.weight"
@@ -273,7 +273,7 @@ def trained(
             own = of_matrix(PRESETS["float32"], flat(shape), "bfloat16", None, moments) if narrow else None
             whole += own or plain(number, moments)
         else:
-            how = kept if of_layer else "float32" if apart else chosen.others(dtype)
+            how = stored_as if of_layer else "float32" if apart else chosen.others(dtype)
             *stack, rows, columns = shape
             for _ in range(math.prod(stack) if of_codes else 1):
                 one = (rows, columns) if of_codes else flat(shape)
@@ -307,7 +307,7 @@ def size(bytes: int) -> str:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def out_of_memory_hint(what: str) -> Iterator[None]:
     """Turn out-of-memory errors into a ValueError that suggests what to reduce."""
     try:
         yield

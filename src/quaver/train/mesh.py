@@ -42,7 +42,7 @@ class ProcessGroup(Protocol):
     def largest(self, value: int) -> int:
         """Return the maximum of every rank's value."""
 
-    def given(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Broadcast the first rank's value, a small object of Python's built-in types."""
 
     def at(self, step: int, phase: str) -> None:
@@ -64,7 +64,7 @@ class SingleProcess:
     def largest(self, value: int) -> int:
         return value
 
-    def given(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
     def at(self, step: int, phase: str) -> None:
@@ -76,7 +76,7 @@ class SingleProcess:
 
 def same(ranks: ProcessGroup, what: str, value: Any) -> None:
     """Raise a ValueError on ranks whose value differs from the first rank's."""
-    first = ranks.given(value)
+    first = ranks.broadcast(value)
     if value != first:
         raise ValueError(f"this rank has {what} {value!r}, and the first one {first!r}; give every rank the same")
     ranks.wait()  # all ranks must have compared before one continues
@@ -126,8 +126,8 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> MeshSizes:
     Raises: ValueError with a suggestion if the options need another number of ranks, or something does not divide.
     """
     ranks = world()
-    given = {name: number for name in ("pp", "cp", "tp") if (number := getattr(config, name)) > 1}
-    beside, said = math.prod(given.values()), "".join(f" and {name} is {number}" for name, number in given.items())
+    chosen = {name: number for name in ("pp", "cp", "tp") if (number := getattr(config, name)) > 1}
+    beside, said = math.prod(chosen.values()), "".join(f" and {name} is {number}" for name, number in chosen.items())
     if ranks % beside:
         raise ValueError(
             f"{said.removeprefix(' and ')}, and the number of ranks is {ranks}; "

@@ -27,11 +27,11 @@ def plot_loss(records: Sequence[Record], path: Path, title: str, recipe: str) ->
     steps, values = series(losses(list(records)))
     axes.plot(steps, values, color=shade, alpha=0.3, linewidth=0.8, label="training, each step")
     axes.plot(steps, smooth(values), color=shade, linewidth=1.8, label="training, moving mean")
-    held_out = series(validation_losses(list(records)))
-    axes.plot(*held_out, "o-", color=BLACK, markersize=4, linewidth=1.2, label="validation")
+    validation_set = series(validation_losses(list(records)))
+    axes.plot(*validation_set, "o-", color=BLACK, markersize=4, linewidth=1.2, label="validation")
     axes.annotate(
-        f"{held_out[1][-1]:.3f}",
-        (held_out[0][-1], held_out[1][-1]),
+        f"{validation_set[1][-1]:.3f}",
+        (validation_set[0][-1], validation_set[1][-1]),
         (6, 0),
         textcoords="offset points",
         color=BLACK,

@@ -28,7 +28,7 @@ STATES, FORM = "states", 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def take_up(
+def resume_from(
     path: Path, trained: Learner, ranks: ProcessGroup, facts: dict[str, Any], config: TrainConfig, vocab: int
 ) -> int:
     """Resume from a checkpoint, whichever framework and however many ranks wrote it; returns its step.
@@ -43,11 +43,11 @@ def take_up(
         checkpoint.check_digests(path, saved.state)
     before = saved.state.get("config")
     before = before if isinstance(before, dict) else {}
-    kept_by = before.get("optimizer", TORCH)
-    if kept_by != config.optimizer:
+    saved_optimizer = before.get("optimizer", TORCH)
+    if saved_optimizer != config.optimizer:
         raise CheckpointError(
-            f"the checkpoint {path} was made with --optimizer {kept_by}, and this run has {config.optimizer}, which "
-            f"keeps something else; resume with --optimizer {kept_by}, or give another --out"
+            f"the checkpoint {path} was made with --optimizer {saved_optimizer}, and this run has {config.optimizer}; "
+            f"resume with --optimizer {saved_optimizer}, or give another --out"
         )
     changed = differences(before, config) | other_steps(before, config, saved.step)
     own = MODELS[config.model].lr
@@ -66,7 +66,7 @@ def take_up(
             ranks.wait()  # until the first rank has checked the digests
             cast(DistributedLearner, trained).read(path)
         if config.optimizer != TORCH and saved.state.get(STATES, 1) < FORM:
-            cast(LowBitOptimizerLearner, trained).renew()
+            cast(LowBitOptimizerLearner, trained).rebuild()
     except ValueError as error:
         raise CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
     if changed and ranks.first:
@@ -159,12 +159,12 @@ def lacks(saved: SavedCheckpoint, shapes: Mapping[str, tuple[int, ...]], state: 
     return wrong
 
 
-def differing(whose: str, given: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def differing(whose: str, saved: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return messages about tensors that are missing, or not float32 of the expected shape."""
     wrong = []
     for name, shape in shapes.items():
-        if name not in given:
+        if name not in saved:
             wrong.append(f"{name} is missing in {whose}")
-        elif given[name].shape != shape or given[name].dtype != np.float32:
-            wrong.append(f"{name} is {given[name].dtype} {given[name].shape}, where {whose} has float32 {shape}")
+        elif saved[name].shape != shape or saved[name].dtype != np.float32:
+            wrong.append(f"{name} is {saved[name].dtype} {saved[name].shape}, where {whose} has float32 {shape}")
     return wrong

@@ -16,7 +16,7 @@ import quaver.jax as qj
 from quaver import recipes
 from quaver.costs.ledger import saved_bytes
 from quaver.jax import state as states
-from quaver.jax.linears.function import KEPT
+from quaver.jax.linears.function import SAVED_NAME
 from quaver.recipes.spec import Recipe
 from tests.close import assert_bitwise, assert_close
 from tests.jax.composition import compose
@@ -383,7 +383,7 @@ def test_scan_and_checkpoint_equal_a_loop(name: str, how: str) -> None:
     wrap: dict[str, Any] = {
         "scan": lambda f: f,
         "checkpoint": jax.checkpoint,
-        "policy": partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(KEPT)),
+        "policy": partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAME)),
     }
 
     def layer(h: Array, parameters: Any) -> tuple[Array, None]:

@@ -30,7 +30,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("text", roundtrip.SPECS)
 def test_a_kernel_writes_and_reads_the_same_codes_as_numpy(text: str) -> None:
-    interpreter.mend()
+    interpreter.install_fixes()
     spec = StateSpec.parse(text)
     rng = np.random.default_rng(0)
     for kind in KINDS:
@@ -44,7 +44,7 @@ def test_a_kernel_writes_and_reads_the_same_codes_as_numpy(text: str) -> None:
 @pytest.mark.parametrize("text", [text for text in roundtrip.SPECS if "bfloat16" not in text])
 def test_values_around_every_code_and_midpoint(text: str) -> None:
     """Each value, each middle, and their neighbours."""
-    interpreter.mend()
+    interpreter.install_fixes()
     spec = StateSpec.parse(text)
     every = np.arange(256).astype(np.uint8)
     signed = spec.of.signed and spec.of.kind != "format"
@@ -67,7 +67,7 @@ def test_values_around_every_code_and_midpoint(text: str) -> None:
 
 
 def test_every_scale_has_its_inverse() -> None:
-    interpreter.mend()
+    interpreter.install_fixes()
     bits = torch.arange(0, 0x7F81, dtype=torch.int32).to(DEVICE) << 16
     bits = torch.nn.functional.pad(bits, (0, -len(bits) % 1024))
     inverse, least = torch.empty(len(bits), device=DEVICE), torch.empty_like(bits)

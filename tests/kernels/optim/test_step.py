@@ -15,9 +15,9 @@ from quaver.torch.backends.gpu import device
 from quaver.torch.numerics import reference
 from quaver.torch.optim import codes, master_weights
 from quaver.torch.optim.master_weights import MasterFormat
-from quaver.torch.optim.rules import SGD, Adam, Lion, Muon
+from quaver.torch.optim.rules import AdamRule, LionRule, MuonRule, SGDRule
 from quaver.torch.optim.step import gpu, step
-from quaver.torch.optim.step.noise import Place
+from quaver.torch.optim.step.noise import ShardPosition
 from quaver.torch.optim.step.step import ParameterTensors, RngKey, StepConfig
 from tests.kernels.compare import DEVICE
 
@@ -32,58 +32,73 @@ BLOCKWISE, BLOCKWISE_ANY = QuantSpec(E4M3, (128, 128)), QuantSpec(E4M3, (128, 12
 MXFP8, SQUARES = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (32, 32), "e8m0")
 
 
-def way(
+def config(
     master_format: MasterFormat, moments: tuple[StateSpec, ...], rule: Any = None, gradient: Any = None
 ) -> StepConfig:
     predicts = master_format.spec is not None and master_format.spec.per_tensor
-    return StepConfig(rule or Adam(), master_format, moments, gradient, predicts)
+    return StepConfig(rule or AdamRule(), master_format, moments, gradient, predicts)
 
 
 #: What there is a branch for, by name: how a parameter steps, and the dtypes of its weight and its gradient.
 WAYS: dict[str, tuple[StepConfig, torch.dtype, torch.dtype]] = {
-    "lean": (way(W8R8, MOMENTS, gradient=LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
-    "balanced": (way(MasterFormat("residual16", TENSORWISE), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
-    "any scale": (way(replace(W8R8, spec=ANY_SCALE, stochastic=False), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
-    "exact": (way(MasterFormat("remainder"), (NOISY, NOISY)), torch.bfloat16, torch.bfloat16),
-    "lean bf16": (way(MasterFormat("residual8", stochastic=True), MOMENTS), torch.bfloat16, torch.bfloat16),
-    "balanced bf16": (way(MasterFormat("residual16"), MOMENTS), torch.bfloat16, torch.float32),
-    "float32": (way(MasterFormat("plain"), (FLOAT, FLOAT)), torch.float32, torch.float32),
+    "lean": (config(W8R8, MOMENTS, gradient=LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
+    "balanced": (config(MasterFormat("residual16", TENSORWISE), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
+    "any scale": (
+        config(replace(W8R8, spec=ANY_SCALE, stochastic=False), MOMENTS),
+        torch.float8_e4m3fn,
+        torch.bfloat16,
+    ),
+    "exact": (config(MasterFormat("remainder"), (NOISY, NOISY)), torch.bfloat16, torch.bfloat16),
+    "lean bf16": (config(MasterFormat("residual8", stochastic=True), MOMENTS), torch.bfloat16, torch.bfloat16),
+    "balanced bf16": (config(MasterFormat("residual16"), MOMENTS), torch.bfloat16, torch.float32),
+    "float32": (config(MasterFormat("plain"), (FLOAT, FLOAT)), torch.float32, torch.float32),
     "moments and weight at random": (
-        way(MasterFormat("plain", stochastic=True), (NOISY, NOISY)),
+        config(MasterFormat("plain", stochastic=True), (NOISY, NOISY)),
         torch.bfloat16,
         torch.bfloat16,
     ),
-    "float16": (way(MasterFormat("plain"), (BFLOAT, BFLOAT)), torch.float16, torch.float16),
+    "float16": (config(MasterFormat("plain"), (BFLOAT, BFLOAT)), torch.float16, torch.float16),
     "to nearest": (
-        way(MasterFormat("plain"), tuple(replace(spec, stochastic=False) for spec in MOMENTS), Adam(clamp=False)),
+        config(
+            MasterFormat("plain"), tuple(replace(spec, stochastic=False) for spec in MOMENTS), AdamRule(clamp=False)
+        ),
         *(torch.float32, torch.float32),
     ),
     "coupled": (
-        way(W8R8, MOMENTS, Adam(decoupled=False, maximize=True), LEAN.gradient),
+        config(W8R8, MOMENTS, AdamRule(decoupled=False, maximize=True), LEAN.gradient),
         *(torch.float8_e4m3fn, torch.uint8),
     ),
-    "lion": (way(W8R8, MOMENTS[:1], Lion(), LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
-    "lion float32": (way(MasterFormat("plain"), (FLOAT,), Lion(maximize=True)), torch.float32, torch.float32),
-    "sgd": (way(MasterFormat("plain"), (), SGD(maximize=True)), torch.float32, torch.float32),
-    "sgd with momentum": (way(MasterFormat("remainder"), (NOISY,), SGD(momentum=True)), torch.bfloat16, torch.bfloat16),
+    "lion": (config(W8R8, MOMENTS[:1], LionRule(), LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
+    "lion float32": (config(MasterFormat("plain"), (FLOAT,), LionRule(maximize=True)), torch.float32, torch.float32),
+    "sgd": (config(MasterFormat("plain"), (), SGDRule(maximize=True)), torch.float32, torch.float32),
+    "sgd with momentum": (
+        config(MasterFormat("remainder"), (NOISY,), SGDRule(momentum=True)),
+        torch.bfloat16,
+        torch.bfloat16,
+    ),
     "nesterov lean": (
-        way(MasterFormat("residual8", stochastic=True), MOMENTS[:1], SGD(momentum=True, nesterov=True), LEAN.gradient),
+        config(
+            MasterFormat("residual8", stochastic=True),
+            MOMENTS[:1],
+            SGDRule(momentum=True, nesterov=True),
+            LEAN.gradient,
+        ),
         *(torch.bfloat16, torch.uint8),
     ),
 }
 #: Of weights with scales of blocks, all of codes.
 WAYS_OF_BLOCKS: dict[str, tuple[StepConfig, torch.dtype]] = {
-    "lean blockwise": (way(replace(W8R8, spec=BLOCKWISE), MOMENTS, gradient=LEAN.gradient), torch.uint8),
-    "balanced blockwise": (way(MasterFormat("residual16", BLOCKWISE), MOMENTS), torch.bfloat16),
-    "any scale": (way(replace(W8R8, spec=BLOCKWISE_ANY), MOMENTS), torch.bfloat16),
-    "lean 32x32": (way(replace(W8R8, spec=SQUARES), MOMENTS, gradient=LEAN.gradient), torch.uint8),
-    "balanced 32x32": (way(MasterFormat("residual16", SQUARES), MOMENTS), torch.bfloat16),
-    "masters 32x32": (way(MasterFormat("float32", SQUARES), (FLOAT, FLOAT)), torch.float32),
-    "masters blockwise": (way(MasterFormat("float32", BLOCKWISE_ANY), (NOISY, NOISY)), torch.bfloat16),
-    "lean 1x32": (way(replace(W8R8, spec=MXFP8), MOMENTS, gradient=LEAN.gradient), torch.uint8),
-    "lion 32x32": (way(replace(W8R8, spec=SQUARES), MOMENTS[:1], Lion()), torch.float32),
-    "sgd blockwise": (way(replace(W8R8, spec=BLOCKWISE), MOMENTS[:1], SGD(momentum=True)), torch.bfloat16),
-    "sgd 32x32": (way(replace(W8R8, spec=SQUARES), (), SGD(maximize=True)), torch.float32),
+    "lean blockwise": (config(replace(W8R8, spec=BLOCKWISE), MOMENTS, gradient=LEAN.gradient), torch.uint8),
+    "balanced blockwise": (config(MasterFormat("residual16", BLOCKWISE), MOMENTS), torch.bfloat16),
+    "any scale": (config(replace(W8R8, spec=BLOCKWISE_ANY), MOMENTS), torch.bfloat16),
+    "lean 32x32": (config(replace(W8R8, spec=SQUARES), MOMENTS, gradient=LEAN.gradient), torch.uint8),
+    "balanced 32x32": (config(MasterFormat("residual16", SQUARES), MOMENTS), torch.bfloat16),
+    "masters 32x32": (config(MasterFormat("float32", SQUARES), (FLOAT, FLOAT)), torch.float32),
+    "masters blockwise": (config(MasterFormat("float32", BLOCKWISE_ANY), (NOISY, NOISY)), torch.bfloat16),
+    "lean 1x32": (config(replace(W8R8, spec=MXFP8), MOMENTS, gradient=LEAN.gradient), torch.uint8),
+    "lion 32x32": (config(replace(W8R8, spec=SQUARES), MOMENTS[:1], LionRule()), torch.float32),
+    "sgd blockwise": (config(replace(W8R8, spec=BLOCKWISE), MOMENTS[:1], SGDRule(momentum=True)), torch.bfloat16),
+    "sgd 32x32": (config(replace(W8R8, spec=SQUARES), (), SGDRule(maximize=True)), torch.float32),
 }
 #: Several programs of whole blocks; and rows and columns that end within one.
 SHAPES_OF_BLOCKS = [(128, 256), (161, 192), (3, 200), (1, 33)]
@@ -97,10 +112,10 @@ SEED = 0x9E3779B97F4A7C15
 class Parameter:
     """What is stepped."""
 
-    way: StepConfig
+    config: StepConfig
     parts: ParameterTensors
     state: dict[str, Tensor]
-    place: Place
+    place: ShardPosition
     factor: Tensor | None
 
     @property
@@ -173,7 +188,7 @@ def parameter(
     # The second half of a parameter: noise goes by its place in the whole.
     high = 1 if master_format.spec is None else master_format.spec.block[0] or 1
     start = -(-shape[0] // high) * high
-    place = Place((start, 0), shape, (start + shape[0], shape[1]))
+    place = ShardPosition((start, 0), shape, (start + shape[0], shape[1]))
     factor = torch.tensor(0.37) if seed % 2 else None
     return Parameter(how, ParameterTensors(held, tuple(moments), given), state, place, factor)
 
@@ -187,11 +202,11 @@ def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool =
             p.parts = ParameterTensors(*(moved(each) for each in p.parts))
             p.state = {name: t.to(DEVICE) for name, t in p.state.items()}
             p.factor = None if p.factor is None else p.factor.to(DEVICE)
-            why = gpu.reason(p.parts.weight[0], p.way, p.parts, p.place, p.state["step"])
+            why = gpu.reason(p.parts.weight[0], p.config, p.parts, p.place, p.state["step"])
             assert not why, why
-            row = gpu.row(p.way, p.parts, p.place, SEED, number, p.state, p.factor)
+            row = gpu.row(p.config, p.parts, p.place, SEED, number, p.state, p.factor)
             assert row.form.even == (p.place.part[1] % 128 == 0 and p.place.part[0] % max(row.form.high, 1) == 0)
-            scalars = p.way.rule.scalars(GROUP, p.state["step"].double().view(1) + 1)
+            scalars = p.config.rule.scalars(GROUP, p.state["step"].double().view(1) + 1)
             launches.add([row], torch.stack(scalars))
         told = None if keep is None else torch.tensor(keep, device=DEVICE)
         (counts,) = launches.run(told, statistics).values()
@@ -206,9 +221,9 @@ def in_pieces(parameters: list[Parameter]) -> list[int | None]:
     counts = []
     for number, p in enumerate(parameters):
         p.state["step"] += 1
-        scalars = p.way.rule.scalars(GROUP, p.state["step"].double())
+        scalars = p.config.rule.scalars(GROUP, p.state["step"].double())
         place = RngKey(SEED, number, p.state["step"].long(), p.place)
-        outcome = step.begin(p.way, p.parts, scalars, p.factor, place, p.state.get("amax"))()
+        outcome = step.begin(p.config, p.parts, scalars, p.factor, place, p.state.get("amax"))()
         if outcome.amax is not None:
             p.state["amax"].copy_(outcome.amax)
         counts.append(None if outcome.clamped is None else int(outcome.clamped))
@@ -217,7 +232,7 @@ def in_pieces(parameters: list[Parameter]) -> list[int | None]:
 
 def assert_same(ours: Parameter, theirs: Parameter, what: str) -> None:
     """Bit by bit, but that a NaN is a NaN, and that residuals and codes' signs say nothing under a scale of NaN."""
-    nothing = lost(theirs) if ours.way.master_format.kind.startswith("residual") else None
+    nothing = lost(theirs) if ours.config.master_format.kind.startswith("residual") else None
     for i, (a, b) in enumerate(zip(ours.tensors, theirs.tensors, strict=True)):
         a, wide = a.cpu(), b.is_floating_point()
         same = (a.float() == b.float()) & (a.float().signbit() == b.float().signbit()) if wide else a == b
@@ -229,7 +244,7 @@ def assert_same(ours: Parameter, theirs: Parameter, what: str) -> None:
 
 def lost(p: Parameter) -> Tensor | None:
     """Which elements of codes have a scale of NaN, bool of the weight's shape."""
-    spec, (rows, columns) = p.way.master_format.spec, p.place.part
+    spec, (rows, columns) = p.config.master_format.spec, p.place.part
     if spec is None:
         return None
     scale = p.parts.weight[1]
@@ -290,7 +305,7 @@ def test_weights_with_scales_of_blocks_step_as_their_pieces(name: str) -> None:
 def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without eps their update is 0 / 0."""
     monkeypatch.setitem(GROUP, "eps", 0.0)
-    how = way(MasterFormat("residual16", spec), (FLOAT, FLOAT))
+    how = config(MasterFormat("residual16", spec), (FLOAT, FLOAT))
     ours = [parameter(how, torch.float8_e4m3fn, torch.float32, (3, 200), 0, False)]
     for tensor in (*ours[0].parts.gradient, *(t for held in ours[0].parts.moments for t in held)):
         tensor.fill_(0.5)
@@ -313,9 +328,9 @@ def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, mo
     ],
 )
 def test_unsupported_blocks_give_a_reason(spec: QuantSpec, shape: tuple[int, int], start: int, why: str) -> None:
-    how = way(MasterFormat("residual16", spec), MOMENTS)
+    how = config(MasterFormat("residual16", spec), MOMENTS)
     p = parameter(how, torch.float8_e4m3fn, torch.bfloat16, shape, 0, False)
-    place = Place((start, 0), shape, (80, shape[1]))
+    place = ShardPosition((start, 0), shape, (80, shape[1]))
     said = gpu.reason(p.parts.weight[0], how, p.parts, place, p.state["step"])
     assert (why in said) if why else not said, said
 
@@ -366,8 +381,8 @@ def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
         ({"master_format": MasterFormat("float16", BLOCKWISE), "predicts": False}, "masters in float16"),
         ({"predicts": False}, "depends on the weight after the step"),
         ({"gradient": StateSpec(code="e4m3", block=64)}, "gradients in e4m3/64"),
-        ({"rule": SGD(momentum=True), "moments": MOMENTS[:1]}, "depends on the largest gradient"),
-        ({"rule": Muon(), "moments": MOMENTS[:1]}, "no Muon"),
+        ({"rule": SGDRule(momentum=True), "moments": MOMENTS[:1]}, "depends on the largest gradient"),
+        ({"rule": MuonRule(), "moments": MOMENTS[:1]}, "no Muon"),
     ],
 )
 def test_unsupported_parameters_give_a_reason(changed: dict[str, Any], why: str) -> None:

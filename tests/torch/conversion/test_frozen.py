@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.conversion.quantized_weights import _held
+from quaver.torch.conversion.quantized_weights import _frozen_layers
 from quaver.torch.state import weight_cache
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
@@ -26,13 +26,13 @@ MODES: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference_mode
 
 @pytest.fixture(autouse=True)
 def no_hint_yet() -> Iterator[None]:
-    weight_cache._CacheHint.given = False
+    weight_cache._CacheHint.was_shown = False
     yield
-    weight_cache._CacheHint.given = False
+    weight_cache._CacheHint.was_shown = False
 
 
-def held(layer: nn.Module) -> dict[str, weight_cache.CachedWeight]:
-    return dict(state_of(layer).weights.held)
+def while_frozen(layer: nn.Module) -> dict[str, weight_cache.CachedWeight]:
+    return dict(state_of(layer).weights.while_frozen)
 
 
 def bare_write(layer: nn.Module) -> None:
@@ -47,11 +47,11 @@ def test_forwards_inside_share_one_quantization_and_results_are_those_without(re
         expected = layer(x)
         with qt.frozen(layer):
             y = layer(x)
-            (entry,) = held(layer).values()
+            (entry,) = while_frozen(layer).values()
             assert_bitwise(layer(x), expected)
-            assert held(layer)["fprop"] is entry
+            assert while_frozen(layer)["fprop"] is entry
         assert_bitwise(y, expected)
-        assert not held(layer)
+        assert not while_frozen(layer)
     # What was kept in another mode serves a forward and its backward.
     with qt.frozen(layer):
         with MODES[mode]():
@@ -73,16 +73,16 @@ def test_frozen_weights_contexts_nest_and_affect_only_their_layers() -> None:
     with torch.no_grad(), outer:
         with qt.frozen(net[0]), outer:
             net(x)
-            assert held(net[0]) and held(net[1])
-        assert held(net[0]) and held(net[1]), "the inner one dropped what the outer one holds"
-    assert not held(net[0]) and not held(net[1])
+            assert while_frozen(net[0]) and while_frozen(net[1])
+        assert while_frozen(net[0]) and while_frozen(net[1]), "the inner one dropped what the outer one holds"
+    assert not while_frozen(net[0]) and not while_frozen(net[1])
     with torch.no_grad(), qt.frozen(net[0]):
         net(x)
-        assert held(net[0]) and not held(net[1])
+        assert while_frozen(net[0]) and not while_frozen(net[1])
         # The other one sees a bare write.
         bare_write(net[1])
         assert_bitwise(net[1](x), copy.deepcopy(net[1])(x))
-    assert not _held
+    assert not _frozen_layers
 
 
 def test_cached_weights_of_an_accumulation_window_are_neither_used_nor_dropped() -> None:
@@ -93,7 +93,7 @@ def test_cached_weights_of_an_accumulation_window_are_neither_used_nor_dropped()
     with torch.no_grad(), qt.frozen(layer):
         # It may be from before a bare write.
         assert_bitwise(layer(x), copy.deepcopy(layer)(x))
-        assert held(layer)["fprop"] is not before["fprop"]
+        assert while_frozen(layer)["fprop"] is not before["fprop"]
     layer(x).sum().backward()
     assert state_of(layer).weights.window == before
 
@@ -108,13 +108,13 @@ def test_the_key_is_still_checked_and_refresh_still_drops(mode: str) -> None:
             lambda: setattr(layer.weight, "data", layer.weight.data * 2),
             lambda: setattr(layer, "weight", nn.Parameter(layer.weight * 2)),
             lambda: (bare_write(layer), qt.refresh(layer)),
-            weight_cache.stepped,  # a replayed graph's, which writes without a trace
+            weight_cache.count_step,  # a replayed graph's, which writes without a trace
         ):
             with MODES[mode]():
                 layer(x)
             with torch.no_grad():
                 write()
-                if write is weight_cache.stepped:
+                if write is weight_cache.count_step:
                     bare_write(layer)
             with MODES[mode]():
                 assert_bitwise(layer(x), copy.deepcopy(layer)(x))
@@ -140,7 +140,7 @@ def test_a_frozen_base_stays_cached_over_the_steps_of_its_adapters() -> None:
                 each(x).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            entries |= {id(entry) for entry in held(net.base).values()}
+            entries |= {id(entry) for entry in while_frozen(net.base).values()}
             assert_bitwise(net(x).detach(), other(x).detach())
     assert len(entries) == 1
 
@@ -181,8 +181,8 @@ def test_several_threads_may_hold_one_model() -> None:
     for thread in threads:
         thread.join()
     assert not wrong, wrong[0]
-    assert not _held
-    assert not any(weight_cache.frozen(layer) or held(layer) for layer in (net[0], net[2]))
+    assert not _frozen_layers
+    assert not any(weight_cache.frozen(layer) or while_frozen(layer) for layer in (net[0], net[2]))
 
 
 def test_it_decorates_functions_also_recursive_ones_and_in_several_threads() -> None:
@@ -198,7 +198,7 @@ def test_it_decorates_functions_also_recursive_ones_and_in_several_threads() -> 
             inside(depth - 1)
         else:
             meeting.wait()
-        assert held(layer), "the inner call, or another thread's, dropped what this one holds"
+        assert while_frozen(layer), "the inner call, or another thread's, dropped what this one holds"
         return y
 
     with torch.no_grad():
@@ -206,8 +206,8 @@ def test_it_decorates_functions_also_recursive_ones_and_in_several_threads() -> 
     with ThreadPoolExecutor(3) as pool:
         for y in pool.map(inside, [1] * 3):
             assert_bitwise(y, expected)
-    assert inside.__doc__ == "What it computes." and not _held
-    assert not held(layer) and not weight_cache.frozen(layer)
+    assert inside.__doc__ == "What it computes." and not _frozen_layers
+    assert not while_frozen(layer) and not weight_cache.frozen(layer)
 
 
 def test_it_ends_with_an_error_too() -> None:
@@ -215,7 +215,7 @@ def test_it_ends_with_an_error_too() -> None:
     with pytest.raises(RuntimeError, match="on purpose"), torch.no_grad(), qt.frozen(layer):
         layer(torch.randn(T, K))
         raise RuntimeError("on purpose")
-    assert not held(layer) and not weight_cache.frozen(layer) and not _held
+    assert not while_frozen(layer) and not weight_cache.frozen(layer) and not _frozen_layers
 
 
 def test_a_copy_of_a_frozen_layer_is_not_frozen() -> None:
@@ -258,10 +258,10 @@ def test_compiled_code_accepts_frozen_layers_and_caches_nothing() -> None:
         assert torch.allclose(run(x), expected)
         with qt.frozen(layer):
             assert torch.allclose(run(x), expected)
-            assert not held(layer)
+            assert not while_frozen(layer)
             bare_write(layer)
             assert torch.allclose(run(x), copy.deepcopy(layer)(x))
-    assert not weight_cache.frozen(layer) and not _held
+    assert not weight_cache.frozen(layer) and not _frozen_layers
 
 
 # The hint.

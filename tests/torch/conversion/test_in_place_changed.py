@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver.torch.conversion.replace.attention import small
-from quaver.torch.conversion.replace.compare import differs, drawn
+from quaver.torch.conversion.replace.compare import differs, random_tensor
 from quaver.torch.conversion.replace.mlp import MLPFormula
 from tests.torch.conversion.in_place import model_of, tokens
 
@@ -339,7 +339,7 @@ def test_a_replacement_has_its_own_buffers_and_detects_writes() -> None:
             return super().forward(x)
 
     def inputs(dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
-        return iter([(drawn((3, DIM), dtype, 0),)])
+        return iter([(random_tensor((3, DIM), dtype, 0),)])
 
     def fails(*_: Any) -> Tensor:
         raise ValueError("ours")

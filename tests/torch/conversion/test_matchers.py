@@ -238,9 +238,9 @@ def test_a_frozen_conv1d_is_quantized_once() -> None:
     for context in (torch.no_grad, torch.inference_mode):
         with qt.frozen(conv), context():
             a = conv(x)
-            held = weight_cache.buffer(conv).held["fprop"].quantized
+            while_frozen = weight_cache.buffer(conv).while_frozen["fprop"].quantized
             b = conv(x)
-            assert weight_cache.buffer(conv).held["fprop"].quantized is held
+            assert weight_cache.buffer(conv).while_frozen["fprop"].quantized is while_frozen
         assert_bitwise(a, plain)
         assert_bitwise(b, plain)
     conv(x).sum().backward()
@@ -406,15 +406,15 @@ def test_packed_attention_quantizes_its_projections_and_trains(recipe: str) -> N
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("while_frozen", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_packed_attention_reads_the_rows_that_a_call_asks_for(recipe: str, held: bool, bias: bool) -> None:
+def test_packed_attention_reads_the_rows_that_a_call_asks_for(recipe: str, while_frozen: bool, bias: bool) -> None:
     """Query rows begin at the first row: the cache of the whole weight is not used for a part."""
     attention = nn.MultiheadAttention(32, 4, batch_first=True, bias=bias)
     qt.convert(attention, recipe)
     fresh = copy.deepcopy(attention)
     x, other = torch.randn(2, 5, 32), torch.randn(2, 7, 32)
-    with qt.frozen(attention) if held else contextlib.nullcontext():
+    with qt.frozen(attention) if while_frozen else contextlib.nullcontext():
         own = attention(x, x, x)[0]
         crossed = attention(x, other, other)[0]
         again = attention(x, x, x)[0]

@@ -19,7 +19,7 @@ from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.backends.cpu import gemm
 from quaver.torch.linear import plan
 from quaver.torch.linear.fused_projections import project
-from quaver.torch.linear.quantized_input import GIVEN
+from quaver.torch.linear.quantized_input import IDENTITY_INPUT
 from quaver.torch.state import weight_cache
 from tests import forked
 from tests.close import assert_bitwise
@@ -140,7 +140,7 @@ def test_a_small_and_a_large_layer_of_one_input_read_the_same_codes(recipe: str)
         for way in (nullcontext(), generally()):
             x = torch.linspace(-3, 2, 64 * 64).view(64, 64).requires_grad_()
             with way:
-                outputs = project(GIVEN, (x,), layers)
+                outputs = project(IDENTITY_INPUT, (x,), layers)
             torch.cat([y.square() for y in outputs], 1).sum().backward()
             results.append([*outputs, x.grad, *(layer.weight.grad for layer in layers)])
             small.zero_grad()
@@ -164,7 +164,7 @@ def test_alternating_lengths_are_planned_once_for_all_layers_and_few_plans_are_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers, decided, decide = [qt.Linear(K, N, recipe="tensorwise") for _ in range(2)], [], plan.decide
-    monkeypatch.setattr(plan, "MOST", 16)
+    monkeypatch.setattr(plan, "MAX_PLANS", 16)
 
     def counted(x: Tensor, *rest: Any) -> Any:
         decided.append(len(x))
@@ -175,9 +175,9 @@ def test_alternating_lengths_are_planned_once_for_all_layers_and_few_plans_are_c
         for layer in layers:
             assert is_direct(layer(torch.randn(tokens, K, requires_grad=True)))
     assert decided == [T, T + 1]
-    for tokens in range(1, 3 * plan.MOST):
+    for tokens in range(1, 3 * plan.MAX_PLANS):
         assert is_direct(layers[0](torch.randn(tokens, K, requires_grad=True)))
-        assert len(plan.plans) <= plan.MOST
+        assert len(plan.plans) <= plan.MAX_PLANS
 
 
 def layer_and_input() -> tuple[qt.Linear, Tensor]:
@@ -455,7 +455,7 @@ def test_a_transposed_input_is_read_row_by_row(name: str, tokens: int) -> None:
         return block(x)  # type: ignore[no-any-return]
 
     def of_given(x: Tensor) -> Tensor:
-        return project(GIVEN, (x,), (block.linear,))[0]
+        return project(IDENTITY_INPUT, (x,), (block.linear,))[0]
 
     for run in (of_norm, of_given):
         results = []
@@ -468,8 +468,8 @@ def test_a_transposed_input_is_read_row_by_row(name: str, tokens: int) -> None:
 
 
 def test_plans_are_dropped_only_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MOST", 8)
+    monkeypatch.setattr(plan, "MAX_PLANS", 8)
     layer = qt.Linear(K, N, recipe="tensorwise")
-    for tokens in range(1, 2 * plan.MOST):
+    for tokens in range(1, 2 * plan.MAX_PLANS):
         layer(torch.randn(tokens, K, requires_grad=True))
-        assert len(plan.plans) == min(tokens, plan.MOST)
+        assert len(plan.plans) == min(tokens, plan.MAX_PLANS)

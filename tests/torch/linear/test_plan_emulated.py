@@ -139,7 +139,7 @@ def test_a_cached_weight_keeps_its_decoded_values_until_it_changes(recipe: str, 
         layer(x).float().square().sum().backward()
         (entry,) = state_of(layer).weights.window.values()
         operand = entry.quantized
-        return [operand.data] if operand.twin is None else [operand.data, operand.twin.data]
+        return [operand.data] if operand.cached_transpose is None else [operand.data, operand.cached_transpose.data]
 
     first = kept()
     assert [(t.dtype, t.shape) for t in first] == [(torch.bfloat16, (N, K))] * matrices

@@ -181,13 +181,13 @@ def test_layers_of_one_input_have_the_bits_of_the_general_path(
     """A normalization before two layers, and an activation before one, of which the codes are kept: in one autograd
     function, of which the last layer is and whose prologue is what comes before."""
     become(arch, monkeypatch)
-    run, decided = function._decided, []
+    run, decided = function._run_planned, []
 
     def recorded_amax(setup: Any, *rest: Any) -> Any:
         decided.append((len(setup.runs), setup.prologue.__class__ is function.FusedMLPInput))
         return run(setup, *rest)
 
-    monkeypatch.setattr(function, "_decided", recorded_amax)
+    monkeypatch.setattr(function, "_run_planned", recorded_amax)
     first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
     second = copy.deepcopy(first)
     ours = trained(first)
@@ -402,11 +402,11 @@ def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(
     """Such as sm_120, and sm_100 with some versions of cuBLASLt: nothing is read once more to be turned."""
     calls = become(arch, monkeypatch, either=False)
 
-    def settle(_: object) -> None:
+    def transpose_in_place(_: object) -> None:
         raise AssertionError("an operand is transposed by a kernel of its own")
 
-    monkeypatch.setattr(scaled_mm, "_probe", with_settling(scaled_mm._probe, scaled_mm.settle, monkeypatch))
-    monkeypatch.setattr(scaled_mm, "settle", settle)
+    monkeypatch.setattr(scaled_mm, "_probe", with_settling(scaled_mm._probe, scaled_mm.transpose_in_place, monkeypatch))
+    monkeypatch.setattr(scaled_mm, "transpose_in_place", transpose_in_place)
     xs = [torch.randn(2, T // 2, K).bfloat16() for _ in range(3)]
     first = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
     second = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
@@ -420,12 +420,12 @@ def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def with_settling(probe: Callable[..., str], settle: Callable[..., None], patch: pytest.MonkeyPatch) -> Any:
+def with_settling(probe: Callable[..., str], transpose_in_place: Callable[..., None], patch: pytest.MonkeyPatch) -> Any:
     """A probe's operands may be turned: it tries what no layer does."""
 
     def probed(*args: Any) -> str:
         with patch.context() as inside:
-            inside.setattr(scaled_mm, "settle", settle)
+            inside.setattr(scaled_mm, "transpose_in_place", transpose_in_place)
             return probe(*args)
 
     return probed
@@ -619,7 +619,7 @@ def test_the_cache_of_a_weight_is_freed_with_it() -> None:
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert is_direct(layer(x))
     (entry,) = state_of(layer).weights.window.values()
-    assert entry.ready is not None
+    assert entry.planned_operands is not None
     layer.to(torch.bfloat16)
     assert not state_of(layer).weights.window
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
@@ -665,16 +665,16 @@ def test_out_of_memory_after_a_norm_gives_a_clear_error(monkeypatch: pytest.Monk
     block = qt.LayerNormLinear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     block(x)
-    entered = PlannedContext.entered
+    quantize_input = PlannedContext.quantize_input
 
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     def in_want(*arguments: Any) -> Any:
         monkeypatch.setattr(torch, "empty_like", full)
-        return entered(*arguments)
+        return quantize_input(*arguments)
 
-    monkeypatch.setattr(PlannedContext, "entered", in_want)
+    monkeypatch.setattr(PlannedContext, "quantize_input", in_want)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
         block(x)
 
@@ -697,7 +697,7 @@ def test_a_weight_on_another_device_has_no_decided_step() -> None:
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert is_direct(layer(x))
     recipe, elsewhere = recipes.get("tensorwise"), layer.weight.to("meta")
-    assert direct.facts(x.shape, x, layer.weight, None, recipe) in direct.plans
-    assert direct.facts(x.shape, x, elsewhere, None, recipe) not in direct.plans
+    assert direct.plan_key(x.shape, x, layer.weight, None, recipe) in direct.plans
+    assert direct.plan_key(x.shape, x, elsewhere, None, recipe) not in direct.plans
     plan = direct.plan(x, elsewhere, None, recipe, layer)
     assert plan is not None and plan.step is None

@@ -11,7 +11,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.linear.fused_projections import project
 from quaver.torch.linear.grouped.layer import grouped_matmul
-from quaver.torch.linear.quantized_input import GIVEN
+from quaver.torch.linear.quantized_input import IDENTITY_INPUT
 from tests.torch.nn.attention.quantized import attention_fp8
 
 
@@ -19,7 +19,7 @@ def test_a_loss_that_is_nonlinear_in_the_second_of_two_layers_is_refused_too() -
     first, second = (qt.Linear(64, 48, recipe="tensorwise") for _ in range(2))
     x = torch.randn(32, 64, requires_grad=True)
     for loss in (lambda a, b: a.sum() + b.square().sum(), lambda a, b: a.square().sum() + b.sum()):
-        (of_x,) = torch.autograd.grad(loss(*project(GIVEN, (x,), (first, second))), x, create_graph=True)
+        (of_x,) = torch.autograd.grad(loss(*project(IDENTITY_INPUT, (x,), (first, second))), x, create_graph=True)
         with pytest.raises(NotImplementedError, match="no second derivative"):
             torch.autograd.grad(of_x.square().sum(), x)
 

@@ -240,7 +240,7 @@ def test_an_error_inside_leaves_the_modes_as_they_were() -> None:
     with Logged() as outer, forward, Logged() as inner:
         for run in (selecting.seen, selecting.shown):
             with pytest.raises(ZeroDivisionError):
-                selecting.unseen(lambda run=run: run(lambda: 1 / 0))()
+                selecting.hide_from_policies(lambda run=run: run(lambda: 1 / 0))()
             assert dispatching._get_current_dispatch_mode_stack() == [outer, forward, inner]
             assert selecting.is_active() and not selecting.is_hidden()
     assert not selecting.is_active()

@@ -15,7 +15,7 @@ from quaver.reference.optimizer_state import FLOAT32
 from quaver.torch import optim
 from quaver.torch.numerics.rounding import round_keys
 from quaver.torch.optim.master_weights import MasterFormat
-from quaver.torch.optim.rules import Adam
+from quaver.torch.optim.rules import AdamRule
 from quaver.torch.optim.step import compiled, noise
 from quaver.torch.optim.step import step as pieces
 from quaver.torch.optim.step.step import ParameterTensors, RngKey, StepConfig
@@ -139,14 +139,14 @@ def test_a_step_has_its_bits_while_another_thread_compiles(
 
 
 def test_scalars_of_another_dtype_or_shape_step_without_a_program() -> None:
-    way, part = StepConfig(Adam(), MasterFormat("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
+    config, part = StepConfig(AdamRule(), MasterFormat("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
     parts = ParameterTensors((part,), ((part.clone(),), (part.clone(),)), (part.clone(),))
-    scalars, drawn = (torch.ones(()),) * 8, RngKey(0, 0, 1, noise.Place((0, 0), (64, 64), (64, 64)))
+    scalars, drawn = (torch.ones(()),) * 8, RngKey(0, 0, 1, noise.ShardPosition((0, 0), (64, 64), (64, 64)))
     programs = compiled.CompiledSteps()
     for factor in (torch.ones((), dtype=torch.float64), torch.ones(1)):
-        assert programs.begin(way, scalars, factor, drawn, None)(parts, 0, None) is None
+        assert programs.begin(config, scalars, factor, drawn, None)(parts, 0, None) is None
     assert (
-        programs.begin(way, (*scalars[:7], torch.ones((), dtype=torch.float64)), None, drawn, None)(parts, 0, None)
+        programs.begin(config, (*scalars[:7], torch.ones((), dtype=torch.float64)), None, drawn, None)(parts, 0, None)
         is None
     )
     assert not programs.programs

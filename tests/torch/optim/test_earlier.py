@@ -89,8 +89,8 @@ def test_they_are_read_as_they_were_written_and_converted(kind: str, preset: str
     saved["param_groups"][0]["preset"] = said if own else preset
     with pytest.warns(UserWarning, match=f"of preset {'mine' if own else preset}, in its first form, were converted"):
         optimizer.load_state_dict(saved)
-    way, state = optimizer.way(layer.weight, optimizer.param_groups[0]), optimizer.state[layer.weight]
-    for name, spec in zip(("exp_avg", "exp_avg_sq"), way.moments, strict=True):
+    config, state = optimizer.config(layer.weight, optimizer.param_groups[0]), optimizer.state[layer.weight]
+    for name, spec in zip(("exp_avg", "exp_avg_sq"), config.moments, strict=True):
         held = reference.decode(state[f"{name}_codes"].numpy(), state[f"{name}_scale"].float().numpy(), spec)
         wanted = meant[name]
         again = reference.decode(*reference.encode(wanted, replace(spec, stochastic=False)), spec)

@@ -109,40 +109,40 @@ def test_stochastic_rounding_of_a_step_is_unbiased(kind: str, dtype: str) -> Non
     group = optimizer.param_groups[0]
     p.grad = torch.randn(64, 64).to(p.grad_dtype or torch.float32)
     optimizer.step()
-    way = optimizer.way(p, group)
-    parts = optimizer.parts(p, way)
+    config = optimizer.config(p, group)
+    parts = optimizer.parts(p, config)
     parts = pieces.ParameterTensors(
         tuple(t.clone() for t in parts.weight),
         tuple(tuple(t.clone() for t in held) for held in parts.moments),
         parts.gradient,
     )
-    scalars = tuple(s[0] for s in way.rule.scalars(group, torch.tensor([2.0], dtype=torch.float64)))
+    scalars = tuple(s[0] for s in config.rule.scalars(group, torch.tensor([2.0], dtype=torch.float64)))
     amax = optimizer.state[p].get("amax")
     if amax is not None:
-        amax = way.rule.reach(amax, scalars, ())
-    exact = way.rule(
-        master_weights.read(way.master_format, parts.weight),
+        amax = config.rule.weight_bound(amax, scalars, ())
+    exact = config.rule(
+        master_weights.read(config.master_format, parts.weight),
         parts.gradient[0].float(),
-        tuple(pieces._decoded(held, spec) for held, spec in zip(parts.moments, way.moments, strict=True)),
+        tuple(pieces._decoded(held, spec) for held, spec in zip(parts.moments, config.moments, strict=True)),
         scalars,
     )
     wanted: dict[str, Tensor] = {}
     draws: dict[str, list[Tensor]] = {}
-    if way.master_format.stochastic:
+    if config.master_format.stochastic:
         wanted["weight"] = exact.weight
     wanted |= {
         f"moment {i}": value
-        for i, (value, spec) in enumerate(zip(exact.moments, way.moments, strict=True))
+        for i, (value, spec) in enumerate(zip(exact.moments, config.moments, strict=True))
         if spec.stochastic
     }
-    assert wanted and way.draws == ("weight" in wanted) + any(name != "weight" for name in wanted)
+    assert wanted and config.draws == ("weight" in wanted) + any(name != "weight" for name in wanted)
     for step in range(200):
         word = noise.words(0, 4096, 3, 1, step, torch.device("cpu")).view(64, 64)
-        moved = pieces.move(way, parts, scalars, None, word, amax)
-        values = {"weight": master_weights.read(way.master_format, moved.weight)}
+        moved = pieces.move(config, parts, scalars, None, word, amax)
+        values = {"weight": master_weights.read(config.master_format, moved.weight)}
         values |= {
             f"moment {i}": pieces._decoded(held, spec)
-            for i, (held, spec) in enumerate(zip(moved.moments, way.moments, strict=True))
+            for i, (held, spec) in enumerate(zip(moved.moments, config.moments, strict=True))
         }
         for name in wanted:
             draws.setdefault(name, []).append(values[name].double())
@@ -175,7 +175,7 @@ def test_any_split_of_rows_steps_like_the_whole(
 ) -> None:
     """Worlds of 1, 2, 3 and 5, uneven and with ranks of nothing: weights, codes and scales, bit by bit."""
     monkeypatch.setattr(module, "SMALL", 0)
-    places: dict[int, noise.Place] = {}
+    places: dict[int, noise.ShardPosition] = {}
     place = layout.place
     monkeypatch.setattr(layout, "place", lambda p: places.get(id(p)) or place(p))
     rng = np.random.default_rng(0)
@@ -185,7 +185,7 @@ def test_any_split_of_rows_steps_like_the_whole(
 
     def train(begin: int, end: int) -> dict[str, Tensor]:
         p = nn.Parameter(first[begin:end].clone())
-        places[id(p)] = noise.Place((begin, *[0] * (len(shape) - 1)), tuple(p.shape), shape)
+        places[id(p)] = noise.ShardPosition((begin, *[0] * (len(shape) - 1)), tuple(p.shape), shape)
         optimizer = optim.AdamW([p], lr=1e-2, preset=preset, seed=5)
         for gradient in gradients:
             p.grad = gradient[begin:end].to(p.grad_dtype or torch.float32)
@@ -210,7 +210,7 @@ def test_a_cut_along_any_dimensions_draws_the_words_of_the_whole() -> None:
         if 0 in part:
             continue
         rows = int(np.prod(part[:-1]))
-        drawn = noise.words_at(noise.Place(start, part, shape), slice(0, rows), 9, 2, 4, torch.device("cpu"))
+        drawn = noise.words_at(noise.ShardPosition(start, part, shape), slice(0, rows), 9, 2, 4, torch.device("cpu"))
         own = whole[tuple(slice(at, at + n) for at, n in zip(start, part, strict=True))]
         assert torch.equal(drawn.view(part), own), (shape, start, part)
 
@@ -284,8 +284,8 @@ def test_presets_become_each_other_as_float32_becomes_them(kind: str, before: st
         first.step()
     plain = optimizer_of("float32", first.state_dict())
     group, read = plain.param_groups[0], master_weights.read
-    whole = read((way := plain.way(p, group)).master_format, plain.parts_of_weight(p, way))
-    old = first.way(p, first.param_groups[0])
+    whole = read((config := plain.config(p, group)).master_format, plain.parts_of_weight(p, config))
+    old = first.config(p, first.param_groups[0])
     # A negative number half a step from a bfloat16 is an ulp of float32 more than its remainder can say.
     ulp = 2.0**-23 if (kind, before) == ("bfloat16", "lean") else 0.0
     torch.testing.assert_close(whole, read(old.master_format, first.parts_of_weight(p, old)), rtol=ulp, atol=0)
@@ -294,7 +294,7 @@ def test_presets_become_each_other_as_float32_becomes_them(kind: str, before: st
         assert torch.equal(plain.state[p][name], optim.codes.decode(*held, spec))
     for after in optim.PRESETS:
         direct, through = optimizer_of(after, first.state_dict()), optimizer_of(after, plain.state_dict())
-        new = direct.way(p, direct.param_groups[0])
+        new = direct.config(p, direct.param_groups[0])
         same = {name for name, a, b in zip(new.rule.names, old.moments, new.moments, strict=True) if a == b}
         for name, value in direct.state[p].items():
             if name.removesuffix("_scale").removesuffix("_codes") in same:

@@ -169,8 +169,8 @@ def test_the_initial_value_that_a_layer_keeps_begins_the_master(preset: str, bou
     codes = layer.weight.detach().view(torch.uint8).clone()
     layer.weight.grad = torch.zeros(192, 160, dtype=layer.weight.grad_dtype)
     optimizer.step()
-    way = optimizer.way(layer.weight, optimizer.param_groups[0])
-    weight = master_weights.read(way.master_format, optimizer.parts_of_weight(layer.weight, way))
+    config = optimizer.config(layer.weight, optimizer.param_groups[0])
+    weight = master_weights.read(config.master_format, optimizer.parts_of_weight(layer.weight, config))
     error, largest = (float(tensor.detach().abs().max()) for tensor in (weight - initial, initial))
     assert error <= bound * largest
     assert float((codes != layer.weight.detach().view(torch.uint8)).float().mean()) < 0.01
@@ -275,8 +275,8 @@ def test_a_thread_that_compiles_refuses_no_other_threads_gradient(monkeypatch: p
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 @pytest.mark.parametrize("preset", ["float32", "msamp", "balanced", "lean"])
-@pytest.mark.parametrize("way", ["load_state_dict", "set_weight", "state_dict before the first step"])
-def test_a_step_continues_from_weights_written_since_the_last_one(way: str, preset: str, recipe: str) -> None:
+@pytest.mark.parametrize("config", ["load_state_dict", "set_weight", "state_dict before the first step"])
+def test_a_step_continues_from_weights_written_since_the_last_one(config: str, preset: str, recipe: str) -> None:
     """As after a rollback to another checkpoint: masters, and largest magnitudes of weights, were those of before."""
     torch.manual_seed(0)
     model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))
@@ -286,11 +286,11 @@ def test_a_step_continues_from_weights_written_since_the_last_one(way: str, pres
     for layer in (large[0], large[2]):
         layer.set_weight(8 * dequantized(layer, layer.weight, torch.float32))  # type: ignore[operator, arg-type]
     optimizer = optim.AdamW(model.parameters(), lr=1e-4, preset=preset)
-    if way == "state_dict before the first step":
+    if config == "state_dict before the first step":
         optimizer.state_dict()
     else:
         train(model, optimizer, 1)
-    if way == "set_weight":
+    if config == "set_weight":
         for layer, other in zip(layers, (large[0], large[2]), strict=True):
             layer.set_weight(dequantized(other, other.weight, torch.float32))  # type: ignore[arg-type]
     else:

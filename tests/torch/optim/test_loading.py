@@ -46,8 +46,8 @@ def run(layer: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
 
 
 def full_weight(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
-    way = optimizer.way(p, optimizer.param_groups[0])
-    return master_weights.read(way.master_format, optimizer.parts_of_weight(p, way)).view(p.shape)
+    config = optimizer.config(p, optimizer.param_groups[0])
+    return master_weights.read(config.master_format, optimizer.parts_of_weight(p, config)).view(p.shape)
 
 
 def through_a_file(state: Any) -> Any:
@@ -101,8 +101,8 @@ def test_presets_convert_into_each_other_with_a_warning(kind: str, before: str, 
 
 
 def moment(optimizer: optim.Optimizer, p: Tensor, name: str) -> Tensor:
-    way, state = optimizer.way(p, optimizer.param_groups[0]), optimizer.state[p]
-    spec = way.moments[way.rule.names.index(name)]
+    config, state = optimizer.config(p, optimizer.param_groups[0]), optimizer.state[p]
+    spec = config.moments[config.rule.names.index(name)]
     return optim.codes.decode(state[key_of(name, spec)], state.get(f"{name}_scale"), spec)
 
 
@@ -129,7 +129,7 @@ def test_moments_of_small_weights_load_where_one_is_codes_and_the_other_not(kind
     assert {name: t.dtype for name, t in state.items()} == {
         name: t.dtype for name, t in optimizer.first_state(p, group).items()
     }
-    spec = optimizer.way(p, group).moments[0]
+    spec = optimizer.config(p, group).moments[0]
     first = state[key_of("exp_avg", spec)]
     first = codes.decode(first, state["exp_avg_scale"], spec) if spec.of.scaled else first.float()
     assert float((first - 0.1 * gradient).norm() / (0.1 * gradient).norm()) < 0.1
@@ -382,7 +382,7 @@ def test_torchs_optimizer_never_steps_with_codes_for_numbers(preset: str, name: 
         theirs.load_state_dict(saved)
         r.grad = gradients(1)[0]
         before = r.detach().clone()
-        if name != "Muon" and not mine.way(p, mine.param_groups[0]).moments[0].of.scaled:
+        if name != "Muon" and not mine.config(p, mine.param_groups[0]).moments[0].of.scaled:
             theirs.step()
             continue
         with pytest.raises((KeyError, RuntimeError)):

@@ -12,7 +12,7 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import decode_scales, spread
 from quaver.torch.optim import codes, master_weights
 from quaver.torch.optim.master_weights import MasterFormat
-from quaver.torch.optim.rules import SGD, Adam, Lion
+from quaver.torch.optim.rules import AdamRule, LionRule, SGDRule
 from quaver.torch.optim.step import compiled, noise
 from quaver.torch.optim.step.step import ParameterTensors, StepConfig, move, put
 from tests.kernels.optim.test_step import BLOCKWISE, BLOCKWISE_ANY, MXFP8, SQUARES, TENSORWISE
@@ -21,17 +21,17 @@ LEAN, EXACT = PRESETS["lean"], PRESETS["exact"]
 ROWS, COLUMNS, SEED = 128, 256, 0x9E3779B97F4A7C15
 GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2, "momentum": 0.0, "dampening": 0.0}
 BYTES, HALVES = (LEAN.first, LEAN.second), (EXACT.first, EXACT.second)
-RULE = Adam()
+RULE = AdamRule()
 E4M3 = optim.StateSpec(code="e4m3", block=128)
 ROOTS = optim.StateSpec(code="uint8_mitchell", floor=True)
 #: What presets keep; also roots of v, codes to nearest, gradients of either, and all else that a rule may be.
 WAYS = {
     "lean": StepConfig(RULE, MasterFormat("residual8", TENSORWISE, True), BYTES, E4M3, True),
     "coupled": StepConfig(
-        Adam(decoupled=False, maximize=True), MasterFormat("residual8", TENSORWISE, True), BYTES, E4M3, True
+        AdamRule(decoupled=False, maximize=True), MasterFormat("residual8", TENSORWISE, True), BYTES, E4M3, True
     ),
     "roots": StepConfig(RULE, MasterFormat("residual8", TENSORWISE, True), (LEAN.first, ROOTS), E4M3, True),
-    "lion": StepConfig(Lion(), MasterFormat("residual8", TENSORWISE, True), (LEAN.first,), E4M3, True),
+    "lion": StepConfig(LionRule(), MasterFormat("residual8", TENSORWISE, True), (LEAN.first,), E4M3, True),
     "balanced": StepConfig(RULE, MasterFormat("residual16", TENSORWISE), BYTES, None, True),
     "codes beside bfloat16": StepConfig(RULE, MasterFormat("residual8", TENSORWISE), HALVES, None, True),
     "lean 32x32": StepConfig(RULE, MasterFormat("residual8", SQUARES, True), BYTES, E4M3),
@@ -42,8 +42,8 @@ WAYS = {
     "remainder beside bytes": StepConfig(RULE, MasterFormat("remainder"), BYTES),
     "lean of bfloat16": StepConfig(RULE, MasterFormat("residual8", None, True), BYTES, E4M3),
     "longer bfloat16": StepConfig(RULE, MasterFormat("residual16"), BYTES),
-    "sgd": StepConfig(SGD(), MasterFormat("remainder"), ()),
-    "sgd of longer bfloat16": StepConfig(SGD(), MasterFormat("residual16"), ()),
+    "sgd": StepConfig(SGDRule(), MasterFormat("remainder"), ()),
+    "sgd of longer bfloat16": StepConfig(SGDRule(), MasterFormat("residual16"), ()),
     "bfloat16 alone": StepConfig(RULE, MasterFormat("plain", None, True), HALVES),
 }
 
@@ -58,8 +58,8 @@ def hostile(size: float, seed: int, bad: bool) -> torch.Tensor:
     return x
 
 
-def piece(way: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor | None]:
-    master_format, value = way.master_format, hostile(0.1, 0, False)
+def piece(config: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor | None]:
+    master_format, value = config.master_format, hostile(0.1, 0, False)
     weight: tuple[Any, ...] = (value.bfloat16(),)
     if master_format.spec is not None:
         q = reference.quantize(value, master_format.spec)
@@ -71,68 +71,68 @@ def piece(way: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor | 
         # A pruning mask wrote zeros of both signs over what was kept beside them.
         weight[0][9].copy_(torch.zeros(COLUMNS).copysign(value[9]))
     moments: list[tuple[torch.Tensor, ...]] = []
-    for spec, size in zip(way.moments, (0.1, 0.01), strict=False):
+    for spec, size in zip(config.moments, (0.1, 0.01), strict=False):
         x = hostile(size, 1, False)
         some = torch.Generator().manual_seed(3)
         drawn = torch.randint(0, 2**15, x.shape, dtype=torch.int32, generator=some) if spec.stochastic else None
         written = codes.encode(x.abs() if moments else x, spec, drawn)
         moments.append(tuple(t for t in written if t is not None))
     gradient: Any = (hostile(1.0, 2, bad).bfloat16(),)
-    if way.gradient is not None:
-        gradient = codes.encode(hostile(1.0, 2, bad), way.gradient)
+    if config.gradient is not None:
+        gradient = codes.encode(hostile(1.0, 2, bad), config.gradient)
     held: Any = ParameterTensors(weight, tuple(moments), gradient)
     return held, master_weights.block_amax(
         master_format.spec, master_weights.read(master_format, weight)
-    ) if way.predicts else None  # type: ignore[arg-type]
+    ) if config.predicts else None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["numbers", "not finite"])
 @pytest.mark.parametrize("keep", [None, True, False])
 @pytest.mark.parametrize("name", WAYS)
 def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool | None, bad: bool) -> None:
-    way = WAYS[name]
+    config = WAYS[name]
     told = None if keep is None else torch.tensor(keep)
-    ours, theirs = piece(way, bad), piece(way, bad)
+    ours, theirs = piece(config, bad), piece(config, bad)
     for step in (1, 2, 3):
-        scalars = way.rule.scalars(GROUP, torch.tensor(float(step), dtype=torch.float64))
-        place = noise.Place((0, 0), (ROWS, COLUMNS), (ROWS, COLUMNS))
-        word = noise.words_at(place, slice(0, ROWS), SEED, 5, step, torch.device("cpu")) if way.draws else None
+        scalars = config.rule.scalars(GROUP, torch.tensor(float(step), dtype=torch.float64))
+        place = noise.ShardPosition((0, 0), (ROWS, COLUMNS), (ROWS, COLUMNS))
+        word = noise.words_at(place, slice(0, ROWS), SEED, 5, step, torch.device("cpu")) if config.draws else None
         factor = None if step == 1 else torch.tensor(0.5)
         parts, amax = theirs
-        reach = None if amax is None else way.rule.reach(amax, scalars, ())
-        expected = put(way, parts, move(way, parts, scalars, factor, word, reach), told)
+        weight_bound = None if amax is None else config.rule.weight_bound(amax, scalars, ())
+        expected = put(config, parts, move(config, parts, scalars, factor, word, weight_bound), told)
         own = ours[0]
-        assert compiled.fits(way, own)
+        assert compiled.fits(config, own)
         keyed = noise.keyed(SEED, 5, step, torch.device("cpu"), torch.int32)
         drawn = (torch.tensor(0, dtype=torch.int32), *keyed)
         done = compiled.run_packed4(
-            way, compiled.viewed(own), scalars, factor, drawn if way.draws else None, reach, told
+            config, compiled.viewed(own), scalars, factor, drawn if config.draws else None, weight_bound, told
         )
-        lost = bad and way.shared
-        if way.master_format.spec is not None and not way.shared:
+        lost = bad and config.shared
+        if config.master_format.spec is not None and not config.shared:
             # Blocks whose scale is NaN say nothing.
-            stored = [decode_scales(held.weight[1], way.master_format.spec, None) for held in (own, parts)]
+            stored = [decode_scales(held.weight[1], config.master_format.spec, None) for held in (own, parts)]
             assert torch.equal(*(scale.nan_to_num(-1) for scale in stored))
             assert bool(stored[0].isnan().any()) == (bad and keep is not False)
-            said = spread(~stored[0].isnan(), way.master_format.spec.block, (ROWS, COLUMNS)).to(torch.int8)
+            said = spread(~stored[0].isnan(), config.master_format.spec.block, (ROWS, COLUMNS)).to(torch.int8)
             for held in (own, parts):
                 held.weight[0].view(torch.int8).mul_(said)
                 held.weight[2].mul_(said)
         same(own.weight[0], parts.weight[0], "codes", lost)
-        if way.master_format.states:
+        if config.master_format.states:
             same(own.weight[-1], parts.weight[-1], "residuals", lost)
         for one, other in zip(own.moments, parts.moments, strict=True):
             same(one[0], other[0], "a moment")
             for scale, its in zip(one[1:], other[1:], strict=True):
                 same(scale, its, "its scales")
         for a, b in ((done.scale, expected.scale), (done.amax, expected.amax)):
-            assert (a is None) == (b is None) == (not way.shared)
+            assert (a is None) == (b is None) == (not config.shared)
             assert a is None or torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))  # type: ignore[union-attr]
         assert (done.clamped is None) == (expected.clamped is None)
         assert done.clamped is None or int(done.clamped) == int(expected.clamped)  # type: ignore[arg-type]
-        if (bad or keep is False) and way.shared:
+        if (bad or keep is False) and config.shared:
             break
-        if way.shared:
+        if config.shared:
             for held, outcome in ((own, done), (parts, expected)):
                 held.weight[1].copy_(outcome.scale)  # type: ignore[arg-type]
         theirs = (parts, expected.amax)
@@ -169,45 +169,45 @@ def test_every_code_with_every_residual_decodes_as_when_single(kind: str) -> Non
 
 
 def test_other_codes_and_shapes_step_one_by_one() -> None:
-    way = WAYS["lean"]
-    own, _ = piece(way, False)
-    assert compiled.fits(way, own)
-    assert not compiled.fits(replace(way, predicts=False), own)
+    config = WAYS["lean"]
+    own, _ = piece(config, False)
+    assert compiled.fits(config, own)
+    assert not compiled.fits(replace(config, predicts=False), own)
     columns = replace(TENSORWISE, block=(None, 1))
-    assert not compiled.fits(replace(way, master_format=MasterFormat("residual8", columns, True)), own)
+    assert not compiled.fits(replace(config, master_format=MasterFormat("residual8", columns, True)), own)
     blocks, _ = piece(WAYS["lean 32x32"], False)
     assert not compiled.fits(WAYS["blockwise"], blocks._replace(weight=(blocks.weight[0][:96], *blocks.weight[1:])))
-    assert not compiled.fits(replace(way, master_format=MasterFormat("float32", TENSORWISE)), own)
-    assert not compiled.fits(replace(way, master_format=MasterFormat("float16", TENSORWISE)), own)
+    assert not compiled.fits(replace(config, master_format=MasterFormat("float32", TENSORWISE)), own)
+    assert not compiled.fits(replace(config, master_format=MasterFormat("float16", TENSORWISE)), own)
     for other in ("int8_softsign", "float32", "bfloat16"):
-        assert not compiled.fits(replace(way, moments=(optim.StateSpec(code=other), LEAN.second)), own)
-    assert not compiled.fits(replace(way, gradient=None), own._replace(gradient=(torch.zeros(ROWS, COLUMNS),)))
-    assert not compiled.fits(way, own._replace(weight=(own.weight[0][:, :64], *own.weight[1:])))
+        assert not compiled.fits(replace(config, moments=(optim.StateSpec(code=other), LEAN.second)), own)
+    assert not compiled.fits(replace(config, gradient=None), own._replace(gradient=(torch.zeros(ROWS, COLUMNS),)))
+    assert not compiled.fits(config, own._replace(weight=(own.weight[0][:, :64], *own.weight[1:])))
     for name, kind in (("lean", torch.int8), ("exact", torch.int16)):
-        way, beside = WAYS[name], torch.zeros(ROWS * COLUMNS + 4, dtype=kind)
-        own, _ = piece(way, False)
+        config, beside = WAYS[name], torch.zeros(ROWS * COLUMNS + 4, dtype=kind)
+        own, _ = piece(config, False)
         for start, fits in ((4, True), (2, False), (1, False)):
             moved = beside[start : start + ROWS * COLUMNS].view(ROWS, COLUMNS)
-            assert compiled.fits(way, own._replace(weight=(*own.weight[:-1], moved))) == fits
-    way, (own, _) = WAYS["lean"], piece(WAYS["lean"], False)
+            assert compiled.fits(config, own._replace(weight=(*own.weight[:-1], moved))) == fits
+    config, (own, _) = WAYS["lean"], piece(WAYS["lean"], False)
     signed = optim.StateSpec(code="int8_mitchell", floor=True)
-    assert not compiled.fits(replace(way, moments=(signed, LEAN.second)), own)
+    assert not compiled.fits(replace(config, moments=(signed, LEAN.second)), own)
     data, scales = own.moments[0]
     transposed = scales.t().contiguous().t()
-    assert not compiled.fits(way, own._replace(moments=((data, transposed), own.moments[1])))
+    assert not compiled.fits(config, own._replace(moments=((data, transposed), own.moments[1])))
     data, scales = own.gradient
     both = torch.cat([scales, scales], 1)[:, :1]
-    assert not compiled.fits(way, own._replace(gradient=(data, both)))
+    assert not compiled.fits(config, own._replace(gradient=(data, both)))
     plain = StepConfig(RULE, MasterFormat("plain"), HALVES)
     assert not compiled.fits(plain, piece(WAYS["bfloat16 alone"], False)[0])
 
 
 def test_strided_rows_step_one_by_one_unless_aligned_to_four() -> None:
-    way = WAYS["exact"]
-    own, _ = piece(way, False)
+    config = WAYS["exact"]
+    own, _ = piece(config, False)
     for width, fits in ((132, True), (130, False), (129, False)):
         apart = torch.zeros(ROWS, width, dtype=torch.bfloat16)[:, :128]
         one = ParameterTensors(
             (apart[:1], own.weight[1][:1]), tuple((m[0][:1],) for m in own.moments), (own.gradient[0][:1],)
         )
-        assert apart[:1].is_contiguous() and compiled.fits(way, one) == fits
+        assert apart[:1].is_contiguous() and compiled.fits(config, one) == fits

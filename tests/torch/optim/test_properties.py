@@ -39,8 +39,8 @@ def give(p: Tensor, gradient: Tensor) -> None:
 
 def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     """The weight with its residual, float32."""
-    way = optimizer.way(p, optimizer.param_groups[0])
-    return master_weights.read(way.master_format, optimizer.parts_of_weight(p, way))
+    config = optimizer.config(p, optimizer.param_groups[0])
+    return master_weights.read(config.master_format, optimizer.parts_of_weight(p, config))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -132,7 +132,7 @@ def test_a_pruned_weight_decodes_to_almost_zero(preset: str) -> None:
             read = kept(optimizer, layer.weight)
             assert bool(read.isfinite().all())
             # Masters stay what they are.
-            held = optimizer.way(layer.weight, optimizer.param_groups[0]).master_format.kind[:3] == "res"
+            held = optimizer.config(layer.weight, optimizer.param_groups[0]).master_format.kind[:3] == "res"
             assert not held or read.abs().amax() < 2e-2 * was
     for layer in layers:
         assert bool(layer.weight.detach().float().isfinite().all())

@@ -122,8 +122,8 @@ def ways() -> tuple[Way, ...]:
     return (by_fsdp, by_replicas) if dist.get_world_size() == 4 else (by_fsdp,)
 
 
-def train(preset: Any, way: Way, dtype: torch.dtype, rule: Any = optim.AdamW) -> Any:
-    model = way(Tensors(dtype))
+def train(preset: Any, config: Way, dtype: torch.dtype, rule: Any = optim.AdamW) -> Any:
+    model = config(Tensors(dtype))
     optimizer = rule(model.parameters(), lr=1e-2, preset=preset, seed=7)
     for step in range(3):
         give(model, step, dtype)
@@ -138,8 +138,8 @@ def ranks_step_as_one(rank: int) -> None:
         # Masters of bfloat16 parameters lie otherwise.
         for preset in PRESETS if dtype is torch.float32 else ("exact", "balanced", "lean"):
             expected = everything(*train(preset, alone, dtype))
-            for way in ways():
-                assert_parts(own(*train(preset, way, dtype)), expected, f"{preset}, {dtype}, {way.__name__}")
+            for config in ways():
+                assert_parts(own(*train(preset, config, dtype)), expected, f"{preset}, {dtype}, {config.__name__}")
         for rule in (optim.Adam, optim.Lion, optim.SGD):
             expected = everything(*train("lean", alone, dtype, rule=rule))
             assert_parts(own(*train("lean", by_fsdp, dtype, rule=rule)), expected, rule.__name__)
@@ -196,10 +196,10 @@ def norms_count_all_parts(rank: int) -> None:
     """Of floats and of codes, by torch's function too, to the order of sums; clipped, the step is one process's."""
     for preset, order in itertools.product(("float32", "lean"), (2.0, 1.0, float("inf"))):
         norms = []
-        for way, torchs in itertools.product((alone, *ways()), (False, True)):
+        for config, torchs in itertools.product((alone, *ways()), (False, True)):
             if torchs and order == float("inf"):
                 continue  # torch has no largest of a rank without rows.
-            model = way(Tensors(torch.float32))
+            model = config(Tensors(torch.float32))
             optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset=preset)
             clip: Any = optimizer.clip_grad_norm_
             if torchs:
@@ -208,7 +208,7 @@ def norms_count_all_parts(rank: int) -> None:
             norms.append(whole(clip(1.0, order)))
             assert whole(clip(1e9, order)).item() == pytest.approx(1.0, rel=1e-5)
             for other in two_ranks.gathered(norms[-1]):
-                assert_bitwise(other, norms[-1], f"{preset}, {order}, {way.__name__}")
+                assert_bitwise(other, norms[-1], f"{preset}, {order}, {config.__name__}")
             optimizer.step()
         for norm in norms[1:]:
             assert norm.item() == pytest.approx(norms[0].item(), rel=1e-6), f"{preset}, {order}"
@@ -345,7 +345,7 @@ def words_of_a_part_are_those_of_the_whole(rank: int) -> None:
         own = every[tuple(slice(at, at + n) for at, n in zip(start, part, strict=True))]
         rows = own.reshape(torch.Size(part[:-1]).numel(), part[-1])
         low = rows.shape[0] // 3
-        got = noise.words_at(noise.Place(start, part, whole), slice(low, rows.shape[0]), 5, 3, 2, rows.device)
+        got = noise.words_at(noise.ShardPosition(start, part, whole), slice(low, rows.shape[0]), 5, 3, 2, rows.device)
         assert_bitwise(got, rows[low:], f"{part} at {start} of {whole}")
 
 

@@ -14,7 +14,7 @@ from quaver.recipes import Recipe, get, mxfp8
 from quaver.recipes.spec import QuantSpec
 from quaver.torch import optim
 from quaver.torch.optim.master_weights import MasterFormat
-from quaver.torch.optim.rules import Adam
+from quaver.torch.optim.rules import AdamRule
 from quaver.torch.optim.step import step
 from tests.kernels.optim.test_step import BLOCKWISE, MXFP8, SQUARES, TENSORWISE
 
@@ -53,11 +53,11 @@ def test_compiled_and_other_chunks_cover_all_rows_once(spec: QuantSpec | None, m
     """Also of blocks that are higher than such a piece, of which the last has fewer rows."""
     monkeypatch.setattr(step, "COMPILED", (1 << 14, 1 << 12))
     monkeypatch.setattr(step, "PIECE", 1 << 10)
-    way = step.StepConfig(Adam(), MasterFormat("residual8", spec), (), predicts=spec == TENSORWISE)
+    config = step.StepConfig(AdamRule(), MasterFormat("residual8", spec), (), predicts=spec == TENSORWISE)
     for columns in (32, 64, 96, 128, 256, 512):
         for rows in range(16, 513, 16):
             parts = step.ParameterTensors((torch.empty(rows, columns, device="meta"),), (), ())
-            every = [*step.divided(way, parts, compiled=True)]
+            every = [*step.divided(config, parts, compiled=True)]
             assert all((large.stop - large.start) * columns in step.COMPILED for large, _ in every if large)
             small = [row for _, each in every for some in each for row in range(some.start, some.stop)]
             assert small == [*range(rows)], (rows, columns)

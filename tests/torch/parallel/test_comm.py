@@ -24,10 +24,10 @@ def bits(x: Tensor) -> Tensor:
 def amaxes_order_as_integers(rank: int) -> None:
     hard = torch.tensor([[1.0, 2.0], [torch.inf, 1e38], [torch.nan, torch.inf], [0.0, 1e-40], [-3.0, 2.0], [0.0, 0.0]])
     own = hard[:, rank].abs()
-    agreed = comm.agree(bits(own)).view(torch.float32)
+    agreed = comm.all_reduce_amax(bits(own)).view(torch.float32)
     assert_bitwise(agreed, torch.tensor([2.0, torch.inf, torch.nan, 1e-40, 3.0, 0.0]))
     with pytest.raises(ValueError, match="amaxes as the bits of float32 in int32"):
-        comm.agree(own)
+        comm.all_reduce_amax(own)
 
 
 def parts_of_tensors(rank: int) -> None:

@@ -364,4 +364,4 @@ def test_without_gradients_and_without_an_input_that_needs_one_nothing_is_split(
         assert block(x).grad_fn is None
     copied = copy.deepcopy(block)
     with split_backwards([x]):
-        assert type(copied(x).grad_fn).__name__ == "_InputsBackward"
+        assert type(copied(x).grad_fn).__name__ == "_StageInputsBackward"

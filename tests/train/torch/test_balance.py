@@ -49,20 +49,20 @@ def test_a_step_counts_all_micro_batches_and_dropped_tokens() -> None:
     balance.begin()
     for routings in batches:
         balance.loss(routings, 3)
-    said = balance.said(balance.end(torch.ones(())).tolist())
+    extra_metrics = balance.extra_metrics(balance.end(torch.ones(())).tolist())
     tokens, k, number = 3 * 16, config.experts.chosen, config.experts.number
     dropped = 0
     for layer in range(2):
         counts = [token_counts(routings[layer].indices, number) for routings in batches]
-        assert [said[f"load_{layer}_{e}"] for e in range(number)] == (counts[0] + counts[1]).tolist()
+        assert [extra_metrics[f"load_{layer}_{e}"] for e in range(number)] == (counts[0] + counts[1]).tolist()
         assert sum(counts).sum() == 2 * tokens * k
         dropped += sum(int((c - tokens * k // number).clamp(min=0).sum()) for c in counts)
-    assert dropped > 0 and said["dropped"] == pytest.approx(dropped / (2 * 2 * tokens * k))
+    assert dropped > 0 and extra_metrics["dropped"] == pytest.approx(dropped / (2 * 2 * tokens * k))
     losses = [balance_loss(r).item() for routings in batches for r in routings]
-    assert said["balance_loss"] == pytest.approx(sum(losses) / 4)
+    assert extra_metrics["balance_loss"] == pytest.approx(sum(losses) / 4)
     balance.begin()
     balance.loss(batches[0], 3)
-    again = balance.said(balance.end(torch.ones(())).tolist())
+    again = balance.extra_metrics(balance.end(torch.ones(())).tolist())
     assert sum(again[f"load_0_{e}"] for e in range(number)) == tokens * k
 
 

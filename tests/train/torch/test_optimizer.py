@@ -54,7 +54,7 @@ def test_a_replayed_step_drops_cached_weights() -> None:
     spec = get("tensorwise").fprop.b
     assert spec is not None
     window = weight_cache.begin(layer, weight)
-    entry = weight_cache.keep(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec), window)
+    entry = weight_cache.store(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec), window)
     assert entry is not None and weight_cache.lookup(layer, "fprop", weight, spec, 0.0) is entry
-    weight_cache.stepped()
+    weight_cache.count_step()
     assert weight_cache.lookup(layer, "fprop", weight, spec, 0.0) is None

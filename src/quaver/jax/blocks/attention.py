@@ -66,7 +66,7 @@ def attention(
         ValueError: shapes, heads or masks that do not fit, or a recipe that quantizes attention.
     Bounded: relative RMS 1e-6 of float64 in float32, without dropout. Statistical with it.
     """
-    refuse_quantized(recipe)
+    check_not_quantized(recipe)
     q, k, v = (array("attention", what, x) for what, x in (("q", q), ("k", k), ("v", v)))
     _check(q, k, v, mask_type, mask, window)
     batch, queries, heads, dim = q.shape
@@ -87,14 +87,14 @@ def attention(
     probabilities = _softmax(scores, unseen)
     if dropout:
         assert dropout_key is not None
-        kept = jax.random.bernoulli(dropout_key, 1 - dropout, probabilities.shape)
-        probabilities = jnp.where(kept, probabilities / (1 - dropout), 0)
+        keep_mask = jax.random.bernoulli(dropout_key, 1 - dropout, probabilities.shape)
+        probabilities = jnp.where(keep_mask, probabilities / (1 - dropout), 0)
     probabilities = probabilities.reshape(batch, groups, shared, queries, keys).astype(v.dtype)
     out = jnp.einsum("bgsqk,bkgd->bqgsd", probabilities, v, preferred_element_type=jnp.float32)
     return out.reshape(batch, queries, heads, v.shape[-1]).astype(q.dtype)
 
 
-def refuse_quantized(own: str | Recipe | None = None) -> None:
+def check_not_quantized(own: str | Recipe | None = None) -> None:
     """Raise ValueError if the recipe in force quantizes attention, which quaver.jax does not support."""
     recipe = recipe_in_force(own)
     if recipe is not None and recipe.attention is not None:
@@ -213,10 +213,10 @@ def rope(
         raise ValueError(f"rope takes [batch, tokens, heads, features], and got an array of shape {x.shape}")
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction is {fraction}; give the share of the features that rotates, above 0 and up to 1")
-    turning = int(x.shape[-1] * fraction)
-    if turning % 2 or turning == 0:
+    rotary_dim = int(x.shape[-1] * fraction)
+    if rotary_dim % 2 or rotary_dim == 0:
         raise ValueError(
-            f"rope rotates pairs of features, and {fraction} of {x.shape[-1]} is {turning}; make it an even number"
+            f"rope rotates pairs of features, and {fraction} of {x.shape[-1]} is {rotary_dim}; make it an even number"
         )
     if positions is None:
         positions = jnp.arange(x.shape[1])
@@ -224,13 +224,13 @@ def rope(
         raise ValueError(f"positions have shape {positions.shape}; x {x.shape} needs {x.shape[1:2]} or {x.shape[:2]}")
     shift = jnp.asarray(offset)
     positions = positions + (shift[:, None] if shift.ndim else shift)
-    angle = angles(positions, turning, theta)
-    angle = angle.reshape(-1, x.shape[1], 1, turning // 2)  # [1 or B, S, 1, turning / 2]
-    transposed = _turn(x[..., :turning].astype(jnp.float32), jnp.cos(angle), jnp.sin(angle), interleaved)
-    return jnp.concatenate([transposed.astype(x.dtype), x[..., turning:]], axis=-1)
+    angle = angles(positions, rotary_dim, theta)
+    angle = angle.reshape(-1, x.shape[1], 1, rotary_dim // 2)  # [1 or B, S, 1, turning / 2]
+    transposed = _rotate(x[..., :rotary_dim].astype(jnp.float32), jnp.cos(angle), jnp.sin(angle), interleaved)
+    return jnp.concatenate([transposed.astype(x.dtype), x[..., rotary_dim:]], axis=-1)
 
 
-def _turn(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
     if interleaved:
         a, b = x[..., 0::2], x[..., 1::2]
         return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)

@@ -171,12 +171,12 @@ def _combine(k: int, rows: Array, places: Array, weights: Array | None) -> Array
 
 def _combine_forward(k: int, rows: Array, places: Array, weights: Array | None) -> tuple[Array, Any]:
     # Without weights only the number of rows is needed.
-    kept = rows if weights is not None else jnp.zeros((rows.shape[0], 0), rows.dtype)
-    return _combine(k, rows, places, weights), (kept, places, weights)
+    saved = rows if weights is not None else jnp.zeros((rows.shape[0], 0), rows.dtype)
+    return _combine(k, rows, places, weights), (saved, places, weights)
 
 
-def _combine_backward(k: int, kept: Any, g: Array) -> tuple[Any, ...]:
-    rows, places, weights = kept
+def _combine_backward(k: int, saved: Any, g: Array) -> tuple[Any, ...]:
+    rows, places, weights = saved
     sources = _inverse(places, rows.shape[0])
     of_rows = _gather(k, g, sources, places)
     if weights is None:
@@ -198,8 +198,8 @@ def _take_quantized(q: Quantized, sources: Array, k: int) -> Quantized:
 
     def moved(of_rows: Array, of_zeros: Array) -> Array:
         narrow = of_rows.dtype.itemsize == 1
-        as_lying = partial(lax.bitcast_convert_type, new_dtype=np.uint8 if narrow else np.uint32)
-        both = jnp.concatenate([as_lying(of_rows), as_lying(of_zeros)])
+        as_integers = partial(lax.bitcast_convert_type, new_dtype=np.uint8 if narrow else np.uint32)
+        both = jnp.concatenate([as_integers(of_rows), as_integers(of_zeros)])
         return lax.bitcast_convert_type(both[token], of_rows.dtype)
 
     scale = q.scale if q.spec.block[0] is None else moved(q.scale, zeros.scale)

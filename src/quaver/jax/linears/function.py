@@ -26,14 +26,14 @@ from quaver.jax.operations.sharding import (
     GemmMeshAxes,
     ShardedOperand,
     ShardPlacement,
-    along_input,
-    along_weight,
     axes_of,
-    piece,
+    input_placement,
+    shard_of_gradient,
     shardings_inferred,
     spec_of,
     sum_like,
     varying,
+    weight_placement,
     whole_lead,
     whole_shape,
 )
@@ -59,7 +59,7 @@ def _is_primal(node: Any) -> bool:
     return hasattr(node, "perturbed")
 
 
-def differentiated_once(call: LinearContext, x: Any, w: Any, bias: Any, state: State, perturbed: list[bool]) -> Any:
+def check_gradients(call: LinearContext, x: Any, w: Any, bias: Any, state: State, perturbed: list[bool]) -> Any:
     """Validate the requested gradients in a forward rule; return x, w, bias and state.
 
     Args:
@@ -78,9 +78,9 @@ def differentiated_once(call: LinearContext, x: Any, w: Any, bias: Any, state: S
                 f"no gradient; give {what} as an array, or differentiate with respect to the other arguments only"
             )
     if call.recipe.stochastic:
-        _refuse_repeated_noise(call, state, perturbed)
+        _check_noise_state(call, state, perturbed)
     if call.recipe.delayed is not None or call.recipe.stochastic:
-        _refuse_forgotten(call, perturbed)
+        _check_state_gradient(call, perturbed)
     return without_derivative(call.where, (x, w, bias, state))
 
 
@@ -92,7 +92,7 @@ FLAX = (
 )
 
 
-def _refuse_repeated_noise(call: LinearContext, state: State, perturbed: list[bool]) -> None:
+def _check_noise_state(call: LinearContext, state: State, perturbed: list[bool]) -> None:
     if "count" not in state:
         raise ValueError(
             f"{call.where}: recipe {call.recipe.name!r} rounds gradients stochastically and got no state, so every "
@@ -108,7 +108,7 @@ def _refuse_repeated_noise(call: LinearContext, state: State, perturbed: list[bo
         )
 
 
-def _refuse_forgotten(call: LinearContext, perturbed: list[bool]) -> None:
+def _check_state_gradient(call: LinearContext, perturbed: list[bool]) -> None:
     trains = perturbed[1] or perturbed[2]
     if trains and not perturbed[3]:
         raise ValueError(
@@ -131,7 +131,7 @@ def _refuse_forgotten(call: LinearContext, perturbed: list[bool]) -> None:
 # ---- linear ----
 
 #: Checkpoint name of saved operands, for `jax.checkpoint_policies.save_only_these_names`.
-KEPT = "quaver.quantized"
+SAVED_NAME = "quaver.quantized"
 
 
 def linear(
@@ -173,13 +173,13 @@ def linear(
         products in float64.
     """
     in_force = recipe_in_force(recipe)
-    _typed(axes, gather_input, gather_weight, name)
+    _check_types(axes, gather_input, gather_weight, name)
     where = name or "this layer"
     x, w = (a if isinstance(a, Quantized) else array(where, what, a) for what, a in (("x", x), ("w", w)))
     bias = None if bias is None else array(where, "bias", bias)
     static("seed", seed, "the steps' noise differs by the count in the state")
-    along = along_input(gather_input, x), along_weight(gather_weight, w)
-    shape = _fitting(x, w, bias, where, along[1])
+    along = input_placement(gather_input, x), weight_placement(gather_weight, w)
+    shape = _checked_shape(x, w, bias, where, along[1])
     dtype = _dtype(where, x, w, dtype)
     if in_force is None or not in_force.quantizes:
         return high_precision(x, w, bias, dtype)
@@ -189,7 +189,7 @@ def linear(
     state = state_of(where, state)
     buffers.fitting(state, in_force, where)
     call = LinearContext(in_force, dtype, name, seed, axes, *along, uses_of(state))
-    _refuse_repeated_bias(call, x, w, bias, state)
+    _check_bias(call, x, w, bias, state)
 
     def tokens(x: Any, w: Any, bias: Array | None, state: State) -> Array:
         rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
@@ -233,10 +233,10 @@ class _NeedsGrad(NamedTuple):
 
 def _forward(call: LinearContext, x: Any, w: Any, bias: Any, state: Any) -> tuple[Array, Any]:
     (x, w, bias, state), perturbed = unwrapped(x, w, bias, state)
-    given_x, given_w = x, w
-    x, w, bias, state = differentiated_once(call, x, w, bias, state, perturbed)
+    argument_x, argument_w = x, w
+    x, w, bias, state = check_gradients(call, x, w, bias, state, perturbed)
     if perturbed[3] and (call.recipe.delayed is not None or call.recipe.stochastic):
-        state = _mapped_alike(call, state, x, w)
+        state = _require_mapped_state(call, state, x, w)
     axes = _axes(call, x, w, state)
     needs = _NeedsGrad(*perturbed[:3])
     ready = buffers.ready(state, call.recipe)
@@ -244,18 +244,20 @@ def _forward(call: LinearContext, x: Any, w: Any, bias: Any, state: Any) -> tupl
     # JAX may trace one forward for several sets of needed gradients and caches a single pytree structure. So the
     # residuals have the same structure for every set, and their shapes encode what was needed.
     of_wgrad, of_dgrad = gemms.serves_wgrad(call.recipe), gemms.serves_dgrad(call.recipe)
-    kept_x = _kept(needs.weight, x, given_x, of_wgrad, lambda: gemms.kept_input(call, x, xq, ready, axes))
-    kept_w = _kept(needs.input, w, given_w, of_dgrad, lambda: gemms.kept_weight(call, w, wq))
+    saved_x = _operand_to_save(
+        needs.weight, x, argument_x, of_wgrad, lambda: gemms.saved_input(call, x, xq, ready, axes)
+    )
+    saved_w = _operand_to_save(needs.input, w, argument_w, of_dgrad, lambda: gemms.saved_weight(call, w, wq))
     amaxes = None
     if call.recipe.delayed is not None:
         assert xq is not None and wq is not None
         amaxes = xq.amax, wq.amax
     # Gradients have the parameters' dtypes; an empty array carries the dtype, and its type under shard_map.
     likes = [None if isinstance(p, Quantized) or p is None else without_elements(p) for p in (x, w, bias)]
-    return y, (jnp.zeros((*needs, 0), jnp.bool_), _GemmSharding(axes), kept_x, kept_w, likes, amaxes, ready)
+    return y, (jnp.zeros((*needs, 0), jnp.bool_), _GemmSharding(axes), saved_x, saved_w, likes, amaxes, ready)
 
 
-def _kept(needed: bool, operand: Any, given: Any, serves: bool, make: Callable[[], Any]) -> Any:
+def _operand_to_save(needed: bool, operand: Any, argument: Any, serves: bool, make: Callable[[], Any]) -> Any:
     """Return an operand to save for backward, or a slice without elements if backward does not need it.
 
     The empty slice is batched under vmap like the operand. The result is None for an operand that was passed quantized
@@ -264,34 +266,34 @@ def _kept(needed: bool, operand: Any, given: Any, serves: bool, make: Callable[[
     Args:
         needed: True if backward needs the operand.
         operand: the operand as fprop used it.
-        given: the same as the forward rule received it. JAX neither copies nor stacks a residual that is an argument.
-        serves: True if backward can use fprop's codes.
+        argument: the same as the forward rule received it. JAX neither copies nor stacks a residual that is an
+        argument. serves: True if backward can use fprop's codes.
         make: function that returns what backward needs of the operand.
     """
     if not needed:
         unsupported = isinstance(operand, Quantized) and not serves
         return None if unsupported else jax.tree.map(without_elements, as_bytes(make()))
-    kept = make()
-    if isinstance(kept, Quantized):
-        return checkpoint_name(as_bytes(kept), KEPT)
-    return given if kept is operand else kept
+    saved = make()
+    if isinstance(saved, Quantized):
+        return checkpoint_name(as_bytes(saved), SAVED_NAME)
+    return argument if saved is operand else saved
 
 
-def _backward(call: LinearContext, kept: Any, g: Any) -> tuple[Any, Any, Any, Any]:
-    asked, cut, kept_x, kept_w, (like_x, like_w, like_bias), amaxes, state = kept
+def _backward(call: LinearContext, saved: Any, g: Any) -> tuple[Any, Any, Any, Any]:
+    asked, cut, saved_x, saved_w, (like_x, like_w, like_bias), amaxes, state = saved
     axes, needs = cut.axes, _NeedsGrad(*map(bool, asked.shape[:3]))
-    g, kept_x, kept_w = without_derivative(call.where, (g, kept_x, kept_w))
-    kept_x, kept_w = as_codes(kept_x), as_codes(kept_w)
+    g, saved_x, saved_w = without_derivative(call.where, (g, saved_x, saved_w))
+    saved_x, saved_w = as_codes(saved_x), as_codes(saved_w)
     gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
     grad_x = grad_w = grad_bias = None
     if needs.input:
         summed = axes.outputs or call.input is not None
-        grad_x = gemms.dgrad(call, g, gq, kept_w, state, axes, jnp.float32 if summed else like_x.dtype)
-        grad_x = sum_like(piece(grad_x, call.input), like_x).astype(like_x.dtype)
+        grad_x = gemms.dgrad(call, g, gq, saved_w, state, axes, jnp.float32 if summed else like_x.dtype)
+        grad_x = sum_like(shard_of_gradient(grad_x, call.input), like_x).astype(like_x.dtype)
     if needs.weight:
         summed = axes.tokens or call.weight is not None
-        grad_w = gemms.wgrad(call, g, gt, kept_x, jnp.float32 if summed else like_w.dtype)
-        grad_w = sum_like(piece(grad_w, call.weight), like_w).astype(like_w.dtype)
+        grad_w = gemms.wgrad(call, g, gt, saved_x, jnp.float32 if summed else like_w.dtype)
+        grad_w = sum_like(shard_of_gradient(grad_w, call.weight), like_w).astype(like_w.dtype)
     if needs.bias:
         grad_bias = sum_like(g.sum(0, dtype=jnp.float32), like_bias).astype(like_bias.dtype)
     return grad_x, grad_w, grad_bias, next_state(call, state, amaxes, gq, gt)
@@ -320,7 +322,7 @@ def _axes(call: LinearContext, x: Any, w: Any, state: State) -> GemmMeshAxes:
     return axes_of(x, w, state, gathered[0], gathered[1])
 
 
-def _refuse_repeated_bias(call: LinearContext, x: Any, w: Any, bias: Array | None, state: State) -> None:
+def _check_bias(call: LinearContext, x: Any, w: Any, bias: Array | None, state: State) -> None:
     cut = () if bias is None else tuple(axis for axis in _axes(call, x, w, state).inputs if axis not in varying(bias))
     if cut:
         raise ValueError(
@@ -329,7 +331,7 @@ def _refuse_repeated_bias(call: LinearContext, x: Any, w: Any, bias: Array | Non
         )
 
 
-def _mapped_alike(call: LinearContext, state: State, *operands: Any) -> State:
+def _require_mapped_state(call: LinearContext, state: State, *operands: Any) -> State:
     """Return the state; raise under a vmap that maps the operands but not the state, whose gradients would be
     summed.
     """
@@ -350,7 +352,7 @@ def _mapped_alike(call: LinearContext, state: State, *operands: Any) -> State:
     return same(state, operands)
 
 
-def _fitting(x: Any, w: Any, bias: Any, name: str, weight: ShardPlacement | None) -> tuple[int, ...]:
+def _checked_shape(x: Any, w: Any, bias: Any, name: str, weight: ShardPlacement | None) -> tuple[int, ...]:
     """Return the shape of x after checking that all shapes fit."""
     shape = tuple(x.shape)
     if len(w.shape) != 2:
@@ -363,7 +365,7 @@ def _fitting(x: Any, w: Any, bias: Any, name: str, weight: ShardPlacement | None
     return shape
 
 
-def _typed(axes: Any, gather_input: Any, gather_weight: Any, name: Any) -> None:
+def _check_types(axes: Any, gather_input: Any, gather_weight: Any, name: Any) -> None:
     instance("linear", "name", name, str, "'layers.0.mlp'")
     if axes is not None:
         instance(name, "axes", axes, GemmMeshAxes, "quaver.jax.operations.sharding.GemmMeshAxes(tokens=('dp',))")

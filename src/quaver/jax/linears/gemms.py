@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from quaver.jax.numerics.quantized import Quantized
 from quaver.jax.operations.ops import matmul
-from quaver.jax.operations.sharding import GemmMeshAxes, ShardPlacement, cut_by, quantize_piece, whole
+from quaver.jax.operations.sharding import GemmMeshAxes, ShardPlacement, axes_before_gather, quantize_shard, whole
 from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of, unless_overrun
 from quaver.jax.state.context import StateReads
 from quaver.recipes.spec import QuantSpec, Recipe
@@ -74,14 +74,17 @@ def fprop(
     if gemm.a is None or gemm.b is None:
         high = whole(_unquantized(call, x), call.input), whole(_unquantized(call, w), call.weight).T
         return product(*high, call.dtype, bias), None, None
-    tokens, (rows, k) = cut_by(call.input, axes.tokens, axes.inputs)[0], cut_by(transposed, axes.outputs, axes.inputs)
-    xq = quantize_piece(x, gemm.a, tokens, axes.inputs, factor=factor_of(state, INPUT))
-    wq = quantize_piece(w if isinstance(w, Quantized) else w.T, gemm.b, rows, k, factor=factor_of(state, WEIGHT))
+    tokens, (rows, k) = (
+        axes_before_gather(call.input, axes.tokens, axes.inputs)[0],
+        axes_before_gather(transposed, axes.outputs, axes.inputs),
+    )
+    xq = quantize_shard(x, gemm.a, tokens, axes.inputs, factor=factor_of(state, INPUT))
+    wq = quantize_shard(w if isinstance(w, Quantized) else w.T, gemm.b, rows, k, factor=factor_of(state, WEIGHT))
     y = matmul(whole(xq, call.input), whole(wq, transposed), call.dtype, bias, fast_accum=gemm.fast_accum)
     return y, xq, wq
 
 
-def kept_input(
+def saved_input(
     call: LinearContext, x: Array | Quantized, xq: Quantized | None, state: State, axes: GemmMeshAxes
 ) -> Array | Quantized:
     """Return what wgrad needs of the input, not gathered.
@@ -98,11 +101,11 @@ def kept_input(
     x = _unquantized(call, x)
     if spec is None:
         return x
-    tokens, inputs = cut_by(call.input, axes.tokens, axes.inputs)
-    return quantize_piece(x.T, spec, inputs, tokens, factor=factor_of(state, INPUT))
+    tokens, inputs = axes_before_gather(call.input, axes.tokens, axes.inputs)
+    return quantize_shard(x.T, spec, inputs, tokens, factor=factor_of(state, INPUT))
 
 
-def kept_weight(call: LinearContext, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
+def saved_weight(call: LinearContext, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
     """Return what dgrad needs of the weight: fprop's operand if dgrad can use it, else the parameter itself."""
     if serves_dgrad(call.recipe):
         assert wq is not None
@@ -150,11 +153,11 @@ def _gradient(
     state: State,
 ) -> Quantized:
     if spec.rounding == "nearest":
-        return quantize_piece(g, spec, rows, k, factor=factor_of(state, GRAD_OUTPUT))
+        return quantize_shard(g, spec, rows, k, factor=factor_of(state, GRAD_OUTPUT))
     stream = {"seed": call.seed, "tensor_id": call.tensor_id(operand)}
     count = state["count"][int(operand.endswith(".T"))]
     g = unless_overrun(g, count)
-    return quantize_piece(g, spec, rows, k, factor=factor_of(state, GRAD_OUTPUT), count=count, **stream)
+    return quantize_shard(g, spec, rows, k, factor=factor_of(state, GRAD_OUTPUT), count=count, **stream)
 
 
 def dgrad(
@@ -166,34 +169,34 @@ def dgrad(
     axes: GemmMeshAxes,
     dtype: Any,
 ) -> Array:
-    """Return grad_input [T, K], from the result of `kept_weight`."""
+    """Return grad_input [T, K], from the result of `saved_weight`."""
     gemm = call.recipe.dgrad
     if gemm.b is None and isinstance(weight, Quantized):
-        held = whole(weight, None if call.weight is None else call.weight.T)
-        return product(g, held.dequantize().T.astype(g.dtype), dtype)
+        gathered = whole(weight, None if call.weight is None else call.weight.T)
+        return product(g, gathered.dequantize().T.astype(g.dtype), dtype)
     if gemm.b is None:
         return product(g, whole(weight, call.weight), dtype)
     assert gq is not None
     if isinstance(weight, Quantized):
         operand = whole(weight, None if call.weight is None else call.weight.T).T
     else:
-        inputs, outputs = cut_by(call.weight, axes.inputs, axes.outputs)
-        operand = whole(quantize_piece(weight, gemm.b, inputs, outputs, factor=factor_of(state, WEIGHT)), call.weight)
+        inputs, outputs = axes_before_gather(call.weight, axes.inputs, axes.outputs)
+        operand = whole(quantize_shard(weight, gemm.b, inputs, outputs, factor=factor_of(state, WEIGHT)), call.weight)
     return matmul(gq, operand, dtype, fast_accum=gemm.fast_accum)
 
 
-def wgrad(call: LinearContext, g: Array, gq: Quantized | None, kept: Array | Quantized, dtype: Any) -> Array:
-    """Return the gradient of w, grad_weight.T [K, N], from the result of `kept_input`."""
+def wgrad(call: LinearContext, g: Array, gq: Quantized | None, saved: Array | Quantized, dtype: Any) -> Array:
+    """Return the gradient of w, grad_weight.T [K, N], from the result of `saved_input`."""
     gemm = call.recipe.wgrad
     if gemm.b is None:
-        values = whole(kept, call.input)
+        values = whole(saved, call.input)
         values = values.dequantize().astype(g.dtype) if isinstance(values, Quantized) else values
         return product(values.T, g.T, dtype)
     assert gq is not None
     if call.recipe.plan.input:
-        operand = whole(kept, call.input).T
+        operand = whole(saved, call.input).T
     else:
-        operand = whole(kept, None if call.input is None else call.input.T)
+        operand = whole(saved, None if call.input is None else call.input.T)
     return matmul(operand, gq, dtype, fast_accum=gemm.fast_accum)
 
 

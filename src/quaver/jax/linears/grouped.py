@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import sequential_vmap
 
-from quaver.jax.linears.function import differentiated_once, next_state, unwrapped, warn_unquantized
+from quaver.jax.linears.function import check_gradients, next_state, unwrapped, warn_unquantized
 from quaver.jax.linears.gemms import LinearContext
 from quaver.jax.numerics.quantized import Quantized, array, as_bytes, as_codes, floating, state_of, without_elements
 from quaver.jax.numerics.rounding import without_derivative
@@ -93,49 +93,49 @@ def _grouped(call: LinearContext, x: Array, w: Array, sizes: Array, state: State
     return _fprop(call, x, w, _layout(call.recipe, x, sizes), buffers.ready(state, call.recipe))[0]
 
 
-def _fprop(call: LinearContext, x: Array, w: Array, lay: "GroupedLayout", state: State) -> tuple[Array, Any, Any]:
+def _fprop(call: LinearContext, x: Array, w: Array, layout: "GroupedLayout", state: State) -> tuple[Array, Any, Any]:
     """Return the output [T, N], and the operands input [T, K] and weights [experts, N, K]."""
     gemm = call.recipe.fprop
     xq = x if gemm.a is None else quantize(x, gemm.a, factor=factor_of(state, INPUT))
     wq = _experts(jnp.swapaxes(w, 1, 2), gemm.b, factor_of(state, WEIGHT))
-    return _by_rows(xq, wq, lay).astype(call.dtype), xq, wq
+    return _matmul_per_token(xq, wq, layout).astype(call.dtype), xq, wq
 
 
 def _forward(call: LinearContext, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array, Any]:
     (x, w, sizes, state), (of_x, of_w, _, of_state) = unwrapped(x, w, sizes, state)
-    perturbed, given_w = [of_x, of_w, False, of_state], w
-    x, w, _, state = differentiated_once(call, x, w, None, state, perturbed)
+    perturbed, argument_w = [of_x, of_w, False, of_state], w
+    x, w, _, state = check_gradients(call, x, w, None, state, perturbed)
     recipe, state = call.recipe, buffers.ready(state, call.recipe)
-    lay = _layout(recipe, x, sizes)
-    y, xq, wq = _fprop(call, x, w, lay, state)
+    layout = _layout(recipe, x, sizes)
+    y, xq, wq = _fprop(call, x, w, layout, state)
     if recipe.dequantized_backward:
         # Dequantize here: tokens are arranged in tiles before wgrad, and codes could not be.
         x = x if recipe.wgrad.b is not None else xq.dequantize().astype(x.dtype)
         values = jnp.swapaxes(jax.vmap(lambda q: q.dequantize())(wq), 1, 2).astype(w.dtype)
-        given_w = given_w if recipe.dgrad.b is not None else values
-    kept_x = xq if recipe.plan.input else _along_tokens(x, recipe.wgrad.b, lay, factor=factor_of(state, INPUT))
+        argument_w = argument_w if recipe.dgrad.b is not None else values
+    saved_x = xq if recipe.plan.input else _along_tokens(x, recipe.wgrad.b, layout, factor=factor_of(state, INPUT))
     # JAX neither copies nor stacks a residual that is an argument.
-    kept_w = wq if recipe.plan.weight else given_w
+    saved_w = wq if recipe.plan.weight else argument_w
     amaxes = None if recipe.delayed is None else (xq.amax, wq.amax.max())
-    return y, (as_bytes(kept_x), as_bytes(kept_w), lay, amaxes, state, without_elements(x), without_elements(w))
+    return y, (as_bytes(saved_x), as_bytes(saved_w), layout, amaxes, state, without_elements(x), without_elements(w))
 
 
-def _backward(call: LinearContext, kept: Any, g: Array) -> tuple[Any, ...]:
-    kept_x, kept_w, lay, amaxes, state, like_x, like_w = kept
+def _backward(call: LinearContext, saved: Any, g: Array) -> tuple[Any, ...]:
+    saved_x, saved_w, layout, amaxes, state, like_x, like_w = saved
     recipe, plan, factor = call.recipe, call.recipe.plan, factor_of(state, GRAD_OUTPUT)
-    g, kept_x, kept_w = without_derivative(call.where, (g, kept_x, kept_w))
-    kept_x, kept_w = as_codes(kept_x), as_codes(kept_w)
+    g, saved_x, saved_w = without_derivative(call.where, (g, saved_x, saved_w))
+    saved_x, saved_w = as_codes(saved_x), as_codes(saved_w)
     if "count" in state:
         g = buffers.unless_overrun(g, state["count"].max())
     gq: Any = g if recipe.dgrad.a is None else quantize(g, recipe.dgrad.a, **_noise(call, state, 0), factor=factor)
     weights = (
-        jax.vmap(lambda q: q.T)(kept_w) if plan.weight else _experts(kept_w, recipe.dgrad.b, factor_of(state, WEIGHT))
+        jax.vmap(lambda q: q.T)(saved_w) if plan.weight else _experts(saved_w, recipe.dgrad.b, factor_of(state, WEIGHT))
     )
-    grad_x = sum_like(_by_rows(gq, weights, lay), like_x).astype(like_x.dtype)
-    gt = gq if plan.grad_output else _along_tokens(g, recipe.wgrad.a, lay, factor=factor, **_noise(call, state, 1))
-    tokens = _laid_columns(kept_x.T, lay) if plan.input else _operand(kept_x)
-    gradients = _laid_columns(gt.T, lay) if plan.grad_output else _operand(gt)
-    grad_w = sum_like(_by_tokens(tokens, gradients, lay), like_w).astype(like_w.dtype)
+    grad_x = sum_like(_matmul_per_token(gq, weights, layout), like_x).astype(like_x.dtype)
+    gt = gq if plan.grad_output else _along_tokens(g, recipe.wgrad.a, layout, factor=factor, **_noise(call, state, 1))
+    tokens = _columns_in_tiles(saved_x.T, layout) if plan.input else _operand(saved_x)
+    gradients = _columns_in_tiles(gt.T, layout) if plan.grad_output else _operand(gt)
+    grad_w = sum_like(_sum_over_tokens(tokens, gradients, layout), like_w).astype(like_w.dtype)
     return grad_x, grad_w, None, next_state(call, state, amaxes, gq, gt)
 
 
@@ -155,9 +155,9 @@ def _experts(w: Array, spec: QuantSpec | None, factor: Array | None) -> Any:
     return w if spec is None else jax.vmap(lambda one: quantize(one, spec, factor=factor))(w)
 
 
-def _along_tokens(x: Array, spec: QuantSpec | None, lay: "GroupedLayout", **options: Any) -> Any:
+def _along_tokens(x: Array, spec: QuantSpec | None, layout: "GroupedLayout", **options: Any) -> Any:
     """Arrange x [T, features] in tiles and quantize it as wgrad's operand [features, slots]."""
-    transposed = _take(x, lay.token).T
+    transposed = _take(x, layout.token).T
     return transposed if spec is None else quantize(transposed, spec, **options)
 
 
@@ -207,46 +207,48 @@ def _operand(q: Any) -> tuple[Array, Array]:
     return decoded(q) if isinstance(q, Quantized) else (q, jnp.ones((1, 1), jnp.float32))
 
 
-def _laid_columns(q: Any, lay: GroupedLayout) -> tuple[Array, Array]:
+def _columns_in_tiles(q: Any, layout: GroupedLayout) -> tuple[Array, Array]:
     """Return an operand [features, T] with its columns arranged in tiles, and its factor."""
     values, scale = _operand(q)
-    return _take(values, lay.token, 1), scale
+    return _take(values, layout.token, 1), scale
 
 
-def _by_rows(a: Any, b: Any, lay: GroupedLayout) -> Array:
+def _matmul_per_token(a: Any, b: Any, layout: GroupedLayout) -> Array:
     """Multiply each row of a [T, k] by its expert's matrix [n, k] transposed: float32 [T, n]."""
     (x, s), (w, t) = _operand(a), jax.vmap(_operand)(b)
     wide = jnp.promote_types(x.dtype, w.dtype)
-    tiles = lay.expert.shape[0]
-    x = _take(x, lay.token).astype(wide)
-    y = lax.platform_dependent(x, w.astype(wide), lay, cuda=_rows_ragged, default=_rows_tiled)
-    s = (_take(s, lay.token) if s.shape[0] > 1 else s).reshape(tiles if s.shape[0] > 1 else 1, -1, 1)
-    y = scaled(y.reshape(tiles, -1, y.shape[1]), s, jnp.swapaxes(t, 1, 2)[lay.expert])
-    return _take(y.reshape(-1, y.shape[2]), lay.slot)
+    tiles = layout.expert.shape[0]
+    x = _take(x, layout.token).astype(wide)
+    y = lax.platform_dependent(x, w.astype(wide), layout, cuda=_rows_ragged, default=_rows_tiled)
+    s = (_take(s, layout.token) if s.shape[0] > 1 else s).reshape(tiles if s.shape[0] > 1 else 1, -1, 1)
+    y = scaled(y.reshape(tiles, -1, y.shape[1]), s, jnp.swapaxes(t, 1, 2)[layout.expert])
+    return _take(y.reshape(-1, y.shape[2]), layout.slot)
 
 
-def _by_tokens(a: tuple[Array, Array], b: tuple[Array, Array], lay: GroupedLayout) -> Array:
+def _sum_over_tokens(a: tuple[Array, Array], b: tuple[Array, Array], layout: GroupedLayout) -> Array:
     """Sum a [m, slots] times b [n, slots] transposed over each expert's slots: float32 [experts, m, n]."""
     (x, s), (g, t) = a, b
     wide = jnp.promote_types(x.dtype, g.dtype)
-    y = lax.platform_dependent(x.astype(wide), g.astype(wide), lay, cuda=_tokens_ragged, default=_tokens_tiled)
+    y = lax.platform_dependent(x.astype(wide), g.astype(wide), layout, cuda=_tokens_ragged, default=_tokens_tiled)
     return scaled(y, lax.expand_dims(s, (0,)), lax.expand_dims(t.T, (0,)))
 
 
-def _rows_tiled(x: Array, w: Array, lay: GroupedLayout) -> Array:
+def _rows_tiled(x: Array, w: Array, layout: GroupedLayout) -> Array:
     def one(tile: tuple[Array, Array]) -> Array:
         return lax.dot_general(tile[0], w[tile[1]], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
-    return lax.map(one, (x.reshape(lay.expert.shape[0], -1, x.shape[1]), lay.expert)).reshape(x.shape[0], w.shape[1])
+    return lax.map(one, (x.reshape(layout.expert.shape[0], -1, x.shape[1]), layout.expert)).reshape(
+        x.shape[0], w.shape[1]
+    )
 
 
 @sequential_vmap
-def _rows_ragged(x: Array, w: Array, lay: GroupedLayout) -> Array:
-    return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), lay.sizes, preferred_element_type=jnp.float32)
+def _rows_ragged(x: Array, w: Array, layout: GroupedLayout) -> Array:
+    return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), layout.sizes, preferred_element_type=jnp.float32)
 
 
-def _tokens_tiled(x: Array, g: Array, lay: GroupedLayout) -> Array:
-    tiles = lay.expert.shape[0]
+def _tokens_tiled(x: Array, g: Array, layout: GroupedLayout) -> Array:
+    tiles = layout.expert.shape[0]
 
     def add(sums: Array, tile: tuple[Array, ...]) -> tuple[Array, None]:
         expert, a, b = tile
@@ -254,11 +256,11 @@ def _tokens_tiled(x: Array, g: Array, lay: GroupedLayout) -> Array:
         return sums.at[expert].add(y), None
 
     split = (jnp.swapaxes(z.reshape(z.shape[0], tiles, -1), 0, 1) for z in (x, g))
-    start = jnp.zeros((lay.sizes.shape[0], x.shape[0], g.shape[0]), jnp.float32)
-    return lax.scan(add, start, (lay.expert, *split))[0]
+    start = jnp.zeros((layout.sizes.shape[0], x.shape[0], g.shape[0]), jnp.float32)
+    return lax.scan(add, start, (layout.expert, *split))[0]
 
 
 @sequential_vmap
-def _tokens_ragged(x: Array, g: Array, lay: GroupedLayout) -> Array:
+def _tokens_ragged(x: Array, g: Array, layout: GroupedLayout) -> Array:
     contract = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [1], [])
-    return lax.ragged_dot_general(x, g, lay.sizes, contract, preferred_element_type=jnp.float32)
+    return lax.ragged_dot_general(x, g, layout.sizes, contract, preferred_element_type=jnp.float32)

@@ -46,25 +46,25 @@ def layer_state(module: nn.Module, own: str | Recipe | None) -> dict[str, Array]
     fresh = {} if recipe is None else state.init(recipe)
     if not fresh:
         return None
-    given = all(module.has_variable(COLLECTION, key) for key in fresh) or module.is_mutable_collection(COLLECTION)
-    if not given and set(fresh) == {"count"}:
+    available = all(module.has_variable(COLLECTION, key) for key in fresh) or module.is_mutable_collection(COLLECTION)
+    if not available and set(fresh) == {"count"}:
         return None
     where = f"{type(module).__name__} {'.'.join(module.path) or '(root)'} under recipe {str(recipe)!r}"
-    if not given:
+    if not available:
         raise ValueError(
             f"{where} needs its state, {' and '.join(fresh)} in the collection {COLLECTION!r}, but it was not "
             "passed. Initialize under the same recipe (with quaver.jax.autocast(recipe): variables = "
             "model.init(...)) and pass all variables to apply, not 'params' alone; nn.scan and nn.vmap need the "
             "collection in variable_axes"
         )
-    held = {key: module.variable(COLLECTION, key, lambda value=value: value).value for key, value in fresh.items()}
+    variables = {key: module.variable(COLLECTION, key, lambda value=value: value).value for key, value in fresh.items()}
     for key, value in fresh.items():
-        if held[key].shape != value.shape:
+        if variables[key].shape != value.shape:
             raise ValueError(
-                f"{where} has a {key} of shape {held[key].shape} and needs {value.shape}: it belongs to another "
+                f"{where} has a {key} of shape {variables[key].shape} and needs {value.shape}: it belongs to another "
                 "recipe; initialize under this one, and keep your params"
             )
-    return held
+    return variables
 
 
 def qualified_name(module: nn.Module) -> str:

@@ -11,10 +11,11 @@ from quaver.jax.nnx.conversion import convert, plain_state, revert
 from quaver.jax.nnx.dense import DenseGeneral, DotGeneral, Einsum, OverwriteWithGradient, value_and_grad
 from quaver.jax.nnx.mlp import MLP, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, RMSNorm
 from quaver.jax.nnx.transformer import DotProductAttention, MultiHeadAttention, RelativePositionBias, TransformerLayer
-from quaver.recipes.conversion import Report
+from quaver.recipes.conversion import ConversionReport
 
 __all__ = [
     "MLP",
+    "ConversionReport",
     "DenseGeneral",
     "DotGeneral",
     "DotProductAttention",
@@ -26,7 +27,6 @@ __all__ = [
     "OverwriteWithGradient",
     "RMSNorm",
     "RelativePositionBias",
-    "Report",
     "Rope",
     "TransformerLayer",
     "convert",

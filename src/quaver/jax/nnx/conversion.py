@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from quaver import recipes
-from quaver.jax.blocks.attention import refuse_quantized
+from quaver.jax.blocks.attention import check_not_quantized
 from quaver.jax.nnx.dense import DenseGeneral, DotGeneral, Einsum, LayerState, OverwriteWithGradient
-from quaver.recipes.conversion import ConversionRules, Report, Rules, Skip
+from quaver.recipes.conversion import ConversionReport, ConversionRules, Rules, Skip
 from quaver.recipes.spec import Recipe
 
 
@@ -28,7 +28,7 @@ def convert(
     *,
     skip: Skip = (),
     seed: int = 0,
-) -> Report:
+) -> ConversionReport:
     """Set the recipe of every linear layer that the rules select, in place.
 
     Linear layers are nnx.Linear, nnx.LinearGeneral, nnx.Einsum and this package's DenseGeneral, also inside other
@@ -49,8 +49,8 @@ def convert(
     choice = ConversionRules(recipe, skip)
     chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
     for wanted in chosen.values():
-        refuse_quantized(wanted)
-    report = Report(others=_others(model), kind="linear")
+        check_not_quantized(wanted)
+    report = ConversionReport(others=_others(model), kind="linear")
     for name, layer, kind in _layers(model):
         in_features, out_features = kind.features(layer)
         rule, why = choice.decide([name], in_features, out_features)

@@ -59,13 +59,13 @@ class LayerState(nnx.Pytree):
             return None
         if set(needed) == {"count"} and not hasattr(self, "count"):
             return None
-        held: dict[str, Any] = {name: getattr(self, name, None) for name in needed}
-        if any(held[name] is None or held[name].shape != value.shape for name, value in needed.items()):
+        variables: dict[str, Any] = {name: getattr(self, name, None) for name in needed}
+        if any(variables[name] is None or variables[name].shape != value.shape for name, value in needed.items()):
             raise ValueError(
                 f"{where} runs under recipe {str(recipe)!r} and has {self._what()}. Make the model under that recipe "
                 f"(with quaver.jax.autocast({str(recipe)!r}): model = ...), or quaver.jax.nnx.convert(model, recipe)"
             )
-        return {name: variable[...] for name, variable in held.items()}
+        return {name: variable[...] for name, variable in variables.items()}
 
     def _what(self) -> str:
         return "no state: it was made without a recipe" if self.of is None else f"the state of recipe {str(self.of)!r}"

@@ -43,8 +43,8 @@ def encode(
         return _bfloat16(x, noise), None
     blocks = in_blocks(x, spec.block)
     if code.kind == "expanded":
-        written, kept = _expanded(blocks)
-        return out_of_blocks(written, x.shape), kept.reshape(*kept.shape[:-2], kept.shape[-2] * code.numbers)
+        written, stored = _expanded(blocks)
+        return out_of_blocks(written, x.shape), stored.reshape(*stored.shape[:-2], stored.shape[-2] * code.numbers)
     top = _largest(blocks, spec.block) if amax is None else magnitude_bits(amax)
     scale = scale_bits(top, spec)
     wide = jnp.expand_dims(scale, -1) if spec.block is not None else scale
@@ -282,8 +282,8 @@ def _bfloat16(x: Array, noise: Array | None) -> Array:
     if noise is not None:
         added = noise.astype(jnp.uint32) << np.uint32(1)
     top = magnitude_bits(x)
-    kept = jnp.where(top > INFINITY_BITS, bits | np.uint32(0x400000), bits)
-    rounded = jnp.where(top < INFINITY_BITS, bits + added, kept) >> np.uint32(16)
+    stored = jnp.where(top > INFINITY_BITS, bits | np.uint32(0x400000), bits)
+    rounded = jnp.where(top < INFINITY_BITS, bits + added, stored) >> np.uint32(16)
     return lax.bitcast_convert_type(rounded.astype(jnp.uint16), jnp.bfloat16)
 
 
@@ -311,9 +311,9 @@ def _expanded(blocks: Array) -> tuple[Array, Array]:
     y = jnp.minimum(jnp.where(counted & usable, power, F(0)), F(E4M3.max))
     codes = _format(y, StateSpec(code="e4m3").of, E4M3, None)
     negative = (lax.bitcast_convert_type(blocks, jnp.int32) < W(0)) & (codes > W(0))
-    kept = jnp.concatenate([k, jnp.where(usable, c, F(1)), jnp.where(usable, s, F(0))], -1)
-    kept = jnp.where(top < INFINITY_BITS, kept, F(np.nan))
-    return (codes | jnp.where(negative, W(0x80), W(0))).astype(jnp.uint8), kept
+    stored = jnp.concatenate([k, jnp.where(usable, c, F(1)), jnp.where(usable, s, F(0))], -1)
+    stored = jnp.where(top < INFINITY_BITS, stored, F(np.nan))
+    return (codes | jnp.where(negative, W(0x80), W(0))).astype(jnp.uint8), stored
 
 
 def _log2_ratio(a: Array, b: Array) -> Array:
@@ -321,8 +321,8 @@ def _log2_ratio(a: Array, b: Array) -> Array:
     return jnp.log2(_mantissa(a) / _mantissa(b)) + (_binade(a) - _binade(b)).astype(jnp.float32)
 
 
-def _narrowed(codes: Array, kept: Array) -> Array:
-    k, c, s = (kept[..., i : i + 1] for i in range(optimizer_state.NUMBERS))
+def _narrowed(codes: Array, stored: Array) -> Array:
+    k, c, s = (stored[..., i : i + 1] for i in range(optimizer_state.NUMBERS))
     values = jnp.asarray(_values(StateSpec(code="e4m3").of))[codes.astype(jnp.int32)]
     reached = jnp.abs(values) * s
     some = reached > F(0)

@@ -56,8 +56,8 @@ def copysign(magnitude: Array, y: Array) -> Array:
 
 def largest(x: Array, axes: tuple[int, ...]) -> Array:
     """Return the maximum of int32 x and 0 over these axes, which stay with length one. Exact."""
-    kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
-    return lax.reshape(lax.max(lax.reduce_max(x, axes), np.int32(0)), kept)
+    retained = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    return lax.reshape(lax.max(lax.reduce_max(x, axes), np.int32(0)), retained)
 
 
 def padded(x: Array, *after: int) -> Array:
@@ -162,7 +162,7 @@ class Quantized:
         return over_blocks(self.values(), self.scales(), self.spec.block)
 
 
-def as_bytes(kept: Any) -> Any:
+def as_bytes(retained: Any) -> Any:
     """Convert the float8 codes in a pytree to uint8, for saving between forward and backward.
 
     `jax.checkpoint` rounds saved floats to their own type by IEEE rules, which would turn E4M3's 256 to 448 into
@@ -172,10 +172,10 @@ def as_bytes(kept: Any) -> Any:
     def one(leaf: Any) -> Any:
         return lax.bitcast_convert_type(leaf, jnp.uint8) if leaf.dtype in _FLOAT8 else leaf
 
-    return jax.tree.map(one, kept)
+    return jax.tree.map(one, retained)
 
 
-def as_codes(kept: Any) -> Any:
+def as_codes(retained: Any) -> Any:
     """Undo `as_bytes`."""
 
     def one(node: Any) -> Any:
@@ -183,7 +183,7 @@ def as_codes(kept: Any) -> Any:
             return node
         return replace(node, data=lax.bitcast_convert_type(node.data, FLOAT8[node.spec.format.name]))
 
-    return jax.tree.map(one, kept, is_leaf=lambda node: isinstance(node, Quantized))
+    return jax.tree.map(one, retained, is_leaf=lambda node: isinstance(node, Quantized))
 
 
 _FLOAT8 = tuple(FLOAT8.values())

@@ -36,7 +36,7 @@ def _normal(bits: Array) -> Array:
     return where(lax.lt(bits, SMALLEST_NORMAL_BITS), 0, bits)
 
 
-def given_bits(amax: Array | float, shape: tuple[int, int]) -> Array:
+def provided_amax_bits(amax: Array | float, shape: tuple[int, int]) -> Array:
     """Return the bits of a provided amax, in the shape of the scales."""
     a = jnp.asarray(amax, jnp.float32)
     return _normal(magnitude_bits(jnp.broadcast_to(a.reshape(()), shape) if a.size == 1 else a.reshape(shape)))
@@ -51,11 +51,11 @@ def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array
     measured = block_bits(x, spec)
     if spec.two_level:
         return _two_level(measured, spec, amax)
-    top = measured if amax is None else given_bits(amax, shape)
+    top = measured if amax is None else provided_amax_bits(amax, shape)
     e = encode_factor(top, spec.format, spec.power_of_two)
     if factor is not None:
-        given = jnp.asarray(factor, jnp.float32).reshape(())
-        e = lax.select(lax.eq(given, np.float32(0)), e, lax.broadcast(given, shape))
+        provided = jnp.asarray(factor, jnp.float32).reshape(())
+        e = lax.select(lax.eq(provided, np.float32(0)), e, lax.broadcast(provided, shape))
     finite = lax.lt(top, INFINITY_BITS)
     if top is not measured:
         finite = lax.bitwise_and(finite, lax.lt(measured, INFINITY_BITS))
@@ -75,7 +75,7 @@ Factors = tuple[Array, Array, Array | None, Array | None]
 
 def _two_level(blocks: Array, spec: QuantSpec, amax: Array | float | None) -> Factors:
     top = largest(blocks, (0, 1))
-    tensor = top if amax is None else given_bits(amax, (1, 1))
+    tensor = top if amax is None else provided_amax_bits(amax, (1, 1))
     if spec.scale == "two_level":
         big = two_to_the(exponent(tensor, TWO_LEVEL_MAX, TENSOR_EXPONENTS))
     else:

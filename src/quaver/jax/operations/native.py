@@ -44,7 +44,7 @@ def matmul(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_a
     if m * k * n == 0:
         return _finish(jnp.zeros((m, n), jnp.float32), bias, dtype)
     if jax.default_backend() == "gpu":
-        tell(on_cuda(a.spec, b.spec), a.spec, b.spec, getattr(jax.devices()[0], "compute_capability", None))
+        warn_if_emulated(on_cuda(a.spec, b.spec), a.spec, b.spec, getattr(jax.devices()[0], "compute_capability", None))
     if on_cuda(a.spec, b.spec) == "emulated":
         return _emulated(a, b, bias, dtype=dtype)
     cuda = partial(_on_cuda, dtype=dtype, fast_accum=fast_accum)
@@ -59,7 +59,7 @@ def on_cuda(a: QuantSpec, b: QuantSpec) -> str:
 
 
 @cache
-def tell(kind: str, a: QuantSpec, b: QuantSpec, capability: str | None) -> None:
+def warn_if_emulated(kind: str, a: QuantSpec, b: QuantSpec, capability: str | None) -> None:
     """Warn, once per pair of specs, if a GPU multiplies them in high precision, and say why.
 
     Args:

@@ -79,7 +79,7 @@ def axes_of(
     return GemmMeshAxes(ordered(a - b), ordered(a & b), ordered(b - a))
 
 
-def quantize_piece(
+def quantize_shard(
     x: Array | Quantized,
     spec: QuantSpec,
     rows: tuple[str, ...],
@@ -102,7 +102,7 @@ def quantize_piece(
     """
     if isinstance(x, Quantized) or not (rows or k):
         return quantize(x, spec, factor=factor, seed=seed, tensor_id=tensor_id, count=count)
-    _refuse_cuts(x.shape, spec, rows, k)
+    _check_shard_edges(x.shape, spec, rows, k)
     place = None
     if spec.rounding == "stochastic":
         stored = spec.padded(x.shape[1])
@@ -135,7 +135,7 @@ def shared_amax(x: Array, spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, 
     return lax.bitcast_convert_type(lax.pmax(bits, over), jnp.float32)
 
 
-def _refuse_cuts(shape: tuple[int, ...], spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, ...]) -> None:
+def _check_shard_edges(shape: tuple[int, ...], spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, ...]) -> None:
     widths = (spec.block[0], 16 if spec.hadamard else spec.block[1])
     for axes, size, width, what in ((rows, shape[0], widths[0], "rows"), (k, shape[1], widths[1], "columns")):
         if axes and width is not None and size % width:
@@ -251,23 +251,23 @@ class ShardPlacement(NamedTuple):
         return ShardPlacement(self.gather, 1 - self.axis, self.lead, self.position, (self.entries[1], self.entries[0]))
 
 
-def along_weight(gather: ShardedOperand | None, w: Any) -> ShardPlacement | None:
+def weight_placement(gather: ShardedOperand | None, w: Any) -> ShardPlacement | None:
     """Return how w [K, N] is gathered, or None."""
     if gather is None:
         return None
     position, shape = gather.position(2), w.shape
-    _refuse_whole(gather, w)
+    _check_sharded(gather, w)
     a, b = (*tuple(gather.spec), None, None)[:2]
     return ShardPlacement(gather, position, (shape[position],), 0, (a, b))
 
 
-def along_input(gather: ShardedOperand | None, x: Any) -> ShardPlacement | None:
+def input_placement(gather: ShardedOperand | None, x: Any) -> ShardPlacement | None:
     """Return how x [..., K] is gathered as a matrix [T, K], or None."""
     if gather is None:
         return None
     shape, ndim = x.shape, len(x.shape)
     position = gather.position(ndim)
-    _refuse_whole(gather, x)
+    _check_sharded(gather, x)
     entries = (*tuple(gather.spec), *[None] * ndim)[:ndim]
     if position == ndim - 1:
         raise ValueError(
@@ -283,7 +283,7 @@ def along_input(gather: ShardedOperand | None, x: Any) -> ShardPlacement | None:
     return ShardPlacement(gather, 0, shape[:-1], position, (entries[position], entries[-1]))
 
 
-def cut_by(
+def axes_before_gather(
     along: ShardPlacement | None, rows: tuple[str, ...], k: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Add the mesh axis of the gather to the mesh axes that shard a matrix after it, for the matrix before the
@@ -324,7 +324,7 @@ def whole_lead(lead: tuple[int, ...], along: ShardPlacement | None) -> tuple[int
     return tuple(n * size if i == along.position else n for i, n in enumerate(lead))
 
 
-def piece(gradient: Array, along: ShardPlacement | None) -> Array:
+def shard_of_gradient(gradient: Array, along: ShardPlacement | None) -> Array:
     """Return this shard's part of a gradient, reduced over the mesh axis if shards hold partial sums."""
     if along is None:
         return gradient
@@ -377,7 +377,7 @@ def _constrained(a: Array, along: ShardPlacement, entries: tuple[Any, ...]) -> A
     return lax.with_sharding_constraint(a, NamedSharding(mesh, spec) if isinstance(sharding, NamedSharding) else spec)
 
 
-def _refuse_whole(gather: ShardedOperand, x: Any) -> None:
+def _check_sharded(gather: ShardedOperand, x: Any) -> None:
     if _manual(gather) and gather.axis not in varying(x):
         raise ValueError(
             f"Gather({gather.axis!r}, {gather.spec}): the operand does not vary over that mesh axis; leave out the "

@@ -111,8 +111,8 @@ def amaxes_of(state: State, *amaxes: Array | None) -> Array:
 
     If the state is the same on all shards, so is the result.
     """
-    given = [np.zeros(1, np.float32) if a is None else a.reshape(1) for a in amaxes]
-    return max_like(lax.concatenate(given, 0), state["factor"])
+    provided = [np.zeros(1, np.float32) if a is None else a.reshape(1) for a in amaxes]
+    return max_like(lax.concatenate(provided, 0), state["factor"])
 
 
 def record(state: State, amaxes: Array, recipe: Recipe) -> State:
@@ -273,14 +273,14 @@ def update(before: Any, after: Any) -> Any:
     """Return the next states, where unused layers keep their state: autodiff gives zeros for those."""
 
     def keep(old: State, new: State) -> State:
-        kept: State = {}
+        updated: State = {}
         if "count" in old:
-            kept["count"] = jnp.maximum(old["count"], new["count"])
+            updated["count"] = jnp.maximum(old["count"], new["count"])
         if "history" in old:
             took_part = new["factor"] > 0
-            kept["history"] = jnp.where(took_part[..., None, :], new["history"], old["history"])
-            kept["factor"] = jnp.where(took_part, new["factor"], old["factor"])
-        return kept
+            updated["history"] = jnp.where(took_part[..., None, :], new["history"], old["history"])
+            updated["factor"] = jnp.where(took_part, new["factor"], old["factor"])
+        return updated
 
     return per_layer(keep, before, after)
 
@@ -300,22 +300,22 @@ def share(states: Any, n: int) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _share(states: Any, n: int) -> Any:
-    return _fanned(states, n)
+    return _broadcast_states(states, n)
 
 
-def _fanned(states: Any, n: int) -> Any:
-    def fan(state: State) -> State:
-        fanned = {name: jnp.broadcast_to(leaf, (n, *leaf.shape)) for name, leaf in state.items()}
-        if "count" in fanned:
+def _broadcast_states(states: Any, n: int) -> Any:
+    def broadcast(state: State) -> State:
+        shared_state = {name: jnp.broadcast_to(leaf, (n, *leaf.shape)) for name, leaf in state.items()}
+        if "count" in shared_state:
             # Backward reaches the last use first.
-            fanned["count"] = fanned["count"] + jnp.arange(n - 1, -1, -1, dtype=jnp.float32)[:, None]
-        return fanned
+            shared_state["count"] = shared_state["count"] + jnp.arange(n - 1, -1, -1, dtype=jnp.float32)[:, None]
+        return shared_state
 
-    return per_layer(fan, states)
+    return per_layer(broadcast, states)
 
 
 def _share_forward(states: Any, n: int) -> tuple[Any, Any]:
-    return _fanned(without_derivative("quaver.jax.state.share", states), n), states
+    return _broadcast_states(without_derivative("quaver.jax.state.share", states), n), states
 
 
 def _share_backward(n: int, before: Any, gradient: Any) -> tuple[Any]:

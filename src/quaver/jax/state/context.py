@@ -17,12 +17,12 @@ from quaver.recipes.spec import Recipe
 # ---- recipe context ----
 
 
-class _Ambient(NamedTuple):
+class _ActiveContext(NamedTuple):
     recipe: Recipe | None = None
     disabled: bool = False
 
 
-_context = jax.make_user_context(default_value=_Ambient())
+_context = jax.make_user_context(default_value=_ActiveContext())
 
 
 class autocast(ContextDecorator):
@@ -50,7 +50,7 @@ class autocast(ContextDecorator):
         return autocast(self.recipe, enabled=self.enabled)
 
     def __enter__(self) -> "autocast":
-        context = _context(_Ambient(self.recipe) if self.enabled else _Ambient(disabled=True))
+        context = _context(_ActiveContext(self.recipe) if self.enabled else _ActiveContext(disabled=True))
         context.__enter__()
         self._entered.append(context)
         return self

@@ -184,13 +184,13 @@ def write_weight(
     """
     beside, value = x, x
     if MASTER_FORMAT == PLAIN:
-        kept = bfloat16_at_random(x, noise) if STOCHASTIC else x.to(WEIGHT)
+        stored = bfloat16_at_random(x, noise) if STOCHASTIC else x.to(WEIGHT)
     elif MASTER_FORMAT == REMAINDER:
         bits = tl.where(x != x, NAN_BITS, x.to(tl.int32, bitcast=True))
         beside = bits.to(tl.int16)
-        kept = ((bits - beside.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        stored = ((bits - beside.to(tl.int32)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif MASTER_FORMAT == MASTER:
-        kept = encode(x * e, tl.float8e4nv, INTEGERS)
+        stored = encode(x * e, tl.float8e4nv, INTEGERS)
     else:
         MORE: tl.constexpr = 16 if tl.int16 == BESIDE else 8
         BELOW: tl.constexpr = (20 if CODES else 16) - MORE
@@ -208,11 +208,11 @@ def write_weight(
         code = (number + HALF) >> MORE
         beside = number.to(BESIDE)
         if CODES:
-            kept = (code | ((sign >> 24) & 0x80)).to(tl.uint8)
+            stored = (code | ((sign >> 24) & 0x80)).to(tl.uint8)
         else:
-            kept = (code | ((sign >> 16) & -0x8000)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            stored = (code | ((sign >> 16) & -0x8000)).to(tl.int16).to(tl.bfloat16, bitcast=True)
         value = _longer(number, MORE, CODES)
-    return kept, beside, value
+    return stored, beside, value
 
 
 @triton.jit

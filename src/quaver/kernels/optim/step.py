@@ -5,12 +5,12 @@ import triton.language as tl
 
 from quaver.kernels.numerics import (
     NAN_BITS,
+    combine_amaxes,
     decode_scale,
     decoded,
     encode_factor,
     flushed,
     magnitude_bits,
-    meet,
     philox_of_two,
     shared_exponent,
 )
@@ -112,11 +112,11 @@ def sgd(w, g, m, lr, decay, momentum, new, RULE: tl.constexpr, MOMENTUM: tl.cons
 @triton.jit
 def reach(amax, lr, decay, limit, RULE: tl.constexpr):
     """Return an upper bound of weights after a step, if they are at most `amax` before, float32. Exact."""
-    kept = tl.abs(1.0 - decay) + tl.abs(decay) * _ULPS
+    decay_factor = tl.abs(1.0 - decay) + tl.abs(decay) * _ULPS
     if RULE == LION:
-        most = amax * kept + tl.abs(lr)
+        most = amax * decay_factor + tl.abs(lr)
     elif RULE == ADAMW:
-        most = amax * kept + tl.abs(lr) * limit
+        most = amax * decay_factor + tl.abs(lr) * limit
     else:
         most = amax + tl.abs(lr) * limit
     return most * _ABOVE
@@ -150,7 +150,7 @@ def move(w, g, m, v, numbers, RULE: tl.constexpr, MOMENTUM: tl.constexpr, CLAMP:
 
     Exact.
     """
-    held = w
+    old = w
     if (RULE == SGD) | (RULE == NESTEROV):
         lr, decay, _, momentum, new = numbers
         w, m = sgd(w, g, m, lr, decay, momentum, new, RULE, MOMENTUM, MAXIMIZE)
@@ -159,8 +159,8 @@ def move(w, g, m, v, numbers, RULE: tl.constexpr, MOMENTUM: tl.constexpr, CLAMP:
         w, m = lion(w, g, m, share1, share2, lr, decay, MAXIMIZE)
     else:
         lr, decay, limit, share1, share2, eps, grow1, grow2 = numbers
-        w, m, v, held = adam(w, g, m, v, share1, share2, eps, lr, decay, grow1, grow2, limit, RULE, CLAMP, MAXIMIZE)
-    return w, m, v, held
+        w, m, v, old = adam(w, g, m, v, share1, share2, eps, lr, decay, grow1, grow2, limit, RULE, CLAMP, MAXIMIZE)
+    return w, m, v, old
 
 
 # ---- rounds: read elements, apply the rule, write moments ----
@@ -190,11 +190,11 @@ def moved(
         g = g.to(tl.float32)
     if FACTORED:
         g = g * factor
-    kept = read(weight_at, at, inside, WEIGHT_TYPE, EVEN)
-    beside = kept
+    old_code = read(weight_at, at, inside, WEIGHT_TYPE, EVEN)
+    beside = old_code
     if MASTER_FORMAT != PLAIN:
         beside = read(beside_at, at, inside, BESIDE_TYPE, EVEN)
-    w = read_weight(kept, beside, before, MASTER_FORMAT, CODES)
+    w = read_weight(old_code, beside, before, MASTER_FORMAT, CODES)
     m, v = w, w
     if FIRST_KIND != NONE:
         m = read_state(first_at, first_scale_at, here, there, at, inside, FIRST_KIND, EVEN)
@@ -251,17 +251,17 @@ def _words(at, drawing, EVEN: tl.constexpr, BLOCKS: tl.constexpr):
         g = tl.expand_dims((place + at) >> 2, 1) + tl.expand_dims(four, 0)
         first, second = philox_of_two(g, upper, key)
         word = tl.join(first, second)
-        word = tl.reshape(tl.join(word, _turned(word)), [BLOCKS, 64])
+        word = tl.reshape(tl.join(word, _rotated(word)), [BLOCKS, 64])
     else:
         e = place + at
         first, second = philox_of_two(e >> 2, upper, key)
         word = tl.where((e & 2) == 0, first, second)
-        word = tl.where((e & 1) == 0, word, _turned(word))
+        word = tl.where((e & 1) == 0, word, _rotated(word))
     return word
 
 
 @triton.jit
-def _turned(word):
+def _rotated(word):
     """Swap the halves of a word."""
     return (word << 16) | (word >> 16)
 
@@ -329,22 +329,22 @@ def step(
     top = tl.zeros([BLOCKS, 64] if CODES else [1, 1], tl.float32)
     for i in range(rounds):
         places = blocks_at(first + i * BLOCKS, columns, across, blocks, BLOCKS, EVEN)
-        w, m, v, held = moved(
+        w, m, v, is_clamped = moved(
             row, addresses, places, before, factor, numbers, RULE, CLAMP, MAXIMIZE,
             FACTORED, GRADIENT_TYPE, GRADIENT_CODES, MASTER_FORMAT, WEIGHT_TYPE, BESIDE_TYPE, CODES,
             FIRST_KIND, SECOND_KIND, EVEN, INTEGERS,
         )  # fmt: skip
         at, inside = places[2], places[3]
         if counts is not None:
-            beyond += tl.sum(tl.sum((held & inside).to(tl.int32), axis=1), axis=0)
+            beyond += tl.sum(tl.sum((is_clamped & inside).to(tl.int32), axis=1), axis=0)
         noise = write_moments(
             m, v, addresses, places, drawing, FIRST_KIND, FIRST_NOISE,
             SECOND_KIND, SECOND_NOISE, WEIGHT_NOISE, BLOCKS, EVEN,
         )  # fmt: skip
-        kept, beside, value = write_weight(
+        written, beside, value = write_weight(
             w, e, noise, MASTER_FORMAT, CODES, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS
         )
-        write(addresses[0], kept, at, inside, WEIGHT_TYPE, EVEN)
+        write(addresses[0], written, at, inside, WEIGHT_TYPE, EVEN)
         if MASTER_FORMAT != PLAIN:
             write(addresses[1], beside, at, inside, BESIDE_TYPE, EVEN)
         if CODES:
@@ -361,7 +361,7 @@ def step(
         if CODES:
             stored = flushed(magnitude_bits(bits.to(tl.float32, bitcast=True) * scale))
             bits = tl.where((bits < 0x7F800000) & (reached < 0x7F800000), stored, NAN_BITS)
-        last, largest = meet(work + 2 * parameter, bits, tl.load(row + PROGRAMS).to(tl.int32))
+        last, largest = combine_amaxes(work + 2 * parameter, bits, tl.load(row + PROGRAMS).to(tl.int32))
         if last:
             tl.store(step_at, count)
             if CODES:
@@ -442,14 +442,14 @@ def step_of_blocks(
             r, b = ((first + i) // tiles) * ROWS, ((first + i) % tiles) * WIDE
             places = tile_at(r, b, columns, across, rows, BLOCKS, WIDE, EVEN)
             before = _read(scales_at, r, b, places[0], columns, HIGH, PAIRS)
-        w, m, v, held = moved(
+        w, m, v, reached = moved(
             row, addresses, places, before, factor, numbers, RULE, CLAMP, MAXIMIZE,
             FACTORED, GRADIENT_TYPE, GRADIENT_CODES, MASTER_FORMAT, WEIGHT_TYPE, BESIDE_TYPE, True,
             FIRST_KIND, SECOND_KIND, EVEN, INTEGERS,
         )  # fmt: skip
         at, inside = places[2], places[3]
         if counts is not None:
-            beyond += tl.sum(tl.sum((held & inside).to(tl.int32), axis=1), axis=0)
+            beyond += tl.sum(tl.sum((reached & inside).to(tl.int32), axis=1), axis=0)
         noise = write_moments(
             m, v, addresses, places, drawing, FIRST_KIND, FIRST_NOISE,
             SECOND_KIND, SECOND_NOISE, WEIGHT_NOISE, BLOCKS, EVEN,
@@ -462,15 +462,17 @@ def step_of_blocks(
             _write(
                 scales_at, r, b, places[0], columns, bits0, bits1, HIGH, PAIRS, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX
             )
-        kept, rest, _ = write_weight(w, e, noise, MASTER_FORMAT, True, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS)
-        write(addresses[0], kept, at, inside, WEIGHT_TYPE, EVEN)
+        stored, rest, _ = write_weight(
+            w, e, noise, MASTER_FORMAT, True, WEIGHT_TYPE, BESIDE_TYPE, WEIGHT_NOISE, INTEGERS
+        )
+        write(addresses[0], stored, at, inside, WEIGHT_TYPE, EVEN)
         write(addresses[1], rest, at, inside, BESIDE_TYPE, EVEN)
     # Another program may be the last to finish: all warps of this one must have read what it overwrites.
     tl.debug_barrier()
     if goes:
         if counts is not None:
             tl.atomic_add(counts + parameter, beyond.to(tl.int64), sem="relaxed")
-        last, _ = meet(work + 2 * parameter, tl.zeros([], tl.int32), tl.load(row + PROGRAMS).to(tl.int32))
+        last, _ = combine_amaxes(work + 2 * parameter, tl.zeros([], tl.int32), tl.load(row + PROGRAMS).to(tl.int32))
         if last:
             tl.store(step_at, count)
 

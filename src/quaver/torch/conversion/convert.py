@@ -20,8 +20,8 @@ from quaver.recipes.spec import Recipe
 from quaver.recipes.text import instance
 from quaver.torch.conversion.matchers import linears
 from quaver.torch.conversion.matchers.linears import (
-    ADAPTER,
-    LEFT,
+    ADAPTER_REASON,
+    HEAD_REASON,
     LinearMatcher,
     adapter_layers,
     gemm_parameters,
@@ -31,7 +31,7 @@ from quaver.torch.conversion.matchers.linears import (
 from quaver.torch.conversion.matchers.swap_class import exchange, restore_class
 from quaver.torch.conversion.replace.blocks import Blocks, have_mixers_call, place, remove_overrides
 from quaver.torch.conversion.replace.mixer import bypassed
-from quaver.torch.conversion.report import Implementations, Report, ReportRow, saved_a_token
+from quaver.torch.conversion.report import Implementations, Report, ReportRow, bytes_saved_per_token
 from quaver.torch.linear import store_weight
 from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.linear import Quantizable
@@ -59,16 +59,24 @@ def instances(model: nn.Module, kind: type[Module]) -> list[tuple[Module, list[s
 
 def others(model: nn.Module) -> dict[str, int]:
     """Count, by class, the innermost modules that are attention by class name but not `DotProductAttention`."""
-    return Counter(type(module).__name__ for module in model.modules() if _named(module) and not _holds_another(module))
+    return Counter(
+        type(module).__name__
+        for module in model.modules()
+        if _is_named_attention(module) and not _contains_attention(module)
+    )
 
 
-def _named(module: nn.Module) -> bool:
+def _is_named_attention(module: nn.Module) -> bool:
     return "attention" in type(module).__name__.lower() and not isinstance(module, DotProductAttention)
 
 
-def _holds_another(module: nn.Module) -> bool:
+def _contains_attention(module: nn.Module) -> bool:
     """Return True if a submodule computes attention, be it Quaver's or another class."""
-    return any(isinstance(part, DotProductAttention) or _named(part) for part in module.modules() if part is not module)
+    return any(
+        isinstance(part, DotProductAttention) or _is_named_attention(part)
+        for part in module.modules()
+        if part is not module
+    )
 
 
 # ---- conversion ----
@@ -120,20 +128,22 @@ def convert(
     choice = ConversionRules(recipe, skip)
     chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
     report = Report(kind="nn.Linear")
-    policy = dict.fromkeys(adapter_layers(model), ADAPTER) | dict.fromkeys(() if head else output_heads(model), LEFT)
-    walk = _ModuleConverter(model, choice, chosen, policy, seed, report)
+    policy = dict.fromkeys(adapter_layers(model), ADAPTER_REASON) | dict.fromkeys(
+        () if head else output_heads(model), HEAD_REASON
+    )
+    converter = _ModuleConverter(model, choice, chosen, policy, seed, report)
     modules = instances(model, nn.Module)
     for module, names in modules:
-        walk.visit(module, names)
+        converter.visit(module, names)
     if blocks:
         report.blocks = place([(m, names[0], choice.skips(names)) for m, names in modules], blocks)
     have_mixers_call([module for module, _ in modules])
     _convert_attention(model, choice, chosen, report)
-    report.others = _others(model, walk.reached)
+    report.others = _others(model, converter.reached)
     report.unused = choice.unused
-    _settle(model)
+    _update_hooks(model)
     scaling_step.together(with_history(model))
-    _warn(model, choice, walk, report)
+    _warn(model, choice, converter, report)
     operation.register()
     return report
 
@@ -157,19 +167,19 @@ def revert(model: nn.Module) -> list[str]:
         if isinstance(module, Quantizable) and restore_class(module):
             for buffer in STATE:
                 module._buffers.pop(buffer, None)
-            for attribute in OWN:
+            for attribute in ADDED_ATTRIBUTES:
                 module.__dict__.pop(attribute, None)
             names.append(name)
     remove_overrides(model)
-    _settle(model)
+    _update_hooks(model)
     return names
 
 
 #: Attributes that `convert` adds to a layer, and "linear_mm_config", which torchao's conversion adds.
-OWN = ("recipe", "seed", "qualified_name", "_state", "linear_mm_config")
+ADDED_ATTRIBUTES = ("recipe", "seed", "qualified_name", "_state", "linear_mm_config")
 
 
-LITTLE = (
+REACHES_LITTLE = (
     "convert reached less than half of the parameters that GEMMs read; make the others nn.Linear, or leave them out by "
     "name with skip=[...] if that is meant"
 )
@@ -200,7 +210,7 @@ class _ModuleConverter:
         #: Layers that are left alone because their parent reads the weight without calling them, and the reason.
         self.inside: dict[nn.Module, str] = {}
         #: Names of layers whose state from another recipe was dropped.
-        self.lost: list[str] = []
+        self.dropped: list[str] = []
         self.runs = Implementations()
         self.config = getattr(model, "config", None)
 
@@ -211,18 +221,18 @@ class _ModuleConverter:
             self._count_others(module, names[0])
             return
         recipe, why, by_choice = self._decide(module, kind, names)
-        kept = module.recipe if isinstance(module, Quantizable) and recipe is None else None
-        runs = recipe or kept
+        current_recipe = module.recipe if isinstance(module, Quantizable) and recipe is None else None
+        runs = recipe or current_recipe
         if isinstance(module, nn.MultiheadAttention) and (runs is None or not runs.quantizes):
             self.inside[module.out_proj] = "nn.MultiheadAttention reads its weight without calling it"
         # Read weights before the class changes: the original class evaluates a parametrized weight.
         weights = [p for p in kind.weights(module) if id(p) not in self.seen]
         if recipe is None:
-            why += f"; it keeps {kept}" if kept is not None else ""
+            why += f"; it keeps {current_recipe}" if current_recipe is not None else ""
             self.report.skipped[names[0]] = why
         else:
             if _convert_layer(module, kind, recipe, names[0], self.seed):
-                self.lost.append(names[0])
+                self.dropped.append(names[0])
             self.report.converted[names[0]] = recipe
         if recipe is not None:
             self.reached.add(module)
@@ -263,7 +273,7 @@ class _ModuleConverter:
         size = sum(p.numel() for p in weights if not nn.parameter.is_lazy(p))
         if recipe is not None:
             self.report.converted_parameters += size
-        elif why.startswith(LEFT):
+        elif why.startswith(HEAD_REASON):
             self.report.head_parameters += size
         elif by_choice:
             self.report.chosen_parameters += size
@@ -274,7 +284,7 @@ class _ModuleConverter:
         if recipe is not None and weights:
             implementation = self.runs(recipe, weights[0], kind.sizes(module))
             each = active * max(1, kind.experts(module))
-            saved = each * sum(saved_a_token(recipe, k, weights[0].element_size()) for k in kind.inputs(module))
+            saved = each * sum(bytes_saved_per_token(recipe, k, weights[0].element_size()) for k in kind.inputs(module))
         kind_name = type(module).__name__
         self.report.rows.append(
             ReportRow(name, kind_name, recipe, implementation, size, 2.0 * size * active, saved, why)
@@ -311,12 +321,12 @@ def _others(model: nn.Module, reached: set[nn.Module]) -> dict[str, int]:
     )
 
 
-def _warn(model: nn.Module, choice: ConversionRules, walk: _ModuleConverter, report: Report) -> None:
+def _warn(model: nn.Module, choice: ConversionRules, converter: _ModuleConverter, report: Report) -> None:
     """Warn about likely mistakes: dropped state, patterns without a match, and a conversion that reaches little."""
-    if walk.lost:
-        others = f", and that of {len(walk.lost) - 1} other layers" if len(walk.lost) > 1 else ""
+    if converter.dropped:
+        others = f", and that of {len(converter.dropped) - 1} other layers" if len(converter.dropped) > 1 else ""
         warnings.warn(
-            f"convert changes the recipe of {walk.lost[0] or '(root)'} and drops the state of the previous "
+            f"convert changes the recipe of {converter.dropped[0] or '(root)'} and drops the state of the previous "
             f"one{others}: histories and counts start fresh",
             stacklevel=3,
         )
@@ -329,7 +339,7 @@ def _warn(model: nn.Module, choice: ConversionRules, walk: _ModuleConverter, rep
     elif report.other_attention and not report.attention:
         warnings.warn(f"the recipe's attention=True quantizes nothing here:\n{report}", stacklevel=3)
     elif report.reaches_little:
-        warnings.warn(f"{LITTLE}:\n{report}", stacklevel=3)
+        warnings.warn(f"{REACHES_LITTLE}:\n{report}", stacklevel=3)
 
 
 # ---- conversion of one layer ----
@@ -342,9 +352,9 @@ def _convert_layer(module: nn.Module, kind: LinearMatcher, recipe: Recipe, name:
         state = module.__dict__["_state"] = LayerState()
         state.members = linears.members(module, kind)
     assert isinstance(module, Quantizable)
-    lost = False
+    dropped = False
     if module.__dict__.get("recipe") is not recipe:
-        lost = _recorded(module)
+        dropped = _recorded(module)
         for buffer in STATE:
             module._buffers.pop(buffer, None)
     module.__dict__.update(recipe=recipe, seed=seed, qualified_name=name)
@@ -355,7 +365,7 @@ def _convert_layer(module: nn.Module, kind: LinearMatcher, recipe: Recipe, name:
     amax.register(module)
     name_streams(module)
     prepare(module, recipe)
-    return lost
+    return dropped
 
 
 def _recorded(module: Quantizable) -> bool:
@@ -398,10 +408,10 @@ class RollHistories:
     """Forward pre-hook of a root model that rolls the histories, as entering the outermost autocast would."""
 
     #: True inside `one_step`, where the hook does nothing.
-    quiet = False
+    disabled = False
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not self.quiet:
+        if not self.disabled:
             end_step(module)
 
 
@@ -417,12 +427,12 @@ def one_step(model: nn.Module) -> Iterator[None]:
     end_step(model)
     hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, RollHistories)]
     for hook in hooks:
-        hook.quiet = True
+        hook.disabled = True
     try:
         yield
     finally:
         for hook in hooks:
-            hook.quiet = False
+            hook.disabled = False
 
 
 def with_history(model: nn.Module) -> list[nn.Module]:
@@ -430,7 +440,7 @@ def with_history(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, Quantizable) and "history" in m._buffers]
 
 
-def _settle(model: nn.Module) -> None:
+def _update_hooks(model: nn.Module) -> None:
     """Update hooks, DDP's and transformers' ignore lists and fast-path switches after layers were converted or
     reverted.
     """
@@ -451,7 +461,7 @@ def _settle(model: nn.Module) -> None:
     for module in model.modules():
         # transformers' quantizer, not this list, controls saving a model with `is_quantized`.
         if isinstance(module.__dict__.get(FOLDER_IGNORES), set) and not module.__dict__.get("is_quantized"):
-            _keep_out_of_folders(module)
+            _exclude_from_folders(module)
 
 
 def _switch_off(module: nn.Module, switch: str, off: bool) -> None:
@@ -483,7 +493,7 @@ def _ignore_histories(model: nn.Module) -> None:
         delattr(model, DDP_IGNORES)
 
 
-def _keep_out_of_folders(model: nn.Module) -> None:
+def _exclude_from_folders(model: nn.Module) -> None:
     """Exclude the state buffers from `save_pretrained`, so that the folder has the keys of the unconverted model."""
     layers = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if kind_of(m) is not None]
     # The class makes this set per instance, and copies of the model have their own.

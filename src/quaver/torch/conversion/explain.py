@@ -51,7 +51,7 @@ class Explanation:
 
     def __repr__(self) -> str:
         if self.recipe is None:
-            return UNRULED
+            return NO_RECIPE
         lines = [f"recipe {self.recipe}"]
         for row in self.rows:
             lines.append(f"  {row.what:<20}{row.how:<58}{row.runs}")
@@ -60,7 +60,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         if self.recipe is None:
-            return html_lines([UNRULED])
+            return html_lines([NO_RECIPE])
         rows = [(row.what, row.how, row.runs, reason_unsupported(row.passed_over)) for row in self.rows]
         return html_table(("what", "how", "runs", "why not another"), rows, caption=f"recipe {self.recipe}")
 
@@ -75,7 +75,7 @@ class Explanations(dict[str, Explanation | AttentionExplanation]):
         return "".join(html_lines([name or "(root)"]) + part._repr_html_() for name, part in self.items())
 
 
-UNRULED = "no recipe is in force: nn.Linear's own GEMMs, unquantized"
+NO_RECIPE = "no recipe is in force: nn.Linear's own GEMMs, unquantized"
 OPERANDS = {
     "fprop": ("input", "weight"),
     "dgrad": ("grad_output", "weight.T"),
@@ -185,7 +185,7 @@ def _groups(
     weight_dtype: torch.dtype,
     offsets: Tensor,
     recipe: Recipe | None,
-    kept: QuantSpec | None = None,
+    stored_spec: QuantSpec | None = None,
 ) -> Explanation:
     rows: list[ExplanationRow] = []
     if recipe is not None:
@@ -193,22 +193,22 @@ def _groups(
         each = -(-x.shape[0] // max(groups, 1))
         # No values are read: one expanded element represents a large operand.
         one, of_weight = (torch.empty(1, dtype=d, device=x.device) for d in (x.dtype, weight_dtype))
-        straight = {
+        by_name = {
             "input": one.expand(each, k),
             "weight": of_weight.expand(n, k),
             "grad_output": one.expand(each, n),
         }
-        operands = straight | {f"{name}.T": t.t() for name, t in straight.items()}
+        operands = by_name | {f"{name}.T": t.t() for name, t in by_name.items()}
         for name in OPERANDS:
             out = weight_dtype if name == "wgrad" else dtype
-            *of_operands, gemm = _gemm(name, recipe, operands, out, kept)
+            *of_operands, gemm = _gemm(name, recipe, operands, out, stored_spec)
             places = GroupOffsets(offsets, x.shape[0])
-            rows += [_of_all(row, recipe, x) for row in of_operands]
-            rows.append(_all_groups(gemm, name, recipe, (n, k), places, out))
+            rows += [_row_of_all_groups(row, recipe, x) for row in of_operands]
+            rows.append(_gemm_of_all_groups(gemm, name, recipe, (n, k), places, out))
     return Explanation(recipe, tuple(rows))
 
 
-def _of_all(row: ExplanationRow, recipe: Recipe, x: Tensor) -> ExplanationRow:
+def _row_of_all_groups(row: ExplanationRow, recipe: Recipe, x: Tensor) -> ExplanationRow:
     """Adapt the row of one group's operand to show how it is quantized for all groups."""
     if ops.on_host(x) or row.how == UNQUANTIZED or row.what.startswith("weight") or row.runs == "nothing":
         return row
@@ -218,7 +218,7 @@ def _of_all(row: ExplanationRow, recipe: Recipe, x: Tensor) -> ExplanationRow:
     return replace(row, runs="torch, all groups at once", passed_over=())
 
 
-def _all_groups(
+def _gemm_of_all_groups(
     row: ExplanationRow, name: str, recipe: Recipe, features: tuple[int, int], offsets: GroupOffsets, dtype: torch.dtype
 ) -> ExplanationRow:
     """Adapt the row of one group's GEMM to show how it runs for all groups."""
@@ -227,15 +227,15 @@ def _all_groups(
         return replace(row, runs=f"{row.runs}, group by group" if ops.on_host(offsets.ends) else "torch, grouped")
     like = offsets.ends
     if name == "wgrad":
-        sides = (_laid(like, side, rows, offsets) for side, rows in ((spec.a, n), (spec.b, k)))
+        sides = (_slot_operand(like, side, rows, offsets) for side, rows in ((spec.a, n), (spec.b, k)))
         reasons = GROUPED_SUMS.explain(*sides, dtype, spec.fast_accum)
     else:
         columns, deep = (n, k) if name == "fprop" else (k, n)
         one = torch.empty(1, dtype=torch.float32, device=like.device)
-        q = _hollow(one.expand(offsets.rows, deep), spec.a)
+        q = _empty_operand(one.expand(offsets.rows, deep), spec.a)
         left = GroupedOperand(q.data, like, None, spec.a, False, offsets.slots(1), deep)
         matrices = replace(spec.b, block=(1, spec.b.block[1]))
-        right = _hollow(one.expand(offsets.groups * columns, deep), matrices)
+        right = _empty_operand(one.expand(offsets.groups * columns, deep), matrices)
         reasons = GROUPED_MATMUL.explain(left, right, offsets, columns, dtype, None, spec.fast_accum)
     passed = tuple((f"{other}, grouped", why) for other, why in takewhile(lambda reason: reason[1], reasons))
     runs = next(other for other, why in reasons if not why)
@@ -244,21 +244,21 @@ def _all_groups(
     return replace(row, runs=f"{row.runs}, group by group", passed_over=(*passed, *row.passed_over))
 
 
-def _laid(like: Tensor, spec: QuantSpec, rows: int, offsets: GroupOffsets) -> GroupedOperand:
+def _slot_operand(like: Tensor, spec: QuantSpec, rows: int, offsets: GroupOffsets) -> GroupedOperand:
     """Return an uninitialized wgrad operand [rows, slots] that has the right shapes but no values."""
     slots = offsets.slots(multiple(spec))
     one = torch.empty(1, dtype=torch.float32, device=like.device)
-    q = _hollow(one.expand(rows, slots.count), spec)
+    q = _empty_operand(one.expand(rows, slots.count), spec)
     return GroupedOperand(q.data, like, None, spec, True, slots, slots.count)
 
 
-def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = None, **given: Any) -> Any:
+def _attention(core: DotProductAttention, *qkv: Tensor, mask_type: str | None = None, **keywords: Any) -> Any:
     if len(qkv) != 3:
         raise ValueError(
             f"a DotProductAttention takes q, k and v, but got {len(qkv)} tensors; only their shapes matter"
         )
     q, k, v = qkv
-    return explain_attention(q, k, v, **given, **core.options(q, k, v, mask_type))
+    return explain_attention(q, k, v, **keywords, **core.options(q, k, v, mask_type))
 
 
 def _module(module: nn.Module, x: Tensor) -> Explanations:
@@ -277,24 +277,24 @@ def _module(module: nn.Module, x: Tensor) -> Explanations:
     for name, part in parts.items():
         shape = x.shape[:-1]
         if isinstance(part, DotProductAttention):
-            explanations[name] = _core(part, x)
+            explanations[name] = _explain_core(part, x)
         elif isinstance(part, GroupedLinear):
             explanations[name] = _grouped_layer(part, x)
         elif isinstance(part, Linear):
             explanations[name] = _linear(part, x.new_empty(*shape, part.in_features))
         else:
-            explanations.update(_products(part, name, x))
+            explanations.update(_explain_gemms(part, name, x))
     return explanations
 
 
-def _products(part: Quantizable, name: str, x: Tensor) -> dict[str, Explanation]:
+def _explain_gemms(part: Quantizable, name: str, x: Tensor) -> dict[str, Explanation]:
     """Explain a converted module that is not a Linear: its GEMM, or the first and second GEMM of experts."""
     kind = kind_of(part)
     assert kind is not None
     (k, n), experts, dtype = kind.sizes(part), kind.experts(part), next(part.parameters()).dtype
     if not experts:
-        alike = Linear(k, n, bias=False, device="meta", dtype=dtype, recipe=part.recipe)
-        return {name: _linear(alike, x.new_empty(*x.shape[:-1], k))}
+        equivalent = Linear(k, n, bias=False, device="meta", dtype=dtype, recipe=part.recipe)
+        return {name: _linear(equivalent, x.new_empty(*x.shape[:-1], k))}
     offsets = torch.zeros(experts, dtype=torch.int32, device=x.device)
     # No values are read: one expanded element represents a large weight.
     one = torch.empty(1, dtype=x.dtype, device=x.device)
@@ -308,18 +308,20 @@ def _products(part: Quantizable, name: str, x: Tensor) -> dict[str, Explanation]
     }
 
 
-def _core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
+def _explain_core(core: DotProductAttention, x: Tensor) -> AttentionExplanation:
     """Explain self-attention of x's tokens, with an all-False mask if the mask type needs one."""
     thd = core.layout == "thd"
     tokens = (x.shape[:-1].numel(),) if thd else (1, 1, *x.shape[:-1])[-2:]
     dtype = _dtype(x)
     qkv = [x.new_empty(*tokens, *size, dtype=dtype) for size in core.sizes]
-    given: dict[str, Any] = {"cu_seqlens": torch.tensor([0, tokens[0]], dtype=torch.int64, device="cpu")} if thd else {}
+    keywords: dict[str, Any] = (
+        {"cu_seqlens": torch.tensor([0, tokens[0]], dtype=torch.int64, device="cpu")} if thd else {}
+    )
     if MASKS[core.mask_type][0]:
         batch, length = (1, tokens[0]) if thd else tokens[::-1] if core.layout == "sbhd" else tokens
         rows = length if core.mask_type == "arbitrary" else batch
-        given["mask"] = torch.zeros((rows, length), dtype=torch.bool, device=x.device)
-    explanation: AttentionExplanation = _attention(core, *qkv, **given)
+        keywords["mask"] = torch.zeros((rows, length), dtype=torch.bool, device=x.device)
+    explanation: AttentionExplanation = _attention(core, *qkv, **keywords)
     return explanation
 
 
@@ -334,8 +336,8 @@ def _operands(layer: Linear, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]
     flat = torch.empty((x.numel() // max(x.shape[-1], 1), layer.in_features), dtype=dtype, device=x.device)
     g = flat.new_empty((flat.shape[0], layer.out_features))
     w = flat.new_empty((layer.out_features, layer.in_features), dtype=_weight_dtype(layer))
-    straight = {"input": flat, "weight": w, "grad_output": g}
-    return straight | {f"{name}.T": t.t() for name, t in straight.items()}
+    by_name = {"input": flat, "weight": w, "grad_output": g}
+    return by_name | {f"{name}.T": t.t() for name, t in by_name.items()}
 
 
 def _weight_dtype(layer: Linear) -> torch.dtype:
@@ -346,7 +348,7 @@ def _weight_dtype(layer: Linear) -> torch.dtype:
 
 
 def _gemm(
-    name: str, recipe: Recipe, operands: dict[str, Tensor], dtype: torch.dtype, kept: QuantSpec | None
+    name: str, recipe: Recipe, operands: dict[str, Tensor], dtype: torch.dtype, stored_spec: QuantSpec | None
 ) -> list[ExplanationRow]:
     """Return a row for each operand of a GEMM, and one for the GEMM.
 
@@ -355,7 +357,7 @@ def _gemm(
         recipe: recipe in force.
         operands: tensors [rows, k] by operand name, used for their shapes and dtypes.
         dtype: dtype of the GEMM's output.
-        kept: spec of a weight that is stored quantized, or None.
+        stored_spec: spec of a weight that is stored quantized, or None.
     """
     spec = recipe.gemms[name]
     a, b = (operands[operand] for operand in OPERANDS[name])
@@ -364,13 +366,13 @@ def _gemm(
     rows = []
     for operand, x, quant in zip(OPERANDS[name], (a, b), (spec.a, spec.b), strict=True):
         shared = operand.removesuffix(".T") if _reused(operand, recipe) else ""
-        if kept == quant and (operand == "weight" or shared == "weight"):
+        if stored_spec == quant and (operand == "weight" or shared == "weight"):
             rows.append(ExplanationRow(operand, f"{quant}, the codes of the parameter", "nothing"))
             continue
         how = f"{quant}, the codes of {shared}" if shared else str(quant)
         rows.append(_row(operand, how, ops.QUANTIZE.explain(x, quant)))
-    hollow = _hollow(a, spec.a), _hollow(b, spec.b)
-    reasons = ops.MATMUL.explain(*hollow, dtype, None, spec.fast_accum)
+    empty_operands = _empty_operand(a, spec.a), _empty_operand(b, spec.b)
+    reasons = ops.MATMUL.explain(*empty_operands, dtype, None, spec.fast_accum)
     return [*rows, _row(f"{name} GEMM", _accumulation(spec.fast_accum, reasons, a.device), reasons)]
 
 
@@ -381,7 +383,7 @@ def fprop_runs(recipe: Recipe, k: int, n: int, dtype: torch.dtype, device: torch
         return "torch"
     # No values are read: one expanded element represents a large weight.
     x, w = (torch.empty(1, dtype=dtype, device=device).expand(rows, k) for rows in (16, n))
-    reasons = ops.MATMUL.explain(_hollow(x, gemm.a), _hollow(w, gemm.b), dtype, None, gemm.fast_accum)
+    reasons = ops.MATMUL.explain(_empty_operand(x, gemm.a), _empty_operand(w, gemm.b), dtype, None, gemm.fast_accum)
     return next((name for name, why in reasons if not why), "nothing")
 
 
@@ -399,7 +401,7 @@ def _reused(operand: str, recipe: Recipe) -> bool:
     return {"weight.T": reuse.weight, "grad_output.T": reuse.grad_output, "input.T": reuse.input}.get(operand, False)
 
 
-def _hollow(x: Tensor, spec: QuantSpec) -> Quantized:
+def _empty_operand(x: Tensor, spec: QuantSpec) -> Quantized:
     """Return an uninitialized quantized operand with x's shape, for asking implementations if they support it."""
     q = joined(x, spec, False, *empty_parts(x, spec))
     if spec.per_tensor and x.is_cpu and spec.scale != "e8m0":

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quaver.recipes.spec import QuantSpec
 from quaver.recipes.text import instance
 from quaver.torch.conversion.export.check import evaluating, restored
-from quaver.torch.conversion.export.operands import StoredOperand, hold
+from quaver.torch.conversion.export.operands import StoredOperand, store_operand
 from quaver.torch.linear.linear import Linear, Quantizable
 from quaver.torch.operations.operation import traced_plainly
 from quaver.torch.state.context import in_force
@@ -63,8 +63,8 @@ def check(spec: QuantSpec) -> None:
         Untranslatable: the spec needs another format, scale or rotation; the message says which recipes work.
     """
     rows, k = spec.block
-    held = spec.format.name in FLOAT8 and not spec.hadamard and not spec.two_level
-    if not held or not (spec.per_tensor or (rows == 1 and spec.rounding == "nearest") or (rows == k)):
+    supported = spec.format.name in FLOAT8 and not spec.hadamard and not spec.two_level
+    if not supported or not (spec.per_tensor or (rows == 1 and spec.rounding == "nearest") or (rows == k)):
         raise Untranslatable(
             f"an operand in {spec} cannot be expressed with ONNX's float8 operators: export under a recipe with "
             "E4M3 or E5M2 and scales per tensor, row or block (tensorwise, delayed, rowwise, blockwise, mxfp8)"
@@ -127,19 +127,19 @@ class _Quantize:
         number = FLOAT8[parsed.format.name]
         k = parsed.block[1]
         if parsed.per_tensor:
-            top = op.ReduceMax(op.Abs(x), keepdims=0)
-            scale = _scale(op, top, parsed, factor)
+            block_amax = op.ReduceMax(op.Abs(x), keepdims=0)
+            scale = _scale(op, block_amax, parsed, factor)
             data = op.QuantizeLinear(x, scale, self._zeros(scale, number), saturate=1)
             stored = op.Reshape(scale, op.Constant(value_ints=[1, 1]))
         elif k is None:
-            top = op.ReduceMax(op.Abs(x), op.Constant(value_ints=[1]), keepdims=0)
-            scale = _scale(op, top, parsed, factor)
+            block_amax = op.ReduceMax(op.Abs(x), op.Constant(value_ints=[1]), keepdims=0)
+            scale = _scale(op, block_amax, parsed, factor)
             data = op.QuantizeLinear(x, scale, self._zeros(scale, number), axis=0, saturate=1)
             stored = op.Unsqueeze(scale, op.Constant(value_ints=[1]))
         else:
             blocks = op.Reshape(x, op.Constant(value_ints=[0, -1, k]))
-            top = op.ReduceMax(op.Abs(blocks), op.Constant(value_ints=[2]), keepdims=0)
-            scale = _scale(op, top, parsed, factor)
+            block_amax = op.ReduceMax(op.Abs(blocks), op.Constant(value_ints=[2]), keepdims=0)
+            scale = _scale(op, block_amax, parsed, factor)
             data = op.QuantizeLinear(x, scale, self._zeros(scale, number), axis=1, block_size=k, saturate=1)
             stored = _exponents(op, scale) if parsed.scale == "e8m0" else scale
         # Each output is a separate ONNX value, because the exporter attaches a shape to each. With a one-level scale,
@@ -253,18 +253,18 @@ def onnx_export(
     if not file.parent.is_dir():
         raise ValueError(f"{file.parent} is not a folder; create it, or write the file elsewhere")
     layers = _layers(model)
-    wrapped, given = _OnnxForward(model, inputs), _tensors(inputs)
+    wrapped, example_inputs = _OnnxForward(model, inputs), _tensors(inputs)
     # torch's exporter warns about its own internals; users cannot act on these warnings.
     quiet = [warnings.catch_warnings(action="ignore", category=kind) for kind in (FutureWarning, DeprecationWarning)]
     with evaluating(model), _weights_as_codes(layers), quiet[0], quiet[1]:
-        shapes = _dynamic(given) if dynamic_shapes is None else _by_place(dynamic_shapes)
-        with traced_plainly(but=KEPT):
-            program = torch.export.export(wrapped, given, dynamic_shapes=(shapes,), strict=False)
+        shapes = _dynamic(example_inputs) if dynamic_shapes is None else _positional_shapes(dynamic_shapes)
+        with traced_plainly(but=TRACED_OPERATORS):
+            program = torch.export.export(wrapped, example_inputs, dynamic_shapes=(shapes,), strict=False)
         for name in _unknown(program):
             raise ValueError(f"the model runs {name}, which ONNX cannot express: remove the option that needs it")
         result = torch.onnx.export(
             program,
-            given,
+            example_inputs,
             custom_translation_table=table(_operators(opset)),
             opset_version=opset,
             # onnxscript's optimizer tries its rules on every node, which takes four fifths of a whole model's export
@@ -303,14 +303,14 @@ def _tensors(inputs: Any) -> tuple[Tensor, ...]:
     return tuple(value for value in each if isinstance(value, Tensor))
 
 
-def _by_place(shapes: Any) -> tuple[Any, ...]:
+def _positional_shapes(shapes: Any) -> tuple[Any, ...]:
     return tuple(shapes.values()) if isinstance(shapes, Mapping) else tuple(shapes)
 
 
-def _dynamic(given: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def _dynamic(example_inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Mark every axis as dynamic, except the last (feature) axis of floating-point inputs."""
     auto = torch.export.Dim.AUTO
-    return tuple(dict.fromkeys(range(x.dim() - x.is_floating_point()), auto) for x in given)
+    return tuple(dict.fromkeys(range(x.dim() - x.is_floating_point()), auto) for x in example_inputs)
 
 
 def _layers(model: nn.Module) -> list[StoredOperand]:
@@ -319,7 +319,7 @@ def _layers(model: nn.Module) -> list[StoredOperand]:
     Raises:
         ValueError: a layer cannot be expressed in ONNX, or no layer is quantized.
     """
-    held = []
+    supported = []
     for name, module in model.named_modules():
         recipe = in_force(module.recipe) if isinstance(module, Quantizable) else None
         if not isinstance(module, Quantizable) or recipe is None or recipe.fprop.b is None:
@@ -338,10 +338,10 @@ def _layers(model: nn.Module) -> list[StoredOperand]:
                     f"{name} has rows of {module.in_features} values, which end within a block of {width}: leave "
                     "it in high precision"
                 )
-        held.append(StoredOperand(f"{name}.weight".lstrip("."), module, recipe))
-    if not held:
+        supported.append(StoredOperand(f"{name}.weight".lstrip("."), module, recipe))
+    if not supported:
         raise ValueError("no layer of this model is quantized; torch.onnx.export writes it as it is")
-    return held
+    return supported
 
 
 @contextmanager
@@ -350,12 +350,12 @@ def _weights_as_codes(layers: list[StoredOperand]) -> Any:
     operands = [one.operand() for one in layers]
     with restored([one.layer for one in layers]):
         for one, q in zip(layers, operands, strict=True):
-            hold(one.layer, q)
+            store_operand(one.layer, q)
         yield
 
 
 #: Operators that the trace records as Quaver operators; the others are traced as plain torch operations.
-KEPT = ("quantize", "quantize_both", "matmul")
+TRACED_OPERATORS = ("quantize", "quantize_both", "matmul")
 
 
 def _unknown(program: Any) -> list[str]:

@@ -248,8 +248,8 @@ class frozen(ContextDecorator):
             weight_cache.freeze(layer)
         with _lock:
             if not _hooked:
-                _hooked.append(register_optimizer_step_pre_hook(_refuse_step))
-            _held.append(layers)
+                _hooked.append(register_optimizer_step_pre_hook(_check_step))
+            _frozen_layers.append(layers)
             self._entered.append(layers)
         return self
 
@@ -259,8 +259,8 @@ class frozen(ContextDecorator):
         with _lock:
             layers = self._entered.pop()
             # Compare by identity: an equal list may belong to another thread.
-            at = next(i for i, held in enumerate(_held) if held is layers)
-            del _held[at]
+            at = next(i for i, frozen_layers in enumerate(_frozen_layers) if frozen_layers is layers)
+            del _frozen_layers[at]
         for layer in layers:
             # A layer that was reverted in the meantime has no cache.
             if "_state" in layer.__dict__:
@@ -269,34 +269,34 @@ class frozen(ContextDecorator):
 
 _lock = threading.Lock()
 #: Layers of each open `frozen` context.
-_held: list[list[Quantizable]] = []
+_frozen_layers: list[list[Quantizable]] = []
 _hooked: list[Any] = []
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise if an optimizer steps a weight of an open `frozen` context."""
-    if not _held:
+    if not _frozen_layers:
         return
     with _lock:
-        held = {
+        frozen_layers = {
             id(p): layer
-            for layers in _held
+            for layers in _frozen_layers
             for layer in layers
             for p in layer._parameters.values()
             if p is not None and p.dim() > 1
         }
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p.grad is not None and id(p) in held:
-                layer = held[id(p)]
+            if p.grad is not None and id(p) in frozen_layers:
+                layer = frozen_layers[id(p)]
                 raise ValueError(
-                    f"{type(optimizer).__name__} would step the weight of {_described(layer)}, which is inside "
+                    f"{type(optimizer).__name__} would step the weight of {_describe_layer(layer)}, which is inside "
                     "quaver.torch.frozen; step outside of the context, or freeze only the modules that do not "
                     "train"
                 )
 
 
-def _described(layer: Quantizable) -> str:
+def _describe_layer(layer: Quantizable) -> str:
     if isinstance(layer, nn.Linear):
         return f"Linear({layer.in_features} → {layer.out_features})"
     return layer.__dict__.get("qualified_name") or type(layer).__name__
@@ -374,7 +374,7 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     instance("scaling_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     plain = plain_state_dict(model)
     whole: dict[str, Tensor] = model.state_dict()
-    return {name: value for name, value in whole.items() if name not in plain or _differs(value, plain[name])}
+    return {name: value for name, value in whole.items() if name not in plain or _is_codes(value, plain[name])}
 
 
 def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -408,6 +408,6 @@ def _is_added(name: str, state: Mapping[str, Any]) -> bool:
     return last in ADDED or (last == "weight" and any(f"{layer}{dot}{scale}" in state for scale in SCALES))
 
 
-def _differs(value: Any, plain: Any) -> bool:
+def _is_codes(value: Any, plain: Any) -> bool:
     """Return True if a value is codes, that is if its dtype differs from the plain value's."""
     return isinstance(value, Tensor) and value.dtype is not plain.dtype

@@ -24,7 +24,7 @@ from quaver.torch.state.weight_cache import storage_id
 
 #: Torch functions that read only the dtype, device or shape of a tensor. "__get__" is the getter of an attribute; the
 #: function that then reads the attribute's data is recorded instead.
-HARMLESS = {"__get__", "to", "type_as", "expand_as", "view_as", "reshape_as"} | {
+METADATA_FUNCTIONS = {"__get__", "to", "type_as", "expand_as", "view_as", "reshape_as"} | {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
 }
@@ -80,21 +80,21 @@ def checked(converted: Mapping[str, str], model: nn.Module, inputs: Sequence[Any
         m.__dict__.get("qualified_name", name): m for name, m in model.named_modules() if isinstance(m, Quantizable)
     }
     layers = {name: m for name, m in layers.items() if name in converted}
-    watch = _Watch(model, layers)
+    watch = _WeightReadWatcher(model, layers)
     with ExitStack() as stack:
-        stack.enter_context(_as_before(model))
-        stack.enter_context(watch.hooked())
+        stack.enter_context(_state_restored(model))
+        stack.enter_context(watch.module_hooks())
         stack.enter_context(torch.no_grad())
         stack.enter_context(watch)
         model(*inputs, **named)
     return Check(
         [name for name, m in layers.items() if m not in watch.called],
         {name: sorted(functions) for name, functions in watch.read.items()},
-        {name: _in_place_of(model, name) for name in converted if name not in layers},
+        {name: _replacement_of(model, name) for name in converted if name not in layers},
     )
 
 
-def _in_place_of(model: nn.Module, name: str) -> str:
+def _replacement_of(model: nn.Module, name: str) -> str:
     try:
         kind = type(model.get_submodule(name))
     except AttributeError:
@@ -103,7 +103,7 @@ def _in_place_of(model: nn.Module, name: str) -> str:
 
 
 @contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
+def _state_restored(model: nn.Module) -> Iterator[None]:
     """Restore the random state and the values of all buffers on exit."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
@@ -116,7 +116,7 @@ def _as_before(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-class _Watch(TorchFunctionMode):
+class _WeightReadWatcher(TorchFunctionMode):
     """Records torch functions that read the weight of a converted layer while neither the layer nor an owner runs."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
@@ -142,7 +142,7 @@ class _Watch(TorchFunctionMode):
                     place.append((start, start + parameter.numel(), name, [layer, *owners]))
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def module_hooks(self) -> Iterator[None]:
         """Record which modules run, by forward hooks on every module."""
         handles = []
         for module in self.model.modules():
@@ -166,12 +166,12 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        if name not in HARMLESS and (name == "data_ptr" or next(_tensors(result), None) is not None):
+        if name not in METADATA_FUNCTIONS and (name == "data_ptr" or next(_tensors(result), None) is not None):
             for tensor in _tensors((args, kwargs)):
-                self._note(tensor, name)
+                self._record_read(tensor, name)
         return result
 
-    def _note(self, tensor: Tensor, function: str) -> None:
+    def _record_read(self, tensor: Tensor, function: str) -> None:
         if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
             return
         for start, end, name, readers in self.weights.get(storage_id(tensor.untyped_storage()), ()):
@@ -218,7 +218,7 @@ class ReportRow:
 
 
 @dataclass(repr=False)
-class Report(conversion.Report):
+class Report(conversion.ConversionReport):
     """Report of `convert`: the layers that it converted, and why it left the others alone."""
 
     rows: list[ReportRow] = field(default_factory=list)
@@ -228,7 +228,7 @@ class Report(conversion.Report):
     @property
     def flops_share(self) -> float:
         """Converted share (0 to 1) of the FLOPs of all GEMMs for one token, including the output head's."""
-        return self._part(lambda row: row.flops)
+        return self._converted_share(lambda row: row.flops)
 
     @property
     def saved(self) -> float:
@@ -240,7 +240,7 @@ class Report(conversion.Report):
 
         Layers whose names differ only in numbers, such as those of all Transformer layers, share a line.
         """
-        lines = [HEADER, *(_cells(row, self, count) for row, count in _alike(self.rows))]
+        lines = [HEADER, *(_cells(row, self, count) for row, count in _group_rows(self.rows))]
         widths = [max(len(line[i]) for line in lines) for i in range(len(HEADER))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -260,7 +260,7 @@ class Report(conversion.Report):
         """
         return checked({row.name: row.kind for row in self.rows if row.recipe is not None}, model, inputs, named)
 
-    def _part(self, of: Callable[[ReportRow], float]) -> float:
+    def _converted_share(self, of: Callable[[ReportRow], float]) -> float:
         total = sum(map(of, self.rows))
         return sum(of(row) for row in self.rows if row.recipe is not None) / total if total else 0.0
 
@@ -278,7 +278,7 @@ class Report(conversion.Report):
         return lines
 
     def _repr_html_(self) -> str:
-        table = html_table(HEADER, [_cells(row, self, count) for row, count in _alike(self.rows)])
+        table = html_table(HEADER, [_cells(row, self, count) for row, count in _group_rows(self.rows)])
         return f"{super()._repr_html_()}<details><summary>kinds of layers</summary>{table}</details>"
 
 
@@ -295,7 +295,7 @@ def _cells(row: ReportRow, report: Report, count: int) -> tuple[str, ...]:
     )
 
 
-def _alike(rows: list[ReportRow]) -> list[tuple[ReportRow, int]]:
+def _group_rows(rows: list[ReportRow]) -> list[tuple[ReportRow, int]]:
     """Group rows whose names differ only in numbers; return one row per group and the size of the group."""
     groups: dict[Any, list[ReportRow]] = {}
     for row in rows:
@@ -322,6 +322,6 @@ class Implementations:
         return self._known[key]
 
 
-def saved_a_token(recipe: Recipe, features: int, itemsize: int) -> float:
+def bytes_saved_per_token(recipe: Recipe, features: int, itemsize: int) -> float:
     """Return how many bytes less backward saves for one token's input [features] than in high precision."""
     return itemsize * features - saved_bytes(recipe, TOKENS, features, itemsize) / TOKENS

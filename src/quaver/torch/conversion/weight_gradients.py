@@ -75,7 +75,7 @@ class weight_gradients:
                 "autograd: run the module without it, and all-reduce weight.main_grad"
             )
         self._before.append((active_context.split, active_context.takes_weights, active_context.compiled))
-        active_context.split, active_context.takes_weights, active_context.compiled = self._instead_of, True, False
+        active_context.split, active_context.takes_weights, active_context.compiled = self._divert, True, False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -95,20 +95,20 @@ class weight_gradients:
             ValueError: the memory of a weight was freed, as fully_shard does.
         """
         while self._waiting:
-            weight, gives = self._waiting.pop(0)
+            weight, compute_gradient = self._waiting.pop(0)
             if not weight.untyped_storage().nbytes() and weight.numel() and not weight.is_meta:
                 raise ValueError(
                     "the gradient of a weight was deferred, but fully_shard has freed the weight: leave out "
                     "later=True there"
                 )
             with torch.no_grad(), ops.without_autocast(ops.autocast_device(weight)):
-                g = None if self._adds(weight) else gives()
+                g = None if self._adds_to_main_grad(weight) else compute_gradient()
                 if g is None:
-                    _add(weight, gives(dtype=torch.float32))
+                    _add(weight, compute_gradient(dtype=torch.float32))
             if g is not None:
                 torch.autograd.backward(weight, g)
 
-    def _instead_of(
+    def _divert(
         self, function: type[torch.autograd.Function], apply: Callable[..., Any]
     ) -> Callable[..., tuple[Any, ...]]:
         return lambda *arguments: self._run(function, apply, arguments)
@@ -117,37 +117,40 @@ class weight_gradients:
         self, function: type[torch.autograd.Function], apply: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> Any:
         needs = [
-            False if not (isinstance(a, Tensor) and a.requires_grad) else LATER if self._takes(a) else True
+            False if not (isinstance(a, Tensor) and a.requires_grad) else LATER if self._is_diverted(a) else True
             for a in arguments
         ]
         if not torch.is_grad_enabled() or LATER not in needs:
             return apply(*arguments)
         # Autograd must not see this weight: it would run the weight's hooks without a gradient.
-        tied = [need is True or (need is LATER and self._answers(a)) for a, need in zip(arguments, needs, strict=True)]
-        given = [a for a, each in zip(arguments, tied, strict=True) if each]
-        gate = [] if given else [torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)]
-        return _enter(Context(needs), function, self, tied, arguments, *given, *gate)
+        tracked = [
+            need is True or (need is LATER and self._needs_zero_gradient(a))
+            for a, need in zip(arguments, needs, strict=True)
+        ]
+        tracked_tensors = [a for a, each in zip(arguments, tracked, strict=True) if each]
+        gate = [] if tracked_tensors else [torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)]
+        return _enter(Context(needs), function, self, tracked, arguments, *tracked_tensors, *gate)
 
-    def _takes(self, argument: Tensor) -> bool:
+    def _is_diverted(self, argument: Tensor) -> bool:
         matrix = isinstance(argument, nn.Parameter) and argument.dim() > 1
-        return matrix and (self.later or self._adds(argument))
+        return matrix and (self.later or self._adds_to_main_grad(argument))
 
-    def _adds(self, weight: Tensor) -> bool:
+    def _adds_to_main_grad(self, weight: Tensor) -> bool:
         return self.main_grad and getattr(weight, "main_grad", None) is not None
 
-    def _answers(self, weight: Tensor) -> bool:
+    def _needs_zero_gradient(self, weight: Tensor) -> bool:
         """Return True if autograd receives zeros as the weight's gradient so that its hooks run."""
         return not self.later and hasattr(weight, "grad_added_to_main_grad")
 
-    def _take(self, weight: Any, gives: Any) -> Tensor | None:
+    def _receive_gradient(self, weight: Any, compute_gradient: Any) -> Tensor | None:
         """Handle a weight's gradient in backward: defer it or add it to `main_grad`. Return the gradient for
         autograd.
         """
         if self.later:
-            self._waiting.append((weight, gives))
+            self._waiting.append((weight, compute_gradient))
             return None
-        _add(weight, gives(dtype=torch.float32))
-        if not self._answers(weight):
+        _add(weight, compute_gradient(dtype=torch.float32))
+        if not self._needs_zero_gradient(weight):
             return None
         weight.grad_added_to_main_grad = True
         return torch.zeros_like(weight)
@@ -171,7 +174,7 @@ class Context:
         self.saved_tensors = tensors
 
 
-class _Taken(torch.autograd.Function):
+class _DivertedFunction(torch.autograd.Function):
     """Autograd function that runs another one and routes the gradients of its weights to `weight_gradients`.
 
     Its arguments are a `Context`, the wrapped autograd function, the `weight_gradients` that receives gradients, a flag
@@ -181,13 +184,19 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: Context, function: Any, taker: Any, tied: Sequence[bool], arguments: Sequence[Any], *_: Tensor
+        ctx: Any,
+        own: Context,
+        function: Any,
+        receiver: Any,
+        tracked: Sequence[bool],
+        arguments: Sequence[Any],
+        *_: Tensor,
     ) -> Any:
         outputs = function.forward(own, *arguments)
         ctx.save_for_backward(*own.saved_tensors)
         own.saved_tensors = ()
         weights = [a if need is LATER else None for a, need in zip(arguments, own.needs_input_grad, strict=True)]
-        ctx.constants = own, function, taker, tied, weights
+        ctx.constants = own, function, receiver, tracked, weights
         return outputs
 
     @staticmethod
@@ -196,16 +205,19 @@ class _Taken(torch.autograd.Function):
 
 
 def _backward(ctx: Any, saved: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
-    own, function, taker, tied, weights = ctx.constants
+    own, function, receiver, tracked, weights = ctx.constants
     own.saved_tensors = saved
     try:
         gradients: Any = function.backward(own, *gs)
     finally:
         own.saved_tensors = ()
-    results = [g if weight is None else taker._take(weight, g) for weight, g in zip(weights, gradients, strict=True)]
-    of_tied = [g for g, each in zip(results, tied, strict=True) if each]
-    return *(None,) * 5, *(of_tied or [None])
+    results = [
+        g if weight is None else receiver._receive_gradient(weight, g)
+        for weight, g in zip(weights, gradients, strict=True)
+    ]
+    tracked_gradients = [g for g, each in zip(results, tracked, strict=True) if each]
+    return *(None,) * 5, *(tracked_gradients or [None])
 
 
 #: `Function.apply` without its checks for torch.func, which the layers have already made.
-_enter: Any = super(torch.autograd.Function, _Taken).apply
+_enter: Any = super(torch.autograd.Function, _DivertedFunction).apply

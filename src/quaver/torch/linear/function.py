@@ -15,8 +15,8 @@ from torch import Tensor
 from quaver.torch.backends.cpu import decode
 from quaver.torch.backends.gpu.device import out_of_memory
 from quaver.torch.linear.gemms import LinearContext
-from quaver.torch.linear.quantized_input import InputOp, LinearSetup, enter, recomputed
-from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
+from quaver.torch.linear.quantized_input import InputOp, LinearSetup, prepare_input, recomputed
+from quaver.torch.numerics.quantized import Quantized, rebuild_operand, split_operand
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops, selecting
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, add, first_derivative
@@ -25,7 +25,9 @@ from quaver.torch.state import counters
 
 #: Context of a call: setup, context of each layer (None under torch.compile), shape and dtype of their input, and
 #: dtypes of weights and biases.
-Facts = tuple[LinearSetup, Sequence[Any] | None, tuple[int, ...], torch.dtype, Sequence[torch.dtype], Sequence[Any]]
+CallContext = tuple[
+    LinearSetup, Sequence[Any] | None, tuple[int, ...], torch.dtype, Sequence[torch.dtype], Sequence[Any]
+]
 
 
 class LinearFunction(torch.autograd.Function):
@@ -39,10 +41,10 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, setup: LinearSetup, *tensors: Tensor | None) -> Any:
         if setup.runs:
-            return _as_decided(ctx, setup, tensors)
+            return _forward_planned(ctx, setup, tensors)
         if not is_tracing() and selecting.depth() > 0:
-            return _unseen(ctx, setup, tensors)
-        return _generally(ctx, setup, tensors)
+            return _forward_checkpointed(ctx, setup, tensors)
+        return _forward_unplanned(ctx, setup, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> Any:
@@ -58,83 +60,85 @@ class LinearFunction(torch.autograd.Function):
 apply: Any = super(torch.autograd.Function, LinearFunction).apply
 
 
-def _generally(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
+def _forward_unplanned(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     """Run the forward of `LinearFunction` on the slow path."""
-    n, taken, needs, c = len(setup.layers), setup.taken, ctx.needs_input_grad, setup.recipe.kept_input
-    weights, biases = tensors[taken : taken + n], tensors[taken + n :]
+    n, input_count, needs, c = len(setup.layers), setup.input_count, ctx.needs_input_grad, setup.recipe.saved_input
+    weights, biases = tensors[input_count : input_count + n], tensors[input_count + n :]
     # No recomputation with stochastic rounding (noise is drawn once), nor if the prologue saves nothing for its
     # gradients.
-    differentiated = any(needs[1 : 1 + taken])
+    differentiated = any(needs[1 : 1 + input_count])
     recomputes_input = setup.prologue.recomputes_input and differentiated and (c is None or c.rounding == "nearest")
-    keeps = setup.training and not recomputes_input and any(needs[1 + taken : 1 + taken + n])
-    entrance = enter(setup, tensors[:taken], keeps)
-    runs, lead, outputs = entrance.runs, entrance.shape[:-1], []
+    keeps_input = setup.training and not recomputes_input and any(needs[1 + input_count : 1 + input_count + n])
+    prepared_input = prepare_input(setup, tensors[:input_count], keeps_input)
+    runs, lead, outputs = prepared_input.runs, prepared_input.shape[:-1], []
     # All layers read this operand, so its decoded values are cached meanwhile.
     shares = n > 1 and not is_tracing()
     if shares:
-        decode.mark(entrance.operand, decode.INPUT)
+        decode.mark(prepared_input.operand, decode.INPUT)
     try:
         for run, weight, bias in zip(runs, weights, biases, strict=True):
             assert weight is not None
-            outputs.append(shaped(run.output(entrance.operand, weight, bias), (*lead, weight.shape[0])))
+            outputs.append(shaped(run.output(prepared_input.operand, weight, bias), (*lead, weight.shape[0])))
     finally:
         if shares:
-            decode.unmark(entrance.operand)
-    kept: tuple[Any, Any] = entrance.transposed, None
-    if keeps and entrance.transposed is None:
-        kept = runs[0].transposed(entrance.matrix, entrance.operand)
-        if entrance.recorded_amax is not None and isinstance(kept[0], Quantized):
-            entrance.recorded_amax.operands = entrance.operand, kept[0]
+            decode.unmark(prepared_input.operand)
+    saved_input: tuple[Any, Any] = prepared_input.transposed, None
+    if keeps_input and prepared_input.transposed is None:
+        saved_input = runs[0].transposed(prepared_input.matrix, prepared_input.operand)
+        if prepared_input.recorded_amax is not None and isinstance(saved_input[0], Quantized):
+            prepared_input.recorded_amax.operands = prepared_input.operand, saved_input[0]
     # Only dgrad reads the weights; without it they may be modified before backward.
     of_dgrad = weights if differentiated else (None,) * n
     # torch.compile passes tensors and plain values from forward to backward, but no objects.
     traced = is_tracing()
     factors = [run.factors for run in runs] if traced else []
-    saved, layouts = pack([*kept, *factors, *(entrance.saved if differentiated else ())])
+    saved, layouts = pack([*saved_input, *factors, *(prepared_input.saved if differentiated else ())])
     ctx.save_for_backward(*of_dgrad, *saved)
     dtypes = [weight.dtype for weight in weights if weight is not None], [b is not None and b.dtype for b in biases]
-    ctx.constants = layouts, (setup, None if traced else runs, entrance.shape, entrance.dtype, *dtypes)
-    return (entrance.output, *outputs) if setup.return_input else tuple(outputs)
+    ctx.constants = layouts, (setup, None if traced else runs, prepared_input.shape, prepared_input.dtype, *dtypes)
+    return (prepared_input.output, *outputs) if setup.return_input else tuple(outputs)
 
 
-#: `_generally` under a selective checkpoint.
-_unseen = selecting.unseen(_generally)
+#: `_forward_unplanned` under a selective checkpoint.
+_forward_checkpointed = selecting.hide_from_policies(_forward_unplanned)
 
 
-def _as_decided(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
+def _forward_planned(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     """Run the forward of `LinearFunction` with planned steps."""
-    outputs, values, facts = _decided(setup, tensors)
+    outputs, values, context = _run_planned(setup, tensors)
     layouts: list[tuple[int, Any]] = []
     if PACKED.isdisjoint(map(type, values)):
         ctx.save_for_backward(*values)
     else:
         n = len(setup.runs)
-        kept, layouts = pack(values[n:])
-        ctx.save_for_backward(*values[:n], *kept)
-    ctx.constants = layouts, facts
+        saved_input, layouts = pack(values[n:])
+        ctx.save_for_backward(*values[:n], *saved_input)
+    ctx.constants = layouts, context
     return tuple(outputs)
 
 
-def _decided(setup: LinearSetup, tensors: Sequence[Any], flat: bool = False) -> tuple[list[Tensor], list[Any], Facts]:
+def _run_planned(
+    setup: LinearSetup, tensors: Sequence[Any], flat: bool = False
+) -> tuple[list[Tensor], list[Any], CallContext]:
     """Run planned layers; return the outputs (matrices if `flat`), the tensors to save (weights first), and the facts.
 
     The wgrad operand is always saved, even if the prologue could recompute it: it is small and recomputing costs
     launches.
     """
-    runs, taken, n = setup.runs, setup.taken, len(setup.runs)
-    first, weights = runs[0], tensors[taken : taken + n]
-    y, saved = setup.prologue.forward(*tensors[:taken], decided=first.step.rows.implementation)
+    runs, input_count, n = setup.runs, setup.input_count, len(setup.runs)
+    first, weights = runs[0], tensors[input_count : input_count + n]
+    y, saved = setup.prologue.forward(*tensors[:input_count], implementation=first.step.rows.implementation)
     # The kernels read rows, so a transposed view must be copied first.
     x = first.readable(y).contiguous()
     try:
-        operands = first.entered(x, weights[0])
+        operands = first.quantize_input(x, weights[0])
     except torch.OutOfMemoryError as error:
         raise out_of_memory(y, 2) from error
     outputs, of_biases = [y] if setup.return_input else [], []
     if n > 1:
         decode.mark(operands[0], decode.INPUT)
     try:
-        for run, weight, bias in zip(runs, weights, tensors[taken + n :], strict=True):
+        for run, weight, bias in zip(runs, weights, tensors[input_count + n :], strict=True):
             if run is not first:
                 run.note(operands)
             outputs.append(run.output(operands, weight, bias, flat))
@@ -142,9 +146,11 @@ def _decided(setup: LinearSetup, tensors: Sequence[Any], flat: bool = False) -> 
     finally:
         if n > 1:
             decode.unmark(operands[0])
-    kept, scale = first.transposed(x, operands)
+    saved_input, scale = first.transposed(x, operands)
     # Only tensors; nothing has to be packed.
-    values = [*weights, kept, *scale, *saved] if scale.__class__ is list else [*weights, kept, scale, *saved]
+    values = (
+        [*weights, saved_input, *scale, *saved] if scale.__class__ is list else [*weights, saved_input, scale, *saved]
+    )
     return outputs, values, (setup, runs, y.shape, setup.dtype, [setup.dtype] * n, of_biases)
 
 
@@ -164,18 +170,18 @@ class FusedMLPInput:
     def __init__(self, setup: LinearSetup, after: InputOp) -> None:
         self.setup, self.after = setup, after
 
-    def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, Sequence[Any]]:
+    def forward(self, *x: Tensor | None, implementation: int | None = None) -> tuple[Tensor, Sequence[Any]]:
         # Flat outputs, which only `after` reads, save reshapes of each output and gradient.
-        outputs, saved, self.facts = _decided(self.setup, x, True)
+        outputs, saved, self.context = _run_planned(self.setup, x, True)
         self.own = len(saved)
-        y, kept = self.after.forward(*outputs, decided=decided)
-        return y, [*saved, *kept]
+        y, saved_input = self.after.forward(*outputs, implementation=implementation)
+        return y, [*saved, *saved_input]
 
     def backward(
-        self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
+        self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
-        gs = self.after.backward(g, saved[self.own :], decided)
-        return _gradients(self.facts, saved[: self.own], needs, gs)
+        gs = self.after.backward(g, saved[self.own :], implementation)
+        return _gradients(self.context, saved[: self.own], needs, gs)
 
 
 def shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -212,7 +218,7 @@ def pack(values: Sequence[Any]) -> tuple[Sequence[Tensor | None], list[tuple[int
     layouts: list[tuple[int, Any]] = []
     for value in values:
         if isinstance(value, (Quantized, float)):
-            parts, layout = take_apart(value)
+            parts, layout = split_operand(value)
             layouts.append((len(parts), layout))
             tensors += parts
         else:
@@ -228,20 +234,20 @@ def unpack(tensors: Sequence[Any], layouts: Sequence[tuple[int, Any]]) -> Sequen
     values, at = [], 0
     for size, layout in layouts:
         # Plain tensors are taken as they are, which saves a call.
-        values.append(tensors[at] if layout is None else put_together(layout, tensors[at : at + size]))
+        values.append(tensors[at] if layout is None else rebuild_operand(layout, tensors[at : at + size]))
         at += size
     return values
 
 
 def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
-    layouts, facts = ctx.constants
+    layouts, context = ctx.constants
     if layouts:
-        n = len(facts[0].layers)
+        n = len(context[0].layers)
         tensors = *tensors[:n], *unpack(tensors[n:], layouts)
-    return None, *_gradients(facts, tensors, ctx.needs_input_grad[1:], gs)
+    return None, *_gradients(context, tensors, ctx.needs_input_grad[1:], gs)
 
 
-def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Sequence[Any]) -> tuple[Any, ...]:
+def _gradients(context: CallContext, values: Sequence[Any], needs: Sequence[Any], gs: Sequence[Any]) -> tuple[Any, ...]:
     """Return the needed gradients of the prologue's inputs, the weights and the biases.
 
     Args:
@@ -249,51 +255,51 @@ def _gradients(facts: Facts, values: Sequence[Any], needs: Sequence[Any], gs: Se
         needs: one flag per gradient; `LATER` for a weight returns a function instead of a tensor.
         gs: gradients of the outputs.
     """
-    setup, runs, shape, dtype, weight_dtypes, bias_dtypes = facts
-    n, taken = len(setup.layers), setup.taken
+    setup, runs, shape, dtype, weight_dtypes, bias_dtypes = context
+    n, input_count = len(setup.layers), setup.input_count
     of_layers, weights, saved = gs[-n:], values[:n], values[n + 2 :]
-    kept: Any = values[n], values[n + 1]
+    saved_input: Any = values[n], values[n + 1]
     if setup.runs and runs[0].step.rows.levels == 2:  # type: ignore[index]
-        kept, saved = (values[n], values[n + 1 : n + 3]), values[n + 3 :]
+        saved_input, saved = (values[n], values[n + 1 : n + 3]), values[n + 3 :]
     if runs is None:
-        runs, saved = _again(setup, of_layers, saved[:n]), saved[n:]
-    of_input = any(needs[:taken])
-    again: RecomputedInput | None = None
-    if kept[0] is None and any(needs[taken : taken + n]):
-        once = n == 1 and of_input and needs[taken] is True and not setup.return_input
+        runs, saved = _rebuild_contexts(setup, of_layers, saved[:n]), saved[n:]
+    of_input = any(needs[:input_count])
+    recomputed_input: RecomputedInput | None = None
+    if saved_input[0] is None and any(needs[input_count : input_count + n]):
+        once = n == 1 and of_input and needs[input_count] is True and not setup.return_input
         # Counters expect operands in the order in which a single layer quantizes them.
         if once and ops.on_host(of_layers[0]) and counters.active.counters is None:
-            kept = again = RecomputedInput(setup, saved, runs[0], shape, dtype)
+            saved_input = recomputed_input = RecomputedInput(setup, saved, runs[0], shape, dtype)
         else:
-            kept, _ = recomputed(setup, saved, runs[0])
+            saved_input, _ = recomputed(setup, saved, runs[0])
     shares = n > 1 and not is_tracing()
     if shares:
-        decode.mark(kept[0], decode.INPUT)
+        decode.mark(saved_input[0], decode.INPUT)
     of_y = gs[0].reshape(-1, shape[-1]) if setup.return_input else None
     of_weights: list[Any] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
     # Same order as autograd's accumulation: last computed first.
     try:
         for i in range(n - 1, -1, -1):
-            needed = of_input, needs[taken + i], needs[taken + n + i]
+            needed = of_input, needs[input_count + i], needs[input_count + n + i]
             part, of_weights[i], of_biases[i] = runs[i].gradients(
-                of_layers[i], weights[i], kept, needed, weight_dtypes[i], bias_dtypes[i]
+                of_layers[i], weights[i], saved_input, needed, weight_dtypes[i], bias_dtypes[i]
             )
             if part is not None:
                 part = part if part.dtype is dtype else part.to(dtype)
                 of_y = part if of_y is None else add(of_y, part)
     finally:
         if shares:
-            decode.unmark(kept[0])
-    of_x: Sequence[Tensor | None] = (None,) * taken
-    if again is not None and again.gradients is not None:
-        of_x = again.gradients
+            decode.unmark(saved_input[0])
+    of_x: Sequence[Tensor | None] = (None,) * input_count
+    if recomputed_input is not None and recomputed_input.gradients is not None:
+        of_x = recomputed_input.gradients
     elif of_input:
         assert of_y is not None
         # With `return_input` of_y may be the caller's tensor, which resize_ must not change.
         of_y = of_y.view(*shape) if setup.return_input else shaped(of_y, shape)
-        decided = setup.runs[0].step.rows.implementation if setup.runs else None
-        of_x = setup.prologue.backward(of_y, saved, decided, needs[:taken])
+        implementation = setup.runs[0].step.rows.implementation if setup.runs else None
+        of_x = setup.prologue.backward(of_y, saved, implementation, needs[:input_count])
     return *of_x, *of_weights, *of_biases
 
 
@@ -311,12 +317,12 @@ class RecomputedInput:
 
     def __call__(self, of_input: Tensor) -> tuple[Any, Any]:
         g = of_input if of_input.dtype is self.dtype else of_input.to(self.dtype)
-        kept: tuple[Any, Any]
-        kept, self.gradients = recomputed(*self.of, shaped(g, self.shape))
-        return kept
+        saved_input: tuple[Any, Any]
+        saved_input, self.gradients = recomputed(*self.of, shaped(g, self.shape))
+        return saved_input
 
 
-def _again(setup: LinearSetup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[LinearContext]:
+def _rebuild_contexts(setup: LinearSetup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[LinearContext]:
     """Rebuild the contexts of the layers in a backward that torch.compile traces."""
     return [
         LinearContext(layer, setup.recipe, g, setup.dtype, setup.training, of_layer)

@@ -14,7 +14,7 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.backends.gpu import capture, device
 from quaver.torch.linear import plan, stored_weight
 from quaver.torch.linear.function import FusedMLPInput, LinearFunction, apply
-from quaver.torch.linear.gemms import is_given
+from quaver.torch.linear.gemms import is_prequantized
 from quaver.torch.linear.linear import Linear, dtype_sentence, recipe_of, weight_and_bias
 from quaver.torch.linear.quantized_input import InputOp, LinearSetup, may_fuse
 from quaver.torch.numerics.rounding import is_tracing
@@ -52,26 +52,26 @@ def _project(
     then: tuple[InputOp, Sequence[Linear]] | None = None,
 ) -> tuple[Tensor, ...]:
     """Run `project` for layers whose shared recipe is known."""
-    decided, behind = None, None if then is None else _shared_recipe(then[1])
+    planned, behind = None, None if then is None else _shared_recipe(then[1])
     if recipe is not None and not is_tracing():
         if not torch.is_grad_enabled():
-            layers[0]._state.watched = None
+            layers[0]._state.is_observed = None
         elif not plan.needs_slow_path(layers[0]):
-            decided = _decided(prologue, x, layers, recipe, return_input)
-    if decided is not None and then is not None and behind is not None:
-        chained: Any = FusedMLPInput(decided[0], then[0])
-        both = _decided(chained, decided[1], then[1], behind)
-        decided, then = (decided, then) if both is None else (both, None)
+            planned = _plan_call(prologue, x, layers, recipe, return_input)
+    if planned is not None and then is not None and behind is not None:
+        chained: Any = FusedMLPInput(planned[0], then[0])
+        both = _plan_call(chained, planned[1], then[1], behind)
+        planned, then = (planned, then) if both is None else (both, None)
     outputs: tuple[Tensor, ...]
-    if decided is None:
-        outputs = _general(prologue, x, layers, recipe, return_input)
+    if planned is None:
+        outputs = _run_unplanned(prologue, x, layers, recipe, return_input)
     else:
         run: Any = apply if active_context.split is None else active_context.split(LinearFunction, apply)
-        outputs = run(decided[0], *decided[1])
+        outputs = run(planned[0], *planned[1])
     return outputs if then is None else _project(then[0], outputs, then[1], behind)
 
 
-def _general(
+def _run_unplanned(
     prologue: InputOp,
     x: Sequence[Tensor | None],
     layers: Sequence[Linear],
@@ -89,10 +89,12 @@ def _general(
     weights, biases = [], []
     for layer in layers:
         weight, bias = weight_and_bias(layer)
-        if weight.__class__ is not nn.Parameter and is_given(weight):
+        if weight.__class__ is not nn.Parameter and is_prequantized(weight):
             if is_tracing():
-                given: Any = weight.__class__
-                eager: tuple[Tensor, ...] = given.eagerly(_general, prologue, x, layers, recipe, return_input)
+                prequantized: Any = weight.__class__
+                eager: tuple[Tensor, ...] = prequantized.eagerly(
+                    _run_unplanned, prologue, x, layers, recipe, return_input
+                )
                 return eager
             weight.check_recipe(layer, recipe)  # type: ignore[attr-defined]
         weights.append(weight)
@@ -129,7 +131,7 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
     for layer in layers:
         if layer.__class__ is not Linear and not _is_over(layer):
             return None
-        if layer.weight_spec is not None and not is_given(weight := weight_and_bias(layer)[0]):
+        if layer.weight_spec is not None and not is_prequantized(weight := weight_and_bias(layer)[0]):
             stored_weight.check_uncast(layer, weight)
         own = recipe_of(layer, compiling)
         if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
@@ -174,7 +176,7 @@ LAUNCHES = 1 << 20
 ON_HOST = 1 << 14
 
 
-def _decided(
+def _plan_call(
     prologue: InputOp,
     x: Sequence[Tensor | None],
     layers: Sequence[Linear],
@@ -204,12 +206,12 @@ def _decided(
         weight, bias = weight_and_bias(layer)
         if not weight.requires_grad or weight.dtype is not first.dtype or not weight.is_contiguous():
             return None
-        if weight.__class__ is not nn.Parameter and is_given(weight):
+        if weight.__class__ is not nn.Parameter and is_prequantized(weight):
             return None
         if layer._state.prepared is not recipe:
             prepare(layer, recipe)
-        step = plan.decided(shape, first, weight, bias, recipe, layer)
-        if step is None or (step.rows.aligned and capture.as_captured(step.device)):
+        step = plan.planned(shape, first, weight, bias, recipe, layer)
+        if step is None or (step.rows.aligned and capture.is_captured_or_rehearsed(step.device)):
             return None
         run = step.run(first, layer)
         if run is None:

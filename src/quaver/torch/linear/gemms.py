@@ -69,7 +69,7 @@ class PrequantizedWeight(Protocol):
         """
 
 
-def is_given(weight: Any) -> bool:
+def is_prequantized(weight: Any) -> bool:
     """Return True if the weight is a `PrequantizedWeight`; plain parameters are not."""
     return hasattr(weight, "quantized_operand")
 
@@ -82,7 +82,7 @@ Gradients = tuple[Tensor | None, Any, Tensor | None]
 
 
 #: wgrad operand of an input.
-Kept = tuple[Tensor | Quantized, None]
+SavedInput = tuple[Tensor | Quantized, None]
 
 
 class OperandComm(Protocol):
@@ -157,7 +157,7 @@ class LinearContext:
             if self.record and not self.traced and w is weight:
                 # Nothing else registers this use of the weight, and the cached dgrad operand must notice a changed
                 # weight.
-                weight_cache.look(self.layer, weight)
+                weight_cache.expire(self.layer, weight)
             if not self.traced and selecting.is_hidden():
                 return selecting.seen(high_precision, x, w, x.dtype, bias)
             return high_precision(x, w, x.dtype, bias)
@@ -190,15 +190,15 @@ class LinearContext:
         factor = None if self.factors is None else self.factors[amax.INPUT]
         if self.plan.input:
             assert a is not None
-            return self.transposed(None, self.unnoted(x, a, False, factor))
+            return self.transposed(None, self.quantize_unrecorded(x, a, False, factor))
         if c is None and self.recipe.dequantized_backward:
             assert a is not None
-            return self.unnoted(x, a, False), None
+            return self.quantize_unrecorded(x, a, False), None
         if c is None or factor is None:
             return self.transposed(x, x)
-        return self.unnoted(x.t(), c, True, factor), None
+        return self.quantize_unrecorded(x.t(), c, True, factor), None
 
-    def unnoted(
+    def quantize_unrecorded(
         self, x: Tensor, spec: QuantSpec, transposed: bool, factor: Tensor | float | None = None, noise: Noise = QUIET
     ) -> Quantized:
         """Quantize x without recording its amax or counting it.
@@ -217,7 +217,7 @@ class LinearContext:
         self,
         g: Tensor,
         weight: Tensor,
-        kept: Kept | Callable[[Tensor], Kept],
+        saved_input: SavedInput | Callable[[Tensor], SavedInput],
         needs: Sequence[Any],
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype,
@@ -225,11 +225,11 @@ class LinearContext:
         """Compute the needed ones of grad_input [T, K], grad_weight [N, K] and grad_bias [N] from grad_output [..., N].
 
         Args:
-            kept: what `transposed` returned, or a function of grad_input that returns it.
+            saved_input: what `transposed` returned, or a function of grad_input that returns it.
             needs: one flag per gradient; the weight's may be `LATER`.
         """
         if self.pending is not None:
-            self.pending.settle()
+            self.pending.finish()
         g = matrix(g)
         need_input, need_weight, need_bias = needs
         gq: Tensor | Quantized = g
@@ -250,9 +250,9 @@ class LinearContext:
         if need_input:
             grad_input = self._dgrad(gq, weight)
         if need_weight:
-            if callable(kept):
+            if callable(saved_input):
                 assert grad_input is not None
-                kept = kept(grad_input)
+                saved_input = saved_input(grad_input)
             gt: Tensor | Quantized
             if transposed is not None:
                 gt = transposed
@@ -262,13 +262,13 @@ class LinearContext:
                 gt = gq.T
             else:
                 gt = quantize(self, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, True)
-            gives = partial(self._of_weight, gt, kept[0], dtype=weight_dtype)
+            gives = partial(self._of_weight, gt, saved_input[0], dtype=weight_dtype)
             grad_weight = gives if need_weight is LATER else gives()
         return grad_input, grad_weight, grad_bias
 
-    def _of_weight(self, g: Tensor | Quantized, kept: Tensor | Quantized, *, dtype: torch.dtype) -> Tensor:
+    def _of_weight(self, g: Tensor | Quantized, saved_input: Tensor | Quantized, *, dtype: torch.dtype) -> Tensor:
         """Run `_wgrad`, the last GEMM of a layer's backward, and mark the cached weight as used."""
-        grad_weight = self._wgrad(g, kept, dtype)
+        grad_weight = self._wgrad(g, saved_input, dtype)
         if not self.traced:
             weight_cache.used(self.layer)
         return grad_weight
@@ -293,7 +293,7 @@ class LinearContext:
             return plain(quantized_weight(self, weight, "fprop", spec), dtype)
         return stored_weight.dequantized(self.layer, weight, dtype) if stored_weight.are_codes(weight) else weight
 
-    def _wgrad(self, g: Tensor | Quantized, kept: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+    def _wgrad(self, g: Tensor | Quantized, saved_input: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
         """Run wgrad: grad_output.T [N, T] and input.T [K, T] to grad_weight [N, K] in `dtype`.
 
         The gradient of a stored quantized weight is float32; autograd rounds it to the dtype of the parameter's
@@ -302,9 +302,9 @@ class LinearContext:
         if self.layer.__dict__.get("weight_spec") is not None:
             dtype = torch.float32
         if isinstance(g, Tensor):
-            return high_precision(g, plain(kept, g.dtype).t(), dtype)
-        assert isinstance(kept, Quantized)
-        return self.matmul(g, kept, dtype, None, self.recipe.wgrad.fast_accum)
+            return high_precision(g, plain(saved_input, g.dtype).t(), dtype)
+        assert isinstance(saved_input, Quantized)
+        return self.matmul(g, saved_input, dtype, None, self.recipe.wgrad.fast_accum)
 
 
 def plain(x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
@@ -433,7 +433,7 @@ def _version(call: LinearContext) -> int:
 def capturing(x: Tensor) -> bool:
     """Return True while a CUDA graph is captured or rehearsed; the weight cache is then neither read nor written."""
     # On a CPU nothing is captured except in tests that simulate a GPU.
-    return bool(not x.is_cpu or device.asked or capture.rehearsed) and capture.as_captured(x.device)
+    return bool(not x.is_cpu or device.asked or capture.rehearsed) and capture.is_captured_or_rehearsed(x.device)
 
 
 def quantized_weight(call: LinearContext, weight: Tensor, side: str, spec: QuantSpec) -> Quantized:
@@ -441,9 +441,9 @@ def quantized_weight(call: LinearContext, weight: Tensor, side: str, spec: Quant
     valid.
     """
     layer = call.layer
-    if weight.__class__ is not nn.Parameter and is_given(weight):
-        given: Quantized = weight.quantized_operand(call, side)  # type: ignore[attr-defined]
-        return given
+    if weight.__class__ is not nn.Parameter and is_prequantized(weight):
+        prequantized: Quantized = weight.quantized_operand(call, side)  # type: ignore[attr-defined]
+        return prequantized
     shared = side == "dgrad" and call.plan.weight
     q = None if call.weight is None else call.weight.quantized
     if shared and q is not None:
@@ -456,31 +456,31 @@ def quantized_weight(call: LinearContext, weight: Tensor, side: str, spec: Quant
     if call.traced:
         if shared:
             factor = None if call.factors is None else call.factors[amax.WEIGHT]
-            return call.unnoted(weight, spec, False, factor, ops.AGAIN).T
+            return call.quantize_unrecorded(weight, spec, False, factor, ops.NO_NOISE_ID).T
         if side == "fprop":
             return quantize(call, amax.WEIGHT, "weight", weight, spec)
         return quantize(call, amax.WEIGHT, "weight.T", weight.t(), spec, True)
     written = call.written
-    kept_as = "fprop" if shared else side
+    cache_name = "fprop" if shared else side
     keeps = not capturing(weight)
     parameter = weight if call.parts is None else call.parts.parameter
-    entry = weight_cache.lookup(layer, kept_as, parameter, spec, written, call.record) if keeps else None
+    entry = weight_cache.lookup(layer, cache_name, parameter, spec, written, call.record) if keeps else None
     q = None if entry is None else entry.quantized
     if q is None:
         window = weight_cache.begin(layer, parameter, call.record) if keeps else None
         q, other = _quantize_weight(call, weight, side, spec)
         if other is not None and call.plan.weight:
-            q.twin = other
+            q.cached_transpose = other
         entry = (
-            weight_cache.keep(layer, kept_as, parameter, spec, written, q, window)
+            weight_cache.store(layer, cache_name, parameter, spec, written, q, window)
             if keeps
             else weight_cache.CachedWeight(q)
         )
         if other is not None and not call.plan.weight:
-            kept = weight_cache.keep(layer, "dgrad", parameter, other.spec, written, other, window)
-            call.transposed_weight = other if kept is None else None
+            saved_input = weight_cache.store(layer, "dgrad", parameter, other.spec, written, other, window)
+            call.transposed_weight = other if saved_input is None else None
         if not call.record and entry is None:
-            weight_cache.quantized_again(layer, parameter)
+            weight_cache.count_uncached_forward(layer, parameter)
     elif call.record and call.factors is not None and side == "fprop":
         amax.record(layer, amax.WEIGHT, q.amax)
     if call.plan.weight:
@@ -493,7 +493,7 @@ def _quantize_weight(
 ) -> tuple[Quantized, Quantized | None]:
     """Quantize the weight for `side`, and dgrad's operand too if one read can write both (else None)."""
     parameter = weight if call.parts is None else call.parts.parameter
-    if torch.is_inference_mode_enabled() and weight_cache.can_keep(call.layer, parameter):
+    if torch.is_inference_mode_enabled() and weight_cache.can_cache(call.layer, parameter):
         # Cached tensors must not be inference tensors, because other modes read them too.
         with torch.inference_mode(False), torch.no_grad():
             return _quantize_weight(call, weight, side, spec)

@@ -21,8 +21,8 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.linear import plan as direct
 from quaver.torch.linear import store_weight, stored_weight
 from quaver.torch.linear.function import LinearFunction, apply
-from quaver.torch.linear.gemms import is_given
-from quaver.torch.linear.quantized_input import GIVEN, LinearSetup
+from quaver.torch.linear.gemms import is_prequantized
+from quaver.torch.linear.quantized_input import IDENTITY_INPUT, LinearSetup
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import operation, ops
 from quaver.torch.operations.autograd import refuse_transforms
@@ -113,7 +113,9 @@ class Quantizable(nn.Module):
         """Move and cast the parameters; histories and counts keep their dtype and, unless they were on meta, their
         values.
         """
-        held = {name: self._buffers.pop(name) for name in (*STATE, *stored_weight.SCALES) if name in self._buffers}
+        moved_buffers = {
+            name: self._buffers.pop(name) for name in (*STATE, *stored_weight.SCALES) if name in self._buffers
+        }
         try:
             if self.weight_spec is None:
                 super()._apply(fn, recurse)
@@ -121,10 +123,10 @@ class Quantizable(nn.Module):
                 store_weight.moved(self, fn, super()._apply)
         finally:
             # Restore the buffers even if the move raises.
-            self._buffers.update(held)
+            self._buffers.update(moved_buffers)
             # Casting there and back can put other values at the same address, so the cached weight is invalid.
             weight_cache.drop(self)
-        for name, buffer in held.items():
+        for name, buffer in moved_buffers.items():
             assert buffer is not None
             device = device_of(self)
             if not buffer.is_meta or device.type == "meta":
@@ -142,7 +144,7 @@ class Quantizable(nn.Module):
         copied: Quantizable = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(Quantizable.__getstate__(self), memo))
-        store_weight.remember(self, copied, memo)
+        store_weight.share_parameter(self, copied, memo)
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -150,7 +152,7 @@ class Quantizable(nn.Module):
         if self.recipe is not None:
             self.recipe = recipes.get(self.recipe)
         if self.weight_spec is not None:
-            store_weight.settle(self)
+            store_weight.register_stored_weight(self)
         outlast(self)
         amax.register(self)
         name_streams(self)
@@ -163,10 +165,10 @@ class Quantizable(nn.Module):
             if self.weight_spec is not None:
                 store_weight.decode(self, destination, prefix, saving.decoded)
             return
-        store_weight.portable(destination, prefix + "weight")
+        store_weight.codes_to_bytes(destination, prefix + "weight")
         key = prefix + "history"
         if key in destination:
-            tell_of_one_rank(self)
+            warn_unsynchronized_history(self)
             # The history is stored column-major; safetensors accepts contiguous tensors only.
             destination[key] = destination[key].contiguous()
 
@@ -179,7 +181,7 @@ class Quantizable(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
         outlast(self)
         if self.weight_spec is not None:
-            store_weight.settle(self)
+            store_weight.register_stored_weight(self)
 
 
 def _join(layer: nn.Module, state_dict: Any, prefix: str) -> None:
@@ -257,10 +259,10 @@ class Linear(Quantizable, nn.Linear):
         recipe = recipe_of(self, compiling)
         weight, bias = weight_and_bias(self)
         is_parameter = weight.__class__ is nn.Parameter
-        given = not is_parameter and is_given(weight)
-        if self.weight_spec is not None and not given:
+        prequantized = not is_parameter and is_prequantized(weight)
+        if self.weight_spec is not None and not prequantized:
             stored_weight.check_uncast(self, weight)
-        if given:
+        if prequantized:
             if compiling:
                 eager: Tensor = weight.__class__.eagerly(Linear.forward, self, input)  # type: ignore[attr-defined]
                 return eager
@@ -269,23 +271,23 @@ class Linear(Quantizable, nn.Linear):
             if not (is_parameter and weight.dtype in ops.DTYPES) and stored_weight.are_codes(weight):
                 return stored_weight.linear(input, weight, bias, self)
             if training and not compiling and self._state.weights is not None:
-                weight_cache.look(self, weight)
+                weight_cache.expire(self, weight)
             if not active_context.takes_weights or compiling or not training or input.dtype not in ops.DTYPES:
                 return F.linear(input, weight, bias)
             recipe = recipes.get("bf16")
         if not is_parameter and not compiling:
             if is_foreign(weight):
                 raise ValueError(foreign_sentence(self, weight))
-            refuse_sharded(self, weight)
+            check_not_sharded(self, weight)
         plan: direct.LinearPlan | None = None
-        if training and not compiling and not given:
-            key = direct.facts(input.shape, input, weight, bias, recipe)
+        if training and not compiling and not prequantized:
+            key = direct.plan_key(input.shape, input, weight, bias, recipe)
             plan = direct.plans.get(key)
-            y = None if plan is None else plan.again(input, weight, bias, self)
+            y = None if plan is None else plan.run_cached_plan(input, weight, bias, self)
             if y is not None:
                 return y
         elif not compiling:
-            self._state.watched = None
+            self._state.is_observed = None
         if training and self._state.prepared is not recipe:
             prepare(self, recipe)
         device = ops.autocast_device(input)
@@ -305,16 +307,16 @@ class Linear(Quantizable, nn.Linear):
             )
         if x.dtype not in ops.DTYPES:
             return _unquantized(self, x, weight, bias)
-        setup = LinearSetup(GIVEN, (self,), recipe, x.dtype, training)
+        setup = LinearSetup(IDENTITY_INPUT, (self,), recipe, x.dtype, training)
         if compiling:
             return LinearFunction.apply(setup, x, weight, bias)[0]
         refuse_transforms(x, weight, bias)
         # Inputs cast by autocast and weights stored as codes have no plan.
-        if training and plan is None and not given and not casting and x.dtype is weight.dtype:
+        if training and plan is None and not prequantized and not casting and x.dtype is weight.dtype:
             plan = direct.plan(x, weight, bias, recipe, self)
             if plan is not None:
-                direct.keep(key, plan)
-                y = plan.again(x, weight, bias, self)
+                direct.store(key, plan)
+                y = plan.run_cached_plan(x, weight, bias, self)
                 if y is not None:
                     return y
         run: Any = apply if active_context.split is None else active_context.split(LinearFunction, apply)
@@ -351,7 +353,7 @@ def foreign_sentence(layer: Linear, weight: Tensor) -> str:
     )
 
 
-def refuse_sharded(layer: nn.Module, weight: Tensor) -> None:
+def check_not_sharded(layer: nn.Module, weight: Tensor) -> None:
     """Raise if the weight is still sharded when the layer multiplies by it.
 
     Raises:
@@ -370,7 +372,7 @@ def refuse_sharded(layer: nn.Module, weight: Tensor) -> None:
 _warned: set[str] = set()
 
 
-def tell_of_one_rank(layer: nn.Module) -> None:
+def warn_unsynchronized_history(layer: nn.Module) -> None:
     """Warn once if the history in a state dict contains amaxes that only this rank has recorded."""
     if "history" not in _warned and not scaling_step.is_agreed(layer):
         _warned.add("history")

@@ -67,11 +67,11 @@ def decide(x: Tensor, weight: Tensor, recipe: Recipe) -> PlannedLinear | None:
         return None
     one = size <= SMALL and all(recipe.plan) and all(spec.per_tensor for spec in specs)
     return PlannedLinear(
-        recipe, x, weight.shape[0], (_of_one_scale if one else _of_any_scales)(recipe, x.shape, x.dtype)
+        recipe, x, weight.shape[0], (_per_tensor_kernels if one else _general_kernels)(recipe, x.shape, x.dtype)
     )
 
 
-def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> PlannedKernels:
+def _general_kernels(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> PlannedKernels:
     """Return kernels for any kind of scale: operands are `Quantized`, and the input is saved as codes and scales."""
     (a, b), (c, d), (e, f) = ((gemm.a, gemm.b) for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     assert a is not None and b is not None and c is not None and d is not None
@@ -107,8 +107,10 @@ def _of_any_scales(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Pla
             )
         q = quantized_weight(call, weight, "fprop", b)
         entry = weight_cache.lookup(layer, "fprop", weight, b, version) or weight_cache.CachedWeight(q)
-        entry.ready = CachedWeightOperands(q, None, q.T if plan.weight else None, None, factors, recipe, WHOLE)
-        return entry, entry.ready
+        entry.planned_operands = CachedWeightOperands(
+            q, None, q.T if plan.weight else None, None, factors, recipe, WHOLE
+        )
+        return entry, entry.planned_operands
 
     def of_output(data: Tensor, scale: Scale, right: Any, _: Scale, bias: Tensor | None) -> Tensor:
         left = Quantized(data, scale, a, (tokens, k), mark=decode.thread.codes and decode.mark_of(data))
@@ -152,7 +154,7 @@ def _by_factor(
     return q
 
 
-def _of_one_scale(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> PlannedKernels:
+def _per_tensor_kernels(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> PlannedKernels:
     """Return kernels for small operands with one scale per tensor, which a matrix and its transpose share."""
     a, b, c = recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
     assert a is not None and b is not None and c is not None
@@ -173,15 +175,15 @@ def _of_one_scale(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Plan
         factor = 0.0 if delayed is None else delayed.version
         window = weight_cache.begin(layer, weight) if forward else None
         q = fp8.quantize(weight, b, None, factor)
-        entry = weight_cache.keep(layer, "fprop", weight, b, factor, q, window) or weight_cache.CachedWeight(q)
+        entry = weight_cache.store(layer, "fprop", weight, b, factor, q, window) or weight_cache.CachedWeight(q)
         if forward and delayed is not None:
             amax.record(layer, amax.WEIGHT, q.amax)
         # Small weights are decoded once and cached; larger ones are decoded in each GEMM.
         values = decoded(q) if q.data.numel() <= REMEMBERED else q.data
         assert values is not None
         factors = None if delayed is None else delayed.factors
-        entry.ready = CachedWeightOperands(values.t(), q.scale, values, q.scale, factors, recipe)
-        return entry, entry.ready
+        entry.planned_operands = CachedWeightOperands(values.t(), q.scale, values, q.scale, factors, recipe)
+        return entry, entry.planned_operands
 
     product = _product(dtype)
     return PlannedKernels(of_input, of_grad_output, of_weight, None, _factors, product, product, product, False, -1)
@@ -199,7 +201,7 @@ def _product(dtype: torch.dtype) -> Multiply:
 # ---- plans ----
 
 #: Key of a plan: recipe (by identity), shapes, dtypes, devices, and dtype and requires_grad of the bias.
-Facts = tuple[
+PlanKey = tuple[
     int, torch.Size, torch.dtype, torch.device, torch.Size, torch.dtype, torch.device, tuple[torch.dtype, bool] | None
 ]
 
@@ -212,7 +214,7 @@ class LinearPlan(NamedTuple):
     #: Planned step, or None if these calls take the slow path.
     step: PlannedLinear | None
 
-    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
+    def run_cached_plan(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
         """Run the planned step on an unchecked x [..., k]; return y [..., n], or None for the slow path."""
         step = self.step
         if (
@@ -225,51 +227,51 @@ class LinearPlan(NamedTuple):
 
 
 #: Maximum number of cached plans; the oldest are dropped first, so alternating sequence lengths keep their plans.
-MOST = 1024
+MAX_PLANS = 1024
 #: Plans by key, shared by all layers: a new sequence length is planned once per weight shape, not once per layer.
-plans: dict[Facts, LinearPlan] = {}
+plans: dict[PlanKey, LinearPlan] = {}
 device.tables.append(plans)
 
 
-def facts(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Facts:
+def plan_key(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> PlanKey:
     """Return the key of the plan for inputs of `shape` with the dtype and device of `like`."""
     of_bias = None if bias is None else (bias.dtype, bias.requires_grad)
     return id(recipe), shape, like.dtype, like.device, weight.shape, weight.dtype, weight.device, of_bias
 
 
-def keep(key: Facts, plan: LinearPlan) -> None:
-    """Add a plan to the cache, and drop the oldest plans beyond `MOST`."""
-    for oldest in list(plans)[: max(0, len(plans) + 1 - MOST)]:
+def store(key: PlanKey, plan: LinearPlan) -> None:
+    """Add a plan to the cache, and drop the oldest plans beyond `MAX_PLANS`."""
+    for oldest in list(plans)[: max(0, len(plans) + 1 - MAX_PLANS)]:
         # Another thread may have removed it already.
         plans.pop(oldest, None)
     plans[key] = plan
 
 
-def decided(
+def planned(
     shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module
 ) -> PlannedLinear | None:
     """Return the planned step for inputs of `shape` with dtype and device of `like`, or None for the slow path.
 
     Makes and caches the plan if there is none.
     """
-    key = facts(shape, like, weight, bias, recipe)
+    key = plan_key(shape, like, weight, bias, recipe)
     known = plans.get(key)
     if known is None:
         known = plan(like.new_empty(shape), weight, bias, recipe, layer)
         if known is None:
             return None
-        keep(key, known)
+        store(key, known)
     return known.step
 
 
 def needs_slow_path(layer: nn.Module) -> bool:
     """Return True if a training forward of the layer must take the slow path.
 
-    True if the layer is observed (see `watched`), or while `only`, torch.autocast, torch.func or forward mode is
+    True if the layer is observed (see `is_observed`), or while `only`, torch.autocast, torch.func or forward mode is
     active.
     """
     return (
-        watched(layer)
+        is_observed(layer)
         or QUANTIZE.active is not QUANTIZE.impls
         or MATMUL.active is not MATMUL.impls
         or any_autocast_enabled()
@@ -278,7 +280,7 @@ def needs_slow_path(layer: nn.Module) -> bool:
     )
 
 
-def watched(layer: nn.Module) -> bool:
+def is_observed(layer: nn.Module) -> bool:
     """Return True if something observes or changes this layer's forward so that planned steps cannot run it.
 
     Observers are counters, recomputation and selective checkpoints; the others are taking weight gradients away and
@@ -289,29 +291,29 @@ def watched(layer: nn.Module) -> bool:
     logs = layer_state.state
     state: Any = layer._state
     if logs.replay is None:
-        if graph_task_id() != -1 and state.watched is not None:
-            known: bool = state.watched
+        if graph_task_id() != -1 and state.is_observed is not None:
+            known: bool = state.is_observed
             return known
         now: bool = (
             counters.active.counters is not None
             or logs.writing != ()
-            or (active_context.split is not None and _goes_general(layer))
+            or (active_context.split is not None and _needs_unplanned_wgrad(layer))
             or (selecting.depth() != 0 and selecting.is_active())
         )
     else:
         now = True
-    state.watched = now
+    state.is_observed = now
     return now
 
 
-def _goes_general(layer: nn.Module) -> bool:
+def _needs_unplanned_wgrad(layer: nn.Module) -> bool:
     """Return True if wgrad is delayed or taken away in a way that planned kernels do not support."""
     return active_context.takes_weights or bool(device.asked) or device_of(layer).type != "cpu"
 
 
 def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module) -> LinearPlan | None:
     """Plan a layer for a checked x [..., k]; returns None if no plan can be made now."""
-    if needs_slow_path(layer) or capture.as_captured(x.device):
+    if needs_slow_path(layer) or capture.is_captured_or_rehearsed(x.device):
         return None
     if x.device != weight.device:
         # A kernel launch would read addresses of the wrong device; torch's own GEMM raises the right error.

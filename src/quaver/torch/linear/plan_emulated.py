@@ -36,7 +36,7 @@ def noise_of(layer: nn.Module, device: torch.device) -> emulation.StochasticRoun
     return emulation.StochasticRounding(layer.__dict__.get("seed", 0), straight, transposed, count)
 
 
-def bring_back(layer: nn.Module, count: Tensor) -> None:
+def write_back_counts(layer: nn.Module, count: Tensor) -> None:
     """Copy the counter that the kernels have advanced back into the layer's buffer."""
     own = layer._buffers.get("count")
     if own is not None:
@@ -55,7 +55,7 @@ class Kernels(NamedTuple):
     #: (matrix, save codes, noise, need matrix, need transpose) -> result of `gpu.emulation.values`.
     values: Callable[..., tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]]
     #: Decodes saved codes and scales to values.
-    kept: Callable[[Tensor, Tensor], Tensor]
+    saved_values: Callable[[Tensor, Tensor], Tensor]
 
 
 def kernels(spec: QuantSpec | None, other: QuantSpec | None) -> Kernels | None:
@@ -64,12 +64,12 @@ def kernels(spec: QuantSpec | None, other: QuantSpec | None) -> Kernels | None:
         return None
     if emulation.serves(spec, other):
         return Kernels(
-            lambda x, keeps, *_: emulation.values(x, spec, keeps),
-            lambda codes, scales: emulation.kept_values(codes, scales, spec),
+            lambda x, saves_values, *_: emulation.values(x, spec, saves_values),
+            lambda codes, scales: emulation.saved_values(codes, scales, spec),
         )
     if emulation.serves_two_level(spec, other):
         return Kernels(
-            lambda x, keeps, *rest: emulation.two_level_values(x, spec, other, keeps, *rest),
+            lambda x, saves_values, *rest: emulation.two_level_values(x, spec, other, saves_values, *rest),
             emulation.cached_two_level_values,
         )
     return None
@@ -118,8 +118,8 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pl
     assert of_input is not None and of_grad_output is not None and of_weight is not None
 
     def quantized_input(x: Tensor, _: None) -> Operands:
-        along, down, kept = of_input.values(x.detach().view(-1, x.shape[-1]), True)
-        codes, scales = kept or (along if down is None else down, None)
+        along, down, saved_values = of_input.values(x.detach().view(-1, x.shape[-1]), True)
+        codes, scales = saved_values or (along if down is None else down, None)
         return along, None, codes, scales, None
 
     def weight_row(
@@ -128,7 +128,7 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pl
         return _weight(weight, layer, recipe, of_weight, forward)
 
     def decoded_input(codes: Tensor, scales: Tensor | None) -> Tensor:
-        return codes if scales is None else of_input.kept(codes, scales)
+        return codes if scales is None else of_input.saved_values(codes, scales)
 
     return PlannedLinear(
         recipe,
@@ -146,23 +146,23 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pl
             True,
             0,
             form=VALUES,
-            kept_as=VALUES,
-            draws=True,
+            cache_name=VALUES,
+            rounds_stochastically=True,
             finish=lambda *products: _finished(products, x.dtype),
         ),
     )
 
 
 def _grad_output(of_grad_output: Kernels) -> Callable[[Tensor, Any], Operands]:
-    def quantized(g: Tensor, given: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
-        layer, recipe, (straight, transposed, *_) = given
+    def quantized(g: Tensor, launch_arguments: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
+        layer, recipe, (straight, transposed, *_) = launch_arguments
         if not (straight or transposed):
             return (None,) * 5
         g = g.detach().view(-1, g.shape[-1])
         noise = noise_of(layer, g.device) if recipe.stochastic else None
         along, down, _ = of_grad_output.values(g, False, noise, straight, transposed)
         if noise is not None and noise.counts is not layer._buffers.get("count"):
-            bring_back(layer, noise.counts)
+            write_back_counts(layer, noise.counts)
         return along, None, along if down is None else down, None, None
 
     return quantized
@@ -176,16 +176,18 @@ def _weight(
     assert spec is not None and other is not None
     entry = weight_cache.lookup(layer, VALUES, weight, spec, 0.0, forward)
     q = None if entry is None else entry.quantized
-    if entry is None or q is None or (q.twin or q).spec != other:
+    if entry is None or q is None or (q.cached_transpose or q).spec != other:
         window = weight_cache.begin(layer, weight, forward)
         along, down, _ = of_weight.values(weight.detach(), False)
         assert along is not None
         # Values stored in the data field: the cache tracks the tensors of a `Quantized`.
         q = Quantized(along, 1.0, spec, (along.shape[0], along.shape[1]))
-        q.twin = None if down is None else Quantized(down, 1.0, other, (down.shape[0], down.shape[1]))
-        entry = weight_cache.keep(layer, VALUES, weight, spec, 0.0, q, window) or weight_cache.CachedWeight(q)
-    entry.ready = CachedWeightOperands(q.data.t(), None, (q.twin or q).data, None, None, recipe, VALUES)
-    return entry, entry.ready
+        q.cached_transpose = None if down is None else Quantized(down, 1.0, other, (down.shape[0], down.shape[1]))
+        entry = weight_cache.store(layer, VALUES, weight, spec, 0.0, q, window) or weight_cache.CachedWeight(q)
+    entry.planned_operands = CachedWeightOperands(
+        q.data.t(), None, (q.cached_transpose or q).data, None, None, recipe, VALUES
+    )
+    return entry, entry.planned_operands
 
 
 def _fprop(m: int, n: int, dtype: torch.dtype) -> Multiply:

@@ -16,13 +16,13 @@ from quaver.torch.backends.gpu.buffers import PACKED4
 from quaver.torch.backends.gpu.quantize import family_of
 from quaver.torch.backends.gpu.quantize_launch import (
     TOGETHER,
-    Decided,
     QuantizeLaunch,
     RequestedOperands,
     RngInputs,
+    RowColOperands,
     RowColQuantizer,
+    can_share_launches,
     of_matrix,
-    share,
 )
 from quaver.torch.backends.gpu.quantize_launch import DelayedInputs as OfMatrix
 from quaver.torch.backends.gpu.scaled_mm import (
@@ -32,15 +32,15 @@ from quaver.torch.backends.gpu.scaled_mm import (
     ScaledGemmKind,
     any_matrix,
     by_columns,
+    choose_gemm,
     matrix,
     reads_transposes,
     role,
     scales,
-    way,
 )
 from quaver.torch.backends.gpu.tensorwise import empty_codes
 from quaver.torch.linear.gemms import LinearContext, quantized_weight
-from quaver.torch.linear.plan_emulated import bring_back, noise_of
+from quaver.torch.linear.plan_emulated import noise_of, write_back_counts
 from quaver.torch.linear.plan_step import CachedWeightOperands, Multiply, Operands, PlannedKernels, PlannedLinear
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.operations import ops
@@ -95,7 +95,8 @@ class DelayedState:
 
 def _with_newest(delayed: DelayedState, newest: list[Tensor | None]) -> DelayedState:
     by_column = [
-        of_matrix(delayed.factors, i, *given) for i, given in enumerate(zip(delayed.known, newest, strict=True))
+        of_matrix(delayed.factors, i, *launch_arguments)
+        for i, launch_arguments in enumerate(zip(delayed.known, newest, strict=True))
     ]
     return replace(delayed, newest=newest, by_column=by_column)
 
@@ -157,11 +158,13 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pl
     plain = recipe.wgrad.a is None and recipe.wgrad.b is None
     if any(gemm is None and not (plain and name == "wgrad") for name, gemm in gemms.items()):
         return None
-    input_way = _way(like, recipe.fprop.a, recipe.wgrad.b, RequestedOperands(transpose=True, views=views))
+    input_launch = _plan_quantization(
+        like, recipe.fprop.a, recipe.wgrad.b, RequestedOperands(transpose=True, views=views)
+    )
     g = like.new_empty((tokens, n))
     sums = bias is not None and bias.requires_grad and not cross_entropy.column_sum_reason(g, bias.dtype)
-    of_grad_output = _way(g, recipe.dgrad.a, recipe.wgrad.a, RequestedOperands(sums=sums, views=views))
-    if input_way is None or of_grad_output is None:
+    of_grad_output = _plan_quantization(g, recipe.dgrad.a, recipe.wgrad.a, RequestedOperands(sums=sums, views=views))
+    if input_launch is None or of_grad_output is None:
         return None
     if bias is not None and sums:
         of_grad_output = cross_entropy.summed(of_grad_output, bias.dtype)
@@ -171,12 +174,16 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pl
     def of_weight(weight: Tensor, layer: nn.Module, delayed: DelayedState | None, forward: bool) -> Any:
         return _weight(weight, layer, recipe, (fprop, dgrad), delayed, forward)
 
-    of_input = RowColQuantizer(x.device, input_way)
+    of_input = RowColQuantizer(x.device, input_launch)
     shared = None
     if weight.dtype is x.dtype and x.numel() + weight.numel() <= TOGETHER:
-        weight_way = _way(weight.detach(), recipe.fprop.b, recipe.dgrad.b, RequestedOperands(True, True, views=views))
-        if weight_way is not None and share(input_way, weight_way):
-            shared = _shared(RowColQuantizer(x.device, input_way, weight_way), of_input, recipe, (fprop, dgrad), views)
+        weight_launch = _plan_quantization(
+            weight.detach(), recipe.fprop.b, recipe.dgrad.b, RequestedOperands(True, True, views=views)
+        )
+        if weight_launch is not None and can_share_launches(input_launch, weight_launch):
+            shared = _shared(
+                RowColQuantizer(x.device, input_launch, weight_launch), of_input, recipe, (fprop, dgrad), views
+            )
     return PlannedLinear(
         recipe,
         x,
@@ -193,7 +200,7 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pl
             True,
             0,
             levels=2 if recipe.fprop.a.two_level else 1,  # type: ignore[union-attr]
-            draws=recipe.stochastic,
+            rounds_stochastically=recipe.stochastic,
         ),
     )
 
@@ -203,17 +210,17 @@ def _cast(cast: RowColQuantizer, recipe: Recipe, column: int) -> Callable[[Tenso
     if recipe.fprop.a is not None and recipe.fprop.a.two_level:
         specs = (recipe.dgrad.a, recipe.wgrad.a) if column == amax.GRAD_OUTPUT else ()
         random = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
-        return _drawing(cast) if random else _in_two_levels(cast)
+        return _stochastic_cast(cast) if random else _two_level_cast(cast)
     if recipe.delayed is None:
         return cast
 
-    def delayed_cast(x: Tensor, given: DelayedState) -> Operands:
-        return cast(x, given.by_column[column])
+    def delayed_cast(x: Tensor, launch_arguments: DelayedState) -> Operands:
+        return cast(x, launch_arguments.by_column[column])
 
     return delayed_cast
 
 
-def _in_two_levels(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
+def _two_level_cast(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
     """Return a quantization whose scales are lists [block scales, tensor factor]."""
 
     def quantized(x: Tensor, _: None) -> Operands:
@@ -227,19 +234,19 @@ def _in_two_levels(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
     return quantized
 
 
-def _drawing(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
+def _stochastic_cast(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
     """Return a two-level quantization of grad_output with stochastic rounding; directions that no gradient needs are
     skipped.
     """
 
-    def quantized(x: Tensor, given: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
-        layer, _, needs = given
+    def quantized(x: Tensor, launch_arguments: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
+        layer, _, needs = launch_arguments
         if not (needs[0] or needs[1]):
             return (None,) * 5
-        drawn = _drawn(layer, cast.device)[needs[0], needs[1]]
+        drawn = _noise_inputs(layer, cast.device)[needs[0], needs[1]]
         codes, scales, transposed_codes, transposed_scales, sums, inverse, transposed_inverse = cast(x, drawn)
         if drawn.factors is not layer._buffers.get("count"):
-            bring_back(layer, drawn.factors)
+            write_back_counts(layer, drawn.factors)
         return codes, [scales, inverse], transposed_codes, [transposed_scales, transposed_inverse], sums
 
     return quantized
@@ -256,15 +263,15 @@ class RngState(NamedTuple):
     each: dict[tuple[bool, bool], RngInputs]
 
 
-def _drawn(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bool], RngInputs]:
+def _noise_inputs(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bool], RngInputs]:
     """Return the noise arguments of grad_output by (need matrix, need transpose)."""
     state: LayerState = layer._state  # type: ignore[assignment]
-    facts, count = layer.__dict__, layer._buffers.get("count")
-    kept: RngState | None = state.drawn
-    source = facts.get("seed", 0), facts.get("qualified_name"), state.serial, device
-    if kept is not None:
+    module_state, count = layer.__dict__, layer._buffers.get("count")
+    cached: RngState | None = state.drawn
+    source = module_state.get("seed", 0), module_state.get("qualified_name"), state.serial, device
+    if cached is not None:
         # Unpacking is faster than reading the fields.
-        counts, address, known, each = kept
+        counts, address, known, each = cached
         if counts is count and known == source and address == counts.data_ptr():
             return each
     seed, stream, transposed_stream, counts = noise_of(layer, device)
@@ -275,19 +282,19 @@ def _drawn(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bool], Rn
     return each
 
 
-def _product(gemm: ScaledGemmArguments, dtype: torch.dtype, kept: bool) -> Multiply:
+def _product(gemm: ScaledGemmArguments, dtype: torch.dtype, cached: bool) -> Multiply:
     """Return a GEMM that does the work of torch.nn.functional.scaled_mm without its list handling.
 
     Args:
-        kept: True if the right side is a weight, whose scales are a list already; False if it was saved for backward.
+        cached: True if the right side is a weight, whose scales are a list already; False if it was saved for backward.
     """
     a, a_swizzle, b, b_swizzle, fast, kind, views = gemm
-    saved = not kept and not views
+    saved = not cached and not views
     if len(a) == 2:
 
         def multiply_packed4(left: Tensor, of_left: Any, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
             if saved and right.stride(0) != 1:
-                right, _ = _laid_anew(right, of_right, kind)
+                right, _ = _restore_layout(right, of_right, kind)
             right = right if right.dtype is PACKED4 else right.view(PACKED4)
             # Scales are lists already.
             return torch._scaled_mm_v2(
@@ -298,14 +305,14 @@ def _product(gemm: ScaledGemmArguments, dtype: torch.dtype, kept: bool) -> Multi
 
     def multiply(left: Tensor, of_left: Tensor, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
         if saved and right.stride(0) != 1:
-            right, of_right = _laid_anew(right, of_right, kind)
-        scales = of_right if kept else [of_right]
+            right, of_right = _restore_layout(right, of_right, kind)
+        scales = of_right if cached else [of_right]
         return torch._scaled_mm_v2(left, right, [of_left], a, a_swizzle, scales, b, b_swizzle, bias, dtype, (), fast)
 
     return multiply
 
 
-def _laid_anew(right: Tensor, of_right: Any, kind: ScaledGemmKind) -> tuple[Tensor, Any]:
+def _restore_layout(right: Tensor, of_right: Any, kind: ScaledGemmKind) -> tuple[Tensor, Any]:
     """Restore the layout that a GEMM needs if a saved-tensor hook has returned codes row-major.
 
     `torch.autograd.graph.save_on_cpu` with pin_memory=True does that.
@@ -313,7 +320,7 @@ def _laid_anew(right: Tensor, of_right: Any, kind: ScaledGemmKind) -> tuple[Tens
     return right.t().contiguous().t(), by_columns(of_right) if kind.b == "1x128" else of_right
 
 
-def _way(
+def _plan_quantization(
     like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands
 ) -> QuantizeLaunch | None:
     """Return the launches that quantize a matrix, and its transpose if `other` is given; None if no kernel can."""
@@ -321,11 +328,11 @@ def _way(
         return None
     # With two-level scales each direction has its own launches.
     family = family_of(spec, None if spec.two_level else other)
-    if family is None or family.decided is None:
+    if family is None or family.plan_launch is None:
         return None
     if not spec.two_level and (spec.rounding != "nearest" or spec.hadamard):
         return None
-    return family.decided(like, spec, other, wanted)
+    return family.plan_launch(like, spec, other, wanted)
 
 
 def _gemm(
@@ -340,7 +347,7 @@ def _gemm(
         return None
     transposed = views and name == "wgrad", views and name != "fprop"
     operands = _operand(m, k, gemm.a, like, transposed[0]), _operand(n, k, gemm.b, like, transposed[1])
-    chosen = way(*operands, like.dtype, bias)
+    chosen = choose_gemm(*operands, like.dtype, bias)
     kind = chosen.kind
     if (
         kind is None
@@ -387,21 +394,21 @@ def _shared(
         operands: list[Operands] = []
 
         def quantize_both(
-            w: Tensor, spec: QuantSpec, other: QuantSpec, _: None, factor: Tensor | None, *given: Any
+            w: Tensor, spec: QuantSpec, other: QuantSpec, _: None, factor: Tensor | None, *launch_arguments: Any
         ) -> tuple[Quantized, Quantized]:
-            of_w = None if factor is None else of_matrix(factor.view(1), 0, *given[2:4])
+            of_w = None if factor is None else of_matrix(factor.view(1), 0, *launch_arguments[2:4])
             written = both(x, of_x, w, of_w)
             operands.append(written[:5])
             return _quantized(written[5:], spec, other, views, of_w is not None and of_w.known_and_recorded_amax[1])
 
-        entry, ready = _weight(weight, layer, recipe, gemms, delayed, True, quantize_both)
-        return operands[0] if operands else of_input(x, of_x), entry, ready
+        entry, planned_operands = _weight(weight, layer, recipe, gemms, delayed, True, quantize_both)
+        return operands[0] if operands else of_input(x, of_x), entry, planned_operands
 
     return shared
 
 
 def _quantized(
-    written: Decided, spec: QuantSpec, other: QuantSpec, views: bool, recorded_amax: bool
+    written: RowColOperands, spec: QuantSpec, other: QuantSpec, views: bool, recorded_amax: bool
 ) -> tuple[Quantized, Quantized]:
     """Return a matrix and its transpose as `Quantized`; with one scale for both they also carry the amax."""
     codes, scale, transposed, of_transposed, top = written
@@ -409,9 +416,9 @@ def _quantized(
     rows, k = codes.shape
     q = Quantized(codes, scale, spec, (rows, k), amax=top, recorded_amax=recorded_amax)
     if views:
-        qt, q.twin = q.T, None
+        qt, q.cached_transpose = q.T, None
         # No references between the two, so that each can be freed alone.
-        qt.twin = None
+        qt.cached_transpose = None
         return q, qt
     of_transposed = of_transposed if spec.per_tensor else of_transposed.t()
     return q, Quantized(transposed.t(), of_transposed, other, (k, rows), amax=top, recorded_amax=recorded_amax)
@@ -438,11 +445,11 @@ def _weight(
     call.both = both or call.both
     q = quantized_weight(call, weight, "fprop", spec)
     transposed = q.T if recipe.plan.weight else quantized_weight(call, weight, "dgrad", other)
-    ready = CachedWeightOperands(*_right(q, gemms[0]), *_right(transposed, gemms[1]), factors, recipe)
+    planned_operands = CachedWeightOperands(*_right(q, gemms[0]), *_right(transposed, gemms[1]), factors, recipe)
     written: float = 0.0 if delayed is None else delayed.version
     entry = weight_cache.lookup(layer, "fprop", weight, spec, written, forward) or weight_cache.CachedWeight(q)
-    entry.ready = ready
-    return entry, ready
+    entry.planned_operands = planned_operands
+    return entry, planned_operands
 
 
 def _right(q: Quantized, gemm: ScaledGemmArguments) -> tuple[Tensor, list[Tensor]]:

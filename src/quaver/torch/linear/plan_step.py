@@ -101,11 +101,11 @@ class PlannedKernels:
     #: Layout of the weight operands; plans of other shapes may need another layout.
     form: str = ""
     #: Name of the weight's cache entry: "fprop" if the slow path reads the same entry.
-    kept_as: str = "fprop"
+    cache_name: str = "fprop"
     #: Number of tensors in a scale; two levels are passed as a list.
     levels: int = 1
     #: True if `grad_output` may round stochastically; it then gets (layer, recipe, needs) in place of the factors.
-    draws: bool = False
+    rounds_stochastically: bool = False
     #: Converts the results of dgrad and wgrad (or None) to gradients; None if they already are gradients.
     finish: Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, ...]] | None = None
 
@@ -113,7 +113,7 @@ class PlannedKernels:
 class PlannedLinear:
     """Planned step of one layer shape for inputs of one shape."""
 
-    __slots__ = ("delayed", "device", "gpu", "of_output", "reader", "recipe", "rows", "shape", "turns")
+    __slots__ = ("delayed", "device", "gpu", "of_output", "reader", "recipe", "rows", "separate_transpose", "shape")
 
     def __init__(self, recipe: Recipe, x: Tensor, features: int, rows: PlannedKernels) -> None:
         self.recipe, self.shape, self.device, self.rows = recipe, x.shape, x.device, rows
@@ -125,7 +125,7 @@ class PlannedLinear:
         #: CUDA device index, or None on a CPU.
         self.gpu = x.device.index if x.is_cuda else None
         #: True if the transposed input is quantized in a separate launch.
-        self.turns = rows.transposed_input is not None
+        self.separate_transpose = rows.transposed_input is not None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
         """Run the layer and return y [..., n], or None if x, the weight or the state requires the slow path."""
@@ -134,7 +134,7 @@ class PlannedLinear:
         if self.recipe.stochastic and layer._buffers.get("count") is None:
             # The recipe was set after construction, so the noise counter is missing; the slow path creates it.
             return None
-        if self.rows.aligned and (x.data_ptr() & 15 or capture.as_captured(self.device)):
+        if self.rows.aligned and (x.data_ptr() & 15 or capture.is_captured_or_rehearsed(self.device)):
             return None
         run = self.run(x, layer) if self.delayed else PlannedContext(self, layer, None)
         if run is None:
@@ -158,7 +158,7 @@ class PlannedLinear:
             return True
         # CPU GEMMs read the same codes whatever layout they use for the weight.
         form = not self.rows.aligned or self.rows.form == other.rows.form
-        return form and functional.alike(self.recipe, other.recipe)
+        return form and functional.same_input_quantization(self.recipe, other.recipe)
 
     def run(self, x: Tensor, layer: nn.Module) -> "PlannedContext | None":
         """Return the context of one call, or None if the layer's scaling state requires the slow path."""
@@ -171,7 +171,7 @@ class PlannedLinear:
 class PlannedContext:
     """State of one call of a planned step; the counterpart of `linear.gemms.LinearContext` on the slow path."""
 
-    __slots__ = ("entry", "factors", "layer", "pending", "ready", "step")
+    __slots__ = ("entry", "factors", "layer", "pending", "planned_operands", "step")
 
     #: Cache entry of the weight, or an entry made for this call only.
     entry: weight_cache.CachedWeight
@@ -180,51 +180,51 @@ class PlannedContext:
 
     def __init__(self, step: PlannedLinear, layer: nn.Module, factors: Any) -> None:
         self.step, self.layer, self.factors = step, layer, factors
-        #: Operands of the weight, set between `entered` and `output`.
-        self.ready: CachedWeightOperands | None = None
+        #: Operands of the weight, set between `quantize_input` and `output`.
+        self.planned_operands: CachedWeightOperands | None = None
         if factors is not None:
             self.pending = scaling_step.pending(layer)
 
-    def entered(self, x: Tensor, weight: Tensor) -> Operands:
+    def quantize_input(self, x: Tensor, weight: Tensor) -> Operands:
         """Quantize x [..., features] for fprop and wgrad, and the weight if it is not cached, in shared launches if
         possible.
         """
-        rows, layer, factors, kept = self.step.rows, self.layer, self.factors, self._kept(weight)
+        rows, layer, factors, saved_input = self.step.rows, self.layer, self.factors, self._cached_weight(weight)
         if rows.aligned:
             # The kernels may overwrite the buffers with the last shared input, so no other layer may reuse it.
             functional.thread.last = None
-        if kept is None and rows.shared is not None and not weight.data_ptr() & 15:
-            operands, self.entry, self.ready = rows.shared(x, weight, layer, factors)
+        if saved_input is None and rows.shared is not None and not weight.data_ptr() & 15:
+            operands, self.entry, self.planned_operands = rows.shared(x, weight, layer, factors)
             return operands
-        self.entry, self.ready = kept or rows.weight(weight, layer, factors, True)
+        self.entry, self.planned_operands = saved_input or rows.weight(weight, layer, factors, True)
         return rows.input(x, factors)
 
-    def taken(self, x: Tensor, weight: Tensor) -> tuple[Operands, tuple[Tensor, Scale]]:
+    def quantize_shared_input(self, x: Tensor, weight: Tensor) -> tuple[Operands, tuple[Tensor, Scale]]:
         """Quantize a non-leaf x for fprop and wgrad, reusing the operands of another layer that has just quantized the
         same x.
 
-        Returns what `entered` and `transposed` return. New operands are remembered for the next layer.
+        Returns what `quantize_input` and `transposed` return. New operands are remembered for the next layer.
         """
         step, factors = self.step, self.factors
         factor = 0.0 if factors is None else factors.of_input
         if factor is None or x.__class__ is not Tensor:
-            operands = self.entered(x, weight)
+            operands = self.quantize_input(x, weight)
             return operands, self.transposed(x, operands)
-        facts: tuple[Any, ...] = x._version, x.data_ptr(), factor
+        conditions: tuple[Any, ...] = x._version, x.data_ptr(), factor
         if step.gpu is not None:
-            facts = *facts, raw_stream(step.gpu)
+            conditions = *conditions, raw_stream(step.gpu)
         last = functional.thread.last
         if last is not None and last() is x:
-            last = functional.lookup(x, facts, step, PlannedLinear.quantizes_as)
+            last = functional.lookup(x, conditions, step, PlannedLinear.quantizes_as)
             if last is not None:
-                operands, kept = last.operands
+                operands, saved_input = last.operands
                 self.note(operands)
-                return operands, kept or self.transposed(x, operands)
-        operands = self.entered(x, weight)
-        kept = self.transposed(x, operands)
+                return operands, saved_input or self.transposed(x, operands)
+        operands = self.quantize_input(x, weight)
+        saved_input = self.transposed(x, operands)
         # Where wgrad reads x itself, remembering it would extend its lifetime.
-        functional.remember(x, facts, step, (operands, kept if step.turns else None))
-        return operands, kept
+        functional.remember(x, conditions, step, (operands, saved_input if step.separate_transpose else None))
+        return operands, saved_input
 
     def transposed(self, x: Tensor, operands: Operands) -> tuple[Tensor, Scale]:
         """Return the operand and scale that wgrad reads: the transpose of x, or x itself if wgrad is unquantized."""
@@ -240,31 +240,31 @@ class PlannedContext:
 
     def output(self, operands: Operands, weight: Tensor, bias: Tensor | None, flat: bool = False) -> Tensor:
         """Run fprop and return y [..., n], or [tokens, n] if `flat`."""
-        step, w = self.step, self.ready
+        step, w = self.step, self.planned_operands
         rows, shape = step.rows, step.of_output
         if w is None:
-            # The input was quantized by another layer, so `entered` was not called.
-            self.entry, w = self._kept(weight) or rows.weight(weight, self.layer, self.factors, True)
+            # The input was quantized by another layer, so `quantize_input` was not called.
+            self.entry, w = self._cached_weight(weight) or rows.weight(weight, self.layer, self.factors, True)
         # Drop the reference, so that the cached weight can be freed before backward.
-        self.ready = None
+        self.planned_operands = None
         y = rows.fprop(operands[0], operands[1], w.fprop, w.fprop_scale, bias)
         # resize_ instead of view, because autograd refuses writes to a view (see `linear.function`). Separate ints
         # parse faster.
         return y if flat or len(shape) == 2 else y.resize_(*shape)
 
-    def _kept(self, weight: Tensor) -> tuple[weight_cache.CachedWeight, CachedWeightOperands] | None:
+    def _cached_weight(self, weight: Tensor) -> tuple[weight_cache.CachedWeight, CachedWeightOperands] | None:
         """Return the cached weight and its operands if weight, factor and layout are unchanged, else None."""
         step, factors = self.step, self.factors
         version = 0.0 if factors is None else factors.version
-        entry = weight_cache.lookup(self.layer, step.rows.kept_as, weight, step.recipe.fprop.b, version)  # type: ignore[arg-type]
-        if entry is None or entry.ready is None or entry.ready.reader != step.reader:
+        entry = weight_cache.lookup(self.layer, step.rows.cache_name, weight, step.recipe.fprop.b, version)  # type: ignore[arg-type]
+        if entry is None or entry.planned_operands is None or entry.planned_operands.reader != step.reader:
             return None
-        ready: CachedWeightOperands = entry.ready
-        if factors is not None and ready.recorded_amax is not factors.factors:
+        planned_operands: CachedWeightOperands = entry.planned_operands
+        if factors is not None and planned_operands.recorded_amax is not factors.factors:
             assert entry.quantized is not None
             amax.record(self.layer, amax.WEIGHT, entry.quantized.amax)
-            ready.recorded_amax = factors.factors
-        return entry, ready
+            planned_operands.recorded_amax = factors.factors
+        return entry, planned_operands
 
     def readable(self, x: Tensor) -> Tensor:
         """Return x as the kernels read it: a matrix, or on a GPU a contiguous tensor at a multiple of 16 bytes."""
@@ -278,7 +278,7 @@ class PlannedContext:
         self,
         g: Tensor,
         weight: Tensor | None,
-        kept: tuple[Tensor | None, Scale],
+        saved_input: tuple[Tensor | None, Scale],
         needs: Sequence[Any],
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype | None,
@@ -287,18 +287,18 @@ class PlannedContext:
 
         Args:
             g: grad_output [..., n].
-            kept: what `transposed` returned in the forward.
+            saved_input: what `transposed` returned in the forward.
             needs: one flag per gradient; `LATER` for the weight returns a function instead of a tensor.
         """
-        step, layer, factors, given = self.step, self.layer, self.factors, g
+        step, layer, factors, original_g = self.step, self.layer, self.factors, g
         rows, g = step.rows, self.readable(g)
         if factors is not None:
             if self.pending is not None:
-                self.pending.settle()
+                self.pending.finish()
             factors = factors.in_backward(layer, g)
-        kernel_args = (layer, step.recipe, needs) if rows.draws else factors
+        kernel_args = (layer, step.recipe, needs) if rows.rounds_stochastically else factors
         if rows.aligned:
-            # As in `entered`: a CPU backward may run in the thread of the forward.
+            # As in `quantize_input`: a CPU backward may run in the thread of the forward.
             functional.thread.last = None
         q, scale, qt, of_qt, of_bias = rows.grad_output(g, kernel_args)
         if counters.active.counters is not None:
@@ -307,9 +307,9 @@ class PlannedContext:
         of_weight: Any = None
         if needs[2] and of_bias is None:
             assert bias_dtype is not None
-            of_bias = ops.bias_gradient(given.reshape(-1, given.shape[-1]), bias_dtype)
+            of_bias = ops.bias_gradient(original_g.reshape(-1, original_g.shape[-1]), bias_dtype)
         if needs[0]:
-            w = self.entry.ready
+            w = self.entry.planned_operands
             if w is None or w.reader != step.reader or w.dgrad is None:
                 assert weight is not None
                 w = rows.weight(weight, layer, factors, False)[1]
@@ -321,9 +321,9 @@ class PlannedContext:
                 qt, of_qt = rows.transposed_grad_output(g)
             if needs[1] is LATER:
                 # Only for kernels that do not reuse their buffers; the others never get `LATER`.
-                of_weight = partial(self._of_weight, qt, of_qt, kept)
+                of_weight = partial(self._of_weight, qt, of_qt, saved_input)
             else:
-                of_weight = self._of_weight(qt, of_qt, kept)
+                of_weight = self._of_weight(qt, of_qt, saved_input)
         if rows.finish is not None:
             of_input, of_weight = rows.finish(of_input, of_weight)
         return of_input, of_weight, of_bias
@@ -331,8 +331,10 @@ class PlannedContext:
     def _of_weight(self, g: Operand, scale: Scale, transposed: tuple[Any, Scale]) -> Tensor:
         """Run wgrad on the transposed grad_output (grad_output itself if unquantized) and the saved input."""
         self.entry.window.used = graph_task_id()
-        wgrad, (kept, of_kept) = self.step.rows.wgrad, transposed
-        return torch.mm(g.t(), _matrix(kept)) if wgrad is None else wgrad(g, scale, kept, of_kept, None)
+        wgrad, (saved_input, saved_scale) = self.step.rows.wgrad, transposed
+        return (
+            torch.mm(g.t(), _matrix(saved_input)) if wgrad is None else wgrad(g, scale, saved_input, saved_scale, None)
+        )
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -343,16 +345,16 @@ class _PlannedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, run: PlannedContext) -> Tensor:
         if x.is_leaf:
-            operands = run.entered(x, weight)
-            kept, scale = run.transposed(x, operands)
+            operands = run.quantize_input(x, weight)
+            saved_input, scale = run.transposed(x, operands)
         else:
-            operands, (kept, scale) = run.taken(x, weight)
+            operands, (saved_input, scale) = run.quantize_shared_input(x, weight)
         on_host = scale.__class__ is float
         # Save the weight itself, so that autograd detects in-place changes before backward.
         if scale.__class__ is list:
-            ctx.save_for_backward(weight, kept, *scale)
+            ctx.save_for_backward(weight, saved_input, *scale)
         else:
-            ctx.save_for_backward(weight, kept, of_host(scale) if on_host else scale)
+            ctx.save_for_backward(weight, saved_input, of_host(scale) if on_host else scale)
         ctx.constants = run, on_host, bias is not None and bias.dtype
         return run.output(operands, weight, bias)
 
@@ -370,11 +372,11 @@ _apply: Any = super(torch.autograd.Function, _PlannedLinearFunction).apply
 
 def _backward(ctx: Any, saved: Sequence[Any], g: Tensor) -> Any:
     run, on_host, bias_dtype = ctx.constants
-    weight, kept, scale, *second = saved
+    weight, saved_input, scale, *second = saved
     if second:
         scale = [scale, *second]
-    kept, shape = (kept, scale.item() if on_host else scale), run.step.shape
-    of_x, *others = run.gradients(g, weight, kept, ctx.needs_input_grad, weight.dtype, bias_dtype)
+    saved_input, shape = (saved_input, scale.item() if on_host else scale), run.step.shape
+    of_x, *others = run.gradients(g, weight, saved_input, ctx.needs_input_grad, weight.dtype, bias_dtype)
     return of_x if of_x is None or len(shape) == 2 else of_x.resize_(*shape), *others, None
 
 

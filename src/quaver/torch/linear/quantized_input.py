@@ -1,7 +1,7 @@
 """Input of one or more linear layers: computed by a prologue, quantized once, and recomputed for backward if cheaper.
 
-`InputOp` is the interface of a prologue (a norm, an activation or nothing). `enter` runs it and quantizes its result,
-in one kernel where one exists. `recomputed` makes the wgrad operand again in backward.
+`InputOp` is the interface of a prologue (a norm, an activation or nothing). `prepare_input` runs it and quantizes its
+result, in one kernel where one exists. `recomputed` makes the wgrad operand again in backward.
 """
 
 import weakref
@@ -36,21 +36,21 @@ class InputOp(fused_quantize.QuantizingProducer, Protocol):
         """Compute the input differentiably, for layers that are not quantized."""
 
     def forward(
-        self, *x: Tensor | None, decided: int | None = None
+        self, *x: Tensor | None, implementation: int | None = None
     ) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
         """Compute the input outside of autograd; return it and the tensors that backward needs.
 
         Args:
-            decided: before planned layers, the index of the implementation to run, else None.
+            implementation: before planned layers, the index of the implementation to run, else None.
         """
 
     def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
         """Recompute the input bit for bit; also return the result of `backward` for g if both share work."""
 
     def backward(
-        self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
+        self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
-        """Return the gradients of the prologue's inputs; `decided` is as in `forward`.
+        """Return the gradients of the prologue's inputs; `implementation` is as in `forward`.
 
         Args:
             needs: for a prologue that contains weight matrices, one flag per gradient; a flag may be `LATER`.
@@ -68,7 +68,7 @@ class IdentityInput:
         assert value is not None
         return value
 
-    def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, *x: Tensor | None, implementation: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         return self(*x), ()
 
     def quantized(self, *_: Any) -> None:
@@ -81,7 +81,7 @@ class IdentityInput:
         return (g,)
 
 
-GIVEN = IdentityInput()
+IDENTITY_INPUT = IdentityInput()
 
 
 class LinearSetup(NamedTuple):
@@ -94,7 +94,7 @@ class LinearSetup(NamedTuple):
     dtype: torch.dtype
     training: bool
     #: Number of tensors that the prologue takes.
-    taken: int = 1
+    input_count: int = 1
     return_input: bool = False
     #: Planned step of each layer for this call; empty if any layer has none.
     runs: Sequence[PlannedContext] = ()
@@ -123,54 +123,58 @@ class QuantizedInput(NamedTuple):
     recorded_amax: functional.Quantization | None = None
 
 
-def enter(setup: LinearSetup, x: Sequence[Tensor | None], keeps: bool) -> QuantizedInput:
+def prepare_input(setup: LinearSetup, x: Sequence[Tensor | None], keeps_input: bool) -> QuantizedInput:
     """Compute the layers' input and quantize it, in one kernel if there is one, else in two.
 
     Args:
-        keeps: True if backward will read this input, so that its wgrad operand is needed.
+        keeps_input: True if backward will read this input, so that its wgrad operand is needed.
     """
     calls: list[LinearContext] = []
-    if setup.prologue is not GIVEN and may_fuse(setup.dtype, x[0]):  # type: ignore[arg-type]
-        calls = _begun(setup, x[0])  # type: ignore[arg-type]
-        entrance = _fused(setup, x, keeps, calls)
-        if entrance is not None:
-            return entrance
+    if setup.prologue is not IDENTITY_INPUT and may_fuse(setup.dtype, x[0]):  # type: ignore[arg-type]
+        calls = _begin_all(setup, x[0])  # type: ignore[arg-type]
+        prepared_input = _fused(setup, x, keeps_input, calls)
+        if prepared_input is not None:
+            return prepared_input
     output, saved = setup.prologue.forward(*x)
     shape, dtype = output.shape, output.dtype
     y = matrix(output if dtype is setup.dtype else output.to(setup.dtype))
-    calls = calls or _begun(setup, y)
+    calls = calls or _begin_all(setup, y)
     call, a, c = calls[0], setup.recipe.fprop.a, setup.recipe.wgrad.b
     q: Tensor | Quantized
     transposed: Quantized | None
     source = _source(setup, call, x[0], y)
-    facts = () if source is None else facts_of(source, call, y)
+    conditions = () if source is None else cache_conditions(source, call, y)
     recorded_amax = (
-        functional.lookup(source, facts, setup.recipe, functional.alike) if source is not None and facts else None
+        functional.lookup(source, conditions, setup.recipe, functional.same_input_quantization)
+        if source is not None and conditions
+        else None
     )
     if recorded_amax is not None and recorded_amax.operands is not None:
         q, transposed = recorded_amax.operands
         note(calls, q)
-        return QuantizedInput(calls, output, y, shape, dtype, q, transposed if keeps else None, saved, recorded_amax)
+        return QuantizedInput(
+            calls, output, y, shape, dtype, q, transposed if keeps_input else None, saved, recorded_amax
+        )
     q, transposed = y, None
-    if a is not None and keeps and c is not None and call.both is not None and both_at_once(call, a, c):
+    if a is not None and keeps_input and c is not None and call.both is not None and both_at_once(call, a, c):
         q, transposed = quantize_both(call, amax.INPUT, "input", y, a, c)
     elif a is not None:
         q = quantize(call, amax.INPUT, "input", y, a)
     note(calls[1:], q)
-    if source is not None and facts:
-        recorded_amax = functional.remember(source, facts, setup.recipe, (q, transposed))
+    if source is not None and conditions:
+        recorded_amax = functional.remember(source, conditions, setup.recipe, (q, transposed))
     return QuantizedInput(calls, output, y, shape, dtype, q, transposed, saved, recorded_amax)
 
 
-def _source(setup: LinearSetup, call: LinearContext, given: Tensor | None, y: Tensor) -> Tensor | None:
+def _source(setup: LinearSetup, call: LinearContext, prologue_input: Tensor | None, y: Tensor) -> Tensor | None:
     """Return the tensor by which other layers can find the quantized y, or None if each layer quantizes for itself."""
-    if setup.prologue is not GIVEN:
+    if setup.prologue is not IDENTITY_INPUT:
         return None
-    source = given if setup.source is None else setup.source()
-    return source if source is not None and may_share(call, source, y) else None
+    source = prologue_input if setup.source is None else setup.source()
+    return source if source is not None and can_share_input(call, source, y) else None
 
 
-def may_share(call: LinearContext, source: Tensor, y: Tensor) -> bool:
+def can_share_input(call: LinearContext, source: Tensor, y: Tensor) -> bool:
     """Return True if other layers may reuse the quantization of y, a matrix of `source`.
 
     They may not while quantizations are counted or chosen by `only`, or while a CUDA graph is captured.
@@ -185,7 +189,7 @@ def may_share(call: LinearContext, source: Tensor, y: Tensor) -> bool:
     return not capturing(y)
 
 
-def facts_of(source: Tensor, call: LinearContext, y: Tensor) -> tuple[Any, ...]:
+def cache_conditions(source: Tensor, call: LinearContext, y: Tensor) -> tuple[Any, ...]:
     """Return the other values that the quantization depends on, or () if they are not known on the host."""
     factor = 0.0
     if call.factors is not None:
@@ -213,14 +217,14 @@ def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
 
 
 def _fused(
-    setup: LinearSetup, x: Sequence[Tensor | None], keeps: bool, calls: list[LinearContext]
+    setup: LinearSetup, x: Sequence[Tensor | None], keeps_input: bool, calls: list[LinearContext]
 ) -> QuantizedInput | None:
     first, call, a = setup.layers[0], calls[0], setup.recipe.fprop.a
     assert a is not None and x[0] is not None
-    factor, is_set = _known(call)
-    want_output = setup.return_input or (keeps and not call.plan.input)
-    turn = keeps and call.plan.input
-    fused = fused_quantize.operand(setup.prologue, x, first.in_features, a, factor, is_set, want_output, turn)
+    factor, is_set = _known_factor(call)
+    want_output = setup.return_input or (keeps_input and not call.plan.input)
+    want_transpose = keeps_input and call.plan.input
+    fused = fused_quantize.operand(setup.prologue, x, first.in_features, a, factor, is_set, want_output, want_transpose)
     if fused is None:
         return None
     result, q, transposed = fused
@@ -232,14 +236,14 @@ def _fused(
     return QuantizedInput(calls, result.y, of_gemms, shape, x[0].dtype, q, transposed, result.saved)
 
 
-def _known(call: LinearContext) -> tuple[Tensor | float | None, bool]:
+def _known_factor(call: LinearContext) -> tuple[Tensor | float | None, bool]:
     """Return the encode factor of the layer's input, and whether it is known to be nonzero."""
     if call.factors is None:
         return None, False
     return call.factors[amax.INPUT], amax.is_set(amax.INPUT, call.factors)
 
 
-def _begun(setup: LinearSetup, y: Tensor) -> list[LinearContext]:
+def _begin_all(setup: LinearSetup, y: Tensor) -> list[LinearContext]:
     return [begin(layer, setup.recipe, y, setup.dtype, setup.training) for layer in setup.layers]
 
 
@@ -253,7 +257,7 @@ def recomputed(
     """
     c = setup.recipe.wgrad.b
     if c is not None and run.plan.input and may_fuse(setup.dtype, saved[0]):
-        q = fused_quantize.recomputed(setup.prologue, saved, c, *_known(run))
+        q = fused_quantize.recomputed(setup.prologue, saved, c, *_known_factor(run))
         if q is not None:
             return (q, None), None
     y, gradients = setup.prologue.recompute_input(saved, g)

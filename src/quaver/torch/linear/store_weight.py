@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.torch.linear.stored_weight import CODE_DTYPES, CODES, SCALES, dequantized, lies_turned, record_versions
+from quaver.torch.linear.stored_weight import (
+    CODE_DTYPES,
+    CODES,
+    SCALES,
+    dequantized,
+    is_stored_transposed,
+    record_versions,
+)
 from quaver.torch.numerics.rounding import QUIET
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import empty_parts, parts
@@ -122,19 +129,19 @@ def store(layer: Any, spec: QuantSpec, keep_initial: bool = False) -> None:
     layer.__dict__.update(weight_spec=spec, weight_dtype=weight.dtype, keep_initial=keep_initial)
     if keep_initial:
         _keep_initial(layer, weight)
-    codes, scales = encode(weight, spec, lies_turned(layer))
+    codes, scales = encode(weight, spec, is_stored_transposed(layer))
     setattr(weight, REPLACED, "quantize_weights")
     layer._parameters["weight"] = nn.Parameter(codes, requires_grad=not spec.format.packed and weight.requires_grad)
     for name, value in scales.items():
         layer.register_buffer(name, value)
-    settle(layer)
+    register_stored_weight(layer)
 
 
 def narrow_gradient(layer: Any) -> None:
     """Make the gradient of a stored weight `weight_dtype` instead of float32."""
     layer.__dict__["nominal_gradient"] = True
     if layer.weight_spec is not None:
-        settle(layer)
+        register_stored_weight(layer)
 
 
 def restore(layer: Any) -> None:
@@ -185,7 +192,7 @@ def shape_of(layer: Any) -> tuple[int, ...]:
     shape = (layer.out_features, layer.in_features)
     if layer._parameters["weight"].dim() == 2:
         return shape
-    return layer._parameters["weight"].shape[0], *(shape[::-1] if lies_turned(layer) else shape)
+    return layer._parameters["weight"].shape[0], *(shape[::-1] if is_stored_transposed(layer) else shape)
 
 
 @torch.no_grad()
@@ -204,7 +211,7 @@ def write(layer: Any, value: Tensor) -> None:
     if spec is None:
         layer.weight.copy_(value)
         return
-    codes, scales = encode(value.to(layer.weight.device), spec, lies_turned(layer))
+    codes, scales = encode(value.to(layer.weight.device), spec, is_stored_transposed(layer))
     layer.weight.copy_(codes)
     for name, scale in scales.items():
         layer._buffers[name].copy_(scale)
@@ -238,40 +245,40 @@ def _keep_initial(layer: nn.Module, value: Tensor) -> None:
 def adapt(layer: Any, state_dict: Any, prefix: str, errors: list[str]) -> None:
     """Quantize a high-precision checkpoint for a stored weight; report a quantized one for an ordinary weight."""
     key = prefix + "weight"
-    given, spec = state_dict.get(key), layer.__dict__.get("weight_spec")
-    if given is None:
+    loaded, spec = state_dict.get(key), layer.__dict__.get("weight_spec")
+    if loaded is None:
         return
     if spec is None:
-        if given.dtype in CODES or given.dtype is torch.uint8:
+        if loaded.dtype in CODES or loaded.dtype is torch.uint8:
             errors.append(
-                f"{key} is quantized in the checkpoint ({given.dtype}) and not in this model; make the model under "
+                f"{key} is quantized in the checkpoint ({loaded.dtype}) and not in this model; make the model under "
                 "quantized_init(recipe), or call quantize_weights(model, recipe) before loading"
             )
             for name in ("weight", *SCALES):
                 state_dict.pop(prefix + name, None)
-    elif given.dtype is torch.uint8 or given.dtype in CODES:
-        if given.dtype is torch.uint8:
-            given = given.squeeze(-1) if given.dim() > layer._parameters["weight"].dim() else given
-            state_dict[key] = given.view(CODE_DTYPES[spec.format.name])
+    elif loaded.dtype is torch.uint8 or loaded.dtype in CODES:
+        if loaded.dtype is torch.uint8:
+            loaded = loaded.squeeze(-1) if loaded.dim() > layer._parameters["weight"].dim() else loaded
+            state_dict[key] = loaded.view(CODE_DTYPES[spec.format.name])
         # The saved initial value does not belong to these codes.
         state_of(layer).initial = None
         _refuse_others(layer, state_dict, prefix, errors)
-    elif given.shape == shape_of(layer):
+    elif loaded.shape == shape_of(layer):
         if layer.__dict__["keep_initial"]:
-            _keep_initial(layer, given)
-        state_dict[key], scales = encode(given, spec, lies_turned(layer))
+            _keep_initial(layer, loaded)
+        state_dict[key], scales = encode(loaded, spec, is_stored_transposed(layer))
         state_dict.update({prefix + name: scale for name, scale in scales.items()})
 
 
 def _refuse_others(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> None:
     """Report codes or scales of another dtype than the layer's, which a copy would convert as numbers."""
-    held: dict[str, Any] = {name: getattr(layer._buffers.get(name), "dtype", None) for name in SCALES}
-    held["weight"] = CODE_DTYPES[layer.__dict__["weight_spec"].format.name]
-    for name, dtype in held.items():
-        given = state_dict.get(prefix + name)
-        if dtype is not None and given is not None and given.dtype is not dtype:
+    expected_dtypes: dict[str, Any] = {name: getattr(layer._buffers.get(name), "dtype", None) for name in SCALES}
+    expected_dtypes["weight"] = CODE_DTYPES[layer.__dict__["weight_spec"].format.name]
+    for name, dtype in expected_dtypes.items():
+        loaded = state_dict.get(prefix + name)
+        if dtype is not None and loaded is not None and loaded.dtype is not dtype:
             errors.append(
-                f"{prefix}{name} is {given.dtype} in the checkpoint and {dtype} here, because it was quantized by "
+                f"{prefix}{name} is {loaded.dtype} in the checkpoint and {dtype} here, because it was quantized by "
                 "another recipe; make the model under quantized_init of that recipe, or call quantize_weights(model, "
                 "that recipe)"
             )
@@ -302,7 +309,7 @@ def decode(layer: Any, state_dict: Any, prefix: str, decoded: dict[nn.Module, Te
         state_dict.pop(prefix + name, None)
 
 
-def portable(state_dict: Any, key: str) -> None:
+def codes_to_bytes(state_dict: Any, key: str) -> None:
     """Replace codes in a state dict by bytes [N, bytes of a row, 1].
 
     Every version of safetensors accepts bytes, and nn.Linear rejects the three axes.
@@ -348,7 +355,7 @@ def moved(layer: Any, fn: Any, apply: Any) -> None:
     else:
         weight = nn.Parameter(data, requires_grad=weight.requires_grad)
     layer._parameters["weight"] = weight
-    settle(layer)
+    register_stored_weight(layer)
     if gradient is not None:
         weight.grad = gradient.to(data.device, weight.grad_dtype)
 
@@ -385,7 +392,7 @@ def unpacked(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "_parameters": {**state["_parameters"], "weight": weight}}
 
 
-def remember(layer: Any, copied: Any, memo: dict[int, Any]) -> None:
+def share_parameter(layer: Any, copied: Any, memo: dict[int, Any]) -> None:
     """Share one parameter of codes between a copied layer and other copies in `memo`, such as its optimizer."""
     weight = layer._parameters.get("weight")
     if weight is None or weight.dtype not in CODES:
@@ -395,7 +402,7 @@ def remember(layer: Any, copied: Any, memo: dict[int, Any]) -> None:
         memo[id(weight)] = copied._parameters["weight"]
     else:
         copied._parameters["weight"] = before
-        settle(copied)
+        register_stored_weight(copied)
 
 
 # ---- attributes that torch does not copy with a parameter ----
@@ -404,7 +411,7 @@ def remember(layer: Any, copied: Any, memo: dict[int, Any]) -> None:
 _stored: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
-def settle(layer: Any) -> None:
+def register_stored_weight(layer: Any) -> None:
     """Set the gradient dtype of a new parameter of codes again, and register its layer."""
     weight = layer._parameters["weight"]
     if weight is None or weight.dtype not in CODES:

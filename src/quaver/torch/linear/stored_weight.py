@@ -25,7 +25,7 @@ from quaver.torch.backends.gpu import capture
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
-from quaver.torch.operations.selecting import unseen
+from quaver.torch.operations.selecting import hide_from_policies
 from quaver.torch.state import weight_cache
 from quaver.torch.state.weight_cache import storage_id
 
@@ -116,20 +116,20 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
     if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
         # A copy on the host, so it is read in every call.
         scale = scale.item()
-    keeps = gathered is None and not capture.as_captured(weight.device)
-    kept = weight_cache.buffer(layer) if keeps else None
-    q = None if kept is None else kept.codes
-    if q is not None and _shows(q, weight, scale, factor, spec):
+    keeps = gathered is None and not capture.is_captured_or_rehearsed(weight.device)
+    cached = weight_cache.buffer(layer) if keeps else None
+    q = None if cached is None else cached.codes
+    if q is not None and _is_view_of(q, weight, scale, factor, spec):
         # Results derived from the codes would not follow a write to the codes.
-        q.decoded = q.twin = None
+        q.decoded = q.cached_transpose = None
         return q
     q = Quantized(weight.detach().view(storage(spec.format)), scale, spec, shape, False, factor)
-    if kept is not None:
-        kept.codes = q
+    if cached is not None:
+        cached.codes = q
     return q
 
 
-def _shows(q: Quantized, weight: Tensor, scale: Tensor | float, factor: Tensor | None, spec: QuantSpec) -> bool:
+def _is_view_of(q: Quantized, weight: Tensor, scale: Tensor | float, factor: Tensor | None, spec: QuantSpec) -> bool:
     """Return True if the operand is a view of these codes and has these scales."""
     same = q.scale is scale or (isinstance(scale, float) and q.scale.__class__ is float and q.scale == scale)
     return bool(
@@ -149,7 +149,7 @@ def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, sp
         transposed: True for dgrad.
         reuses: True if dgrad reads the transpose of fprop's operand.
         spec: spec of the recipe.
-        call: context whose `unnoted` quantizes.
+        call: context whose `quantize_unrecorded` quantizes.
     """
     q = codes(layer, weight)
     same = q.spec is spec or q.spec == spec
@@ -157,9 +157,9 @@ def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, sp
         return q.T if transposed else q
     value = _values(q)
     if transposed and reuses:
-        fprop_operand: Quantized = call.unnoted(value, spec, False)
+        fprop_operand: Quantized = call.quantize_unrecorded(value, spec, False)
         return fprop_operand.T
-    quantized: Quantized = call.unnoted(value.t() if transposed else value, spec, transposed)
+    quantized: Quantized = call.quantize_unrecorded(value.t() if transposed else value, spec, transposed)
     return quantized
 
 
@@ -167,17 +167,17 @@ def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight [N, K] (or a stack in the layer's layout) in high precision; the caller drops it after use."""
     if weight.dim() == 2:
         return _values(codes(layer, weight)).to(dtype)
-    beside = stack_codes(layer)
-    matrices = weight.transpose(1, 2) if beside.transposed and weight.dtype is not PACKED else weight
-    each = [beside.values(matrices, group).to(dtype) for group in range(weight.shape[0])]
-    value = torch.stack(each) if each else weight.new_empty((0, *beside.shape(matrices)), dtype=dtype)
-    return value.transpose(1, 2).contiguous() if beside.transposed else value
+    stack_info = stack_codes(layer)
+    matrices = weight.transpose(1, 2) if stack_info.transposed and weight.dtype is not PACKED else weight
+    each = [stack_info.values(matrices, group).to(dtype) for group in range(weight.shape[0])]
+    value = torch.stack(each) if each else weight.new_empty((0, *stack_info.shape(matrices)), dtype=dtype)
+    return value.transpose(1, 2).contiguous() if stack_info.transposed else value
 
 
 # ---- stacks of matrices [groups, N, K], possibly transposed views of [groups, K, N] ----
 
 
-def lies_turned(layer: nn.Module) -> bool:
+def is_stored_transposed(layer: nn.Module) -> bool:
     """Return True if the layer stores its stack of matrices as [groups, K, N]."""
     return layer.__dict__.get("layout") == "kn"
 
@@ -206,9 +206,9 @@ class StackCodes(NamedTuple):
         transposed = self.transposed and weight.dtype is not PACKED
         if self.spec.per_tensor and scale.is_cpu and scale.is_floating_point():
             scale = scale.item()
-        lies = (data.t() if transposed else data).view(storage(self.spec.format))
+        stored = (data.t() if transposed else data).view(storage(self.spec.format))
         of_group = None if factor is None else factor[group]
-        return Quantized(lies, scale, self.spec, self.shape(weight), transposed, of_group)
+        return Quantized(stored, scale, self.spec, self.shape(weight), transposed, of_group)
 
     def values(self, weight: Tensor, group: int) -> Tensor:
         """Return the float32 matrix [N, K] of one group; the caller drops it after use."""
@@ -229,7 +229,7 @@ def stack_codes(layer: Any) -> StackCodes:
     check_scales(layer, layer._parameters["weight"])
     buffers = layer._buffers
     spec, scale, factor = layer.__dict__["weight_spec"], buffers["weight_scale"], buffers.get("weight_factor")
-    return StackCodes(spec, scale, factor, lies_turned(layer), layer.in_features)
+    return StackCodes(spec, scale, factor, is_stored_transposed(layer), layer.in_features)
 
 
 def _values(q: Quantized) -> Tensor:
@@ -253,7 +253,7 @@ class _Unquantized(torch.autograd.Function):
     """F.linear that saves the codes instead of the dequantized weight."""
 
     @staticmethod
-    @unseen
+    @hide_from_policies
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.layer = layer

@@ -23,7 +23,7 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import first_derivative, transforms_active
 from quaver.torch.operations.operation import Implementation, Operation, row_by_row
-from quaver.torch.operations.selecting import unseen
+from quaver.torch.operations.selecting import hide_from_policies
 from quaver.torch.state.context import active_context
 
 # ---- ops with a hand-written backward, run without linear layers behind them ----
@@ -39,7 +39,7 @@ class DifferentiatedOp(Protocol):
         """Return the gradients of forward's inputs, from the gradient of each output and the saved tensors."""
 
 
-def alone(function: DifferentiatedOp, sentence: str, *x: Tensor | None) -> Any:
+def run_standalone(function: DifferentiatedOp, sentence: str, *x: Tensor | None) -> Any:
     """Run an op under autograd with its own backward.
 
     Args:
@@ -57,7 +57,7 @@ def alone(function: DifferentiatedOp, sentence: str, *x: Tensor | None) -> Any:
 
 class _StandaloneFunction(torch.autograd.Function):
     @staticmethod
-    @unseen
+    @hide_from_policies
     def forward(ctx: Any, function: DifferentiatedOp, sentence: str, *x: Tensor | None) -> Any:
         y, saved = function.forward(*x)
         ctx.save_for_backward(*saved)
@@ -73,7 +73,7 @@ def _backward(ctx: Any, saved: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     return None, None, *ctx.constants[0].backward(*gs, saved)
 
 
-#: `Function.apply` without its checks for torch.func, which `alone` has already made.
+#: `Function.apply` without its checks for torch.func, which `run_standalone` has already made.
 _apply: Any = super(torch.autograd.Function, _StandaloneFunction).apply
 
 
@@ -171,10 +171,10 @@ def _clamped_swiglu(gate: Tensor, value: Tensor, limit: float, alpha: float) -> 
 def _clamped_swiglu_backward(
     g: Tensor, gate: Tensor, value: Tensor, limit: float, alpha: float
 ) -> tuple[Tensor, Tensor]:
-    held = gate.clamp(max=limit)
+    clamped = gate.clamp(max=limit)
     shifted = value.clamp(-limit, limit).add_(1)
-    of_gate = _aten.silu_backward(g * shifted, held * alpha)
-    of_value = torch.sigmoid(held * alpha).mul_(held).mul_(g)
+    of_gate = _aten.silu_backward(g * shifted, clamped * alpha)
+    of_value = torch.sigmoid(clamped * alpha).mul_(clamped).mul_(g)
     # The gradient of clamp at its bounds is 1. A comparison with NaN is false, so NaN passes through the other factor.
     return of_gate.mul_(~(gate > limit)), of_value.mul_(~(value.abs() > limit))
 
@@ -248,14 +248,14 @@ def activate(name: str, *x: Tensor, **options: float) -> Tensor:
     return ActivationInputOp(name, option_values(name, options))(*x)
 
 
-SENTENCE = (
+NO_SECOND_DERIVATIVE = (
     "this activation supports first derivatives only (no second derivative, no torch.func), because its backward "
     "is written by hand: use torch's own operations there"
 )
 
 
 #: Format in which `eight_bit_activations` saves the activation's input: 1.03 bytes per element, 28 dB SNR.
-KEPT = QuantSpec(E4M3, (1, 32), "e8m0")
+SAVED_SPEC = QuantSpec(E4M3, (1, 32), "e8m0")
 
 
 @dataclass(frozen=True)
@@ -275,17 +275,17 @@ class ActivationInputOp:
         row = ACTIVATIONS[self.name]
         if row.native and not is_tracing():
             return row.forward(*x)
-        return alone(replace(self, eight_bits=False) if self.eight_bits else self, SENTENCE, *x)
+        return run_standalone(replace(self, eight_bits=False) if self.eight_bits else self, NO_SECOND_DERIVATIVE, *x)
 
     def forward(
-        self, *x: Tensor | None, decided: int | None = None
+        self, *x: Tensor | None, implementation: int | None = None
     ) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
         assert x[0] is not None
-        run = ops.chosen(ACTIVATE, x[0]) if decided is None else ACTIVATE.impls[decided].run
+        run = ops.chosen(ACTIVATE, x[0]) if implementation is None else ACTIVATE.impls[implementation].run
         y = run(self.name, self.options, x)
         if not self.eight_bits or x[0].dtype not in ops.DTYPES:
             return y, x
-        return y, tuple(ops.QUANTIZE(a.reshape(-1, a.shape[-1]), KEPT) for a in x if a is not None)
+        return y, tuple(ops.QUANTIZE(a.reshape(-1, a.shape[-1]), SAVED_SPEC) for a in x if a is not None)
 
     def quantized(
         self, x: Sequence[Any], spec: QuantSpec, factor: Tensor | None, want_output: bool, transposed: bool
@@ -305,9 +305,11 @@ class ActivationInputOp:
         return y, tuple(gradients)
 
     def backward(
-        self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
+        self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
     ) -> tuple[Tensor, ...]:
-        run = ops.chosen(ACTIVATE_BACKWARD, g) if decided is None else ACTIVATE_BACKWARD.impls[decided].run
+        run = (
+            ops.chosen(ACTIVATE_BACKWARD, g) if implementation is None else ACTIVATE_BACKWARD.impls[implementation].run
+        )
         if not isinstance(saved[0], Quantized):
             return tuple(run(self.name, self.options, g, saved))
         if not ops.on_host(g) or not _in_blocks(g):
@@ -329,7 +331,7 @@ def _decoded(q: Quantized, g: Tensor) -> Tensor:
 
 
 def _rows(q: Quantized, start: int, end: int) -> Quantized:
-    """Return a range of rows of an operand quantized with `KEPT`."""
+    """Return a range of rows of an operand quantized with `SAVED_SPEC`."""
     assert isinstance(q.scale, Tensor)
     return Quantized(q.data[start:end], q.scale[start:end], q.spec, (end - start, q.shape[1]))
 

@@ -19,7 +19,7 @@ from quaver.torch.linear.linear import Linear
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
-from quaver.torch.operations.selecting import unseen
+from quaver.torch.operations.selecting import hide_from_policies
 from quaver.torch.state.context import recipe_in_force
 
 # ---- loss and gradients of a chunk of tokens ----
@@ -129,14 +129,14 @@ def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool
         z = rule.soft_cap * bent
     lse = z.logsumexp(-1) if rule.z_loss else z.new_zeros(())
     z = z.log_softmax(-1)
-    kept, known = targets != rule.ignore_index, (targets >= 0) & (targets < count)
+    counted, known = targets != rule.ignore_index, (targets >= 0) & (targets < count)
     safe = torch.where(known, targets, 0)[:, None]
     losses = -z.gather(1, safe)[:, 0]
     if rule.label_smoothing:
         losses = (1 - rule.label_smoothing) * losses - rule.label_smoothing * z.mean(-1)
     if rule.z_loss:
         losses = losses + rule.z_loss * lse.square()
-    losses = torch.where(kept, torch.where(known, losses, torch.nan), 0.0)
+    losses = torch.where(counted, torch.where(known, losses, torch.nan), 0.0)
     if gradient:
         d = z.exp_()
         if rule.z_loss:
@@ -147,7 +147,7 @@ def rows(logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool
         if bent is not None:
             d *= 1 - bent.square()
         d *= torch.where(known, 1.0 if weights is None else weights, torch.nan)[:, None]
-        logits.copy_(d.masked_fill_(~kept[:, None], 0.0))
+        logits.copy_(d.masked_fill_(~counted[:, None], 0.0))
     return losses
 
 
@@ -320,7 +320,7 @@ def _check_shapes(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | Non
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    @unseen
+    @hide_from_policies
     def forward(
         ctx: Any,
         x: Tensor,

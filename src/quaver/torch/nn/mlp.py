@@ -163,7 +163,7 @@ class MLP(ComposedBlock):
                 self.gate_proj = options.linear(dim, hidden)
             self.up_proj = options.linear(dim, hidden)
         self.down_proj = options.linear(hidden, dim)
-        self._entrance = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in self._modules]
+        self._first_projections = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in self._modules]
 
     def forward(self, x: Tensor) -> Any:
         """Return the MLP of x [..., dim], of the same shape; with return_normalized (output, norm(x))."""
@@ -177,12 +177,12 @@ class MLP(ComposedBlock):
 
     def _forward(self, x: Tensor) -> Any:
         parts: Any = self._modules
-        entrance = [parts[name] for name in self._entrance]
+        first_projections = [parts[name] for name in self._first_projections]
         then = self._prologue, (parts["down_proj"],)
         if self.return_normalized:
-            normalized, *inner = normalized_projections(parts["norm"], x, entrance, True)
+            normalized, *inner = normalized_projections(parts["norm"], x, first_projections, True)
             return project(then[0], inner, then[1])[0], normalized
-        return normalized_projections(parts["norm"], x, entrance, then=then)[0]
+        return normalized_projections(parts["norm"], x, first_projections, then=then)[0]
 
     def extra_repr(self) -> str:
         narrow = ", eight_bit_activations=True" * self._prologue.eight_bits

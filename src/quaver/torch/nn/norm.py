@@ -17,8 +17,8 @@ from quaver.recipes.text import check_name
 from quaver.torch.backends.gpu import fused_quantize
 from quaver.torch.linear.fused_projections import is_bare, project
 from quaver.torch.linear.linear import Linear
-from quaver.torch.linear.quantized_input import GIVEN, InputOp
-from quaver.torch.nn.activation import alone
+from quaver.torch.linear.quantized_input import IDENTITY_INPUT, InputOp
+from quaver.torch.nn.activation import run_standalone
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation, row_by_row
@@ -44,20 +44,20 @@ class Normalization:
     recomputes_input: bool = False
     #: eps as text for torch.compile: with dynamic shapes a float becomes a symbol, which two autograd functions cannot
     #: share.
-    written: str = field(init=False, repr=False, compare=False, default="")
+    eps_text: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "written", repr(float(self.eps)))
+        object.__setattr__(self, "eps_text", repr(float(self.eps)))
 
     def __call__(self, *x: Tensor | None) -> Tensor:
-        return alone(self, SENTENCE, *x)
+        return run_standalone(self, NO_SECOND_DERIVATIVE, *x)
 
-    def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, *x: Tensor | None, implementation: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         value, gamma, beta = x
         assert value is not None
         gamma, beta = gamma_and_beta(value, gamma, beta, self.zero_centered)
-        run = ops.chosen(NORMALIZE, value) if decided is None else NORMALIZE.impls[decided].run
-        eps = float(self.written) if is_tracing() else self.eps
+        run = ops.chosen(NORMALIZE, value) if implementation is None else NORMALIZE.impls[implementation].run
+        eps = float(self.eps_text) if is_tracing() else self.eps
         y, mean, factor = run(value, gamma, beta, self.normalization, eps)
         return y, (value, gamma, beta, mean, factor)
 
@@ -74,10 +74,14 @@ class Normalization:
         raise AssertionError("what a norm made is kept")
 
     def backward(
-        self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
+        self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
     ) -> tuple[Tensor | None, ...]:
         x, gamma, beta, mean, factor = saved
-        run = ops.chosen(NORMALIZE_BACKWARD, x) if decided is None else NORMALIZE_BACKWARD.impls[decided].run
+        run = (
+            ops.chosen(NORMALIZE_BACKWARD, x)
+            if implementation is None
+            else NORMALIZE_BACKWARD.impls[implementation].run
+        )
         of_x, of_gamma, of_beta = run(g, x, gamma, beta, mean, factor, self.normalization)
         return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta
 
@@ -296,13 +300,13 @@ def normalized_projections(
         y = x if norm is None else norm(x)
         if len(layers) == 1 and not return_input and then is None:
             return (layers[0](y),)
-        return project(GIVEN, (y,), layers, return_input, then)
+        return project(IDENTITY_INPUT, (y,), layers, return_input, then)
     assert isinstance(norm, NormKind)
     norm.check_input(x)
     return project(norm.formula, (x, *norm.affine()), layers, return_input, then)
 
 
-SENTENCE = (
+NO_SECOND_DERIVATIVE = (
     "this normalization supports first derivatives only (no second derivative, no torch.func), because its "
     "backward is written by hand: use torch.nn.LayerNorm or RMSNorm there"
 )

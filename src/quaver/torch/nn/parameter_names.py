@@ -15,7 +15,7 @@ class AliasedParameters(nn.Module):
     """
 
     #: (submodule, parameter name in it) by alias.
-    lent: dict[str, tuple[str, str]]
+    aliases: dict[str, tuple[str, str]]
     #: Names of submodules that must not be replaced.
     fixed: tuple[str, ...] = ()
 
@@ -26,37 +26,37 @@ class AliasedParameters(nn.Module):
             names: (submodule, parameter name in it) by alias; absent parameters are skipped.
             fixed: submodules that must not be replaced, because users read their parameters from the block.
         """
-        has = {name: (part, key) for name, (part, key) in names.items() if self.held(part, key) is not None}
-        self.__dict__.update(lent=has, fixed=fixed)
-        self._borrow()
+        has = {name: (part, key) for name, (part, key) in names.items() if self.parameter_of(part, key) is not None}
+        self.__dict__.update(aliases=has, fixed=fixed)
+        self._update_aliases()
         self.register_state_dict_post_hook(_rename)
         self.register_load_state_dict_post_hook(_loaded)
 
-    def held(self, part: str, key: str) -> nn.Parameter | None:
+    def parameter_of(self, part: str, key: str) -> nn.Parameter | None:
         """Return a submodule's parameter, or None if it is absent."""
         module = self._modules.get(part)
         return None if module is None else module._parameters.get(key)
 
-    def _borrow(self) -> None:
-        for name, (part, key) in self.lent.items():
-            self._parameters[name] = self.held(part, key)
+    def _update_aliases(self) -> None:
+        for name, (part, key) in self.aliases.items():
+            self._parameters[name] = self.parameter_of(part, key)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        at = self.__dict__.get("lent", {}).get(name)
+        at = self.__dict__.get("aliases", {}).get(name)
         if at is None:
             if name in self.__dict__.get("fixed", ()) and self._modules.get(name) is not value:
                 raise ValueError(f"{type(self).__name__}.{name} has the module's weight: replace the module itself")
             super().__setattr__(name, value)
         else:
             setattr(self._modules[at[0]], at[1], value)
-            self._borrow()
+            self._update_aliases()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._parameters.clear()
         try:
             return super()._apply(fn, recurse)
         finally:
-            self._borrow()
+            self._update_aliases()
 
     def __getstate__(self) -> dict[str, Any]:
         # The submodules pickle the parameters, including quantized ones.
@@ -64,29 +64,29 @@ class AliasedParameters(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._borrow()
+        self._update_aliases()
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
-        for name, (part, key) in self.lent.items():
+        for name, (part, key) in self.aliases.items():
             if prefix + name not in state_dict:
                 missing.append(prefix + name)
             # A missing parameter keeps its value.
-            state_dict[f"{prefix}{part}.{key}"] = state_dict.pop(prefix + name, self.held(part, key))
+            state_dict[f"{prefix}{part}.{key}"] = state_dict.pop(prefix + name, self.parameter_of(part, key))
         self._parameters.clear()
         try:
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
         finally:
-            self._borrow()
+            self._update_aliases()
 
 
 def _rename(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, (part, key) in module.lent.items():
+    for name, (part, key) in module.aliases.items():
         inner = f"{prefix}{part}.{key}"
         if inner in state:
             state[prefix + name] = state.pop(inner)
 
 
 def _loaded(module: Any, _: Any) -> None:
-    module._borrow()
+    module._update_aliases()

@@ -74,14 +74,14 @@ class TransformerArguments(AttentionOptions, MLPOptions):
         return bool(self.parallel) and not isinstance(self.parallel, str)
 
     @property
-    def entrance(self) -> str | None:
+    def part_normalization(self) -> str | None:
         """Name of the norm inside each part, or None."""
         return self.normalization if self.norm_position in BEFORE and not self.one_norm else None
 
     @property
     def of_attention(self) -> dict[str, Any]:
         bias = self.bias if self.attention_bias is None else self.attention_bias
-        own = {"normalization": self.entrance, "bias": bias, "dropout": self.attention_dropout}
+        own = {"normalization": self.part_normalization, "bias": bias, "dropout": self.attention_dropout}
         return pick(AttentionOptions, self) | own | {"return_normalized": self.residual_from_norm}
 
     @property
@@ -101,7 +101,7 @@ class TransformerArguments(AttentionOptions, MLPOptions):
     @property
     def of_mlp(self) -> dict[str, Any]:
         bias = self.bias if self.mlp_bias is None else self.mlp_bias
-        own = {"normalization": self.entrance, "bias": bias, "recompute": self.recompute == "mlp"}
+        own = {"normalization": self.part_normalization, "bias": bias, "recompute": self.recompute == "mlp"}
         return pick(MLPOptions, self) | own | {"return_normalized": self.residual_from_norm}
 
     @property
@@ -333,9 +333,9 @@ def _check(options: TransformerArguments) -> None:
     if options.latent is not None:
         others = {f.name for f in fields(AttentionOptions)} - LATENT - {"fused"}
         plain = AttentionOptions()
-        given = sorted(name for name in others if getattr(options, name) != getattr(plain, name))
-        if given or options.cross_attention:
-            said = ", ".join(given) or "cross_attention"
+        unsupported = sorted(name for name in others if getattr(options, name) != getattr(plain, name))
+        if unsupported or options.cross_attention:
+            said = ", ".join(unsupported) or "cross_attention"
             raise ValueError(f"latent attention has no {said}: leave it out, or leave out latent")
     if options.cross_attention and options.layout == "thd":
         raise ValueError("cross attention requires sequences of equal length: layout 'bshd' or 'sbhd', not 'thd'")

@@ -215,7 +215,7 @@ def dtype_of_scales(spec: QuantSpec) -> torch.dtype:
 
 
 class DeferredGroupArguments(NamedTuple):
-    """Layout that `put_groups_together` needs besides the tensors."""
+    """Layout that `rebuild_groups` needs besides the tensors."""
 
     spec: QuantSpec
     #: Shape of each group's operand and whether it is stored transposed; None for groups without tokens.
@@ -227,7 +227,7 @@ class DeferredGroupArguments(NamedTuple):
     sizes: list[int]
 
 
-def take_groups_apart(parts: Sequence[Quantized | None]) -> tuple[list[Tensor | None], DeferredGroupArguments] | None:
+def split_groups(parts: Sequence[Quantized | None]) -> tuple[list[Tensor | None], DeferredGroupArguments] | None:
     """Convert operands of one spec to tensors: all scales in one uint8 tensor, and the codes of each group.
 
     Returns None if scales are saved as they are stored.
@@ -248,8 +248,8 @@ def take_groups_apart(parts: Sequence[Quantized | None]) -> tuple[list[Tensor | 
     return [codes, *(None if q is None else q.data for q in parts)], layout
 
 
-def put_groups_together(tensors: Sequence[Tensor | None], layout: DeferredGroupArguments) -> list[Quantized | None]:
-    """Rebuild the operands that `take_groups_apart` has converted, with float32 scales."""
+def rebuild_groups(tensors: Sequence[Tensor | None], layout: DeferredGroupArguments) -> list[Quantized | None]:
+    """Rebuild the operands that `split_groups` has converted, with float32 scales."""
     codes, *data = tensors
     assert codes is not None
     spec, places, all_transposed, dim, sizes = layout
@@ -330,18 +330,18 @@ def quantize(
     return GroupedOperand(data, scale, factor, spec, summed, slots, k, top)
 
 
-def transposed(laid: GroupedOperand, offsets: GroupOffsets) -> GroupedOperand:
+def transposed(operand: GroupedOperand, offsets: GroupOffsets) -> GroupedOperand:
     """Transpose rows quantized in square blocks: same codes and scales."""
-    spec = laid.spec
-    assert spec.transposable and not laid.summed
+    spec = operand.spec
+    assert spec.transposable and not operand.summed
     slots = offsets.slots(multiple(spec))
-    codes = unpack(laid.data, laid.shape[1]) if spec.format.packed else laid.data.view(torch.uint8)
+    codes = unpack(operand.data, operand.shape[1]) if spec.format.packed else operand.data.view(torch.uint8)
     codes = slots.take(codes).t()
-    data = pack(codes) if spec.format.packed else codes.contiguous().view(laid.data.dtype)
-    return GroupedOperand(data, laid.scale, laid.factor, spec, True, slots, slots.count, laid.amax)
+    data = pack(codes) if spec.format.packed else codes.contiguous().view(operand.data.dtype)
+    return GroupedOperand(data, operand.scale, operand.factor, spec, True, slots, slots.count, operand.amax)
 
 
-def given(q: Quantized, offsets: GroupOffsets) -> GroupedOperand:
+def from_quantized(q: Quantized, offsets: GroupOffsets) -> GroupedOperand:
     """Convert rows that were quantized before grouping to a `GroupedOperand`.
 
     No block may have rows of several groups, unless all share one scale.
@@ -354,34 +354,34 @@ def given(q: Quantized, offsets: GroupOffsets) -> GroupedOperand:
     return GroupedOperand(q.data, scale, factor, q.spec, False, offsets.slots(1), q.shape[1])
 
 
-def row_scales(laid: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Tensor | None]:
+def row_scales(operand: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Tensor | None]:
     """Return the stored scales of rows, [T, blocks of k], and the factors of two-level scales, [T, 1] or None."""
-    assert not laid.summed
-    segments = _segments(offsets, laid.slots, laid.spec, False)
-    factor = None if laid.factor is None else of_groups(laid.factor, laid.slots.group)
-    return _along(laid.scale, segments), factor
+    assert not operand.summed
+    segments = _segments(offsets, operand.slots, operand.spec, False)
+    factor = None if operand.factor is None else of_groups(operand.factor, operand.slots.group)
+    return _along(operand.scale, segments), factor
 
 
-def slot_scales(laid: GroupedOperand) -> Tensor:
+def slot_scales(operand: GroupedOperand) -> Tensor:
     """Return the decode scales of an operand that is summed over slots, float32 [slots, blocks of k]."""
-    assert laid.summed
-    segments = _segments(None, laid.slots, laid.spec, True)
-    factor = None if laid.factor is None else of_groups(laid.factor, segments.group)
-    return _along(decode_scales(laid.scale, laid.spec, factor), segments)
+    assert operand.summed
+    segments = _segments(None, operand.slots, operand.spec, True)
+    factor = None if operand.factor is None else of_groups(operand.factor, segments.group)
+    return _along(decode_scales(operand.scale, operand.spec, factor), segments)
 
 
-def dequantized(laid: GroupedOperand, offsets: GroupOffsets) -> Tensor:
+def dequantized(operand: GroupedOperand, offsets: GroupOffsets) -> Tensor:
     """Return the dequantized rows, float32 [slots, k]."""
-    stored, factor = row_scales(laid, offsets)
-    return values(laid) * _spread(decode_scales(stored, laid.spec, factor), laid.spec.block[1], laid.k)
+    stored, factor = row_scales(operand, offsets)
+    return values(operand) * _spread(decode_scales(stored, operand.spec, factor), operand.spec.block[1], operand.k)
 
 
-def values(laid: GroupedOperand) -> Tensor:
+def values(operand: GroupedOperand) -> Tensor:
     """Return the values without scales in storage order, float32 [slots, k], or [k, slots] for transposes."""
-    if laid.data.is_floating_point():
-        return laid.data.to(torch.float32)
-    codes = unpack(laid.data, laid.shape[1]) if laid.spec.format.packed else laid.data
-    return values_of(codes, laid.spec.format)
+    if operand.data.is_floating_point():
+        return operand.data.to(torch.float32)
+    codes = unpack(operand.data, operand.shape[1]) if operand.spec.format.packed else operand.data
+    return values_of(codes, operand.spec.format)
 
 
 class BlockSegments(NamedTuple):
@@ -507,12 +507,12 @@ def _uniform(draw: GroupedNoise, slots: GroupSlots, k: int, spec: QuantSpec, sum
     return (out >> 8).to(torch.float32) * 2.0**-24
 
 
-def _numbers(given: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    return given.to(device) if isinstance(given, Tensor) else _held(tuple(given), device)
+def _numbers(values: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    return values.to(device) if isinstance(values, Tensor) else _numbers_on(tuple(values), device)
 
 
 @lru_cache(1024)
-def _held(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def _numbers_on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return host numbers as a cached device tensor, for numbers that stay the same, such as streams."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -39,7 +39,7 @@ def unswizzle(flat: Tensor, rows: int, blocks: int) -> Tensor:
 # ---- quantized operands ----
 
 #: A given amax or encode factor: a device tensor, a float on the host, or None to measure it.
-Given = Tensor | float | None
+ScalarOverride = Tensor | float | None
 #: make_wrapper_subclass creates a tensor subclass without memory of its own; None if torch lacks it. FLOAT8 has torch's
 #: dtypes of the FP8 formats.
 make_wrapper_subclass: Any = getattr(torch.Tensor, "_make_wrapper_subclass", None)
@@ -77,11 +77,11 @@ class Quantized:
     #: is rounded once; a stored reciprocal would round twice.
     tensor_factor: Tensor | None = None
     #: Measured amax for a scaling history; None if it was not measured.
-    amax: Given = None
+    amax: ScalarOverride = None
     #: Cached float32 values in storage order, for small operands.
     decoded: Tensor | None = None
     #: The transpose, created on first use or written together with the data.
-    twin: "Quantized | None" = None
+    cached_transpose: "Quantized | None" = None
     #: True if the uint8 scales are in the order of `swizzle`: flat, with a row for every stored row of data; rows of a
     #: block share its scale.
     swizzled: bool = False
@@ -104,12 +104,12 @@ class Quantized:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     @property
-    def lying_block(self) -> Block:
+    def stored_block(self) -> Block:
         """Block shape in storage order."""
         return self.spec.block[::-1] if self.transposed else self.spec.block
 
     @property
-    def lying_shape(self) -> tuple[int, int]:
+    def stored_shape(self) -> tuple[int, int]:
         """Shape of the codes in storage order."""
         return self.shape[::-1] if self.transposed else self.shape
 
@@ -117,15 +117,15 @@ class Quantized:
     def T(self) -> "Quantized":
         """Transpose [k, rows] that shares the memory; only specs with square blocks have one."""
         assert self.spec.transposable
-        twin = self.twin
-        if twin is None:
+        cached_transpose = self.cached_transpose
+        if cached_transpose is None:
             shape, transposed = (self.shape[1], self.shape[0]), not self.transposed
-            twin = Quantized(
+            cached_transpose = Quantized(
                 self.data, self.scale, self.spec, shape, transposed, self.tensor_factor, self.amax, self.decoded
             )
-            twin.swizzled, twin.mark = self.swizzled, self.mark
-            self.twin = twin
-        return twin
+            cached_transpose.swizzled, cached_transpose.mark = self.swizzled, self.mark
+            self.cached_transpose = cached_transpose
+        return cached_transpose
 
     def plain(self) -> "Quantized":
         """Return the operand with contiguous data and unswizzled scales, for storing or sharing."""
@@ -138,30 +138,30 @@ class Quantized:
         q = self.plain()
         if not q.transposed:
             return q
-        codes = q.lying_codes().t()
+        codes = q.stored_codes().t()
         data = pack(codes) if q.spec.format.packed else codes.contiguous().view(q.data.dtype)
         scale = q.scale.t().contiguous() if isinstance(q.scale, Tensor) else q.scale
         return Quantized(data, scale, q.spec, q.shape, False, q.tensor_factor, q.amax)
 
     def codes(self) -> Tensor:
         """Return uint8 codes [rows, k], one per element, with every NaN as 0x7F."""
-        codes = self.lying_codes()
+        codes = self.stored_codes()
         if self.data.is_floating_point():
             codes = torch.where(self.data.isnan(), torch.full_like(codes, NAN_CODE), codes)
         return codes.t() if self.transposed else codes
 
-    def lying_codes(self) -> Tensor:
+    def stored_codes(self) -> Tensor:
         """Return the stored uint8 codes, one per element, in storage order."""
         if self.spec.format.packed:
-            return unpack(self.data, self.lying_shape[1])
+            return unpack(self.data, self.stored_shape[1])
         return self.data.view(torch.uint8)
 
     def scales(self) -> Tensor:
         """Return float32 decode scales [blocks of rows, blocks of k], with both levels multiplied."""
-        scales = self.lying_scales()
+        scales = self.stored_scales()
         return scales.t() if self.transposed else scales
 
-    def lying_scales(self) -> Tensor:
+    def stored_scales(self) -> Tensor:
         """Return `scales()` in storage order."""
         if not isinstance(self.scale, Tensor):
             return torch.full((1, 1), self.scale, dtype=torch.float32, device=self.device)
@@ -173,20 +173,20 @@ class Quantized:
         assert isinstance(self.scale, Tensor)
         if not self.swizzled:
             return self.scale
-        (rows, columns), (height, width) = self.lying_shape, self.lying_block
+        (rows, columns), (height, width) = self.stored_shape, self.stored_block
         assert height is not None and width is not None
         return unswizzle(self.scale, rows, -(-columns // width))[::height]
 
     def values(self) -> Tensor:
         """Return the values without scales, float32 [rows, k]."""
-        values = self.lying_values()
+        values = self.stored_values()
         return values.t() if self.transposed else values
 
-    def lying_values(self) -> Tensor:
+    def stored_values(self) -> Tensor:
         """Return `values()` in storage order."""
         if self.data.is_floating_point():
             return self.data.to(torch.float32)
-        return values_of(self.lying_codes(), self.spec.format)
+        return values_of(self.stored_codes(), self.spec.format)
 
     def dequantize(self) -> Tensor:
         """Return data × scale, float32 [rows, k]; after a Hadamard rotation these are the rotated values that the GEMM
@@ -256,8 +256,8 @@ def of_host(scale: float) -> Tensor:
     return torch.scalar_tensor(scale, dtype=torch.float64, device="cpu")
 
 
-def take_apart(value: Tensor | Quantized | float | None) -> tuple[list[Tensor | None], tuple[Any, ...] | None]:
-    """Split an operand or a scale into tensors that autograd can save, and the layout for `put_together`."""
+def split_operand(value: Tensor | Quantized | float | None) -> tuple[list[Tensor | None], tuple[Any, ...] | None]:
+    """Split an operand or a scale into tensors that autograd can save, and the layout for `rebuild_operand`."""
     if isinstance(value, float):
         return [of_host(value)], ()
     if not isinstance(value, Quantized):
@@ -267,8 +267,8 @@ def take_apart(value: Tensor | Quantized | float | None) -> tuple[list[Tensor | 
     return [value.data, scale, value.tensor_factor], layout
 
 
-def put_together(layout: tuple[Any, ...] | None, tensors: Sequence[Any]) -> Any:
-    """Rebuild the value that `take_apart` has split."""
+def rebuild_operand(layout: tuple[Any, ...] | None, tensors: Sequence[Any]) -> Any:
+    """Rebuild the value that `split_operand` has split."""
     if not layout:
         return tensors[0] if layout is None else tensors[0].item()
     spec, shape, transposed, on_host, swizzled = layout

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quaver.recipes.spec import QuantSpec
 from quaver.reference.numerics import FLT_MAX, NAN_CODE, TWO_LEVEL_MAX
-from quaver.torch.numerics.quantized import Given, Quantized, pack, spread
+from quaver.torch.numerics.quantized import Quantized, ScalarOverride, pack, spread
 from quaver.torch.numerics.rounding import (
     INFINITY_BITS,
     QUIET,
@@ -24,7 +24,12 @@ from quaver.torch.numerics.rounding import (
 
 
 def quantize(
-    x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: EagerNoise | Tensor = QUIET, *_: object
+    x: Tensor,
+    spec: QuantSpec,
+    amax: ScalarOverride = None,
+    factor: ScalarOverride = None,
+    noise: EagerNoise | Tensor = QUIET,
+    *_: object,
 ) -> Quantized:
     """Quantize one GEMM operand [rows, k]; see `quaver.reference.quantize`.
 
@@ -47,11 +52,11 @@ def quantize(
     measured = block_bits(magnitude_bits(x), spec)
     if spec.two_level:
         return two_level(x, spec, amax, measured, u)
-    top = measured if amax is None else given_bits(amax, measured)
+    top = measured if amax is None else override_bits(amax, measured)
     e = factors(top, spec)
     if factor is not None:
-        given = torch.as_tensor(factor, dtype=torch.float32, device=x.device)
-        e = torch.where(given == 0, e, given)
+        exact_factor = torch.as_tensor(factor, dtype=torch.float32, device=x.device)
+        e = torch.where(exact_factor == 0, e, exact_factor)
     scale = stored_scale(top, (top < INFINITY_BITS) & (measured < INFINITY_BITS), e, spec)
     if spec.scale == "e8m0":
         e = torch.where(top == 0, 0.0, e)
@@ -71,7 +76,7 @@ def factors(bits: Tensor, spec: QuantSpec) -> Tensor:
     return power_of_two(exponent(bits, spec.format)) if spec.power_of_two else ratio(spec.format.max, bits)
 
 
-def two_level(x: Tensor, spec: QuantSpec, amax: Given, blocks: Tensor, u: Tensor | None = None) -> Quantized:
+def two_level(x: Tensor, spec: QuantSpec, amax: ScalarOverride, blocks: Tensor, u: Tensor | None = None) -> Quantized:
     """Quantize a rotated float32 x with two-level scales from the amax bits of its blocks.
 
     For blocks split over several tensors, the bits are those of the whole blocks.
@@ -81,7 +86,7 @@ def two_level(x: Tensor, spec: QuantSpec, amax: Given, blocks: Tensor, u: Tensor
         u: uniform numbers of x's shape for stochastic rounding, or None.
     """
     top = blocks.max().view(1, 1) if blocks.numel() else blocks.new_zeros((1, 1))
-    e, stored, tensor_factor = two_levels(blocks, top if amax is None else given_bits(amax, top), spec)
+    e, stored, tensor_factor = two_levels(blocks, top if amax is None else override_bits(amax, top), spec)
     return _finish(x, spec, u, e, stored, tensor_factor, top)
 
 
@@ -120,7 +125,7 @@ def block_bits(bits: Tensor, spec: QuantSpec) -> Tensor:
     return torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
 
 
-def given_bits(amax: Tensor | float, like: Tensor) -> Tensor:
+def override_bits(amax: Tensor | float, like: Tensor) -> Tensor:
     """Return the bits of a given amax in the shape of the scales."""
     a = torch.as_tensor(amax, dtype=torch.float32, device=like.device).abs()
     bits = a.expand(like.shape) if a.numel() == 1 else a.reshape(like.shape)

@@ -240,15 +240,15 @@ def _traced_in_halves(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Ten
     because Inductor loads full vectors of float32 but half vectors of int32.
     """
     upper, lower = (MULTIPLIER - (1 << 32)) + (1 << 15) >> 16, ((MULTIPLIER & 0xFFFF) ^ 0x8000) - 0x8000
-    held = c0.view(torch.float32)
+    word0 = c0.view(torch.float32)
     for i in range(ROUNDS):
-        word = held.view(torch.int32)
+        word = word0.view(torch.int32)
         a, b = (word >> 16) & 0xFFFF, word & 0xFFFF
         first, last = a * upper, b * lower
         middle = (a + b) * (upper + lower) - first - last + (last >> 16)
         high, low = first + (middle >> 16) + word, (middle << 16) + (last & 0xFFFF)
-        held, c1 = (high ^ c1 ^ keys[i]).view(torch.float32), low
-    return held.view(torch.int32), c1
+        word0, c1 = (high ^ c1 ^ keys[i]).view(torch.float32), low
+    return word0.view(torch.int32), c1
 
 
 # ---- rounding and scale factors ----

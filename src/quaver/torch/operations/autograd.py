@@ -93,7 +93,7 @@ def flat(q: Quantized) -> tuple[Tensor, Tensor, Tensor, str, bool, int, bool]:
     """Flatten an operand to the arguments of the `matmul` operator."""
     scale = q.scale if isinstance(q.scale, Tensor) else q.data.new_full((1, 1), q.scale, dtype=torch.float32)
     factor = scale.new_empty(0) if q.tensor_factor is None else q.tensor_factor
-    return q.data, scale, factor, q.spec.text, q.transposed, q.lying_shape[1], q.swizzled
+    return q.data, scale, factor, q.spec.text, q.transposed, q.stored_shape[1], q.swizzled
 
 
 def restored(
@@ -147,9 +147,11 @@ def joined(
     x: Tensor, spec: QuantSpec, transposed: bool, data: Tensor, scale: Tensor, factor: Tensor, amax: Tensor
 ) -> Quantized:
     """Rebuild the operand of x [rows, k] from its `parts`."""
-    lies_turned = transposed and not spec.format.packed
+    is_stored_transposed = transposed and not spec.format.packed
     tensor_factor = factor if spec.two_level else None
-    return Quantized(data, scale, spec, (x.shape[0], spec.padded(x.shape[1])), lies_turned, tensor_factor, amax)
+    return Quantized(
+        data, scale, spec, (x.shape[0], spec.padded(x.shape[1])), is_stored_transposed, tensor_factor, amax
+    )
 
 
 # ---- sums rounded where eager mode rounds them ----

@@ -110,10 +110,10 @@ def matmul(
 class Quantization(weakref.ref[Tensor]):
     """Weak reference to a tensor, with its operands and the key by which they are found."""
 
-    __slots__ = ("by", "facts", "mark", "operands")
+    __slots__ = ("by", "conditions", "mark", "operands")
 
     #: Version and address of the tensor, factor, stream, and whatever else must be unchanged.
-    facts: tuple[Any, ...]
+    conditions: tuple[Any, ...]
     #: Recipe or planned step that quantized it.
     by: Any
     #: Operand of fprop, and that of wgrad if it is another quantization (None until needed); None once the tensor has
@@ -135,12 +135,12 @@ class _SharedInputCache(threading.local):
 thread = _SharedInputCache()
 
 
-def lookup(x: Tensor, facts: tuple[Any, ...], by: Any, like: Callable[[Any, Any], bool]) -> Quantization | None:
+def lookup(x: Tensor, conditions: tuple[Any, ...], by: Any, like: Callable[[Any, Any], bool]) -> Quantization | None:
     """Return the quantization of x if it was this thread's last, made by `by` or an equivalent, and x is unchanged;
     else None.
     """
     last = thread.last
-    if last is None or last() is not x or last.facts != facts:
+    if last is None or last() is not x or last.conditions != conditions:
         return None
     node: Any = x.grad_fn
     if node is None or node.metadata.get(MARK) is not last.mark:
@@ -148,10 +148,10 @@ def lookup(x: Tensor, facts: tuple[Any, ...], by: Any, like: Callable[[Any, Any]
     return last if last.by is by or like(last.by, by) else None
 
 
-def remember(x: Tensor, facts: tuple[Any, ...], by: Any, operands: Any) -> Quantization:
+def remember(x: Tensor, conditions: tuple[Any, ...], by: Any, operands: Any) -> Quantization:
     """Record the last quantization of this thread; x must have a graph node."""
     last = thread.last = Quantization(x, free)
-    last.facts, last.by, last.operands, last.mark = facts, by, operands, object()
+    last.conditions, last.by, last.operands, last.mark = conditions, by, operands, object()
     node: Any = x.grad_fn
     if node is not None:
         node.metadata[MARK] = last.mark
@@ -162,7 +162,7 @@ def remember(x: Tensor, facts: tuple[Any, ...], by: Any, operands: Any) -> Quant
 free = operator.methodcaller("__setattr__", "operands", None)
 
 
-def alike(one: Recipe, other: Recipe) -> bool:
+def same_input_quantization(one: Recipe, other: Recipe) -> bool:
     """Return True if two recipes quantize an input equally for fprop and wgrad, with the same layout."""
     return (
         one.fprop.a == other.fprop.a

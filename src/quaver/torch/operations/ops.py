@@ -13,7 +13,7 @@ from quaver.torch.backends.cpu import quantize as few_bits
 from quaver.torch.backends.cpu import quantize as fp8
 from quaver.torch.backends.gpu import device, fused_quantize
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.quantized import Given, Quantized
+from quaver.torch.numerics.quantized import Quantized, ScalarOverride
 from quaver.torch.numerics.rounding import QUIET, Noise, is_tracing
 from quaver.torch.operations import selecting
 from quaver.torch.operations.autograd import empty_parts, flat, joined, parts, restored
@@ -55,7 +55,7 @@ def chosen(operation: Operation, x: Tensor) -> Callable[..., Any]:
 
 #: Noise argument that marks a second quantization, in backward, of a tensor that forward has quantized. Otherwise a
 #: compiler would merge the two and save the codes, a byte per element of a weight. Rounding to nearest ignores it.
-AGAIN: Noise = 1, 0, 0
+NO_NOISE_ID: Noise = 1, 0, 0
 
 # ---- quantize: hints to kernels, such as where to record the amax, do not change the result ----
 
@@ -63,8 +63,8 @@ AGAIN: Noise = 1, 0, 0
 def _quantize_traced(
     x: Tensor,
     spec: QuantSpec,
-    amax: Given = None,
-    factor: Given = None,
+    amax: ScalarOverride = None,
+    factor: ScalarOverride = None,
     noise: Noise = QUIET,
     number: Tensor | None = None,
     transposed: bool | None = None,
@@ -86,11 +86,11 @@ def _quantize_traced(
         tensor_id, count = (
             torch.tensor(v, dtype=torch.int64, device="cpu") if isinstance(v, int) else v for v in noise[1:]
         )
-    given = (spec.text, _float(amax), _float(factor), noise[0], tensor_id, count, number)
-    return joined(x, spec, transposed, *QUANTIZE.operator(x.t() if transposed else x, transposed, *given))
+    schema_arguments = (spec.text, _float(amax), _float(factor), noise[0], tensor_id, count, number)
+    return joined(x, spec, transposed, *QUANTIZE.operator(x.t() if transposed else x, transposed, *schema_arguments))
 
 
-def _float(v: Given) -> Tensor | None:
+def _float(v: ScalarOverride) -> Tensor | None:
     return torch.tensor(v, dtype=torch.float32, device="cpu") if isinstance(v, int | float) else v
 
 
@@ -141,7 +141,7 @@ def _no_gemms(a: Quantized, *_: Any) -> str:
     return device.why_no_fp8(a.device, "native")
 
 
-def _off_a_gpu(a: Quantized, *_: Any) -> str:
+def _reason_not_on_gpu(a: Quantized, *_: Any) -> str:
     if a.data.is_cuda or (a.data.is_cpu and device.asked & {"native", "decoded"}):
         return ""
     return "the operands are not on a GPU"
@@ -179,7 +179,7 @@ MATMUL: Operation[Tensor] = Operation(
     [
         Implementation("cpu", gemm.matmul, gemm.reason),
         Implementation("native", f"{GPU}.scaled_mm:scaled_matmul", f"{GPU}.scaled_mm:reason", _no_gemms),
-        Implementation("decoded", f"{GPU}.scaled_mm:matmul", _off_a_gpu),
+        Implementation("decoded", f"{GPU}.scaled_mm:matmul", _reason_not_on_gpu),
         Implementation("reference", reference.matmul),
     ],
     fake=_matmul_fake,
@@ -205,8 +205,8 @@ def _two_calls(
     x: Tensor,
     spec: QuantSpec,
     other: QuantSpec,
-    amax: Given = None,
-    factor: Given = None,
+    amax: ScalarOverride = None,
+    factor: ScalarOverride = None,
     noise: Noise = QUIET,
     other_noise: Noise = QUIET,
     *_hints: object,
@@ -222,7 +222,7 @@ def _both_traced(
     spec: QuantSpec,
     other: QuantSpec,
     amax: Tensor | None = None,
-    factor: Given = None,
+    factor: ScalarOverride = None,
     noise: Noise = QUIET,
     other_noise: Noise = QUIET,
     number: Tensor | None = None,

@@ -50,11 +50,11 @@ def is_active() -> bool:
 
 
 def is_hidden() -> bool:
-    """Return True inside a function wrapped by `unseen`, under a selective checkpoint."""
+    """Return True inside a function wrapped by `hide_from_policies`, under a selective checkpoint."""
     return bool(_thread.hidden)
 
 
-def unseen(function: Callable[P, T]) -> Callable[P, T]:
+def hide_from_policies(function: Callable[P, T]) -> Callable[P, T]:
     """Wrap a function so that selective checkpoints see only operations of `seen` or `shown`; other modes see all."""
 
     @functools.wraps(function)

@@ -62,8 +62,8 @@ def encode(
     if code.kind == "bfloat16":
         return to_bfloat16(x, noise), None
     if code.kind == "expanded":
-        written, kept = _expanded(in_blocks(x, spec.block))
-        return out_of_blocks(written, x.shape), kept.flatten(-2)
+        written, params = _expanded(in_blocks(x, spec.block))
+        return out_of_blocks(written, x.shape), params.flatten(-2)
     top = block_amax(x, spec.block) if amax is None else amax
     scale = scale_of(top, spec)
     inverse = inverse_of(scale)
@@ -87,7 +87,7 @@ def inverse_of(scale: Tensor) -> Tensor:
     """Return 1 / scale, or 0 for blocks without a valid scale: float32 [..., 1]."""
     wide = scale.float().unsqueeze(-1)
     usable = (wide > 0) & (wide <= LARGEST)
-    return kept_apart(torch.where(usable, torch.where(usable, wide, 1.0).reciprocal(), 0.0))
+    return materialized(torch.where(usable, torch.where(usable, wide, 1.0).reciprocal(), 0.0))
 
 
 def decode(codes: Tensor, scale: Tensor | None, spec: StateSpec) -> Tensor:
@@ -189,7 +189,7 @@ def to_bfloat16(x: Tensor, noise: Tensor | None) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-def kept_apart(x: Tensor) -> Tensor:
+def materialized(x: Tensor) -> Tensor:
     """Make a CPU compiler materialize float32 numbers that are broadcast. Exact.
 
     It would otherwise compute them again for every 16 products; viewed as a narrower dtype they are read from memory.
@@ -312,12 +312,12 @@ def _expanded(blocks: Tensor) -> tuple[Tensor, Tensor]:
     power = (torch.where(counted, a, c) / c).log2_().mul_(k).exp2_().div_(s)
     y = torch.where(usable & counted, power, 0.0).float().clamp_(max=E4M3.max).copysign_(blocks)
     codes = y.to(torch.float8_e4m3fn).view(torch.uint8)
-    kept = torch.cat([k.float(), torch.where(usable, c, 1.0), torch.where(usable, s, 0.0)], -1)
-    return torch.where((codes & 0x7F) == 0, 0, codes), torch.where(finite, kept, float("nan"))
+    params = torch.cat([k.float(), torch.where(usable, c, 1.0), torch.where(usable, s, 0.0)], -1)
+    return torch.where((codes & 0x7F) == 0, 0, codes), torch.where(finite, params, float("nan"))
 
 
-def _narrowed(codes: Tensor, kept: Tensor) -> Tensor:
-    k, c, s = kept.double().unsqueeze(-2).unbind(-1)
+def _narrowed(codes: Tensor, params: Tensor) -> Tensor:
+    k, c, s = params.double().unsqueeze(-2).unbind(-1)
     values = codes.view(torch.float8_e4m3fn).float()
     reached = values.abs() * s
     x = torch.where(reached > 0, reached, 1.0).log2_().div_(k).exp2_().mul_(c)

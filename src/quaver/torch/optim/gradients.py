@@ -104,9 +104,9 @@ class Gradients:
 
     def finite(self, p: Tensor) -> Tensor:
         """Return True if a parameter's gradient is finite: bool []."""
-        held = local_quantized(p.grad)
-        if held is not None:
-            return held.all_finite()
+        quantized = local_quantized(p.grad)
+        if quantized is not None:
+            return quantized.all_finite()
         gradient = layout.part_of_gradient(p)
         return (gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all()
 
@@ -158,9 +158,9 @@ class Gradients:
         norms: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in parameters:
             own = norms.setdefault(layout.groups(p), [])
-            held = local_quantized(p.grad)
-            if held is not None:
-                own.append(held.norm_of(order))
+            quantized = local_quantized(p.grad)
+            if quantized is not None:
+                own.append(quantized.norm_of(order))
             elif p.grad is not None:
                 own.append(norm_of(layout.gradient(p), order))
             elif not own:

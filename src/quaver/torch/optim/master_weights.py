@@ -21,7 +21,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.reference.optim import NOISE_BITS
 from quaver.reference.optimizer_state import Preset, StateSpec
 from quaver.torch.linear import store_weight
-from quaver.torch.linear.stored_weight import lies_turned
+from quaver.torch.linear.stored_weight import is_stored_transposed
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import decode_scales, spread
 from quaver.torch.numerics.rounding import INFINITY_BITS, magnitude_bits
@@ -96,7 +96,7 @@ def master_format_of(p: Tensor, preset: Preset) -> MasterFormat:
             )
         # In the stored layout: a stack may be stored as the transpose of what a GEMM reads, and its blocks with it.
         spec = owner.__dict__["weight_spec"]
-        spec = replace(spec, block=spec.block[::-1]) if p.dim() == 3 and lies_turned(owner) else spec
+        spec = replace(spec, block=spec.block[::-1]) if p.dim() == 3 and is_stored_transposed(owner) else spec
         return MasterFormat(preset.codes, spec, preset.stochastic and preset.codes[:3] == "res")
     if preset.bfloat16 == "float16" and p.dtype in (torch.bfloat16, torch.float16):
         return MasterFormat("float16")
@@ -147,7 +147,7 @@ def read(master_format: MasterFormat, tensors: tuple[Tensor, ...]) -> Tensor:
     return value if master_format.spec is None else value * _spread_scales(master_format.spec, tensors[1], value)
 
 
-def followed(master_format: MasterFormat, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def master_after_write(master_format: MasterFormat, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the master after a write to its codes: unchanged where it is within half a step of its code, else the
     code's value.
     """
@@ -253,10 +253,10 @@ def _write_longer(
         code, rest = halves(master_format, numbers(master_format, weight, more, noise), weight, more)
         return code.to(torch.int16).view(torch.bfloat16), rest.to(tensors[-1].dtype)
     measured = reference.block_bits(magnitude_bits(weight), spec)
-    top = measured if amax is None else reference.given_bits(amax, measured)
+    top = measured if amax is None else reference.override_bits(amax, measured)
     e = reference.factors(top, spec)
     scale = reference.stored_scale(top, (top < INFINITY_BITS) & (measured < INFINITY_BITS), e, spec)
-    y = weight * spread(codes.kept_apart(e), spec.block, (weight.shape[0], weight.shape[1]))
+    y = weight * spread(codes.materialized(e), spec.block, (weight.shape[0], weight.shape[1]))
     code, rest = halves(master_format, numbers(master_format, y, more, noise), y, more)
     return code.to(torch.uint8).view(tensors[0].dtype), scale, rest.to(tensors[-1].dtype)
 
@@ -299,9 +299,9 @@ def _places(master_format: MasterFormat, more: int) -> tuple[int, float, int, in
     return 23 - fmt.mantissa_bits - more, 2.0 ** (fmt.bias - 127), 7, 0x7F
 
 
-def _bits(master_format: MasterFormat, held: Tensor) -> Tensor:
+def _bits(master_format: MasterFormat, stored: Tensor) -> Tensor:
     """View codes as int32."""
-    return held.view(torch.int16 if master_format.spec is None else torch.uint8).int()
+    return stored.view(torch.int16 if master_format.spec is None else torch.uint8).int()
 
 
 def _spread_scales(spec: QuantSpec, scale: Tensor, weight: Tensor) -> Tensor:

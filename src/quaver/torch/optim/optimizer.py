@@ -95,8 +95,8 @@ class Optimizer(OptimizerBase):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        kept, self.state = self.state, LazyStates(self._initial_state)
-        self.state.update(kept)
+        old_states, self.state = self.state, LazyStates(self._initial_state)
+        self.state.update(old_states)
         if "gradients" in self.__dict__:
             return
         # A copied or unpickled optimizer starts without gradients, counts and stepping in backward.
@@ -132,9 +132,9 @@ class Optimizer(OptimizerBase):
         for p in group["params"]:
             check_parameter(p, type(rule).__name__, rule.whole)
             if p.requires_grad and layout.divided(p):
-                layout.check_divided(p, self.way(p, group), self.preset(p, group).name)
+                layout.check_divided(p, self.config(p, group), self.preset(p, group).name)
             elif p.requires_grad and p.dim() == 3:
-                layout.check(p, self.way(p, group), self.preset(p, group).name)
+                layout.check(p, self.config(p, group), self.preset(p, group).name)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -194,32 +194,32 @@ class Optimizer(OptimizerBase):
                 return
             overflow = None
         keep = None if overflow is None else overflow.reshape(()) == 0
-        number, taken = 0, gpu.Launches(self._kernels)
+        number, launches = 0, gpu.Launches(self._kernels)
         begun: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
         for group in self.param_groups:
             own = [(number + i, p) for i, p in enumerate(group["params"]) if id(p) in chosen]
             number += len(group["params"])
             if own:
-                begun += self._begin_group(group, own, keep, factor, taken)
+                begun += self._begin_group(group, own, keep, factor, launches)
         every = [one for _, _, one in begun]
-        told = ranks.agree(every, self._local_amax)
+        agreed_amaxes = ranks.agree_on_amaxes(every, self._local_amax)
         waiting: list[Callable[[], object]] = []
         elements = 0
         for at, of, one in begun:
             if one.scalars:
-                waiting += self._begin_parameter(one, of, at, told.get(one.p, {}), keep)
+                waiting += self._begin_parameter(one, of, at, agreed_amaxes.get(one.p, {}), keep)
                 elements += one.p.numel()
             if self._programs is None or elements > TOGETHER:
                 elements = _finish(waiting)
         _finish(waiting)
-        self._launch(taken, keep)
-        ranks.tell_scales(every)
+        self._launch(launches, keep)
+        ranks.gather_scales(every)
         for p in parameters:
             if store_weight.holds_codes(p) and (layer := store_weight.owner(p)) is not None:
                 record_versions(layer)
                 self._stepped[p] = layout.versions(p)
 
-    def _follow_writes(self, p: Tensor, way: StepConfig) -> None:
+    def _follow_writes(self, p: Tensor, config: StepConfig) -> None:
         """Update the master or the amaxes of a weight stored as codes that was written since the last step.
 
         Such a write comes for instance from `load_state_dict`.
@@ -227,16 +227,18 @@ class Optimizer(OptimizerBase):
         if not self._written(p):
             return
         state = self.state[p]
-        if way.master_format.master:
-            master_format, codes = layout.in_own_rows(p, way.master_format)
-            held = [layout.local(state[name]) for name in way.master_format.states]
+        if config.master_format.master:
+            master_format, codes = layout.in_own_rows(p, config.master_format)
+            states = [layout.local(state[name]) for name in config.master_format.states]
             for old, new in zip(
-                held, master_weights.followed(master_format, (*codes, *map(layout.rows, held))), strict=True
+                states,
+                master_weights.master_after_write(master_format, (*codes, *map(layout.rows, states))),
+                strict=True,
             ):
                 old.copy_(new.view(old.shape))
-        elif way.predicts and "amax" in state:
+        elif config.predicts and "amax" in state:
             # In place, because a CUDA graph reads this tensor.
-            layout.local(state["amax"]).copy_(layout.local(self._amax(p, way, self.parts_of_weight(p, way))))
+            layout.local(state["amax"]).copy_(layout.local(self._amax(p, config, self.parts_of_weight(p, config))))
 
     def _written(self, p: Tensor) -> bool:
         """True if a weight stored as codes may have been written since this optimizer stepped it."""
@@ -332,7 +334,7 @@ class Optimizer(OptimizerBase):
         own: list[tuple[int, Tensor]],
         keep: Tensor | None,
         factor: Tensor | None,
-        taken: gpu.Launches,
+        launches: gpu.Launches,
     ) -> list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]]:
         """Prepare the step of a group's parameters: create states, count steps, hand parameters to kernels.
 
@@ -344,10 +346,10 @@ class Optimizer(OptimizerBase):
             if not self.state[p]:
                 self.state[p] = self.first_state(p, group)
             if store_weight.holds_codes(p):
-                self._follow_writes(p, self.way(p, group))
+                self._follow_writes(p, self.config(p, group))
         rule = self.rule(group, preset_of(group["preset"]))
         self._check_rate(group, [p for _, p in own])
-        left = self._for_kernels(group, rule, own, factor, taken)
+        left = self._for_kernels(group, rule, own, factor, launches)
         scalars: dict[Tensor, tuple[Tensor, ...]] = {}
         if left:
             steps = [self.state[p]["step"] for _, p in left]
@@ -357,15 +359,15 @@ class Optimizer(OptimizerBase):
             scalars = dict(zip((p for _, p in left), numbers, strict=True))
         begun: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
         for number, p in own:
-            way = self.way(p, group)
-            asks = way.master_format.spec is not None and layout.divided(p)
+            config = self.config(p, group)
+            asks = config.master_format.spec is not None and layout.divided(p)
             if p in scalars or asks:
-                self._ensure_amax(p, way)
-                amax = layout.local(self.state[p]["amax"]) if way.predicts else None
+                self._ensure_amax(p, config)
+                amax = layout.local(self.state[p]["amax"]) if config.predicts else None
                 # Other tensors are looked up later, when the parameter is stepped, since some are copies.
-                parts, own_factor = self.parts(p, way) if asks else None, self._factor(p, factor)
+                parts, own_factor = self.parts(p, config) if asks else None, self._factor(p, factor)
                 begun.append(
-                    (number, group, ranks.SteppingParameter(p, way, parts, scalars.get(p, ()), own_factor, amax))
+                    (number, group, ranks.SteppingParameter(p, config, parts, scalars.get(p, ()), own_factor, amax))
                 )
         return begun
 
@@ -375,35 +377,35 @@ class Optimizer(OptimizerBase):
         rule: UpdateRule,
         own: list[tuple[int, Tensor]],
         factor: Tensor | None,
-        taken: gpu.Launches,
+        launches: gpu.Launches,
     ) -> list[tuple[int, Tensor]]:
-        """Collect the parameters that GPU kernels can step into `taken`; return the others."""
+        """Collect the parameters that GPU kernels can step into `launches`; return the others."""
         left, rows = [], dict[torch.device, list[Any]]()
         for number, p in own:
             weight, state = layout.local(p).detach(), self.state[p]
             if weight.is_cpu and no_kernels(weight):
                 left.append((number, p))
                 continue
-            way = self.way(p, group)
-            self._ensure_amax(p, way)
-            given = (way, self.parts(p, way), layout.flat_place(p, layout.leading(p, rule.whole)))
-            if gpu.TAKES(weight, *given, state["step"]):
-                row = gpu.row(*given, group["seed"], number, state, self._factor(p, factor))
+            config = self.config(p, group)
+            self._ensure_amax(p, config)
+            arguments = (config, self.parts(p, config), layout.flat_place(p, layout.leading(p, rule.whole)))
+            if gpu.TAKES(weight, *arguments, state["step"]):
+                row = gpu.row(*arguments, group["seed"], number, state, self._factor(p, factor))
                 row.owner = p
                 rows.setdefault(weight.device, []).append(row)
             else:
-                gpu.warn_once(self._said, weight, *given, state["step"])
+                gpu.warn_once(self._said, weight, *arguments, state["step"])
                 left.append((number, p))
         for of_device in rows.values():
             # The kernel increments the step itself if the step is applied.
             steps = torch.stack([row.tensors["step"] for row in of_device]).double() + 1
-            taken.add(of_device, torch.stack(rule.scalars(group, steps)))
+            launches.add(of_device, torch.stack(rule.scalars(group, steps)))
         return left
 
-    def _launch(self, taken: gpu.Launches, keep: Tensor | None) -> None:
+    def _launch(self, launches: gpu.Launches, keep: Tensor | None) -> None:
         """Launch the kernels for the collected parameters."""
-        for where, counts in taken.run(keep, self.statistics).items():
-            for i, row in enumerate(taken.rows[where]):
+        for where, counts in launches.run(keep, self.statistics).items():
+            for i, row in enumerate(launches.rows[where]):
                 # Caches that compare version counters must notice these writes.
                 torch.autograd.graph.increment_version([row.owner, *(t for t in row.written if not t.is_inference())])
                 if counts is not None and row.form.clamp:
@@ -414,15 +416,17 @@ class Optimizer(OptimizerBase):
         """Return the factor of a parameter's gradient, float32 [] on its device: the common one times that of its
         quantized gradient.
         """
-        held = local_quantized(p.grad)
-        own = None if held is None else held.contents.factor
+        quantized = local_quantized(p.grad)
+        own = None if quantized is None else quantized.contents.factor
         return factor if own is None else own if factor is None else own * factor
 
     def _check_rate(self, group: Mapping[str, Any], own: list[Tensor]) -> None:
         """Warn once if the learning rate is too small for 8-bit residuals."""
         if self._warned or isinstance(group["lr"], Tensor):
             return
-        fine = [p for p in own if self.way(p, group).master_format.kind == "residual8" and store_weight.holds_codes(p)]
+        fine = [
+            p for p in own if self.config(p, group).master_format.kind == "residual8" and store_weight.holds_codes(p)
+        ]
         if fine and not self._resolution:
             here = [p for p in fine if layout.local(p).is_cpu and layout.local(p).numel()]
             self._resolution = [master_weights.resolution(layout.value_of(p)) for p in here]
@@ -433,19 +437,19 @@ class Optimizer(OptimizerBase):
         one: ranks.SteppingParameter,
         group: Mapping[str, Any],
         number: int,
-        told: Mapping[int, Tensor],
+        agreed_amaxes: Mapping[int, Tensor],
         keep: Tensor | None,
     ) -> Iterator[Callable[[], object]]:
         """Start the step of each segment of a parameter; yields a function that finishes it."""
-        p, way, amax, own = one.p, one.way, one.amax, layout.local(one.p)
-        place = layout.flat_place(p, layout.leading(p, way.rule.whole))
-        whole = one.parts or self.parts(p, way)
-        for segment in ranks.segments(p, way):
+        p, config, amax, own = one.p, one.config, one.amax, layout.local(one.p)
+        place = layout.flat_place(p, layout.leading(p, config.rule.whole))
+        whole = one.parts or self.parts(p, config)
+        for segment in ranks.segments(p, config):
             parts = ranks.of_segment(whole, segment)
             drawn = RngKey(group["seed"], number, self.state[p]["step"].long(), ranks.at_segment(place, segment))
-            known = ranks.told_of(told, segment)
+            known = ranks.agreed_for(agreed_amaxes, segment)
             top = amax if amax is None or segment.group is None else amax[segment.group]
-            finish = begin(way, parts, one.scalars, one.factor, drawn, top, keep, self._programs, known)
+            finish = begin(config, parts, one.scalars, one.factor, drawn, top, keep, self._programs, known)
             yield partial(self._finish_segment, p, finish, parts.weight[0].numel(), top, keep)
         if layout.in_rows(own) is not own:
             # The parameter's memory is not row-major, so the step worked on a copy.

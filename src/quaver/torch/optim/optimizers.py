@@ -61,8 +61,8 @@ def rule_of_adam(group: Mapping[str, Any], preset: Preset, decoupled: bool) -> U
     steady = tuple(group.get("steady_betas", (b1, b2))) == (b1, b2)
     if not steady and isinstance(group, dict):
         group["steady_betas"] = ()
-    held = preset.clamp and b1**2 < b2 < 1 and steady
-    return rules.Adam(decoupled, held, group["maximize"])
+    clamps = preset.clamp and b1**2 < b2 < 1 and steady
+    return rules.AdamRule(decoupled, clamps, group["maximize"])
 
 
 class AdamW(Adam):
@@ -100,7 +100,7 @@ class Lion(Optimizer):
         super().__init__(params, {**options, "preset": preset}, **others)
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
-        return rules.Lion(group["maximize"])
+        return rules.LionRule(group["maximize"])
 
 
 class SGD(Optimizer):
@@ -130,7 +130,7 @@ class SGD(Optimizer):
         super().__init__(params, options, **others)
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
-        return rules.SGD(group["momentum"] != 0, group["nesterov"], group["maximize"])
+        return rules.SGDRule(group["momentum"] != 0, group["nesterov"], group["maximize"])
 
 
 class Muon(Optimizer):
@@ -172,4 +172,4 @@ class Muon(Optimizer):
     def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
         if group["rule"] == "adamw":
             return rule_of_adam(group, preset, decoupled=True)
-        return rules.Muon(group["nesterov"], adjust=group["adjust_lr_fn"], maximize=group["maximize"])
+        return rules.MuonRule(group["nesterov"], adjust=group["adjust_lr_fn"], maximize=group["maximize"])

@@ -47,7 +47,7 @@ class UpdateRule(Protocol):
 
     @property
     def bounded(self) -> bool:
-        """True if `reach` bounds the weights after a step."""
+        """True if `weight_bound` bounds the weights after a step."""
 
     @property
     def whole(self) -> bool:
@@ -68,9 +68,9 @@ class UpdateRule(Protocol):
 
     @property
     def asks(self) -> bool:
-        """True if `reach` needs the amaxes of gradient and moments."""
+        """True if `weight_bound` needs the amaxes of gradient and moments."""
 
-    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
         """Return an upper bound of the weights' magnitudes after the step, for a bounded rule.
 
         Args:
@@ -87,7 +87,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
-class Adam:
+class AdamRule:
     """Adam, or AdamW if `decoupled`."""
 
     decoupled: bool = True
@@ -144,13 +144,13 @@ class Adam:
         update = update * lr
         return UpdateResult(weight - update, (m, v), clamped)
 
-    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
         _, _, _, lr, decay, _, _, limit = scalars
         # The factor covers float32 rounding of three operations.
-        return (amax * (kept(decay) if self.decoupled else 1.0) + lr.abs() * limit) * (1 + 2.0**-20)
+        return (amax * (decay_bound(decay) if self.decoupled else 1.0) + lr.abs() * limit) * (1 + 2.0**-20)
 
 
-def kept(decay: Tensor) -> Tensor:
+def decay_bound(decay: Tensor) -> Tensor:
     """Return an upper bound of the factor by which decay scales a weight, including float32 rounding: float32 []."""
     return (1 - decay).abs() + decay.abs() * 2.0**-22
 
@@ -201,7 +201,7 @@ def wide(lr: Tensor | float, steps: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Lion:
+class LionRule:
     """Lion; a step changes a weight by at most lr, besides its decay."""
 
     maximize: bool = False
@@ -228,9 +228,9 @@ class Lion:
         update = torch.where(mixed != mixed, mixed, mixed.sign())
         return UpdateResult(weight - weight * decay - update * lr, (averaged(m, g, share2),))
 
-    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
         _, _, lr, decay = scalars
-        return (amax * kept(decay) + lr.abs()) * (1 + 2.0**-20)
+        return (amax * decay_bound(decay) + lr.abs()) * (1 + 2.0**-20)
 
 
 # ---- muon ----
@@ -245,7 +245,7 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 
 @dataclass(frozen=True)
-class Muon:
+class MuonRule:
     """Muon for one matrix. It has no bound, so amaxes are measured after a step."""
 
     nesterov: bool = True
@@ -279,7 +279,7 @@ class Muon:
         ratio = max(1, rows / columns) ** 0.5 if self.adjust == "original" else 0.2 * max(rows, columns) ** 0.5
         return UpdateResult(weight - weight * decay - update * (lr * ratio), (buffer,))
 
-    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
         raise NotImplementedError
 
 
@@ -308,7 +308,7 @@ def orthogonalized(update: Tensor, steps: int, eps: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SGD:
+class SGDRule:
     """SGD; the amaxes of gradient and buffer bound a step."""
 
     momentum: bool = False
@@ -347,7 +347,7 @@ class SGD:
         update = g + buffer * momentum if self.nesterov else buffer
         return UpdateResult(weight - update * lr, (buffer,))
 
-    def reach(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
         lr, decay, momentum, new = scalars
         step = others[0] + decay.abs() * amax
         if self.momentum:

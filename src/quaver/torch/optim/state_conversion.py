@@ -322,14 +322,14 @@ def values(saved: Any, scale: Tensor | None, spec: StateSpec | None) -> Tensor:
 
 
 def convert_state(
-    p: Tensor, saved: Mapping[str, Any], way: StepConfig, saved_way: StepConfig | None, weight: tuple[Tensor, ...]
+    p: Tensor, saved: Mapping[str, Any], config: StepConfig, saved_way: StepConfig | None, weight: tuple[Tensor, ...]
 ) -> tuple[dict[str, Tensor], str]:
     """Convert a parameter's state to the formats of this optimizer.
 
     Args:
         p: the parameter, with its weight already loaded.
         saved: its entry of the state dict.
-        way: step configuration of this optimizer for p, with the formats of its states.
+        config: step configuration of this optimizer for p, with the formats of its states.
         saved_way: the same for the optimizer that wrote the state dict; None for another library's.
         weight: the weight and its scales, as matrices.
     Returns:
@@ -337,23 +337,23 @@ def convert_state(
     Raises:
         ValueError: a state of another shape.
     """
-    rows_of = layout.leading(p, way.rule.whole)
-    saved_moments = {name: saved.get(name + CODES, saved.get(name)) for name in way.rule.names}
+    rows_of = layout.leading(p, config.rule.whole)
+    saved_moments = {name: saved.get(name + CODES, saved.get(name)) for name in config.rule.names}
     complete = all(moment is not None for moment in saved_moments.values())
     # Moments without a step count were stepped before, so the next step is not the first.
     step = saved.get("step", 1.0) if complete else 0.0
     state = {"step": torch.as_tensor(step, dtype=torch.float32, device="cpu").clone()}
-    for index, ((name, moment), spec) in enumerate(zip(saved_moments.items(), way.moments, strict=True)):
+    for index, ((name, moment), spec) in enumerate(zip(saved_moments.items(), config.moments, strict=True)):
         if moment is not None:
             saved_spec = None if saved_way is None else saved_way.moments[index]
             state |= _convert_moment(p, name, moment, saved.get(f"{name}_scale"), spec, saved_spec, rows_of)
     if saved_way is not None:
-        state |= _convert_weight_states(p, saved, way.master_format, saved_way.master_format, weight)
+        state |= _convert_weight_states(p, saved, config.master_format, saved_way.master_format, weight)
     missing = ""
-    if way.master_format.states and way.master_format.states[0] not in state:
+    if config.master_format.states and config.master_format.states[0] not in state:
         missing = (
-            f"no {way.master_format.states[0]} was saved for weights that are stored as "
-            f"{way.master_format.kind}: it is created from the weight"
+            f"no {config.master_format.states[0]} was saved for weights that are stored as "
+            f"{config.master_format.kind}: it is created from the weight"
         )
     return state, missing
 

@@ -49,7 +49,7 @@ class OptimizerBase(torch.optim.Optimizer):
         small = p.dim() < 2 or p.numel() < SMALL
         return PRESETS["float32"] if small and not store_weight.holds_codes(p) else preset_of(group["preset"])
 
-    def way(self, p: Tensor, group: Mapping[str, Any]) -> StepConfig:
+    def config(self, p: Tensor, group: Mapping[str, Any]) -> StepConfig:
         """Return a parameter's step configuration: rule, and formats of weight, states and gradient."""
         preset = self.preset(p, group)
         rule = self.rule(group, preset)
@@ -64,55 +64,55 @@ class OptimizerBase(torch.optim.Optimizer):
         spec = None if quantized is None else quantized.contents.spec
         return StepConfig(rule, master_format, specs, spec, predicts and rule.bounded, self.statistics)
 
-    def _ensure_amax(self, p: Tensor, way: StepConfig) -> None:
+    def _ensure_amax(self, p: Tensor, config: StepConfig) -> None:
         """Add the amaxes of the weight's blocks to its state if its scales are predicted; else remove them."""
-        if not way.predicts:
+        if not config.predicts:
             self.state[p].pop("amax", None)
         elif "amax" not in self.state[p]:
-            self.state[p]["amax"] = self._amax(p, way, self.parts_of_weight(p, way))
+            self.state[p]["amax"] = self._amax(p, config, self.parts_of_weight(p, config))
 
-    def _amax(self, p: Tensor, way: StepConfig, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _amax(self, p: Tensor, config: StepConfig, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the amaxes of the weight's blocks, sharded like its rows; for a sharded weight, those of this rank's
         rows.
         """
-        assert way.master_format.spec is not None
-        if layout.is_stack(p, way.master_format.spec):
+        assert config.master_format.spec is not None
+        if layout.is_stack(p, config.master_format.spec):
             each = [
                 ranks.of_segment(ParameterTensors(tensors, (), ()), segment).weight
-                for segment in ranks.segments(p, way)
+                for segment in ranks.segments(p, config)
             ]
             amaxes = [
-                master_weights.block_amax(way.master_format.spec, master_weights.read(way.master_format, own))
+                master_weights.block_amax(config.master_format.spec, master_weights.read(config.master_format, own))
                 for own in each
             ]
             return layout.together(amaxes, p)
-        amax = master_weights.block_amax(way.master_format.spec, master_weights.read(way.master_format, tensors))
+        amax = master_weights.block_amax(config.master_format.spec, master_weights.read(config.master_format, tensors))
         if not layout.divided(p):
             return amax
         self._local_amax.add(p)
-        height = way.master_format.spec.block[0]
+        height = config.master_format.spec.block[0]
         return amax if height is None else layout.like(p, amax, (-(-p.shape[0] // height), amax.shape[1]))
 
-    def parts(self, p: Tensor, way: StepConfig) -> ParameterTensors:
+    def parts(self, p: Tensor, config: StepConfig) -> ParameterTensors:
         """Return all tensors that a parameter's step reads and writes: this rank's shards, as matrices."""
         state = self.state[p]
         moments = tuple(
             tuple(layout.local(state[key]) for key in (key_of(name, spec), f"{name}_scale") if key in state)
-            for name, spec in zip(way.rule.names, way.moments, strict=True)
+            for name, spec in zip(config.rule.names, config.moments, strict=True)
         )
         quantized = local_quantized(p.grad)
         gradient = (layout.gradient(p),) if quantized is None else quantized.contents.codes or ()
-        rows_of = layout.leading(p, way.rule.whole)
+        rows_of = layout.leading(p, config.rule.whole)
         # Nonzero only if trailing dimensions are flattened, and 0 for a shard without rows.
         number = prod(layout.local(p).shape[:rows_of]) if rows_of < p.dim() - 1 else 0
-        return layout.as_rows(ParameterTensors(self.parts_of_weight(p, way), moments, gradient), number)
+        return layout.as_rows(ParameterTensors(self.parts_of_weight(p, config), moments, gradient), number)
 
-    def parts_of_weight(self, p: Tensor, way: StepConfig) -> tuple[Tensor, ...]:
+    def parts_of_weight(self, p: Tensor, config: StepConfig) -> tuple[Tensor, ...]:
         """Return the tensors that represent a parameter's weight: this rank's shards, as matrices, in `MasterFormat`'s
         order.
         """
-        states = [layout.local(self.state[p][name]) for name in way.master_format.states]
-        return tuple(layout.rows(t) for t in (*layout.weight_of(p, way), *states))
+        states = [layout.local(self.state[p][name]) for name in config.master_format.states]
+        return tuple(layout.rows(t) for t in (*layout.weight_of(p, config), *states))
 
     def state_dict(self) -> dict[str, Any]:
         """Like `torch.optim.Optimizer.state_dict`, with codes in their dtypes and presets as plain data."""
@@ -221,33 +221,33 @@ class OptimizerBase(torch.optim.Optimizer):
         Returns:
             Warnings about missing and converted states.
         """
-        way, saved_way = self.way(p, group), None
+        config, saved_way = self.config(p, group), None
         if preset is not None:
-            saved_way = self.way(p, {**group, "preset": preset})
-            specs = (preset.first if signed else preset.second for signed in way.rule.signed)
-            found = {name: saved.get(name + CODES, saved.get(name)) for name in way.rule.names}
+            saved_way = self.config(p, {**group, "preset": preset})
+            specs = (preset.first if signed else preset.second for signed in config.rule.signed)
+            found = {name: saved.get(name + CODES, saved.get(name)) for name in config.rule.names}
             saved_specs = tuple(
                 own if moment is None else state_conversion.spec_of(name, moment, saved.get(f"{name}_scale"), spec)
                 for (name, moment), own, spec in zip(found.items(), saved_way.moments, specs, strict=True)
             )
             saved_way = replace(saved_way, moments=saved_specs)
         # A shard may start within a block of scales: read it with one scale per row.
-        master_format, tensors = layout.in_own_rows(p, way.master_format)
+        master_format, tensors = layout.in_own_rows(p, config.master_format)
         by_rows = (
             None
             if saved_way is None
             else replace(saved_way, master_format=layout.in_own_rows(p, saved_way.master_format)[0])
         )
         weight = tuple(layout.rows(t) for t in tensors)
-        state, missing = convert_state(p, saved, replace(way, master_format=master_format), by_rows, weight)
+        state, missing = convert_state(p, saved, replace(config, master_format=master_format), by_rows, weight)
         first = self.first_state(p, group)
         self.state[p] = {**first, **{name: value for name, value in state.items() if name in first}}
         self.state[p]["step"] = first["step"] + state["step"].to(first["step"].device)
         self.state[p].pop("amax", None)
-        self._ensure_amax(p, way)
+        self._ensure_amax(p, config)
         self._stepped.pop(p, None)
         messages = [missing] if missing else []
-        if saved_way is None or saved_way.moments != way.moments or saved_way.master_format != way.master_format:
+        if saved_way is None or saved_way.moments != config.moments or saved_way.master_format != config.master_format:
             source = "another library" if preset is None else f"preset {preset.name}"
             messages.append(f"states of {source} were converted to preset {self.preset(p, group).name}")
         return messages
@@ -259,11 +259,11 @@ class OptimizerBase(torch.optim.Optimizer):
 
     def first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Create the state of a parameter before its first step."""
-        way = self.way(p, group)
+        config = self.config(p, group)
         device = p.device
         state = {"step": torch.zeros((), dtype=torch.float32, device=device if device.type == "cuda" else "cpu")}
-        own, rows_of = layout.local(p), layout.leading(p, way.rule.whole)
-        for name, spec in zip(way.rule.names, way.moments, strict=True):
+        own, rows_of = layout.local(p), layout.leading(p, config.rule.whole)
+        for name, spec in zip(config.rule.names, config.moments, strict=True):
             moment = torch.zeros(own.shape, dtype=codes.code_dtype(spec.of), device=own.device)
             state[key_of(name, spec)] = layout.like(p, moment, p.shape)
             if spec.of.scaled:
@@ -272,21 +272,21 @@ class OptimizerBase(torch.optim.Optimizer):
                 )
                 scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)
                 state[f"{name}_scale"] = layout.like(p, scale, full_shape)
-        value = layout.value_of(p) if way.master_format.master else None
-        weight_states = master_weights.first_states(way.master_format, own, value)
-        initial = layout.initial_of(p, way)
+        value = layout.value_of(p) if config.master_format.master else None
+        weight_states = master_weights.first_states(config.master_format, own, value)
+        initial = layout.initial_of(p, config)
         if initial is not None:
             # The layer stores its value from before quantization: start from that instead of the codes.
-            master_format, tensors = layout.in_own_rows(p, way.master_format)
+            master_format, tensors = layout.in_own_rows(p, config.master_format)
             states = master_weights.around(
                 master_format, layout.rows(initial), (*tensors, *map(layout.rows, weight_states))
             )
             weight_states = tuple(t.view(own.shape) if t.dim() else t for t in states)
-        for name, tensor in zip(way.master_format.states, weight_states, strict=True):
+        for name, tensor in zip(config.master_format.states, weight_states, strict=True):
             state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
-        if way.predicts:
-            tensors = [layout.rows(t) for t in (*layout.weight_of(p, way), *weight_states)]
-            state["amax"] = self._amax(p, way, tuple(tensors))
+        if config.predicts:
+            tensors = [layout.rows(t) for t in (*layout.weight_of(p, config), *weight_states)]
+            state["amax"] = self._amax(p, config, tuple(tensors))
         return state
 
     def _check_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
@@ -296,26 +296,30 @@ class OptimizerBase(torch.optim.Optimizer):
             ValueError: a moment, its scales or the state beside the weight is missing or has another shape or dtype.
         """
         state = self.state[p]
-        way, own = self.way(p, group), tuple(layout.local(p).shape)
-        if not any(name in state or name + CODES in state for name in way.rule.names):
+        config, own = self.config(p, group), tuple(layout.local(p).shape)
+        if not any(name in state or name + CODES in state for name in config.rule.names):
             # Restart the step count, because the first step of a momentum differs.
             first = self.first_state(p, group)
             state.update(
-                {name: first[name] for name in first if name not in way.master_format.states or name not in state}
+                {name: first[name] for name in first if name not in config.master_format.states or name not in state}
             )
-        flat = layout.flat(own, layout.leading(p, way.rule.whole))
+        flat = layout.flat(own, layout.leading(p, config.rule.whole))
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, spec in zip(way.rule.names, way.moments, strict=True):
+        for name, spec in zip(config.rule.names, config.moments, strict=True):
             expected[key_of(name, spec)] = own, codes.code_dtype(spec.of)
             if spec.of.scaled:
                 scales = codes.scale_shape(flat, spec.block, spec.of.numbers)
                 expected[f"{name}_scale"] = scales, codes.SCALE_DTYPES[spec.scale]
-        for name in way.master_format.states[:1]:
-            expected[name] = own, way.master_format.dtype
+        for name in config.master_format.states[:1]:
+            expected[name] = own, config.master_format.dtype
         for name, (shape, dtype) in expected.items():
-            held = None if name not in state else layout.local(state[name])
-            if held is None or (tuple(held.shape), held.dtype) != (shape, dtype):
-                found = "is missing" if held is None else f"has shape {tuple(held.shape)} and dtype {held.dtype}"
+            found_state = None if name not in state else layout.local(state[name])
+            if found_state is None or (tuple(found_state.shape), found_state.dtype) != (shape, dtype):
+                found = (
+                    "is missing"
+                    if found_state is None
+                    else f"has shape {tuple(found_state.shape)} and dtype {found_state.dtype}"
+                )
                 raise ValueError(
                     f"{name} of a parameter of shape {tuple(p.shape)} and {p.dtype} {found}, where {dtype} of shape "
                     f"{shape} was expected: the parameter or its group's preset changed after the state was made. Take "

@@ -97,7 +97,7 @@ class Checkpoint:
         self.group = group
         #: Separate gloo group for asynchronous saves; collectives of training and saving in one group would get mixed
         #: up.
-        self._apart: Any = None
+        self._async_group: Any = None
         #: Future of the last asynchronous save.
         self._writing: Future[None] | None = None
 
@@ -128,13 +128,13 @@ class Checkpoint:
                 another has, a state cannot be taken, or the files or their digests could not be written.
         """
         self._wait_for_writing()
-        self._check(_why_not_into(Path(folder)), f"save into {folder}", self._parts())
+        self._check(_why_not_save(Path(folder)), f"save into {folder}", self._parts())
         state = self.state_dict()
-        with _one_error(f"save into {folder}"):
+        with _first_error(f"save into {folder}"):
             dcp.save(state, checkpoint_id=folder, process_group=self.group)
         why = ""
         try:
-            self._seal(Path(folder))
+            self._write_digests(Path(folder))
         except OSError as error:
             why = f"{folder} has a checkpoint without {DIGESTS}, which could not be written ({error}): save elsewhere"
         # All ranks must reach this check: if the first rank raised earlier, the others would hang here.
@@ -154,22 +154,22 @@ class Checkpoint:
                 another has, or a state cannot be taken.
         """
         self._wait_for_writing()
-        self._check(_why_not_into(Path(folder)), f"save into {folder}", self._parts())
-        if self._apart is None and dist.is_available() and dist.is_initialized():
+        self._check(_why_not_save(Path(folder)), f"save into {folder}", self._parts())
+        if self._async_group is None and dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(self.group)
-            self._apart = new_group(ranks, backend="gloo", use_local_synchronization=self.group is not None)
+            self._async_group = new_group(ranks, backend="gloo", use_local_synchronization=self.group is not None)
         # torch may write CPU tensors without a copy, while the optimizer already changes them.
         state = self.state_dict()
         with self._on_all_ranks("copy the state"):
             state = {name: _copied(value) for name, value in state.items()}
-        written: Any = dcp.async_save(state, checkpoint_id=folder, process_group=self._apart)
+        written: Any = dcp.async_save(state, checkpoint_id=folder, process_group=self._async_group)
         whole: Future[None] = Future()
 
         def seal(of_torch: Any) -> None:
             try:
-                with _one_error(f"save into {folder}"):
+                with _first_error(f"save into {folder}"):
                     of_torch.result()
-                self._seal(Path(folder))
+                self._write_digests(Path(folder))
             except BaseException as error:
                 whole.set_exception(error)
             else:
@@ -195,7 +195,7 @@ class Checkpoint:
         where = Path(folder)
         why = f"{where} has no whole checkpoint ({INDEX} is not there): give another folder"
         self._check("" if (where / INDEX).exists() else why, f"load {where}", self._parts())
-        self._check(_damage(where, _rank(self.group), _ranks(self.group)), f"load {where}")
+        self._check(_check_digests(where, _rank(self.group), _ranks(self.group)), f"load {where}")
         with self._on_all_ranks(f"load {where}"):
             metadata = dcp.FileSystemReader(where).read_metadata()
             for name in sorted({place.relative_path for place in metadata.storage_data.values()}):
@@ -203,7 +203,7 @@ class Checkpoint:
                 (where / name).stat()
         saved = metadata.state_dict_metadata
         sync_amax_histories(self.model)
-        before = self._held_states()
+        before = self._incomplete_states()
         try:
             whole = self._with_all_states(before)
             self._compare(where, saved, whole)
@@ -214,19 +214,19 @@ class Checkpoint:
             raise
         if self._take_state(saved):
             whole = self._state()
-        asked = {name: _buffer(name, value, saved) for name, value in whole.items() if _holds(saved, name)}
-        with _one_error(f"load {where}"):
-            dcp.load(asked, checkpoint_id=where, process_group=self.group)
+        requested = {name: _buffer(name, value, saved) for name, value in whole.items() if _has_entry(saved, name)}
+        with _first_error(f"load {where}"):
+            dcp.load(requested, checkpoint_id=where, process_group=self.group)
         with self._on_all_ranks(f"load {where}"):
-            self._set({**{name: value for name, value in whole.items() if not _may_lack(name)}, **asked})
+            self._set({**{name: value for name, value in whole.items() if not _is_recipe_state(name)}, **requested})
         self._forget({_of_parameter(name) for name in whole if name not in saved and _is_unused(saved, name)})
 
-    def _held_states(self) -> dict[torch.optim.Optimizer, dict[Any, Any]]:
+    def _incomplete_states(self) -> dict[torch.optim.Optimizer, dict[Any, Any]]:
         """Return the present states of those optimizers in which a trained parameter has no state yet."""
         return {
             optimizer: dict(optimizer.state)
             for optimizer in self.optimizers
-            if not all(optimizer.state.get(p) for p in _trained(optimizer))
+            if not all(optimizer.state.get(p) for p in _trained_parameters(optimizer))
         }
 
     def _with_all_states(self, lacking: Collection[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class Checkpoint:
         torch creates missing states only if an optimizer has no state and no gradients, and would otherwise skip them
         on load.
         """
-        aside = [(p, p.grad) for optimizer in lacking for p in _trained(optimizer)]
+        aside = [(p, p.grad) for optimizer in lacking for p in _trained_parameters(optimizer)]
         for optimizer in lacking:
             optimizer.state.clear()
         for p, _ in aside:
@@ -248,8 +248,8 @@ class Checkpoint:
 
     def _names(self, optimizers: Iterable[torch.optim.Optimizer]) -> set[str]:
         """Return the checkpoint names of the optimizers' trained parameters."""
-        held = {p for optimizer in optimizers for p in _trained(optimizer)}
-        return {_unwrapped(name) for name, p in _bare(self.model).named_parameters() if p in held}
+        trained = {p for optimizer in optimizers for p in _trained_parameters(optimizer)}
+        return {_unwrapped(name) for name, p in _unwrap_ddp(self.model).named_parameters() if p in trained}
 
     def _state(self) -> dict[str, Any]:
         of_model: Any = get_model_state_dict(self.model)
@@ -271,25 +271,29 @@ class Checkpoint:
 
     def _forget(self, names: set[str]) -> None:
         """Delete optimizer states of parameters that had no state yet when the checkpoint was saved."""
-        unused = {parameter for name, parameter in _bare(self.model).named_parameters() if _unwrapped(name) in names}
+        unused = {
+            parameter for name, parameter in _unwrap_ddp(self.model).named_parameters() if _unwrapped(name) in names
+        }
         for optimizer in self.optimizers:
             for parameter in unused & set(optimizer.state):
                 del optimizer.state[parameter]
 
     def _take_state(self, saved: Mapping[str, Any]) -> bool:
         """Create recipe-state buffers that the checkpoint has and the layers lack. Return True if any was created."""
-        taken = False
+        created = False
         for prefix, layer in _named_layers(self.model):
             for name in STATE:
-                held = saved.get(f"{MODEL}{prefix}{name}")
-                if isinstance(held, TensorStorageMetadata):
-                    taken |= take_state(layer, name, tuple(held.size), held.properties.dtype)
-        return taken
+                stored = saved.get(f"{MODEL}{prefix}{name}")
+                if isinstance(stored, TensorStorageMetadata):
+                    created |= take_state(layer, name, tuple(stored.size), stored.properties.dtype)
+        return created
 
     def _compare(self, folder: Path, saved: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
         """Raise on all ranks if the checkpoint belongs to another model or has other shapes."""
         why = _why_other(whole, saved)
-        missing = {name for name in saved if name.startswith(MODEL) and name not in whole and not _may_lack(name)}
+        missing = {
+            name for name in saved if name.startswith(MODEL) and name not in whole and not _is_recipe_state(name)
+        }
         if _ranks(self.group) > 1:
             every: list[Any] = [None] * _ranks(self.group)
             # Entries missing on every rank; a single pipeline rank lacks those of other stages.
@@ -328,7 +332,7 @@ class Checkpoint:
         advice = "give Checkpoint optimizers and others on all ranks or on none"
         check_agreement(did, what or {}, self.group, error=why, advice=advice)
 
-    def _seal(self, folder: Path) -> None:
+    def _write_digests(self, folder: Path) -> None:
         """Write the SHA-256 of each checkpoint file, on the first rank only."""
         if _rank(self.group) != 0:
             return
@@ -339,7 +343,7 @@ class Checkpoint:
 
 
 @contextmanager
-def _one_error(did: str) -> Iterator[None]:
+def _first_error(did: str) -> Iterator[None]:
     """Replace torch's CheckpointException, which is no `Exception` and spans many lines, by a ValueError with its first
     cause.
     """
@@ -357,7 +361,7 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _trained_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer that require gradients and may have a state."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
@@ -376,11 +380,13 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 def _named_layers(model: nn.Module) -> list[tuple[str, Quantizable]]:
     """Return quantizable layers with the prefix of their names in a checkpoint."""
-    layers = [(_unwrapped(name), each) for name, each in _bare(model).named_modules() if isinstance(each, Quantizable)]
+    layers = [
+        (_unwrapped(name), each) for name, each in _unwrap_ddp(model).named_modules() if isinstance(each, Quantizable)
+    ]
     return [(f"{name}." if name else "", layer) for name, layer in layers]
 
 
-def _bare(model: nn.Module) -> nn.Module:
+def _unwrap_ddp(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -389,12 +395,12 @@ def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _may_lack(name: str) -> bool:
+def _is_recipe_state(name: str) -> bool:
     """True if the name is recipe state, which a checkpoint may lack or have in excess."""
     return name.startswith(MODEL) and name.rpartition(".")[2] in (*STATE, *SCALES)
 
 
-def _why_not_into(folder: Path) -> str:
+def _why_not_save(folder: Path) -> str:
     there = (folder / INDEX).exists()
     return f"{folder} already has a checkpoint, which would be overwritten: give another folder" if there else ""
 
@@ -404,7 +410,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _damage(folder: Path, rank: int, ranks: int) -> str:
+def _check_digests(folder: Path, rank: int, ranks: int) -> str:
     """Return an error message if a file that this rank checks differs from what was saved, else ""."""
     written = folder / DIGESTS
     if not written.exists():
@@ -432,8 +438,10 @@ def _why_other(whole: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
         whole: the state of the present model, by name.
         saved: metadata of the checkpoint, by name.
     """
-    given = [name for name in whole if not _may_lack(name) and not name.startswith(GROUPS)]
-    absent = [n for n in given if not _holds(saved, n) and not _is_unused(saved, n) and not _is_nothing(whole[n])]
+    expected = [name for name in whole if not _is_recipe_state(name) and not name.startswith(GROUPS)]
+    absent = [
+        n for n in expected if not _has_entry(saved, n) and not _is_unused(saved, n) and not _is_empty_state(whole[n])
+    ]
     if absent:
         bare = all(name.startswith(OPTIMIZER) for name in absent) and not any(n.startswith(OPTIMIZER) for n in saved)
         return "it has no optimizer: give none" if bare else f"it lacks {_some(absent)}"
@@ -441,8 +449,8 @@ def _why_other(whole: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     if another:
         return another
     for name, value in whole.items():
-        held = saved.get(name)
-        if not isinstance(value, Tensor) or not isinstance(held, TensorStorageMetadata) or name.endswith(".history"):
+        entry = saved.get(name)
+        if not isinstance(value, Tensor) or not isinstance(entry, TensorStorageMetadata) or name.endswith(".history"):
             continue
         stored, codes = f"{name.rpartition('.')[0]}.{SCALES[0]}", name.rpartition(".")[2] == "weight"
         if codes and stored in saved and stored not in whole:
@@ -457,11 +465,11 @@ def _why_other(whole: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
                     "load it before the model is sharded"
                 )
             continue
-        if tuple(held.size) != tuple(value.shape):
-            return f"{name} has shape {list(held.size)} in the checkpoint and {list(value.shape)} in the model"
-        if held.properties.dtype is not value.dtype and {held.properties.dtype, value.dtype} & {*CODES, torch.uint8}:
+        if tuple(entry.size) != tuple(value.shape):
+            return f"{name} has shape {list(entry.size)} in the checkpoint and {list(value.shape)} in the model"
+        if entry.properties.dtype is not value.dtype and {entry.properties.dtype, value.dtype} & {*CODES, torch.uint8}:
             return (
-                f"{name} is {held.properties.dtype} in the checkpoint and {value.dtype} in the model, which are "
+                f"{name} is {entry.properties.dtype} in the checkpoint and {value.dtype} in the model, which are "
                 "codes of different recipes"
             )
     return ""
@@ -493,14 +501,14 @@ def _options(names: Collection[str]) -> dict[str, set[str]]:
     return options
 
 
-def _holds(saved: Mapping[str, Any], name: str) -> bool:
+def _has_entry(saved: Mapping[str, Any], name: str) -> bool:
     """True if a checkpoint has this name, or, for one of `others`, any entry below this name."""
     return name in saved or (name.startswith(OTHERS) and any(each.startswith(f"{name}.") for each in saved))
 
 
-def _is_nothing(value: Any) -> bool:
+def _is_empty_state(value: Any) -> bool:
     """True if a state has no values, such as that of a disabled GradScaler; torch writes nothing for it."""
-    return isinstance(value, Mapping) and all(map(_is_nothing, value.values()))
+    return isinstance(value, Mapping) and all(map(_is_empty_state, value.values()))
 
 
 def _of_parameter(name: str) -> str:
@@ -521,10 +529,10 @@ def _some(names: Iterable[str]) -> str:
 
 def _buffer(name: str, value: Any, saved: Mapping[str, Any]) -> Any:
     """Return the tensor to load a saved value into: the value itself if it matches or is a DTensor, else a new one."""
-    held = saved.get(name)
-    if not isinstance(value, Tensor) or not isinstance(held, TensorStorageMetadata):
+    stored = saved.get(name)
+    if not isinstance(value, Tensor) or not isinstance(stored, TensorStorageMetadata):
         return value
-    same = tuple(held.size) == tuple(value.shape) and held.properties.dtype is value.dtype
+    same = tuple(stored.size) == tuple(value.shape) and stored.properties.dtype is value.dtype
     if same or hasattr(value, "device_mesh"):
         return value
-    return torch.empty(tuple(held.size), dtype=held.properties.dtype, device=value.device)
+    return torch.empty(tuple(stored.size), dtype=stored.properties.dtype, device=value.device)

@@ -28,7 +28,7 @@ Kind = Literal["weights", "gradients", "activations", "keys_values", "amaxes", "
 #: ranks agree on, such as a mean loss.
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations", "keys_values", "amaxes", "control")
 #: Communication pattern: all-gather, reduce-scatter, all-reduce, all-to-all, or point-to-point.
-Way = Literal["gather", "scatter", "reduce", "exchange", "send"]
+CommPattern = Literal["gather", "scatter", "reduce", "exchange", "send"]
 
 
 class SentBytes:
@@ -66,7 +66,7 @@ class _ActiveCounters:
 active = _ActiveCounters()
 
 
-def sent(way: Way, size: int, ranks: int) -> int:
+def sent(way: CommPattern, size: int, ranks: int) -> int:
     """Return the bytes that one rank sends, assuming the algorithm that sends fewest.
 
     Args:
@@ -79,8 +79,8 @@ def sent(way: Way, size: int, ranks: int) -> int:
     return size if way == "send" else (1 + (way == "reduce")) * size * (ranks - 1) // ranks
 
 
-def during(
-    kind: Kind, way: Way, x: Tensor, group: Any = None, by: tuple[SentBytes, ...] | None = None
+def count_collective(
+    kind: Kind, way: CommPattern, x: Tensor, group: Any = None, by: tuple[SentBytes, ...] | None = None
 ) -> AbstractContextManager[Any]:
     """Return a context manager that counts a collective and times the block, in which the collective is waited for.
 
@@ -98,7 +98,7 @@ def during(
     return _WaitTimer(kind, x, by)
 
 
-def awaited(kind: Kind, way: Way, x: Tensor, group: Any, work: Any) -> Callable[[], object]:
+def count_async(kind: Kind, way: CommPattern, x: Tensor, group: Any, work: Any) -> Callable[[], object]:
     """Count an asynchronous collective that has started, and return a function that waits for it.
 
     Args:
@@ -127,7 +127,7 @@ def waiting(kind: Kind, x: Tensor) -> AbstractContextManager[Any]:
     return _WaitTimer(kind, x, active.all) if active.all else nullcontext()
 
 
-def count(kind: Kind, way: Way, x: Tensor, group: Any, by: tuple[SentBytes, ...]) -> None:
+def count(kind: Kind, way: CommPattern, x: Tensor, group: Any, by: tuple[SentBytes, ...]) -> None:
     """Add a collective's bytes and one call to the counters, without timing it."""
     size = sent(way, x.numel() * x.element_size(), dist.get_world_size(group))
     for each in by:
@@ -175,7 +175,7 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 Pending = Callable[[], Any]
 
 
-def agree(bits: Tensor, group: Any = None) -> Tensor:
+def all_reduce_amax(bits: Tensor, group: Any = None) -> Tensor:
     """All-reduce amaxes in place to their maximum over all ranks.
 
     Args:
@@ -192,7 +192,7 @@ def agree(bits: Tensor, group: Any = None) -> Tensor:
             "x.abs().amax().float().view(torch.int32), whose integer order puts NaN above infinity above "
             "numbers"
         )
-    with during("amaxes", "reduce", bits, group):
+    with count_collective("amaxes", "reduce", bits, group):
         dist.all_reduce(bits, dist.ReduceOp.MAX, group)
     return bits
 
@@ -210,7 +210,7 @@ def gather(x: Tensor, dim: int, group: Any = None, batches: int = 1, kind: Kind 
     """
     ranks, part = dist.get_world_size(group), x.contiguous()
     whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]) if part.dim() else (ranks,))
-    wait = awaited(kind, "gather", part, group, all_gather(whole, part, group, async_op=True))
+    wait = count_async(kind, "gather", part, group, all_gather(whole, part, group, async_op=True))
 
     def finish() -> Tensor:
         wait()
@@ -266,7 +266,7 @@ def sum_parts(x: Tensor, group: Any = None, kind: Kind = "activations") -> Pendi
         ValueError: x has another dtype.
     """
     _summable(x)
-    wait = awaited(kind, "reduce", x, group, dist.all_reduce(x, dist.ReduceOp.SUM, group, async_op=True))
+    wait = count_async(kind, "reduce", x, group, dist.all_reduce(x, dist.ReduceOp.SUM, group, async_op=True))
 
     def finish() -> Tensor:
         wait()
@@ -292,7 +292,7 @@ def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
     x = x.contiguous().view(-1, x.shape[-1])
     part = x.new_empty((x.shape[0] // ranks, x.shape[1]))
     work = reduce_scatter(part, x, dist.ReduceOp.SUM, group, async_op=True)
-    wait = awaited("activations", "scatter", x, group, work)
+    wait = count_async("activations", "scatter", x, group, work)
 
     def finish() -> Tensor:
         wait()
@@ -301,7 +301,7 @@ def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
     return finish
 
 
-def unite(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:
+def merge_disjoint(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:
     """Start to merge an x in which each element is nonzero on one rank only; all its bits are 0 on the others.
 
     Bytes are combined by maximum, not added, so every bit survives, including those of NaN and negative zero.
@@ -315,7 +315,7 @@ def unite(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:
     if dim is None:
         whole = x.contiguous().view(-1).view(torch.uint8)
         everybody = dist.all_reduce(whole, dist.ReduceOp.MAX, group, async_op=True)
-        wait_whole = awaited("activations", "reduce", whole, group, everybody)
+        wait_whole = count_async("activations", "reduce", whole, group, everybody)
 
         def finish_whole() -> Tensor:
             wait_whole()
@@ -328,7 +328,7 @@ def unite(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:
     work = reduce_scatter(
         own.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group, async_op=True
     )
-    wait = awaited("activations", "scatter", parts, group, work)
+    wait = count_async("activations", "scatter", parts, group, work)
 
     def finish() -> Tensor:
         wait()
@@ -371,7 +371,7 @@ def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Pen
     sent, layout = _as_bytes(x.view(ranks, part), spec)
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-    wait = awaited("gradients", "exchange", sent, group, work)
+    wait = count_async("gradients", "exchange", sent, group, work)
 
     def finish() -> Tensor:
         wait()

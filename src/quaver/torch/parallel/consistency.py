@@ -33,10 +33,10 @@ def check_consistency(model: nn.Module, mesh: Any = None) -> None:
     Raises:
         ValueError: on all of these ranks, with the first difference.
     """
-    compare(lines_of(model), mesh)
+    compare(describe_model(model), mesh)
 
 
-def lines_of(model: nn.Module) -> list[str]:
+def describe_model(model: nn.Module) -> list[str]:
     """Describe a model as text, one line per quantizable layer (its recipe) and per parameter (its shape and dtype)."""
     lines = []
     for name, module in model.named_modules():
@@ -50,21 +50,22 @@ def lines_of(model: nn.Module) -> list[str]:
     return lines
 
 
-def compare(lines: Sequence[str], mesh: Any = None, refused: str = "") -> None:
+def compare(lines: Sequence[str], mesh: Any = None, error_here: str = "") -> None:
     """Raise a ValueError on all ranks if their lines differ, or if one rank reports an error.
 
     Args:
         lines: description of this rank's model.
         mesh: DeviceMesh of the ranks to compare; None means the default group.
-        refused: this rank's own error message, or "". The caller then raises it itself; this function raises it on the
+        error_here: this rank's own error message, or "". The caller then raises it itself; this function raises it on
+        the
             other ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
     text = "\n".join(lines)
     groups = (None,) if mesh is None else tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
-    every, _ = exchange(WHERE, refused or text, zlib.compress(text.encode()), groups, error=refused)
-    if refused or every is None:
+    every, _ = exchange(WHERE, error_here or text, zlib.compress(text.encode()), groups, error=error_here)
+    if error_here or every is None:
         return
     stopped = next((rank for rank in sorted(every) if every[rank][1]), None)
     if stopped is not None:

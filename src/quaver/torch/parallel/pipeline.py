@@ -30,7 +30,7 @@ from quaver.torch.conversion.weight_gradients import Context
 from quaver.torch.linear.gemms import LATER
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, first_derivative
-from quaver.torch.operations.selecting import unseen
+from quaver.torch.operations.selecting import hide_from_policies
 from quaver.torch.parallel.comm import active, count, waiting
 from quaver.torch.state.context import active_context, autocast
 from quaver.torch.state.history.scaling_step import graph_is_retained
@@ -120,17 +120,17 @@ class _SplitForward:
 class _LayerNodes:
     """State shared by the three nodes of one layer."""
 
-    __slots__ = ("function", "kept", "later", "path")
+    __slots__ = ("delayed_gradients", "function", "later", "path")
 
     def __init__(self, function: type[torch.autograd.Function], path: list[int], later: list[int]) -> None:
         self.function = function
         #: Indices of the function's arguments whose gradients the first and the second part compute.
         self.path, self.later = path, later
         #: Gradients of the second part, or functions that compute them; None outside the two parts.
-        self.kept: Sequence[Any] | None = None
+        self.delayed_gradients: Sequence[Any] | None = None
 
 
-class _Inputs(torch.autograd.Function):
+class _StageInputs(torch.autograd.Function):
     """Node that runs the layer's forward, and in backward the gradients of the inputs.
 
     Args: a context, the shared state, the function's arguments, the output of `_Joint`, and the arguments that lead to
@@ -159,7 +159,7 @@ def _of_inputs(ctx: Any, saved: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
         gradients: Any = parts.function.backward(own, *gs)
     finally:
         own.saved_tensors = ()
-    parts.kept = [gradients[i] for i in parts.later]
+    parts.delayed_gradients = [gradients[i] for i in parts.later]
     return None, None, None, _nothing(gs[0].device), *(gradients[i] for i in parts.path)
 
 
@@ -167,7 +167,7 @@ class _Joint(torch.autograd.Function):
     """Node without computation that links `_Weights` and the stage's input to the layer's node."""
 
     @staticmethod
-    @unseen
+    @hide_from_policies
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         return _nothing(gate.device)
 
@@ -180,7 +180,7 @@ class _Weights(torch.autograd.Function):
     """Node whose backward returns the weight gradients; its forward returns an empty tensor."""
 
     @staticmethod
-    @unseen
+    @hide_from_policies
     def forward(ctx: Any, parts: _LayerNodes, *weights: Tensor) -> Tensor:
         ctx.parts = parts
         return _nothing(weights[0].device)
@@ -193,16 +193,16 @@ class _Weights(torch.autograd.Function):
 
 def _of_weights(ctx: Any, _: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     parts: _LayerNodes = ctx.parts
-    if parts.kept is None:
+    if parts.delayed_gradients is None:
         raise RuntimeError(
             "the gradient of a quantized layer's weight was requested alone, or twice; that of the layer's "
             "input comes first: let a schedule run both parts of a backward, or call backward() without "
             "splitting the graph"
         )
-    kept = parts.kept
+    delayed_gradients = parts.delayed_gradients
     if not graph_is_retained():
-        parts.kept = None
-    return None, *(each() if callable(each) else each for each in kept)
+        parts.delayed_gradients = None
+    return None, *(each() if callable(each) else each for each in delayed_gradients)
 
 
 def _nothing(device: torch.device) -> Tensor:
@@ -210,7 +210,7 @@ def _nothing(device: torch.device) -> Tensor:
 
 
 #: `Function.apply` without its torch.func checks, which the layers have already made.
-_enter: Any = super(torch.autograd.Function, _Inputs).apply
+_enter: Any = super(torch.autograd.Function, _StageInputs).apply
 _join: Any = super(torch.autograd.Function, _Joint).apply
 _weigh: Any = super(torch.autograd.Function, _Weights).apply
 
@@ -262,10 +262,10 @@ def pipeline_stage(
         state = layer.__dict__.get("_state")
         if isinstance(state, LayerState):
             state.stage = index
-    given = (example,) if isinstance(example, Tensor) else tuple(example)
+    examples = (example,) if isinstance(example, Tensor) else tuple(example)
     floating = index > 0
     inputs = tuple(
-        torch.zeros_like(each, device=device).requires_grad_(floating and each.is_floating_point()) for each in given
+        torch.zeros_like(each, device=device).requires_grad_(floating and each.is_floating_point()) for each in examples
     )
     outputs = _outputs(module, inputs)
     return _Stage(module, index, count, device, input_args=inputs, output_args=outputs, group=group)

@@ -71,28 +71,28 @@ def match_state(layer: nn.Module, state_dict: Any, prefix: str, load: object) ->
     stateless = not any(prefix + name in state_dict for name in STATE)
     for name in STATE:
         key = prefix + name
-        held, given = layer._buffers.get(name), state_dict.get(key)
-        if name == "history" and given is not None:
-            state_of(layer).recorded_apart = True
-        if given is None:
-            if held is not None and name != "factor":
+        own, loaded = layer._buffers.get(name), state_dict.get(key)
+        if name == "history" and loaded is not None:
+            state_of(layer).recorded_unsynchronized = True
+        if loaded is None:
+            if own is not None and name != "factor":
                 if not stateless:
                     _warn_once(load, f"{key} is not in the checkpoint (another recipe wrote it): it starts fresh")
                 _start_fresh(layer, name, state_dict, prefix)
-        elif held is None and layer.recipe is not None:
+        elif own is None and layer.recipe is not None:
             del state_dict[key]
-        elif held is None:
-            layer.register_buffer(name, given.detach().clone().to(device_of(layer)))
+        elif own is None:
+            layer.register_buffer(name, loaded.detach().clone().to(device_of(layer)))
             amax.register(layer)
-        elif held.shape != given.shape:
+        elif own.shape != loaded.shape:
             _warn_once(
                 load,
-                f"{key} has shape {tuple(given.shape)} in the checkpoint and {tuple(held.shape)} here (another history "
+                f"{key} has shape {tuple(loaded.shape)} in the checkpoint and {tuple(own.shape)} here (another history "
                 "length): it starts fresh",
             )
             _start_fresh(layer, name, state_dict, prefix)
         else:
-            state_dict[key] = given.to(held.dtype)
+            state_dict[key] = loaded.to(own.dtype)
     if prefix + "count" in state_dict:
         _match_stream(layer, state_dict, prefix + "count")
 
@@ -129,10 +129,10 @@ def _match_stream(layer: nn.Module, state_dict: Any, key: str) -> None:
 
 def _start_fresh(layer: nn.Module, name: str, state_dict: Any, prefix: str) -> None:
     first = next((name for name, p in layer._parameters.items() if p is not None), "weight")
-    given, device = state_dict.get(prefix + first), device_of(layer)
-    if device.type == "meta" and given is not None:
+    loaded, device = state_dict.get(prefix + first), device_of(layer)
+    if device.type == "meta" and loaded is not None:
         # A layer on meta gets the checkpoint's tensors, on their device.
-        device = given.device
+        device = loaded.device
     if name == "count":
         state_dict[prefix + name] = fresh_count(layer, device)
         return

@@ -19,7 +19,7 @@ from quaver.torch.state.noise import order
 # ---- autocast ----
 
 
-class _Ambient(threading.local):
+class _ActiveContext(threading.local):
     # A thread-local, because Dynamo traces it and not a ContextVar. A single tuple needs a single lookup.
     #: (recipe, True inside autocast(enabled=False), number of open autocasts).
     now: tuple[Recipe | None, bool, int]
@@ -40,7 +40,7 @@ class _Ambient(threading.local):
         self.now = None, False, 0
 
 
-active_context = _Ambient()
+active_context = _ActiveContext()
 
 
 class autocast(ContextDecorator):

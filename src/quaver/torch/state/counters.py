@@ -53,16 +53,16 @@ class Counters:
         if name is None or is_tracing():
             return
         counts = self.table[name][operand]
-        given = x.detach().to(torch.float32)
-        exact = (rotate(given) if q.spec.hadamard else given).abs()
+        exact_values = x.detach().to(torch.float32)
+        exact = (rotate(exact_values) if q.spec.hadamard else exact_values).abs()
         finite = exact.isfinite()
         # With a rounded scale, the largest value may exceed the representable range by its last bits.
         tolerance = 1.0 if q.spec.power_of_two else 1.0 + 2.0**-22
         largest = q.spec.format.max * spread(q.scales(), q.spec.block, q.shape) * tolerance
-        counts.elements += given.numel()
+        counts.elements += exact_values.numel()
         counts.saturated += int((finite & (exact > largest)).sum())
         counts.flushed += int((finite & (exact > 0) & (q.values() == 0)).sum())
-        counts.nonfinite += int((~given.isfinite()).sum())
+        counts.nonfinite += int((~exact_values.isfinite()).sum())
 
     def _rows(self) -> list[tuple[str, str, int, int, int, int]]:
         return [

@@ -27,8 +27,19 @@ class LayerState:
 
     __slots__ = (
         *("__weakref__", "agreed", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last"),
-        *("members", "newest", "number", "pieces", "prepared", "recorded_apart", "seen", "serial", "stacked", "stage"),
-        *("step", "streams", "views", "watched"),
+        *(
+            "members",
+            "newest",
+            "number",
+            "pieces",
+            "prepared",
+            "recorded_unsynchronized",
+            "seen",
+            "serial",
+            "stacked",
+            "stage",
+        ),
+        *("step", "streams", "views", "is_observed"),
         "weights",
     )
 
@@ -45,7 +56,7 @@ class LayerState:
         self.last: Recipe | None = NEVER
         #: True if counters, logs or modes observed the last forward. Its recomputation reuses the answer, because it
         #: must save the same tensors. None if that forward saved nothing for backward.
-        self.watched: bool | None = None
+        self.is_observed: bool | None = None
         #: Recipe for which the layer's buffers were created.
         self.prepared: Recipe | None = None
         #: Cached operands of the weight: see `quaver.torch.state.weight_cache`.
@@ -62,7 +73,7 @@ class LayerState:
         self.step: Any = None
         #: Layers converted together, and True if the history has amaxes of no step: from compiled code or a checkpoint.
         self.family = family
-        self.recorded_apart = False
+        self.recorded_unsynchronized = False
         #: Row 0 of the history as all ranks had it when they last synchronized it.
         self.agreed: list[float] | None = None
         #: Pipeline stage of the layer, which distinguishes equal layers of different stages.

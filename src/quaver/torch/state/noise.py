@@ -104,12 +104,12 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
     Tensors, because numbers would be constants of the graph, and layers could not share a graph.
     """
     state = state_of(layer)
-    kept = state.streams
-    if kept is not None and is_tracing():
-        return kept[1]
+    cached = state.streams
+    if cached is not None and is_tracing():
+        return cached[1]
     assign_number(layer)
     name, serial = source = layer.__dict__.get("qualified_name"), state.serial
-    if kept is None or kept[0] != source:
+    if cached is None or cached[0] != source:
         operands = [o + t for o in ("input", "weight", "grad_output") for t in ("", ".T")]
         numbers: dict[str, Any]
         if state.members:
@@ -120,8 +120,8 @@ def streams(layer: nn.Module) -> dict[str, Tensor]:
         else:
             numbers = {operand: named_id(name, operand) for operand in operands}
         tensors = {o: torch.tensor(number, dtype=torch.int64, device="cpu") for o, number in numbers.items()}
-        kept = state.streams = source, tensors, numbers
-    return kept[1]
+        cached = state.streams = source, tensors, numbers
+    return cached[1]
 
 
 def named_id(name: str, operand: str) -> int:

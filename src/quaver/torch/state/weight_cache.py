@@ -52,9 +52,20 @@ class _ParameterVersion:
     with the same id has another storage.
     """
 
-    __slots__ = ("address", "held", "in_parts", "layout", "parameter", "place", "steps", "storage", "used", "version")
+    __slots__ = (
+        "address",
+        "in_parts",
+        "layout",
+        "parameter",
+        "place",
+        "steps",
+        "storage",
+        "used",
+        "version",
+        "while_frozen",
+    )
 
-    def __init__(self, weight: Tensor, held: bool, before: "_ParameterVersion | None" = None) -> None:
+    def __init__(self, weight: Tensor, while_frozen: bool, before: "_ParameterVersion | None" = None) -> None:
         #: True if the parameter is sharded over ranks.
         self.in_parts = _is_in_parts(weight)
         memory = _memory(weight) if self.in_parts else weight
@@ -72,8 +83,8 @@ class _ParameterVersion:
         self.address = memory.data_ptr()
         self.version = weight._version
         #: True under `frozen`; then only replayed steps end the window.
-        self.held = held
-        self.steps = _OptimizerSteps.replayed if held else _OptimizerSteps.count
+        self.while_frozen = while_frozen
+        self.steps = _OptimizerSteps.replayed if while_frozen else _OptimizerSteps.count
         #: Number of the backward that last computed the weight's gradient; None before the first.
         self.used: int | None = None
 
@@ -91,7 +102,7 @@ class _ParameterVersion:
             or self.place != storage_id(memory.untyped_storage())
         ):
             return False
-        if self.held:
+        if self.while_frozen:
             return self.steps == _OptimizerSteps.replayed
         if self.used is not None and parameter.grad is None and self.used != graph_task_id():
             # Inside that backward the gradient may not be accumulated yet.
@@ -109,7 +120,7 @@ _NONE = _ParameterVersion.__new__(_ParameterVersion)
 class CachedWeight:
     """A quantized weight with the key by which it is found; a forward passes it to its backward."""
 
-    __slots__ = ("factor", "quantized", "ready", "spec", "window", "written")
+    __slots__ = ("factor", "planned_operands", "quantized", "spec", "window", "written")
 
     def __init__(
         self, quantized: Any, window: _ParameterVersion = _NONE, spec: QuantSpec | None = None, factor: Any = 0.0
@@ -121,25 +132,25 @@ class CachedWeight:
         self.spec = spec
         self.factor = factor
         #: Data derived by a plan, dropped together with the weight.
-        self.ready: Any = None
+        self.planned_operands: Any = None
         #: `quaver.torch.backends.gpu.buffers.EntryByStream` for weights on a GPU.
         self.written: Any = None
 
     def free(self) -> None:
         if self.written is not None:
             self.written.free()
-        self.quantized = self.ready = self.spec = self.written = None
+        self.quantized = self.planned_operands = self.spec = self.written = None
 
 
 class _LayerCache:
     """Cached weights of one layer."""
 
-    __slots__ = ("codes", "forwards", "frozen", "held", "now", "seen", "window")
+    __slots__ = ("codes", "forwards", "frozen", "now", "seen", "while_frozen", "window")
 
     def __init__(self) -> None:
         #: Entries by side ("fprop" or "dgrad"): those of the window, and those cached under `frozen`.
         self.window: dict[str, CachedWeight] = {}
-        self.held: dict[str, CachedWeight] = {}
+        self.while_frozen: dict[str, CachedWeight] = {}
         #: The one of the two dicts that is in use.
         self.now = self.window
         #: Number of open `frozen` contexts that cover the layer.
@@ -152,7 +163,7 @@ class _LayerCache:
 
     def drop(self) -> None:
         self.window.clear()
-        self.held.clear()
+        self.while_frozen.clear()
         self.codes = None
 
 
@@ -162,8 +173,8 @@ def buffer(layer: nn.Module) -> _LayerCache:
     if state.weights is None:
         with _lock:
             state.weights = state.weights or _LayerCache()
-    kept: _LayerCache = state.weights
-    return kept
+    layer_cache: _LayerCache = state.weights
+    return layer_cache
 
 
 def lookup(
@@ -176,15 +187,15 @@ def lookup(
         training: True if the forward runs, or ran, in gradient mode.
     """
     # Reads the state directly, because every forward calls this.
-    kept: _LayerCache | None = layer._state.weights  # type: ignore[union-attr, assignment]
-    if kept is None:
+    layer_cache: _LayerCache | None = layer._state.weights  # type: ignore[union-attr, assignment]
+    if layer_cache is None:
         return None
-    if kept.frozen:
+    if layer_cache.frozen:
         if training:
-            look(layer, weight)
+            expire(layer, weight)
     elif not training:
         return None
-    entry = kept.now.get(side)
+    entry = layer_cache.now.get(side)
     if entry is None or entry.spec is not spec or entry.factor != factor or not entry.window.holds(weight):
         return None
     return entry if entry.written is None else entry.written.on_current_stream(entry)
@@ -196,17 +207,17 @@ def begin(layer: nn.Module, weight: Tensor, training: bool = True) -> _Parameter
     Call it before reading the weight, so that concurrent writes are noticed. None if changes of the weight could not be
     seen, or for a forward without gradients.
     """
-    held = frozen(layer)
-    if not (training or held) or not can_keep(layer, weight):
+    while_frozen = frozen(layer)
+    if not (training or while_frozen) or not can_cache(layer, weight):
         return None
     if not _OptimizerSteps.hooked:
         _OptimizerSteps.hooked = True
         register_optimizer_step_pre_hook(_count)
         register_optimizer_step_post_hook(_count)
-    return _window(weight, held)
+    return _window(weight, while_frozen)
 
 
-def keep(
+def store(
     layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: Any, q: Any, window: _ParameterVersion | None
 ) -> CachedWeight | None:
     """Cache an operand in the window that `begin` returned; None if that was None."""
@@ -217,13 +228,13 @@ def keep(
         from quaver.torch.backends.gpu.buffers import EntryByStream
 
         entry.written = EntryByStream(entry, weight.device)
-    kept = buffer(layer)
-    (kept.held if window.held else kept.window)[side] = entry
+    layer_cache = buffer(layer)
+    (layer_cache.while_frozen if window.while_frozen else layer_cache.window)[side] = entry
     return entry
 
 
-def _window(weight: Tensor, held: bool) -> _ParameterVersion:
-    if held:
+def _window(weight: Tensor, while_frozen: bool) -> _ParameterVersion:
+    if while_frozen:
         return _ParameterVersion(weight, True)
     number = id(_parameter(weight))
     before = _windows.get(number)
@@ -233,7 +244,7 @@ def _window(weight: Tensor, held: bool) -> _ParameterVersion:
     return window
 
 
-def can_keep(layer: nn.Module, weight: Tensor) -> bool:
+def can_cache(layer: nn.Module, weight: Tensor) -> bool:
     """Return True if changes of the weight can be seen, and tensors created now are not inference tensors."""
     return _can_be_seen(weight) and (frozen(layer) or not torch.is_inference_mode_enabled())
 
@@ -269,19 +280,19 @@ def _parameter(weight: Tensor) -> Tensor:
 
 def used(layer: nn.Module) -> None:
     """Record that a backward has computed the weight's gradient; once that is gone, the weight may have changed."""
-    kept: _LayerCache | None = state_of(layer).weights
-    if kept is not None:
+    layer_cache: _LayerCache | None = state_of(layer).weights
+    if layer_cache is not None:
         task = graph_task_id()
         # Copied to a list, because another thread may add entries.
-        for entry in list(kept.window.values()):
+        for entry in list(layer_cache.window.values()):
             entry.window.used = task
 
 
-def look(layer: nn.Module, weight: Tensor) -> None:
+def expire(layer: nn.Module, weight: Tensor) -> None:
     """End the layer's window if its gradient is gone; for forwards that do not use the cache."""
-    kept: _LayerCache | None = state_of(layer).weights
-    if kept is not None:
-        for entry in list(kept.window.values()):
+    layer_cache: _LayerCache | None = state_of(layer).weights
+    if layer_cache is not None:
+        for entry in list(layer_cache.window.values()):
             entry.window.holds(weight)
 
 
@@ -299,18 +310,18 @@ def refresh(model: nn.Module) -> None:
 
 def drop(layer: nn.Module) -> None:
     """Drop a layer's cached weight; forwards that have run keep their codes for backward."""
-    kept: _LayerCache | None = state_of(layer).weights
-    if kept is not None:
-        kept.drop()
+    layer_cache: _LayerCache | None = state_of(layer).weights
+    if layer_cache is not None:
+        layer_cache.drop()
 
 
 def free(layer: nn.Module) -> None:
     """Drop a layer's cached weight, including the codes that pending backwards would use."""
-    kept: _LayerCache | None = state_of(layer).weights
-    if kept is not None:
-        for entry in [*list(kept.window.values()), *list(kept.held.values())]:
+    layer_cache: _LayerCache | None = state_of(layer).weights
+    if layer_cache is not None:
+        for entry in [*list(layer_cache.window.values()), *list(layer_cache.while_frozen.values())]:
             entry.free()
-        kept.drop()
+        layer_cache.drop()
 
 
 def _count(*_: object) -> None:
@@ -319,7 +330,7 @@ def _count(*_: object) -> None:
     _windows.clear()
 
 
-def stepped() -> None:
+def count_step() -> None:
     """Count an optimizer step that no hook has seen, such as a replayed one."""
     _count()
     with _lock:
@@ -331,44 +342,44 @@ def stepped() -> None:
 
 def frozen(layer: nn.Module) -> bool:
     """Return True if `frozen` covers the layer."""
-    kept: _LayerCache | None = state_of(layer).weights
-    return kept is not None and kept.frozen > 0
+    layer_cache: _LayerCache | None = state_of(layer).weights
+    return layer_cache is not None and layer_cache.frozen > 0
 
 
 def freeze(layer: nn.Module) -> None:
     """Enter `frozen` for a layer; entries of its window remain for later."""
     with _lock:
-        kept = buffer(layer)
-        if not kept.frozen:
+        layer_cache = buffer(layer)
+        if not layer_cache.frozen:
             # A forward of another thread may have added entries after the last exit.
-            kept.held.clear()
-        kept.frozen += 1
-        kept.now = kept.held
+            layer_cache.while_frozen.clear()
+        layer_cache.frozen += 1
+        layer_cache.now = layer_cache.while_frozen
 
 
 def thaw(layer: nn.Module) -> None:
     """Leave `frozen` for a layer; the last exit drops the entries cached meanwhile."""
     with _lock:
-        kept = buffer(layer)
-        kept.frozen = max(0, kept.frozen - 1)
-        if not kept.frozen:
-            kept.now = kept.window
-            kept.held.clear()
+        layer_cache = buffer(layer)
+        layer_cache.frozen = max(0, layer_cache.frozen - 1)
+        if not layer_cache.frozen:
+            layer_cache.now = layer_cache.window
+            layer_cache.while_frozen.clear()
 
 
 class _CacheHint:
-    given = False
+    was_shown = False
 
 
 #: Number of gradient-free forwards that quantize the same weight before a hint is given.
 FORWARDS = 100
 
 
-def quantized_again(layer: nn.Module, weight: Tensor) -> None:
+def count_uncached_forward(layer: nn.Module, weight: Tensor) -> None:
     """Count a gradient-free forward that has quantized the weight; after `FORWARDS` of them suggest `frozen`, once."""
-    if _CacheHint.given or not _can_be_seen(weight) or graph_task_id() != -1:
+    if _CacheHint.was_shown or not _can_be_seen(weight) or graph_task_id() != -1:
         return
-    kept, seen = (
+    layer_cache, seen = (
         buffer(layer),
         (
             id(_parameter(weight)),
@@ -377,13 +388,13 @@ def quantized_again(layer: nn.Module, weight: Tensor) -> None:
             _OptimizerSteps.count,
         ),
     )
-    if any(entry.window.holds(weight) for entry in list(kept.window.values())):
+    if any(entry.window.holds(weight) for entry in list(layer_cache.window.values())):
         # The layer is training: this may be the first pass of a reentrant checkpoint.
         return
-    kept.forwards = kept.forwards + 1 if kept.seen == seen else 1
-    kept.seen = seen
-    if kept.forwards >= FORWARDS:
-        _CacheHint.given = True
+    layer_cache.forwards = layer_cache.forwards + 1 if layer_cache.seen == seen else 1
+    layer_cache.seen = seen
+    if layer_cache.forwards >= FORWARDS:
+        _CacheHint.was_shown = True
         rows, columns = weight.shape[-2:]
         warnings.warn(
             f"a {type(layer).__name__}({columns} → {rows}) has quantized the same weight in {FORWARDS} forwards "

@@ -79,12 +79,12 @@ def export_run(run: Path, folder: Path, format: str, check: bool) -> list[str]:
     ).model
     model.checkpoint_names = lambda name: renamed(name, sizes)  # type: ignore[assignment]
     model.checkpoint_config = {**configuration(sizes, vocabulary.size, positions), "dtype": config.dtype}  # type: ignore[assignment]
-    inputs = _held_out(config, saved_tokenizer) if check else None
-    given = None if inputs is None else torch.from_numpy(inputs).to(next(model.parameters()).device)
+    inputs = _validation_share(config, saved_tokenizer) if check else None
+    sample = None if inputs is None else torch.from_numpy(inputs).to(next(model.parameters()).device)
     with torch.autocast(
-        given.device.type if given is not None else "cpu", torch.bfloat16, enabled=config.dtype == "bfloat16"
+        sample.device.type if sample is not None else "cpu", torch.bfloat16, enabled=config.dtype == "bfloat16"
     ):
-        result = export(model, folder, format=format, check=given, calibrate=given)
+        result = export(model, folder, format=format, check=sample, calibrate=sample)
     if saved_tokenizer.exists():
         shutil.copy(saved_tokenizer, folder / "tokenizer.json")
     lines = str(result).splitlines()
@@ -93,7 +93,7 @@ def export_run(run: Path, folder: Path, format: str, check: bool) -> list[str]:
     return lines
 
 
-def _held_out(config: TrainConfig, saved_tokenizer: Path) -> np.ndarray:
+def _validation_share(config: TrainConfig, saved_tokenizer: Path) -> np.ndarray:
     """Return held-out tokens of the run, int64 [B, S]."""
     tokens = load(config, saved_tokenizer if saved_tokenizer.exists() else None)
     return np.ascontiguousarray(validation_batches(tokens.validation, config)[0][:, :-1].astype(np.int64))
@@ -120,8 +120,8 @@ def sentences() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.showwarning = warn
             yield
-    except OtherRankFailed as told:
-        raise typer.Exit(1) from told
+    except OtherRankFailed as failure:
+        raise typer.Exit(1) from failure
     except Interrupted as stopped:
         tell(str(stopped), "yellow")
         raise typer.Exit(stopped.exit_code) from stopped
@@ -165,10 +165,10 @@ def with_options(
         names = [parameter.name for parameter in table]
 
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            typed = {name: given.pop(name) for name in names}
+        def run(**arguments: Any) -> None:
+            typed = {name: arguments.pop(name) for name in names}
             with sentences():
-                command({name: value for name, value in typed.items() if value not in (None, [])}, **given)
+                command({name: value for name, value in typed.items() if value not in (None, [])}, **arguments)
 
         run.__signature__ = inspect.Signature([*own, *table])  # type: ignore[attr-defined]
         return run

@@ -131,7 +131,7 @@ def plan(
     config, chosen, card = KNOWN[model], recipe_name.find_recipe(recipe), hardware.get(gpu)
     optimizer_name.check(optimizer, chosen)
     rows = []
-    for (shape, layers), names in _alike(config).items():
+    for (shape, layers), names in _group_by_shape(config).items():
         *stack, n, k = shape
         each, experts = tokens, math.prod(stack)
         if stack and config.experts is not None:
@@ -151,7 +151,7 @@ def plan(
     )
 
 
-def _alike(config: ModelConfig) -> dict[tuple[tuple[int, ...], int], list[str]]:
+def _group_by_shape(config: ModelConfig) -> dict[tuple[tuple[int, ...], int], list[str]]:
     """Return the names of matrices by shape and number of layers that have them."""
     layers: dict[tuple[str, tuple[int, ...]], int] = {}
     for layer in range(config.layers):
@@ -159,10 +159,10 @@ def _alike(config: ModelConfig) -> dict[tuple[tuple[int, ...], int], list[str]]:
             first = f"{part.partition('.')[2]}." if "." in part else ""
             for name, shape in own.items():
                 layers[first + name, shape] = layers.get((first + name, shape), 0) + 1
-    alike: dict[tuple[tuple[int, ...], int], list[str]] = {}
+    by_shape: dict[tuple[tuple[int, ...], int], list[str]] = {}
     for (name, shape), count in layers.items():
-        alike.setdefault((shape, count), []).append(name)
-    return alike
+        by_shape.setdefault((shape, count), []).append(name)
+    return by_shape
 
 
 def cells(planned: ModelPlan) -> Iterator[tuple[str, ...]]:
@@ -210,14 +210,14 @@ def verdict(planned: ModelPlan) -> list[str]:
     """Return sentences that interpret the table."""
     recipe, gpu = str(planned.recipe), planned.gpu.name
     losers = [name for row in planned.rows if not row.gains for name in row.names]
-    said = []
+    parts = []
     if not planned.recipe.quantizes:
-        said.append(f"{recipe} quantizes nothing, so nothing gains.")
+        parts.append(f"{recipe} quantizes nothing, so nothing gains.")
     elif not losers:
-        said.append(f"Every matrix gains under {recipe} on {gpu}.")
+        parts.append(f"Every matrix gains under {recipe} on {gpu}.")
     else:
         which = "No matrix gains" if len(losers) == sum(len(r.names) for r in planned.rows) else "These do not gain"
-        said.append(
+        parts.append(
             f"{which} under {recipe} on {gpu}: {', '.join(losers)}. "
             f"convert(..., skip=quaver.rules.unprofitable({gpu!r}, tokens={planned.tokens})) "
             "leaves such layers in bf16."
@@ -225,11 +225,11 @@ def verdict(planned: ModelPlan) -> list[str]:
     emulated = planned.rows[0].cost.emulated
     if emulated:
         kinds = sorted({lacking(planned.recipe, name, planned.rows[0].cost.gemms[name].kind) for name in emulated})
-        said.append(
+        parts.append(
             f"{gpu} has no GEMM for {' or '.join(kinds)}: {', '.join(emulated)} decode their operands and run in "
             "bf16, exact but slower."
         )
-    return said
+    return parts
 
 
 def lacking(recipe: Recipe, gemm: str, kind: str) -> str:
@@ -240,14 +240,14 @@ def lacking(recipe: Recipe, gemm: str, kind: str) -> str:
 
 def notes(planned: ModelPlan) -> list[str]:
     """Return sentences on the table's meaning, its omissions and its columns."""
-    return [*verdict(planned), kept(planned), *_left_out(planned)]
+    return [*verdict(planned), memory_note(planned), *_left_out(planned)]
 
 
 def optimizers(planned: ModelPlan) -> dict[str, int]:
     """Return the bytes by optimizer of the model's matrices in training: weights, gradients and optimizer states."""
     shapes = [flat(shape) for shape in projections(planned.config).values()]
-    recipe, held = planned.recipe, {}
-    held[optimizer_name.TORCH] = sum(plain(n * k).total for n, k in shapes)
+    recipe, bytes_by_optimizer = planned.recipe, {}
+    bytes_by_optimizer[optimizer_name.TORCH] = sum(plain(n * k).total for n, k in shapes)
     for name in dict.fromkeys((*PRESETS, planned.optimizer)):
         chosen = optimizer_name.find(name)
         if chosen.preset is None:
@@ -255,21 +255,23 @@ def optimizers(planned: ModelPlan) -> dict[str, int]:
         with suppress(ValueError):  # the recipe may have no codes for this optimizer
             optimizer_name.check(name, recipe)
             how, moments = chosen.weights(recipe, "bfloat16"), chosen.moments[0]
-            held[name] = sum(of_matrix(chosen.preset, shape, how, recipe.fprop.b, moments).total for shape in shapes)
-    return held
+            bytes_by_optimizer[name] = sum(
+                of_matrix(chosen.preset, shape, how, recipe.fprop.b, moments).total for shape in shapes
+            )
+    return bytes_by_optimizer
 
 
-def kept(planned: ModelPlan) -> str:
+def memory_note(planned: ModelPlan) -> str:
     """Return a sentence on the memory of the matrices with several optimizers."""
     number = sum(map(math.prod, projections(planned.config).values()))
-    said = (
+    parts = (
         f"{name} {total / 1e9:.3g} GB ({total / number:.2f})"
         for name, total in optimizers(planned).items()
         if name in ("adamw", "exact", "balanced", "lean", planned.optimizer)
     )
     return (
         f"In training the {number / 1e6:,.1f} million parameters of these matrices take, with gradients and optimizer "
-        f"states (in brackets, bytes a parameter): {', '.join(said)}; quaver train --optimizer takes the names."
+        f"states (in brackets, bytes a parameter): {', '.join(parts)}; quaver train --optimizer takes the names."
     )
 
 

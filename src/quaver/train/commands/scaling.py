@@ -140,9 +140,9 @@ def trained(optimizer: str, recipe: Recipe, codes: bool) -> tuple[float, float, 
     table = float(plain(1, others).total)
     if chosen.preset is None:
         return table, table, table
-    kept = chosen.weights(recipe, "bfloat16", codes), chosen.others("bfloat16")
-    matrix = of_matrix(chosen.preset, shape, kept[0], recipe.fprop.b, own).total / math.prod(shape)
-    head = of_matrix(chosen.preset, shape, kept[1], None, others).total / math.prod(shape)
+    formats = chosen.weights(recipe, "bfloat16", codes), chosen.others("bfloat16")
+    matrix = of_matrix(chosen.preset, shape, formats[0], recipe.fprop.b, own).total / math.prod(shape)
+    head = of_matrix(chosen.preset, shape, formats[1], None, others).total / math.prod(shape)
     return matrix, table, head
 
 

@@ -24,9 +24,9 @@ def weights(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     """Return the parameters. Raises: ValueError unless names and shapes are those of the model."""
     parameters = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in STATE}
     for name in [*shapes, *parameters]:
-        expected, given = shapes.get(name), parameters[name].shape if name in parameters else None
-        if expected != given:
-            raise ValueError(f"{name} has shape {given} in the checkpoint and {expected} in the model")
+        expected, actual = shapes.get(name), parameters[name].shape if name in parameters else None
+        if expected != actual:
+            raise ValueError(f"{name} has shape {actual} in the checkpoint and {expected} in the model")
     return {name: parameters[name].astype(np.float32) for name in shapes}
 
 
@@ -49,18 +49,18 @@ def read_state(
     state = {layer: {key: np.asarray(value) for key, value in own.items()} for layer, own in fresh.items()}
     missing: list[str] = []
     for layer, own in state.items():
-        given = {key: tensors.get(f"{layer}.{key}") for key in own}
-        history_given, count = given.get("history"), given.get("count")
+        own_tensors = {key: tensors.get(f"{layer}.{key}") for key in own}
+        saved_history, count = own_tensors.get("history"), own_tensors.get("count")
         if "count" in own:
             if count is None:
                 missing.append(f"{layer}.count")
             else:
                 own["count"] = count[:2].astype(np.float32)
         if "history" in own:
-            if history_given is None or given["factor"] is None or history_given.shape != own["history"].shape:
+            if saved_history is None or own_tensors["factor"] is None or saved_history.shape != own["history"].shape:
                 missing.append(f"{layer}.history")
             else:
-                own["history"], own["factor"] = rolled(history_given, given["factor"], recipe)
+                own["history"], own["factor"] = rolled(saved_history, own_tensors["factor"], recipe)
     if missing:
         warnings.warn(
             f"{missing[0]} is not in the checkpoint, or of another length (another recipe wrote it): it starts fresh, "

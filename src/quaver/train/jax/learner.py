@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from quaver.jax.state import buffers
-from quaver.recipes.conversion import Report
+from quaver.recipes.conversion import ConversionReport
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import shown
 from quaver.train.config import TrainConfig
@@ -116,8 +116,8 @@ def adamw(
         g = grads[name] * factor
         first[name] = m = moments.first[name] + rates.first * (g - moments.first[name])
         second[name] = v = moments.second[name] + rates.second * (jnp.square(g) - moments.second[name])
-        kept = p * rates.keep if p.ndim >= 2 else p
-        new[name] = kept - rates.step * m / (jnp.sqrt(v) / rates.root + EPS)
+        decayed = p * rates.keep if p.ndim >= 2 else p
+        new[name] = decayed - rates.step * m / (jnp.sqrt(v) / rates.root + EPS)
     return new, Moments(first, second)
 
 
@@ -155,8 +155,8 @@ def update(
     norm = norm_of(grads)
     after = *adamw(params, moments, grads, norm, rates), next_state
     fine = jnp.isfinite(loss) & jnp.isfinite(norm)
-    kept = jax.tree.map(lambda new, old: lax.select(fine, new, old), after, (params, moments, state))
-    return loss, norm, *kept
+    new_state = jax.tree.map(lambda new, old: lax.select(fine, new, old), after, (params, moments, state))
+    return loss, norm, *new_state
 
 
 #: Loss of one batch, without recording state.
@@ -222,7 +222,7 @@ class JaxLearner:
         self.updates = 0
 
     @property
-    def said(self) -> dict[str, float]:
+    def extra_metrics(self) -> dict[str, float]:
         return {}
 
     @property
@@ -235,7 +235,7 @@ class JaxLearner:
         layers = projections(sizes)
         self.fresh = {name: own for name in layers if (own := buffers.init(recipe))}
         skipped = {} if sizes.tied else {"head": "as the embedding, it stays in high precision"}
-        self.conversion = Report(converted=dict.fromkeys(layers, recipe), skipped=skipped)
+        self.conversion = ConversionReport(converted=dict.fromkeys(layers, recipe), skipped=skipped)
         self.state = self._put(self.fresh)
 
     def take(self, recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver.recipes.conversion import Report
+from quaver.recipes.conversion import ConversionReport
 from quaver.recipes.spec import Recipe
 from quaver.torch.linear import store_weight
 from quaver.torch.nn.attention.kv_cache import KVCache, PagedKVCache
@@ -232,19 +232,21 @@ def build(config: ModelConfig, vocab: int, seed: int, device: torch.device, reco
     return model
 
 
-def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
+def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> ConversionReport:
     """Apply a recipe to matrices and attention of the layers; embedding and head are unchanged."""
     return qt.convert(model, recipe, skip=["head"] if model.head is not None else [], seed=seed)
 
 
-def change_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
+def change_layers(model: Decoder, recipe: Recipe, seed: int) -> ConversionReport:
     """`quantize_layers` for a model with another recipe, whose state is dropped without a warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "convert gives .* another recipe", UserWarning)
         return quantize_layers(model, recipe, seed)
 
 
-def prepare(model: Decoder, recipe: Recipe, config: TrainConfig, codes: bool, in_parts: bool = False) -> Report:
+def prepare(
+    model: Decoder, recipe: Recipe, config: TrainConfig, codes: bool, in_parts: bool = False
+) -> ConversionReport:
     """Call `quantize_layers`, and convert the weights to the storage that the run's optimizer uses.
 
     Args:
@@ -297,8 +299,8 @@ def loss_and_routings(model: nn.Module, batch: Tensor, dtype: str, chunk: int = 
     """Return the loss of a batch as in `loss_of`, and the routing of each layer of experts."""
     with torch.autocast(batch.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         x, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-        given = {"targets": targets, "chunk": chunk} if chunk else {}
-        result, routings = model(x, with_routings=True, **given)
+        loss_arguments = {"targets": targets, "chunk": chunk} if chunk else {}
+        result, routings = model(x, with_routings=True, **loss_arguments)
     return (result if chunk else _cross_entropy(result, targets)), routings
 
 
@@ -378,7 +380,7 @@ class Balance:
 
     @torch.no_grad()
     def end(self, finite: Tensor) -> Tensor:
-        """Update biases after a step if its numbers were finite; returns the input of `said`, float32 [n]."""
+        """Update biases after a step if its numbers were finite; returns the input of `extra_metrics`, float32 [n]."""
         of_all = self.mean(self.sums.clone())
         number, parts = self.experts.number, self.ranks
         of_all[:, : number + 1] = (of_all[:, : number + 1] * parts).round()
@@ -388,21 +390,21 @@ class Balance:
                 mixture.router.update_bias(of_all[layer, :number] * finite, self.experts.bias_rate)
         return of_all.float().flatten()
 
-    def said(self, numbers: list[float]) -> dict[str, float]:
+    def extra_metrics(self, numbers: list[float]) -> dict[str, float]:
         """Return the entries for a step's metrics from the result of `end`."""
         number = self.experts.number
         rows = [numbers[first : first + number + OTHERS] for first in range(0, len(numbers), number + OTHERS)]
         choices = sum(sum(row[:number]) for row in rows)
         busiest = max(max(row[:number]) * number / sum(row[:number]) for row in rows)
-        said: dict[str, float] = {
+        extra_metrics: dict[str, float] = {
             "balance_loss": sum(row[number + 1] for row in rows) / len(rows),
             "z_loss": sum(row[number + 2] for row in rows) / len(rows),
             "dropped": sum(row[number] for row in rows) / choices,
             "busiest": round(busiest, 4),
         }
         for layer, row in zip(self.layers, rows, strict=True):
-            said |= {f"load_{layer}_{expert}": int(load) for expert, load in enumerate(row[:number])}
-        return said
+            extra_metrics |= {f"load_{layer}_{expert}": int(load) for expert, load in enumerate(row[:number])}
+        return extra_metrics
 
 
 def in_bf16(model: Decoder, seed: int) -> Decoder | None:

@@ -38,7 +38,7 @@ from quaver.train.torch.decoder import (
     prepare,
     quantize_layers,
 )
-from quaver.train.torch.optimizer import TrainStep, load_state, optimizer_of, renew, state_of
+from quaver.train.torch.optimizer import TrainStep, load_state, optimizer_of, rebuild, state_of
 from quaver.train.torch.process_group import TorchProcessGroup, device_of
 from quaver.train.torch.sharding import change_recipe, parallelize
 
@@ -46,7 +46,7 @@ from quaver.train.torch.sharding import change_recipe, parallelize
 # Find where a NaN or an infinity first appeared, for the message that stops a run.
 
 
-class Place(NamedTuple):
+class NonFinitePlace(NamedTuple):
     """Location of a value that is not finite."""
 
     #: Order within one stage; the smallest comes first.
@@ -68,7 +68,7 @@ def finite(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or bool(torch.isfinite(value).all())
 
 
-def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> Place:
+def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> NonFinitePlace:
     """Find the first non-finite value, in order of computation, on a batch int64 [accumulate, B, S + 1].
 
     The forward pass runs again without gradients, so that no amax is recorded twice. All ranks must call it, because
@@ -81,10 +81,10 @@ def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Te
     Returns:
         The location; its number is the index of the module call, or 0 for a parameter.
     """
-    places: list[Place] = []
+    places: list[NonFinitePlace] = []
     for name, parameter in model.named_parameters():
         if not finite(parameter):
-            places.append(Place(0, name, f"the parameter {name} is already not finite"))
+            places.append(NonFinitePlace(0, name, f"the parameter {name} is already not finite"))
             break
     calls = count(1)
 
@@ -92,7 +92,7 @@ def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Te
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             call = next(calls)
             if not finite(output) and not places:  # `finite` first, because it gathers DTensors on all ranks
-                places.append(Place(call, name, f"the first output that is not finite is that of {name}"))
+                places.append(NonFinitePlace(call, name, f"the first output that is not finite is that of {name}"))
 
         return hook
 
@@ -104,15 +104,15 @@ def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Te
     finally:
         for hook in hooks:
             hook.remove()
-    return places[0] if places else Place(0, "", "every module's output is finite")
+    return places[0] if places else NonFinitePlace(0, "", "every module's output is finite")
 
 
-def first_gradient(model: nn.Module) -> Place:
+def first_gradient(model: nn.Module) -> NonFinitePlace:
     """Find the first parameter, in order of backward (from the head down), whose gradient is not finite."""
     names = [name for name, p in model.named_parameters() if not finite(p.grad)]
     if not names:
-        return Place(0, "", "the norm overflowed")
-    return Place(0, names[-1], f"the first gradient that is not finite is that of {names[-1]}")
+        return NonFinitePlace(0, "", "the norm overflowed")
+    return NonFinitePlace(0, names[-1], f"the first gradient that is not finite is that of {names[-1]}")
 
 
 # ---- learner ----
@@ -149,14 +149,14 @@ class TorchLearner:
         self.optimizer = optimizer_of(self.model, config, 0 if group is None else group.mesh.get_local_rank("pp"))
         begin(self.model, self.optimizer)
         self.update = TrainStep(self.model, self.optimizer, config, group)
-        self.said: dict[str, float] = {}
+        self.extra_metrics: dict[str, float] = {}
         self._run = self._runner()
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         self.update.set_lr(lr, self.device)
         loss, norm, *of_experts = self._run(self._ids(batch)).tolist()
         balance = self.update.balance
-        self.said = {} if balance is None else balance.said(of_experts)
+        self.extra_metrics = {} if balance is None else balance.extra_metrics(of_experts)
         return loss, norm
 
     def take(self, recipe: Recipe) -> None:
@@ -182,7 +182,7 @@ class TorchLearner:
 
     def _losses(self, batches: torch.Tensor) -> list[float]:
         """Return the loss of each batch; also count choices of experts that differ from bf16's, if possible."""
-        self.said = {}
+        self.extra_metrics = {}
         plain = None
         if self.update.balance is not None and self.group is None and self.recipe.quantizes:
             plain = in_bf16(self.model, self.config.seed)
@@ -195,7 +195,7 @@ class TorchLearner:
             _, others = loss_and_routings(plain, batch, self.config.dtype, self.config.loss_chunk)
             counts.append(differing(routings, others))
         differ, choices = map(sum, zip(*counts, strict=True))
-        self.said = {"choices_differ": differ / choices}
+        self.extra_metrics = {"choices_differ": differ / choices}
         return losses
 
     def first_output(self, batch: np.ndarray) -> str:
@@ -237,9 +237,9 @@ class TorchLearner:
         except RuntimeError as error:
             raise ValueError(in_short(error)) from error
 
-    def renew(self) -> None:
+    def rebuild(self) -> None:
         """See `quaver.train.learner.LowBitOptimizerLearner`."""
-        renew(self.optimizer)
+        rebuild(self.optimizer)
 
     def _runner(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return CapturedStep(self.update) if self.config.capture == "step" else self.update
@@ -328,15 +328,15 @@ class NextTokenLogits:
         self.cache = None if cache == "none" else DecoderCaches(sizes, cache, capacity)
         self.seen: list[int] = []
 
-    def held(self) -> frozen:
+    def frozen_weights(self) -> frozen:
         """Return a context in which the weights are quantized once for all tokens."""
         return frozen(self.model)
 
     @torch.no_grad()
     def __call__(self, tokens: Sequence[int]) -> np.ndarray:
         self.seen += tokens
-        given = self.seen if self.cache is None else list(tokens)
-        ids = torch.tensor([given], dtype=torch.int64, device=self.device)
+        ids_so_far = self.seen if self.cache is None else list(tokens)
+        ids = torch.tensor([ids_so_far], dtype=torch.int64, device=self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             logits = self.model(ids, self.cache)
         last: np.ndarray = logits[0, -1, : self.vocab].float().cpu().numpy()

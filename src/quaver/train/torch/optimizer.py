@@ -84,7 +84,7 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapp
     Raises: ValueError for unknown parameters, and for states of another kind of optimizer.
     """
     if isinstance(optimizer, optim.Optimizer):
-        load_kept(model, optimizer, tensors)
+        load_low_bit_state(model, optimizer, tensors)
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
@@ -98,30 +98,30 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapp
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def load_kept(model: nn.Module, optimizer: optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_low_bit_state(model: nn.Module, optimizer: optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
     """`load_state` for an optimizer of `quaver.torch.optim`: each state unchanged, without casts."""
-    parameters, given = dict(model.named_parameters()), dict(tensors)
+    parameters, remaining = dict(model.named_parameters()), dict(tensors)
     for group in optimizer.param_groups:
         for p in group["params"]:
             name = next(name for name, own in parameters.items() if own is p)
             first = optimizer.first_state(p, group)
-            for key, held in first.items():
+            for key, present in first.items():
                 # Earlier versions stored codes of moments under the moments' names.
-                value = given.pop(f"{name}/{key}", given.pop(f"{name}/{key.removesuffix(CODES)}", None))
+                value = remaining.pop(f"{name}/{key}", remaining.pop(f"{name}/{key.removesuffix(CODES)}", None))
                 if value is None:
                     raise ValueError(f"{name}/{key} is missing in the optimizer")
-                if value.shape != held.shape or value.dtype is not held.dtype:
+                if value.shape != present.shape or value.dtype is not present.dtype:
                     raise ValueError(
-                        f"{name}/{key} is {value.dtype} {tuple(value.shape)}, where the optimizer has {held.dtype} "
-                        f"{tuple(held.shape)}"
+                        f"{name}/{key} is {value.dtype} {tuple(value.shape)}, where the optimizer has {present.dtype} "
+                        f"{tuple(present.shape)}"
                     )
-                first[key] = value.to(held.device)
+                first[key] = value.to(present.device)
             optimizer.state[p] = first
-    if given:
-        raise ValueError(f"{next(iter(given))} is not part of the optimizer")
+    if remaining:
+        raise ValueError(f"{next(iter(remaining))} is not part of the optimizer")
 
 
-def renew(optimizer: torch.optim.Optimizer) -> None:
+def rebuild(optimizer: torch.optim.Optimizer) -> None:
     """Convert states of `quaver.torch.optim` from their first form (see `state_conversion`); others are unchanged."""
     state = optimizer.state_dict()
     for group in state["param_groups"]:
@@ -265,8 +265,8 @@ def clip_gradients(model: nn.Module, largest: float, group: TorchProcessGroup | 
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
-    for alike in by_mesh.values():
-        torch.nn.utils.clip_grads_with_norm_(alike, largest, norm)
+    for of_mesh in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(of_mesh, largest, norm)
     return norm
 
 

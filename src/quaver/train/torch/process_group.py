@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.recipes.text import shown
 from quaver.torch.parallel import CommCounter
-from quaver.torch.parallel.comm import KINDS, SentBytes, during
+from quaver.torch.parallel.comm import KINDS, SentBytes, count_collective
 from quaver.torch.state.history.sync import new_group
 from quaver.train.config import TrainConfig, reason
 from quaver.train.mesh import MeshSizes, OtherRankFailed, RankError, rank
@@ -263,11 +263,11 @@ class TorchProcessGroup:
 
     def largest(self, value: int) -> int:
         number = torch.tensor(value, dtype=torch.int64, device="cpu")
-        with during("control", "reduce", number):
+        with count_collective("control", "reduce", number):
             dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
 
-    def given(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
@@ -276,7 +276,7 @@ class TorchProcessGroup:
         """All-gather each rank's numbers, of the same count."""
         own = torch.tensor(values, dtype=torch.float64, device="cpu")
         parts = [torch.empty_like(own) for _ in range(self.number)]
-        with during("control", "gather", own):
+        with count_collective("control", "gather", own):
             dist.all_gather(parts, own)
         return [part.tolist() for part in parts]
 
@@ -342,7 +342,7 @@ class TorchProcessGroup:
         """Return the mean over ranks with different sequences or tokens."""
         parts = self.sizes.fsdp * self.sizes.cp
         if parts > 1:
-            with during("control", "reduce", value, self.mesh.get_group("data")):
+            with count_collective("control", "reduce", value, self.mesh.get_group("data")):
                 dist.all_reduce(value, dist.ReduceOp.SUM, self.mesh.get_group("data"))
             value /= parts
         return value
@@ -380,7 +380,7 @@ class TorchProcessGroup:
     def of_all(self, value: torch.Tensor) -> torch.Tensor:
         """All-gather one number per rank, in rank order: [ranks]."""
         every = [torch.empty_like(value) for _ in range(self.number)]
-        with during("control", "gather", value):
+        with count_collective("control", "gather", value):
             dist.all_gather(every, value)
         return torch.stack(every)
 
@@ -431,10 +431,10 @@ def joined(config: TrainConfig, sizes: MeshSizes) -> Iterator[TorchProcessGroup]
         if _is_lost(error) and threading.current_thread() is threading.main_thread():
             # torchrun has noticed a dead process and sends SIGTERM to the others; report the error first.
             heard = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if not _claimed(store, number):
+        if not _reports_error(store, number):
             raise OtherRankFailed from error
         if _is_lost(error):
-            raise RankError(lost(error, group)) from error
+            raise RankError(describe_lost_connection(error, group)) from error
         if number == 0 or not isinstance(error, ValueError | OSError):
             raise
         raise RankError(f"rank {number}: {reason(error)}") from error
@@ -476,7 +476,7 @@ def check_options(store: Any, number: int, world: int, config: TrainConfig) -> N
         raise ValueError(said)
 
 
-def lost(error: Exception, group: TorchProcessGroup | None) -> str:
+def describe_lost_connection(error: Exception, group: TorchProcessGroup | None) -> str:
     """Describe why a collective failed: which rank is gone, does not respond, or is furthest behind."""
     message = (str(error).splitlines() or [type(error).__name__])[0][:200]
     go_on = "go on with --resume"
@@ -506,7 +506,7 @@ def _is_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
 
 
-def _claimed(store: Any, number: int) -> bool:
+def _reports_error(store: Any, number: int) -> bool:
     """Return True if this rank reports the error; the first rank takes precedence for a common error."""
     if number:
         time.sleep(POLITE)

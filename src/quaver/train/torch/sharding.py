@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 import quaver.torch as qt
-from quaver.recipes.conversion import Report
+from quaver.recipes.conversion import ConversionReport
 from quaver.recipes.spec import Recipe
 from quaver.torch.nn.norm import NormKind
 from quaver.torch.nn.transformer import TransformerLayer
@@ -34,7 +34,7 @@ from quaver.torch.parallel import (
     refresh_gather,
     sync_amax_histories,
 )
-from quaver.torch.parallel.comm import during, waiting
+from quaver.torch.parallel.comm import count_collective, waiting
 from quaver.torch.state.buffers import STATE
 from quaver.train.config import ORDERS, TrainConfig, holders, stages_each
 from quaver.train.mesh import check_words
@@ -151,15 +151,15 @@ class Pipeline:
     def step(self, batches: Tensor) -> Tensor:
         """Return the mean loss, float32 [], of micro-batches int64 [accumulate, B, S + 1], and accumulate gradients."""
         of_schedule: dict[str, Any] = {}
-        given: tuple[Tensor, ...] = ()
+        inputs: tuple[Tensor, ...] = ()
         losses: list[Tensor] = []
         if self.rank == self.holders[0]:
-            given = (self.group.cut(batches[..., :-1].flatten(0, 1)),)
+            inputs = (self.group.cut(batches[..., :-1].flatten(0, 1)),)
         if self.rank == self.holders[-1]:
             targets = self.group.cut(batches[..., 1:].flatten(0, 1))
             of_schedule = {"targets": targets, "target": targets, "losses": losses}
         with qt.autocast(self.recipe):
-            self.schedule.step(*given, **of_schedule)
+            self.schedule.step(*inputs, **of_schedule)
         total = torch.zeros((), dtype=torch.float32, device=batches.device)
         for loss in losses:
             total += loss.detach()
@@ -179,7 +179,7 @@ class Pipeline:
                     dist.recv(x, ranks[self.holders[index - 1]], self.among)
             x = next(parts)(x, self.group.cut(batch[:, 1:]) if index == last else None)
             if index < last and self.holders[index + 1] != rank:
-                with during("activations", "send", x, self.among):
+                with count_collective("activations", "send", x, self.among):
                     dist.send(x.contiguous(), ranks[self.holders[index + 1]], self.among)
         has_last = self.holders[-1] == self.rank
         return self._of_last(x.squeeze() if has_last else torch.zeros((), dtype=torch.float32, device=batch.device))
@@ -187,7 +187,7 @@ class Pipeline:
     def _of_last(self, value: Tensor) -> Tensor:
         """Broadcast a number from the last stage."""
         gives = self.holders[-1] == self.rank
-        with during("control", "send", value, self.among) if gives else waiting("control", value):
+        with count_collective("control", "send", value, self.among) if gives else waiting("control", value):
             dist.broadcast(value, dist.get_process_group_ranks(self.among)[self.holders[-1]], self.among)
         return value
 
@@ -205,7 +205,9 @@ class _MicrobatchLoss:
 # ---- parallelization ----
 
 
-def parallelize(model: Decoder, recipe: Recipe, config: TrainConfig, group: TorchProcessGroup, codes: bool) -> Report:
+def parallelize(
+    model: Decoder, recipe: Recipe, config: TrainConfig, group: TorchProcessGroup, codes: bool
+) -> ConversionReport:
     """Apply a recipe to a decoder and distribute it over the ranks.
 
     1. `convert` applies the recipe to the layers' matrices, stored as codes if the optimizer does so.
@@ -253,11 +255,11 @@ def shard(unit: nn.Module, group: TorchProcessGroup, reshards: bool | None) -> N
     A unit needs gradients of one dtype. So next to bfloat16 matrices, each float32 module becomes a unit of its own,
     and biases become bfloat16.
     """
-    mesh, held = group.mesh["data"], set()
+    mesh, wrapped = group.mesh["data"], set()
     for name, module in unit.named_modules():
-        if name and (isinstance(module, FSDPModule) or name.rpartition(".")[0] in held):
-            held.add(name)
-    left = [(module, p) for name, module in unit.named_modules() if name not in held for p in own(module)]
+        if name and (isinstance(module, FSDPModule) or name.rpartition(".")[0] in wrapped):
+            wrapped.add(name)
+    left = [(module, p) for name, module in unit.named_modules() if name not in wrapped for p in own(module)]
     dtypes = {p.dtype for _, p in left}
     if len(dtypes) > 1:
         for module in dict.fromkeys(module for module, _ in left):
@@ -283,7 +285,7 @@ def narrow(module: nn.Module) -> None:
             module._parameters[name] = nn.Parameter(p.detach().bfloat16())
 
 
-def change_recipe(model: Decoder, recipe: Recipe, config: TrainConfig, group: TorchProcessGroup) -> Report:
+def change_recipe(model: Decoder, recipe: Recipe, config: TrainConfig, group: TorchProcessGroup) -> ConversionReport:
     """Switch the distributed decoder to another recipe between two steps; all ranks must call it.
 
     From then on weights are gathered in the new recipe's codes, or in high precision if that is not possible.
@@ -387,11 +389,11 @@ def as_saved(state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, An
     for name, value in state.items():
         if name.rpartition(".")[2] not in STATE:
             continue
-        held = saved.get(name)
-        if held is None:
+        wrapped = saved.get(name)
+        if wrapped is None:
             del own[name]
-        elif tuple(held.size) != tuple(value.shape):
-            own[name] = torch.empty(tuple(held.size), dtype=value.dtype, device=value.device)
+        elif tuple(wrapped.size) != tuple(value.shape):
+            own[name] = torch.empty(tuple(wrapped.size), dtype=value.dtype, device=value.device)
     return own
 
 

@@ -143,7 +143,7 @@ def test_threads_give_the_bits_of_one(m: int, helpers: int, functions: block.Fun
 
 def test_as_many_threads_work_as_torch_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(gemm, "share", lambda work, units, helpers: asked.append(helpers))
+    monkeypatch.setattr(gemm, "run_on_threads", lambda work, units, helpers: asked.append(helpers))
     for threads in (1, 2, 4, 32):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         cpu_brgemm.product(*operands(512, 512, 512))
@@ -269,5 +269,5 @@ def test_an_interrupt_in_a_thread_of_the_team_is_raised_in_the_caller() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        gemm.share(work, range(100), 2)
+        gemm.run_on_threads(work, range(100), 2)
     assert len(taken) <= 3

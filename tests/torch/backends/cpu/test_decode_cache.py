@@ -12,7 +12,7 @@ from quaver import recipes
 from quaver.torch.backends.cpu import decode as repeated
 from quaver.torch.backends.cpu import gemm
 from quaver.torch.linear.fused_projections import project
-from quaver.torch.linear.quantized_input import GIVEN
+from quaver.torch.linear.quantized_input import IDENTITY_INPUT
 from quaver.torch.numerics.quantized import Quantized
 from tests.close import assert_bitwise
 
@@ -42,7 +42,7 @@ def layers(count: int, recipe: Any) -> list[qt.Linear]:
 def run(modules: list[qt.Linear], x: Tensor, gs: list[Tensor]) -> list[Tensor]:
     """Outputs, and the gradients of the input and of the weights."""
     x = x.detach().clone().requires_grad_()
-    outputs = project(GIVEN, (x,), modules)
+    outputs = project(IDENTITY_INPUT, (x,), modules)
     weights = [module.weight for module in modules]
     return [*outputs, *torch.autograd.grad(outputs, [x, *weights], gs)]
 
@@ -91,7 +91,7 @@ def test_an_operand_evicted_from_the_decode_cache_is_decoded_again() -> None:
     of_transpose = gemm.matmul(a.T, b.T, torch.bfloat16)
     for q in (a, b):
         repeated.mark(q, repeated.INPUT)
-        q.twin = None
+        q.cached_transpose = None
     for _ in range(2):
         for q, y in zip((a, b), expected, strict=True):
             assert_bitwise(gemm.matmul(q, c, torch.bfloat16), y)
@@ -138,9 +138,9 @@ def test_no_operand_is_marked_once_a_forward_has_ended_or_failed(monkeypatch: py
     monkeypatch.setattr(repeated, "mark", recorded_amax)
     x, _ = tensors(2)
     modules = layers(2, recipes.tensorwise())
-    project(GIVEN, (x.requires_grad_(),), modules)
+    project(IDENTITY_INPUT, (x.requires_grad_(),), modules)
     assert len(seen) == 1 and repeated.mark_of(seen[0]) is None
     modules[1].weight = nn.Parameter(torch.randn(N, K + 2, dtype=torch.bfloat16))
     with pytest.raises(Exception):  # noqa: B017
-        project(GIVEN, (x,), modules)
+        project(IDENTITY_INPUT, (x,), modules)
     assert all(repeated.mark_of(data) is None for data in seen)

@@ -63,7 +63,7 @@ def test_scratch_memory_is_cached_only_between_two_sizes(size: int) -> None:
 def test_memory_made_in_inference_mode_is_usable_in_training() -> None:
     layer = qt.Linear(256, 256, recipe=recipes.mxfp8())
     with torch.inference_mode():
-        quantize._held.slots.clear()
+        quantize._scratch.slots.clear()
         layer(torch.randn(256, 256))
     layer(torch.randn(256, 256, requires_grad=True)).sum().backward()
     assert layer.weight.grad is not None and not layer.weight.grad.isnan().any()

@@ -37,7 +37,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0, None))
     patch.setattr(ops, "_resolve", _resolve)
     # What one card's GEMMs take is not another's answer.
-    patch.setattr(scaled_mm, "_ways", {})
+    patch.setattr(scaled_mm, "_choices", {})
     patch.setattr(scaled_mm, "_transposes", {})
     # As on a device, where nobody reads a factor.
     patch.setattr(amax, "saved_factors", lambda layer: amax._on_device(layer, layer.factor))
@@ -78,7 +78,7 @@ def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> 
         return _probes[key]
 
     patch.setattr(scaled_mm, "_probe", probed)
-    scaled_mm._ways.clear()
+    scaled_mm._choices.clear()
     plan.plans.clear()
     scaled_mm._transposes.clear()
     return calls

@@ -73,10 +73,10 @@ def test_cached_facts_about_a_gpu_end_with_it(monkeypatch: pytest.MonkeyPatch) -
     layer, x = qt.Linear(64, 48, bias=False, dtype=torch.bfloat16), torch.randn(32, 64).bfloat16()
     for arch in (90, 100):
         with monkeypatch.context() as patch, as_on_a_gpu(patch):
-            assert not scaled_mm._ways, "known before anything was multiplied"
+            assert not scaled_mm._choices, "known before anything was multiplied"
             become(arch, patch)
             step("blockwise", layer, x)
-            assert scaled_mm._ways
+            assert scaled_mm._choices
 
 
 @pytest.mark.parametrize(("recipe", "arch"), EVERY)

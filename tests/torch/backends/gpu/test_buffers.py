@@ -27,7 +27,7 @@ def kept(recipe: str) -> tuple[nn.Module, nn.Parameter, Any, weight_cache.Cached
     spec = recipes.get(recipe).fprop.b
     assert spec is not None
     window = weight_cache.begin(layer, weight)
-    entry = weight_cache.keep(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec), window)
+    entry = weight_cache.store(layer, "fprop", weight, spec, 0.0, qt.quantize(weight, spec), window)
     assert entry is not None
     entry.written = buffers.EntryByStream(entry, GPU)
     return layer, weight, spec, entry
@@ -61,11 +61,11 @@ def test_streams_do_not_share_derived_codes(streams: Streams) -> None:
     assert entry.quantized is not None
     # A transpose that is written when a GEMM first asks for it, on this stream.
     entry.quantized.T.data = entry.quantized.T.data.clone()
-    entry.ready = "operands"
+    entry.planned_operands = "operands"
     streams.now = 2
     reader = weight_cache.lookup(layer, "fprop", weight, spec, 0.0)
     assert reader is not None and reader.quantized is not None
-    assert reader.ready is None and reader.quantized.T.data.data_ptr() == reader.quantized.data.data_ptr()
+    assert reader.planned_operands is None and reader.quantized.T.data.data_ptr() == reader.quantized.data.data_ptr()
 
 
 def test_readers_are_freed_with_their_source(streams: Streams) -> None:

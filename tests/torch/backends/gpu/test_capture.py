@@ -29,7 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], Driver
 
     def become_one(recipe: str, arch: int) -> Driver:
         become(arch, monkeypatch)
-        monkeypatch.setattr(scaled_mm, "_ways", WAYS)
+        monkeypatch.setattr(scaled_mm, "_choices", WAYS)
         return Driver(monkeypatch, runs=recipe == "delayed")
 
     with as_on_a_gpu(monkeypatch):
@@ -169,5 +169,5 @@ def test_a_capture_rehearsal_ends_with_its_block_and_nests() -> None:
     with capture.rehearsing(cpu):
         with pytest.raises(KeyError), capture.rehearsing(cpu):
             raise KeyError
-        assert capture.as_captured(cpu) and not capture.capturing(cpu)
-    assert not capture.as_captured(cpu)
+        assert capture.is_captured_or_rehearsed(cpu) and not capture.capturing(cpu)
+    assert not capture.is_captured_or_rehearsed(cpu)

@@ -43,11 +43,11 @@ def test_a_layer_on_kernels_is_compiled_to_the_same_bits(
     plain = Quantized.plain_scale
     monkeypatch.setattr(Quantized, "plain_scale", lambda self: swizzled.append(self.swizzled) or plain(self))
     layer = qt.Linear(64, 32, bias=False, dtype=torch.bfloat16, recipe=recipe)
-    twin = copy.deepcopy(layer)
+    cached_transpose = copy.deepcopy(layer)
     with qt.only("triton"):
         eager = trained(layer, layer)
         swizzled.clear()
-        compiled = trained(twin, torch.compile(twin, fullgraph=True, backend=backend))  # type: ignore[arg-type]
+        compiled = trained(cached_transpose, torch.compile(cached_transpose, fullgraph=True, backend=backend))  # type: ignore[arg-type]
     torch._dynamo.reset()
     assert any(swizzled), "no kernel made what the graph takes"
     for ours, expected in zip(compiled, eager, strict=True):

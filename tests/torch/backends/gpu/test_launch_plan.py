@@ -86,10 +86,10 @@ def test_missing_or_other_arguments_get_another_launch_plan() -> None:
 
 def test_too_many_launch_plans_clear_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted()
-    monkeypatch.setattr(launch, "MOST_KEPT", 4)
+    monkeypatch.setattr(launch, "MAX_CACHED", 4)
     for number in range(9):
         counted.passes((X,), number)
-    assert len(counted.passes.kept) <= 4
+    assert len(counted.passes.plans) <= 4
 
 
 def test_a_pass_that_was_decided_by_one_tensor_twice_takes_two() -> None:
@@ -109,7 +109,7 @@ def test_gradients_of_gate_and_value_have_the_layout_of_their_inputs(
     apart_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Halves of one tensor, given as one or as two, have the same layout; the outputs do not."""
-    monkeypatch.setattr(activation._backwards, "kept", {})
+    monkeypatch.setattr(activation._backwards, "plans", {})
     h, g = torch.randn(6, 128), torch.randn(6, 64)
     read = [(h,), h.chunk(2, -1)]
     results = [activation.backward("swiglu", (), g, x) for x in (read[::-1] if apart_first else read)]

@@ -67,12 +67,12 @@ def test_a_layer_on_the_kernels_has_the_bits_of_the_reference(
     recipe: str, tokens: int, dtype: torch.dtype, reads: list[str]
 ) -> None:
     layer = qt.Linear(48, 32, dtype=dtype)
-    twin = copy.deepcopy(layer)
+    cached_transpose = copy.deepcopy(layer)
     with qt.only("reference"):
         expected = run(layer, recipe, tokens)
         assert not reads
         with qt.only("triton"):
-            by_kernels = run(twin, recipe, tokens)
+            by_kernels = run(cached_transpose, recipe, tokens)
     for one, other in zip(by_kernels, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     if recipe in ("tensorwise", "delayed"):
@@ -83,11 +83,11 @@ def test_a_layer_on_the_kernels_has_the_bits_of_the_reference(
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_on_torchs_own_gemms_is_within_the_bound(recipe: str) -> None:
     layer = qt.Linear(48, 32)
-    twin = copy.deepcopy(layer)
+    cached_transpose = copy.deepcopy(layer)
     with qt.only("reference"):
         expected = run(layer, recipe, 37)
         with qt.only("native"):
-            by_torch = run(twin, recipe, 37)
+            by_torch = run(cached_transpose, recipe, 37)
     for one, other in zip(by_torch, expected, strict=True):
         assert (one - other).double().norm() <= 1e-6 * other.double().norm()
 
@@ -128,7 +128,7 @@ def test_backward_keeps_the_transpose_of_the_input_and_nothing_else_of_it(recipe
 def test_results_of_one_pass_are_freed_independently() -> None:
     with qt.only("triton"):
         q, transposed = ops.QUANTIZE_BOTH(torch.randn(40, 48), QuantSpec(E4M3), QuantSpec(E4M3))
-    assert q.twin is None and transposed.twin is None
+    assert q.cached_transpose is None and transposed.cached_transpose is None
     assert q.data.untyped_storage().data_ptr() != transposed.data.untyped_storage().data_ptr()
 
 
@@ -228,7 +228,7 @@ def test_a_history_continues_when_one_operand_has_no_kernel(frozen: bool) -> Non
     gemms_of_g = {name: dataclasses.replace(plain.gemms[name], a=noisy) for name in ("dgrad", "wgrad")}
     recipe = dataclasses.replace(plain, name="noisy", **gemms_of_g)
     layer = qt.Linear(48, 32)
-    twin = copy.deepcopy(layer)
+    cached_transpose = copy.deepcopy(layer)
 
     def steps(layer: qt.Linear) -> list[Tensor]:
         torch.manual_seed(0)
@@ -242,7 +242,7 @@ def test_a_history_continues_when_one_operand_has_no_kernel(frozen: bool) -> Non
         expected = steps(layer)
         del layer
         with qt.only("triton"):
-            by_kernels = steps(twin)
+            by_kernels = steps(cached_transpose)
     for one, other in zip(by_kernels, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
@@ -272,10 +272,10 @@ class CallOfAGPU(gemms.LinearContext):
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
 def test_a_compiled_layer_reads_operands_once_as_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = qt.Linear(48, 32)
-    twin = copy.deepcopy(layer)
+    cached_transpose = copy.deepcopy(layer)
     expected = run(layer, recipe, 5)
     for where in ("quantized_input", "function"):
         monkeypatch.setattr(f"quaver.torch.linear.{where}.LinearContext", CallOfAGPU)
-    compiled = run(torch.compile(twin, fullgraph=True, backend="aot_eager"), recipe, 5)
+    compiled = run(torch.compile(cached_transpose, fullgraph=True, backend="aot_eager"), recipe, 5)
     for one, other in zip(compiled, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -15,8 +15,8 @@ from quaver.torch.backends.gpu.quantize_launch import (
     RequestedOperands,
     RngInputs,
     RowColQuantizer,
+    can_share_launches,
     of_matrix,
-    share,
 )
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
@@ -39,10 +39,10 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def way(x: Tensor, spec: QuantSpec, wanted: RequestedOperands) -> QuantizeLaunch:
     family = quantize.family_of(spec, spec)
-    assert family is not None and family.decided is not None
-    decided = family.decided(x, spec, spec, wanted)
-    assert decided is not None
-    return decided
+    assert family is not None and family.plan_launch is not None
+    plan_launch = family.plan_launch(x, spec, spec, wanted)
+    assert plan_launch is not None
+    return plan_launch
 
 
 def assert_is_reference(written: Any, x: Tensor, spec: QuantSpec, kept: bool) -> None:
@@ -70,9 +70,9 @@ def test_two_matrices_in_shared_launches_equal_the_reference(
     at = (PAIRS.index(specs) + SHAPES.index(shapes)) % 2
     for x, w in list(zip(values[0], values[1][3:] + values[1][:3], strict=True))[at::2]:
         if both is None:
-            decided = [way(one, spec, each) for one, spec, each in zip((x, w), specs, wanted, strict=True)]
-            assert share(*decided)
-            both = RowColQuantizer(x.device, *decided)
+            plan_launch = [way(one, spec, each) for one, spec, each in zip((x, w), specs, wanted, strict=True)]
+            assert can_share_launches(*plan_launch)
+            both = RowColQuantizer(x.device, *plan_launch)
         written = both(x, None, w, None)
         assert_is_reference(written[:5], x, specs[0], False)
         assert_is_reference(written[5:], w, specs[1], True)
@@ -106,11 +106,11 @@ def test_four_bits_in_both_directions_by_one_launch_equal_the_reference(
     """Only the wanted directions, with advancing noise counts."""
     specs = [QuantSpec(E2M1, (1, 16), scale, rounding, rotated) for rotated in (False, hadamard)]
     family = quantize.family_of(specs[0], None)
-    assert family is not None and family.decided is not None
-    decided = family.decided(torch.empty(shape, dtype=torch.bfloat16), *specs, RequestedOperands())
-    assert decided is not None
+    assert family is not None and family.plan_launch is not None
+    plan_launch = family.plan_launch(torch.empty(shape, dtype=torch.bfloat16), *specs, RequestedOperands())
+    assert plan_launch is not None
     both, counts, seed = (
-        RowColQuantizer(torch.device("cpu"), decided),
+        RowColQuantizer(torch.device("cpu"), plan_launch),
         torch.tensor([2**33 + 7, 5, 3]),
         0x1234_5678_9ABC_DEF0,
     )
@@ -152,12 +152,12 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
 def test_matrices_share_a_launch_when_one_kernel_handles_both() -> None:
     x = torch.empty(64, 128)
     kept = RequestedOperands(True, True)
-    assert share(way(x, TENSOR, RequestedOperands()), way(x, TENSOR, kept))
-    assert not share(way(x, TENSOR, RequestedOperands()), way(x, ROWS, kept))
-    assert not share(way(x, TENSOR, RequestedOperands(views=True)), way(x, TENSOR, kept)), (
+    assert can_share_launches(way(x, TENSOR, RequestedOperands()), way(x, TENSOR, kept))
+    assert not can_share_launches(way(x, TENSOR, RequestedOperands()), way(x, ROWS, kept))
+    assert not can_share_launches(way(x, TENSOR, RequestedOperands(views=True)), way(x, TENSOR, kept)), (
         "one of them writes no transpose"
     )
-    assert not share(way(x, QuantSpec(E4M3, scale="fp32"), RequestedOperands()), way(x, TENSOR, kept))
+    assert not can_share_launches(way(x, QuantSpec(E4M3, scale="fp32"), RequestedOperands()), way(x, TENSOR, kept))
 
 
 def test_launches_that_fail_leave_nothing_behind_for_the_next() -> None:
@@ -195,7 +195,7 @@ def test_each_thread_and_stream_has_its_own_workspace() -> None:
 def test_launch_decisions_hold_no_memory(spec: QuantSpec) -> None:
     """Neither the matrix used for the decision nor memory allocated for it."""
     x = torch.empty(512, 512)
-    decided = way(x, spec, RequestedOperands())
-    tensors = [t for one in decided.launches(None, None) for t in one.tensors if isinstance(t, Tensor)]
+    plan_launch = way(x, spec, RequestedOperands())
+    tensors = [t for one in plan_launch.launches(None, None) for t in one.tensors if isinstance(t, Tensor)]
     assert tensors
     assert all(t.untyped_storage().nbytes() == 0 for t in tensors)

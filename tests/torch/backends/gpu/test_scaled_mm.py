@@ -53,10 +53,10 @@ OUTPUTS = [
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    scaled_mm._ways.clear()
+    scaled_mm._choices.clear()
     scaled_mm._transposes.clear()
     yield
-    scaled_mm._ways.clear()
+    scaled_mm._choices.clear()
     scaled_mm._transposes.clear()
 
 
@@ -182,10 +182,10 @@ def test_settling_changes_only_the_layout_of_codes(name: str, swizzled: bool) ->
     x = reference.quantize(torch.randn(150, 200), SPECS[name]).T
     if swizzled and SPECS[name].block[0] in (16, 32):
         assert isinstance(x.scale, Tensor)
-        x.scale = swizzle(x.scale.repeat_interleave(SPECS[name].block[0] or 1, 0)[: x.lying_shape[0]])
+        x.scale = swizzle(x.scale.repeat_interleave(SPECS[name].block[0] or 1, 0)[: x.stored_shape[0]])
         x.swizzled = True
     codes, scales = x.codes(), x.scales()
-    scaled_mm.settle(x)
+    scaled_mm.transpose_in_place(x)
     assert not x.transposed and torch.equal(x.codes(), codes) and torch.equal(x.scales(), scales)
 
 
@@ -197,7 +197,7 @@ def test_rows_on_ada_keep_to_their_stream(
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     x, w = pair(SPECS["row"], SPECS["row"], 64, 256, 32)
     assert check("native", x, w, torch.bfloat16, None) == "native"
-    kind = scaled_mm.way(x, w, torch.bfloat16, None).kind
+    kind = scaled_mm.choose_gemm(x, w, torch.bfloat16, None).kind
     assert kind is not None and kind.bare is bare
 
 
@@ -282,7 +282,7 @@ def test_a_gemm_that_refuses_or_is_wrong_is_not_used(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(scaled_mm, "scaled_mm", refuses)
     assert scaled_mm.reason(x, w, torch.float32, None) == "CUDA error: not today"
-    scaled_mm._ways.clear()
+    scaled_mm._choices.clear()
     monkeypatch.setattr(scaled_mm, "scaled_mm", lambda a, b, *_: 2.0 * (a.float() @ b.float()))
     assert "off by" in scaled_mm.reason(x, w, torch.float32, None)
     assert check("native", x, w, torch.float32, None) == "decoded"
@@ -303,10 +303,10 @@ def test_a_bias_that_a_gemm_refuses_is_added_after_it(
     monkeypatch.setattr(scaled_mm, "scaled_mm", without)
     x, w = pair(SPECS[name], SPECS[name], 64, 256, 32)
     assert check("native", x, w, torch.bfloat16, torch.bfloat16) == "native"
-    way = scaled_mm.way(x, w, torch.bfloat16, torch.zeros(32, dtype=torch.bfloat16))
-    assert way.kind is not None and not way.adds and not way.why
+    choose_gemm = scaled_mm.choose_gemm(x, w, torch.bfloat16, torch.zeros(32, dtype=torch.bfloat16))
+    assert choose_gemm.kind is not None and not choose_gemm.adds and not choose_gemm.why
     # The sum with the bias is rounded once.
-    assert way.out is torch.float32
+    assert choose_gemm.out is torch.float32
 
 
 @pytest.mark.parametrize("gpu", [90], indirect=True)
@@ -339,7 +339,7 @@ def test_a_probe_has_the_layout_of_the_real_operands(gpu: list[list[str]], monke
     plain, transposed = (pair(SPECS["tensor"], SPECS["tensor"], 64, 256, 32, lies) for lies in (False, True))
     for a, b in ((plain[0], plain[1]), (plain[0], transposed[1]), (transposed[0], transposed[1])):
         tried.clear()
-        assert scaled_mm.way(a, b, torch.bfloat16, None).kind is not None
+        assert scaled_mm.choose_gemm(a, b, torch.bfloat16, None).kind is not None
         assert tried == [(not a.transposed, not b.transposed)]
 
 
@@ -377,12 +377,12 @@ def test_a_gemm_that_takes_scales_for_others_is_not_used(
             mixed = swizzle(SCRAMBLED[how](plain).contiguous()).view(first.dtype)
         return right(x, y, [mixed, *scale[1:]], *rest)  # type: ignore[arg-type]
 
-    chosen = scaled_mm.way(one, other, torch.bfloat16, None).kind
+    chosen = scaled_mm.choose_gemm(one, other, torch.bfloat16, None).kind
     assert chosen is not None
-    scaled_mm._ways.clear()
+    scaled_mm._choices.clear()
     if a != "row" or how != "blocks of k":
         monkeypatch.setattr(scaled_mm, "scaled_mm", wrong)
-        assert scaled_mm.way(one, other, torch.bfloat16, None).kind != chosen
+        assert scaled_mm.choose_gemm(one, other, torch.bfloat16, None).kind != chosen
 
 
 @torchs_own

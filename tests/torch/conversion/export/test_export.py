@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import quaver
 import quaver.torch as qt
 from quaver import recipes, reference
-from quaver.torch.conversion.export.check import divergence, log_probabilities, served
-from quaver.torch.conversion.export.operands import FUSED, Reader, take_apart
+from quaver.torch.conversion.export.check import divergence, log_probabilities, with_exported_weights
+from quaver.torch.conversion.export.operands import FUSED, Reader, disassemble
 from tests.close import assert_bitwise
 from tests.torch.conversion.export.page import PAGE
 from tests.torch.conversion.export.served import HELD, WIDTH, dense, model, tokens
@@ -103,7 +103,7 @@ def test_the_check_finds_one_wrong_code(recipe: str, tmp_path: Path) -> None:
     tensors[name] = codes.view(tensors[name].dtype)
     save_file(tensors, folder / "model.safetensors")
     right = log_probabilities(trained, tokens())
-    with served(take_apart(trained, ()).held, Reader(folder)):
+    with with_exported_weights(disassemble(trained, ()).stored, Reader(folder)):
         wrong = log_probabilities(trained, tokens())
     assert divergence(right, wrong).largest > 1e-6
     assert divergence(right, log_probabilities(trained, tokens())).largest == 0.0

@@ -14,7 +14,7 @@ from benchmarks.measuring.memory import kept_bytes
 from quaver import recipes
 from quaver.recipes.formats import E4M3, E5M2
 from quaver.recipes.spec import Block, QuantSpec
-from quaver.torch.numerics.grouped import put_groups_together, take_groups_apart
+from quaver.torch.numerics.grouped import rebuild_groups, split_groups
 from quaver.torch.numerics.quantized import Quantized
 from tests.close import assert_bitwise
 
@@ -30,9 +30,9 @@ def test_all_stored_scales_are_restored() -> None:
     spec = QuantSpec(E4M3, (1, None))
     scales = torch.tensor([[2.0**-p] for p in range(-126, 128)] + [[torch.nan], [-torch.nan]], dtype=torch.float64)
     q = Quantized(torch.zeros(len(scales), 3).to(torch.float8_e4m3fn), scales.float(), spec, (len(scales), 3))
-    taken = take_groups_apart([None, q, None])
+    taken = split_groups([None, q, None])
     assert taken is not None and taken[0][0] is not None and taken[0][0].nbytes == len(scales)
-    again = put_groups_together(*taken)
+    again = rebuild_groups(*taken)
     assert again[0] is again[2] is None and again[1] is not None and isinstance(again[1].scale, Tensor)
     assert_bitwise(again[1].scale, q.scale)
 
@@ -59,9 +59,9 @@ def test_scales_of_hard_values_are_read_as_they_were_stored(fmt: Any, block: Blo
         for part in x.split(SIZES):
             q = qt.quantize(part.t(), spec) if len(part) else None
             parts.append(q.T if q is not None and spec.transposable else q)
-    taken = take_groups_apart(parts)
+    taken = split_groups(parts)
     assert taken is not None
-    for q, again in zip(parts, put_groups_together(*taken), strict=True):
+    for q, again in zip(parts, rebuild_groups(*taken), strict=True):
         assert (q is None) is (again is None)
         if q is not None and again is not None:
             assert_bitwise(again.scale, q.scale)
@@ -80,8 +80,8 @@ def test_scales_of_hard_values_are_read_as_they_were_stored(fmt: Any, block: Blo
     ids=str,
 )
 def test_other_scales_stay_unchanged(spec: QuantSpec) -> None:
-    assert take_groups_apart([qt.quantize(torch.randn(32, 16), spec)]) is None
-    assert take_groups_apart([None, None]) is None
+    assert split_groups([qt.quantize(torch.randn(32, 16), spec)]) is None
+    assert split_groups([None, None]) is None
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])

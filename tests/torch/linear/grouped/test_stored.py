@@ -147,8 +147,11 @@ def test_presets_that_round_at_random_step_and_come_back_from_a_file(name: str, 
     with pytest.warns(UserWarning, match="converted to preset exact"):
         converted = optim.AdamW(other.parameters(), lr=1e-2, preset="exact")
         converted.load_state_dict(again.state_dict())
-    way, new = again.way(other.weight, again.param_groups[0]), converted.way(other.weight, converted.param_groups[0])
-    assert (way.master_format.kind, new.master_format.kind) == (
+    config, new = (
+        again.config(other.weight, again.param_groups[0]),
+        converted.config(other.weight, converted.param_groups[0]),
+    )
+    assert (config.master_format.kind, new.master_format.kind) == (
         "residual16" if preset == "balanced" else "residual8",
         "float32",
     )
@@ -207,11 +210,11 @@ def from_high_precision(of: qt.GroupedLinear) -> qt.GroupedLinear:
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 @LAYOUTS
 @pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of)), through_a_file, from_high_precision]
+    "config", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of)), through_a_file, from_high_precision]
 )
-def test_copies_have_the_codes(name: str, layout: str, way: Callable[[Any], qt.GroupedLinear]) -> None:
+def test_copies_have_the_codes(name: str, layout: str, config: Callable[[Any], qt.GroupedLinear]) -> None:
     one = layer(name, layout)
-    other = way(one)
+    other = config(one)
     assert other.weight is not one.weight and other.weight_spec == one.weight_spec
     assert_bitwise(value(other), value(one))
     results, expected = run(other, "bf16"), run(one, "bf16")

@@ -15,7 +15,7 @@ from quaver.reference import quantize
 from quaver.torch.nn.attention import backends as operands_module
 from quaver.torch.nn.attention import fp8
 from quaver.torch.nn.attention.backends import QuantizedHeads, quantize_heads
-from quaver.torch.nn.attention.fp8 import Fp8AttentionOptions, kept_by_dropout, parts
+from quaver.torch.nn.attention.fp8 import Fp8AttentionOptions, dropout_mask, parts
 from quaver.torch.nn.attention.op import attention
 from tests.close import assert_bitwise, assert_close
 from tests.operands import nasty
@@ -175,7 +175,7 @@ def test_dropout_is_the_specification_with_its_mask(spec: AttentionSpec, monkeyp
     out, grads = run(arrays, grad, spec, dropout=0.25)
     options = Fp8AttentionOptions(None, torch.tensor([7]), 1.0, None, 0.25, spec)
     (part,) = parts(2, 4, 2, 9, 11)
-    keep = kept_by_dropout(options, part, (2, 4, 9, 11))
+    keep = dropout_mask(options, part, (2, 4, 9, 11))
     assert keep is not None and 0.65 < keep.float().mean() < 0.85
     want = expected(arrays, grad, spec, keep=keep.numpy(), dropout=0.25)
     for name, got, exact in zip(("out", *NAMES), (out, *grads), want, strict=True):

@@ -235,7 +235,7 @@ def test_invalid_arguments_give_a_clear_error(kind: str) -> None:
             cache.update(0, other, other)
     with pytest.raises(ValueError, match=r"the cache holds keys|has 2 rows and 3 sequences"):
         cache.update(0, k[:2], k[:2])
-    assert cache.held(0) == 2 if kind == "plain" else cache.held(0).tolist() == [2, 2, 2]
+    assert cache.length_of(0) == 2 if kind == "plain" else cache.length_of(0).tolist() == [2, 2, 2]
 
 
 def test_unknown_sequences_of_a_paged_cache_give_a_clear_error() -> None:

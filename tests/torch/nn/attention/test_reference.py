@@ -73,7 +73,7 @@ def test_off_by_one_softmax_is_a_sink_of_logit_zero() -> None:
 @pytest.mark.parametrize("mask_type", MASK_TYPES)
 def test_it_equals_the_jax_twin_with_gradients(mask_type: str) -> None:
     jax = pytest.importorskip("jax")
-    from quaver.jax.blocks.attention import attention as twin
+    from quaver.jax.blocks.attention import attention as cached_transpose
 
     q, k, v = operands(5, 7)
     mask = mask_of(mask_type, 5, 7)
@@ -82,7 +82,8 @@ def test_it_equals_the_jax_twin_with_gradients(mask_type: str) -> None:
     options = {"mask_type": mask_type, "window": (3, 0), "soft_cap": 2.0, "scale": 0.4}
     ours = reference(q, k, v, mask=mask, bias=bias, **options)
     y, pull = jax.vjp(
-        lambda *x: twin(*x, mask=theirs, bias=bias.numpy(), **options), *(x.detach().numpy() for x in (q, k, v))
+        lambda *x: cached_transpose(*x, mask=theirs, bias=bias.numpy(), **options),
+        *(x.detach().numpy() for x in (q, k, v)),
     )
     assert_close("output", ours, y, 1e-6)
     weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(9))

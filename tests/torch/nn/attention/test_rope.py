@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver.torch import RotaryEmbedding, apply_rotary
-from quaver.torch.nn.attention.rope import KEPT
+from quaver.torch.nn.attention.rope import CACHED_TABLES
 from tests.close import assert_bitwise, assert_close
 
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True])
@@ -177,7 +177,7 @@ def test_tables_are_cached_by_shape_and_tensor_and_rebuilt_on_change() -> None:
     assert_bitwise(rope(q, positions=positions), rope(q, offset=3))
     for i in range(10):
         rope(q, offset=i)
-    assert len(rope._kept) <= KEPT
+    assert len(rope._cached_tables) <= CACHED_TABLES
     with torch.inference_mode():
         inference = torch.arange(5)
         assert_bitwise(rope(q, positions=inference), rope(q))

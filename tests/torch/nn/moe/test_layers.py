@@ -38,7 +38,7 @@ def drawn(
 
 
 def token_by_token(experts: Any, x: Tensor, routing: qt.Routing, weights: Tensor) -> Tensor:
-    first, second = experts._modules[experts._entrance], experts.down_proj
+    first, second = experts._modules[experts._first_projections], experts.down_proj
     up, down = first.matrices(first.weight), second.matrices(second.weight)
     rows = []
     for token in range(x.shape[0]):
@@ -74,7 +74,7 @@ def test_experts_and_all_gradients_are_those_token_by_token(kind: str) -> None:
 def parts(experts: Any, x: Tensor, routing: qt.Routing, weights: Tensor) -> Tensor:
     """The same, a function after the other."""
     rows, offsets, places = qt.permute(x, routing.indices, experts.experts, pad=experts.pad)
-    h = experts._modules[experts._entrance](rows, offsets)
+    h = experts._modules[experts._first_projections](rows, offsets)
     interleaved = experts._activations.interleaved
     h = qt.activate(experts.activation, *((h[:, ::2].contiguous(), h[:, 1::2].contiguous()) if interleaved else (h,)))
     return qt.unpermute(experts.down_proj(h, offsets), places, routing.indices.shape[1], weights)

@@ -22,11 +22,11 @@ def filled(layers: int = 2) -> StateCache:
 
 def test_written_state_is_read_back_at_the_same_address() -> None:
     cache = filled()
-    assert (cache.layers, cache.batch, cache.length, cache.held(1)) == (2, 2, 9, 9)
+    assert (cache.layers, cache.batch, cache.length, cache.length_of(1)) == (2, 2, 9, 9)
     before = cache.read(0, X)
     assert_bitwise(before[0], TOKENS)
     cache.update(0, TOKENS * 2, STATE * 2, 1)
-    assert (cache.length, cache.held(0)) == (9, 10)
+    assert (cache.length, cache.length_of(0)) == (9, 10)
     assert_bitwise(before[1], STATE * 2), "a captured step finds it at the same address"
 
 

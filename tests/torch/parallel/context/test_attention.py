@@ -52,7 +52,7 @@ FOUR_RANKS = (
 )
 
 
-class Given:
+class OptionalScalar:
     """The whole sequence, the same on each rank."""
 
     def __init__(self, asked: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
@@ -133,7 +133,7 @@ def every_option(rank: int) -> None:
     for name, asked in ASKED.items():
         if world() > 2 and name not in FOUR_RANKS:
             continue
-        given = Given(asked)
+        given = OptionalScalar(asked)
         wanted = given.one()
         for balanced in (True, False) if name in UNBALANCED else (True,):
             for how in across.WAYS:
@@ -147,14 +147,14 @@ def every_option(rank: int) -> None:
 
 def the_same_sums(rank: int) -> None:
     for balanced in (True, False):
-        given = Given({"mask_type": "causal"})
+        given = OptionalScalar({"mask_type": "causal"})
         for a, b in zip(given.parts(balanced, how="gather"), given.split(balanced), strict=True):
             assert_bitwise(a, b, f"balanced {balanced}")
 
 
 def sixteen_bits(rank: int) -> None:
     """Rounded where one process rounds: outputs within one rounding of bf16, gradients within two."""
-    given = Given({"mask_type": "causal"}, torch.bfloat16)
+    given = OptionalScalar({"mask_type": "causal"}, torch.bfloat16)
     wanted = [x.float() for x in given.one()]
     for how in across.WAYS:
         got = given.parts(True, how=how)
@@ -167,8 +167,8 @@ def eight_bits(rank: int) -> None:
     order = ChunkOrder(world())
     for recipe in ("mxfp8", "rowwise", "tensorwise", "blockwise"):
         spec = spec_of(recipe)
-        given = Given({"mask_type": "causal", "groups": HEADS})
-        dequantized = Given({"mask_type": "causal", "groups": HEADS})
+        given = OptionalScalar({"mask_type": "causal", "groups": HEADS})
+        dequantized = OptionalScalar({"mask_type": "causal", "groups": HEADS})
         for name in ("k", "v"):
             parts = [order.cut(getattr(given, name), 1, other) for other in range(world())]
             back = [unpack([x[0] for x in pack(part[None], spec)], spec, part.dtype) for part in parts]
@@ -205,7 +205,7 @@ def odd_values(rank: int) -> None:
     """NaN, infinities, zeros and subnormals stay with the queries that see them; a huge number is in bounds."""
     for how in across.WAYS:
         for value in (torch.nan, torch.inf, 1e-40, 0.0):
-            given = Given({"mask_type": "causal"})
+            given = OptionalScalar({"mask_type": "causal"})
             given.k[0, 20, 0, 3] = value
             given.v[1] = 0.0
             got, wanted = given.parts(True, how=how), given.one()
@@ -216,7 +216,7 @@ def odd_values(rank: int) -> None:
             assert torch.equal(lost[:, compared], wanted[0].isnan()[:, compared]), f"{how} {value}"
             assert lost[wanted[0].isnan()].all()
             assert (got[0][sound] - wanted[0][sound]).abs().max() <= 1e-6 * wanted[0][sound].abs().max()
-        given = Given({"mask_type": "causal"})
+        given = OptionalScalar({"mask_type": "causal"})
         given.q[0, 5] = 1e4
         exact = given.one(torch.float64)
         for a, b, truth in zip(given.parts(True, how=how), given.one(), exact, strict=True):
@@ -226,7 +226,7 @@ def odd_values(rank: int) -> None:
 
 def attention_in_eight_bits(rank: int) -> None:
     recipe = recipes.mxfp8(attention=True)
-    given = Given({"mask_type": "causal", "recipe": recipe})
+    given = OptionalScalar({"mask_type": "causal", "recipe": recipe})
     for a, b in zip(given.parts(True, how="all_to_all"), given.one(), strict=True):
         assert_bitwise(a, b)
     for how in ("gather", "ring"):

@@ -44,17 +44,17 @@ class Net(nn.Module):
 @contextmanager
 def agreements() -> Iterator[list[int]]:
     """Count the all-reduces of weight amaxes, without those of activations."""
-    count, agree = [0], amax_sync.agree
+    count, all_reduce_amax = [0], amax_sync.all_reduce_amax
 
     def counting(bits: Tensor, group: Any = None) -> Tensor:
         count[0] += 1
-        return agree(bits, group)
+        return all_reduce_amax(bits, group)
 
-    amax_sync.agree = counting
+    amax_sync.all_reduce_amax = counting
     try:
         yield count
     finally:
-        amax_sync.agree = agree
+        amax_sync.all_reduce_amax = all_reduce_amax
 
 
 def sizes_of(block: int) -> tuple[int, int, int]:

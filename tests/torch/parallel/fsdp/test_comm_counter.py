@@ -281,7 +281,7 @@ def test_bytes_match_the_algorithms_that_send_fewest() -> None:
 
 def test_nothing_is_counted_by_default() -> None:
     assert recipes.RECIPES and not comm.active.all
-    with comm.during("weights", "gather", torch.ones(2)) as entered:
+    with comm.count_collective("weights", "gather", torch.ones(2)) as entered:
         assert entered is None
 
 

@@ -357,8 +357,8 @@ def one_rank_of_a_mesh(rank: int) -> None:
 
 def names_of_torch_that_are_gone(rank: int) -> None:
     """Without fully_shard's own names both operands travel, and the numbers are the same."""
-    names = amax_sync.held_parameters
-    amax_sync.held_parameters = lambda root: iter(())
+    names = amax_sync.managed_parameters
+    amax_sync.managed_parameters = lambda root: iter(())
     try:
         for name in ("mxfp8", "delayed"):
             _, codes = assert_same(name, steps=3)
@@ -366,7 +366,7 @@ def names_of_torch_that_are_gone(rank: int) -> None:
         with pytest.raises(ValueError, match="this torch does not reveal"):
             train("mxfp8", as_codes=True, in_bf16=True, steps=1)
     finally:
-        amax_sync.held_parameters = names
+        amax_sync.managed_parameters = names
 
 
 def loops_without_an_optimizer(rank: int) -> None:
@@ -422,7 +422,7 @@ def loops_without_an_optimizer(rank: int) -> None:
 def a_torch_with_one_group_a_module(rank: int) -> None:
     """torch 2.11 has `_fsdp_param_group` where later ones have `_fsdp_param_groups`: dtypes and counts are the same."""
     net = sharded(converted("mxfp8"))
-    held = [(module, name) for module, name, _ in torch_internals.held_parameters(net)]
+    held = [(module, name) for module, name, _ in torch_internals.managed_parameters(net)]
     number = len(list(torch_internals.collectives(net)))
     parts = [part for part in net.modules() if isinstance(part, FSDPModule)]
     with pytest.MonkeyPatch.context() as patch:
@@ -430,7 +430,7 @@ def a_torch_with_one_group_a_module(rank: int) -> None:
             state: Any = part._get_fsdp_state()
             older = SimpleNamespace(_fsdp_param_group=(state._fsdp_param_groups or [None])[0])
             patch.setattr(part, "_get_fsdp_state", lambda older=older: older)
-        assert [(module, name) for module, name, _ in torch_internals.held_parameters(net)] == held != []
+        assert [(module, name) for module, name, _ in torch_internals.managed_parameters(net)] == held != []
         assert len(list(torch_internals.collectives(net))) == number > 0
 
 
@@ -705,8 +705,10 @@ def streams_of_gathers(rank: int) -> None:
 
             def read(sent: Any) -> set[int]:
                 """Addresses of what a layer reads of this rank's own, and not of what travelled."""
-                given: list[Any] = [x for joint in sent.joints for x in (joint.own.common, joint.own.tensor_factor)]
-                given += [joint.amax for joint in sent.joints]
+                given: list[Any] = [
+                    x for joint in sent.gathered_layouts for x in (joint.own.common, joint.own.tensor_factor)
+                ]
+                given += [joint.amax for joint in sent.gathered_layouts]
                 return {t.data_ptr() for t in given if isinstance(t, Tensor)}
 
             with qt.parallel.micro_batches(net):

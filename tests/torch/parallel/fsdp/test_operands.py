@@ -16,10 +16,10 @@ from quaver.torch.parallel.fsdp.operands import (
     RowShard,
     amaxes,
     buffer,
+    crossing_blocks,
     part,
     pieces,
     sides,
-    straddling,
     whole,
 )
 
@@ -101,6 +101,6 @@ def test_segments_cover_all_rows_and_name_blocks_that_cross_ranks(height: int | 
         on_several = sorted(block for block, who in holders.items() if len(who) > 1)
         if height is None:
             on_several = [0]
-        assert straddling(rows[0], height) == on_several
+        assert crossing_blocks(rows[0], height) == on_several
         for _, p in every:
             assert p.crosses_shards == (p.block in on_several)

@@ -158,7 +158,7 @@ def without_copies(rank: int) -> None:
     layer = in_parts(block_of_transformer())
     layer = copy.deepcopy(layer)
     parts = [p.to_local().detach() for p in pieces.of(layer.attention.qkv_proj, "weight")]
-    held = pieces.held(layer.attention.qkv_proj)
+    held = pieces.local_weight(layer.attention.qkv_proj)
     assert held.data_ptr() == parts[0].data_ptr()
     assert_bitwise(held, torch.cat(parts))
     assert [part.untyped_storage().nbytes() for part in parts] == [4 * part.numel() for part in parts], "saved alone"
@@ -217,10 +217,10 @@ def plan_of_phi_3(config: Any, sequence: bool, heads: int = 32) -> dict[str, Any
     }
     if sequence:
         plan |= {
-            "model.embed_tokens": SequenceParallel(takes_whole=True),
-            f"{layer}input_layernorm": SequenceParallel(gives_whole=True),
+            "model.embed_tokens": SequenceParallel(replicated_input=True),
+            f"{layer}input_layernorm": SequenceParallel(gather_output=True),
             f"{layer}post_attention_layernorm": SequenceParallel(),
-            "model.norm": SequenceParallel(gives_whole=True),
+            "model.norm": SequenceParallel(gather_output=True),
         }
     return plan
 

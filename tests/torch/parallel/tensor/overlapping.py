@@ -31,10 +31,10 @@ def mesh() -> Any:
 def seen(events: list[str]) -> Iterator[None]:
     """Write down what begins to travel, what is waited for, and which GEMM of a backward runs: that of tokens, a
     multiple of 96, or that of weights."""
-    awaited, product = comm.awaited, function.product
+    count_async, product = comm.count_async, function.product
 
     def watched(kind: str, way: str, *args: Any) -> Any:
-        wait = awaited(kind, way, *args)  # type: ignore[arg-type]
+        wait = count_async(kind, way, *args)  # type: ignore[arg-type]
         events.append(f"begin {way}")
 
         def waiting() -> None:
@@ -48,7 +48,7 @@ def seen(events: list[str]) -> Iterator[None]:
         return product(call, gemm, a, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "awaited", watched)
+        patch.setattr(comm, "count_async", watched)
         patch.setattr(function, "product", multiplied)
         yield
 

@@ -87,7 +87,7 @@ def norms_before_layers(rank: int) -> None:
         plan |= {
             "0.down_proj": RowwiseParallel(sequence=True),
             "0.norm": SequenceParallel(),
-            "1.norm": SequenceParallel(gives_whole=True),
+            "1.norm": SequenceParallel(gather_output=True),
         }
         parallelize_module(model, mesh(), {**plan, "1.linear": ColwiseParallel()})
         x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1))
@@ -111,10 +111,10 @@ def llama(sequence: bool) -> dict[str, Any]:
     }
     if sequence:
         plan |= {
-            "model.embed_tokens": SequenceParallel(takes_whole=True),
-            "model.layers.*.input_layernorm": SequenceParallel(gives_whole=True),
+            "model.embed_tokens": SequenceParallel(replicated_input=True),
+            "model.layers.*.input_layernorm": SequenceParallel(gather_output=True),
             "model.layers.*.post_attention_layernorm": SequenceParallel(),
-            "model.norm": SequenceParallel(gives_whole=True),
+            "model.norm": SequenceParallel(gather_output=True),
         }
     return plan
 
@@ -239,7 +239,7 @@ def bad_input(rank: int) -> None:
     refused("another one with parameters, '0'", nn.Sequential(nn.LayerNorm(8)), SequenceParallel())
     refused("would drop the same elements on every rank", nn.Dropout2d(), SequenceParallel())
     twice = nn.LayerNorm(8)
-    parallelize_module(twice, mesh(), SequenceParallel(takes_whole=True))
+    parallelize_module(twice, mesh(), SequenceParallel(replicated_input=True))
     refused("already", twice, SequenceParallel())
     with pytest.raises(ValueError, match="2 ranks cannot share 5 tokens"):
         twice(torch.zeros(5, 8))

@@ -447,7 +447,7 @@ def ranks_that_differ_say_so(rank: int) -> None:
     qt.convert(model, "mxfp8")
     parallelize_module(model, mesh(), {"0": ColwiseParallel(sequence=True), "1": RowwiseParallel(sequence=True)})
     embedding = parallelize_module(nn.Embedding(24, 8), mesh(), VocabParallel())
-    norm = parallelize_module(nn.LayerNorm(32), mesh(), SequenceParallel(gives_whole=True))
+    norm = parallelize_module(nn.LayerNorm(32), mesh(), SequenceParallel(gather_output=True))
     head = parallelize_module(nn.Linear(32, 24), mesh(), ColwiseParallel())
     for _ in range(2):
         # A shape that this rank has seen is another on the other rank.

@@ -62,10 +62,10 @@ def convert_to_float8_training(
     modules = dict(module.named_modules(remove_duplicate=False))
 
     def left(name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
-        given = modules.get(name)
-        if not isinstance(given, nn.Linear):
+        module = modules.get(name)
+        if not isinstance(module, nn.Linear):
             return "torchao converts only nn.Linear; use quaver.torch.convert for this layer"
-        if module_filter_fn is not None and not module_filter_fn(given, name):
+        if module_filter_fn is not None and not module_filter_fn(module, name):
             return "excluded by module_filter_fn"
         return ""
 

@@ -239,28 +239,30 @@ RECIPES = {
 __getattr__ = unknown(__name__, (*RECIPES, "Format", "MMParams", "QParams", "Recipe"), RECIPE)
 
 
-def _accumulating(given: Float8CurrentScaling | Float8BlockScaling, built: specs.Recipe) -> specs.Recipe:
-    fast = {n: not getattr(given, f"fp8_gemm_{n}").use_split_accumulator for n in built.gemms}
+def _accumulating(own_recipe: Float8CurrentScaling | Float8BlockScaling, built: specs.Recipe) -> specs.Recipe:
+    fast = {n: not getattr(own_recipe, f"fp8_gemm_{n}").use_split_accumulator for n in built.gemms}
     return replace(built, **{n: replace(gemm, fast_accum=fast[n]) for n, gemm in built.gemms.items()})  # type: ignore[arg-type]
 
 
-def recipe_of(given: Any) -> specs.Recipe:
+def recipe_of(own_recipe: Any) -> specs.Recipe:
     """Convert a recipe of Transformer Engine, from here or from the package itself, or any argument of
     `quaver.recipes.get`.
 
     Raises:
         ValueError: none of these; the message says what to pass.
     """
-    kind = RECIPES.get(type(given).__name__)
-    if kind is not None and not isinstance(given, kind):
-        given = kind(**{f.name: _own(getattr(given, f.name)) for f in fields(kind) if hasattr(given, f.name)})
-    if isinstance(given, Recipe):
-        return given.recipe()
-    if type(given).__name__ == "CustomRecipe":
+    kind = RECIPES.get(type(own_recipe).__name__)
+    if kind is not None and not isinstance(own_recipe, kind):
+        own_recipe = kind(
+            **{f.name: _own(getattr(own_recipe, f.name)) for f in fields(kind) if hasattr(own_recipe, f.name)}
+        )
+    if isinstance(own_recipe, Recipe):
+        return own_recipe.recipe()
+    if type(own_recipe).__name__ == "CustomRecipe":
         raise ValueError(
             "CustomRecipe is not supported, because Quaver has no quantizer objects: give a quaver.Recipe instead"
         )
-    return recipes.get(given)
+    return recipes.get(own_recipe)
 
 
 def _own(value: Any) -> Any:

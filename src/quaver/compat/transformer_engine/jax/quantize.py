@@ -31,8 +31,8 @@ class autocast(_autocast):
 
     def __init__(self, enabled: bool = False, recipe: Any = None, mesh_resource: MeshResource | None = None) -> None:
         check_unsharded(mesh_resource)
-        given = recipes.DelayedScaling() if recipe is None else recipe
-        super().__init__(recipes.recipe_of(given) if enabled else None, enabled=enabled)
+        te_recipe = recipes.DelayedScaling() if recipe is None else recipe
+        super().__init__(recipes.recipe_of(te_recipe) if enabled else None, enabled=enabled)
 
 
 def fp8_autocast(enabled: bool = False, fp8_recipe: Any = None, mesh_resource: MeshResource | None = None) -> autocast:
@@ -64,9 +64,9 @@ def own_collections(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own(theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
-    held: dict[str, Any] = {name: _own(v, f"{where}.{name}") for name, v in theirs.items() if isinstance(v, Mapping)}
+    states: dict[str, Any] = {name: _own(v, f"{where}.{name}") for name, v in theirs.items() if isinstance(v, Mapping)}
     numbers = set()
-    for name in theirs.keys() - held.keys():
+    for name in theirs.keys() - states.keys():
         fits = _NAME.fullmatch(name)
         if fits is None:
             raise ValueError(f"{where}.{name} is not recorded by Transformer Engine 2.20: leave {THEIRS} out")
@@ -84,5 +84,5 @@ def _own(theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
             ) from None
         # Without recorded amaxes the factor is unset (0).
         own = {"history": history, "factor": jnp.where(history.any(0), scales, 0.0)}
-        held |= {part: own} if part else own
-    return held
+        states |= {part: own} if part else own
+    return states

@@ -44,8 +44,8 @@ class autocast(ours):
                 "calibrating without quantizing is not supported: histories record the amaxes of quantized "
                 "tensors; give enabled=True"
             )
-        given = recipes.recipe_of(get_default_recipe() if recipe is None else recipe) if enabled else None
-        super().__init__(given, enabled=enabled, group=amax_reduction_group)
+        resolved = recipes.recipe_of(get_default_recipe() if recipe is None else recipe) if enabled else None
+        super().__init__(resolved, enabled=enabled, group=amax_reduction_group)
 
     def _recreate_cm(self) -> "autocast":
         return autocast(self.enabled, recipe=self.recipe, amax_reduction_group=self.group)
@@ -70,8 +70,10 @@ def quantized_model_init(
     """
     if not enabled:
         return nullcontext()
-    kept = "cpu" if preserve_high_precision_init_val else None
-    return quantized_init(recipes.recipe_of(get_default_recipe() if recipe is None else recipe), keep_initial=kept)
+    keep_initial = "cpu" if preserve_high_precision_init_val else None
+    return quantized_init(
+        recipes.recipe_of(get_default_recipe() if recipe is None else recipe), keep_initial=keep_initial
+    )
 
 
 fp8_model_init = quantized_model_init

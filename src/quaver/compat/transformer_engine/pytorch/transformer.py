@@ -53,11 +53,11 @@ class TransformerLayer(Assembled):
         own: Any = both | {"num_gqa_groups": num_gqa_groups, "kv_channels": kv_channels}
         own |= {"attention_dropout": attention_dropout, "layernorm_epsilon": layernorm_epsilon}
         attention = partial(MultiheadAttention, hidden_size, num_attention_heads, qkv_format=attn_input_format, **own)
-        asked: Any = {"attn_mask_type": self_attn_mask_type, "window_size": window_size}
-        self.self_attention = attention(input_layernorm=not output_layernorm, **asked)
+        arguments: Any = {"attn_mask_type": self_attn_mask_type, "window_size": window_size}
+        self.self_attention = attention(input_layernorm=not output_layernorm, **arguments)
         if decodes:
-            asked = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
-            self.inter_attention = attention(attention_type="cross", input_layernorm=True, **asked)
+            arguments = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
+            self.inter_attention = attention(attention_type="cross", input_layernorm=True, **arguments)
         of_mlp: Any = shared(LayerNormMLP, both) | {"activation": activation, "activation_params": activation_params}
         self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, layernorm_epsilon, **of_mlp)
         if output_layernorm:

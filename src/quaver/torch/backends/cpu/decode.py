@@ -110,7 +110,7 @@ def _decode_two_level(q: Quantized, half: bool) -> tuple[Tensor, float]:
 
 def _pairs_of(q: Quantized, half: bool) -> Tensor:
     """Return the values of packed codes in storage order, in bf16 or float32."""
-    rows, columns = q.lying_shape
+    rows, columns = q.stored_shape
     pairs = _e2m1_pairs(half).index_select(0, q.data.reshape(-1).to(torch.int32))
     return pairs.view(torch.bfloat16 if half else torch.float32).view(rows, -1)[:, :columns].contiguous()
 

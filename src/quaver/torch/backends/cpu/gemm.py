@@ -36,7 +36,7 @@ _Inside = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _process = os.getpid()
 
 
-def share(work: Callable[[Iterator[Unit]], None], units: Sequence[Unit], helpers: int) -> None:
+def run_on_threads(work: Callable[[Iterator[Unit]], None], units: Sequence[Unit], helpers: int) -> None:
     """Run `work` in this thread and `helpers` others with one shared iterator of units, so that free threads take the
     next.
 
@@ -159,8 +159,8 @@ def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int, out
     brgemm, release = functions
     (m, k), n = a.shape, b.shape[0]
     width, padded = next(w for w in COLUMNS if n % w == 0), -(-k // STEP) * STEP
-    lies = a.is_contiguous() and k == padded
-    panels = a if lies else _panels(a, padded)
+    is_padded = a.is_contiguous() and k == padded
+    panels = a if is_padded else _panels(a, padded)
     pairs = _pairs(b, width, padded)
     c = torch.empty((m, n), dtype=torch.float32, device="cpu") if out is None or not out.is_contiguous() else out
     rows = min(SHARED_ROWS if helpers and m >= SHARED_ROWS else BRGEMM_ROWS, m)
@@ -178,11 +178,11 @@ def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int, out
                             rows,
                             width,
                             depth,
-                            k if lies else depth,
+                            k if is_padded else depth,
                             width,
                             n,
                             at > 0,
-                            of_a + 2 * (i * k + at if lies else m * at + i * depth),
+                            of_a + 2 * (i * k + at if is_padded else m * at + i * depth),
                             of_b + 2 * width * (j * padded + at),
                             of_c + 4 * (i * n + j * width),
                             True,
@@ -192,7 +192,7 @@ def _product(functions: tuple[Any, Any], a: Tensor, b: Tensor, helpers: int, out
             release(True)
 
     # Columns are the inner loop, so that the rows of a block stay in the L2 cache.
-    share(multiply, [(starts, j) for starts in _starts(m, rows) for j in range(n // width)], helpers)
+    run_on_threads(multiply, [(starts, j) for starts in _starts(m, rows) for j in range(n // width)], helpers)
     return c
 
 
@@ -313,34 +313,34 @@ def _narrow_matmul(few: Quantized, wide: Quantized) -> Tensor:
     if left is None:
         return reference.double(few) @ reference.double(wide).t()
     x = left[0]  # [m, k]
-    rows, columns = wide.lying_shape
+    rows, columns = wide.stored_shape
     step = _step(wide, columns)
     if wide.transposed:
         y = torch.zeros(x.shape[0], columns, dtype=torch.float64, device="cpu")
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            y += _times(x[:, start:stop], _lying_rows(wide, start, stop), PIECE)
+            y += _times(x[:, start:stop], _stored_rows(wide, start, stop), PIECE)
     else:
         y = torch.empty(x.shape[0], rows, dtype=torch.float64, device="cpu")
         piece = CONTIGUOUS_PIECE if x.shape[0] == 1 else PIECE
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            y[:, start:stop] = _times(x, _lying_rows(wide, start, stop), piece)
+            y[:, start:stop] = _times(x, _stored_rows(wide, start, stop), piece)
     return y.mul_(left[1])
 
 
 def _step(q: Quantized, columns: int) -> int:
     """Return the rows of one slice, a multiple of the block height."""
-    block = q.lying_block[0] or 1
+    block = q.stored_block[0] or 1
     return max(SLICE // columns // block, 1) * block
 
 
-def _lying_rows(q: Quantized, start: int, stop: int) -> Quantized:
+def _stored_rows(q: Quantized, start: int, stop: int) -> Quantized:
     """Return a range of stored rows of an operand, starting at a block boundary."""
-    scale, block = q.scale, q.lying_block[0]
+    scale, block = q.scale, q.stored_block[0]
     if isinstance(scale, Tensor) and block is not None:
         scale = scale[start // block : -(-stop // block)]
-    shape = stop - start, q.lying_shape[1]
+    shape = stop - start, q.stored_shape[1]
     return Quantized(
         q.data[start:stop], scale, q.spec, shape[::-1] if q.transposed else shape, q.transposed, q.tensor_factor
     )
@@ -368,7 +368,7 @@ SMALL = 1 << 18
 #: Largest number of rows or columns for which a product is computed slice by slice.
 NARROW = 4
 #: The same limit if the other operand has at least this many elements, so that it exceeds the cache when decoded.
-NARROW_BESIDE = 16, 1 << 22
+NARROW_LARGE = 16, 1 << 22
 #: Largest per-tensor operand in elements whose decoded values are cached; decoding costs as much as such a GEMM.
 REMEMBERED = 4096
 #: Range of scale products that can be multiplied into an eight-bit operand; its values and the sums stay normal.
@@ -410,7 +410,7 @@ def matmul(
     exact = folds_exactly(a) and folds_exactly(b)
     if not exact and _rounds():
         return _written(reference.matmul(a, b, dtype, bias), out)
-    if few <= NARROW or (few <= NARROW_BESIDE[0] and max(m, n) * k >= NARROW_BESIDE[1]):
+    if few <= NARROW or (few <= NARROW_LARGE[0] and max(m, n) * k >= NARROW_LARGE[1]):
         y = narrow_matmul(a, b)
         return _written((y if bias is None else y + bias).float().to(dtype), out)
     tiny = size <= SMALL
@@ -454,7 +454,7 @@ def decoded(q: Quantized) -> Tensor | None:
             low, high = torch.aminmax(q.scale)
             if not (ROWS[0] <= low.item() and high.item() <= ROWS[1]):
                 return None
-        values = q.data.float() if q.data.is_floating_point() else q.lying_values()
+        values = q.data.float() if q.data.is_floating_point() else q.stored_values()
         if values.numel() <= REMEMBERED:
             q.decoded = values
     return values

@@ -19,7 +19,7 @@ from quaver.recipes.spec import Block, QuantSpec
 from quaver.reference import numerics
 from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.quantized import FLOAT8, Given, Quantized, spread
+from quaver.torch.numerics.quantized import FLOAT8, Quantized, ScalarOverride, spread
 from quaver.torch.numerics.rounding import (
     INFINITY_BITS,
     QUIET,
@@ -49,7 +49,7 @@ class _ScratchBuffers(threading.local):
         self.slots: dict[str, Tensor] = {}
 
 
-_held = _ScratchBuffers()
+_scratch = _ScratchBuffers()
 
 
 def buffer(slot: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -60,11 +60,11 @@ def buffer(slot: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if not SMALLEST <= size <= LARGEST:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    held = _held.slots.get(slot)
-    if held is None or held.numel() < size:
+    scratch = _scratch.slots.get(slot)
+    if scratch is None or scratch.numel() < size:
         with torch.inference_mode(False):
-            held = _held.slots[slot] = torch.empty(size, dtype=torch.uint8, device="cpu")
-    return held[:size].view(dtype).view(shape)
+            scratch = _scratch.slots[slot] = torch.empty(size, dtype=torch.uint8, device="cpu")
+    return scratch[:size].view(dtype).view(shape)
 
 
 def scratch_rows(x: Tensor) -> int:
@@ -88,7 +88,9 @@ def reason(x: Tensor, spec: QuantSpec, *_: object) -> str:
     return "its per-tensor scales are float32, not E8M0" if spec.per_tensor and spec.scale == "e8m0" else ""
 
 
-def quantize(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: object = None) -> Quantized:
+def quantize(
+    x: Tensor, spec: QuantSpec, amax: ScalarOverride = None, factor: ScalarOverride = None, noise: object = None
+) -> Quantized:
     """Quantize x; same arguments and bits as `quaver.torch.numerics.reference.quantize`."""
     transposed = not x.is_contiguous() and x.stride(1) != 1 and x.stride(0) == 1
     if not spec.per_tensor:
@@ -97,7 +99,9 @@ def quantize(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = Non
     return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), transposed, None, top)
 
 
-def per_tensor(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None) -> tuple[Tensor, float, float]:
+def per_tensor(
+    x: Tensor, spec: QuantSpec, amax: ScalarOverride = None, factor: ScalarOverride = None
+) -> tuple[Tensor, float, float]:
     """Quantize by a spec with one scale; return codes in storage order, decode scale and amax."""
     fmt, exact = spec.format, spec.power_of_two
     top = wanted = host_amax(x)
@@ -171,11 +175,11 @@ _scalars: dict[float, Tensor] = {}
 
 def scalar(e: float) -> Tensor:
     """Return a power of two as a cached 0-dimensional tensor."""
-    kept = _scalars.get(e)
-    if kept is None:
+    cached = _scalars.get(e)
+    if cached is None:
         with torch.inference_mode(False):
-            kept = _scalars[e] = torch.tensor(e, dtype=torch.float32, device="cpu")
-    return kept
+            cached = _scalars[e] = torch.tensor(e, dtype=torch.float32, device="cpu")
+    return cached
 
 
 def host_amax(x: Tensor) -> float:
@@ -203,7 +207,7 @@ def host_factor(amax: float, fmt: Format, power_of_two: bool) -> float:
     return float(np.float32(min(max(fmt.max / amax, SMALLEST_NORMAL), float(FLT_MAX))))
 
 
-def _blocks(x: Tensor, spec: QuantSpec, amax: Given, transposed: bool) -> Quantized:
+def _blocks(x: Tensor, spec: QuantSpec, amax: ScalarOverride, transposed: bool) -> Quantized:
     if x.numel() == 0:
         return reference.quantize(x, spec, amax)
     x = x.detach()
@@ -216,7 +220,7 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Given, transposed: bool) -> Quanti
     if amax is None and spec.power_of_two:
         e, scale, finite = _powers_of_two(bits, spec)
     else:
-        bits, e = _given(bits, amax, spec, transposed)
+        bits, e = _override_scales(bits, amax, spec, transposed)
         of_blocks = (bits < INFINITY_BITS) & (measured < INFINITY_BITS)
         scale, finite = reference.stored_scale(bits, of_blocks, e, spec), amax is None and bool(of_blocks.all().item())
     for dim in dims:
@@ -231,15 +235,15 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: Given, transposed: bool) -> Quanti
     return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), transposed, None, measured.view(torch.float32))
 
 
-def _given(bits: Tensor, amax: Given, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
+def _override_scales(bits: Tensor, amax: ScalarOverride, spec: QuantSpec, transposed: bool) -> tuple[Tensor, Tensor]:
     """Return the bits of the amaxes to use, in storage order of the blocks, and their encode factors."""
     if amax is None:
         return bits, reference.factors(bits, spec)
-    given = reference.given_bits(amax, bits.t() if transposed else bits)
-    given = (given.t() if transposed else given).contiguous()
-    e = reference.factors(given, spec)
+    amax_bits = reference.override_bits(amax, bits.t() if transposed else bits)
+    amax_bits = (amax_bits.t() if transposed else amax_bits).contiguous()
+    e = reference.factors(amax_bits, spec)
     # The passed amax is 0 but the data may not be: they become zeros of their sign.
-    return given, torch.where(given == 0, 0.0, e) if spec.scale == "e8m0" else e
+    return amax_bits, torch.where(amax_bits == 0, 0.0, e) if spec.scale == "e8m0" else e
 
 
 def _powers_of_two(bits: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]:
@@ -336,7 +340,12 @@ def reason_two_level(x: Tensor, spec: QuantSpec, *_: object) -> str:
 
 
 def two_level(
-    x: Tensor, spec: QuantSpec, amax: Given = None, factor: object = None, noise: EagerNoise = QUIET, parts: int = 1
+    x: Tensor,
+    spec: QuantSpec,
+    amax: ScalarOverride = None,
+    factor: object = None,
+    noise: EagerNoise = QUIET,
+    parts: int = 1,
 ) -> Quantized:
     """Quantize x with two-level scales; same bits as `quaver.torch.numerics.reference.quantize`.
 
@@ -350,12 +359,12 @@ def two_level(
     transposed = not x.is_contiguous() and x.stride(0) == 1 and spec.block[0] == 1 and shape[1] % 16 == 0
     x = x.t() if transposed else x.contiguous()
     if spec.hadamard:
-        turn = transposed_rotate if transposed else rotate
-        x = torch.cat([turn(piece.float()) for piece in _pieces(x, spec)])
+        rotate_rows = transposed_rotate if transposed else rotate
+        x = torch.cat([rotate_rows(piece.float()) for piece in _pieces(x, spec)])
     block = spec.block[::-1] if transposed else spec.block
     blocks = torch.cat([_largest(piece, block) for piece in _pieces(x, spec)])
     top = blocks.view(parts, -1).amax(1, keepdim=True)
-    tensor = top if amax is None else reference.given_bits(amax, top)
+    tensor = top if amax is None else reference.override_bits(amax, top)
     e, stored, tensor_factor = reference.two_levels(blocks.view(parts, -1), tensor, spec)
     e, stored = e.view_as(blocks), stored.view_as(blocks)
     data = _few_bit_codes(x, e, spec, block, shape, noise, transposed)
@@ -411,7 +420,9 @@ def reason_e8m0(x: Tensor, spec: QuantSpec, *_: object) -> str:
     return "" if spec.block[0] == 1 and spec.block[1] is not None else "it is for blocks along rows"
 
 
-def e8m0(x: Tensor, spec: QuantSpec, amax: Given = None, factor: Given = None, noise: object = QUIET) -> Quantized:
+def e8m0(
+    x: Tensor, spec: QuantSpec, amax: ScalarOverride = None, factor: ScalarOverride = None, noise: object = QUIET
+) -> Quantized:
     """Quantize x with E8M0 scales; same bits as `quaver.torch.numerics.reference.quantize`."""
     if x.numel() == 0 or amax is not None or factor is not None:
         return reference.quantize(x, spec, amax, factor)

@@ -17,7 +17,7 @@ from quaver.torch.backends.gpu.buffers import whole
 from quaver.torch.backends.gpu.fused_quantize import FusedQuantizeResult, mode
 from quaver.torch.backends.gpu.launch import workspace
 from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
-from quaver.torch.backends.gpu.norm import MEETING, buffers_for, extent
+from quaver.torch.backends.gpu.norm import SYNCHRONIZING, buffers_for, extent
 from quaver.torch.backends.gpu.tensorwise import DTYPES, codes_in_words, format_constants
 from quaver.torch.numerics.quantized import Quantized
 
@@ -96,7 +96,7 @@ def activated(
     assert kind, f"no kernel activates and quantizes by {spec}"
     gate, value = _halves(name, x)
     rows, columns, _ = extent(gate)
-    own = factor, workspace(gate.device) if kind in MEETING else None
+    own = factor, workspace(gate.device) if kind in SYNCHRONIZING else None
     wanted = want_output or kind == "amax", rows_wanted, transposed_wanted
     y, q, qt, scale, top = _forwards((gate, value), name, tuple(options), kind, spec, wanted, own=own)
     if y is not None and y.shape[:-1] != x[0].shape[:-1]:
@@ -107,24 +107,29 @@ def activated(
     elif spec is not None and scale is not None:
         operand = Quantized(q[:, :columns], scale, spec, shape, amax=top, swizzled=kind == "e8m0")
         if qt is not None:
-            operand.twin = Quantized(qt[:, :rows], scale, spec, shape[::-1], amax=top)
-            operand.twin.twin = operand
+            operand.cached_transpose = Quantized(qt[:, :rows], scale, spec, shape[::-1], amax=top)
+            operand.cached_transpose.cached_transpose = operand
     return FusedQuantizeResult(y, operand, top, tuple(x))
 
 
 def _forward_pass(
-    given: Sequence[Any], name: str, options: Sequence[float], kind: str, spec: Any, wanted: tuple[bool, bool, bool]
+    tensors_in: Sequence[Any],
+    name: str,
+    options: Sequence[float],
+    kind: str,
+    spec: Any,
+    wanted: tuple[bool, bool, bool],
 ) -> LaunchPlan:
-    gate, value, *others = given
+    gate, value, *others = tensors_in
     factor, work = others or (None, None)
     rows, columns, stride = extent(gate)
-    apart = stride, 0 if value is None else extent(value)[2]
+    strides = stride, 0 if value is None else extent(value)[2]
     y = whole(gate.shape, gate.dtype) if wanted[0] else None
     q, scale = buffers_for(kind, spec, rows, columns)
-    if kind not in ("none", *MEETING):
-        launch = _in_blocks((gate, value, y, q, scale), (rows, columns), apart, name, options, kind, spec)
-        return LaunchPlan(given, (y, q, None, scale, None), [launch])
-    top = whole((1, 1), torch.float32) if kind in MEETING else None
+    if kind not in ("none", *SYNCHRONIZING):
+        launch = _in_blocks((gate, value, y, q, scale), (rows, columns), strides, name, options, kind, spec)
+        return LaunchPlan(tensors_in, (y, q, None, scale, None), [launch])
+    top = whole((1, 1), torch.float32) if kind in SYNCHRONIZING else None
     q = q if wanted[1] else None
     transposed = None
     if kind == "tensor" and wanted[2]:
@@ -134,19 +139,19 @@ def _forward_pass(
     across, down = (columns if q is None else q.shape[1]), (rows if transposed is None else transposed.shape[1])
     grid = -(-down // bm), -(-across // bn)
     lines = 0 if transposed is None else transposed.shape[1] // 16
-    numbers = (rows, columns, *apart, across, lines, grid[0] * grid[1], *_limits(options))
+    numbers = (rows, columns, *strides, across, lines, grid[0] * grid[1], *_limits(options))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, "MODE": kind}
     constants |= _formula(name, False) | _codes(spec, gate.device, ("POWER_OF_TWO", "INTEGERS"))
     tensors = (gate, value, y, q, transposed, scale, top, factor, work)
     return LaunchPlan(
-        given, (y, q, transposed, scale, top), [LaunchSpec(activate, grid, tensors, numbers, constants, warps)]
+        tensors_in, (y, q, transposed, scale, top), [LaunchSpec(activate, grid, tensors, numbers, constants, warps)]
     )
 
 
 def _in_blocks(
     tensors: tuple[Any, ...],
     shape: tuple[int, int],
-    apart: tuple[int, int],
+    strides: tuple[int, int],
     name: str,
     options: Sequence[float],
     kind: str,
@@ -164,7 +169,7 @@ def _in_blocks(
     constants = {"BM": bm, "BN": bn, "EVEN": even, "MODE": kind, "BLOCK": 32 if kind == "e8m0" else 128}
     form = ("POWER_OF_TWO", "EMAX", "TOP_MANTISSA", "MAX", "INTEGERS")
     constants |= _formula(name, False) | _codes(spec, gate.device, form)
-    numbers = (rows, columns, *apart, q.shape[1], scale_stride, *_limits(options))
+    numbers = (rows, columns, *strides, q.shape[1], scale_stride, *_limits(options))
     return LaunchSpec(activate_blocks, grid, tensors, numbers, constants, warps)
 
 
@@ -207,14 +212,14 @@ def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]
     return of_inputs
 
 
-def _backward_pass(given: Sequence[Any], name: str, options: Sequence[float], inputs: int) -> LaunchPlan:
-    given = (*given, None)[:5]
-    rows, columns, _ = extent(given[0])
+def _backward_pass(tensors_in: Sequence[Any], name: str, options: Sequence[float], inputs: int) -> LaunchPlan:
+    tensors_in = (*tensors_in, None)[:5]
+    rows, columns, _ = extent(tensors_in[0])
     bm, bn, warps = BACKWARD_TILE
     grid = -(-rows // bm), -(-columns // bn)
-    numbers = (rows, columns, *(0 if x is None else extent(x)[2] for x in given), *_limits(options))
+    numbers = (rows, columns, *(0 if x is None else extent(x)[2] for x in tensors_in), *_limits(options))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, **_formula(name, True)}
-    return LaunchPlan(given, (), [LaunchSpec(activate_backward, grid, given, numbers, constants, warps)])
+    return LaunchPlan(tensors_in, (), [LaunchSpec(activate_backward, grid, tensors_in, numbers, constants, warps)])
 
 
 _backwards = LaunchPlanCache(_backward_pass)

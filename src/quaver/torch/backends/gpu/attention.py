@@ -115,7 +115,7 @@ def _blocks(spec: QuantSpec, scale: Tensor | None) -> int:
     return 0 if scale is None or spec.per_tensor else scale.shape[3]
 
 
-def _apart(hidden: Tensor | None) -> tuple[int, ...]:
+def _mask_strides(hidden: Tensor | None) -> tuple[int, ...]:
     """Return the strides of [B, H, Sq, Sk], 0 for broadcast axes."""
     if hidden is None:
         return 0, 0, 0, 0
@@ -155,27 +155,27 @@ def _rows(device: torch.device, half: bool, sums: bool, spans: bool) -> tuple[tu
 
 
 def _forward_pass(
-    given: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype, transposed: bool
+    tensors_in: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype, transposed: bool
 ) -> LaunchPlan:
-    q, q_scale, k, k_scale, v, v_scale, _, hidden, _ = given
+    q, q_scale, k, k_scale, v, v_scale, _, hidden, _ = tensors_in
     batch, heads, queries, dim = q.shape
     groups, keys = k.shape[1:3]
     features = v.shape[2] if transposed else v.shape[3]
     out, logsumexp = _tokens_first(q, features, dtype), whole((batch, heads, queries), torch.float64)
     bm, bn, warps = FORWARD
     blocks = [_blocks(spec.input, x) for x in (q_scale, k_scale, v_scale)]
-    numbers = (heads, heads // groups, queries, keys, *blocks, *_apart(hidden), *out.strides[:3], scale * LOG2_E)
+    numbers = (heads, heads // groups, queries, keys, *blocks, *_mask_strides(hidden), *out.strides[:3], scale * LOG2_E)
     constants = {
         **_shape_constants(spec, dim, features, q.device),
-        "TURNED": transposed,
+        "TRANSPOSED": transposed,
         "HALF": spec.input.per_tensor,
         "BM": bm,
         "BN": bn,
         "STAGES": _stages(q.device),
     }
-    tensors = (*given, out, logsumexp)
+    tensors = (*tensors_in, out, logsumexp)
     launch = LaunchSpec(forward_kernel, (-(-queries // bm), batch * heads), tensors, numbers, constants, warps)
-    return LaunchPlan(given, (out, logsumexp), [launch])
+    return LaunchPlan(tensors_in, (out, logsumexp), [launch])
 
 
 def _shape_constants(spec: AttentionSpec, dim: int, features: int, device: torch.device) -> dict[str, Any]:
@@ -186,8 +186,8 @@ def _shape_constants(spec: AttentionSpec, dim: int, features: int, device: torch
 _forward = LaunchPlanCache(_forward_pass)
 
 
-def _backward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype) -> LaunchPlan:
-    q, q_scale, k, k_scale, v, v_scale, do, do_scale, qt, qt_scale, kt, kt_scale, dot, dot_scale, *where = given
+def _backward_pass(tensors_in: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype) -> LaunchPlan:
+    q, q_scale, k, k_scale, v, v_scale, do, do_scale, qt, qt_scale, kt, kt_scale, dot, dot_scale, *where = tensors_in
     runs, seen_by, hidden, logsumexp = where
     batch, heads, queries, dim = q.shape
     groups, keys, features = v.shape[1:]
@@ -207,10 +207,10 @@ def _backward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
     }
     sizes = (heads, heads // groups, queries, keys)
     blocks = [_blocks(spec.input, x) for x in (q_scale, k_scale, v_scale)]
-    apart, numbers = _apart(hidden), (scale * LOG2_E, scale)
+    mask_strides, numbers = _mask_strides(hidden), (scale * LOG2_E, scale)
     half = spec.input.per_tensor and by_head
-    of_rows = {**constants, "TURNED": kt is not None, "HALF": half}
-    kt_given = (k, k_scale) if kt is None else (kt, kt_scale)
+    of_rows = {**constants, "TRANSPOSED": kt is not None, "HALF": half}
+    kt_operand = (k, k_scale) if kt is None else (kt, kt_scale)
     tensors = (
         *(
             q,
@@ -219,7 +219,7 @@ def _backward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
             k_scale,
             v,
             v_scale,
-            *kt_given,
+            *kt_operand,
             do,
             do_scale,
             runs,
@@ -232,7 +232,7 @@ def _backward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
         ),
     )
     of_do = _blocks(spec.grad_output, do_scale)
-    row_numbers = (*sizes, *blocks, _blocks(spec.input, kt_given[1]), of_do, *apart, *dq.strides[:3], *numbers)
+    row_numbers = (*sizes, *blocks, _blocks(spec.input, kt_operand[1]), of_do, *mask_strides, *dq.strides[:3], *numbers)
     launches = []
     # The amax of a head is known only after all its programs have finished.
     for sums, gradient in [(True, False), (False, True)] if by_head else [(True, True)]:
@@ -242,18 +242,18 @@ def _backward_pass(given: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
         grid = -(-queries // bm), batch * heads
         launches.append(LaunchSpec(attention_rows, grid, tensors, row_numbers, own, warps))
     bn, bm, warps = COLUMNS
-    of_columns = {**constants, "TURNED": qt is not None, "GRAD_TRANSPOSED": dot is not None, "BM": bm, "BN": bn}
-    qt_given = (q, q_scale) if qt is None else (qt, qt_scale)
-    dot_given = (do, do_scale) if dot is None else (dot, dot_scale)
+    of_columns = {**constants, "TRANSPOSED": qt is not None, "GRAD_TRANSPOSED": dot is not None, "BM": bm, "BN": bn}
+    qt_operand = (q, q_scale) if qt is None else (qt, qt_scale)
+    dot_operand = (do, do_scale) if dot is None else (dot, dot_scale)
     column_tensors = (
-        *(q, q_scale, k, k_scale, v, v_scale, *qt_given, do, do_scale, *dot_given, runs, seen_by, hidden),
+        *(q, q_scale, k, k_scale, v, v_scale, *qt_operand, do, do_scale, *dot_operand, runs, seen_by, hidden),
         *(delta, shift, amax_values, dk, dv),
     )
-    transposed = _blocks(spec.input, qt_given[1]), of_do, _blocks(spec.grad_output, dot_given[1])
-    column_numbers = (*sizes, *blocks, *transposed, *apart, *dk.strides[:3], *dv.strides[:3], *numbers)
+    transposed = _blocks(spec.input, qt_operand[1]), of_do, _blocks(spec.grad_output, dot_operand[1])
+    column_numbers = (*sizes, *blocks, *transposed, *mask_strides, *dk.strides[:3], *dv.strides[:3], *numbers)
     grid = -(-keys // bn), batch * groups
     launches.append(LaunchSpec(attention_columns, grid, column_tensors, column_numbers, of_columns, warps))
-    return LaunchPlan(given, (delta, shift, amax_values, dq, dk, dv), launches)
+    return LaunchPlan(tensors_in, (delta, shift, amax_values, dq, dk, dv), launches)
 
 
 _backward = LaunchPlanCache(_backward_pass)

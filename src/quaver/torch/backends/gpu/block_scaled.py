@@ -74,36 +74,43 @@ def by_exponents(
     return _operand_of(q, s, rows, k, one), _operand_of(qt, st, k, rows, one)
 
 
-def _mx_pass(given: Sequence[Any], spec: QuantSpec, straight: bool, transposed: bool) -> LaunchPlan:
-    way = _mx_way(given[0], spec, straight, transposed, RequestedOperands())
-    return LaunchPlan(given, way.buffers, way.launches(None, None))
+def _mx_pass(inputs: Sequence[Any], spec: QuantSpec, straight: bool, transposed: bool) -> LaunchPlan:
+    quantize_launch = _mx_launches(inputs[0], spec, straight, transposed, RequestedOperands())
+    return LaunchPlan(inputs, quantize_launch.buffers, quantize_launch.launches(None, None))
 
 
 _mx = LaunchPlanCache(_mx_pass)
 
 
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands) -> QuantizeLaunch | None:
+def plan_launch(
+    x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands
+) -> QuantizeLaunch | None:
     """Plan `by_exponents` for contiguous matrices like x, sides multiples of 16; both operands, or None."""
-    return None if other is None else _mx_way(without_memory(x), spec, True, True, wanted)
+    return None if other is None else _mx_launches(without_memory(x), spec, True, True, wanted)
 
 
-def _mx_way(x: Tensor, spec: QuantSpec, straight: bool, transposed: bool, wanted: RequestedOperands) -> QuantizeLaunch:
-    (rows, k), large, kept = x.shape, x.numel() > SMALL, wanted.transpose
-    apart = straight and transposed and _apart(spec, x.device)
+def _mx_launches(
+    x: Tensor, spec: QuantSpec, straight: bool, transposed: bool, wanted: RequestedOperands
+) -> QuantizeLaunch:
+    (rows, k), large, want_transpose = x.shape, x.numel() > SMALL, wanted.transpose
+    two_launches = straight and transposed and _needs_two_launches(spec, x.device)
     q = s = qt = st = None
     if straight:
         fresh = large or wanted.codes
         q, s = buffer_for_codes(rows, k, spec, fresh), _buffer(rows, k, fresh)
     if transposed:
-        qt, st = codes_in_words(k, rows, spec, kept, large or kept), _buffer(k, rows, large or kept)
-    if s is not None and (apart or not transposed):
+        qt, st = (
+            codes_in_words(k, rows, spec, want_transpose, large or want_transpose),
+            _buffer(k, rows, large or want_transpose),
+        )
+    if s is not None and (two_launches or not transposed):
         s = in_words(s)
-    written = [(q, s, None, None), (None, None, qt, st)] if apart else [(q, s, qt, st)]
+    written = [(q, s, None, None), (None, None, qt, st)] if two_launches else [(q, s, qt, st)]
     launches = [_mx_launch((x, *buffers), spec) for buffers in written]
     return QuantizeLaunch(x, (q, s, qt, st, None), lambda *_: launches)
 
 
-def _apart(spec: QuantSpec, device: torch.device) -> bool:
+def _needs_two_launches(spec: QuantSpec, device: torch.device) -> bool:
     """Return True if squares need a launch per direction: ptxas 13.1 of Triton 3.7 crashes on Blackwell with one for
     both.
     """
@@ -198,12 +205,12 @@ def halves(word: Tensor | int) -> tuple[int, int]:
     return 2 * (bits & 0xFFFF) + 1, 2 * (bits >> 16) + 1
 
 
-def _nv_pass(given: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> LaunchPlan:
-    x, top, count = given
+def _nv_pass(inputs: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> LaunchPlan:
+    x, top, count = inputs
     height, k = (x.shape[1], spec.padded(x.shape[0])) if down else (x.shape[0], spec.padded(x.shape[1]))
     q = in_words(whole((height, -(-k // 32) * 16), torch.uint8))
     s, factor = whole((_scales(height, k, 16),), torch.uint8), whole((1, 1), torch.float32)
-    return LaunchPlan(given, (q, s, factor), [_nv_launch((x, q, s, factor, top, count), spec, key_words, down)])
+    return LaunchPlan(inputs, (q, s, factor), [_nv_launch((x, q, s, factor, top, count), spec, key_words, down)])
 
 
 _nv = LaunchPlanCache(_nv_pass)
@@ -231,7 +238,7 @@ def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, 
     return LaunchSpec(nvfp4_down if down else nvfp4_along, grid, tensors, numbers, constants, warps)
 
 
-def decided_in_two_levels(
+def plan_launch_two_level(
     x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands
 ) -> QuantizeLaunch | None:
     """Plan `by_two_levels` for contiguous matrices like x with sides that are multiples of 16, and for their
@@ -244,13 +251,16 @@ def decided_in_two_levels(
     """
     if other is None or spec.hadamard or spec.scale != other.scale or not spec.block == other.block == (1, 16):
         return None
-    kept = wanted.transpose
+    want_transpose = wanted.transpose
     moving = spec.rounding == "stochastic", other.rounding == "stochastic"
-    if kept and any(moving):
+    if want_transpose and any(moving):
         return None
     x = without_memory(x)
     (rows, k), large = x.shape, x.numel() > SMALL
-    along, down = _nv_buffers(rows, k, large or wanted.codes, False), _nv_buffers(k, rows, large or kept, kept)
+    along, down = (
+        _nv_buffers(rows, k, large or wanted.codes, False),
+        _nv_buffers(k, rows, large or want_transpose, want_transpose),
+    )
     top, transposed_top, work = whole((1, 1), torch.float32), whole((1, 1), torch.float32), zeros(4)
     drawn = whole((2,), torch.int64) if any(moving) else None
 
@@ -266,7 +276,7 @@ def decided_in_two_levels(
         return [measured, _nv_both_launch(tensors, (spec, other), (straight, transposed), key_words)]
 
     buffers = (*along[:2], *down[:2], None, along[2], down[2], top, transposed_top, work, drawn)
-    return QuantizeLaunch(x, buffers, launches, (1, 2, 3, 4, 5, 6, 7), given=(COUNTS, None))
+    return QuantizeLaunch(x, buffers, launches, (1, 2, 3, 4, 5, 6, 7), inputs=(COUNTS, None))
 
 
 def _nv_buffers(rows: int, k: int, fresh: bool, transposed: bool) -> tuple[BufferSpec, BufferSpec, BufferSpec]:
@@ -324,8 +334,8 @@ def rotated(x: Tensor, down: bool) -> Tensor:
     return top
 
 
-def _rotated_pass(given: Sequence[Any], down: bool) -> LaunchPlan:
-    x, work = given
+def _rotated_pass(inputs: Sequence[Any], down: bool) -> LaunchPlan:
+    x, work = inputs
     rows, columns = x.shape
     bm, bn, warps = NV_BLOCK
     grid, tall = over(-(-rows // bm), -(-columns // bn))
@@ -333,7 +343,7 @@ def _rotated_pass(given: Sequence[Any], down: bool) -> LaunchPlan:
     even = rows % bm == 0 and columns % bn == 0
     constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "DOWN": down}
     top = whole((1, 1), torch.float32)
-    return LaunchPlan(given, (top,), [LaunchSpec(rotated_amax, grid, (x, top, work), numbers, constants, warps)])
+    return LaunchPlan(inputs, (top,), [LaunchSpec(rotated_amax, grid, (x, top, work), numbers, constants, warps)])
 
 
 _rotated = LaunchPlanCache(_rotated_pass)

@@ -73,7 +73,7 @@ def pattern(buffer: BufferSpec, device: torch.device) -> Tensor:
     return tensor
 
 
-def told_of(buffer: BufferSpec, device: torch.device) -> Tensor:
+def example_argument(buffer: BufferSpec, device: torch.device) -> Tensor:
     """Return the kernel argument of a spec without memory, to compile a launch for it."""
     kernel_args = buffer.kernel_args(empty(buffer, device))
     kernel_args.untyped_storage().resize_(0)
@@ -169,8 +169,8 @@ def _shallow_copy(q: Any) -> Any:
         stack.amax = q.amax
         return stack
     copied = copy.copy(q)
-    if q.twin is not None:
-        copied.twin = copy.copy(q.twin)
+    if q.cached_transpose is not None:
+        copied.cached_transpose = copy.copy(q.cached_transpose)
     return copied
 
 
@@ -178,6 +178,6 @@ def _tensors_of(q: Quantized | None) -> list[Tensor]:
     """Return the tensors of an operand and of its transpose; [] for None."""
     if q is None:
         return []
-    operands = [q] if q.twin is None else [q, q.twin]
+    operands = [q] if q.cached_transpose is None else [q, q.cached_transpose]
     fields = [t for each in operands for t in (each.data, each.scale, each.tensor_factor, each.amax)]
     return [t for t in fields if isinstance(t, Tensor)]

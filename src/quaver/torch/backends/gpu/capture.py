@@ -39,7 +39,7 @@ def capturing(device: torch.device) -> bool:
     return device.index is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def as_captured(device: torch.device) -> bool:
+def is_captured_or_rehearsed(device: torch.device) -> bool:
     """Return True while a CUDA graph is captured on the current stream, or while that is rehearsed.
 
     Caches between calls are then neither read nor written, and planned steps do not run.

@@ -62,7 +62,7 @@ def padded_rows(count: int, columns: int, dtype: torch.dtype, device: torch.devi
 
 
 def _pass(
-    given: Sequence[Any],
+    tensors_in: Sequence[Any],
     gradient: bool,
     ignore_index: int,
     label_smoothing: float,
@@ -70,7 +70,7 @@ def _pass(
     soft_cap: float,
     padded: bool,
 ) -> LaunchPlan:
-    logits, targets, weights = given
+    logits, targets, weights = tensors_in
     count, columns = logits.shape
     constants = {
         "BLOCK": BLOCK,
@@ -84,7 +84,7 @@ def _pass(
     numbers = (columns, buffer, logits.stride(0), ignore_index, label_smoothing, z_loss, soft_cap)
     losses = whole((count,), torch.float32)
     tensors = (logits, targets, losses, weights)
-    return LaunchPlan(given, (losses,), [LaunchSpec(kernel, (count,), tensors, numbers, constants, WARPS)])
+    return LaunchPlan(tensors_in, (losses,), [LaunchSpec(kernel, (count,), tensors, numbers, constants, WARPS)])
 
 
 _passes = LaunchPlanCache(_pass)
@@ -138,8 +138,8 @@ def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
     return sum_rows(partial, dtype) if partial.shape[0] <= FEW else column_sum(partial, dtype)
 
 
-def _column_sum_pass(given: Sequence[Any], dtype: torch.dtype, few: bool) -> LaunchPlan:
-    return LaunchPlan(given, *_launches(given[0], given[0].device, dtype, few))
+def _column_sum_pass(tensors_in: Sequence[Any], dtype: torch.dtype, few: bool) -> LaunchPlan:
+    return LaunchPlan(tensors_in, *_launches(tensors_in[0], tensors_in[0].device, dtype, few))
 
 
 def _launches(
@@ -166,19 +166,21 @@ def _launches(
 _sums = LaunchPlanCache(_column_sum_pass)
 
 
-def summed(way: QuantizeLaunch, dtype: torch.dtype) -> QuantizeLaunch:
+def summed(quantize_launch: QuantizeLaunch, dtype: torch.dtype) -> QuantizeLaunch:
     """Extend a `QuantizeLaunch` to sum the matrix over its rows, replacing the sums of blocks, as `column_sum` or
     `add_up`.
     """
-    partial = way.buffers[4]
+    partial = quantize_launch.buffers[4]
     few = partial is not None and partial.shape[0] <= FEW
-    buffers, launches = _launches(way.x if partial is None else partial, way.x.device, dtype, few)
+    buffers, launches = _launches(
+        quantize_launch.x if partial is None else partial, quantize_launch.x.device, dtype, few
+    )
     new = {id(buffer): buffer._replace(fresh=True) for buffer in buffers}
     sums = [each._replace(tensors=[new.get(id(t), t) for t in each.tensors]) for each in launches]
-    return way._replace(
-        buffers=(*way.buffers, *new.values()),
-        launches=lambda known, notes: [*way.launches(known, notes), *sums],
-        results=(*way.results[:4], len(way.buffers) + 1, *way.results[5:]),
+    return quantize_launch._replace(
+        buffers=(*quantize_launch.buffers, *new.values()),
+        launches=lambda known, notes: [*quantize_launch.launches(known, notes), *sums],
+        results=(*quantize_launch.results[:4], len(quantize_launch.buffers) + 1, *quantize_launch.results[5:]),
     )
 
 

@@ -35,7 +35,7 @@ def reason(q: Quantized, dtype: torch.dtype, outer: bool = True) -> str:
         return f"bfloat16 cannot represent the values of {q.spec} times its scales; decode to float32"
     if not (q.spec.format.packed or q.spec.format.name in FLOAT8):
         return f"its kernel decodes FP8 and E2M1, not {q.spec.format}"
-    width = q.lying_block[1]
+    width = q.stored_block[1]
     if width is None or 128 % width == 0 or width % 128 == 0:
         return ""
     return f"its kernel takes blocks of a divisor or a multiple of 128 elements, not of {width}"
@@ -67,7 +67,7 @@ def decode(q: Quantized, dtype: torch.dtype = torch.bfloat16, outer: bool = True
     data = q.data if q.data.stride(-1) == 1 else q.data.contiguous()
     scale = _scale(q, outer)
     factor = q.tensor_factor if outer else None
-    out: Tensor = _passes((data, scale), q.spec, q.lying_shape, q.lying_block, q.swizzled, dtype, own=(factor,))[0]
+    out: Tensor = _passes((data, scale), q.spec, q.stored_shape, q.stored_block, q.swizzled, dtype, own=(factor,))[0]
     return out.t() if q.transposed else out
 
 
@@ -81,22 +81,22 @@ def _scale(q: Quantized, outer: bool) -> Tensor | None:
 
 
 def _pass(
-    given: Sequence[Any],
+    tensors_in: Sequence[Any],
     spec: QuantSpec,
     shape: tuple[int, int],
     block: tuple[int | None, int | None],
     swizzled: bool,
     dtype: torch.dtype,
 ) -> LaunchPlan:
-    data, scale, factor = given
+    data, scale, factor = tensors_in
     rows, columns = shape
     out = whole(shape, dtype)
     bm, bn, warps = BLOCK
     grid, tall = over(-(-rows // bm), -(-columns // bn))
     height, width = block
-    apart = (0, 0) if scale is None or swizzled else scale.stride()
+    scale_strides = (0, 0) if scale is None or swizzled else scale.stride()
     across = -(-columns // ((width or columns) * BLOCKS))
-    numbers = (rows, columns, data.stride(0), *apart, columns, across)
+    numbers = (rows, columns, data.stride(0), *scale_strides, columns, across)
     kind = "e8m0" if spec.scale == "e8m0" else "two_level" if spec.two_level else "float32"
     constants = {
         "BM": bm,
@@ -112,7 +112,7 @@ def _pass(
         "INTEGERS": integers(data.device),
     }
     return LaunchPlan(
-        given, (out,), [LaunchSpec(decode_kernel, grid, (data, scale, factor, out), numbers, constants, warps)]
+        tensors_in, (out,), [LaunchSpec(decode_kernel, grid, (data, scale, factor, out), numbers, constants, warps)]
     )
 
 

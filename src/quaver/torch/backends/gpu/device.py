@@ -112,10 +112,10 @@ def refusal(error: Exception, device: torch.device) -> str:
 
 def why_no_fp8(device: torch.device, what: str) -> str:
     """Return why FP8 GEMMs of the named implementation do not run on a device, or ""."""
-    return _off_a_gpu(device, what) or _why_no_fp8(architecture(device))
+    return _reason_not_on_gpu(device, what) or _why_no_fp8(architecture(device))
 
 
-def _off_a_gpu(device: torch.device, what: str) -> str:
+def _reason_not_on_gpu(device: torch.device, what: str) -> str:
     """Return why a device is no GPU, or ""; a CPU counts as one if the implementation was requested by name."""
     passes = device.type == "cuda" or (device.type == "cpu" and what in asked)
     return "" if passes else "the tensor is not on a GPU"
@@ -147,7 +147,7 @@ def why_no_kernels(device: torch.device) -> str:
     """Return why the Triton kernels do not run on a device, or ""."""
     if recorded[-1] is not None:
         return ""
-    why = _off_a_gpu(device, "triton") or _why_too_old(architecture(device)) or why_no_triton()
+    why = _reason_not_on_gpu(device, "triton") or _why_too_old(architecture(device)) or why_no_triton()
     if not why and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton interprets kernels where TRITON_INTERPRET=1 is set before it is imported"
     return why

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quaver.kernels.emulation import (
     amaxes,
-    kept_values_in_two_levels,
-    kept_values_of_blocks,
+    cached_values_in_two_levels,
+    cached_values_of_blocks,
     multiply_groups,
     sum_groups,
     values_in_two_levels,
@@ -43,30 +43,32 @@ def serves(spec: QuantSpec, other: QuantSpec) -> bool:
     return powers and spec == other and spec.rounding == "nearest" and not spec.hadamard
 
 
-def values(x: Tensor, spec: QuantSpec, keeps: bool) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+def values(
+    x: Tensor, spec: QuantSpec, saves_values: bool
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
     """Round a contiguous matrix [rows, columns] to the bf16 values of its codes.
 
     Equals `Quantized.dequantize`, except that values of 2**128 and more become bf16's largest number.
 
     Args:
         spec: spec of the matrix and of its transpose, supported by `serves`.
-        keeps: True to save codes of the transpose for backward instead of returning its values.
+        saves_values: True to save codes of the transpose for backward instead of returning its values.
 
     Returns:
         The values of the matrix; those of its transpose in the layout of x (None if saved as codes, or if blocks are
-        square, so that both are the same); and the saved codes and scales for `kept_values`, or None.
+        square, so that both are the same); and the saved codes and scales for `saved_values`, or None.
     """
-    along, down, codes, scales = _passes((x,), spec, keeps)
+    along, down, codes, scales = _passes((x,), spec, saves_values)
     return along, down, None if codes is None else (codes, scales)
 
 
-def kept_values(codes: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
+def saved_values(codes: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
     """Decode the saved codes of a transpose to bf16 values, in the layout of the matrix."""
-    out: Tensor = _kept((codes, scales), spec)[0]
+    out: Tensor = _decode_saved((codes, scales), spec)[0]
     return out
 
 
-def kept_format(fmt: Format) -> Format | None:
+def saved_format(fmt: Format) -> Format | None:
     """Return the eight-bit format that holds all values of a format, in which they are saved; None if there is none."""
     return next((f for f in (E4M3, E5M2) if _holds(f, fmt)), None)
 
@@ -83,17 +85,17 @@ def _blocks(rows: int, columns: int, width: int) -> tuple[tuple[int, int], dict[
     return programs, {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "WIDTH": width}, warps
 
 
-def _pass(given: Sequence[Any], spec: QuantSpec, keeps: bool) -> LaunchPlan:
-    (x,) = given
+def _pass(tensors_in: Sequence[Any], spec: QuantSpec, saves_values: bool) -> LaunchPlan:
+    (x,) = tensors_in
     rows, columns = x.shape
     width, fmt = spec.block[1], spec.format
     assert width is not None
-    kept = kept_format(fmt) if keeps else None
+    stored_format = saved_format(fmt) if saves_values else None
     square = spec.block[0] == width
     along = whole((rows, columns), torch.bfloat16)
     down = codes = scales = None
-    if kept is not None and not square:
-        codes = whole((rows, columns), FLOAT8[kept.name])
+    if stored_format is not None and not square:
+        codes = whole((rows, columns), FLOAT8[stored_format.name])
         scales = whole((-(-rows // width), columns), torch.uint8)
     elif not square:
         down = whole((rows, columns), torch.bfloat16)
@@ -104,33 +106,33 @@ def _pass(given: Sequence[Any], spec: QuantSpec, keeps: bool) -> LaunchPlan:
         "EMIN": fmt.emin,
         "EMAX": fmt.emax,
         "TOP_MANTISSA": fmt.max_mantissa,
-        "CODES": None if codes is None or kept is None else DTYPES[kept.name],
+        "CODES": None if codes is None or stored_format is None else DTYPES[stored_format.name],
         "INTEGERS": integers(x.device),
     }
     buffers: tuple[BufferSpec | None, ...] = (along, down, codes, scales)
     numbers = (rows, columns, x.stride(0))
     return LaunchPlan(
-        given, buffers, [LaunchSpec(values_of_blocks, programs, (x, *buffers), numbers, constants, warps)]
+        tensors_in, buffers, [LaunchSpec(values_of_blocks, programs, (x, *buffers), numbers, constants, warps)]
     )
 
 
-def _kept_pass(given: Sequence[Any], spec: QuantSpec) -> LaunchPlan:
-    codes, scales = given
+def _plan_decode_saved(tensors_in: Sequence[Any], spec: QuantSpec) -> LaunchPlan:
+    codes, scales = tensors_in
     rows, columns = codes.shape
     assert spec.block[1] is not None
     programs, constants, warps = _blocks(rows, columns, spec.block[1])
-    kept = kept_format(spec.format)
-    assert kept is not None
-    constants |= {"CODES": DTYPES[kept.name], "INTEGERS": integers(codes.device)}
+    stored_format = saved_format(spec.format)
+    assert stored_format is not None
+    constants |= {"CODES": DTYPES[stored_format.name], "INTEGERS": integers(codes.device)}
     out = whole((rows, columns), torch.bfloat16)
     tensors = (codes, scales, out)
     return LaunchPlan(
-        given, (out,), [LaunchSpec(kept_values_of_blocks, programs, tensors, (rows, columns), constants, warps)]
+        tensors_in, (out,), [LaunchSpec(cached_values_of_blocks, programs, tensors, (rows, columns), constants, warps)]
     )
 
 
 _passes = LaunchPlanCache(_pass)
-_kept = LaunchPlanCache(_kept_pass)
+_decode_saved = LaunchPlanCache(_plan_decode_saved)
 
 
 # ---- finishing float32 products: scales, bias and rounding in one launch ----
@@ -155,8 +157,8 @@ def fold(
     """
     # The kernel reads contiguous vectors, unlike views and an expanded bias.
     lines = [None if t is None else t.reshape(-1).contiguous() for t in (of_rows, of_columns, bias)]
-    given = (y, *lines)
-    out: Tensor = _folds(given, dtype)[0]
+    tensors_in = (y, *lines)
+    out: Tensor = _folds(tensors_in, dtype)[0]
     return out
 
 
@@ -166,8 +168,8 @@ def round_two(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return rounded
 
 
-def _fold_pass(given: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
-    y, of_rows, of_columns, bias = given
+def _fold_pass(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
+    y, of_rows, of_columns, bias = tensors_in
     rows, columns = y.shape
     out = whole((rows, columns), dtype)
     bm, bn, warps = FOLD_BLOCK
@@ -181,11 +183,13 @@ def _fold_pass(given: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
         "ONE_COLUMN": of_columns is not None and of_columns.numel() == 1,
     }
     tensors = (y, of_rows, of_columns, bias, out)
-    return LaunchPlan(given, (out,), [LaunchSpec(fold_kernel, programs, tensors, (rows, columns), constants, warps)])
+    return LaunchPlan(
+        tensors_in, (out,), [LaunchSpec(fold_kernel, programs, tensors, (rows, columns), constants, warps)]
+    )
 
 
-def _two_pass(given: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
-    a, b = given
+def _two_pass(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
+    a, b = tensors_in
     buffers = whole(tuple(a.shape), dtype), whole(tuple(b.shape), dtype)
     first, second = (-(-t.numel() // FLAT) for t in (a, b))
     even = a.numel() % FLAT == 0 and b.numel() % FLAT == 0
@@ -193,7 +197,7 @@ def _two_pass(given: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
     launch = LaunchSpec(
         round_two_kernel, (first + second,), (a, b, *buffers), numbers, {"B": FLAT, "EVEN": even}, FLAT_WARPS
     )
-    return LaunchPlan(given, buffers, [launch])
+    return LaunchPlan(tensors_in, buffers, [launch])
 
 
 _folds = LaunchPlanCache(_fold_pass)
@@ -226,8 +230,8 @@ def multiply(
         bias: [groups, n].
         of_rows, of_columns: scales to apply to the product, float32 [T] and [groups · n].
     """
-    given = (x, w, ends, *_lines(of_rows, of_columns, bias))
-    y: Tensor = _multiplies(given, n, dtype)[0]
+    tensors_in = (x, w, ends, *_lines(of_rows, of_columns, bias))
+    y: Tensor = _multiplies(tensors_in, n, dtype)[0]
     return y
 
 
@@ -247,17 +251,17 @@ def add_up(
         line: number of which each group's slots are a multiple.
         of_rows, of_columns: float32 [groups, m] and [groups, n].
     """
-    given = (x, w, ends, *_lines(of_rows, of_columns))
-    y: Tensor = _sums(given, line, dtype)[0]
+    tensors_in = (x, w, ends, *_lines(of_rows, of_columns))
+    y: Tensor = _sums(tensors_in, line, dtype)[0]
     return y
 
 
-def _lines(*given: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.reshape(-1).contiguous() for t in given]
+def _lines(*tensors_in: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.reshape(-1).contiguous() for t in tensors_in]
 
 
-def _multiply_pass(given: Sequence[Any], n: int, dtype: torch.dtype) -> LaunchPlan:
-    x, w, ends, of_rows, of_columns, bias = given
+def _multiply_pass(tensors_in: Sequence[Any], n: int, dtype: torch.dtype) -> LaunchPlan:
+    x, w, ends, of_rows, of_columns, bias = tensors_in
     (rows, k), groups = x.shape, ends.shape[0]
     bm, bn, bk, warps = BLOCKS[x.dtype]
     y = whole((rows, n), dtype)._replace(zeros=True)
@@ -265,11 +269,11 @@ def _multiply_pass(given: Sequence[Any], n: int, dtype: torch.dtype) -> LaunchPl
     constants = {"BM": bm, "BN": bn, "BK": bk, "EVEN": k % bk == 0 and n % bn == 0}
     tensors = (x, w, y, of_rows, of_columns, bias, ends)
     numbers = (groups, n, k, x.stride(0), w.stride(0))
-    return LaunchPlan(given, (y,), [LaunchSpec(multiply_groups, grid, tensors, numbers, constants, warps)])
+    return LaunchPlan(tensors_in, (y,), [LaunchSpec(multiply_groups, grid, tensors, numbers, constants, warps)])
 
 
-def _sum_pass(given: Sequence[Any], line: int, dtype: torch.dtype) -> LaunchPlan:
-    x, w, ends, of_rows, of_columns = given
+def _sum_pass(tensors_in: Sequence[Any], line: int, dtype: torch.dtype) -> LaunchPlan:
+    x, w, ends, of_rows, of_columns = tensors_in
     (m, _), n, groups = x.shape, w.shape[0], ends.shape[0]
     bm, bn, bk, warps = BLOCKS[x.dtype]
     y = whole((groups, m, n), dtype)
@@ -278,7 +282,7 @@ def _sum_pass(given: Sequence[Any], line: int, dtype: torch.dtype) -> LaunchPlan
     numbers = (m, n, x.stride(0), w.stride(0))
     grid = (-(-m // bm), -(-n // bn), groups)
     tensors = (x, w, y, of_rows, of_columns, ends)
-    return LaunchPlan(given, (y,), [LaunchSpec(sum_groups, grid, tensors, numbers, constants, warps)])
+    return LaunchPlan(tensors_in, (y,), [LaunchSpec(sum_groups, grid, tensors, numbers, constants, warps)])
 
 
 _multiplies = LaunchPlanCache(_multiply_pass)
@@ -313,7 +317,7 @@ def two_level_values(
     x: Tensor,
     spec: QuantSpec,
     other: QuantSpec,
-    keeps: bool,
+    saves_values: bool,
     noise: StochasticRounding | None = None,
     straight: bool = True,
     transposed: bool = True,
@@ -342,7 +346,9 @@ def two_level_values(
         words = noise.stream, noise.transposed_stream, noise.seed, noise.seed >> 32
         key_words = tuple(half for word in words for half in halves(word))
     own = (top, transposed_top if rotated else top, drawn)
-    along, down, codes, scales = _two_level_passes((x,), spec, other, keeps, straight, transposed, key_words, own=own)
+    along, down, codes, scales = _two_level_passes(
+        (x,), spec, other, saves_values, straight, transposed, key_words, own=own
+    )
     return along, down, None if codes is None else (codes, scales)
 
 
@@ -362,8 +368,8 @@ def _launch(
     return LaunchSpec(kernel, programs, tensors, numbers, known, warps)
 
 
-def _amaxes_pass(given: Sequence[Any], plain: bool, rotated: bool, moves: tuple[bool, bool]) -> LaunchPlan:
-    x, work, count = given
+def _amaxes_pass(tensors_in: Sequence[Any], plain: bool, rotated: bool, moves: tuple[bool, bool]) -> LaunchPlan:
+    x, work, count = tensors_in
     rows, columns = x.shape
     top, transposed_top = (whole((1, 1), torch.float32) if wanted else None for wanted in (plain, rotated))
     drawn = None if count is None else whole((2,), torch.int64)
@@ -372,24 +378,24 @@ def _amaxes_pass(given: Sequence[Any], plain: bool, rotated: bool, moves: tuple[
     tensors = (x, top, transposed_top, work, count, drawn)
     numbers = (rows, columns, x.stride(0), programs)
     launch = _launch(amaxes, x.shape, TWO_LEVEL_BLOCK, tensors, numbers, FIRST=moves[0], SECOND=moves[1])
-    return LaunchPlan(given, (top, transposed_top, drawn), [launch])
+    return LaunchPlan(tensors_in, (top, transposed_top, drawn), [launch])
 
 
 def _two_level_pass(
-    given: Sequence[Any],
+    tensors_in: Sequence[Any],
     spec: QuantSpec,
     other: QuantSpec,
-    keeps: bool,
+    saves_values: bool,
     straight: bool,
     transposed: bool,
     key_words: tuple[int, ...],
 ) -> LaunchPlan:
-    x, top, transposed_top, drawn = given
+    x, top, transposed_top, drawn = tensors_in
     rows, columns = x.shape
     along = whole((rows, columns), torch.bfloat16) if straight else None
-    down = whole((rows, columns), torch.bfloat16) if transposed and not keeps else None
+    down = whole((rows, columns), torch.bfloat16) if transposed and not saves_values else None
     codes = scales = None
-    if transposed and keeps:
+    if transposed and saves_values:
         codes = whole((rows // WIDTH, 2, columns), torch.int32)
         # One more row, whose first element stores the tensor factor.
         scales = whole((rows // WIDTH + 1, columns), torch.uint8)
@@ -407,18 +413,18 @@ def _two_level_pass(
         TRANSPOSED_STOCHASTIC=other.rounding == "stochastic",
         INTEGERS=integers(x.device),
     )
-    return LaunchPlan(given, buffers, [launch])
+    return LaunchPlan(tensors_in, buffers, [launch])
 
 
-def _cached_two_level_pass(given: Sequence[Any]) -> LaunchPlan:
-    codes, _ = given
+def _cached_two_level_pass(tensors_in: Sequence[Any]) -> LaunchPlan:
+    codes, _ = tensors_in
     blocks, _, columns = codes.shape
     shape = (blocks * WIDTH, columns)
     out = whole(shape, torch.bfloat16)
     launch = _launch(
-        kept_values_in_two_levels, shape, TWO_LEVEL_BLOCK, (*given, out), shape, INTEGERS=integers(codes.device)
+        cached_values_in_two_levels, shape, TWO_LEVEL_BLOCK, (*tensors_in, out), shape, INTEGERS=integers(codes.device)
     )
-    return LaunchPlan(given, (out,), [launch])
+    return LaunchPlan(tensors_in, (out,), [launch])
 
 
 _amaxes = LaunchPlanCache(_amaxes_pass)

@@ -131,7 +131,7 @@ def operand(
     factor: Tensor | float | None,
     is_set: bool,
     want_output: bool,
-    turn: bool,
+    want_transpose: bool,
     agree: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[FusedQuantizeResult, Quantized, Quantized | None] | None:
     """Run a prologue that quantizes its result [..., width] in the same pass, or return None if that saves nothing.
@@ -143,7 +143,7 @@ def operand(
         is_set: True if it is known to be nonzero: then one pass writes the codes. Otherwise one pass computes the
             result and its amax, and a second one casts.
         want_output: True if the result itself is needed too.
-        turn: True if the transpose is needed.
+        want_transpose: True if the transpose is needed.
         agree: maps the amax of this shard to that of the whole tensor.
 
     Returns:
@@ -152,7 +152,7 @@ def operand(
     kind = mode(spec, is_set, width)
     whole = kind in ("amax", "tensor")
     # Narrower blocks have no amax to reuse, and a result that is written anyway can be read once for both directions.
-    if not kind or (not whole and (want_output or turn)) or (factor is not None and not whole):
+    if not kind or (not whole and (want_output or want_transpose)) or (factor is not None and not whole):
         return None
     on_device = _on_device(factor, x[0]) if whole else None  # type: ignore[arg-type]
     result = prologue.quantized(x, spec, on_device if kind == "tensor" else None, want_output, False)
@@ -162,23 +162,27 @@ def operand(
     if q is None:
         assert result.y is not None
         top = result.amax if agree is None or result.amax is None else agree(result.amax)
-        q = cast(result.y.view(-1, result.y.shape[-1]), spec, on_device, top, turn)
+        q = cast(result.y.view(-1, result.y.shape[-1]), spec, on_device, top, want_transpose)
     elif agree is not None and isinstance(q.amax, Tensor) and spec.per_tensor:
         q.amax = agree(q.amax)
-    if not turn:
+    if not want_transpose:
         return result, q, None
     # No references between the two, so that each can be freed alone.
-    transposed, q.twin = q.T, None
-    transposed.twin = None
+    transposed, q.cached_transpose = q.T, None
+    transposed.cached_transpose = None
     return result, q, transposed
 
 
-def cast(y: Tensor, spec: QuantSpec, factor: Tensor | None, amax: Tensor | None, turn: bool) -> Quantized:
-    """Quantize y [rows, k] by a measured amax or a set factor, with the transpose as `twin` if GEMMs need a copy."""
+def cast(y: Tensor, spec: QuantSpec, factor: Tensor | None, amax: Tensor | None, want_transpose: bool) -> Quantized:
+    """Quantize y [rows, k] by a measured amax or a set factor, with the transpose as `cached_transpose` if GEMMs need
+    a copy.
+    """
     from quaver.torch.backends.gpu.scaled_mm import reads_transposes
     from quaver.torch.backends.gpu.tensorwise import per_tensor
 
-    return per_tensor(y, spec, None, factor, False, turn and not reads_transposes(y.device), measured_amax=amax)
+    return per_tensor(
+        y, spec, None, factor, False, want_transpose and not reads_transposes(y.device), measured_amax=amax
+    )
 
 
 def recomputed(

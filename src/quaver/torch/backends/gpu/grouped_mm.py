@@ -89,7 +89,7 @@ def _without_factor(a: GroupedOperand) -> Tensor:
     return grouped.slot_scales(GroupedOperand(a.data, a.scale, one, a.spec, True, a.slots, a.k))
 
 
-def alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def to_common_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Convert both sides to the wider of their dtypes."""
     dtype = torch.bfloat16 if a.dtype is b.dtype is torch.bfloat16 else torch.float32
     return a.to(dtype).contiguous(), b.to(dtype).contiguous()
@@ -136,7 +136,7 @@ def bf16_matmul(
     Float32 sums are rounded once to bf16; a bias adds a second rounding.
     """
     (x, of_rows), (w, of_columns) = values_of_rows(a, offsets), scaled_mm.decode(b)
-    left, right = alike(x, w)
+    left, right = to_common_dtype(x, w)
     y = F.grouped_mm(left, right.view(offsets.groups, n, -1).transpose(1, 2), offs=offsets.ends)
     for scale in (of_rows, None if of_columns is None else _columns(of_columns, offsets, n)):
         # Powers of two, so nothing is rounded again.
@@ -153,7 +153,7 @@ def _columns(of_columns: Tensor, offsets: GroupOffsets, n: int) -> Tensor:
 def bf16_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """Run `sums` on decoded operands by torch's bf16 grouped GEMM; float32 sums are rounded once."""
     (x, of_rows), (w, of_columns) = values_of_sums(a), values_of_sums(b)
-    left, right = alike(x, w)
+    left, right = to_common_dtype(x, w)
     y = F.grouped_mm(left, right.t(), offs=a.slots.ends)
     for scale in (
         None if of_rows is None else of_rows.unsqueeze(2),
@@ -186,7 +186,7 @@ def kernel_matmul(
     from quaver.torch.backends.gpu import emulation
 
     (x, of_rows), (w, of_columns) = values_of_rows(a, offsets), scaled_mm.decode(b)
-    left, right = alike(x, w)
+    left, right = to_common_dtype(x, w)
     rows = None if of_rows is None else of_rows.expand(a.shape[0], 1)
     columns = None if of_columns is None else of_columns.expand(b.shape[0], 1)
     return emulation.multiply(left, right, offsets.ends, n, dtype, bias, rows, columns)
@@ -200,7 +200,7 @@ def kernel_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_a
     from quaver.torch.backends.gpu import emulation
 
     (x, of_rows), (w, of_columns) = values_of_sums(a), values_of_sums(b)
-    left, right = alike(x, w)
+    left, right = to_common_dtype(x, w)
     rows, columns = (
         None if scale is None else scale.expand(groups_, size) for scale, size in ((of_rows, m), (of_columns, n))
     )
@@ -224,7 +224,7 @@ def group_by_group(
     for group, (start, end) in enumerate(offsets.bounds()):
         rows = slice(group * n, (group + 1) * n)
         if end > start and 0 not in (n, a.shape[1]):
-            left, right = alike(x[start:end], w[rows])
+            left, right = to_common_dtype(x[start:end], w[rows])
             scales = (
                 None if of_rows is None else of_rows if of_rows.shape[0] == 1 else of_rows[start:end],
                 None if of_columns is None else of_columns if of_columns.shape[0] == 1 else of_columns[rows],
@@ -245,7 +245,7 @@ def sums_group_by_group(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype
     start = 0
     for group, end in enumerate(a.slots.ends.tolist()):
         if end > start and 0 not in y.shape:
-            left, right = alike(x[:, start:end], w[:, start:end])
+            left, right = to_common_dtype(x[:, start:end], w[:, start:end])
             scales = (None if s is None else s[group].unsqueeze(1) for s in (of_rows, of_columns))
             y[group] = scaled_mm.finished(wide(left, right.t()), dtype, None, *scales)
         start = end
@@ -546,7 +546,7 @@ def kernel_high(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype,
     """Run `high_matmul` by a Triton kernel, for any dtype."""
     from quaver.torch.backends.gpu import emulation
 
-    left, right = alike(x, w.reshape(-1, w.shape[2]))
+    left, right = to_common_dtype(x, w.reshape(-1, w.shape[2]))
     return emulation.multiply(left, right, offsets.ends, w.shape[1], dtype, bias)
 
 
@@ -554,7 +554,7 @@ def kernel_high_sums(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.d
     """Run `high_sums` by a Triton kernel, for any dtype."""
     from quaver.torch.backends.gpu import emulation
 
-    return emulation.add_up(*alike(a.t(), b.t()), offsets.ends, 1, dtype)
+    return emulation.add_up(*to_common_dtype(a.t(), b.t()), offsets.ends, 1, dtype)
 
 
 def high_group_by_group(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -5,8 +5,8 @@ number, and truncate float32 to bf16 (triton-lang/triton#11897). With numpy 2.4 
 fail. bf16 products are computed on the bits as integers. Before 3.9 `tl.fma` rounds twice. Before 3.8 `tl.maximum` and
 `tl.minimum` keep a NaN that a GPU drops unless `PropagateNan.ALL` is passed.
 
-`mend` replaces the conversion by torch's, saturating like `cvt.rn.satfinite`. It multiplies in float32, rounds `tl.fma`
-once, and drops those NaN.
+`install_fixes` replaces the conversion by torch's, saturating like `cvt.rn.satfinite`. It multiplies in float32,
+rounds `tl.fma` once, and drops those NaN.
 """
 
 import warnings
@@ -34,12 +34,12 @@ _INTEGERS = {
     4: (torch.int32, np.int32),
     8: (torch.int64, np.int64),
 }
-_mended: list[Any] = []
+_originals: list[Any] = []
 
 
-def mend() -> None:
+def install_fixes() -> None:
     """Install the fixes once per process; they affect interpreted kernels only."""
-    if _mended:
+    if _originals:
         return
     original = interpreter._convert_float
     patch_tensor = interpreter._patch_lang_tensor
@@ -85,7 +85,7 @@ def mend() -> None:
         setattr(builder, name, lambda self, x, y, dropping=dropping: self.binary_op(x, y, dropping))
     interpreter._convert_float = convert
     interpreter._patch_lang_tensor = patched
-    _mended.extend((original, patch_tensor, product, twice, *master_format))
+    _originals.extend((original, patch_tensor, product, twice, *master_format))
 
 
 def run(
@@ -95,7 +95,7 @@ def run(
 
     Floating-point warnings are silenced, because overflow is the kernel's business.
     """
-    mend()
+    install_fixes()
 
     def launch(*tensors: Any) -> None:
         read = [t if t is None or t.dtype is dtype else t.view(dtype) for t, dtype in zip(tensors, dtypes, strict=True)]

@@ -46,7 +46,7 @@ TYPES = {
 #: dtypes that Triton supports from Ada on; on older GPUs kernels take the codes as bytes.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Largest number of plans of a kind; a full cache is cleared, so that ever new shapes do not fill memory.
-MOST_KEPT = 4096
+MAX_CACHED = 4096
 
 Run = Callable[..., None]
 
@@ -115,8 +115,8 @@ def recording(arch: int) -> Iterator[list[KernelLaunch]]:
 
 
 def _forget() -> None:
-    for kept in device.tables:
-        kept.clear()
+    for table in device.tables:
+        table.clear()
 
 
 def interpreted(fn: Any) -> bool:
@@ -222,11 +222,11 @@ def _compiled(launch: KernelLaunch, tensors: Sequence[Tensor | None], numbers: S
     tail = (*numbers, *order)
     x, y, z = launch.grid
 
-    def run(*given: Tensor | None) -> None:
+    def run(*tensors_in: Tensor | None) -> None:
         # Addresses, because for a tensor the launcher would ask Python for the address and the driver for its device.
         # The arguments between function and addresses are hooks of profilers that wrap launches. Profilers of the
         # driver work without them.
-        addresses = [None if t is None else t.data_ptr() for t in given]
+        addresses = [None if t is None else t.data_ptr() for t in tensors_in]
         if current() == index:
             start(x, y, z, stream_of(index), function, *middle, *addresses, *tail)
         else:
@@ -317,11 +317,11 @@ def _row(device: torch.device, stream: int) -> Tensor:
                 # Other streams do not wait for this one.
                 torch.cuda.current_stream(device).synchronize()
             _rooms[device] = buffer
-        taken = sum(known == device for known, _ in _workspaces)
-        if taken == STREAMS:
+        workspace_count = sum(known == device for known, _ in _workspaces)
+        if workspace_count == STREAMS:
             raise RuntimeError(f"more than {STREAMS} streams quantize on {device}; use fewer CUDA streams")
         # Rows are a cache line apart. Another thread may have taken one for this stream.
-        return _workspaces.setdefault((device, stream), buffer[taken, :4])
+        return _workspaces.setdefault((device, stream), buffer[workspace_count, :4])
 
 
 def aligned(x: Tensor) -> bool:

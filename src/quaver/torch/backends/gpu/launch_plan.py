@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu import launch
-from quaver.torch.backends.gpu.buffers import BufferSpec, pattern, told_of
+from quaver.torch.backends.gpu.buffers import BufferSpec, example_argument, pattern
 from quaver.torch.backends.gpu.device import tables
 
 #: Function to map over tensors in C loops.
@@ -33,7 +33,7 @@ class LaunchSpec(NamedTuple):
 
     def compiled(self, device: torch.device) -> launch.Run:
         """Compile the launch; return a function of its tensors."""
-        kernel_args = [told_of(x, device) if isinstance(x, BufferSpec) else x for x in self.tensors]
+        kernel_args = [example_argument(x, device) if isinstance(x, BufferSpec) else x for x in self.tensors]
         return launch.launcher(self.kernel, self.grid, kernel_args, *self[3:])
 
 
@@ -41,7 +41,7 @@ class LaunchPlan:
     """Launches for tensors of one layout.
 
     Args:
-        given: example tensors, each a distinct object; the first is not None.
+        tensors_in: example tensors, each a distinct object; the first is not None.
         buffers: specs of the outputs; None for an output that no kernel writes.
         launches: in order.
     """
@@ -49,9 +49,9 @@ class LaunchPlan:
     __slots__ = ("buffers", "card", "parts", "patterns", "results", "runs", "zeroed")
 
     def __init__(
-        self, given: Sequence[Tensor | None], buffers: Sequence[BufferSpec | None], launches: Sequence[LaunchSpec]
+        self, tensors_in: Sequence[Tensor | None], buffers: Sequence[BufferSpec | None], launches: Sequence[LaunchSpec]
     ) -> None:
-        device = given[0].device  # type: ignore[union-attr]
+        device = tensors_in[0].device  # type: ignore[union-attr]
         self.card, self.buffers = launch.card(device)[:3], [buffer for buffer in buffers if buffer is not None]
         self.patterns = [pattern(buffer, device) for buffer in self.buffers]
         #: Indices of buffers that must be zero at first.
@@ -60,16 +60,16 @@ class LaunchPlan:
         numbers = iter(range(len(buffers)))
         order = [-1 if buffer is None else next(numbers) for buffer in buffers]
         self.results: Callable[[list[Any]], Sequence[Any]] = itemgetter(*order) if len(order) > 1 else list
-        places = {id(x): i for i, x in enumerate((*given, *self.buffers)) if x is not None}
+        places = {id(x): i for i, x in enumerate((*tensors_in, *self.buffers)) if x is not None}
         #: Compiled launches, and functions that pick the tensors of each.
         self.runs: list[tuple[launch.Run, Callable[..., Any]]] = []
         for one in launches:
-            taken = itemgetter(*(-1 if x is None else places[id(x)] for x in one.tensors))
-            self.runs.append((one.compiled(device), taken))
+            select_arguments = itemgetter(*(-1 if x is None else places[id(x)] for x in one.tensors))
+            self.runs.append((one.compiled(device), select_arguments))
         #: Start functions with their arguments, by stream; None if the kernels are interpreted.
         self.parts: dict[int, list[Any]] | None = {} if all(hasattr(run, "on") for run, _ in self.runs) else None
 
-    def __call__(self, given: Sequence[Tensor | None], addresses: list[int | None]) -> Sequence[Any]:
+    def __call__(self, tensors_in: Sequence[Tensor | None], addresses: list[int | None]) -> Sequence[Any]:
         """Allocate the outputs and run the launches; returns the outputs, None where a spec is None."""
         written: list[Any] = list(map(torch.empty_like, self.patterns))
         for i in self.zeroed:
@@ -77,17 +77,20 @@ class LaunchPlan:
         index, current, stream_of = self.card
         if self.parts is None or current() != index:
             kernel_args = [buffer.kernel_args(x) for x, buffer in zip(written, self.buffers, strict=True)]
-            for run, taken in self.runs:
-                run(*taken((*given, *kernel_args, None)))
+            for run, select_arguments in self.runs:
+                run(*select_arguments((*tensors_in, *kernel_args, None)))
         else:
             addresses += map(address_of, written)
             addresses.append(None)
             stream = stream_of(index)
             parts = self.parts.get(stream)
             if parts is None:
-                parts = self.parts[stream] = [(*run.on(stream), taken) for run, taken in self.runs]  # type: ignore[attr-defined]
-            for start, head, tail, taken in parts:
-                start(*(head + taken(addresses) + tail))
+                parts = self.parts[stream] = [
+                    (*run.on(stream), select)  # type: ignore[attr-defined]
+                    for run, select in self.runs
+                ]
+            for start, head, tail, select_arguments in parts:
+                start(*(head + select_arguments(addresses) + tail))
         written.append(None)
         return self.results(written)
 
@@ -101,42 +104,44 @@ class LaunchPlanCache:
 
     def __init__(self, decide: Callable[..., LaunchPlan]) -> None:
         self.decide = decide
-        self.kept: dict[Any, LaunchPlan] = {}
-        tables.append(self.kept)
+        self.plans: dict[Any, LaunchPlan] = {}
+        tables.append(self.plans)
 
-    def __call__(self, given: Sequence[Tensor | None], *decided: Hashable, own: Sequence[Tensor | None] = ()) -> Any:
+    def __call__(
+        self, tensors_in: Sequence[Tensor | None], *options: Hashable, own: Sequence[Tensor | None] = ()
+    ) -> Any:
         """Run the plan for these tensors and return its outputs.
 
         Args:
-            given: tensors to read, with any strides; the first is not None.
-            decided: other values that the plan depends on.
+            tensors_in: tensors to read, with any strides; the first is not None.
+            options: other values that the plan depends on.
             own: further tensors to read or write: new ones, whose shapes and strides follow from the others.
         """
-        facts: list[Any] = [decided, given[0].device]  # type: ignore[union-attr]
+        key_parts: list[Any] = [options, tensors_in[0].device]  # type: ignore[union-attr]
         addresses: list[int | None] = []
-        for x in given:
+        for x in tensors_in:
             if x is None:
-                facts.append(None)
+                key_parts.append(None)
                 addresses.append(None)
                 continue
             address = x.data_ptr()
-            facts += x.shape, x.is_contiguous() or x.stride(), x.get_device(), x.dtype, address & 15
+            key_parts += x.shape, x.is_contiguous() or x.stride(), x.get_device(), x.dtype, address & 15
             addresses.append(address)
         for x in own:
             if x is None:
-                facts.append(None)
+                key_parts.append(None)
                 addresses.append(None)
                 continue
             address = x.data_ptr()
-            facts += x.dtype, address & 15
+            key_parts += x.dtype, address & 15
             addresses.append(address)
-        key, tensors = tuple(facts), (*given, *own)
-        known = self.kept.get(key) or self._keep(key, tensors, decided)
+        key, tensors = tuple(key_parts), (*tensors_in, *own)
+        known = self.plans.get(key) or self._make_plan(key, tensors, options)
         return known(tensors, addresses)
 
-    def _keep(self, key: Any, tensors: Sequence[Tensor | None], decided: tuple[Hashable, ...]) -> LaunchPlan:
-        if len(self.kept) >= launch.MOST_KEPT:
-            self.kept.clear()
+    def _make_plan(self, key: Any, tensors: Sequence[Tensor | None], options: tuple[Hashable, ...]) -> LaunchPlan:
+        if len(self.plans) >= launch.MAX_CACHED:
+            self.plans.clear()
         like = [None if x is None else x.detach() for x in tensors]
-        known = self.kept[key] = self.decide(like, *decided)
+        known = self.plans[key] = self.decide(like, *options)
         return known

@@ -80,7 +80,7 @@ def normalized(
     assert kind, f"no kernel normalizes and quantizes by {spec}"
     flat = _rows(x)
     gamma, beta = None if gamma is None else gamma.contiguous(), None if beta is None else beta.contiguous()
-    own = gamma, beta, factor, workspace(x.device) if kind in MEETING else None
+    own = gamma, beta, factor, workspace(x.device) if kind in SYNCHRONIZING else None
     wanted = want_output or kind == "amax"
     y, mean, inverse, q, scale, top = _forwards((flat,), normalization, eps, kind, spec, wanted, own=own)
     if flat is not x:
@@ -96,7 +96,7 @@ def normalized(
 
 
 #: Modes whose programs synchronize to find the amax of the tensor.
-MEETING = ("amax", "tensor")
+SYNCHRONIZING = ("amax", "tensor")
 
 
 def buffers_for(
@@ -117,15 +117,15 @@ def buffers_for(
 
 
 def _forward_pass(
-    given: Sequence[Any], normalization: str, eps: float, kind: str, spec: QuantSpec | None, want_output: bool
+    tensors_in: Sequence[Any], normalization: str, eps: float, kind: str, spec: QuantSpec | None, want_output: bool
 ) -> LaunchPlan:
-    x, gamma, beta, *others = given
+    x, gamma, beta, *others = tensors_in
     factor, work = others or (None, None)
     rows, columns, stride = extent(x)
     centred, float32 = CENTRED[normalization], torch.float32
     mean = whole((*x.shape[:-1], 1) if centred else (0,), float32)
     inverse, y = whole((*x.shape[:-1], 1), float32), whole(x.shape, x.dtype) if want_output else None
-    top = whole((1, 1), float32) if kind in MEETING else None
+    top = whole((1, 1), float32) if kind in SYNCHRONIZING else None
     q, scale = buffers_for(kind, spec, rows, columns)
     tensors = (x, gamma, beta, y, q, mean, inverse, scale, top, factor, work)
     q_stride = columns if q is None else q.shape[1]
@@ -133,20 +133,25 @@ def _forward_pass(
     form = _NO_FORMAT if spec is None else format_constants(spec, x.device)
     constants: dict[str, Any] = {"CENTRED": centred, "MODE": kind, "VECTOR": vector(x)}
     constants["CODES"] = None if spec is None else DTYPES[spec.format.name]
-    share = 1.0 / columns
+    reciprocal = 1.0 / columns
     if columns > WIDEST:
         constants |= {"POWER_OF_TWO": form["POWER_OF_TWO"], "INTEGERS": form["INTEGERS"]}
         constants |= {"BN": WIDE_BLOCK, "STEPS": -(-columns // WIDE_BLOCK)}
         constants["EVEN"] = q_stride == columns and columns % WIDE_BLOCK == 0
-        wide = (rows, columns, stride, q_stride, programs, float(eps), share)
+        wide = (rows, columns, stride, q_stride, programs, float(eps), reciprocal)
         launch = LaunchSpec(wide_norm, (programs,), tensors, wide, constants, 16)
     else:
         bn, warps = row_block(columns)
-        constants |= {"BN": bn, "EVEN": bn == columns, "HELD": bn <= 8192, "BLOCK": 32 if kind == "e8m0" else 128}
+        constants |= {
+            "BN": bn,
+            "EVEN": bn == columns,
+            "IN_REGISTERS": bn <= 8192,
+            "BLOCK": 32 if kind == "e8m0" else 128,
+        }
         scale_stride = -(-columns // 128) * 4 if kind == "e8m0" else rows
-        numbers = (rows, columns, stride, q_stride, scale_stride, programs, float(eps), share)
+        numbers = (rows, columns, stride, q_stride, scale_stride, programs, float(eps), reciprocal)
         launch = LaunchSpec(norm, (programs,), tensors, numbers, {**constants, **form}, warps)
-    return LaunchPlan(given, (y, mean, inverse, q, scale, top), [launch])
+    return LaunchPlan(tensors_in, (y, mean, inverse, q, scale, top), [launch])
 
 
 _forwards = LaunchPlanCache(_forward_pass)
@@ -181,8 +186,8 @@ def backward(
     return dx if flat is x else dx.view(x.shape), of_gamma, inverse.new_empty(0) if of_beta is None else of_beta
 
 
-def _backward_pass(given: Sequence[Any], normalization: str, of_beta: torch.dtype | None) -> LaunchPlan:
-    g, x, gamma, mean, inverse = given
+def _backward_pass(tensors_in: Sequence[Any], normalization: str, of_beta: torch.dtype | None) -> LaunchPlan:
+    g, x, gamma, mean, inverse = tensors_in
     rows, columns, stride = extent(x)
     programs = min(rows, BACKWARD_PROGRAMS * multiprocessors(x.device))
     dx, width = whole(x.shape, x.dtype), 0
@@ -206,7 +211,7 @@ def _backward_pass(given: Sequence[Any], normalization: str, of_beta: torch.dtyp
         launches = [LaunchSpec(norm_backward, (programs,), tensors, numbers, constants, warps)]
     if partial is not None and sums is not None:
         launches.append(sum_launch(partial, sums, programs, width, of_shift))
-    return LaunchPlan(given, (dx, partial, sums, of_shift), launches)
+    return LaunchPlan(tensors_in, (dx, partial, sums, of_shift), launches)
 
 
 _backwards = LaunchPlanCache(_backward_pass)
@@ -296,8 +301,8 @@ def turn_parts(x: Sequence[Tensor], heads: int, cos: Tensor, sin: Tensor, interl
     return (whole,) if together else tuple(parts)
 
 
-def _pass(given: Sequence[Any], interleaved: bool, back: bool) -> LaunchPlan:
-    q, k, v, cos, sin, *outs = given
+def _pass(tensors_in: Sequence[Any], interleaved: bool, back: bool) -> LaunchPlan:
+    q, k, v, cos, sin, *outs = tensors_in
     half = cos.shape[-1] // 2
     wide = power_above(half)
     heads, k_heads = q.shape[-2], 0 if k is None else k.shape[-2]
@@ -323,7 +328,7 @@ def _pass(given: Sequence[Any], interleaved: bool, back: bool) -> LaunchPlan:
     numbers = (inner, heads, k_heads, q_blocks, k_blocks, *rows, *strides, *_strides(cos)[:2])
     grid = outer * inner, q_blocks + (k_blocks if v is None else 2 * k_blocks)
     tensors = (q, k, v, *(outs or buffers), cos, sin)
-    return LaunchPlan(given, buffers, [LaunchSpec(kernel, grid, tensors, numbers, constants, WARPS)])
+    return LaunchPlan(tensors_in, buffers, [LaunchSpec(kernel, grid, tensors, numbers, constants, WARPS)])
 
 
 _passes = LaunchPlanCache(_pass)

@@ -42,7 +42,7 @@ TYPES = {
 }
 RULES = {"adamw": rules.ADAMW.value, "adam": rules.ADAM.value, "lion": rules.LION.value}
 RULES |= {"sgd": rules.SGD.value, "nesterov": rules.NESTEROV.value}
-KEEPINGS = {
+MASTER_KINDS = {
     **{"plain": codes.PLAIN.value, "remainder": codes.REMAINDER.value},
     **{"residual8": codes.RESIDUAL.value, "residual16": codes.RESIDUAL.value, "float32": codes.MASTER.value},
 }
@@ -70,7 +70,7 @@ class StepSpecialization:
     rule: str
     clamp: bool
     maximize: bool
-    #: Key of `KEEPINGS`.
+    #: Key of `MASTER_KINDS`.
     master_format: str
     #: dtypes of the weight, of its residual or master (None without), and of the gradient (uint8: E4M3 in blocks of
     #: 128).
@@ -131,7 +131,7 @@ class StepSpecialization:
             "FACTORED": self.factored,
             "GRADIENT_TYPE": TYPES[self.gradient],
             "GRADIENT_CODES": self.gradient is torch.uint8,
-            "MASTER_FORMAT": KEEPINGS[self.master_format],
+            "MASTER_FORMAT": MASTER_KINDS[self.master_format],
             "WEIGHT_TYPE": TYPES[self.weight],
             "BESIDE_TYPE": TYPES[self.beside or self.weight],
             "WEIGHT_NOISE": self.stochastic,
@@ -212,11 +212,11 @@ class ParameterRow:
     @property
     def words(self) -> list[int]:
         """Row of this parameter in the table."""
-        given = (self.tensors.get(name) for name in NAMES)
+        tensors_in = (self.tensors.get(name) for name in NAMES)
         tasks, most = self._tasks
         numbers = (self.shape[1], -(-self.shape[1] // BLOCK), self.blocks, -(-tasks // most), self.first, self.number)
         seed = self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
-        return [*(0 if t is None else t.data_ptr() for t in given), *numbers, *seed]
+        return [*(0 if t is None else t.data_ptr() for t in tensors_in), *numbers, *seed]
 
 
 #: Names of a row's tensors, in the order of the table.
@@ -279,18 +279,18 @@ class OptimizerLaunches:
     def _know(self, rows: Sequence[ParameterRow], device: torch.device) -> None:
         """Copy the table to the device if it has changed."""
         words, forms = [row.words for row in rows], [row.form for row in rows]
-        alike = forms == self._forms and _sizes(words) == _sizes(self._words)
+        same_layout = forms == self._forms and _sizes(words) == _sizes(self._words)
         if capture.capturing(device):
-            self._capture(words, alike)
+            self._capture(words, same_layout)
             return
         if self._pinned is None and device.type == "cuda":
             # Allocated before a capture, which must not allocate pinned memory.
             self._pinned = torch.empty((len(rows), FIELDS), dtype=torch.int64, device="cpu", pin_memory=True)
         if self._made is not None:
             self._made.wait()
-        if alike and words == self._words:
+        if same_layout and words == self._words:
             return
-        if not alike:
+        if not same_layout:
             self._chunks = {
                 form: torch.tensor(chunks, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
                 for form, chunks in _chunks(rows).items()
@@ -302,13 +302,13 @@ class OptimizerLaunches:
         assert self._work is not None
         self._made = CrossStream((self._table, self._work, *self._chunks.values()), device)
 
-    def _capture(self, words: list[list[int]], alike: bool) -> None:
+    def _capture(self, words: list[list[int]], same_layout: bool) -> None:
         """Let the graph copy the table at each replay, from memory that is never freed.
 
         Raises:
             RuntimeError: the step before the capture had other parameters or specializations.
         """
-        if not alike or self._table is None:
+        if not same_layout or self._table is None:
             raise RuntimeError(
                 "the captured optimizer step has other parameters or settings than the step before: first take one "
                 "step exactly as it will be captured, as CapturedStep does"
@@ -351,12 +351,14 @@ def _host(words: list[list[int]]) -> Tensor:
     return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 
-def _pass(given: Sequence[Any], form: StepSpecialization, parameters: int) -> LaunchPlan:
-    chunks = given[0]
+def _pass(tensors_in: Sequence[Any], form: StepSpecialization, parameters: int) -> LaunchPlan:
+    chunks = tensors_in[0]
     constants = form.constants(chunks.device)
     kernel = step_of_blocks if form.high else step
     return LaunchPlan(
-        given, (), [LaunchSpec(kernel, (len(chunks),), given, (parameters,), constants, WARPS, form.registers)]
+        tensors_in,
+        (),
+        [LaunchSpec(kernel, (len(chunks),), tensors_in, (parameters,), constants, WARPS, form.registers)],
     )
 
 

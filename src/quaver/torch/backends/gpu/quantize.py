@@ -60,7 +60,7 @@ class QuantizeKernels(NamedTuple):
     serves: Callable[[QuantSpec | None, QuantSpec | None], bool]
     run: Callable[[QuantizeCall], Pair]
     #: Plans both operands of a matrix, or the first alone, for a planned linear layer; None if unsupported.
-    decided: Callable[[Tensor, QuantSpec, QuantSpec | None, RequestedOperands], QuantizeLaunch | None] | None = None
+    plan_launch: Callable[[Tensor, QuantSpec, QuantSpec | None, RequestedOperands], QuantizeLaunch | None] | None = None
 
 
 def _by_tensor(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
@@ -87,14 +87,16 @@ def _run_by_tensor(call: QuantizeCall) -> Pair:
     # Where GEMMs read either direction, the transpose is a view.
     views = reads_transposes(x.device)
     both = call.spec is not None and call.other is not None
-    as_it_lies = call.spec is not None or views
-    turn = both and not views
-    q = per_tensor(x, spec, call.amax, call.factor, call.is_set, turn, as_it_lies, call.newest, sums=call.sums)
+    untransposed = call.spec is not None or views
+    want_transpose = both and not views
+    q = per_tensor(
+        x, spec, call.amax, call.factor, call.is_set, want_transpose, untransposed, call.newest, sums=call.sums
+    )
     if not both:
         return (q, None) if call.spec is not None else (None, q.T if views else q)
-    transposed, q.twin = q.T, None
+    transposed, q.cached_transpose = q.T, None
     # No references between the two, so that each can be freed alone.
-    transposed.twin = None
+    transposed.cached_transpose = None
     return q, transposed
 
 
@@ -123,11 +125,11 @@ def _run_with_two_levels(call: QuantizeCall) -> Pair:
 
 #: Kernels in order of preference.
 FAMILIES = [
-    QuantizeKernels(_by_tensor, _run_by_tensor, tensorwise.decided),
-    QuantizeKernels(_in_blocks, _running(by_blocks), rowwise.decided_blockwise),
-    QuantizeKernels(_in_rows, _running(by_rows), rowwise.decided),
-    QuantizeKernels(with_exponents, _running(by_exponents), block_scaled.decided),
-    QuantizeKernels(with_two_levels, _run_with_two_levels, block_scaled.decided_in_two_levels),
+    QuantizeKernels(_by_tensor, _run_by_tensor, tensorwise.plan_launch),
+    QuantizeKernels(_in_blocks, _running(by_blocks), rowwise.plan_launch_blockwise),
+    QuantizeKernels(_in_rows, _running(by_rows), rowwise.plan_launch),
+    QuantizeKernels(with_exponents, _running(by_exponents), block_scaled.plan_launch),
+    QuantizeKernels(with_two_levels, _run_with_two_levels, block_scaled.plan_launch_two_level),
 ]
 
 

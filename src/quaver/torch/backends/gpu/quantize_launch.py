@@ -33,7 +33,7 @@ TOGETHER = 1 << 23
 #: transpose, extra). If cached as the right side of a GEMM, the transposed codes are [rows, columns] stored as
 #: [columns, rows]; they are None if no GEMM reads them. `extra` is the sum over rows (float32, per block of rows unless
 #: further launches add the blocks), or the amax, or None.
-Decided = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+RowColOperands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def zeros(n: int) -> BufferSpec:
@@ -145,25 +145,26 @@ class QuantizeLaunch(NamedTuple):
     #: scaling knows the factor, and whether it records the amax (both None without delayed scaling). For stochastic
     #: rounding the arguments are those of `RngInputs` instead.
     launches: Callable[[Any, Any], Sequence[LaunchSpec]]
-    #: Indices of the buffers, from 1 on, that become `Decided`; buffers that are not written are replaced by others.
+    #: Indices of the buffers, from 1 on, that become `RowColOperands`; buffers that are not written are replaced by
+    #: others.
     results: tuple[int, ...] = (1, 2, 3, 4, 5)
     #: True if the transpose is a view of the codes instead of the third buffer.
     transposed: bool = False
     #: Placeholders of the arguments that a call passes besides the matrix.
-    given: tuple[BufferSpec, BufferSpec | None] = (FACTOR, NEWEST)
+    inputs: tuple[BufferSpec, BufferSpec | None] = (FACTOR, NEWEST)
 
 
-def share(a: QuantizeLaunch, b: QuantizeLaunch) -> bool:
+def can_share_launches(a: QuantizeLaunch, b: QuantizeLaunch) -> bool:
     """Return True if all launches of two matrices can be merged."""
-    return shared_launches([way.launches(None, None) for way in (a, b)]) is not None
+    return shared_launches([quantize_launch.launches(None, None) for quantize_launch in (a, b)]) is not None
 
 
-def shared_launches(by_way: Sequence[Sequence[LaunchSpec]]) -> list[LaunchSpec] | None:
+def shared_launches(by_launch: Sequence[Sequence[LaunchSpec]]) -> list[LaunchSpec] | None:
     """Merge the launches of two matrices pairwise; None if any pair cannot be merged."""
-    if len(by_way[0]) != len(by_way[1]):
+    if len(by_launch[0]) != len(by_launch[1]):
         return None
     shared = []
-    for a, b in zip(*by_way, strict=True):
+    for a, b in zip(*by_launch, strict=True):
         one = of_two(a, b)
         if one is None:
             return None
@@ -181,26 +182,26 @@ class RowColQuantizer:
 
     Args:
         device: device of the matrices.
-        ways: one `QuantizeLaunch` per matrix; two must satisfy `share`.
+        matrix_launches: one `QuantizeLaunch` per matrix; two must satisfy `can_share_launches`.
     """
 
     __slots__ = (
-        "again",
         "buffers",
         "card",
         "device",
         "fresh",
+        "matrix_launches",
         "packed4",
         "parts",
         "places",
+        "reallocated",
         "results",
         "second",
         "transposed",
-        "ways",
     )
 
-    def __init__(self, device: torch.device, *ways: QuantizeLaunch) -> None:
-        self.device, self.ways = device, ways
+    def __init__(self, device: torch.device, *matrix_launches: QuantizeLaunch) -> None:
+        self.device, self.matrix_launches = device, matrix_launches
         self.card = launch.card(device)[:3]
         #: Per matrix: the matrix, its buffers, factor, newest amax, and None.
         self.buffers: list[BufferSpec | None] = []
@@ -208,14 +209,18 @@ class RowColQuantizer:
         #: Offsets of the matrices whose transposes are views of their codes, and of those that allocate new codes per
         #: call.
         self.transposed: list[int] = []
-        self.again: list[int] = []
-        for way in ways:
+        self.reallocated: list[int] = []
+        for quantize_launch in matrix_launches:
             #: Offset of the last matrix.
             self.second = len(self.buffers)
-            self.transposed += [self.second] if way.transposed else []
-            self.again += [self.second] if way.transposed and way.buffers[0] and way.buffers[0].fresh else []
-            results += [self.second + i for i in way.results]
-            self.buffers += [None, *way.buffers, None, None, None]
+            self.transposed += [self.second] if quantize_launch.transposed else []
+            self.reallocated += (
+                [self.second]
+                if quantize_launch.transposed and quantize_launch.buffers[0] and quantize_launch.buffers[0].fresh
+                else []
+            )
+            results += [self.second + i for i in quantize_launch.results]
+            self.buffers += [None, *quantize_launch.buffers, None, None, None]
         self.results: Callable[[list[Any]], Any] = itemgetter(*results)
         #: Buffers that each call allocates, and patterns for them.
         self.fresh = [(i, pattern(buffer, device)) for i, buffer in enumerate(self.buffers) if buffer and buffer.fresh]
@@ -226,10 +231,10 @@ class RowColQuantizer:
         #: Tensors and addresses of the reused buffers by (thread, stream).
         self.places: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
-    def __call__(self, x: Tensor, given: DelayedInputs | RngInputs | None = None, *second: Any) -> Any:
+    def __call__(self, x: Tensor, inputs: DelayedInputs | RngInputs | None = None, *second: Any) -> Any:
         """Quantize a matrix like that of the first way; `second` is (matrix, arguments or None) of the second way.
 
-        Returns the `Decided` of the first matrix, followed by that of the second.
+        Returns the `RowColOperands` of the first matrix, followed by that of the second.
         """
         index, current, stream_of = self.card
         stream = stream_of(index)
@@ -240,19 +245,19 @@ class RowColQuantizer:
             for i, like in self.fresh:
                 tensor = tensors[i] = empty(self.buffers[i], self.device) if fills else torch.empty_like(like)  # type: ignore[arg-type]
                 addresses[i] = tensor.data_ptr()
-            if self.again:
-                self._turn(tensors, self.again)
+            if self.reallocated:
+                self._set_transposes(tensors, self.reallocated)
         addresses[0] = x.data_ptr()
         key: Any = None
-        if given is not None:
-            key = given.known_and_recorded_amax
-            addresses[self.second - 3], addresses[self.second - 2] = given.factor_at, given.newest_at
+        if inputs is not None:
+            key = inputs.known_and_recorded_amax
+            addresses[self.second - 3], addresses[self.second - 2] = inputs.factor_at, inputs.newest_at
         if second:
             key = key, self._address_second(addresses, *second)
         parts = self.parts.get((key, stream)) or self._decide(key, stream)
         try:
             if parts[0][0] is None or current() != index:
-                self._run(tensors, parts, (x, given, *second))
+                self._run(tensors, parts, (x, inputs, *second))
             else:
                 for start, head, take, tail, _ in parts:
                     start(*(head + take(addresses) + tail))
@@ -264,35 +269,37 @@ class RowColQuantizer:
             raise
         return self.results(tensors)
 
-    def _address_second(self, addresses: list[Any], x: Tensor, given: DelayedInputs | None) -> Any:
+    def _address_second(self, addresses: list[Any], x: Tensor, inputs: DelayedInputs | None) -> Any:
         addresses[self.second] = x.data_ptr()
-        if given is None:
+        if inputs is None:
             return None
-        addresses[-3], addresses[-2] = given.factor_at, given.newest_at
-        return given.known_and_recorded_amax
+        addresses[-3], addresses[-2] = inputs.factor_at, inputs.newest_at
+        return inputs.known_and_recorded_amax
 
-    def _turn(self, tensors: list[Any], ways: list[int]) -> None:
-        for at in ways:
+    def _set_transposes(self, tensors: list[Any], matrix_launches: list[int]) -> None:
+        for at in matrix_launches:
             codes = tensors[at + 1]
             tensors[at + 3] = None if codes is None else codes.t()
 
     def _decide(self, key: Any, stream: int) -> "list[Part]":
-        by_way, takes, at = [], [], 0
-        for way, one in zip(self.ways, (key,) if len(self.ways) == 1 else key, strict=True):
+        by_launch, takes, at = [], [], 0
+        for quantize_launch, one in zip(
+            self.matrix_launches, (key,) if len(self.matrix_launches) == 1 else key, strict=True
+        ):
             # Absent arguments map to the last entry, which is None.
-            whose = (way.x, *way.buffers, *way.given, None)
+            whose = (quantize_launch.x, *quantize_launch.buffers, *quantize_launch.inputs, None)
             places = {id(x): at + i for i, x in enumerate(whose)}
-            launches = way.launches(*(one or (None, None)))
-            by_way.append(launches)
+            launches = quantize_launch.launches(*(one or (None, None)))
+            by_launch.append(launches)
             takes.append([[places[id(x)] for x in launch.tensors] for launch in launches])
             at += len(whose)
-        shared = shared_launches(by_way) if len(by_way) == 2 else None
+        shared = shared_launches(by_launch) if len(by_launch) == 2 else None
         if shared is None:
-            pairs = zip(chain(*by_way), chain(*takes), strict=True)
+            pairs = zip(chain(*by_launch), chain(*takes), strict=True)
         else:
             pairs = zip(shared, ([*a, *b] for a, b in zip(*takes, strict=True)), strict=True)
         parts = [_part(one.compiled(self.device), taken, stream) for one, taken in pairs]
-        if len(self.parts) >= launch.MOST_KEPT:
+        if len(self.parts) >= launch.MAX_CACHED:
             # Each layer with stochastic rounding has entries of its own.
             self.parts.clear()
         self.parts[key, stream] = parts
@@ -303,12 +310,12 @@ class RowColQuantizer:
         kernel_args = [
             None if buffer is None else buffer.kernel_args(t) for buffer, t in zip(self.buffers, tensors, strict=True)
         ]
-        ends = (self.second, len(kernel_args)) if len(self.ways) == 2 else (len(kernel_args),)
-        for number, (way, end) in enumerate(zip(self.ways, ends, strict=True)):
-            x, given = taken[2 * number : 2 * number + 2]
-            kernel_args[number * self.second] = x.detach().view(way.x.shape)
-            if given is not None:
-                kernel_args[end - 3], kernel_args[end - 2] = given.factors[given.column], given.newest
+        ends = (self.second, len(kernel_args)) if len(self.matrix_launches) == 2 else (len(kernel_args),)
+        for number, (quantize_launch, end) in enumerate(zip(self.matrix_launches, ends, strict=True)):
+            x, inputs = taken[2 * number : 2 * number + 2]
+            kernel_args[number * self.second] = x.detach().view(quantize_launch.x.shape)
+            if inputs is not None:
+                kernel_args[end - 3], kernel_args[end - 2] = inputs.factors[inputs.column], inputs.newest
         for part in parts:
             part[-1](*part[2](kernel_args))
 
@@ -319,12 +326,12 @@ class RowColQuantizer:
         if shared not in _places:
             with torch.inference_mode(False):
                 tensors = [None if buffer is None else empty(buffer, self.device) for buffer in buffers]
-                self._turn(tensors, self.transposed)
+                self._set_transposes(tensors, self.transposed)
             place = tensors, [None if t is None else t.data_ptr() for t in tensors]
             if capture.capturing(self.device):
                 # Memory of this graph, filled at each replay and useless to other work.
                 return place
-            if len(_places) >= launch.MOST_KEPT:
+            if len(_places) >= launch.MAX_CACHED:
                 _places.clear()
             _places[shared] = place
         place = self.places[thread_and_stream] = _places[shared]

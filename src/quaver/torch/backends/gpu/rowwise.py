@@ -35,7 +35,7 @@ from quaver.torch.numerics.quantized import Quantized
 #: Longest row that a program keeps in registers.
 LONGEST = 16384
 #: Elements of a program's block, without and with amaxes of columns.
-HELD, HELD_BOTH = 8192, 16384
+REGISTER_ELEMENTS, REGISTER_ELEMENTS_BOTH = 8192, 16384
 #: Rows and columns of a program's block, and its warps.
 LONG_BLOCK = 1, 4096, 8
 AMAX_BLOCK = 32, 256, 4
@@ -52,38 +52,40 @@ def by_rows(
         amax: float32 in the shape of the scales of the single requested operand, or of one element.
     """
     rows, k = x.shape
-    given = None if amax is None else amax.expand(k if spec is None else rows, 1).contiguous()
-    q, scale, qt, transposed_scale, *_ = _passes((x, given), spec, other)
+    known_amax = None if amax is None else amax.expand(k if spec is None else rows, 1).contiguous()
+    q, scale, qt, transposed_scale, *_ = _passes((x, known_amax), spec, other)
     straight = None if spec is None else Quantized(of(q, k), scale, spec, (rows, k))
     return straight, None if other is None else Quantized(of(qt, rows), transposed_scale, other, (k, rows))
 
 
-def _pass(given: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
-    way = _way(given[0], spec, other, RequestedOperands(), given[1])
-    return LaunchPlan(given, way.buffers, way.launches(None, None))
+def _pass(operands: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
+    quantize_launch = _row_launches(operands[0], spec, other, RequestedOperands(), operands[1])
+    return LaunchPlan(operands, quantize_launch.buffers, quantize_launch.launches(None, None))
 
 
 _passes = LaunchPlanCache(_pass)
 
 
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands) -> QuantizeLaunch | None:
+def plan_launch(
+    x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands
+) -> QuantizeLaunch | None:
     """Plan `by_rows` for contiguous matrices like x with sides that are multiples of 16; `other` may be None.
 
     Returns None if the rows are too long.
     """
-    return None if x.shape[1] > LONGEST else _way(without_memory(x), spec, other, wanted)
+    return None if x.shape[1] > LONGEST else _row_launches(without_memory(x), spec, other, wanted)
 
 
-def _way(
+def _row_launches(
     x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands, amax: Tensor | None = None
 ) -> QuantizeLaunch:
-    (rows, k), large, kept = x.shape, x.numel() > SMALL, wanted.transpose
+    (rows, k), large, want_transpose = x.shape, x.numel() > SMALL, wanted.transpose
     q = scale = qt = transposed_scale = amax_values = None
     launches = []
     if other is not None:
-        qt = codes_in_words(k, rows, other, kept, large or kept)
+        qt = codes_in_words(k, rows, other, want_transpose, large or want_transpose)
         transposed_scale, amax_values = (
-            row_major((k, 1), torch.float32, kept, large or kept),
+            row_major((k, 1), torch.float32, want_transpose, large or want_transpose),
             zeros(buffer_for_amax_values(k)),
         )
     if spec is not None:
@@ -99,23 +101,25 @@ def _way(
 
 def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     """Return the launch that quantizes rows; tensors are x, codes, scales, amaxes of columns, and given amaxes."""
-    x, q, scale, amax_values, given = tensors
+    x, q, scale, amax_values, known_amax = tensors
     rows, k = x.shape
     if k > LONGEST:
-        return _long_rows((x, q, scale, given), spec)
+        return _long_rows((x, q, scale, known_amax), spec)
     bn = max(triton.next_power_of_2(padded(k)), 16)
-    bm, steps = _heights(x, bn, HELD if amax_values is None else HELD_BOTH, amax_values is not None)
+    bm, steps = _heights(
+        x, bn, REGISTER_ELEMENTS if amax_values is None else REGISTER_ELEMENTS_BOTH, amax_values is not None
+    )
     even = rows % (bm * steps) == 0 and k == bn
     if not even:
         # Masks and column amaxes together need too many registers for two programs per multiprocessor.
-        bm, steps = _heights(x, bn, HELD, amax_values is not None)
+        bm, steps = _heights(x, bn, REGISTER_ELEMENTS, amax_values is not None)
     constants = {
         "BM": bm,
         "BN": bn,
         "STEPS": steps,
         "EVEN": even,
         "AMAX_VALUES": amax_values is not None,
-        "GIVEN": given is not None,
+        "KNOWN_AMAX": known_amax is not None,
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
@@ -125,26 +129,26 @@ def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     return LaunchSpec(kernels.rowwise, (-(-rows // (bm * steps)),), tensors, numbers, constants, warps)
 
 
-def _heights(x: Tensor, bn: int, held: int, amax_values: bool) -> tuple[int, int]:
+def _heights(x: Tensor, bn: int, elements: int, amax_values: bool) -> tuple[int, int]:
     """Return rows of a program's block, and how many blocks a program processes in turn.
 
     Fewer programs send fewer column maxima, but every multiprocessor must have some.
     """
-    bm = max(held // bn, 1)
+    bm = max(elements // bn, 1)
     if not amax_values:
         return bm, 1
     return bm, triton.next_power_of_2(max(x.shape[0] // (bm * 4 * multiprocessors(x.device)), 1))
 
 
 def _long_rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
-    x, _, _, given = tensors
+    x, _, _, known_amax = tensors
     rows, k = x.shape
     bm, bn, warps = LONG_BLOCK
     constants = {
         "BM": bm,
         "BN": bn,
         "EVEN": rows % bm == 0 and k % bn == 0,
-        "GIVEN": given is not None,
+        "KNOWN_AMAX": known_amax is not None,
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
@@ -168,7 +172,7 @@ def _columns(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     """Return the launch that writes the transpose; tensors are x, codes as int32, scales, column amaxes, and given
     amaxes.
     """
-    x, _, _, _, given = tensors
+    x, _, _, _, known_amax = tensors
     rows, k = x.shape
     bm, bn, warps = COLUMN_BLOCK
     down, across = -(-padded(rows) // bm), -(-k // bn)
@@ -177,7 +181,7 @@ def _columns(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
         "BM": bm,
         "BN": bn,
         "EVEN": rows % bm == 0 and k % bn == 0,
-        "GIVEN": given is not None,
+        "KNOWN_AMAX": known_amax is not None,
         "TALL": tall,
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
@@ -218,39 +222,41 @@ def by_blocks(
     assert known is not None
     square = known.block[0] == BLOCK
     scales = _shape(*((k, rows) if spec is None else (rows, k)), square)
-    given = None if amax is None else _as_scales(amax, scales, square)
-    q, scale, qt, transposed_scale, _ = _passes_blockwise((x, given), spec, other)
+    known_amax = None if amax is None else _as_scales(amax, scales, square)
+    q, scale, qt, transposed_scale, _ = _passes_blockwise((x, known_amax), spec, other)
     return _operand_of(q, scale, spec, rows, k), _operand_of(qt, transposed_scale, other, k, rows)
 
 
-def _pass_blockwise(given: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
-    way = _way_blockwise(given[0], spec, other, RequestedOperands(), given[1])
-    return LaunchPlan(given, way.buffers, way.launches(None, None))
+def _pass_blockwise(operands: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
+    quantize_launch = _blockwise_launches(operands[0], spec, other, RequestedOperands(), operands[1])
+    return LaunchPlan(operands, quantize_launch.buffers, quantize_launch.launches(None, None))
 
 
 _passes_blockwise = LaunchPlanCache(_pass_blockwise)
 
 
-def decided_blockwise(
+def plan_launch_blockwise(
     x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands
 ) -> QuantizeLaunch | None:
     """Plan `by_blocks` for contiguous matrices like x with sides that are multiples of 16; needs both operands, 1 ×
     128.
     """
-    return None if other is None or spec.block[0] == BLOCK else _way_blockwise(without_memory(x), spec, other, wanted)
+    return (
+        None if other is None or spec.block[0] == BLOCK else _blockwise_launches(without_memory(x), spec, other, wanted)
+    )
 
 
-def _way_blockwise(
+def _blockwise_launches(
     x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands, amax: Tensor | None = None
 ) -> QuantizeLaunch:
-    (rows, k), large, kept = x.shape, x.numel() > SMALL, wanted.transpose
+    (rows, k), large, want_transpose = x.shape, x.numel() > SMALL, wanted.transpose
     q = scale = qt = transposed_scale = None
     if spec is not None:
         fresh = large or wanted.codes
         q, scale = buffer_for_codes(rows, k, spec, fresh), _buffer(rows, k, spec, fresh)
     if other is not None:
-        qt = codes_in_words(k, rows, other, kept, large or kept)
-        transposed_scale = _buffer(k, rows, other, large or kept)
+        qt = codes_in_words(k, rows, other, want_transpose, large or want_transpose)
+        transposed_scale = _buffer(k, rows, other, large or want_transpose)
     one = spec or other
     assert one is not None
     launches = [_launch((x, q, qt, scale, transposed_scale, amax), one)]
@@ -287,7 +293,7 @@ def _as_scales(amax: Tensor, shape: tuple[int, int], square: bool) -> Tensor:
 
 def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     """Return the launch for x, codes, transposed codes as int32, both scales, given amaxes; absent ones are None."""
-    x, q, qt, _, _, given = tensors
+    x, q, qt, _, _, known_amax = tensors
     rows, k = x.shape
     programs, tall = grid(-(-rows // BLOCK), -(-k // BLOCK))
     constants = {
@@ -296,7 +302,7 @@ def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
         "EVEN": rows % BLOCK == 0 and k % BLOCK == 0,
         "ROWS": q is not None,
         "COLUMNS": qt is not None,
-        "GIVEN": given is not None,
+        "KNOWN_AMAX": known_amax is not None,
         "TALL": tall,
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),

@@ -32,10 +32,10 @@ LINE = 16
 def matrix(q: Quantized) -> Tensor:
     """Return the codes [rows, k] row-major, with rows zero-padded to a multiple of 16 bytes.
 
-    An operand stored transposed is transposed in place first (see `settle`).
+    An operand stored transposed is transposed in place first (see `transpose_in_place`).
     """
     if q.transposed:
-        settle(q)
+        transpose_in_place(q)
     codes = q.data
     rows, width = codes.shape
     length, whole = codes.stride(0), -(-width // LINE) * LINE
@@ -53,7 +53,7 @@ def any_matrix(q: Quantized) -> Tensor:
     return codes.t() if fits and codes.stride(1) == 1 and codes.shape[1] % LINE == 0 else matrix(q)
 
 
-def settle(q: Quantized) -> None:
+def transpose_in_place(q: Quantized) -> None:
     """Convert an operand that is stored transposed to row-major storage, in place."""
     scale = q.plain_scale().t() if isinstance(q.scale, Tensor) else q.scale
     q.data = pack(q.codes()) if q.spec.format.packed else transpose(q.data)
@@ -266,7 +266,7 @@ def _values(q: Quantized, dtype: torch.dtype) -> Tensor:
         if not kernel.reason(q, dtype, False):
             return kernel.decode(q, dtype, False)
     if q.spec.block[1] is None:
-        values = (q.data if q.data.is_floating_point() else q.lying_values()).to(dtype)
+        values = (q.data if q.data.is_floating_point() else q.stored_values()).to(dtype)
         return values.t() if q.transposed else values
     if q.spec.two_level:
         scales = q.plain_scale().view(torch.float8_e4m3fn).to(torch.float32)
@@ -355,13 +355,13 @@ class GemmChoice(NamedTuple):
 WHOLE = QuantSpec(E4M3)
 TRANSPOSED = ((QuantSpec(E5M2), False), (QuantSpec(E5M2), True), (WHOLE, True))
 
-_ways: dict[tuple[object, ...], GemmChoice] = {}
+_choices: dict[tuple[object, ...], GemmChoice] = {}
 _transposes: dict[tuple[torch.device, int], bool] = {}
 
 
 def reason(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool = False) -> str:
     """Return why no native GEMM supports these operands, or ""; the caller has checked the device."""
-    return way(a, b, dtype, bias).why
+    return choose_gemm(a, b, dtype, bias).why
 
 
 def scaled_matmul(
@@ -372,23 +372,23 @@ def scaled_matmul(
     Fast accumulation on Ada and Hopper keeps 13 bits of a sum; otherwise sums are float32 in cuBLASLt's order. Not
     measured on a GPU yet.
     """
-    chosen = way(a, b, dtype, bias)
+    chosen = choose_gemm(a, b, dtype, bias)
     if chosen.kind is None:
         return matmul(a, b, dtype, bias)
     return _run(chosen, a, b, dtype, bias, fast_accum)
 
 
-def way(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> GemmChoice:
+def choose_gemm(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None) -> GemmChoice:
     """Return the implementation for calls like this one, chosen at the first of them."""
     (m, k), n = a.shape, b.shape[0]
     shapes = _evenness(m), n & 15 > 0, _evenness(k, 128), m == 0 or n == 0 or k == 0, a.transposed, b.transposed
     device = a.data.device
     key = (id(a.spec), id(b.spec), dtype, None if bias is None else bias.dtype, device, shapes, architecture(device))
-    chosen = _ways.get(key)
+    chosen = _choices.get(key)
     if chosen is None:
         chosen = _decide(a, b, dtype, None if bias is None else bias.dtype)
         if not capture.capturing(device):
-            _ways[key] = chosen
+            _choices[key] = chosen
     return chosen
 
 
@@ -423,10 +423,10 @@ def _reads(device: torch.device, left: QuantSpec, transposed: bool) -> bool:
     codes = torch.empty((128, 128), dtype=torch.uint8, device=device)
     scale = torch.ones((1, 1), dtype=torch.float32, device=device)
     a, b = (
-        Quantized(codes.view(FLOAT8[spec.format.name]), scale, spec, (128, 128), lies)
-        for spec, lies in ((left, transposed), (WHOLE, True))
+        Quantized(codes.view(FLOAT8[spec.format.name]), scale, spec, (128, 128), stored)
+        for spec, stored in ((left, transposed), (WHOLE, True))
     )
-    kind = way(a, b, torch.bfloat16, None).kind
+    kind = choose_gemm(a, b, torch.bfloat16, None).kind
     return kind is not None and kind.loose
 
 
@@ -467,7 +467,7 @@ def why_not_native(a: QuantSpec, b: QuantSpec, device: torch.device, dtype: torc
     scale = torch.ones((1, 1), dtype=torch.float32, device=device)
     codes = torch.empty((128, 128), dtype=torch.uint8, device=device)
     left, right = (Quantized(codes, scale, spec, (128, 128)) for spec in (a, b))
-    return way(left, right, dtype, None).why
+    return choose_gemm(left, right, dtype, None).why
 
 
 def _roles(a: QuantSpec, b: QuantSpec, device: torch.device) -> tuple[str, ...]:
@@ -487,7 +487,7 @@ def _decide(a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | 
         why = f"the output has {b.shape[0]} columns; cuBLASLt takes multiples of 16"
     arch, refusal = architecture(device), ""
     for kind in () if why else KINDS[_roles(a.spec, b.spec, device)]:
-        if not kind.first <= arch <= kind.last or _leaves_the_stream(kind, arch):
+        if not kind.first <= arch <= kind.last or _uses_default_stream(kind, arch):
             continue
         for adds in _additions(kind, dtype, bias):
             out = dtype if (bias is None or adds) and not kind.bare else torch.float32
@@ -499,7 +499,7 @@ def _decide(a: Quantized, b: Quantized, dtype: torch.dtype, bias: torch.dtype | 
     return GemmChoice(None, why or refusal, dtype, False, specs)
 
 
-def _leaves_the_stream(kind: ScaledGemmKind, arch: int) -> bool:
+def _uses_default_stream(kind: ScaledGemmKind, arch: int) -> bool:
     """Return True if the GEMM would run on the default stream instead of the current one: pytorch/pytorch#177651, fixed
     in     2.12.
     """
@@ -520,10 +520,10 @@ def _run(
 ) -> Tensor:
     kind = chosen.kind
     assert kind is not None
-    lay = any_matrix if kind.loose else matrix
+    to_layout = any_matrix if kind.loose else matrix
     y = scaled_mm(
-        lay(a),
-        lay(b).t(),
+        to_layout(a),
+        to_layout(b).t(),
         scales(a, kind.a, False),
         SCALING[kind.a],
         scales(b, kind.b, True),

@@ -53,9 +53,9 @@ def reason(
     return "there are too many tokens for its kernels" if x.shape[0] * x.shape[1] >= 2**31 else ""
 
 
-def reason_backward(g: Tensor, *given: Any) -> str:
+def reason_backward(g: Tensor, *tensors_in: Any) -> str:
     """Return why no kernel computes the backward, or ""; the caller has checked the device."""
-    return reason(*given)
+    return reason(*tensors_in)
 
 
 def forward(
@@ -122,12 +122,12 @@ class _ConvolutionPlan:
     """Arguments that the launches of a convolution share.
 
     Args:
-        given: x [tokens, channels], weight, bias, initial state and the table of chunks.
+        tensors_in: x [tokens, channels], weight, bias, initial state and the table of chunks.
         chunks: first five fields of `quaver.torch.backends.gpu.ssm_chunks.ChunkTable`, and whether all chunks are full.
     """
 
-    def __init__(self, given: Sequence[Any], activation: str, *chunks: int) -> None:
-        self.x, self.weight, self.bias, self.initial, self.table = given
+    def __init__(self, tensors_in: Sequence[Any], activation: str, *chunks: int) -> None:
+        self.x, self.weight, self.bias, self.initial, self.table = tensors_in
         size, self.count, self.sequences, *self.extent, even = chunks
         self.channels, self.taps = self.weight.shape
         columns = TILE[1]
@@ -141,19 +141,19 @@ class _ConvolutionPlan:
         return LaunchSpec(kernel, self.grid, (*tensors, self.table), numbers, self.constants | constants, TILE[2])
 
 
-def _forward_pass(given: Sequence[Any], activation: str, *chunks: int) -> LaunchPlan:
-    plan = _ConvolutionPlan(given, activation, *chunks)
+def _forward_pass(tensors_in: Sequence[Any], activation: str, *chunks: int) -> LaunchPlan:
+    plan = _ConvolutionPlan(tensors_in, activation, *chunks)
     y = whole(tuple(plan.x.shape), plan.x.dtype)
     strides = (plan.x.stride(0),)
     launch = plan.launch(causal_conv1d, (*plan.read, y), strides, F=plan.kind.forward)
-    return LaunchPlan(given, (y, None), [launch])
+    return LaunchPlan(tensors_in, (y, None), [launch])
 
 
 _forwards = LaunchPlanCache(_forward_pass)
 
 
-def _backward_pass(given: Sequence[Any], activation: str, *chunks: int) -> LaunchPlan:
-    g, *rest = given
+def _backward_pass(tensors_in: Sequence[Any], activation: str, *chunks: int) -> LaunchPlan:
+    g, *rest = tensors_in
     plan = _ConvolutionPlan(rest, activation, *chunks)
     wide, shape, wanted = torch.float32, tuple(plan.x.shape), (plan.taps + 1) * plan.channels
     dz, dx = whole(shape, wide), whole(shape, plan.x.dtype)
@@ -175,7 +175,7 @@ def _backward_pass(given: Sequence[Any], activation: str, *chunks: int) -> Launc
         ),
         sum_launch(partial, sums, plan.count, wanted),
     ]
-    return LaunchPlan(given, (dz, partial, sums, dx, d_initial), launches)
+    return LaunchPlan(tensors_in, (dz, partial, sums, dx, d_initial), launches)
 
 
 _backwards = LaunchPlanCache(_backward_pass)
@@ -238,30 +238,30 @@ def reason_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tenso
     return ""
 
 
-def reason_backward_scan(g: Tensor, g_final: Tensor, *given: Any) -> str:
+def reason_backward_scan(g: Tensor, g_final: Tensor, *tensors_in: Any) -> str:
     """Return why no kernel computes the backward, or ""; the caller has checked the device."""
-    return reason_scan(*given)
+    return reason_scan(*tensors_in)
 
 
-def forward_scan(*given: Any) -> tuple[Tensor, Tensor]:
+def forward_scan(*tensors_in: Any) -> tuple[Tensor, Tensor]:
     """Scan x; same arguments and results as `quaver.torch.nn.ssm.scan.FORWARD`.
 
     The relative RMS error against the recurrence in float64 is at most 3e-6 in float32, and 1e-2 in bf16.
     """
-    x, initial = given[0], given[7]
-    tensors, chunks, how = _read(given)
+    x, initial = tensors_in[0], tensors_in[7]
+    tensors, chunks, how = _read(tensors_in)
     first = None if initial is None else initial.to(torch.float32).contiguous()
     *_, y, final = _forwards_scan((*tensors, first, chunks.table, chunks.ranges), how)
     return y.view(x.shape), final
 
 
-def backward_scan(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
+def backward_scan(g: Tensor, g_final: Tensor, *tensors_in: Any) -> list[Tensor]:
     """Return the gradients of a scan, as `quaver.torch.nn.ssm.scan.BACKWARD`; the states are recomputed.
 
     Precision as in `forward_scan`.
     """
-    x, dt, A, B, C, D, bias, initial = given[:8]
-    tensors, chunks, how = _read(given)
+    x, dt, A, B, C, D, bias, initial = tensors_in[:8]
+    tensors, chunks, how = _read(tensors_in)
     first = None if initial is None else initial.to(torch.float32).contiguous()
     along = _side_by_side(g.flatten(0, 1))
     last = g_final.to(torch.float32).contiguous()
@@ -283,9 +283,9 @@ def backward_scan(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
     ]
 
 
-def _read(given: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], ChunkTable, ScanConfig]:
+def _read(tensors_in: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], ChunkTable, ScanConfig]:
     """Return x, dt, A, B, C, D and bias in the layouts of the kernels, the chunks, and the configuration."""
-    x, dt, A, B, C, D, bias, _, cu_seqlens, softplus, limit, chunk = given
+    x, dt, A, B, C, D, bias, _, cu_seqlens, softplus, limit, chunk = tensors_in
     # With more features, registers do not suffice for 64 tokens.
     narrow = x.shape[3] <= NARROW_HEAD and B.shape[3] <= NARROW_STATE and x.dtype is not torch.float32
     chunks = chunks_of(x, cu_seqlens, chunk, MOST if narrow else MOST // 2)
@@ -308,11 +308,11 @@ class _ScanPlan:
     """Launches of a scan, and the buffers that they write.
 
     Args:
-        given: x, dt, A, B, C, D, bias, initial states, table of chunks and ranges of chunks.
+        tensors_in: x, dt, A, B, C, D, bias, initial states, table of chunks and ranges of chunks.
     """
 
-    def __init__(self, given: Sequence[Any], how: ScanConfig) -> None:
-        self.x, self.dt, self.A, self.B, self.C, self.D, self.bias, self.first, self.table, self.ranges = given
+    def __init__(self, tensors_in: Sequence[Any], how: ScanConfig) -> None:
+        self.x, self.dt, self.A, self.B, self.C, self.D, self.bias, self.first, self.table, self.ranges = tensors_in
         self.how = how
         _, self.heads, self.dim = self.x.shape
         self.groups, self.width = self.B.shape[1:]
@@ -376,8 +376,8 @@ class _ScanPlan:
         return {**self.whole, "EVEN": self.even, "STAGES": STAGES}
 
 
-def _forward_pass_scan(given: Sequence[Any], how: ScanConfig) -> LaunchPlan:
-    plan = _ScanPlan(given, how)
+def _forward_pass_scan(tensors_in: Sequence[Any], how: ScanConfig) -> LaunchPlan:
+    plan = _ScanPlan(tensors_in, how)
     added, states = plan.state(torch.float32), plan.state(plan.x.dtype)
     y, final = whole(plan.x.shape, plan.x.dtype), plan.state(torch.float32, how.sequences)
     tensors = (plan.x, plan.B, plan.C, plan.D, plan.step, plan.high, plan.low, states, y, plan.table)
@@ -388,7 +388,7 @@ def _forward_pass_scan(given: Sequence[Any], how: ScanConfig) -> LaunchPlan:
         plan.passed(added, plan.first, states, final, False),
         LaunchSpec(chunk_scan, grid, tensors, plan.numbers(), plan.constants(), plan.warps),
     ]
-    return LaunchPlan(given, (plan.step, plan.high, plan.low, added, states, y, final), launches)
+    return LaunchPlan(tensors_in, (plan.step, plan.high, plan.low, added, states, y, final), launches)
 
 
 _forwards_scan = LaunchPlanCache(_forward_pass_scan)
@@ -398,11 +398,11 @@ class _ScanBackward(_ScanPlan):
     """Launches of the backward of a scan.
 
     Args:
-        given: gradients of outputs and final states, and the tensors of a `_ScanPlan`.
+        tensors_in: gradients of outputs and final states, and the tensors of a `_ScanPlan`.
     """
 
-    def __init__(self, given: Sequence[Any], how: ScanConfig) -> None:
-        self.g, self.g_last, *rest = given
+    def __init__(self, tensors_in: Sequence[Any], how: ScanConfig) -> None:
+        self.g, self.g_last, *rest = tensors_in
         super().__init__(rest, how)
         count, heads, wide = how.total, self.heads, torch.float32
         self.blocks = heads // self.each
@@ -445,8 +445,8 @@ class _ScanBackward(_ScanPlan):
 
     def of_steps(self, partial: BufferSpec) -> LaunchSpec:
         how = self.how
-        ways = (self.inside, self.entered, self.left, self.through, self.direct, self.skipped)
-        tensors = (self.dt, self.bias, self.A, self.step, *ways, self.ddt, partial, self.table)
+        by_token = (self.inside, self.entered, self.left, self.through, self.direct, self.skipped)
+        tensors = (self.dt, self.bias, self.A, self.step, *by_token, self.ddt, partial, self.table)
         extent = (self.heads, self.dt.stride(0), how.per, how.tokens, self.sums_width, self.parts, how.total)
         constants = {"BL": how.size, "BH": STEPS, "SOFTPLUS": how.softplus}
         grid = how.total, -(-self.heads // STEPS)
@@ -456,8 +456,8 @@ class _ScanBackward(_ScanPlan):
         return self.g, self.x, self.B, self.C
 
 
-def _backward_pass_scan(given: Sequence[Any], how: ScanConfig) -> LaunchPlan:
-    plan = _ScanBackward(given, how)
+def _backward_pass_scan(tensors_in: Sequence[Any], how: ScanConfig) -> LaunchPlan:
+    plan = _ScanBackward(tensors_in, how)
     wide, sequences = torch.float32, how.sequences
     entering, leaving = (plan.state(plan.x.dtype) for _ in range(2))
     # Separate buffers for contributions to states and to gradients of states.
@@ -477,8 +477,8 @@ def _backward_pass_scan(given: Sequence[Any], how: ScanConfig) -> LaunchPlan:
         sum_launch(partial, sums, how.total, plan.sums_width),
     ]
     between = (*plan.decays, added, back, entering, leaving, final, plan.products, plan.inside, plan.left, plan.direct)
-    kept = (*between, plan.entered, plan.through, plan.skipped, partial)
-    return LaunchPlan(given, (*kept, plan.dx, plan.ddt, plan.db, plan.dc, sums, d_first), launches)
+    partial_sums = (*between, plan.entered, plan.through, plan.skipped, partial)
+    return LaunchPlan(tensors_in, (*partial_sums, plan.dx, plan.ddt, plan.db, plan.dc, sums, d_first), launches)
 
 
 _backwards_scan = LaunchPlanCache(_backward_pass_scan)

@@ -101,9 +101,9 @@ def measure(x: Tensor) -> Tensor:
     return top
 
 
-def _measuring_pass(given: Sequence[Any]) -> LaunchPlan:
+def _measuring_pass(tensors_in: Sequence[Any]) -> LaunchPlan:
     top = whole((1, 1), torch.float32)
-    return LaunchPlan(given, (top,), [_measuring(given[0], top, given[1])])
+    return LaunchPlan(tensors_in, (top,), [_measuring(tensors_in[0], top, tensors_in[1])])
 
 
 _measures = LaunchPlanCache(_measuring_pass)
@@ -129,7 +129,7 @@ def per_tensor(
     factor: Tensor | None,
     is_set: bool,
     both: bool,
-    as_it_lies: bool = True,
+    untransposed: bool = True,
     newest: Tensor | None = None,
     measured_amax: Tensor | None = None,
     sums: bool = False,
@@ -141,8 +141,8 @@ def per_tensor(
         amax: float32 of one element, or None to measure it.
         factor: encode factor of delayed scaling, float32 of one element, 0 if unset; or None.
         is_set: True if `factor` is known to be nonzero, so that one pass suffices.
-        both: True to write the transpose too, stored as `twin`.
-        as_it_lies: False to write and return only the transpose.
+        both: True to write the transpose too, stored as `cached_transpose`.
+        untransposed: False to write and return only the transpose.
         newest: newest amax of a history, float32 of one element, raised to this one if that is finite.
         measured_amax: amax of x, float32 of one element, if the producer of x has measured it; unlike `amax` it is not
             combined with what the cast finds.
@@ -151,7 +151,7 @@ def per_tensor(
     rows, k = x.shape
     measured = amax is None and not (is_set and factor is not None)
     known = measured_amax if measured else None
-    wanted = as_it_lies, both or not as_it_lies, sums
+    wanted = untransposed, both or not untransposed, sums
     own = known, factor, amax, newest, workspace(x.device)
     q, qt, scale, top, partial = _casts((x,), spec, measured, wanted, own=own)
     top = top if known is None else known
@@ -167,12 +167,14 @@ def per_tensor(
         return transposed
     operand.partial_sums = partial
     if transposed is not None:
-        operand.twin, transposed.twin = transposed, operand
+        operand.cached_transpose, transposed.cached_transpose = transposed, operand
     return operand
 
 
-def _cast_pass(given: Sequence[Any], spec: QuantSpec, measured: bool, wanted: tuple[bool, bool, bool]) -> LaunchPlan:
-    x, known, factor, amax, newest, work = given
+def _cast_pass(
+    tensors_in: Sequence[Any], spec: QuantSpec, measured: bool, wanted: tuple[bool, bool, bool]
+) -> LaunchPlan:
+    x, known, factor, amax, newest, work = tensors_in
     rows, k = x.shape
     q = buffer_for_codes(rows, k, spec) if wanted[0] else None
     qt = codes_in_words(k, rows, spec) if wanted[1] else None
@@ -182,7 +184,7 @@ def _cast_pass(given: Sequence[Any], spec: QuantSpec, measured: bool, wanted: tu
     launches = [_cast((x, q, qt, scale, known if top is None else top, factor, amax, newest, meets, partial), spec)]
     if measured and top is not None:
         launches.insert(0, _measuring(x, top, work))
-    return LaunchPlan(given, (q, qt, scale, top, partial), launches)
+    return LaunchPlan(tensors_in, (q, qt, scale, top, partial), launches)
 
 
 _casts = LaunchPlanCache(_cast_pass)
@@ -213,7 +215,7 @@ def _cast(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
         "COLUMNS": qt is not None,
         "MEASURED": work is None,
         "FACTOR": factor is not None,
-        "GIVEN": amax is not None,
+        "KNOWN_AMAX": amax is not None,
         "NEWEST": newest is not None,
         "TALL": tall,
         "SUMS": partial is not None,
@@ -225,16 +227,18 @@ def _cast(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     return LaunchSpec(cast_kernel, programs, tensors, numbers, constants, warps)
 
 
-def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands) -> QuantizeLaunch | None:
+def plan_launch(
+    x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands
+) -> QuantizeLaunch | None:
     """Plan `per_tensor` for contiguous matrices like x with sides that are multiples of 16; both operands, or None."""
     if other is None:
         return None
     x = without_memory(x)
     (rows, k), large = x.shape, x.numel() > SMALL
-    kept, views = wanted.transpose, wanted.views
-    q = buffer_for_codes(rows, k, spec, large or wanted.codes or (kept and views))
-    scale = row_major((1, 1), torch.float32, fresh=large or kept)
-    qt = None if views else codes_in_words(k, rows, spec, kept, large or kept)
+    want_transpose, views = wanted.transpose, wanted.views
+    q = buffer_for_codes(rows, k, spec, large or wanted.codes or (want_transpose and views))
+    scale = row_major((1, 1), torch.float32, fresh=large or want_transpose)
+    qt = None if views else codes_in_words(k, rows, spec, want_transpose, large or want_transpose)
     partial = buffer_for_sums(rows, k)._replace(fresh=large) if wanted.sums else None
     top, work = row_major((1, 1), torch.float32, fresh=wanted.codes), zeros(4)
 
@@ -245,8 +249,8 @@ def decided(x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: Request
 
     buffers = (q, scale, qt, None, partial, top, work)
     # The cached operand of a view is the right side of a GEMM: the codes as they are.
-    results = (1, 2, 1 if views and kept else 3, 2, 6 if wanted.transpose else 5)
-    return QuantizeLaunch(x, buffers, launches, results, views and not kept)
+    results = (1, 2, 1 if views and want_transpose else 3, 2, 6 if wanted.transpose else 5)
+    return QuantizeLaunch(x, buffers, launches, results, views and not want_transpose)
 
 
 # ---- copying the transpose of codes, for GEMMs that read rows only ----
@@ -268,12 +272,12 @@ def transpose(codes: Tensor) -> Tensor:
     if codes.stride(0) == 1 and codes.stride(1) != 1:
         # Already a transposed view, so the underlying memory is the result.
         return filled(codes.t(), padded(rows))[:, :rows]
-    words = _in_words(codes if _lies_well(codes) else filled(codes, padded(k)))
+    words = _in_words(codes if _has_whole_lines(codes) else filled(codes, padded(k)))
     out: Tensor = _passes((words,), k, codes.dtype)[0]
     return out[:, :rows]
 
 
-def _lies_well(codes: Tensor) -> bool:
+def _has_whole_lines(codes: Tensor) -> bool:
     """Return True if all rows, including the last, are whole and aligned 16-byte lines."""
     rows, k = codes.shape
     stride = codes.stride(0)
@@ -287,15 +291,15 @@ def _in_words(codes: Tensor) -> Tensor:
     return codes.as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1)).view(torch.int32)
 
 
-def _pass(given: Sequence[Tensor], k: int, dtype: torch.dtype) -> LaunchPlan:
-    (words,) = given
+def _pass(tensors_in: Sequence[Tensor], k: int, dtype: torch.dtype) -> LaunchPlan:
+    (words,) = tensors_in
     rows = words.shape[0]
     out = in_words(whole((k, padded(rows)), dtype))
     bm, bn, warps = BLOCK
     programs, tall = grid(-(-padded(rows) // bm), -(-k // bn))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and k % bn == 0, "TALL": tall}
     numbers = (rows, k, words.stride(0) // 4, padded(rows) // 16)
-    return LaunchPlan(given, (out,), [LaunchSpec(kernel, programs, (words, out), numbers, constants, warps)])
+    return LaunchPlan(tensors_in, (out,), [LaunchSpec(kernel, programs, (words, out), numbers, constants, warps)])
 
 
 _passes = LaunchPlanCache(_pass)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quaver import recipes
 from quaver.recipes.spec import Delayed, GemmSpec, QuantSpec, Recipe
 from quaver.torch.conversion.export.layouts import Inputs, Scheme
-from quaver.torch.conversion.export.operands import Decoded, Reader, StoredOperand, lies_transposed
+from quaver.torch.conversion.export.operands import Decoded, Reader, StoredOperand, is_stored_transposed
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.linear.stored_weight import CODE_DTYPES
 from quaver.torch.numerics.quantized import pack
@@ -44,7 +44,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Check:
+class ExportCheck:
     """Result of `quaver.torch.export(check=...)`: KL divergences from the trainer's forward, in nats per token."""
 
     #: Divergence with the exported weights and the trainer's arithmetic.
@@ -71,7 +71,7 @@ def compare(
     written: Sequence[Written],
     left: Sequence[Quantizable],
     reader: Reader,
-) -> Check:
+) -> ExportCheck:
     """Run a model with the weights read from an export, and compare its predictions with the trainer's.
 
     Args:
@@ -82,21 +82,23 @@ def compare(
         left: quantized layers that were written in high precision.
         reader: reader of the exported folder.
     """
-    held, schemes, known = zip(*written, strict=True)
-    with served(held, reader), restored(left):
+    collected, schemes, known = zip(*written, strict=True)
+    with with_exported_weights(collected, reader), restored(left):
         for layer in left:
-            layer.recipe = recipes.get(HIGH)
+            layer.recipe = recipes.get(HIGH_PRECISION)
         same = log_probabilities(model, inputs)
-        with under(held, [read_as(one, scheme) for one, scheme in zip(held, schemes, strict=True)], known):
+        with with_recipes(
+            collected, [reader_recipe(one, scheme) for one, scheme in zip(collected, schemes, strict=True)], known
+        ):
             read = log_probabilities(model, inputs)
-        with under(held, [HIGH] * len(held), known):
+        with with_recipes(collected, [HIGH_PRECISION] * len(collected), known):
             high = log_probabilities(model, inputs)
-    words = " or ".join(dict.fromkeys(map(_words, schemes)))
+    words = " or ".join(dict.fromkeys(map(_describe_inputs, schemes)))
     of_weights, of_inputs, of_high = (divergence(trained, other) for other in (same, read, high))
-    return Check(of_weights, of_inputs, of_high, words, trained.shape[0])
+    return ExportCheck(of_weights, of_inputs, of_high, words, trained.shape[0])
 
 
-def _words(scheme: Scheme) -> str:
+def _describe_inputs(scheme: Scheme) -> str:
     """Describe how this check quantizes inputs in place of a reader."""
     two_level = scheme.static and scheme.input is not None and scheme.input.two_level
     return scheme.reads + (", which is measured here" if two_level else "")
@@ -147,9 +149,9 @@ def divergence(p: Tensor, q: Tensor) -> Divergence:
 
 
 @contextmanager
-def watching_inputs(model: nn.Module) -> Iterator[dict[tuple[nn.Module, str], float]]:
+def recording_input_amaxes(model: nn.Module) -> Iterator[dict[tuple[nn.Module, str], float]]:
     """Context that records the input amax of each quantized layer, by layer and parameter name."""
-    watch, before = _Inputs(), counters.active.counters
+    watch, before = _RecordedInputs(), counters.active.counters
     counters.active.counters = watch  # type: ignore[assignment]
     try:
         yield watch.seen
@@ -157,7 +159,7 @@ def watching_inputs(model: nn.Module) -> Iterator[dict[tuple[nn.Module, str], fl
         counters.active.counters = before
 
 
-class _Inputs:
+class _RecordedInputs:
     """Records input amaxes through the counters' hook, which sees each tensor that is quantized."""
 
     def __init__(self) -> None:
@@ -180,7 +182,7 @@ def restored(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Context that restores parameters, buffers and attributes of layers on exit; inside, each layer has fresh
     state.
     """
-    kept = [
+    saved = [
         (
             layer,
             dict(layer._parameters),
@@ -189,14 +191,14 @@ def restored(layers: Sequence[nn.Module]) -> Iterator[None]:
         )
         for layer in dict.fromkeys(layers)
     ]
-    for layer, *_ in kept:
+    for layer, *_ in saved:
         state = state_of(layer)
         layer.__dict__["_state"] = LayerState(state.serial)
         state_of(layer).pieces = state.pieces
     try:
         yield
     finally:
-        for layer, parameters, buffers, attributes in kept:
+        for layer, parameters, buffers, attributes in saved:
             for place, values in ((layer._parameters, parameters), (layer._buffers, buffers)):
                 place.clear()
                 place.update(values)  # type: ignore[arg-type]
@@ -206,25 +208,27 @@ def restored(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def served(held: Sequence[StoredOperand], reader: Reader) -> Iterator[None]:
+def with_exported_weights(collected: Sequence[StoredOperand], reader: Reader) -> Iterator[None]:
     """Context in which layers use the weights that a reader returns."""
-    with restored([one.layer for one in held]):
-        for each in _by_parameter(held):
+    with restored([one.layer for one in collected]):
+        for each in _group_by_parameter(collected):
             one = each[0]
             weights = [joined([reader.decoded(piece.prefix) for piece in part.pieces]) for part in each]
             spec = one.spec
             if not one.of_experts and spec.format.name in CODE_DTYPES:
-                _put_codes(one.layer, weights[0], spec)
+                _store_codes(one.layer, weights[0], spec)
             else:
-                _put_values(one, [weight.dense() for weight in weights])
+                _store_values(one, [weight.dense() for weight in weights])
         yield
 
 
 @contextmanager
-def under(held: Sequence[StoredOperand], recipes_of: Sequence[Recipe], inputs: Sequence[Inputs]) -> Iterator[None]:
+def with_recipes(
+    collected: Sequence[StoredOperand], recipes_of: Sequence[Recipe], inputs: Sequence[Inputs]
+) -> Iterator[None]:
     """Context in which layers run other recipes, with the known static scales of their inputs."""
-    with restored([one.layer for one in held]):
-        for one, recipe, known in zip(held, recipes_of, inputs, strict=True):
+    with restored([one.layer for one in collected]):
+        for one, recipe, known in zip(collected, recipes_of, inputs, strict=True):
             one.layer.recipe = recipes.get(recipe)
             if recipe.delayed is not None:
                 for name in STATE:
@@ -235,10 +239,10 @@ def under(held: Sequence[StoredOperand], recipes_of: Sequence[Recipe], inputs: S
         yield
 
 
-def _by_parameter(held: Sequence[StoredOperand]) -> list[list[StoredOperand]]:
+def _group_by_parameter(collected: Sequence[StoredOperand]) -> list[list[StoredOperand]]:
     """Group the weights by parameter, each once, even if a layer has two names."""
     each: dict[tuple[int, str], dict[int | None, StoredOperand]] = {}
-    for one in held:
+    for one in collected:
         each.setdefault((id(one.layer), one.last), {}).setdefault(one.expert, one)
     return [list(parts.values()) for parts in each.values()]
 
@@ -248,48 +252,48 @@ def joined(parts: Sequence[Decoded]) -> Decoded:
     if len(parts) == 1:
         return parts[0]
     values = torch.cat([part.values for part in parts])
-    alike = all(part.scales.shape[0] == 1 for part in parts)
-    scales = parts[0].scales if alike else torch.cat([part.scales for part in parts])
+    one_scale = all(part.scales.shape[0] == 1 for part in parts)
+    scales = parts[0].scales if one_scale else torch.cat([part.scales for part in parts])
     stored = None if parts[0].stored is None else torch.cat([part.stored for part in parts])  # type: ignore[misc]
     return Decoded(values, scales, stored, parts[0].factor)
 
 
-def _put_codes(layer: Any, weight: Decoded, spec: QuantSpec) -> None:
+def _store_codes(layer: Any, weight: Decoded, spec: QuantSpec) -> None:
     """Replace a layer's weight by codes and scales, stored as by `quaver.torch.quantized_init`."""
-    given = layer._parameters["weight"]
-    codes = encode(weight.values.to(given.device), spec, None)
+    current = layer._parameters["weight"]
+    codes = encode(weight.values.to(current.device), spec, None)
     codes = (pack(codes) if spec.format.packed else codes).view(CODE_DTYPES[spec.format.name])
     scale = weight.scales if weight.stored is None else weight.stored.view(torch.uint8)
     counts = spec.blocks(*weight.values.shape)
     # A file format may repeat a scale per row where Quaver stores it once per block.
     scale = scale[:: -(-scale.shape[0] // counts[0]), :: -(-scale.shape[1] // counts[1])]
-    layer.__dict__.update(weight_spec=spec, weight_dtype=layer.weight_dtype or given.dtype, keep_initial=False)
+    layer.__dict__.update(weight_spec=spec, weight_dtype=layer.weight_dtype or current.dtype, keep_initial=False)
     layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
-    layer._buffers["weight_scale"] = scale.contiguous().to(given.device)
+    layer._buffers["weight_scale"] = scale.contiguous().to(current.device)
     if weight.factor is not None:
-        layer._buffers["weight_factor"] = weight.factor.reshape(1, 1).to(given.device)
+        layer._buffers["weight_factor"] = weight.factor.reshape(1, 1).to(current.device)
 
 
-def _put_values(one: StoredOperand, dense: Sequence[Tensor]) -> None:
+def _store_values(one: StoredOperand, dense: Sequence[Tensor]) -> None:
     """Replace a layer's weight by dequantized values; quantizing them again yields the same codes."""
-    given = one.layer._parameters[one.last]
-    assert given is not None
+    current = one.layer._parameters[one.last]
+    assert current is not None
     value = torch.cat(list(dense))
     if one.of_experts:
         value = value.unflatten(0, (-1, one.rows))
-        value = value.transpose(1, 2).contiguous() if lies_transposed(one.layer) else value
-    one.layer._parameters[one.last] = nn.Parameter(value.to(given.device, given.dtype), requires_grad=False)
+        value = value.transpose(1, 2).contiguous() if is_stored_transposed(one.layer) else value
+    one.layer._parameters[one.last] = nn.Parameter(value.to(current.device, current.dtype), requires_grad=False)
 
 
 _NOTHING = GemmSpec(None, None)
-HIGH = Recipe("16-bit inputs", _NOTHING, _NOTHING, _NOTHING)
+HIGH_PRECISION = Recipe("16-bit inputs", _NOTHING, _NOTHING, _NOTHING)
 
 
-def read_as(one: StoredOperand, scheme: Scheme) -> Recipe:
+def reader_recipe(one: StoredOperand, scheme: Scheme) -> Recipe:
     """Return a recipe whose fprop quantizes inputs and weights as a reader of the scheme does."""
     reads = scheme.input
     if reads is None:
-        return HIGH
+        return HIGH_PRECISION
     fprop = GemmSpec(reads, scheme.weight)
     if scheme.static and reads.per_tensor and not one.of_experts:
         backward = GemmSpec(reads, reads)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from quaver.recipes.spec import QuantSpec
 from quaver.recipes.text import check_name, instance
 from quaver.torch.conversion.export.check import (
-    Check,
+    ExportCheck,
     Written,
     compare,
     evaluating,
     log_probabilities,
+    recording_input_amaxes,
     run,
-    watching_inputs,
 )
 from quaver.torch.conversion.export.layouts import (
     COMPRESSED_TENSORS,
@@ -32,7 +32,7 @@ from quaver.torch.conversion.export.layouts import (
     FileFormat,
     Inputs,
     Scheme,
-    Unfit,
+    UnsupportedByFormat,
     cut,
     layout_of,
     with_one_factor,
@@ -43,8 +43,8 @@ from quaver.torch.conversion.export.operands import (
     Reader,
     StoredOperand,
     decoded,
+    disassemble,
     fused_groups,
-    take_apart,
     unwrapped,
 )
 from quaver.torch.conversion.matchers.swap_class import original, unconverted_class
@@ -79,7 +79,7 @@ class Writing:
         self.folder, self.limit = folder, limit
         self.save = safetensors_torch().save_file
         self.files: list[Path] = []
-        self.held: dict[str, Tensor] = {}
+        self.collected: dict[str, Tensor] = {}
         self.where: dict[str, int] = {}
         self.bytes = 0
         self.total = 0
@@ -89,19 +89,19 @@ class Writing:
         if name in self.where:
             raise ValueError(f"two tensors of this model have the same name {name!r} in its checkpoint")
         size = tensor.numel() * tensor.element_size()
-        if self.held and self.bytes + size > self.limit:
+        if self.collected and self.bytes + size > self.limit:
             self._flush()
         # Clone: safetensors cannot store two tensors that share memory.
-        self.held[name] = tensor.detach().cpu().contiguous().clone()
+        self.collected[name] = tensor.detach().cpu().contiguous().clone()
         self.where[name] = len(self.files)
         self.bytes += size
         self.total += size
 
     def _flush(self) -> None:
         path = self.folder / f"part-{len(self.files)}.safetensors"
-        self.save(self.held, path, metadata={"format": "pt"})
+        self.save(self.collected, path, metadata={"format": "pt"})
         self.files.append(path)
-        self.held, self.bytes = {}, 0
+        self.collected, self.bytes = {}, 0
 
     def close(self) -> None:
         """Write the remaining tensors, rename the files to their final names and write the index."""
@@ -187,7 +187,7 @@ class Exported:
     #: Layers that train quantized but were written in high precision, and the reason.
     left: dict[str, str] = field(default_factory=dict)
     #: Divergences that `check` measured, or None.
-    check: Check | None = None
+    check: ExportCheck | None = None
 
     def __str__(self) -> str:
         share = f" ({self.bytes / self.bytes_before:.1%})" if self.bytes_before else ""
@@ -243,13 +243,13 @@ def export(
                 f"{name} is a {type(inputs).__name__}; give inputs of the model: a tensor, a tuple or a dict"
             )
     model = unwrapped(model)
-    parts = take_apart(model, high_precision)
+    parts = disassemble(model, high_precision)
     seen: Mapping[tuple[nn.Module, str], float] = {}
     if calibrate is not None:
-        with evaluating(model), watching_inputs(model) as seen:
+        with evaluating(model), recording_input_amaxes(model) as seen:
             run(model, calibrate)
-    known = [one.inputs(seen) for one in parts.held]
-    plan: list[Written] = [(one, _scheme(kind, one, k), k) for one, k in zip(parts.held, known, strict=True)]
+    known = [one.inputs(seen) for one in parts.collected]
+    plan: list[Written] = [(one, _scheme(kind, one, k), k) for one, k in zip(parts.collected, known, strict=True)]
     trained = None if check is None else log_probabilities(model, check)
     before = 0
     groups = _fused(plan, parts.matrices)
@@ -260,7 +260,7 @@ def export(
         for group in groups:
             before += _write_fused(files, kind, group)
         _describe(files, kind, model, parts, plan)
-    result = _told(folder, kind, parts, plan, files.total, before)
+    result = _summary(folder, kind, parts, plan, files.total, before)
     if trained is not None:
         result.check = compare(model, check, trained, plan, parts.left_layers, Reader(folder))
     return result
@@ -274,23 +274,23 @@ def _scheme(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
     """
     try:
         return _fit(kind, one, known)
-    except Unfit as error:
-        raise _refused(kind, one, known, error) from error
+    except UnsupportedByFormat as error:
+        raise _cannot_store_error(kind, one, known, error) from error
 
 
 def _fit(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
     if kind.stacked != bool(one.stack):
         holds = "only stacks of experts as one tensor" if kind.stacked else "no stack of experts as one tensor"
-        raise Unfit(f"it stores {holds}")
+        raise UnsupportedByFormat(f"it stores {holds}")
     return kind.scheme(layout_of(one.spec), one.spec, known)
 
 
-def _refused(kind: FileFormat, one: StoredOperand, known: Inputs, error: Unfit) -> ValueError:
+def _cannot_store_error(kind: FileFormat, one: StoredOperand, known: Inputs, error: UnsupportedByFormat) -> ValueError:
     others = [other.name for other in FORMATS.values() if other is not kind and _holds(other, one, known)]
-    way = f"use format={' or '.join(map(repr, others))}" if others else "no other format can store it either"
+    advice = f"use format={' or '.join(map(repr, others))}" if others else "no other format can store it either"
     layer = one.module_name
     return ValueError(
-        f"{kind.name!r} cannot store the codes of {layer}: {error}; {way}, or write it in high precision with "
+        f"{kind.name!r} cannot store the codes of {layer}: {error}; {advice}, or write it in high precision with "
         f"high_precision=[{layer!r}]"
     )
 
@@ -298,7 +298,7 @@ def _refused(kind: FileFormat, one: StoredOperand, known: Inputs, error: Unfit) 
 def _holds(kind: FileFormat, one: StoredOperand, known: Inputs) -> bool:
     try:
         _fit(kind, one, known)
-    except Unfit:
+    except UnsupportedByFormat:
         return False
     return True
 
@@ -361,16 +361,16 @@ def _write(files: Writing, kind: FileFormat, one: StoredOperand, scheme: Scheme,
         try:
             part = cut(q, piece.start, piece.stop)
             tensors = kind.tensors(part, scheme, known)
-        except Unfit as error:
-            raise _refused(kind, one, known, error) from error
-        _prove(piece.prefix, part, tensors, kind)
+        except UnsupportedByFormat as error:
+            raise _cannot_store_error(kind, one, known, error) from error
+        _verify(piece.prefix, part, tensors, kind)
         for suffix, tensor in tensors.items():
             files.add(piece.prefix + suffix, tensor.unflatten(0, (one.stack, -1)) if one.stack else tensor)
     dtype = one.layer.weight_dtype or one.layer.get_parameter(one.last).dtype
     return q.shape[0] * q.shape[1] * dtype.itemsize
 
 
-def _prove(name: str, q: Quantized, tensors: Mapping[str, Tensor], kind: FileFormat) -> None:
+def _verify(name: str, q: Quantized, tensors: Mapping[str, Tensor], kind: FileFormat) -> None:
     """Decode a weight from the tensors to write and raise if any bit differs from the operand."""
     method = {"deepseek": "fp8"}.get(kind.name, kind.name)
     read = decoded({suffix: tensor.cpu() for suffix, tensor in tensors.items()}, method).dense()
@@ -411,7 +411,7 @@ def _tied(model: nn.Module) -> set[str]:
     return set(getattr(model, "all_tied_weights_keys", None) or ())
 
 
-def _told(
+def _summary(
     folder: Path, kind: FileFormat, parts: DisassembledModel, plan: Sequence[Written], total: int, before: int
 ) -> Exported:
     layers: dict[tuple[str, QuantSpec], list[str]] = {}

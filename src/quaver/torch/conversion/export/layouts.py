@@ -25,7 +25,7 @@ Layout = Literal["tensor", "channel", "block", "mx", "nv"]
 WIDTHS: dict[Layout, int] = {"tensor": 1, "channel": 1, "block": 1, "mx": 32, "nv": 16}
 
 
-class Unfit(ValueError):
+class UnsupportedByFormat(ValueError):
     """A format cannot represent this operand; the message says why."""
 
 
@@ -90,7 +90,7 @@ class FileFormat:
     Args:
         name: value of `format=`.
         readers: programs that read the format.
-        scheme: function of (layout, weight's spec, inputs) that returns a `Scheme` or raises `Unfit`.
+        scheme: function of (layout, weight's spec, inputs) that returns a `Scheme` or raises `UnsupportedByFormat`.
         tensors: function of (operand, scheme, inputs) that returns a layer's tensors by the suffix after the layer's
             name.
         configuration: function of (schemes by layer name, names of matrices in high precision) that returns the
@@ -131,7 +131,7 @@ def layout_of(spec: QuantSpec) -> Layout:
         return "mx"
     if spec.two_level and k == 16:
         return "nv"
-    raise Unfit(f"no server reads weights in {spec}")
+    raise UnsupportedByFormat(f"no server reads weights in {spec}")
 
 
 def check_width(q: Quantized, layout: Layout) -> None:
@@ -142,7 +142,7 @@ def check_width(q: Quantized, layout: Layout) -> None:
     """
     width = WIDTHS[layout]
     if q.shape[1] % width:
-        raise Unfit(
+        raise UnsupportedByFormat(
             f"its rows of {q.shape[1]} values end within a block of {width}, and readers assume complete blocks"
         )
 
@@ -193,7 +193,7 @@ def cut(q: Quantized, start: int, stop: int) -> Quantized:
     scale = q.scale
     if isinstance(scale, Tensor) and height is not None:
         if start % height:
-            raise Unfit(f"the checkpoint splits it at row {start}, within a block of {height} rows")
+            raise UnsupportedByFormat(f"the checkpoint splits it at row {start}, within a block of {height} rows")
         scale = scale[start // height : -(-stop // height)]
     return Quantized(q.data[start:stop], scale, q.spec, (stop - start, q.shape[1]), False, q.tensor_factor)
 
@@ -349,9 +349,11 @@ READS = QuantSpec(E4M3, (1, SIZE), "fp32")
 
 def _scheme_deepseek(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
     if layout not in ("block", "tensor"):
-        raise Unfit(f"its blocks of {SIZE} by {SIZE} have one float32 scale each, but this weight is {spec}")
+        raise UnsupportedByFormat(
+            f"its blocks of {SIZE} by {SIZE} have one float32 scale each, but this weight is {spec}"
+        )
     if inputs.spec is None:
-        raise Unfit("its readers quantize inputs, and this recipe leaves them in high precision")
+        raise UnsupportedByFormat("its readers quantize inputs, and this recipe leaves them in high precision")
     return Scheme(name="fp8", layout=layout, weight=spec, input=READS)
 
 
@@ -385,7 +387,7 @@ DEEPSEEK = FileFormat(
 def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
     if layout == "nv":
         if spec.scale == "two_level_fp32":
-            raise Unfit(
+            raise UnsupportedByFormat(
                 "it stores the reciprocal of the tensor's factor, which is only exact for powers of two; train "
                 "with nvfp4(power_of_two=True)"
             )
@@ -394,10 +396,10 @@ def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
         name = "NVFP4" if static else "W4A16_NVFP4"
         return Scheme(name=name, layout=layout, weight=spec, input=reads, static=static)
     if inputs.spec is None:
-        raise Unfit("its readers quantize inputs, and this recipe leaves them in high precision")
+        raise UnsupportedByFormat("its readers quantize inputs, and this recipe leaves them in high precision")
     if layout == "tensor":
         if inputs.static_scale is None:
-            raise Unfit(
+            raise UnsupportedByFormat(
                 "it stores the scale of a layer's inputs, which is unknown: give calibrate=inputs, which measures "
                 "it for linear layers, but not for stacked experts"
             )
@@ -407,7 +409,7 @@ def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
         return Scheme(name="FP8_PER_CHANNEL_PER_TOKEN", layout=layout, weight=spec, input=reads)
     if layout == "mx" and spec.format is E4M3:
         return Scheme(name="MXFP8", layout=layout, weight=spec, input=QuantSpec(E4M3, (1, 32), "e8m0"))
-    raise Unfit(f"none of its algorithms supports weights in {spec}")
+    raise UnsupportedByFormat(f"none of its algorithms supports weights in {spec}")
 
 
 def _tensors_modelopt(q: Quantized, scheme: Scheme, inputs: Inputs) -> dict[str, Tensor]:

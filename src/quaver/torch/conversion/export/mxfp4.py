@@ -24,7 +24,7 @@ from quaver.torch.conversion.export.layouts import (
     Inputs,
     Layout,
     Scheme,
-    Unfit,
+    UnsupportedByFormat,
     check_width,
     row_scales,
     stored_codes,
@@ -38,7 +38,9 @@ HIGH_PRECISION = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "mode
 def _scheme(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
     # `inputs` is unused: readers leave the inputs of this format in 16 bits.
     if layout != "mx" or spec.format is not E2M1:
-        raise Unfit(f"it stores E2M1 codes with one E8M0 scale per 32 values along k, but this weight is {spec}")
+        raise UnsupportedByFormat(
+            f"it stores E2M1 codes with one E8M0 scale per 32 values along k, but this weight is {spec}"
+        )
     return Scheme(name="mxfp4", layout=layout, weight=spec)
 
 

@@ -19,11 +19,11 @@ from quaver.recipes.conversion import matches
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.conversion.export.expert_names import STACKS, expert_layers
 from quaver.torch.conversion.export.layouts import Inputs, row_scales
-from quaver.torch.conversion.matchers.experts import Llama4Stack
+from quaver.torch.conversion.matchers.experts import QuantizedLlama4Experts
 from quaver.torch.conversion.matchers.linears import kind_of, wrappers
 from quaver.torch.conversion.quantized_weights import ADDED
 from quaver.torch.linear import stored_weight
-from quaver.torch.linear.gemms import begin, is_given, quantized_weight
+from quaver.torch.linear.gemms import begin, is_prequantized, quantized_weight
 from quaver.torch.linear.linear import Linear, Quantizable
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
@@ -125,19 +125,19 @@ class StoredOperand:
 def upright(module: Any, name: str) -> Tensor:
     """Return a stack of experts' matrices as a view [E, N, K], whichever layout the module has."""
     weight: Tensor = module.get_parameter(name)
-    return weight.transpose(1, 2) if lies_transposed(module) else weight
+    return weight.transpose(1, 2) if is_stored_transposed(module) else weight
 
 
-def lies_transposed(module: Any) -> bool:
+def is_stored_transposed(module: Any) -> bool:
     """Return True if a module's stacks of experts are stored as [E, K, N]."""
-    return bool(getattr(module, "is_transposed", isinstance(module, Llama4Stack)))
+    return bool(getattr(module, "is_transposed", isinstance(module, QuantizedLlama4Experts)))
 
 
 @dataclass
 class DisassembledModel:
     """The exportable parts of a model."""
 
-    held: list[StoredOperand]
+    collected: list[StoredOperand]
     #: All tensors that are not exported as codes, by checkpoint name.
     plain: dict[str, Tensor]
     #: Layers and experts that train quantized but are written in high precision, and the reason.
@@ -148,7 +148,7 @@ class DisassembledModel:
     left_layers: list[Quantizable]
 
 
-def take_apart(model: nn.Module, high_precision: Sequence[str]) -> DisassembledModel:
+def disassemble(model: nn.Module, high_precision: Sequence[str]) -> DisassembledModel:
     """Split a model into quantized operands and high-precision tensors.
 
     Args:
@@ -158,7 +158,7 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> DisassembledM
         ValueError: a weight is on meta, sharded across ranks, computed by a parametrization, or of a layer kind that no
             format supports; a pattern matches no layer; the model has PEFT adapters or no quantized layer.
     """
-    held: list[StoredOperand] = []
+    collected: list[StoredOperand] = []
     left: dict[str, str] = {}
     left_layers: list[Quantizable] = []
     used: set[str] = set()
@@ -179,40 +179,40 @@ def take_apart(model: nn.Module, high_precision: Sequence[str]) -> DisassembledM
             left[name] = "asked for by name"
             left_layers.append(module)
         else:
-            held += _of(module, name, recipe)
+            collected += _operands_of_layer(module, name, recipe)
     unused = [pattern for pattern in high_precision if pattern not in used]
     if unused:
         raise ValueError(f"no quantized layer has a name that matches {', '.join(map(repr, unused))} (high_precision)")
-    if not held:
+    if not collected:
         raise ValueError(
             "no layer of this model is quantized: call quaver.torch.convert(model, recipe), or export inside the "
             "quaver.torch.autocast(recipe) that it trains under"
         )
-    plain = _others(model, {one.name for one in held})
+    plain = _others(model, {one.name for one in collected})
     dropped = _drop_tied(model, plain)
     matrices = [
         name
         for name, module in _named(model)
         if isinstance(module, nn.Linear) and (f"{name}.weight" in plain or f"{name}.weight" in dropped)
     ]
-    of_held = {one.name for one in held}
+    collected_names = {one.name for one in collected}
     stacks = {f"{name}.{matrix}": module for name, module in _named(model) for matrix in _stacks(module)}
-    parts = DisassembledModel(held, plain, left, matrices, left_layers)
-    return _renamed(model, parts, {name: module for name, module in stacks.items() if name not in of_held})
+    parts = DisassembledModel(collected, plain, left, matrices, left_layers)
+    return _renamed(model, parts, {name: module for name, module in stacks.items() if name not in collected_names})
 
 
 #: Parts that torch's wrappers add to module names but not to state-dict keys.
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
-def _bare(name: str) -> str:
+def _unwrapped_name(name: str) -> str:
     """Return a module name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (name, module) for every module, under each of its names."""
-    return [(_bare(name), module) for name, module in model.named_modules(remove_duplicate=False)]
+    return [(_unwrapped_name(name), module) for name, module in model.named_modules(remove_duplicate=False)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -226,7 +226,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _of(module: Quantizable, name: str, recipe: Recipe | None) -> list[StoredOperand]:
+def _operands_of_layer(module: Quantizable, name: str, recipe: Recipe | None) -> list[StoredOperand]:
     """Return the weights of a layer or of its experts."""
     names = _stacks(module)
     for matrix in names:
@@ -262,7 +262,7 @@ def _unsupported(name: str, module: nn.Module, why: str) -> ValueError:
 
 
 def _check(name: str, weight: Tensor) -> None:
-    if getattr(weight, "device_mesh", None) is not None or is_given(weight):
+    if getattr(weight, "device_mesh", None) is not None or is_prequantized(weight):
         raise ValueError(
             f"{name} is sharded across the ranks of a mesh: gather the model on one rank first (a checkpoint of "
             "torch.distributed.checkpoint.state_dict with full_state_dict=True, loaded into a model that is "
@@ -272,20 +272,20 @@ def _check(name: str, weight: Tensor) -> None:
         raise ValueError(f"{name} is on meta and has no values: load a checkpoint before exporting")
 
 
-def _others(model: nn.Module, held: set[str]) -> dict[str, Tensor]:
+def _others(model: nn.Module, collected: set[str]) -> dict[str, Tensor]:
     """Return the state dict of the unconverted model without the weights that are exported as codes."""
-    state: dict[str, Tensor] = {_bare(name): value for name, value in model.state_dict().items()}
+    state: dict[str, Tensor] = {_unwrapped_name(name): value for name, value in model.state_dict().items()}
     for name, module in _named(model):
         if isinstance(module, Quantizable):
             prefix = f"{name}." if name else ""
             for added in ADDED:
                 state.pop(prefix + added, None)
-            if module.weight_spec is not None and f"{prefix}weight" not in held:
+            if module.weight_spec is not None and f"{prefix}weight" not in collected:
                 assert module.weight_dtype is not None
                 state[f"{prefix}weight"] = stored_weight.dequantized(
                     module, module.get_parameter("weight"), module.weight_dtype
                 )
-    state = {name: value for name, value in state.items() if name not in held}
+    state = {name: value for name, value in state.items() if name not in collected}
     for name, value in state.items():
         if isinstance(value, Tensor):
             _check(name, value)
@@ -336,15 +336,15 @@ def _renamed(model: nn.Module, parts: DisassembledModel, stacks: Mapping[str, nn
     """
     to_checkpoint, family = _writer(model), str(getattr(getattr(model, "config", None), "model_type", ""))
     by_name: dict[str, list[StoredOperand]] = {}
-    for one in parts.held:
+    for one in parts.collected:
         by_name.setdefault(one.name, []).append(one)
-    held: list[StoredOperand] = []
+    collected: list[StoredOperand] = []
     for name, each in by_name.items():
         rows = each[0].rows
         count = len(each) if each[0].of_experts else 0
-        for key, part in to_checkpoint({name: _numbers(rows, count, each[0].layer)}).items():
+        for key, part in to_checkpoint({name: _row_numbers(rows, count, each[0].layer)}).items():
             if count and part.dim() == 3:
-                each = _of_stack(each, key, family)
+                each = _operands_of_stack(each, key, family)
                 break
             flat = part.flatten()
             first, last = int(flat[0]), int(flat[-1])
@@ -356,26 +356,26 @@ def _renamed(model: nn.Module, parts: DisassembledModel, stacks: Mapping[str, nn
                 )
             piece = Piece(key.removesuffix("weight"), first % rows, last % rows + 1)
             each[first // rows].pieces.append(piece)
-        held += each
+        collected += each
     row = torch.zeros((1, 1), dtype=torch.float32, device="cpu")
     matrices: Iterable[str] = to_checkpoint({f"{name}.weight": row for name in parts.matrices})
     names = [name.removesuffix(".weight") for name in matrices]
     for name, module in stacks.items():
         module_name, _, parameter = name.rpartition(".")
         experts, rows, _ = upright(module, parameter).shape
-        names += _asked_for(to_checkpoint({name: _numbers(rows, experts, module)}), family, module_name)
-    return replace(parts, held=held, plain=to_checkpoint(parts.plain), matrices=list(dict.fromkeys(names)))
+        names += _lookup_names(to_checkpoint({name: _row_numbers(rows, experts, module)}), family, module_name)
+    return replace(parts, collected=collected, plain=to_checkpoint(parts.plain), matrices=list(dict.fromkeys(names)))
 
 
-def _numbers(rows: int, experts: int, module: nn.Module) -> Tensor:
+def _row_numbers(rows: int, experts: int, module: nn.Module) -> Tensor:
     """Return int64 row numbers of a matrix [N, 1], or of a stack [E, N, 1] or, if stored transposed, [E, 1, N]."""
     if not experts:
         return torch.arange(rows, dtype=torch.int64, device="cpu").view(rows, 1)
     numbers = torch.arange(experts * rows, dtype=torch.int64, device="cpu").view(experts, rows, 1)
-    return numbers.transpose(1, 2) if lies_transposed(module) else numbers
+    return numbers.transpose(1, 2) if is_stored_transposed(module) else numbers
 
 
-def _of_stack(each: list[StoredOperand], key: str, family: str) -> list[StoredOperand]:
+def _operands_of_stack(each: list[StoredOperand], key: str, family: str) -> list[StoredOperand]:
     """Assign server names to the matrices of a stack that a checkpoint stores as one tensor named `key`.
 
     Raises:
@@ -398,7 +398,7 @@ def _of_stack(each: list[StoredOperand], key: str, family: str) -> list[StoredOp
     return each
 
 
-def _asked_for(parted: Mapping[str, Tensor], family: str, module_name: str) -> list[str]:
+def _lookup_names(parted: Mapping[str, Tensor], family: str, module_name: str) -> list[str]:
     """Return the names that servers look up to find that a stack of experts is in high precision.
 
     Args:
@@ -416,11 +416,11 @@ def _asked_for(parted: Mapping[str, Tensor], family: str, module_name: str) -> l
     return names
 
 
-def hold(layer: Quantizable, q: Quantized) -> None:
+def store_operand(layer: Quantizable, q: Quantized) -> None:
     """Replace a layer's weight by an operand's codes and scales, stored as by `quaver.torch.quantized_init`."""
-    q, given = q.upright(), layer.get_parameter("weight")
+    q, current = q.upright(), layer.get_parameter("weight")
     codes = q.data.detach().view(stored_weight.CODE_DTYPES[q.spec.format.name])
-    dtype = layer.weight_dtype or given.dtype
+    dtype = layer.weight_dtype or current.dtype
     layer.__dict__.update(weight_spec=q.spec, weight_dtype=dtype, keep_initial=False)
     layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
     layer._buffers["weight_scale"] = q.scale if isinstance(q.scale, Tensor) else q.scales().to(codes.device)
@@ -487,7 +487,7 @@ class Decoded:
 
     def dense(self) -> Tensor:
         """Return the dequantized weight, float32 [N, K]."""
-        return self.values * stretched(self.scales, tuple(self.values.shape))
+        return self.values * expand_scales(self.scales, tuple(self.values.shape))
 
 
 #: Suffix of the name of a weight's scales, by `quant_method`.
@@ -560,7 +560,7 @@ def decoded(tensors: Mapping[str, Tensor], method: str) -> Decoded:
     if codes.dtype is torch.float8_e4m3fn:
         values = E4M3[codes.view(torch.uint8).long()]
     elif codes.shape[1] == 24 * stored.shape[1]:
-        values = _six(codes)
+        values = _decode_6_bits(codes)
     else:
         values = E2M1[torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()]
     if stored.dtype is torch.uint8:
@@ -575,13 +575,13 @@ def decoded(tensors: Mapping[str, Tensor], method: str) -> Decoded:
     return Decoded(values, stored.reshape(-1, 1) if stored.dim() < 2 else stored)
 
 
-def _six(packed: Tensor) -> Tensor:
+def _decode_6_bits(packed: Tensor) -> Tensor:
     """Return the values of 6-bit codes: four codes in three bytes, the first in the lowest bits."""
     bits = torch.stack([packed.int() >> i & 1 for i in range(8)], -1).reshape(packed.shape[0], -1, 6)
     return E2M3[sum(bits[..., i].long() << i for i in range(6))]
 
 
-def stretched(scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+def expand_scales(scales: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Expand block scales to one scale per element, [N, K]; blocks are 16, 32 or 128 long, or the whole axis."""
     for dim in (0, 1):
         count, size = scales.shape[dim], shape[dim]

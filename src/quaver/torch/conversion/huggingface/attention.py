@@ -35,8 +35,8 @@ class HeadShape:
 def attentions(
     layer: nn.Module,
     roles: Mapping[str, str],
-    around: LayerArguments,
-    seen: ObservedCall,
+    layer_context: LayerArguments,
+    observed: ObservedCall,
     fused: bool | None,
     choices: Choices,
 ) -> Iterator[tuple[dict[str, Any], MultiheadAttention | LatentAttention]]:
@@ -45,8 +45,8 @@ def attentions(
     Args:
         layer: the transformers layer.
         roles: module names by role, from `roles_of`.
-        around: configuration and mask kind of the layer.
-        seen: the observed call of the layer.
+        layer_context: configuration and mask kind of the layer.
+        observed: the observed call of the layer.
         fused: True for one qkv matrix, False for separate ones, None to keep the layer's form.
         choices: choices of earlier comparisons, used for norms.
     Returns:
@@ -58,19 +58,19 @@ def attentions(
     known = (*ATTENTION, *LATENT, "o")
     linears = {role: linear_of(layer.get_submodule(name)) for role, name in roles.items() if role in known}
     if "kv_down" in linears:
-        return _latents(layer, around, linears, seen, choices)
-    counts = _heads(around, linears)
+        return _latents(layer, layer_context, linears, observed, choices)
+    counts = _heads(layer_context, linears)
     whole = "qkv" in linears
     together = whole if fused is None else fused
-    base = _options(layer, around, counts, linears) | {"fused": together}
-    norms, scope = _head_norms(seen, counts, choices)
-    turns = _turns(around, counts.dim, seen.output.device)
+    base = _options(layer, layer_context, counts, linears) | {"fused": together}
+    norms, scope = _head_norms(observed, counts, choices)
+    ropes = _rope_candidates(layer_context, counts.dim, observed.output.device)
     orders = list(_orders(counts)) if whole else [None]
     alibis = (False, True) if asks_for_alibi(layer) else (False,)
     afters = (False, True) if norms else (False,)
 
     def candidates() -> Iterator[tuple[dict[str, Any], MultiheadAttention]]:
-        for rope, rows, alibi, after in itertools.product(turns, orders, alibis, afters):
+        for rope, rows, alibi, after in itertools.product(ropes, orders, alibis, afters):
             options = base | {"rope": rope, "alibi": alibi, "qk_norm_after_rope": after, "qk_norm_scope": scope}
             # Any norm kind will do: the modules are replaced below.
             options["qk_norm"] = "RMSNorm" if norms else None
@@ -86,10 +86,17 @@ def attentions(
 
 
 def _latents(
-    layer: nn.Module, around: LayerArguments, linears: Mapping[str, Any], seen: ObservedCall, choices: Choices
+    layer: nn.Module,
+    layer_context: LayerArguments,
+    linears: Mapping[str, Any],
+    observed: ObservedCall,
+    choices: Choices,
 ) -> Iterator[tuple[dict[str, Any], LatentAttention]]:
     """Yield candidates for multi-head latent attention, as `attentions` does."""
-    heads, rows = around.config.num_attention_heads, {role: weight.shape[0] for role, (weight, _) in linears.items()}
+    heads, rows = (
+        layer_context.config.num_attention_heads,
+        {role: weight.shape[0] for role, (weight, _) in linears.items()},
+    )
     kv_rank = linears["kv_up"][0].shape[1]
     rope_dim, value_dim = rows["kv_down"] - kv_rank, linears["o"][0].shape[1] // heads
     q_rank = rows.get("q_down")
@@ -102,16 +109,16 @@ def _latents(
     )
     base = {
         "scale": attribute(layer, "scaling"),
-        "mask_type": "causal" if around.causal else "none",
-        "window": around.window,
+        "mask_type": "causal" if layer_context.causal else "none",
+        "window": layer_context.window,
         "bias": linears["kv_down"][1] is not None,
         "out_bias": linears["o"][1] is not None,
     }
-    norms = [norm_of(event.module, event.input, choices) for event in seen.head_norms()]
+    norms = [norm_of(event.module, event.input, choices) for event in observed.head_norms()]
     names = ("kv_norm",) if q_rank is None else ("q_norm", "kv_norm")
 
     def candidates() -> Iterator[tuple[dict[str, Any], LatentAttention]]:
-        for rope in _turns(around, rope_dim, seen.output.device):
+        for rope in _rope_candidates(layer_context, rope_dim, observed.output.device):
             options = base | {"rope": rope}
             ours = LatentAttention(linears["o"][0].shape[0], heads, latent, device="meta", **options)
             for role, parameters in linears.items():
@@ -123,14 +130,16 @@ def _latents(
     return candidates()
 
 
-def _turns(around: LayerArguments, dim: int, device: torch.device) -> list[RotaryEmbedding | None]:
+def _rope_candidates(layer_context: LayerArguments, dim: int, device: torch.device) -> list[RotaryEmbedding | None]:
     """Return the rope variants to try: half-split, interleaved, and none."""
-    if getattr(around.config, "rope_parameters", None) is None:
+    if getattr(layer_context.config, "rope_parameters", None) is None:
         return [None]
-    return [_rope(around, dim, False, device), _rope(around, dim, True, device), None]
+    return [_rope(layer_context, dim, False, device), _rope(layer_context, dim, True, device), None]
 
 
-def _options(layer: nn.Module, around: LayerArguments, counts: HeadShape, linears: Mapping[str, Any]) -> dict[str, Any]:
+def _options(
+    layer: nn.Module, layer_context: LayerArguments, counts: HeadShape, linears: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the options that the layer's attributes and the configuration determine."""
     scale = attribute(layer, "scaling", attribute(layer, "softmax_scale", attribute(layer, "inv_norm_factor")))
     use_rope = attribute(layer, "use_rope", True)
@@ -142,21 +151,21 @@ def _options(layer: nn.Module, around: LayerArguments, counts: HeadShape, linear
         "head_dim": counts.dim,
         "scale": None if scale is None else float(scale),
         "soft_cap": attribute(layer, "attn_logit_softcapping"),
-        "mask_type": "causal" if around.causal else "none",
-        "window": around.window,
-        "chunk": around.chunk,
+        "mask_type": "causal" if layer_context.causal else "none",
+        "window": layer_context.window,
+        "chunk": layer_context.chunk,
         "sinks": None if sinks is None else "learnable",
         "temperature": (attribute(layer, "attn_scale"), attribute(layer, "floor_scale")) if tempered else None,
-        "position_bias": _position_bias(layer, counts.heads, around),
+        "position_bias": _position_bias(layer, counts.heads, layer_context),
         "bias": has_bias,
         "key_bias": linears["k"][1] is not None if "k" in linears and has_bias else None,
         "out_bias": linears["o"][1] is not None,
     }
 
 
-def _heads(around: LayerArguments, linears: Mapping[str, Any]) -> HeadShape:
+def _heads(layer_context: LayerArguments, linears: Mapping[str, Any]) -> HeadShape:
     """Compute heads, groups and head size from matrix sizes and the configuration's number of query heads."""
-    heads = around.config.num_attention_heads
+    heads = layer_context.config.num_attention_heads
     width = linears["o"][0].shape[1]
     dim, left = divmod(width, heads)
     rows = linears["k"][0].shape[0] if "k" in linears else (linears["qkv"][0].shape[0] - width) // 2
@@ -183,27 +192,27 @@ def _orders(counts: HeadShape) -> Iterator[Rows | None]:
     yield by_group
 
 
-def _rope(around: LayerArguments, dim: int, interleaved: bool, device: torch.device) -> RotaryEmbedding:
-    scaling = around.config.rope_parameters
-    if around.kind in scaling:
-        scaling = scaling[around.kind]
-    longest = getattr(around.config, "max_position_embeddings", None)
+def _rope(layer_context: LayerArguments, dim: int, interleaved: bool, device: torch.device) -> RotaryEmbedding:
+    scaling = layer_context.config.rope_parameters
+    if layer_context.kind in scaling:
+        scaling = scaling[layer_context.kind]
+    longest = getattr(layer_context.config, "max_position_embeddings", None)
     return RotaryEmbedding(dim, scaling=scaling, max_positions=longest, interleaved=interleaved, device=device)
 
 
-def _position_bias(layer: nn.Module, heads: int, around: LayerArguments) -> RelativePositionBias | None:
+def _position_bias(layer: nn.Module, heads: int, layer_context: LayerArguments) -> RelativePositionBias | None:
     table = attribute(layer, "relative_attention_bias")
     if table is None:
         return None
     distance = attribute(layer, "relative_attention_max_distance")
-    ours = RelativePositionBias(heads, table.weight.shape[0], distance, not around.causal, device="meta")
+    ours = RelativePositionBias(heads, table.weight.shape[0], distance, not layer_context.causal, device="meta")
     ours.weight = table.weight
     return ours
 
 
-def _head_norms(seen: ObservedCall, counts: HeadShape, choices: Choices) -> tuple[list[nn.Module], str]:
+def _head_norms(observed: ObservedCall, counts: HeadShape, choices: Choices) -> tuple[list[nn.Module], str]:
     """Return Quaver's equivalents of the query and key norms, and their scope: "head", "each_head" or "all_heads"."""
-    norms = seen.head_norms()
+    norms = observed.head_norms()
     if not norms:
         return [], "head"
     if len(norms) != 2:

@@ -29,10 +29,10 @@ from quaver.torch.conversion.huggingface.roles import (
     activations_of,
     distance,
     distance_of_most,
-    drawn,
     fill,
     linear_of,
     norm_of,
+    randomized,
     roles_of,
 )
 from quaver.torch.linear.linear import Quantizable
@@ -133,7 +133,7 @@ def from_huggingface(
     rates = {"dropout": dropout or 0.0, "attention_dropout": attention_dropout or 0.0}
     with autocast(enabled=False), torch.no_grad():
         choices = Choices()
-        _read(drawn(layer), surroundings(layer, config, causal), fused, rates, choices)
+        _read(randomized(layer), surroundings(layer, config, causal), fused, rates, choices)
         ours: Any = _read(layer, surroundings(layer, config, causal), fused, rates, Choices(choices))
     if mask_type is not None:
         ours.attention.core.mask_type = mask_type
@@ -149,24 +149,24 @@ def _state_space(layer: nn.Module, fused: bool | None, mask_type: str | None) ->
         formula = formula_in(layer)
         with torch.no_grad():
             choices = Choices()
-            read_mixer(drawn(layer), formula, fused, choices)
+            read_mixer(randomized(layer), formula, fused, choices)
             ours = read_mixer(layer, formula, fused, Choices(choices))
     return ours.train(layer.training)
 
 
 def _read(
-    layer: nn.Module, around: LayerArguments, fused: bool | None, rates: dict[str, float], choices: Choices
+    layer: nn.Module, layer_context: LayerArguments, fused: bool | None, rates: dict[str, float], choices: Choices
 ) -> TransformerLayer:
     """Build the `TransformerLayer` for a layer, in evaluation mode."""
     roles = roles_of(layer)
     x = _input(layer, roles)
-    seen = watched(layer, roles, x, arguments(layer, around, x))
-    inside: Any = {event.name: event.module for event in seen.hidden_dropouts()}
-    _refuse_inside(layer, {name: module.p for name, module in inside.items()}, rates["dropout"])
-    candidates = attentions(layer, roles, around, seen, fused, choices)
-    options, attention = _same(candidates, seen, ATTENTION, "o", choices, "attention")
-    mlp_options, mlp = _mlp(layer, roles, around, seen, fused, choices)
-    return _placed(layer, around, seen, {**options, **mlp_options, **rates}, attention, mlp, choices)
+    observed = watched(layer, roles, x, arguments(layer, layer_context, x))
+    inside: Any = {event.name: event.module for event in observed.hidden_dropouts()}
+    _check_inner_dropout(layer, {name: module.p for name, module in inside.items()}, rates["dropout"])
+    candidates = attentions(layer, roles, layer_context, observed, fused, choices)
+    options, attention = _same(candidates, observed, ATTENTION, "o", choices, "attention")
+    mlp_options, mlp = _mlp(layer, roles, layer_context, observed, fused, choices)
+    return _placed(layer, layer_context, observed, {**options, **mlp_options, **rates}, attention, mlp, choices)
 
 
 def _check(layer: nn.Module, mask_type: str | None, dropout: float | None, attention_dropout: float | None) -> None:
@@ -194,12 +194,12 @@ def _check(layer: nn.Module, mask_type: str | None, dropout: float | None, atten
             "attention_dropout= (of probabilities), 0.0 for none"
         )
     # A dropout rate that is used functionally in forward, as BART's, can only be recognized by its attribute name.
-    _refuse_inside(
+    _check_inner_dropout(
         layer, {name: rate for name, rate in rates.items() if "activation" in name.rpartition(".")[2]}, dropout
     )
 
 
-def _refuse_inside(layer: nn.Module, rates: Mapping[str, float], dropout: float | None) -> None:
+def _check_inner_dropout(layer: nn.Module, rates: Mapping[str, float], dropout: float | None) -> None:
     """Raise if the layer has dropout between the matrices of its MLP and dropout is not 0."""
     for name, rate in rates.items():
         if rate and dropout:
@@ -236,7 +236,7 @@ def _input(layer: nn.Module, roles: Mapping[str, str]) -> Tensor:
 
 def _same(
     candidates: Any,
-    seen: ObservedCall,
+    observed: ObservedCall,
     begin: tuple[str, ...],
     end: str,
     choices: Choices,
@@ -246,7 +246,7 @@ def _same(
     """Return the first candidate that maps a part's recorded input to its recorded output, within the bound for
     `off`.
     """
-    x, expected = seen.input_of(begin), seen.output_of(end)
+    x, expected = observed.input_of(begin), observed.output_of(end)
     says = f"the layer's {part} has other outputs than Quaver's with any options"
     taken: tuple[dict[str, Any], Any]
     # Some mixtures return tokens [B * S, dim] without a sequence axis.
@@ -258,15 +258,15 @@ def _same(
 def _mlp(
     layer: nn.Module,
     roles: Mapping[str, str],
-    around: LayerArguments,
-    seen: ObservedCall,
+    layer_context: LayerArguments,
+    observed: ObservedCall,
     fused: bool | None,
     choices: Choices,
 ) -> tuple[dict[str, Any], nn.Module]:
     """Return the options and the MLP module, without a norm in front."""
     if "mixture" in roles:
-        theirs = _mixtures(layer.get_submodule(roles["mixture"]), around)
-        return _same(theirs, seen, MLP_ROLES, "mixture", choices, "MLP", distance_of_most)
+        theirs = _mixtures(layer.get_submodule(roles["mixture"]), layer_context)
+        return _same(theirs, observed, MLP_ROLES, "mixture", choices, "MLP", distance_of_most)
     first = roles["gate_up" if "gate_up" in roles else "up"]
     names = first.split(".")
     holders = [layer.get_submodule(".".join(names[:i])) for i in range(len(names) - 1, -1, -1)]
@@ -283,10 +283,10 @@ def _mlp(
             _fill_mlp(ours, linears, hidden)
             yield options, ours
 
-    return _same(one_mlp(), seen, MLP_ROLES, "down", choices, "MLP")
+    return _same(one_mlp(), observed, MLP_ROLES, "down", choices, "MLP")
 
 
-def _mixtures(module: nn.Module, around: LayerArguments) -> Iterator[tuple[dict[str, Any], nn.Module]]:
+def _mixtures(module: nn.Module, layer_context: LayerArguments) -> Iterator[tuple[dict[str, Any], nn.Module]]:
     """Yield candidate `MoE` modules, and last the layer's own module."""
 
     def shared(mlp: nn.Module, ours: MLP) -> None:
@@ -295,7 +295,7 @@ def _mixtures(module: nn.Module, around: LayerArguments) -> Iterator[tuple[dict[
         linears = {role: linear_of(of_role[0]) for role, of_role in roles.items() if of_role}
         _fill_mlp(ours, linears, linears["down"][0].shape[1])
 
-    for ours in possible_mixtures(module, around, shared):
+    for ours in possible_mixtures(module, layer_context, shared):
         yield {"hidden": 1}, ours
     yield {"hidden": 1}, NormThen(None, module)
 
@@ -316,28 +316,28 @@ def _fill_mlp(ours: Any, linears: Mapping[str, Any], hidden: int) -> None:
 
 def _placed(
     layer: nn.Module,
-    around: LayerArguments,
-    seen: ObservedCall,
+    layer_context: LayerArguments,
+    observed: ObservedCall,
     options: Mapping[str, Any],
     attention: Any,
     mlp: nn.Module,
     choices: Choices,
 ) -> TransformerLayer:
     """Build the layer with the norm placement that reproduces the output."""
-    order, x = seen.order(), seen.input
+    order, x = observed.order(), observed.input
     if order not in PLACES:
         raise ValueError(
             f"norms (n), attention (a) and MLP (m) run in the order {order!r}, but only {', '.join(PLACES)} are "
             "supported"
         )
-    norms = [norm_of(event.module, event.input, choices) for event in seen.stream_norms()]
+    norms = [norm_of(event.module, event.input, choices) for event in observed.stream_norms()]
     attention.core.dropout = options["attention_dropout"]
     scale = float(attribute(layer, "residual_multiplier", 1.0))
 
     def candidates() -> Any:
         for place, names in PLACES[order]:
-            given = {**options, **place, "normalization": "RMSNorm", "residual_scale": scale, "device": "meta"}
-            ours: Any = TransformerLayer(x.shape[-1], around.config.num_attention_heads, **given)
+            layer_options = {**options, **place, "normalization": "RMSNorm", "residual_scale": scale, "device": "meta"}
+            ours: Any = TransformerLayer(x.shape[-1], layer_context.config.num_attention_heads, **layer_options)
             ours.attention, ours.mlp = attention, mlp
             for part in (attention, mlp):
                 part.register_module("norm", None)
@@ -347,5 +347,5 @@ def _placed(
 
     says = "attention, MLP and norms match, but the layer has other outputs for every placement of the norms"
     off = distance_of_most if isinstance(mlp, MoE) else distance
-    taken: TransformerLayer = choices.first(candidates(), lambda ours: off(ours(x), seen.output), x.dtype, says)
+    taken: TransformerLayer = choices.first(candidates(), lambda ours: off(ours(x), observed.output), x.dtype, says)
     return taken

@@ -73,13 +73,13 @@ def read_mixer(layer: nn.Module, formula: MixerFormula, fused: bool | None, choi
             f"{type(layer).__name__} runs {len(norms)} norms and {len(others)} other parts besides its mixer; a "
             "Mamba2Layer has one norm before the mixer, and one before an MLP"
         )
-    given: dict[str, Any] = _options(mixer, formula)
+    passed: dict[str, Any] = _options(mixer, formula)
     mlp = _mlp(others[0], fused) if others else None
     if mlp is not None:
-        given |= {"hidden": mlp.down_proj.in_features, "activation": mlp.activation}
-    given["residual_scale"] = float(attribute(layer, "residual_multiplier", 1.0))
-    given["residual_in_fp32"] = bool(getattr(layer, "residual_in_fp32", False))
-    ours: Any = Mamba2Layer(x.shape[-1], device="meta", **given)
+        passed |= {"hidden": mlp.down_proj.in_features, "activation": mlp.activation}
+    passed["residual_scale"] = float(attribute(layer, "residual_multiplier", 1.0))
+    passed["residual_in_fp32"] = bool(getattr(layer, "residual_in_fp32", False))
+    ours: Any = Mamba2Layer(x.shape[-1], device="meta", **passed)
     ours.mixer = _block(mixer, formula)
     ours.mixer.register_module("norm", norm_of(norms[0].module, norms[0].input, choices))
     if mlp is not None:
@@ -142,22 +142,25 @@ def _mlp(ran: ObservedMixer, fused: bool | None) -> MLP:
     if formula is None or formula.after or formula.inner:
         raise ValueError(f"Quaver's MLP cannot compute {type(ran.module).__name__}: {why or 'it has dropout'}")
     parts: Any = ran.module._modules
-    entrance, down = [linear_of(parts[name]) for name in formula.entrance], linear_of(parts[formula.down])
-    joined = len(entrance) == 1 if fused is None else fused
+    first_projections, down = (
+        [linear_of(parts[name]) for name in formula.first_projections],
+        linear_of(parts[formula.down]),
+    )
+    joined = len(first_projections) == 1 if fused is None else fused
     dim, hidden = down[0].shape
     name, has_bias = formula.activated.name, down[1] is not None
     ours: Any = MLP(dim, hidden, name, fused=joined, bias=has_bias, device="meta")
     fill(ours.down_proj, [down])
     if "gate_up_proj" in ours._modules:
-        fill(ours.gate_up_proj, entrance)
-    elif len(entrance) == 2:
-        for part, one in zip((ours.gate_proj, ours.up_proj), entrance, strict=True):
+        fill(ours.gate_up_proj, first_projections)
+    elif len(first_projections) == 2:
+        for part, one in zip((ours.gate_proj, ours.up_proj), first_projections, strict=True):
             fill(part, [one])
     elif "gate_proj" in ours._modules:
-        fill(ours.gate_proj, entrance, lambda rows: rows[:hidden].clone())
-        fill(ours.up_proj, entrance, lambda rows: rows[hidden:].clone())
+        fill(ours.gate_proj, first_projections, lambda rows: rows[:hidden].clone())
+        fill(ours.up_proj, first_projections, lambda rows: rows[hidden:].clone())
     else:
-        fill(ours.up_proj, entrance)
+        fill(ours.up_proj, first_projections)
     mlp: MLP = ours.eval()
     return mlp
 
@@ -174,8 +177,8 @@ def _called(layer: nn.Module, x: Tensor) -> tuple[list[ObservedMixer], Tensor]:
     ran: list[ObservedMixer] = []
 
     def note(module: nn.Module, args: Any, options: Any, output: Any) -> None:
-        given = args[0] if args else next(iter(options.values()))
-        ran.append(ObservedMixer(module, given.clone(), first_of(output).clone()))
+        passed = args[0] if args else next(iter(options.values()))
+        ran.append(ObservedMixer(module, passed.clone(), first_of(output).clone()))
 
     modes = [(module, module.training) for module in layer.modules()]
     with ExitStack() as stack:
@@ -205,13 +208,13 @@ SCALE, NORMALIZE = ("routed_scaling_factor", "router_scaling_factor"), ("norm_to
 
 
 def possible_mixtures(
-    module: nn.Module, around: LayerArguments, shared: Callable[[nn.Module, MLP], None]
+    module: nn.Module, layer_context: LayerArguments, shared: Callable[[nn.Module, MLP], None]
 ) -> Iterator[MoE]:
     """Yield candidate `MoE` modules with the mixture's parameters, without a norm in front; none if it is unsupported.
 
     Args:
         module: the mixture of experts.
-        around: configuration of the layer.
+        layer_context: configuration of the layer.
         shared: function (their MLP, our MLP) that fills the shared expert's parameters.
     """
     read = _read(module)
@@ -223,7 +226,7 @@ def possible_mixtures(
     hidden = int(stack.down_proj.shape[-2 if transposed else -1])
     base = MixtureConfig(
         experts=experts,
-        k=_number(around, module, "top_k", "num_experts_per_tok") or 1,
+        k=_number(layer_context, module, "top_k", "num_experts_per_tok") or 1,
         router_bias=router._parameters.get("bias") is not None,
         balance_bias=read.correction is not None,
         shared=0 if mlp is None else linear_of(_of_role(mlp, "down"))[0].shape[1],
@@ -232,7 +235,9 @@ def possible_mixtures(
         layout="kn" if transposed else "nk",
         interleaved=gated and not getattr(stack, "is_concatenated", True),
     )
-    for (activation, options), choice in itertools.product(_activations(stack, module, gated), _choices(around, base)):
+    for (activation, options), choice in itertools.product(
+        _activations(stack, module, gated), _choices(layer_context, base)
+    ):
         try:
             choice.check()
         except ValueError:
@@ -304,9 +309,9 @@ def _of_role(mlp: nn.Module, role: str, optional: bool = False) -> Any:
     raise ValueError(f"{type(mlp).__name__} has no matrix by a known name for its {role!r}")
 
 
-def _number(around: LayerArguments, module: nn.Module, *names: str) -> Any:
+def _number(layer_context: LayerArguments, module: nn.Module, *names: str) -> Any:
     """Return the first of these attributes that the module, its children or the configuration have."""
-    for holder in (module, *module.children(), around.config):
+    for holder in (module, *module.children(), layer_context.config):
         for name in names:
             value = getattr(holder, name, None)
             if value is not None and not isinstance(value, Tensor | nn.Module):
@@ -323,9 +328,9 @@ def _activations(stack: Any, module: nn.Module, gated: bool) -> list[tuple[str, 
     return named
 
 
-def _choices(around: LayerArguments, base: MixtureConfig) -> Iterator[MixtureConfig]:
+def _choices(layer_context: LayerArguments, base: MixtureConfig) -> Iterator[MixtureConfig]:
     """Yield the routing variants to try, those that match the configuration first."""
-    config = around.config
+    config = layer_context.config
     scale = next((float(getattr(config, name)) for name in SCALE if getattr(config, name, None) is not None), 1.0)
     groups, top = getattr(config, "n_group", None), getattr(config, "topk_group", None)
     limited: list[dict[str, int]] = [{}]
@@ -346,7 +351,10 @@ def _fill(ours: Any, read: _MoESpec) -> None:
     """Share the mixture's parameters with Quaver's `MoE`."""
     stack, router = read.stack, read.router
     first, second = matrices(stack)
-    for layer, name in ((ours.experts._modules[ours.experts._entrance], first), (ours.experts.down_proj, second)):
+    for layer, name in (
+        (ours.experts._modules[ours.experts._first_projections], first),
+        (ours.experts.down_proj, second),
+    ):
         layer._parameters["weight"] = stack._parameters[name]
         layer._parameters["bias"] = stack._parameters[f"{name}_bias"] if stack.has_bias else None
     ours.router._parameters.update(weight=router._parameters["weight"], bias=router._parameters.get("bias"))

@@ -97,30 +97,30 @@ def attribute(layer: nn.Module, name: str, default: Any = None) -> Any:
     )
 
 
-def arguments(layer: nn.Module, around: LayerArguments, x: Tensor) -> dict[str, Any]:
+def arguments(layer: nn.Module, layer_context: LayerArguments, x: Tensor) -> dict[str, Any]:
     """Return the keyword arguments of the layer's forward besides x [B, S, dim].
 
     Raises:
         ValueError: the forward requires an unknown argument.
     """
-    given: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
     positions = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)[None]
     for name, parameter in list(inspect.signature(layer.forward).parameters.items())[1:]:
         if name == "position_embeddings":
-            given[name] = _rotated(layer, around, x, positions)
+            passed[name] = _rotated(layer, layer_context, x, positions)
         elif name == "position_ids":
-            given[name] = positions.expand(x.shape[0], -1)
+            passed[name] = positions.expand(x.shape[0], -1)
         elif name == "attention_mask":
-            given.setdefault(name, _mask(around, x))
+            passed.setdefault(name, _mask(layer_context, x))
         elif name == "alibi":
-            given[name] = None
+            passed[name] = None
         elif name == "position_bias" and asks_for_alibi(layer):
             build: Any = _of_its_file(layer, "build_mpt_alibi_tensor")
-            given[name] = build(around.config.num_attention_heads, x.shape[1], device=x.device)
-            given["attention_mask"] = _mask(around, x, boolean=True)
+            passed[name] = build(layer_context.config.num_attention_heads, x.shape[1], device=x.device)
+            passed["attention_mask"] = _mask(layer_context, x, boolean=True)
         elif parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
             raise ValueError(f"{type(layer).__name__}.forward requires the argument {name!r}, which is unknown")
-    return given
+    return passed
 
 
 def asks_for_alibi(layer: nn.Module) -> bool:
@@ -129,13 +129,15 @@ def asks_for_alibi(layer: nn.Module) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def _rotated(layer: nn.Module, around: LayerArguments, x: Tensor, positions: Tensor) -> Any:
+def _rotated(layer: nn.Module, layer_context: LayerArguments, x: Tensor, positions: Tensor) -> Any:
     """Return cosines and sines of rope from the model's own rotary class, or None if it has no rope."""
-    config = around.config
+    config = layer_context.config
     if getattr(config, "rope_parameters", None) is None:
         return None
     for rotary in _rotaries(layer):
-        more = {"layer_type": around.kind} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
+        more = (
+            {"layer_type": layer_context.kind} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
+        )
         return rotary(config).to(x.device)(x, positions, **more)
     raise ValueError(f"the file of {type(layer).__name__} has no class that makes its rotary positions")
 
@@ -157,15 +159,15 @@ def _of_its_file(layer: nn.Module, name: str) -> Any:
     return function
 
 
-def _mask(around: LayerArguments, x: Tensor, boolean: bool = False) -> Tensor | None:
+def _mask(layer_context: LayerArguments, x: Tensor, boolean: bool = False) -> Tensor | None:
     """Return the attention mask from the transformers function that the model calls."""
     from transformers import masking_utils
 
-    if not around.causal:
+    if not layer_context.causal:
         return None
     makers = {"sliding_attention": "sliding_window_causal", "chunked_attention": "chunked_causal"}
-    make = getattr(masking_utils, f"create_{makers.get(around.kind, 'causal')}_mask")
-    mask = make(config=around.config, inputs_embeds=x, attention_mask=None, past_key_values=None)
+    make = getattr(masking_utils, f"create_{makers.get(layer_context.kind, 'causal')}_mask")
+    mask = make(config=layer_context.config, inputs_embeds=x, attention_mask=None, past_key_values=None)
     if boolean and (mask is None or mask.dtype is torch.bool):
         every = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         return every[None, None]
@@ -286,9 +288,9 @@ def _kind(module: nn.Module) -> str | None:
 
 def _recorded_amax(events: list[ModuleCallEvent], role: str, name: str) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        given = args[0] if args else next(iter(options.values()))
+        passed = args[0] if args else next(iter(options.values()))
         # Clone, because Falcon's layers add to their MLP's output in place.
-        events.append(ModuleCallEvent(role, name, module, given.clone(), first_of(output).clone()))
+        events.append(ModuleCallEvent(role, name, module, passed.clone(), first_of(output).clone()))
 
     return hook
 

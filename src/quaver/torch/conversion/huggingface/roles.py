@@ -21,7 +21,7 @@ from quaver.torch.nn.norm import NORMALIZATIONS, NormKind, NormOfEachHead, NormO
 # A layer's own weights may hide a difference, for example if they are zero or in 16 bits.
 
 #: Largest difference with random weights, relative to the largest output.
-DRAWN = 1e-5
+RANDOM_WEIGHTS_BOUND = 1e-5
 #: The same with the layer's own weights, where attention scores may be arbitrarily large.
 BOUNDS = {torch.float64: 3e-4, torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
@@ -34,12 +34,12 @@ T = TypeVar("T")
 class Choices:
     """Records the index of the candidate chosen at each step; with an earlier record, repeats its choices.
 
-    Without an earlier record, the layer compared has random weights (`drawn`).
+    Without an earlier record, the layer compared has random weights (`randomized`).
     """
 
-    def __init__(self, given: "Choices | None" = None) -> None:
+    def __init__(self, earlier: "Choices | None" = None) -> None:
         self.taken: list[int] = []
-        self._given = None if given is None else iter(given.taken)
+        self._earlier = None if earlier is None else iter(earlier.taken)
 
     def first(self, candidates: Iterable[T], distance: Callable[[T], float], dtype: torch.dtype, says: str) -> T:
         """Return the first candidate within the dtype's bound, or the one chosen in the earlier record.
@@ -52,12 +52,12 @@ class Choices:
         Raises:
             ValueError: no candidate, or not the recorded one, is within the bound; gives the smallest difference.
         """
-        wanted = None if self._given is None else next(self._given)
+        wanted = None if self._earlier is None else next(self._earlier)
         nearest = float("inf")
         for number, candidate in enumerate(candidates):
             if wanted in (None, number):
                 off = distance(candidate)
-                if off <= (DRAWN if self._given is None else BOUNDS[dtype]):
+                if off <= (RANDOM_WEIGHTS_BOUND if self._earlier is None else BOUNDS[dtype]):
                     self.taken.append(number)
                     return candidate
                 nearest = min(nearest, off)
@@ -95,7 +95,7 @@ def distance_of_most(a: Tensor, b: Tensor) -> float:
     return float(off.quantile(0.75))
 
 
-def drawn(layer: nn.Module) -> nn.Module:
+def randomized(layer: nn.Module) -> nn.Module:
     """Return a float32 copy with random parameters, scaled so that activations stay near 1."""
     other = copy.deepcopy(layer)
     if next(layer.parameters()).dtype is not torch.float64:
@@ -225,8 +225,8 @@ def _norms(eps: float, dim: int, weight: nn.Parameter | None, bias: nn.Parameter
 def _inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return two test inputs: one off zero, and one so small that eps matters."""
     generator = torch.Generator("cpu").manual_seed(0)
-    drawn = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(x)
-    return drawn + 0.5, drawn * 1e-3
+    randomized = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(x)
+    return randomized + 0.5, randomized * 1e-3
 
 
 def _joined(parts: Sequence[nn.Parameter], rows: Rows | None) -> nn.Parameter:

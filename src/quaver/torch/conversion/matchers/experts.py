@@ -20,8 +20,8 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.linear.function import LinearFunction, apply
 from quaver.torch.linear.grouped.layer import check, multiply
 from quaver.torch.linear.grouped.operands import GroupedProduct
-from quaver.torch.linear.linear import Quantizable, recipe_of, refuse_sharded
-from quaver.torch.linear.quantized_input import GIVEN, LinearSetup
+from quaver.torch.linear.linear import Quantizable, check_not_sharded, recipe_of
+from quaver.torch.linear.quantized_input import IDENTITY_INPUT, LinearSetup
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import refuse_transforms
@@ -35,7 +35,7 @@ from quaver.torch.state.context import active_context
 DECORATED = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
-class Experts(Quantizable):
+class StackedExperts(Quantizable):
     """Mixin above an experts class described by transformers' decorator; runs its GEMMs quantized."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def recipe_in_force(module: Quantizable, names: Sequence[str]) -> Recipe | None:
         return recipe
     if not compiling and torch.is_grad_enabled() and module._state.weights is not None:
         for name in names:
-            weight_cache.look(module, getattr(module, name))
+            weight_cache.expire(module, getattr(module, name))
     return None
 
 
@@ -127,7 +127,7 @@ class ExpertGemms:
     def by(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
         """Multiply x [T, K] by a weight [E, N, K], or [E, K, N] if transposed."""
         if not is_tracing():
-            refuse_sharded(self.module, weight)
+            check_not_sharded(self.module, weight)
         check(x, weight.transpose(1, 2) if transposed else weight, self.ends, bias, self.recipe)
         owner = GroupedProduct(self.module, name, self.names.index(name) * self.ends.shape[0])
         return multiply(owner, x, weight, bias, self.ends, self.recipe, transposed)
@@ -147,7 +147,7 @@ def is_stack(module: nn.Module) -> bool:
 
 def reason_unsupported(module: nn.Module) -> str:
     """Return why an experts module cannot be converted, or ""."""
-    if not isinstance(module, Experts) and not hasattr(type(module).forward, "__wrapped__"):
+    if not isinstance(module, StackedExperts) and not hasattr(type(module).forward, "__wrapped__"):
         return f"{type(module).__name__} overrides forward"
     return ""
 
@@ -184,7 +184,7 @@ def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None,
         ValueError: x and the weight differ in dtype outside of torch.autocast, or the weight is sharded.
     """
     if not is_tracing():
-        refuse_sharded(module, weight)
+        check_not_sharded(module, weight)
     training = torch.is_grad_enabled()
     if training and module._state.prepared is not recipe:
         prepare(module, recipe)
@@ -200,7 +200,7 @@ def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None,
     if x.dtype not in ops.DTYPES:
         return F.linear(x, weight, bias)
     layers: Any = (module,)
-    setup = LinearSetup(GIVEN, layers, recipe, x.dtype, training)
+    setup = LinearSetup(IDENTITY_INPUT, layers, recipe, x.dtype, training)
     y: Tensor
     if is_tracing():
         (y,) = LinearFunction.apply(setup, x, weight, bias)
@@ -222,10 +222,10 @@ def described(module: Quantizable) -> str:
 # Each mixin follows the forward of the class that it is put above; a test compares outputs and gradients.
 
 #: Parameter names of the stacks in Llama 4's, JetMoE's and DBRX's class.
-ALIKE, SPLIT, FLAT = ("gate_up_proj", "down_proj"), ("weight",), ("mlp.w1", "mlp.v1", "mlp.w2")
+LLAMA4, JETMOE, DBRX = ("gate_up_proj", "down_proj"), ("weight",), ("mlp.w1", "mlp.v1", "mlp.w2")
 
 
-class Llama4Stack(Quantizable):
+class QuantizedLlama4Experts(Quantizable):
     """Mixin for Llama 4's experts: x [E * T, H] with T rows per expert; weights [E, H, 2I] and [E, I, H]."""
 
     gate_up_proj: Tensor
@@ -233,7 +233,7 @@ class Llama4Stack(Quantizable):
     act_fn: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        recipe = recipe_in_force(self, ALIKE)
+        recipe = recipe_in_force(self, LLAMA4)
         if recipe is None:
             return super().forward(*args, **kwargs)
         (hidden_states,) = (*args, *kwargs.values())
@@ -241,12 +241,12 @@ class Llama4Stack(Quantizable):
         x = hidden_states.view(-1, gate_up.shape[1])
         rows = x.shape[0] // gate_up.shape[0]
         ends = torch.arange(1, gate_up.shape[0] + 1, dtype=torch.int32, device=x.device) * rows
-        products = ExpertGemms(self, ALIKE, ends, recipe)
+        products = ExpertGemms(self, LLAMA4, ends, recipe)
         gate, up = products.by("gate_up_proj", x, gate_up, transposed=True).chunk(2, dim=-1)
         return products.by("down_proj", up * self.act_fn(gate), down, transposed=True)
 
 
-class Split(Quantizable):
+class QuantizedJetMoeExperts(Quantizable):
     """Mixin for JetMoE's experts: x [T, K] sorted by expert, the number of rows per expert, and one weight [E, N,
     K].
     """
@@ -254,14 +254,14 @@ class Split(Quantizable):
     weight: Tensor
 
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Any:
-        recipe = recipe_in_force(self, SPLIT)
+        recipe = recipe_in_force(self, JETMOE)
         if recipe is None:
             return super().forward(inputs, expert_size)
         sizes = torch.as_tensor(expert_size, dtype=torch.int32, device=inputs.device)
-        return ExpertGemms(self, SPLIT, sizes.cumsum(0, dtype=torch.int32), recipe).by("weight", inputs, self.weight)
+        return ExpertGemms(self, JETMOE, sizes.cumsum(0, dtype=torch.int32), recipe).by("weight", inputs, self.weight)
 
 
-class Flat(Quantizable):
+class QuantizedDbrxExperts(Quantizable):
     """Mixin for DBRX's experts: parameters w1, v1 and w2 [E * I, H] of the child `mlp`; ids and weights [T, k]."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
@@ -276,10 +276,10 @@ class Flat(Quantizable):
         choices = ids.shape[-1]
         ids, order = torch.sort(ids.reshape(-1), stable=True)
         w1, v1, w2 = (w.view(-1, glu.ffn_hidden_size, glu.hidden_size) for w in (glu.w1, glu.v1, glu.w2))
-        products = ExpertGemms(self, FLAT, ends_of(ids, w1.shape[0]), recipe)
+        products = ExpertGemms(self, DBRX, ends_of(ids, w1.shape[0]), recipe)
         rows = x[order // choices]
-        y = glu.activation_fn(products.by(FLAT[0], rows, w1)) * products.by(FLAT[1], rows, v1)
-        y = products.by(FLAT[2], y, w2, transposed=True) * weights.reshape(-1)[order].unsqueeze(-1)
+        y = glu.activation_fn(products.by(DBRX[0], rows, w1)) * products.by(DBRX[1], rows, v1)
+        y = products.by(DBRX[2], y, w2, transposed=True) * weights.reshape(-1)[order].unsqueeze(-1)
         total = torch.zeros_like(x).index_add_(0, order // choices, y.to(x.dtype))
         return total.view(hidden_states.shape[0], -1, glu.hidden_size)
 
@@ -301,22 +301,22 @@ class Stack(NamedTuple):
 #: Descriptions by class name; the class must come from transformers.
 CLASSES = {
     "Llama4TextExperts": Stack(
-        Llama4Stack,
-        ALIKE,
+        QuantizedLlama4Experts,
+        LLAMA4,
         sizes=lambda m: tuple(m.gate_up_proj.shape[1:]),
         inputs=lambda m: (m.gate_up_proj.shape[1], m.down_proj.shape[1]),
         experts=lambda m: int(m.gate_up_proj.shape[0]),
     ),
     "JetMoeParallelExperts": Stack(
-        Split,
-        SPLIT,
+        QuantizedJetMoeExperts,
+        JETMOE,
         sizes=lambda m: tuple(m.weight.shape[:0:-1]),
         inputs=lambda m: (m.weight.shape[2],),
         experts=lambda m: int(m.weight.shape[0]),
     ),
     "DbrxExperts": Stack(
-        Flat,
-        FLAT,
+        QuantizedDbrxExperts,
+        DBRX,
         sizes=lambda m: (m.mlp.hidden_size, m.mlp.ffn_hidden_size),
         inputs=lambda m: (m.mlp.hidden_size, m.mlp.ffn_hidden_size),
         experts=lambda m: int(m.mlp.w1.shape[0] // m.mlp.ffn_hidden_size),

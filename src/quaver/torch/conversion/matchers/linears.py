@@ -29,7 +29,7 @@ from quaver.torch.state.buffers import STATE
 # projection is called as the module that it is. The attention itself stays in high precision.
 
 
-class Packed(Quantizable, nn.MultiheadAttention):
+class QuantizedMultiheadAttention(Quantizable, nn.MultiheadAttention):
     """Mixin above nn.MultiheadAttention and its subclasses that do not override forward; quantizes the projections."""
 
     def forward(
@@ -130,7 +130,10 @@ class Packed(Quantizable, nn.MultiheadAttention):
 
 def reason_unsupported(module: nn.MultiheadAttention) -> str:
     """Return why an nn.MultiheadAttention cannot be converted, or ""."""
-    if not isinstance(module, Packed) and type(module).forward is not nn.MultiheadAttention.forward:
+    if (
+        not isinstance(module, QuantizedMultiheadAttention)
+        and type(module).forward is not nn.MultiheadAttention.forward
+    ):
         return f"{type(module).__name__} overrides forward"
     return ""
 
@@ -184,7 +187,7 @@ def _seen(mask: Tensor | None) -> Tensor | None:
 CONV1D = "transformers.pytorch_utils", "Conv1D"
 
 
-class Transposed(Quantizable):
+class QuantizedConv1D(Quantizable):
     """Mixin above a class whose forward is x [..., in] @ weight [in, out] + bias."""
 
     weight: Tensor
@@ -214,7 +217,7 @@ def is_transposed(module: nn.Module) -> bool:
 def reason_unsupported_transposed(module: nn.Module) -> str:
     """Return why a Conv1D cannot be converted, or ""."""
     kind = _conv1d(module)
-    if not isinstance(module, Transposed) and type(module).forward is not kind.forward:  # type: ignore[union-attr]
+    if not isinstance(module, QuantizedConv1D) and type(module).forward is not kind.forward:  # type: ignore[union-attr]
         return f"{type(module).__name__} overrides forward"
     return ""
 
@@ -334,7 +337,7 @@ _GROUPED = LinearMatcher(
 _CONV1D = LinearMatcher(
     "Conv1D",
     takes=is_transposed,
-    over=lambda m: Transposed,
+    over=lambda m: QuantizedConv1D,
     weights=lambda m: _own(m, "weight"),
     sizes=lambda m: (m.nx, m.nf),
     inputs=lambda m: (m.nx,),
@@ -343,7 +346,7 @@ _CONV1D = LinearMatcher(
 _PACKED = LinearMatcher(
     "nn.MultiheadAttention",
     takes=lambda m: isinstance(m, nn.MultiheadAttention),
-    over=lambda m: Packed,
+    over=lambda m: QuantizedMultiheadAttention,
     weights=lambda m: _own(m, "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
     sizes=lambda m: (m.embed_dim, 3 * m.embed_dim),
     # For self-attention; with three different inputs it saves three.
@@ -353,7 +356,7 @@ _PACKED = LinearMatcher(
 _EXPERTS = LinearMatcher(
     "experts",
     takes=experts.is_stack,
-    over=lambda m: experts.Experts,
+    over=lambda m: experts.StackedExperts,
     weights=lambda m: _own(m, *experts.matrices(m)),
     sizes=experts.sizes,
     inputs=lambda m: (experts.sizes(m)[0], experts.inner(m)),
@@ -408,9 +411,9 @@ def reason_unsupported_kinds(module: nn.Module, kind: LinearMatcher) -> str:
     why = kind.reason_unsupported(module)
     if why:
         return why
-    taken = [name for name in STATE if name in module._buffers]
-    if taken and not isinstance(module, Quantizable):
-        return f"it already has a buffer named {taken[0]!r}"
+    existing_names = [name for name in STATE if name in module._buffers]
+    if existing_names and not isinstance(module, Quantizable):
+        return f"it already has a buffer named {existing_names[0]!r}"
     for weight in (module._parameters.get("weight"), *kind.weights(module)):
         if weight is not None and nn.parameter.is_lazy(weight):
             return "its weight has no shape yet; run one forward first"
@@ -426,7 +429,7 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 def active(module: nn.Module, kind: LinearMatcher, config: Any) -> float:
     """Return the share of a module's weights that one token uses: 1, or for experts the share it is routed to."""
     count = kind.experts(module)
-    if not count or (kind is _STACKS and _row_of(module).over is stacks.Llama4Stack):
+    if not count or (kind is _STACKS and _row_of(module).over is stacks.QuantizedLlama4Experts):
         # All of Llama 4's experts process every token.
         return 1.0
     configs = [getattr(module, "config", None), config, getattr(config, "text_config", None)]
@@ -453,11 +456,11 @@ NAMES = {
     "logits",
 }
 
-LEFT = "the output head stays in high precision; convert(..., head=True) or a rule that names it converts it"
+HEAD_REASON = "the output head stays in high precision; convert(..., head=True) or a rule that names it converts it"
 
 #: Attribute in which PEFT's layers list their adapters.
 ADAPTERS = "adapter_layer_names"
-ADAPTER = "an adapter of PEFT stays in high precision; a rule that names it converts it"
+ADAPTER_REASON = "an adapter of PEFT stays in high precision; a rule that names it converts it"
 
 
 def output_heads(model: nn.Module) -> set[nn.Module]:
@@ -522,6 +525,6 @@ def adapter_layers(model: nn.Module) -> set[nn.Module]:
     layers: set[nn.Module] = set()
     for wrapper in wrappers(model):
         names: Any = getattr(type(wrapper), ADAPTERS)
-        held = [wrapper._modules.get(name) for name in names]
-        layers.update(part for adapter in held if adapter is not None for part in adapter.modules())
+        adapters = [wrapper._modules.get(name) for name in names]
+        layers.update(part for adapter in adapters if adapter is not None for part in adapter.modules())
     return layers

@@ -32,18 +32,18 @@ def exchange(module: nn.Module, over: type, formula: Hashable = None) -> None:
 
 def restore_class(module: nn.Module) -> bool:
     """Restore the module's original class; return False if it was not swapped."""
-    before = _given_back(unconverted_class(module))
+    before = _class_before_swap(unconverted_class(module))
     if before is None:
         return False
     _set_class(module, before)
     return True
 
 
-def _given_back(kind: type) -> type | None:
+def _class_before_swap(kind: type) -> type | None:
     """Return the class before the swap, under any classes put above it since; None if it was not swapped."""
     if not _was_put_above(kind):
         return original(kind)
-    bases = tuple(_given_back(base) or base for base in kind.__bases__)
+    bases = tuple(_class_before_swap(base) or base for base in kind.__bases__)
     if bases == kind.__bases__:
         return None
     return type(kind.__name__, bases, {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")})
@@ -235,13 +235,13 @@ def differentiated(function: Callable[..., Any], module: nn.Module, x: Sequence[
     It seeds only the CPU generator, which callers restore; torch.manual_seed would also seed the GPUs'.
     """
     torch.default_generator.manual_seed(0)
-    given = [a.clone().requires_grad_() for a in x]
+    leaves = [a.clone().requires_grad_() for a in x]
     with torch.enable_grad():
-        y = function(module, *given)
+        y = function(module, *leaves)
     if not isinstance(y, Tensor):
         raise TypeError(f"its forward returns a {type(y).__name__}")
     g = torch.linspace(-1, 1, y.numel(), dtype=torch.float32, device="cpu").view(y.shape).to(y.dtype)
-    taken = [*given, *module.parameters()]
+    taken = [*leaves, *module.parameters()]
     return [y.detach(), *torch.autograd.grad(y, taken, g, allow_unused=True)]
 
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from quaver.torch.conversion.matchers.swap_class import first_of, original, unconverted_class
 from quaver.torch.conversion.replace.compare import (
     FusedModule,
+    bare_copy,
     buffers_of,
     differs,
-    drawn,
     linear,
+    must_run_original,
+    random_tensor,
     replaced,
-    stands_aside,
-    twin,
 )
 from quaver.torch.conversion.replace.mixer import OverlaidNames
 from quaver.torch.conversion.replace.mlp import sizes
@@ -50,7 +50,7 @@ class AttentionFormula:
     """The functions in a forward that are replaced, and their replacements."""
 
     #: Name of the rope function or "", the function itself, and Quaver's replacement or None.
-    turns: str
+    rotary_name: str
     function: Any
     rope: Rope | None
     #: The configuration's attention implementation, and the registry's "sdpa" function that is replaced, or None.
@@ -75,7 +75,7 @@ class FusedAttention(FusedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("hidden_states")
-        if replaced(self) or stands_aside(self, x) or _asks(self, kwargs):
+        if replaced(self) or must_run_original(self, x) or _needs_original(self, kwargs):
             return super().forward(*args, **kwargs)
         kind = type(self)
         if not is_tracing():
@@ -85,7 +85,7 @@ class FusedAttention(FusedModule):
         return kind._traced(self, *args, **kwargs)
 
 
-def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
+def _needs_original(module: Any, kwargs: dict[str, Any]) -> bool:
     """Return True if the original forward must run: weights are requested, or the implementation or rope function
     changed.
     """
@@ -94,7 +94,10 @@ def _asks(module: Any, kwargs: dict[str, Any]) -> bool:
         return True
     if getattr(config, "_attn_implementation", None) != formula.implementation:
         return True
-    return bool(formula.turns) and type(module)._original.forward.__globals__.get(formula.turns) is not formula.function
+    return (
+        bool(formula.rotary_name)
+        and type(module)._original.forward.__globals__.get(formula.rotary_name) is not formula.function
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,7 +105,7 @@ def rebuilt(forward: Any, formula: AttentionFormula) -> Callable[..., Any]:
     """Return a copy of a forward whose globals contain Quaver's functions."""
     names = OverlaidNames(forward.__globals__, {REGISTRY: _Registry(forward.__globals__[REGISTRY], formula.attends)})
     if formula.rope is not None:
-        names[formula.turns] = formula.rope
+        names[formula.rotary_name] = formula.rope
     copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return copied
@@ -183,10 +186,10 @@ def _attend(
     """
     if any(options.get(name) not in (None, False) for name in THEIRS):
         return theirs(module, query, key, value, attention_mask, **options)
-    given = {name: options.get(name) for name in OURS}
+    passed = {name: options.get(name) for name in OURS}
     queries, keys = query.shape[2], key.shape[2]
-    causal = given["is_causal"] if given["is_causal"] is not None else getattr(module, "is_causal", True)
-    mask_type, mask, bias = "none", None, given["position_bias"]
+    causal = passed["is_causal"] if passed["is_causal"] is not None else getattr(module, "is_causal", True)
+    mask_type, mask, bias = "none", None, passed["position_bias"]
     if attention_mask is None:
         if causal and queries > 1:
             mask_type, key, value = "causal", key[:, :, :queries], value[:, :, :queries]
@@ -201,10 +204,10 @@ def _attend(
         mask_type=mask_type,
         mask=mask,
         bias=bias,
-        sinks=given["s_aux"],
-        scale=given["scaling"],
-        soft_cap=given["softcap"],
-        dropout=given["dropout"] or 0.0,
+        sinks=passed["s_aux"],
+        scale=passed["scaling"],
+        soft_cap=passed["softcap"],
+        dropout=passed["dropout"] or 0.0,
     )
     return y, None
 
@@ -225,14 +228,16 @@ def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
         return None, f"its configuration asks for {implementation}, but only {SDPA} can be replaced"
     kind: Any = original(unconverted_class(module)) or unconverted_class(module)
     forward = kind.forward
-    held = forward.__globals__
-    turns = [name for name in forward.__code__.co_names if "rotary" in name and callable(held.get(name))]
-    rope = rope_of(held[turns[0]]) if len(turns) == 1 else None
-    name = turns[0] if rope is not None else ""
-    attends = held[REGISTRY].get_interface(SDPA, None) if implementation == SDPA else None
+    module_globals = forward.__globals__
+    rotary_name = [
+        name for name in forward.__code__.co_names if "rotary" in name and callable(module_globals.get(name))
+    ]
+    rope = rope_of(module_globals[rotary_name[0]]) if len(rotary_name) == 1 else None
+    name = rotary_name[0] if rope is not None else ""
+    attends = module_globals[REGISTRY].get_interface(SDPA, None) if implementation == SDPA else None
     if attends is None and rope is None:
         return None, f"its configuration asks for {EAGER} attention, but only {SDPA} can be replaced"
-    formula = AttentionFormula(name, held.get(name), rope, implementation, attends)
+    formula = AttentionFormula(name, module_globals.get(name), rope, implementation, attends)
     # Find the output projection by trial: usually the last matrix, Phi-3's first, in some modules none.
     outs = [*reversed(_matrices(module)), None]
     try:
@@ -240,11 +245,11 @@ def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
     except NotImplementedError as error:
         return None, str(error)
     # The layout of cosines and sines is the one that the rope function was found to read.
-    layouts = (rope.lies,) if rope is not None else (HALVES, PAIRS, ONCE, COMPLEX) if turns else (HALVES,)
+    layouts = (rope.table_layout,) if rope is not None else (HALVES, PAIRS, ONCE, COMPLEX) if rotary_name else (HALVES,)
     reason = ""
-    for out, lies in itertools.product(outs, layouts):
+    for out, table_layout in itertools.product(outs, layouts):
         for width in widths[out]:
-            why = _differs(module, forward, formula, _ProbeCase(out, lies, width))
+            why = _differs(module, forward, formula, _ProbeCase(out, table_layout, width))
             registry: _Registry = rebuilt(forward, formula).__globals__[REGISTRY]
             if not why and (formula.attends is None or registry.asked):
                 return formula, ""
@@ -267,7 +272,7 @@ class _ProbeCase(NamedTuple):
     #: Name of the output projection, or None.
     out: str | None
     #: Layout of cosines and sines, and their number of features.
-    lies: str
+    table_layout: str
     width: int
 
 
@@ -289,7 +294,7 @@ def _differs(module: Any, forward: Any, formula: AttentionFormula, case: _ProbeC
         why = differs(
             lambda dtype: small(module, dtype, case.out),
             ours,
-            lambda dtype: iter([(drawn((2, TOKENS, SMALL), dtype, 5),)]),
+            lambda dtype: iter([(random_tensor((2, TOKENS, SMALL), dtype, 5),)]),
             theirs,
         )
         if why:
@@ -307,10 +312,10 @@ def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _Pr
         seen[1, :, :, :1] = torch.eye(TOKENS, dtype=torch.bool, device="cpu")[:, :1]
     seen = seen.expand(2, 1, TOKENS, TOKENS)
     added = torch.where(seen, 0.0, torch.finfo(x.dtype).min).to(x.dtype)
-    given = None if mask == "none" else seen if implementation == SDPA else added
-    named: dict[str, Any] = {"hidden_states": x, "mask" if "mask" in names else "attention_mask": given}
+    passed = None if mask == "none" else seen if implementation == SDPA else added
+    named: dict[str, Any] = {"hidden_states": x, "mask" if "mask" in names else "attention_mask": passed}
     if "position_embeddings" in names:
-        named["position_embeddings"] = tables(case.lies, case.width, TOKENS, x.dtype)
+        named["position_embeddings"] = tables(case.table_layout, case.width, TOKENS, x.dtype)
     for name, parameter in names.items():
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             named.setdefault(name, i[None] if name == "position_ids" else None)
@@ -354,18 +359,20 @@ def small(module: Any, dtype: torch.dtype, out: str | None) -> nn.Module:
             k, n, bias = shapes[name]
             k, n = (k, SMALL) if name == out else (SMALL if k == wide else k, n)
             parts[name] = linear(
-                drawn((n, k), dtype, 2 * i, scale=k**-0.5),
-                drawn((n,), dtype, 2 * i + 1, scale=0.3) if bias else None,
+                random_tensor((n, k), dtype, 2 * i, scale=k**-0.5),
+                random_tensor((n,), dtype, 2 * i + 1, scale=0.3) if bias else None,
             )
         elif part is None or part._modules or any(b.is_meta for b in part.buffers()):
             raise NotImplementedError(f"it contains a {type(part).__name__}")
         else:
-            values = {n: drawn(p.shape, dtype, i, 0.5, 0.2) for n, p in part._parameters.items() if p is not None}
+            values = {
+                n: random_tensor(p.shape, dtype, i, 0.5, 0.2) for n, p in part._parameters.items() if p is not None
+            }
             bare = unconverted_class(part)
-            parts[name] = twin(part, original(bare) or bare, {}, values)
+            parts[name] = bare_copy(part, original(bare) or bare, {}, values)
             parts[name]._buffers.update(buffers_of(part))
     kind = original(unconverted_class(module)) or unconverted_class(module)
-    own = {name: drawn(p.shape, dtype, 99) for name, p in module._parameters.items() if p is not None}
-    copied = twin(module, kind, parts, own)
+    own = {name: random_tensor(p.shape, dtype, 99) for name, p in module._parameters.items() if p is not None}
+    copied = bare_copy(module, kind, parts, own)
     copied._buffers.update(buffers_of(module))
     return copied

@@ -60,13 +60,13 @@ class BlockMatcher(NamedTuple):
     formula: Callable[[nn.Module, Blocks], tuple[Any, str]]
     over: type[FusedModule]
     #: Return why a replaced module still runs its own forward, such as a hook on a child, or "".
-    in_the_way: Callable[[nn.Module, Any], str] = lambda module, formula: ""
+    blocking_child: Callable[[nn.Module, Any], str] = lambda module, formula: ""
     #: Attributes that may differ between modules that share a formula.
-    alike: frozenset[str] = frozenset()
+    ignored: frozenset[str] = frozenset()
 
 
 #: Attributes with the index of a layer in its model, which caches need.
-PLACES = frozenset({"layer_idx", "layer_id", "layer_number"})
+LAYER_INDEX_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_number"})
 PARTS = (
     BlockMatcher("norm", norms.is_norm, lambda m, _: norms.formula_of(m), norms.FusedNorm),
     BlockMatcher(
@@ -74,7 +74,7 @@ PARTS = (
         mlps.is_mlp,
         lambda m, blocks: mlps.formula_of(m, blocks.eight_bit_activations),
         mlps.FusedMLP,
-        mlps.hooked,
+        mlps.hook_note,
     ),
     BlockMatcher(
         "attention",
@@ -82,15 +82,15 @@ PARTS = (
         lambda m, _: attentions.formula_of(m),
         attentions.FusedAttention,
         # The module's own forward runs, so the index may differ.
-        alike=PLACES,
+        ignored=LAYER_INDEX_ATTRIBUTES,
     ),
     BlockMatcher(
         "mixer",
         formulas.is_mamba2,
         lambda m, _: formulas.formula_of(m),
         formulas.FusedMixer,
-        formulas.hooked,
-        alike=PLACES,
+        formulas.hook_note,
+        ignored=LAYER_INDEX_ATTRIBUTES,
     ),
     BlockMatcher("loss", losses.is_causal, lambda m, _: losses.formula_of(m), losses.FusedLoss),
 )
@@ -127,7 +127,7 @@ def _place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> lis
             exchange(module, part.over, formula)
             kind: Any = unconverted_class(module)
             kind._compared = read_of_class(kind._original, kind._formula)
-            why = part.in_the_way(module, formula)
+            why = part.blocking_child(module, formula)
         rows.append(
             ReplaceableModule(name, unconverted_class(module).__name__, "" if formula is None else str(formula), why)
         )
@@ -182,30 +182,30 @@ def _formula(
     """Return the formula or the reason; modules that differ in no relevant attribute share the result."""
     if "forward" in module.__dict__:
         return None, "its forward was replaced on the instance"
-    children = tuple((name, _looks(child, part.alike)) for name, child in module._modules.items())
-    key = part.name, _looks(module, part.alike), children
+    children = tuple((name, _attribute_key(child, part.ignored)) for name, child in module._modules.items())
+    key = part.name, _attribute_key(module, part.ignored), children
     if key not in known:
         known[key] = part.formula(module, blocks)
     return known[key]
 
 
-def _looks(module: nn.Module | None, alike: frozenset[str]) -> Any:
+def _attribute_key(module: nn.Module | None, ignored: frozenset[str]) -> Any:
     """Return a key that distinguishes modules of one class: plain attributes by value, others by identity, and sizes.
 
     A linear layer is described only by its sizes and dtypes.
 
     Args:
         module: the module, or None.
-        alike: attributes to ignore.
+        ignored: attributes to ignore.
     """
     if module is None:
         return None
     size = mlps.sizes(module)
     if size is not None:
         return size, *(None if p is None else p.dtype for p in module._parameters.values())
-    told = tuple((k, v) for k, v in fixed(module.__dict__) if k not in alike)
-    names = {*OF_ALL, *alike, *(name for name, _ in told)}
-    own = told, tuple((k, id(v)) for k, v in module.__dict__.items() if k not in names)
+    compared_by_value = tuple((k, v) for k, v in fixed(module.__dict__) if k not in ignored)
+    names = {*OF_ALL, *ignored, *(name for name, _ in compared_by_value)}
+    own = compared_by_value, tuple((k, id(v)) for k, v in module.__dict__.items() if k not in names)
     shapes = tuple((k, None if p is None else (p.shape, p.dtype)) for k, p in module._parameters.items())
     kind = type(module)
     return kind, getattr(kind, "_original", kind).forward, own, shapes

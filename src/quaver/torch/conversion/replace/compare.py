@@ -50,16 +50,16 @@ class FusedModule(nn.Module):
 def fixed(attributes: Mapping[str, Any]) -> Named:
     """Return the attributes that are compared by value: numbers, strings, tuples of them, and functions."""
     own = ((name, value) for name, value in attributes.items() if name not in OF_ALL and name not in NOTES)
-    return tuple((name, value) for name, value in own if _told(value))
+    return tuple((name, value) for name, value in own if _is_comparable(value))
 
 
-def _told(value: Any) -> bool:
+def _is_comparable(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(part, PLAIN) for part in value)
     return isinstance(value, (*PLAIN, FunctionType, BuiltinFunctionType))
 
 
-def untold(attributes: Mapping[str, Any]) -> str:
+def reason_mutable(attributes: Mapping[str, Any]) -> str:
     """Return why a module with mutable attributes cannot be replaced, or "": a write to one could not be detected."""
     for name, value in attributes.items():
         if name not in OF_ALL and name not in NOTES and isinstance(value, Tensor | list | dict | set):
@@ -105,7 +105,7 @@ def _wraps(module: FusedModule, kind: type) -> bool:
     return not is_tracing() and inspect.unwrap(getattr(forward, "__func__", forward)) is kind.forward  # type: ignore[attr-defined]
 
 
-def stands_aside(module: FusedModule, x: Any) -> bool:
+def must_run_original(module: FusedModule, x: Any) -> bool:
     """Return True if the module's own forward must run on x.
 
     That is so if x is not a plain tensor of a supported dtype, or if a function transform is active that the block's
@@ -149,7 +149,9 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return {n: None if b is None else b.detach().to("cpu", copy=True) for n, b in module._buffers.items()}
 
 
-def twin(module: nn.Module, kind: Any, submodules: dict[str, nn.Module], parameters: dict[str, Tensor]) -> nn.Module:
+def bare_copy(
+    module: nn.Module, kind: Any, submodules: dict[str, nn.Module], parameters: dict[str, Tensor]
+) -> nn.Module:
     """Return a new module of class `kind` with another module's attributes but without its hooks.
 
     Args:
@@ -196,7 +198,7 @@ def differs(
         for training in (True, False):
             copied = of_dtype(dtype).train(training)
             # Keep references, so that a buffer created later cannot have the same id.
-            before, held = _plain(copied), list(copied.buffers())
+            before, alive = _plain(copied), list(copied.buffers())
             for x in inputs(dtype):
                 try:
                     expected = differentiated(theirs, copied, x)
@@ -208,7 +210,7 @@ def differs(
                     return reason_unsupported(error)
             if _plain(copied) != before:
                 return "its forward changes it"
-            del held
+            del alive
     return ""
 
 
@@ -252,11 +254,11 @@ def agree(
     assert y is not None
     if not y.isfinite().all():
         return close(ours[0], y, dtype)
-    apart = [i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if not close(a, b, dtype)]
-    if not apart or dtype is torch.float32:
-        return not apart
+    differing = [i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if not close(a, b, dtype)]
+    if not differing or dtype is torch.float32:
+        return not differing
     values = exact()
-    for i in apart:
+    for i in differing:
         a, b, c = ours[i], expected[i], values[i]
         if a is None or b is None or c is None or a.dtype is not b.dtype or a.shape != b.shape:
             return False
@@ -284,7 +286,7 @@ def rows(width: int, dtype: torch.dtype) -> Iterator[Tensor]:
     yield x.view(2, 3, width).to(dtype)
 
 
-def drawn(shape: Sequence[int], dtype: torch.dtype, seed: int, mean: float = 0.0, scale: float = 1.0) -> Tensor:
+def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int, mean: float = 0.0, scale: float = 1.0) -> Tensor:
     """Return normally distributed values, drawn in float32 and rounded to dtype."""
     generator = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")

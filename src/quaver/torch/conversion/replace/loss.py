@@ -22,13 +22,13 @@ from quaver.torch.conversion.replace.compare import (
     FusedModule,
     Named,
     agree,
+    bare_copy,
     changed,
-    drawn,
     fixed,
     of_block,
     patched,
+    random_tensor,
     reason_unsupported,
-    twin,
     wide,
 )
 from quaver.torch.linear.fused_projections import is_bare
@@ -114,15 +114,21 @@ class FusedLoss(FusedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         formula = self._formula
         labels = kwargs.get("labels")
-        if labels is None or len(args) > 1 or not self.training or not torch.is_grad_enabled() or _asks(self, kwargs):
+        if (
+            labels is None
+            or len(args) > 1
+            or not self.training
+            or not torch.is_grad_enabled()
+            or _needs_original(self, kwargs)
+        ):
             return super().forward(*args, **kwargs)
         if patched(self, called=True) or changed(self.__dict__, formula.attributes) or not _plain_head(self):
             return super().forward(*args, **kwargs)
-        given = dict(zip((formula.first,), args, strict=False)) | kwargs
-        of_loss = {name: given[name] for name in OF_THE_LOSS if name in given}
+        passed = dict(zip((formula.first,), args, strict=False)) | kwargs
+        of_loss = {name: passed[name] for name in OF_THE_LOSS if name in passed}
         of_body = {
             name: value
-            for name, value in given.items()
+            for name, value in passed.items()
             if name not in OF_THE_HEAD and (formula.takes is None or name in formula.takes)
         }
         outputs = self._modules[formula.body](**of_body)  # type: ignore[misc]
@@ -130,7 +136,7 @@ class FusedLoss(FusedModule):
         return formula.output(loss=loss, **{name: getattr(outputs, name, None) for name in formula.others})
 
 
-def _asks(model: Any, kwargs: dict[str, Any]) -> bool:
+def _needs_original(model: Any, kwargs: dict[str, Any]) -> bool:
     """Return True if a call needs the original forward.
 
     Reasons: logits or router outputs are requested, another loss or output type is requested, or the configuration
@@ -211,7 +217,7 @@ def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
         return None, f"its body does not take {', '.join(sorted(lost - takes))}"
     if own[first].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
         return None, "its forward names no input"
-    if not _hands_on(model, frozenset(own)):
+    if not _passes_inputs_on(model, frozenset(own)):
         return None, "its forward passes other tensors to its body than it receives"
     of_loss = inspect.signature(model.loss_function).parameters
     others_ask = frozenset({*own, *of_loss}) - {*parameters, "self", "kwargs", "logits", "vocab_size"} - KNOWN
@@ -221,14 +227,14 @@ def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
         formula = LossFormula(
             *names, first, takes, model.loss_function, type(output), others, scale, cap, others_ask, of_config=of_config
         )
-        if _gives(model, formula):
+        if _agrees_with_model(model, formula):
             return formula, ""
     return None, why
 
 
 #: Labels of the small copy, and its hidden size and vocabulary size.
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, IGNORED, 10]], dtype=torch.int64, device="cpu")
-WIDTH, WORDS = 8, 11
+WIDTH, VOCABULARY = 8, 11
 
 
 class _Outputs(tuple[Any, ...]):
@@ -246,34 +252,34 @@ class _Outputs(tuple[Any, ...]):
 class _Body(nn.Module):
     def __init__(self, names: Sequence[str], dtype: torch.dtype) -> None:
         super().__init__()
-        self.states = nn.Parameter(drawn((*IDS.shape, WIDTH), dtype, 1, scale=3.0))
+        self.states = nn.Parameter(random_tensor((*IDS.shape, WIDTH), dtype, 1, scale=3.0))
         self.names = names
         #: Arguments of the last call, by name.
-        self.given: dict[str, Any] = {}
+        self.passed: dict[str, Any] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> _Outputs:
-        self.given = dict(zip(self.names, args, strict=False)) | kwargs
+        self.passed = dict(zip(self.names, args, strict=False)) | kwargs
         return _Outputs((self.states,))
 
 
 def _small(model: Any, dtype: torch.dtype) -> Any:
     body, head = _names(model) or ("", "")
     bias = model._modules[head].bias is not None
-    linear = nn.Linear(WIDTH, WORDS, bias, device="cpu", dtype=dtype)
+    linear = nn.Linear(WIDTH, VOCABULARY, bias, device="cpu", dtype=dtype)
     with torch.no_grad():
         for i, p in enumerate(linear.parameters()):
-            p.copy_(drawn(p.shape, torch.float32, 2 + i))
+            p.copy_(random_tensor(p.shape, torch.float32, 2 + i))
     kind = unconverted_class(model)
     taken = list(inspect.signature(model._modules[body].forward).parameters)
-    copied: Any = twin(model, original(kind) or kind, {body: _Body(taken, dtype), head: linear}, {})
+    copied: Any = bare_copy(model, original(kind) or kind, {body: _Body(taken, dtype), head: linear}, {})
     copied.config = copy.copy(model.config)
     words = model._modules[head].out_features
     for holder in (copied.config.__dict__, copied.__dict__):
-        holder.update({k: WORDS for k, v in holder.items() if v == words and type(v) is int and "vocab" in k})
+        holder.update({k: VOCABULARY for k, v in holder.items() if v == words and type(v) is int and "vocab" in k})
     return copied.train()
 
 
-def _hands_on(model: Any, own: frozenset[str]) -> bool:
+def _passes_inputs_on(model: Any, own: frozenset[str]) -> bool:
     """Return True if the forward passes its tensors to the body unchanged, and no others.
 
     Args:
@@ -285,21 +291,21 @@ def _hands_on(model: Any, own: frozenset[str]) -> bool:
     }
     calls: list[dict[str, Tensor]] = [{"input_ids": IDS}, {"input_ids": IDS, **beside}]
     if "inputs_embeds" in own:
-        calls.append({"inputs_embeds": drawn((*IDS.shape, WIDTH), torch.float32, 4), **beside})
-    for given in calls:
+        calls.append({"inputs_embeds": random_tensor((*IDS.shape, WIDTH), torch.float32, 4), **beside})
+    for passed in calls:
         copied = _small(model, torch.float32)
-        copied(labels=IDS, **given)
+        copied(labels=IDS, **passed)
         body = next(part for part in copied._modules.values() if isinstance(part, _Body))
-        handed = {name: value for name, value in body.given.items() if isinstance(value, Tensor)}
-        if handed.keys() != given.keys() or any(handed[name] is not value for name, value in given.items()):
+        handed = {name: value for name, value in body.passed.items() if isinstance(value, Tensor)}
+        if handed.keys() != passed.keys() or any(handed[name] is not value for name, value in passed.items()):
             return False
     return True
 
 
 def _numbers(model: Any) -> Iterator[tuple[float, float | None]]:
     """Yield scales and soft caps of logits to try, from the attributes of the model and its configuration."""
-    held = {**model.config.__dict__, **model.__dict__}
-    floats = {k: float(v) for k, v in held.items() if type(v) in (int, float) and "logit" in k and v > 0}
+    settings = {**model.config.__dict__, **model.__dict__}
+    floats = {k: float(v) for k, v in settings.items() if type(v) in (int, float) and "logit" in k and v > 0}
     yield 1.0, None
     for name, value in floats.items():
         if "cap" in name:
@@ -309,7 +315,7 @@ def _numbers(model: Any) -> Iterator[tuple[float, float | None]]:
             yield 1 / value, None
 
 
-def _gives(model: Any, formula: LossFormula) -> bool:
+def _agrees_with_model(model: Any, formula: LossFormula) -> bool:
     """Return True if loss and gradients of hidden states and head agree, for each way to count tokens."""
     for dtype in BOUNDS:
         for of_loss in (

@@ -23,18 +23,18 @@ from quaver.torch.conversion.matchers.swap_class import differentiated, unconver
 from quaver.torch.conversion.replace.compare import (
     FusedModule,
     Named,
+    bare_copy,
     buffers_of,
     changed,
-    drawn,
     fixed,
     linear,
+    must_run_original,
     of_block,
     patched,
+    random_tensor,
+    reason_mutable,
     reason_unsupported,
     replaced,
-    stands_aside,
-    twin,
-    untold,
     wide,
 )
 from quaver.torch.conversion.replace.mamba_packing import cu_seqlens_of, last_starts
@@ -57,7 +57,18 @@ from quaver.torch.state.context import recipe_in_force
 #: Without their package they return None, and the mixer continues with its layers.
 WHOLE = re.compile(r"^mamba\w*(inner_fn|scan_combined)$")
 #: Attributes of a weight that can be read without multiplying by it.
-HARMLESS = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_cuda", "is_meta"}
+METADATA_ATTRIBUTES = {
+    "dtype",
+    "device",
+    "shape",
+    "size",
+    "dim",
+    "ndim",
+    "numel",
+    "requires_grad",
+    "is_cuda",
+    "is_meta",
+}
 
 
 class ModuleUse(NamedTuple):
@@ -116,8 +127,8 @@ def _gives_none(function: Any) -> bool:
     try:
         plain = inspect.unwrap(function)
         needed = [p for p in inspect.signature(plain).parameters.values() if p.default is p.empty]
-        given = [None for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD]
-        return plain(*given) is None
+        passed = [None for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return plain(*passed) is None
     except Exception:
         return False
 
@@ -153,8 +164,8 @@ def _reached(kind: type, forward: Any) -> Iterator[Any]:
         if name in seen or (hasattr(nn.Module, name) and name != "forward"):
             continue
         seen.add(name)
-        held: Any = forward if name == "forward" else getattr(kind, name, None)
-        member = inspect.unwrap(held) if callable(held) else held
+        found: Any = forward if name == "forward" else getattr(kind, name, None)
+        member = inspect.unwrap(found) if callable(found) else found
         if hasattr(member, "__code__"):
             yield member
             names += _names(member.__code__)
@@ -175,7 +186,7 @@ def _of_text(tree: ast.AST) -> Iterator[tuple[str, ModuleUse]]:
             yield node.attr, ModuleUse(calls=True)
         elif above.attr == "weight":
             asked = parents.get(above)
-            if not (isinstance(asked, ast.Attribute) and asked.attr in HARMLESS):
+            if not (isinstance(asked, ast.Attribute) and asked.attr in METADATA_ATTRIBUTES):
                 yield node.attr, ModuleUse(reads=True, inside_alone=_inside(above, parents))
 
 
@@ -255,10 +266,10 @@ def with_functions(forward: Any, functions: tuple[tuple[str, Any], ...], snapsho
         )
         copied.__kwdefaults__ = forward.__kwdefaults__
         return functools.update_wrapper(copied, inner)
-    held: dict[str, Any] = forward.__globals__
+    found: dict[str, Any] = forward.__globals__
     # Leave out `__name__`: torch.compile would look names up in that module.
-    plain = {name: value for name, value in held.items() if name != "__name__"}
-    names = plain | dict(functions) if snapshot else OverlaidNames(held, dict(functions))
+    plain = {name: value for name, value in found.items() if name != "__name__"}
+    names = plain | dict(functions) if snapshot else OverlaidNames(found, dict(functions))
     copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return copied
@@ -364,23 +375,23 @@ class FusedMixer(CalledMixer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         formula = self._formula
-        x, cache, mask = _given(args, kwargs)
+        x, cache, mask = _arguments_of_call(args, kwargs)
         if x is None or not _is_empty(cache, self):
             return super().forward(*args, **kwargs)
-        if patched(self) or changed(self.__dict__, formula.attributes) or stands_aside(self, x):
+        if patched(self) or changed(self.__dict__, formula.attributes) or must_run_original(self, x):
             return super().forward(*args, **kwargs)
-        if in_the_way(self, formula):
+        if blocking_child(self, formula):
             return super().forward(*args, **kwargs)
         return formula.of(self, x, mask, cache, cu_seqlens_of(x, kwargs))
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _arguments_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return (hidden_states, cache_params, attention_mask) of a forward's arguments; all None if there are too many."""
     names = "hidden_states", "cache_params", "attention_mask"
     if len(args) > len(names):
         return None, None, None
-    given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
-    return given.get("hidden_states"), given.get("cache_params"), given.get("attention_mask")
+    passed = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+    return passed.get("hidden_states"), passed.get("cache_params"), passed.get("attention_mask")
 
 
 def _is_empty(cache: Any, module: Any) -> bool:
@@ -397,7 +408,7 @@ def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else (x * mask[..., None]).to(x.dtype)
 
 
-def in_the_way(module: nn.Module, formula: MixerFormula) -> str:
+def blocking_child(module: nn.Module, formula: MixerFormula) -> str:
     """Return the name of a child that the block would bypass but must not, or "".
 
     That is a child that has a hook or whose class or attributes have changed.
@@ -415,9 +426,9 @@ def in_the_way(module: nn.Module, formula: MixerFormula) -> str:
     return ""
 
 
-def hooked(module: nn.Module, formula: MixerFormula) -> str:
+def hook_note(module: nn.Module, formula: MixerFormula) -> str:
     """Return a note that a hook on a child makes the module's own forward run, or ""."""
-    part = in_the_way(module, formula)
+    part = blocking_child(module, formula)
     return f"a hook on {part}: while it is registered, the module's own forward runs" if part else ""
 
 
@@ -432,7 +443,7 @@ def is_mamba2(module: nn.Module) -> bool:
 
 def formula_of(module: Any) -> tuple[MixerFormula | None, str]:
     """Return what a mixer computes, or None and the reason why it is not replaced."""
-    if why := untold(module.__dict__):
+    if why := reason_mutable(module.__dict__):
         return None, why
     for name in module._buffers:
         if name != FACTORS:
@@ -453,8 +464,8 @@ def _plain_functions(forward: Any) -> tuple[tuple[str, Any], ...]:
     CPU.
     """
     plain = inspect.unwrap(forward)
-    held = {name: plain.__globals__.get(name) for name in plain.__code__.co_names}
-    wrapped = {name: function for name, function in held.items() if hasattr(function, "__wrapped__")}
+    found = {name: plain.__globals__.get(name) for name in plain.__code__.co_names}
+    wrapped = {name: function for name, function in found.items() if hasattr(function, "__wrapped__")}
     return tuple((n, (lambda *a, **k: None) if WHOLE.match(n) else inspect.unwrap(f)) for n, f in wrapped.items())
 
 
@@ -469,8 +480,8 @@ def _candidates(module: Any) -> Iterator[MixerFormula]:
         eps = next((v for n, v in vars(norm).items() if "eps" in n and isinstance(v, float)), 1e-6)
         orders = itertools.product(dict.fromkeys((sizes.groups, 1)), (False, True))
         norms = [GatedNormalization(groups, eps, first) for groups, first in orders]
-    held = [(name, module._modules[name]) for name in ("norm", "conv1d") if module._modules.get(name) is not None]
-    skipped = tuple((name, unconverted_class(part), fixed(part.__dict__)) for name, part in held)
+    found = [(name, module._modules[name]) for name in ("norm", "conv1d") if module._modules.get(name) is not None]
+    skipped = tuple((name, unconverted_class(part), fixed(part.__dict__)) for name, part in found)
     for activation, one in itertools.product(activations, norms):
         yield MixerFormula(sizes, activation, tuple(limit), one, skipped)
 
@@ -481,7 +492,7 @@ TOKENS, SMALL, CHUNK = 7, 8, 4
 #: block's mean error relative to float32 to the original's.
 WITHIN, FURTHER = 1e-5, 1.25
 #: Number of random inputs in bf16; with one, the few heads' gradients are too noisy.
-DRAWN = 4
+SAMPLES = 4
 
 
 def _differs(module: Any, forward: Any, formula: MixerFormula) -> str:
@@ -491,7 +502,7 @@ def _differs(module: Any, forward: Any, formula: MixerFormula) -> str:
     for dtype, training in itertools.product((torch.float32, torch.bfloat16), (True, False)):
         copied = small(module, dtype).train(training)
         ours, theirs = 0.0, 0.0
-        for mask, n in itertools.product((None, seen), range(DRAWN if dtype is torch.bfloat16 else 1)):
+        for mask, n in itertools.product((None, seen), range(SAMPLES if dtype is torch.bfloat16 else 1)):
 
             def by_theirs(copied: Any, x: Tensor, mask: Tensor | None = mask) -> Tensor:
                 y: Tensor = forward(copied, x, attention_mask=mask)
@@ -500,7 +511,7 @@ def _differs(module: Any, forward: Any, formula: MixerFormula) -> str:
             def by_ours(copied: Any, x: Tensor, mask: Tensor | None = mask) -> Tensor:
                 return formula.of(copied, x, mask)
 
-            x = (drawn((2, TOKENS, SMALL), dtype, 5 + n),)
+            x = (random_tensor((2, TOKENS, SMALL), dtype, 5 + n),)
             try:
                 expected = differentiated(by_theirs, copied, x)
                 results = of_block(by_ours, copied, x)
@@ -508,24 +519,24 @@ def _differs(module: Any, forward: Any, formula: MixerFormula) -> str:
             except Exception as error:
                 return reason_unsupported(error)
             where = f"in {str(dtype).partition('.')[2]}, in {'training' if training else 'evaluation'}"
-            if any(not _alike(a, b) for a, b in zip(results, expected, strict=True)):
+            if any(not _same_type(a, b) for a, b in zip(results, expected, strict=True)):
                 return f"a small copy gives results of other shapes or dtypes {where}"
-            ours += sum(_apart(results, exact))
-            theirs += sum(_apart(expected, exact))
-            if dtype is torch.float32 and max(_apart(results, exact)) > WITHIN**2:
+            ours += sum(_relative_errors(results, exact))
+            theirs += sum(_relative_errors(expected, exact))
+            if dtype is torch.float32 and max(_relative_errors(results, exact)) > WITHIN**2:
                 return f"a small copy gives other results {where}"
         if not ours <= (FURTHER**2 * theirs if dtype is torch.bfloat16 else torch.inf):
             return f"a small copy gives other results {where}"
     return ""
 
 
-def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+def _same_type(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and a.dtype is b.dtype
 
 
-def _apart(results: Sequence[Tensor | None], exact: Sequence[Tensor | None]) -> list[float]:
+def _relative_errors(results: Sequence[Tensor | None], exact: Sequence[Tensor | None]) -> list[float]:
     """Return the relative squared error of each tensor."""
     pairs = [(a.double(), b.double()) for a, b in zip(results, exact, strict=True) if a is not None and b is not None]
     squares = [(float((a - b).square().sum()), float(b.square().sum())) for a, b in pairs]
@@ -543,18 +554,22 @@ def small(module: Any, dtype: torch.dtype) -> nn.Module:
                 else (part.out_features, part.in_features)
             )
             n, k = (n, SMALL) if name == "in_proj" else (SMALL, k)
-            bias = None if getattr(part, "bias", None) is None else drawn((n,), dtype, 2 * i + 1, scale=0.3)
-            parts[name] = linear(drawn((n, k), dtype, 2 * i, scale=k**-0.5), bias)
+            bias = None if getattr(part, "bias", None) is None else random_tensor((n,), dtype, 2 * i + 1, scale=0.3)
+            parts[name] = linear(random_tensor((n, k), dtype, 2 * i, scale=k**-0.5), bias)
             continue
         mean, scale = (0.0, 0.5) if name == "conv1d" else (1.0, 0.2)
-        values = {n: drawn(p.shape, dtype, i, mean, scale) for n, p in part._parameters.items() if p is not None}
-        parts[name] = twin(part, original_class(part), {}, values)
+        values = {
+            n: random_tensor(p.shape, dtype, i, mean, scale) for n, p in part._parameters.items() if p is not None
+        }
+        parts[name] = bare_copy(part, original_class(part), {}, values)
         parts[name]._buffers.update(buffers_of(part))
-    own = {n: drawn(p.shape, dtype, 50 + i, -0.5, 0.5) for i, (n, p) in enumerate(module._parameters.items())}
-    copied = twin(module, original_class(module), parts, own)
+    own = {n: random_tensor(p.shape, dtype, 50 + i, -0.5, 0.5) for i, (n, p) in enumerate(module._parameters.items())}
+    copied = bare_copy(module, original_class(module), parts, own)
     like = module._parameters["dt_bias"].dtype
     for n, b in module._buffers.items():
-        copied._buffers[n] = None if b is None else drawn(b.shape, dtype if b.dtype is like else b.dtype, 70, 1.0, 0.2)
+        copied._buffers[n] = (
+            None if b is None else random_tensor(b.shape, dtype if b.dtype is like else b.dtype, 70, 1.0, 0.2)
+        )
     if "chunk_size" in copied.__dict__:
         copied.__dict__["chunk_size"] = CHUNK
     return copied

@@ -19,20 +19,20 @@ from quaver.torch.conversion.matchers.swap_class import original, unconverted_cl
 from quaver.torch.conversion.replace.compare import (
     FusedModule,
     Named,
+    bare_copy,
     changed,
     differs,
-    drawn,
     fixed,
     linear,
+    must_run_original,
     patched,
+    random_tensor,
+    reason_mutable,
     reason_unsupported,
     rows,
-    stands_aside,
-    twin,
-    untold,
 )
 from quaver.torch.linear.fused_projections import is_bare, project
-from quaver.torch.linear.quantized_input import GIVEN
+from quaver.torch.linear.quantized_input import IDENTITY_INPUT
 from quaver.torch.nn.activation import ACTIVATIONS, ActivationInputOp, option_values
 
 
@@ -42,7 +42,7 @@ class MLPFormula:
 
     activated: ActivationInputOp
     #: Names of the first matrices: gate and up, one that is both, or up alone.
-    entrance: tuple[str, ...]
+    first_projections: tuple[str, ...]
     down: str
     #: Names of all children.
     parts: tuple[str, ...]
@@ -62,14 +62,14 @@ class MLPFormula:
     def of(self, module: nn.Module, x: Tensor, *residual: Tensor) -> Tensor:
         """Compute the MLP of x with a module's children."""
         parts: Any = module._modules
-        entrance, down = [parts[name] for name in self.entrance], parts[self.down]
+        first_projections, down = [parts[name] for name in self.first_projections], parts[self.down]
         if module.training and any(parts[name].p > 0 for name in self.inner):
-            y = self.activated(*project(GIVEN, (x,), entrance))
+            y = self.activated(*project(IDENTITY_INPUT, (x,), first_projections))
             for name in self.inner:
                 y = parts[name](y)
             y = down(y)
         else:
-            y = project(GIVEN, (x,), entrance, then=(self.activated, (down,)))[0]
+            y = project(IDENTITY_INPUT, (x,), first_projections, then=(self.activated, (down,)))[0]
         for name in self.after:
             y = parts[name](y)
         return y + residual[0] if residual else y
@@ -84,14 +84,14 @@ class FusedMLP(FusedModule):
         formula = self._formula
         if len(args) != 1 + formula.residual or kwargs or patched(self) or changed(self.__dict__, formula.attributes):
             return super().forward(*args, **kwargs)
-        if any(stands_aside(self, x) for x in args):
+        if any(must_run_original(self, x) for x in args):
             return super().forward(*args, **kwargs)
-        if in_the_way(self, formula):
+        if blocking_child(self, formula):
             return super().forward(*args, **kwargs)
         return formula.of(self, *args)
 
 
-def in_the_way(module: nn.Module, formula: MLPFormula) -> str:
+def blocking_child(module: nn.Module, formula: MLPFormula) -> str:
     """Return the name of a child that the block would bypass but must not, or "".
 
     That is a new child, or one that has a hook or whose class or attributes have changed.
@@ -110,11 +110,11 @@ def in_the_way(module: nn.Module, formula: MLPFormula) -> str:
     return ""
 
 
-def hooked(module: nn.Module, formula: MLPFormula) -> str:
+def hook_note(module: nn.Module, formula: MLPFormula) -> str:
     """Return a note on the memory that a hook on a child costs, or ""."""
-    part = in_the_way(module, formula)
+    part = blocking_child(module, formula)
     if part:
-        more = kept_more(module, formula)
+        more = extra_saved_bytes(module, formula)
         return (
             f"a hook on {part}: while it is registered, the module's own forward runs and saves {more:,} more bytes "
             "per token"
@@ -124,7 +124,7 @@ def hooked(module: nn.Module, formula: MLPFormula) -> str:
     return ""
 
 
-def kept_more(module: nn.Module, formula: MLPFormula) -> int:
+def extra_saved_bytes(module: nn.Module, formula: MLPFormula) -> int:
     """Return how many more bytes per token the module's own forward saves for backward, without a recipe.
 
     Measured on a small copy and scaled to the module's widths.
@@ -144,18 +144,18 @@ def kept_more(module: nn.Module, formula: MLPFormula) -> int:
     own = {p.data_ptr() for p in copied.parameters()}
     totals = []
     for compute in (formula.of, nn.Module.__call__):
-        held: dict[int, Tensor] = {}
+        saved: dict[int, Tensor] = {}
 
-        def pack(tensor: Tensor, held: dict[int, Tensor] = held) -> Tensor:
-            held[tensor.data_ptr()] = tensor.detach()
+        def pack(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+            saved[tensor.data_ptr()] = tensor.detach()
             return tensor
 
         x = next(_inputs(module, dtype, formula.residual))
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             compute(copied, *(a.requires_grad_() for a in x))
         tokens = x[0].numel() // SMALL[0]
-        kept = [t for address, t in held.items() if address not in own and t.dim()]
-        totals.append(sum(t.nbytes // t.shape[-1] * wide.get(t.shape[-1], 0) // tokens for t in kept))
+        activations = [t for address, t in saved.items() if address not in own and t.dim()]
+        totals.append(sum(t.nbytes // t.shape[-1] * wide.get(t.shape[-1], 0) // tokens for t in activations))
     return totals[1] - totals[0]
 
 
@@ -218,7 +218,7 @@ def formula_of(module: nn.Module, eight_bits: bool) -> tuple[MLPFormula | None, 
     if len(dtypes) > 1:
         return None, "its matrices have several dtypes"
     for part in (module, *(p for p in module._modules.values() if p is not None and sizes(p) is None)):
-        if why := untold(part.__dict__):
+        if why := reason_mutable(part.__dict__):
             return None, why
     traced, why = _traced(module)
     if traced is None:
@@ -254,17 +254,19 @@ def small(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         size = sizes(part)
         if part is None or size is None:
             assert part is not None
-            parts[name] = twin(part, unconverted_class(part), {}, {})
+            parts[name] = bare_copy(part, unconverted_class(part), {}, {})
             continue
         k, n = features[name]
-        parts[name] = linear(drawn((n, k), dtype, 2 * i, scale=0.5), drawn((n,), dtype, 2 * i + 1) if size[2] else None)
+        parts[name] = linear(
+            random_tensor((n, k), dtype, 2 * i, scale=0.5), random_tensor((n,), dtype, 2 * i + 1) if size[2] else None
+        )
     kind = unconverted_class(module)
-    return twin(module, original(kind) or kind, parts, {})
+    return bare_copy(module, original(kind) or kind, parts, {})
 
 
 def _inputs(module: nn.Module, dtype: torch.dtype, residual: bool) -> Iterator[tuple[Tensor, ...]]:
     for x in rows(SMALL[0], dtype):
-        yield (x, drawn(x.shape, dtype, 99)) if residual else (x,)
+        yield (x, random_tensor(x.shape, dtype, 99)) if residual else (x,)
 
 
 @dataclass(frozen=True)
@@ -305,7 +307,7 @@ def _traced(module: nn.Module) -> tuple[_CallTrace | None, str]:
 
 def _candidates(module: nn.Module, trace: _CallTrace) -> Iterator[MLPFormula]:
     parts: Any = module._modules
-    *entrance, down = [name for name in trace.called if sizes(parts[name]) is not None]
+    *first_projections, down = [name for name in trace.called if sizes(parts[name]) is not None]
     last = trace.called.index(down)
     dropout = [name for name in trace.called if isinstance(parts[name], nn.Dropout)]
     inner = tuple(name for name in dropout if trace.called.index(name) < last)
@@ -313,10 +315,12 @@ def _candidates(module: nn.Module, trace: _CallTrace) -> Iterator[MLPFormula]:
     others = {n: p for n, p in parts.items() if sizes(p) is None and n not in dropout}
     skipped = tuple((n, p.__class__, fixed(p.__dict__)) for n, p in others.items())
     features = layout(module)
-    gated = features is not None and (len(entrance) == 2 or features[entrance[0]][1] > features[down][0])
+    gated = features is not None and (
+        len(first_projections) == 2 or features[first_projections[0]][1] > features[down][0]
+    )
     for name, row in ACTIVATIONS.items():
         if row.gated is not gated:
             continue
         activated = ActivationInputOp(name, option_values(name, {}))
-        for order in itertools.permutations(entrance):
+        for order in itertools.permutations(first_projections):
             yield MLPFormula(activated, order, down, tuple(parts), skipped, inner, after, trace.residual)

@@ -15,16 +15,16 @@ from quaver.torch.conversion.matchers.swap_class import BOUNDS, close, original,
 from quaver.torch.conversion.replace.compare import (
     FusedModule,
     Named,
+    bare_copy,
     casts,
     changed,
     differs,
-    drawn,
+    must_run_original,
     patched,
+    random_tensor,
+    reason_mutable,
     reason_unsupported,
     rows,
-    stands_aside,
-    twin,
-    untold,
 )
 from quaver.torch.nn.attention.rope import apply_rotary_to_both
 from quaver.torch.nn.norm import NORMALIZATIONS, Normalization
@@ -67,7 +67,7 @@ class FusedNorm(FusedModule):
         formula = self._formula
         if len(args) != 1 or kwargs or patched(self) or changed(self.__dict__, formula.attributes):
             return super().forward(*args, **kwargs)
-        if stands_aside(self, args[0]) or casts(args[0]) or not _fits(self, args[0]):
+        if must_run_original(self, args[0]) or casts(args[0]) or not _fits(self, args[0]):
             return super().forward(*args, **kwargs)
         return formula.of(self, args[0])
 
@@ -105,12 +105,12 @@ def formula_of(module: nn.Module) -> tuple[NormFormula | None, str]:
     width = next((p.shape[0] for p in module._parameters.values() if p is not None), _width(module))
     if any(p is not None and p.shape[0] != width for p in module._parameters.values()):
         return None, "its parameters have several sizes"
-    if why := untold(module.__dict__):
+    if why := reason_mutable(module.__dict__):
         return None, why
 
     def of_dtype(dtype: torch.dtype) -> nn.Module:
-        values = {name: drawn((width,), dtype, i, 0.5, 0.2) for i, name in enumerate(names)}
-        return twin(module, kind, {}, values)
+        values = {name: random_tensor((width,), dtype, i, 0.5, 0.2) for i, name in enumerate(names)}
+        return bare_copy(module, kind, {}, values)
 
     def inputs(dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
         return ((x,) for x in rows(width, dtype))
@@ -178,7 +178,7 @@ class Rope:
     """
 
     #: Layout of the tables; and True if neighbouring features form a pair, False if the two halves do.
-    lies: str
+    table_layout: str
     interleaved: bool
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -193,15 +193,15 @@ class Rope:
         if not (has_reliable_version(cos) and has_reliable_version(sin)) or cos.requires_grad or sin.requires_grad:
             return self._tables(cos, sin)
         # Memory allocated in a CUDA graph is only filled during replays.
-        if capture.as_captured(cos.device):
+        if capture.is_captured_or_rehearsed(cos.device):
             return self._tables(cos, sin)
         stream = capture.stream_of(cos.device) if cos.is_cuda else 0
         facts = self, cos._version, sin._version, stream, torch.is_inference_mode_enabled()
         # Copy first: another thread may clear the entry.
         last = tuple(_thread.last)
         if last and last[0]() is cos and last[1]() is sin and last[2] == facts:
-            kept: tuple[Tensor, Tensor] = last[3]
-            return kept
+            cached: tuple[Tensor, Tensor] = last[3]
+            return cached
         entry: list[Any] = []
         fresh = self._tables(cos, sin)
         entry += [weakref.ref(cos, lambda _: entry.clear()), weakref.ref(sin), facts, fresh]
@@ -210,23 +210,23 @@ class Rope:
 
     def _tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)
-        if self.lies == PAIRS:
+        if self.table_layout == PAIRS:
             cos, sin = cos[..., ::2], sin[..., ::2]
-        elif self.lies == HALVES:
+        elif self.table_layout == HALVES:
             cos, sin = cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]
         if self.interleaved:
             return torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def tables(lies: str, width: int, tokens: int, dtype: torch.dtype) -> Any:
+def tables(table_layout: str, width: int, tokens: int, dtype: torch.dtype) -> Any:
     """Return random cosines and sines [1, S, R] for R features, or complex numbers [1, S, R / 2]."""
-    angle = drawn((1, tokens, width // 2), torch.float32, 7, scale=2.0)
-    if lies == COMPLEX:
+    angle = random_tensor((1, tokens, width // 2), torch.float32, 7, scale=2.0)
+    if table_layout == COMPLEX:
         return torch.polar(torch.ones_like(angle), angle)
-    if lies == PAIRS:
+    if table_layout == PAIRS:
         angle = angle.repeat_interleave(2, -1)
-    elif lies == HALVES:
+    elif table_layout == HALVES:
         angle = torch.cat([angle, angle], -1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -255,8 +255,8 @@ def _agrees(function: Callable[..., Any], rope: Rope, width: int, dtype: torch.d
         dtype: dtype of the inputs.
         refusing: result if the function raises.
     """
-    q, k = (drawn((2, heads, 5, HEAD), dtype, heads).requires_grad_() for heads in (4, 2))
-    cos, sin = tables(rope.lies, width, 5, dtype)
+    q, k = (random_tensor((2, heads, 5, HEAD), dtype, heads).requires_grad_() for heads in (4, 2))
+    cos, sin = tables(rope.table_layout, width, 5, dtype)
     try:
         theirs = function(q, k, cos, sin)
     except Exception:
@@ -270,6 +270,6 @@ def _agrees(function: Callable[..., Any], rope: Rope, width: int, dtype: torch.d
             or any(y.shape != x.shape for x, y in zip((q, k), transposed, strict=True))
         ):
             return False
-        g = [drawn(y.shape, dtype, 9) for y in transposed]
+        g = [random_tensor(y.shape, dtype, 9) for y in transposed]
         results.append([*(y.detach() for y in transposed), *torch.autograd.grad(transposed, (q, k), g)])
     return all(map(close, results[1], results[0]))

@@ -45,7 +45,7 @@ class WgradOperands(NamedTuple):
     parts: Sequence[Quantized | None] = ()
     rows: Tensor | Quantized | None = None
     #: Operand of all groups on a GPU, in place of `parts`.
-    laid: GroupedOperand | None = None
+    grouped_operand: GroupedOperand | None = None
 
 
 def together(spec: QuantSpec) -> bool:
@@ -70,17 +70,17 @@ def forward(
         y = all_groups(call, x, weight.transpose(1, 2))
         if y is not None:
             return y, WgradOperands(rows=x) if keeps else None
-    given = isinstance(x, Quantized)
+    prequantized = isinstance(x, Quantized)
     rows: Any = _in_rows(x) if isinstance(x, Tensor) else x
     values = rows if isinstance(x, Tensor) else high
     y = _empty(rows, (call.offsets.rows, features(call, weight)[0]), call.dtype, bounds)
-    run = _HostRun(call, rows.data if given else rows)
-    noise = None if spec is None or given else call.noise("input", spec)
-    turns = keeps and c is not None and not plan.input
-    transposed_noise = call.noise("input.T", c) if turns and c is not None else None
+    run = _HostRun(call, rows.data if prequantized else rows)
+    noise = None if spec is None or prequantized else call.noise("input", spec)
+    separate_transpose = keeps and c is not None and not plan.input
+    transposed_noise = call.noise("input.T", c) if separate_transpose and c is not None else None
     parts: list[Quantized | None] = [None] * len(bounds)
-    whole = rows if given else None
-    if spec is not None and not given and run.at_once(rows, spec) and bounds and bounds[-1][1]:
+    whole = rows if prequantized else None
+    if spec is not None and not prequantized and run.at_once(rows, spec) and bounds and bounds[-1][1]:
         whole = run.quantize(rows, spec)
         call.note("input", rows[: bounds[-1][1]], rows_of(whole, 0, bounds[-1][1]))
     amax_values = [0.0] * len(bounds)
@@ -97,18 +97,18 @@ def forward(
             else:
                 q = rows_of(whole, start, end)
             run.multiply(q, run.expert(weight, group, "fprop"), y[start:end], b, recipe.fprop.fast_accum)
-        if turns:
+        if separate_transpose:
             assert c is not None
             part = plain(q, call.dtype) if values is None else values[start:end]  # type: ignore[arg-type]
             parts[group] = run.quantized(group, amax.INPUT, "input.T", part.t(), c, transposed_noise, amax_values)
-        elif keeps and recipe.kept_input is not None:
+        elif keeps and recipe.saved_input is not None:
             # fprop's operand, or its transposed view.
             assert q is not None
             parts[group] = q.T if plan.input else q
-    run.settle(amax.INPUT, amax_values if not given else None)
+    run.finish(amax.INPUT, amax_values if not prequantized else None)
     if not keeps:
         return y, None
-    if recipe.kept_input is None:
+    if recipe.saved_input is None:
         return y, WgradOperands(rows=x if values is None else values)
     return y, WgradOperands(parts)
 
@@ -118,7 +118,7 @@ def recomputed(call: GroupedContext, x: Tensor | Quantized, high: Tensor | None)
     recipe, bounds = call.recipe, call.offsets.bounds()
     a, c = recipe.fprop.a, recipe.wgrad.b
     values = x if isinstance(x, Tensor) else high
-    if recipe.kept_input is None:
+    if recipe.saved_input is None:
         return WgradOperands(rows=x if values is None else values)
     run, parts = _HostRun(call, x if isinstance(x, Tensor) else x.data), list[Quantized | None]([None] * len(bounds))
     for group, (start, end) in enumerate(bounds):
@@ -141,7 +141,7 @@ def backward(
     call: GroupedContext,
     g: Tensor,
     weight: Tensor | None,
-    kept: WgradOperands | None,
+    saved_stacks: WgradOperands | None,
     needs: Sequence[Any],
     like: GradientLike,
 ) -> tuple[Tensor | None, Any, Tensor | None]:
@@ -154,14 +154,14 @@ def backward(
     need_input, need_weight, need_bias = needs
     recipe, plan, bounds = call.recipe, call.recipe.plan, call.offsets.bounds()
     a, c = recipe.dgrad.a, recipe.wgrad.a
-    unquantized = _unquantized(call, g, weight, kept, needs, like)
+    unquantized = _unquantized(call, g, weight, saved_stacks, needs, like)
     if unquantized is not None:
         return unquantized
     run, g = _HostRun(call, g), _in_rows(g)
     quantizes = a is not None and (need_input or (need_weight and plan.grad_output))
-    turns = bool(need_weight) and c is not None and not plan.grad_output
+    separate_transpose = bool(need_weight) and c is not None and not plan.grad_output
     noise = call.noise("grad_output", a) if quantizes and a is not None else None
-    transposed_noise = call.noise("grad_output.T", c) if turns and c is not None else None
+    transposed_noise = call.noise("grad_output.T", c) if separate_transpose and c is not None else None
     grad_x = _empty(g, (g.shape[0], like.features), call.dtype, bounds) if need_input else None
     grad_w = like.new_weight(g.device, like.weight_dtype) if need_weight and need_weight is not LATER else None
     # A gradient that is computed later may be requested in float32.
@@ -204,12 +204,14 @@ def backward(
                 group, amax.GRAD_OUTPUT, "grad_output.T", part.t(), c, transposed_noise, amax_values
             )
         if need_weight is not LATER:
-            _of_weight(run, transposed[group], kept, group, (start, end), grad_w)
+            _of_weight(run, transposed[group], saved_stacks, group, (start, end), grad_w)
             transposed[group] = None
-    run.settle(amax.GRAD_OUTPUT, amax_values)
+    run.finish(amax.GRAD_OUTPUT, amax_values)
     return (
         grad_x,
-        of_weights(need_weight, partial(_weights, run, transposed, kept, like, grad_w, dtype=like.weight_dtype)),
+        of_weights(
+            need_weight, partial(_weights, run, transposed, saved_stacks, like, grad_w, dtype=like.weight_dtype)
+        ),
         of_weights(need_bias, partial(of_biases, grad_b, dtype=like.bias_dtype)),
     )
 
@@ -218,7 +220,7 @@ def _unquantized(
     call: GroupedContext,
     g: Tensor,
     weight: Tensor | None,
-    kept: WgradOperands | None,
+    saved_stacks: WgradOperands | None,
     needs: Sequence[Any],
     like: GradientLike,
 ) -> tuple[Tensor | None, Any, Tensor | None] | None:
@@ -233,8 +235,8 @@ def _unquantized(
         if grad_x is None:
             return None
     if need_weight:
-        assert kept is not None and isinstance(kept.rows, Tensor)
-        one, other = (kept.rows, g) if like.transposed else (g, kept.rows)
+        assert saved_stacks is not None and isinstance(saved_stacks.rows, Tensor)
+        one, other = (saved_stacks.rows, g) if like.transposed else (g, saved_stacks.rows)
         grad_w = all_groups(call, one.t(), other)
         if grad_w is None:
             return None
@@ -274,7 +276,7 @@ def features(call: GroupedContext, weight: Tensor) -> tuple[int, int]:
 def _weights(
     run: "_HostRun",
     transposed: list[Any],
-    kept: WgradOperands | None,
+    saved_stacks: WgradOperands | None,
     like: GradientLike,
     grad: Tensor | None,
     *,
@@ -285,20 +287,25 @@ def _weights(
     grad = like.new_weight(run.call.offsets.ends.device, dtype) if grad is None else grad
     for group, bounds in enumerate(run.call.offsets.bounds()):
         if transposed[group] is not None:
-            _of_weight(run, transposed[group], kept, group, bounds, grad)
+            _of_weight(run, transposed[group], saved_stacks, group, bounds, grad)
         elif later:
             grad[group].zero_()
     if isinstance(run.call.owner, GroupedProduct):
         weight_cache.used(run.call.owner.layer)
-    return like.as_it_lies(grad)
+    return like.in_parameter_layout(grad)
 
 
 def _of_weight(
-    run: "_HostRun", g: Any, kept: WgradOperands | None, group: int, bounds: tuple[int, int], grad: Tensor | None
+    run: "_HostRun",
+    g: Any,
+    saved_stacks: WgradOperands | None,
+    group: int,
+    bounds: tuple[int, int],
+    grad: Tensor | None,
 ) -> None:
     """Compute the weight gradient of one group: grad_output.T [N, tokens] times input.T [K, tokens]."""
-    assert kept is not None and grad is not None
-    operand, rows = kept.parts[group] if kept.parts else None, kept.rows
+    assert saved_stacks is not None and grad is not None
+    operand, rows = saved_stacks.parts[group] if saved_stacks.parts else None, saved_stacks.rows
     if isinstance(g, Quantized):
         assert operand is not None
         run.multiply(g, operand, grad[group], None, run.call.recipe.wgrad.fast_accum)
@@ -357,15 +364,15 @@ class _HostRun:
         call.note(operand, x, q)
         return q
 
-    def settle(self, column: int, amax_values: list[float] | None) -> None:
+    def finish(self, column: int, amax_values: list[float] | None) -> None:
         """Record a column's amaxes, together with those of the weights where they are first read."""
         call = self.call
         if call.factors is None or not call.training:
             return
         if amax_values is not None:
             call.amaxes[column] = amax_values
-        if column == amax.INPUT and "fprop" in call.kept:
-            parts, bounds = call.kept["fprop"].quantized.parts, call.offsets.bounds()
+        if column == amax.INPUT and "fprop" in call.saved_stacks:
+            parts, bounds = call.saved_stacks["fprop"].quantized.parts, call.offsets.bounds()
             # Codes that are stored have no amax.
             amax_values = [0.0 if q is None or q.amax is None else float(q.amax) for q in parts]
             call.amaxes[amax.WEIGHT] = [
@@ -376,22 +383,22 @@ class _HostRun:
         """Return a group's weight [N, K] for fprop, or its transpose [K, N] for dgrad."""
         call, plan = self.call, self.call.recipe.plan
         shared = side == "dgrad" and plan.weight
-        kept = stack(call, weight, "fprop" if shared else side)
-        q = kept.parts[group]
+        saved_stacks = stack(call, weight, "fprop" if shared else side)
+        q = saved_stacks.parts[group]
         if q is None:
-            if side == "fprop" and self._fills(weight, kept):
-                kept.parts[:] = self._all(weight)
-                kept.unread = set(range(len(kept.parts)))
+            if side == "fprop" and self._fills(weight, saved_stacks):
+                saved_stacks.parts[:] = self._all(weight)
+                saved_stacks.unread = set(range(len(saved_stacks.parts)))
             else:
-                kept.parts[group] = self._quantized(weight, group, side, shared)
-            q = kept.parts[group]
+                saved_stacks.parts[group] = self._quantized(weight, group, side, shared)
+            q = saved_stacks.parts[group]
             assert q is not None
-        if group in kept.unread:
-            kept.unread.discard(group)
+        if group in saved_stacks.unread:
+            saved_stacks.unread.discard(group)
             call.note("weight", weight.detach()[group], q)
         return q.T if shared else q
 
-    def _fills(self, weight: Tensor, kept: WeightStack) -> bool:
+    def _fills(self, weight: Tensor, saved_stacks: WeightStack) -> bool:
         """Return True if all groups' weights should be quantized for fprop in one call.
 
         Most groups must have tokens, no operand may be cached, and no scale may span two groups.
@@ -405,12 +412,12 @@ class _HostRun:
             return False
         if spec.two_level and (self.quantize is not quantize.two_level or spec.hadamard):
             return False
-        return 4 * sum(end > start for start, end in bounds) >= 3 * len(bounds) and not any(kept.parts)
+        return 4 * sum(end > start for start, end in bounds) >= 3 * len(bounds) and not any(saved_stacks.parts)
 
     def _all(self, weight: Tensor) -> list[Quantized]:
         """Quantize the weights of all groups for fprop."""
         layer = self.call.owner.layer if isinstance(self.call.owner, GroupedProduct) else None
-        if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_keep(layer, weight):
+        if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_cache(layer, weight):
             with torch.inference_mode(False), torch.no_grad():
                 return self._all(weight)
         spec, (groups, n, k) = self.call.recipe.fprop.b, weight.shape
@@ -435,7 +442,7 @@ class _HostRun:
         if call.codes is not None:
             return call.codes.operand(weight, group, transposed, spec, self.quantize)
         layer = owner.layer if isinstance(owner, GroupedProduct) else None
-        if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_keep(layer, weight):
+        if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_cache(layer, weight):
             # Cached tensors must not be inference tensors, because other modes read them too.
             with torch.inference_mode(False), torch.no_grad():
                 return self._quantized(weight, group, side, shared)

@@ -130,20 +130,20 @@ def _forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     kernel_args = CustomOpArguments(*rest)
     call, weight = _call(kernel_args, x.shape[0], 0), _view(kernel_args)
-    way = cpu if ops.on_host(kernel_args.offsets) else device
+    backend = cpu if ops.on_host(kernel_args.offsets) else device
     k = cpu.features(call, weight)[1]
     rows = _rows(x, x_scale, x_factor, call.recipe.fprop.a, k)
     active_context.compiled = True
     with ops.without_autocast(x.device.type), selecting.inside():
-        y, kept = way.forward(call, rows, high, weight, bias, keeps)
+        y, saved = backend.forward(call, rows, high, weight, bias, keeps)
     empty = y.new_empty(0, dtype=torch.uint8)
     parts = (empty, empty.clone(), y.new_empty(0, dtype=torch.float32), empty.clone())
-    if kept is not None and kept.laid is not None:
-        laid = kept.laid
-        factor = parts[2] if laid.factor is None else laid.factor.contiguous()
-        parts = laid.data, laid.scale.contiguous(), factor, parts[3]
-    elif kept is not None and kept.rows is None:
-        parts = _in_bytes(kept.parts, OperandBytes.of(call.recipe, x.shape[0], weight.shape[0], k))
+    if saved is not None and saved.grouped_operand is not None:
+        grouped_operand = saved.grouped_operand
+        factor = parts[2] if grouped_operand.factor is None else grouped_operand.factor.contiguous()
+        parts = grouped_operand.data, grouped_operand.scale.contiguous(), factor, parts[3]
+    elif saved is not None and saved.rows is None:
+        parts = _in_bytes(saved.parts, OperandBytes.of(call.recipe, x.shape[0], weight.shape[0], k))
     amax_values = torch.zeros((2, weight.shape[0]), dtype=torch.float32, device=y.device)
     for column, amaxes in call.amaxes.items():
         amax_values[column] = torch.as_tensor(amaxes, dtype=torch.float32, device=y.device)
@@ -160,12 +160,12 @@ def _forward_fake(
     y = x.new_empty((rows, n), dtype=kernel_args.dtype)
     shapes: tuple[Any, ...] = ((0,), (0,), (0,), (0,))
     dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.uint8, torch.float32, torch.uint8)
-    if keeps and recipe.kept_input is not None:
+    if keeps and recipe.saved_input is not None:
         sizes = OperandBytes.of(recipe, rows, groups, k)
         if _on_host(x):
             shapes = ((sizes.data,), (sizes.scales,), (groups if sizes.spec.two_level else 0,), (groups,))
         else:
-            shapes, dtypes = _laid_shapes(sizes, groups, rows, k)
+            shapes, dtypes = _operand_shapes(sizes, groups, rows, k)
     parts = [x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     return y, *parts, x.new_empty((2, groups), dtype=torch.float32)
 
@@ -195,7 +195,7 @@ class OperandBytes(NamedTuple):
 
     @staticmethod
     def of(recipe: Recipe, rows: Any, groups: Any, k: Any) -> "OperandBytes":
-        spec, consumed = recipe.kept_input, recipe.wgrad.b is None
+        spec, consumed = recipe.saved_input, recipe.wgrad.b is None
         assert spec is not None
         of_rows = recipe.plan.input or consumed
         tokens = rows + (15 * groups if spec.hadamard else 0)
@@ -208,7 +208,7 @@ class OperandBytes(NamedTuple):
         return OperandBytes(spec, of_rows, consumed, data, blocks * dtype_of_scales(spec).itemsize)
 
 
-def _laid_shapes(
+def _operand_shapes(
     sizes: OperandBytes, groups: Any, rows: Any, k: Any
 ) -> tuple[tuple[Any, ...], tuple[torch.dtype, ...]]:
     """Shapes and dtypes of the tensors of a `GroupedOperand`."""
@@ -254,10 +254,10 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _parts(
-    kept: tuple[Tensor, Tensor, Tensor, Tensor], sizes: OperandBytes, offsets: GroupOffsets, k: int
+    saved: tuple[Tensor, Tensor, Tensor, Tensor], sizes: OperandBytes, offsets: GroupOffsets, k: int
 ) -> list[Quantized | None]:
     """Split the buffers that `_in_bytes` has written into operands."""
-    data, scales, factors, transposed = kept
+    data, scales, factors, transposed = saved
     spec, at, after = sizes.spec, 0, 0
     kind = dtype_of_scales(spec)
     scales = scales.view(kind)
@@ -270,12 +270,12 @@ def _parts(
             parts.append(None)
             continue
         shape = (end - start, k) if sizes.consumed else (k, spec.padded(end - start))
-        lies = shape[::-1] if flags[group] else shape
-        across = (lies[1] + 1) // 2 if spec.format.packed else lies[1]
+        stored_shape = shape[::-1] if flags[group] else shape
+        across = (stored_shape[1] + 1) // 2 if spec.format.packed else stored_shape[1]
         blocks = spec.blocks(*shape)
         blocks = blocks[::-1] if flags[group] else blocks
-        size, count = lies[0] * across, blocks[0] * blocks[1]
-        codes = data[at : at + size].view(storage(spec.format)).view(lies[0], across)
+        size, count = stored_shape[0] * across, blocks[0] * blocks[1]
+        codes = data[at : at + size].view(storage(spec.format)).view(stored_shape[0], across)
         scale: Any = scales[after : after + count].view(blocks)
         factor = factors[group].view(1, 1) if spec.two_level else None
         if spec.per_tensor and kind is torch.float32:
@@ -304,7 +304,7 @@ FORWARD: Operation[tuple[Tensor, ...]] = Operation(
 
 
 def _backward(
-    g: Tensor, kept: Tensor, kept_scale: Tensor, kept_factor: Tensor, kept_transposed: Tensor, x: Tensor | None,
+    g: Tensor, saved: Tensor, saved_scale: Tensor, saved_factor: Tensor, saved_transposed: Tensor, x: Tensor | None,
     x_scale: Tensor | None, x_factor: Tensor | None, needs: list[bool], bias_dtype: torch.dtype,
     number: Tensor | None, first: int, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -313,24 +313,26 @@ def _backward(
     n, k = cpu.features(call, weight)
     offsets, recipe, groups = call.offsets, call.recipe, weight.shape[0]
     operands: WgradOperands | None = None
-    if needs[1] and recipe.kept_input is None:
+    if needs[1] and recipe.saved_input is None:
         assert x is not None
         operands = WgradOperands(rows=_rows(x, x_scale, x_factor, recipe.fprop.a, k))
     elif needs[1]:
         sizes = OperandBytes.of(recipe, g.shape[0], groups, k)
-        parts = kept, kept_scale, kept_factor, kept_transposed
+        parts = saved, saved_scale, saved_factor, saved_transposed
         if ops.on_host(kernel_args.offsets):
             operands = WgradOperands(_parts(parts, sizes, offsets, k))
         else:
             summed = not sizes.consumed
             places = offsets.slots(multiple(sizes.spec) if summed else 1)
-            factor = kept_factor if sizes.spec.two_level else None
+            factor = saved_factor if sizes.spec.two_level else None
             deep = places.count if summed else k
-            operands = WgradOperands(laid=GroupedOperand(kept, kept_scale, factor, sizes.spec, summed, places, deep))
+            operands = WgradOperands(
+                grouped_operand=GroupedOperand(saved, saved_scale, factor, sizes.spec, summed, places, deep)
+            )
     like = GradientLike((groups, n, k), kernel_args.weight.dtype, kernel_args.transposed, (groups, n), bias_dtype)
-    way = cpu if ops.on_host(kernel_args.offsets) else device
+    backend = cpu if ops.on_host(kernel_args.offsets) else device
     with ops.without_autocast(g.device.type), selecting.inside():
-        of_x, of_weight, of_bias = way.backward(call, g, weight, operands, needs, like)
+        of_x, of_weight, of_bias = backend.backward(call, g, weight, operands, needs, like)
     if number is not None and amax.GRAD_OUTPUT in call.amaxes:
         amax_values = torch.as_tensor(call.amaxes[amax.GRAD_OUTPUT], dtype=torch.float32, device=g.device)
         amax.record_gradient(number, amax_values, first)

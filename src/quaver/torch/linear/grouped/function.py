@@ -22,17 +22,17 @@ from quaver.torch.linear.grouped.operands import (
     NoiseSource,
     RowInputOp,
     begin,
+    finish,
     has_tokens,
-    settle,
 )
 from quaver.torch.linear.stored_weight import CODES, PACKED, stack_codes
-from quaver.torch.numerics.grouped import GroupOffsets, put_groups_together, take_groups_apart
+from quaver.torch.numerics.grouped import GroupOffsets, rebuild_groups, split_groups
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
-from quaver.torch.operations.selecting import unseen
+from quaver.torch.operations.selecting import hide_from_policies
 from quaver.torch.state import noise
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import state_of
@@ -43,7 +43,7 @@ class GroupedSetup(NamedTuple):
 
     rows: RowInputOp
     #: Number of tensors that `rows` takes.
-    taken: int
+    input_count: int
     owner: NoiseSource | GroupedProduct
     recipe: Recipe
     #: dtype of the products.
@@ -83,32 +83,41 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-@unseen
+@hide_from_policies
 def _eager(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
-    taken, recipe, rows = setup.taken, setup.recipe, setup.rows
-    weight, bias, ends = tensors[taken:]
+    input_count, recipe, rows = setup.input_count, setup.recipe, setup.rows
+    weight, bias, ends = tensors[input_count:]
     of_rows, need_weight = _needs(ctx, setup)
-    x, saved = rows.forward(*tensors[:taken], spec=recipe.fprop.a)
+    x, saved = rows.forward(*tensors[:input_count], spec=recipe.fprop.a)
     call = begin(setup.owner, recipe, GroupOffsets(ends, x.shape[0]), setup.dtype, setup.training, weight)
-    keeps, way = need_weight and not rows.recomputes_input, _way(ends)
+    keeps, backend = need_weight and not rows.recomputes_input, _backend_of(ends)
     high = rows.high(saved) if keeps and isinstance(x, Quantized) and _reads_high(recipe) else None
     matrices = view(setup, weight)
-    y, kept = way.forward(call, x, high, matrices, bias, keeps)
-    settle(call)
+    y, wgrad_operands = backend.forward(call, x, high, matrices, bias, keeps)
+    finish(call)
     n, k = cpu.features(call, matrices)
     like = GradientLike((len(weight), n, k), weight.dtype, setup.transposed, (len(weight), n), _bias_dtype(bias))
     values = [weight if of_rows else None, *(saved if of_rows or (need_weight and rows.recomputes_input) else ())]
-    laid = None if kept is None else kept.laid
-    parts: Sequence[Any] = () if kept is None else (kept.rows, *kept.parts)
-    apart = None if kept is None else take_groups_apart(kept.parts)
-    if apart is not None:
-        parts = apart[0]
-    if laid is not None:
-        parts = (None, laid.data, laid.scale, laid.factor)
-        laid = replace(laid, data=None, scale=None, factor=None)
+    grouped_operand = None if wgrad_operands is None else wgrad_operands.grouped_operand
+    parts: Sequence[Any] = () if wgrad_operands is None else (wgrad_operands.rows, *wgrad_operands.parts)
+    split_layouts = None if wgrad_operands is None else split_groups(wgrad_operands.parts)
+    if split_layouts is not None:
+        parts = split_layouts[0]
+    if grouped_operand is not None:
+        parts = (None, grouped_operand.data, grouped_operand.scale, grouped_operand.factor)
+        grouped_operand = replace(grouped_operand, data=None, scale=None, factor=None)
     packed, layouts = pack([*values, *parts])
     ctx.save_for_backward(*packed)
-    ctx.constants = setup, call, like, layouts, len(values) - 1, kept is not None, apart and apart[1], laid
+    ctx.constants = (
+        setup,
+        call,
+        like,
+        layouts,
+        len(values) - 1,
+        wgrad_operands is not None,
+        split_layouts and split_layouts[1],
+        grouped_operand,
+    )
     return y
 
 
@@ -120,7 +129,7 @@ def view(setup: GroupedSetup, weight: Tensor) -> Tensor:
 def _needs(ctx: Any, setup: GroupedSetup) -> tuple[bool, bool]:
     """Return whether gradients of the rows' inputs are needed, and whether that of the weight is."""
     needs = ctx.needs_input_grad[1:]
-    return setup.training and any(needs[: setup.taken]), setup.training and bool(needs[setup.taken])
+    return setup.training and any(needs[: setup.input_count]), setup.training and bool(needs[setup.input_count])
 
 
 def _reads_high(recipe: Recipe) -> bool:
@@ -132,7 +141,7 @@ def _bias_dtype(bias: Tensor | None) -> torch.dtype:
     return torch.float32 if bias is None else bias.dtype
 
 
-def _way(ends: Tensor) -> Any:
+def _backend_of(ends: Tensor) -> Any:
     """Return the module that runs the call: `cpu` if the host knows the offsets, else `gpu`."""
     return cpu if ops.on_host(ends) else gpu
 
@@ -140,71 +149,73 @@ def _way(ends: Tensor) -> Any:
 def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     setup: GroupedSetup
     call: GroupedContext
-    setup, call, like, layouts, size, kept_any, apart, laid = ctx.constants
+    setup, call, like, layouts, size, has_wgrad_operands, split_layouts, grouped_operand = ctx.constants
     weight, *values = unpack(tensors, layouts)
     saved, parts = values[:size], values[size:]
-    taken, needs = setup.taken, ctx.needs_input_grad[1:]
-    of_rows, need_weight = any(needs[:taken]), needs[taken]
+    input_count, needs = setup.input_count, ctx.needs_input_grad[1:]
+    of_rows, need_weight = any(needs[:input_count]), needs[input_count]
     if call.pending is not None:
-        call.pending.settle()
-    way, kept = _way(call.offsets.ends), None
-    if apart is not None:
-        kept = WgradOperands(put_groups_together(parts, apart))
-    elif kept_any:
-        kept = WgradOperands(parts[1:], parts[0])
-    if laid is not None:
+        call.pending.finish()
+    backend, wgrad_operands = _backend_of(call.offsets.ends), None
+    if split_layouts is not None:
+        wgrad_operands = WgradOperands(rebuild_groups(parts, split_layouts))
+    elif has_wgrad_operands:
+        wgrad_operands = WgradOperands(parts[1:], parts[0])
+    if grouped_operand is not None:
         _, data, scale, factor = parts
-        kept = WgradOperands(laid=replace(laid, data=data, scale=scale, factor=factor))
-    if kept is None and need_weight:
-        kept = way.recomputed(call, *_again(setup, saved))
+        wgrad_operands = WgradOperands(grouped_operand=replace(grouped_operand, data=data, scale=scale, factor=factor))
+    if wgrad_operands is None and need_weight:
+        wgrad_operands = backend.recomputed(call, *_recompute_rows(setup, saved))
     matrices = None if weight is None else view(setup, weight)
-    of_x, of_weight, of_bias = way.backward(call, g, matrices, kept, (of_rows, *needs[taken : taken + 2]), like)
-    settle(call)
-    return None, *_of_taken(setup, of_x, saved, needs), of_weight, of_bias, None
+    of_x, of_weight, of_bias = backend.backward(
+        call, g, matrices, wgrad_operands, (of_rows, *needs[input_count : input_count + 2]), like
+    )
+    finish(call)
+    return None, *_input_gradients(setup, of_x, saved, needs), of_weight, of_bias, None
 
 
-def _again(setup: GroupedSetup, saved: Sequence[Any]) -> tuple[Tensor | Quantized, Tensor | None]:
+def _recompute_rows(setup: GroupedSetup, saved: Sequence[Any]) -> tuple[Tensor | Quantized, Tensor | None]:
     """Recompute the rows, and their high-precision values if rows are codes and wgrad needs them."""
     x = setup.rows.recompute_input(saved, setup.recipe.fprop.a)
     return x, setup.rows.high(saved) if isinstance(x, Quantized) and _reads_high(setup.recipe) else None
 
 
-def _of_taken(
+def _input_gradients(
     setup: GroupedSetup, of_x: Tensor | None, saved: Sequence[Any], needs: Sequence[Any]
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the inputs of `rows`."""
-    if not any(needs[: setup.taken]):
-        return (None,) * setup.taken
+    if not any(needs[: setup.input_count]):
+        return (None,) * setup.input_count
     assert of_x is not None
-    return setup.rows.backward(of_x, saved, needs[: setup.taken])
+    return setup.rows.backward(of_x, saved, needs[: setup.input_count])
 
 
 # ---- under torch.compile: opaque operators, and the layer's state as tensors of the graph ----
 
 
 def _traced(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
-    taken, recipe, rows, owner = setup.taken, setup.recipe, setup.rows, setup.owner
-    weight, bias, ends = tensors[taken:]
+    input_count, recipe, rows, owner = setup.input_count, setup.recipe, setup.rows, setup.owner
+    weight, bias, ends = tensors[input_count:]
     of_rows, need_weight = _needs(ctx, setup)
-    x, saved = rows.forward(*tensors[:taken], spec=recipe.fprop.a)
+    x, saved = rows.forward(*tensors[:input_count], spec=recipe.fprop.a)
     keeps = need_weight and not rows.recomputes_input
     high = rows.high(saved) if keeps and isinstance(x, Quantized) and _reads_high(recipe) else None
     factors: Any = None
     if isinstance(owner, GroupedProduct) and recipe.delayed is not None:
         factors = scaling_step.factors(owner.layer, setup.training)[_members(owner, ends)]
-    kernel_args = _told(setup, weight, ends, factors, 0)
+    kernel_args = _custom_op_arguments(setup, weight, ends, factors, 0)
     codes = _codes(x)
-    y, *kept, amax_values = FORWARD.operator(*codes, high, bias, keeps, *kernel_args)
+    y, *wgrad_operands, amax_values = FORWARD.operator(*codes, high, bias, keeps, *kernel_args)
     _remember(setup, _drawn(setup, keeps, x), ends)
     if factors is not None and setup.training:
         for column in (amax.INPUT, amax.WEIGHT):
             amax.record_each(owner.layer, column, amax_values[column], owner.first)  # type: ignore[union-attr]
     # wgrad's operand is unquantized, or codes that it decodes.
-    unquantized = keeps and recipe.kept_input is None
+    unquantized = keeps and recipe.saved_input is None
     plain = (None, None, None) if not unquantized else codes if high is None else (high, None, None)
     recomputes_input = need_weight and rows.recomputes_input
     packed, layouts = pack([factors, *(saved if of_rows or recomputes_input else ())])
-    ctx.save_for_backward(weight, ends, *kept, *plain, *packed)
+    ctx.save_for_backward(weight, ends, *wgrad_operands, *plain, *packed)
     ctx.constants = setup, layouts, keeps, _bias_dtype(bias)
     return y
 
@@ -212,22 +223,24 @@ def _traced(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
 def _traced_backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     setup: GroupedSetup
     setup, layouts, keeps, bias_dtype = ctx.constants
-    weight, ends, *kept = tensors[:6]
+    weight, ends, *wgrad_operands = tensors[:6]
     plain, (factors, *saved) = tensors[6:9], unpack(tensors[9:], layouts)
-    taken, needs, owner = setup.taken, ctx.needs_input_grad[1:], setup.owner
-    of_rows, need_weight, need_bias = any(needs[:taken]), bool(needs[taken]), bool(needs[taken + 1])
+    input_count, needs, owner = setup.input_count, ctx.needs_input_grad[1:], setup.owner
+    of_rows, need_weight, need_bias = any(needs[:input_count]), bool(needs[input_count]), bool(needs[input_count + 1])
     if need_weight and not keeps:
         # Recomputed rows are quantized again by the forward operator; its output is unused.
-        x, high = _again(setup, saved)
-        kernel_args = _told(setup, weight, ends, factors, 0)
-        _, *kept, _ = FORWARD.operator(*_codes(x), high, None, True, *kernel_args)
-        if setup.recipe.kept_input is None:
+        x, high = _recompute_rows(setup, saved)
+        kernel_args = _custom_op_arguments(setup, weight, ends, factors, 0)
+        _, *wgrad_operands, _ = FORWARD.operator(*_codes(x), high, None, True, *kernel_args)
+        if setup.recipe.saved_input is None:
             plain = _codes(x) if high is None else (high, None, None)
-    kernel_args = _told(setup, weight, ends, factors, 1)
+    kernel_args = _custom_op_arguments(setup, weight, ends, factors, 1)
     number = state_of(owner.layer).number if factors is not None and isinstance(owner, GroupedProduct) else None
     first = owner.first if isinstance(owner, GroupedProduct) else 0
     wanted = [of_rows, need_weight, need_bias]
-    of_x, of_weight, of_bias = BACKWARD.operator(g, *kept, *plain, wanted, bias_dtype, number, first, *kernel_args)
+    of_x, of_weight, of_bias = BACKWARD.operator(
+        g, *wgrad_operands, *plain, wanted, bias_dtype, number, first, *kernel_args
+    )
     recipe = setup.recipe
     drawn = []
     if recipe.dgrad.a is not None and (of_rows or (need_weight and recipe.plan.grad_output)):
@@ -235,8 +248,8 @@ def _traced_backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, 
     if recipe.wgrad.a is not None and need_weight and not recipe.plan.grad_output:
         drawn += [OPERANDS[1][1]] if recipe.wgrad.a.rounding != "nearest" else []
     _remember(setup, drawn, ends)
-    of_taken = _of_taken(setup, of_x, saved, needs)
-    return None, *of_taken, of_weight if need_weight else None, of_bias if need_bias else None, None
+    input_gradients = _input_gradients(setup, of_x, saved, needs)
+    return None, *input_gradients, of_weight if need_weight else None, of_bias if need_bias else None, None
 
 
 def _members(owner: GroupedProduct, ends: Tensor) -> slice:
@@ -251,15 +264,15 @@ def _codes(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None, Tensor | None]
     return x.data, scale, x.tensor_factor
 
 
-def _told(
+def _custom_op_arguments(
     setup: GroupedSetup, weight: Tensor, ends: Tensor, factors: Tensor | None, direction: int
 ) -> CustomOpArguments:
     owner, recipe = setup.owner, setup.recipe
     spec, columns = "", 0
     scale = factor = None
     if weight.dtype in CODES:
-        beside = stack_codes(owner.layer)  # type: ignore[union-attr]
-        spec, columns, scale, factor = beside.spec.text, beside.columns, beside.scale, beside.factor
+        stack_info = stack_codes(owner.layer)  # type: ignore[union-attr]
+        spec, columns, scale, factor = stack_info.spec.text, stack_info.columns, stack_info.scale, stack_info.factor
     streams = counts = None
     seed, name = 0, ""
     if recipe.stochastic and isinstance(owner, NoiseSource):

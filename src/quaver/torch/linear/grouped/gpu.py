@@ -46,28 +46,32 @@ def forward(
     recipe, offsets = call.recipe, call.offsets
     spec, c, plan = recipe.fprop.a, recipe.wgrad.b, recipe.plan
     values = x if isinstance(x, Tensor) else high
-    n, laid = cpu.features(call, weight)[0], None
+    n, grouped_operand = cpu.features(call, weight)[0], None
     if spec is None:
         assert isinstance(x, Tensor)
         y = HIGH_MATMUL(x, _matrices(call, weight, x.dtype), offsets, call.dtype, bias)
     else:
-        laid = grouped.given(x, offsets) if isinstance(x, Quantized) else _lay(call, amax.INPUT, "input", x, spec)
+        grouped_operand = (
+            grouped.from_quantized(x, offsets)
+            if isinstance(x, Quantized)
+            else _quantize_groups(call, amax.INPUT, "input", x, spec)
+        )
         b = _weights(call, weight, "fprop", spec=recipe.fprop.b)
-        y = GROUPED_MATMUL(laid, b.whole, offsets, n, call.dtype, bias, recipe.fprop.fast_accum)
+        y = GROUPED_MATMUL(grouped_operand, b.whole, offsets, n, call.dtype, bias, recipe.fprop.fast_accum)
         _note_weights(call, b)
     if not keeps:
         return y, None
-    if recipe.kept_input is None:
+    if recipe.saved_input is None:
         return y, WgradOperands(rows=x if values is None else values)
     if c is None:
-        return y, WgradOperands(laid=laid)
+        return y, WgradOperands(grouped_operand=grouped_operand)
     if plan.input:
-        assert laid is not None
-        return y, WgradOperands(laid=grouped.transposed(laid, offsets))
+        assert grouped_operand is not None
+        return y, WgradOperands(grouped_operand=grouped.transposed(grouped_operand, offsets))
     if values is None:
         assert isinstance(x, Quantized)
         values = x.dequantize().to(call.dtype)
-    return y, WgradOperands(laid=_lay(call, amax.INPUT, "input.T", values, c, True))
+    return y, WgradOperands(grouped_operand=_quantize_groups(call, amax.INPUT, "input.T", values, c, True))
 
 
 def recomputed(call: GroupedContext, x: Tensor | Quantized, high: Tensor | None) -> WgradOperands:
@@ -75,26 +79,30 @@ def recomputed(call: GroupedContext, x: Tensor | Quantized, high: Tensor | None)
     recipe, offsets = call.recipe, call.offsets
     a, c = recipe.fprop.a, recipe.wgrad.b
     values = x if isinstance(x, Tensor) else high
-    if recipe.kept_input is None:
+    if recipe.saved_input is None:
         return WgradOperands(rows=x if values is None else values)
     factors = None if call.factors is None else call.factors[:, amax.INPUT]
     if recipe.plan.input or c is None:
         assert a is not None
-        laid = (
-            grouped.given(x, offsets) if isinstance(x, Quantized) else grouped.quantize(x, a, offsets, False, factors)
+        grouped_operand = (
+            grouped.from_quantized(x, offsets)
+            if isinstance(x, Quantized)
+            else grouped.quantize(x, a, offsets, False, factors)
         )
-        return WgradOperands(laid=grouped.transposed(laid, offsets) if recipe.plan.input else laid)
+        return WgradOperands(
+            grouped_operand=grouped.transposed(grouped_operand, offsets) if recipe.plan.input else grouped_operand
+        )
     if values is None:
         assert isinstance(x, Quantized)
         values = x.dequantize().to(call.dtype)
-    return WgradOperands(laid=grouped.quantize(values, c, offsets, True, factors))
+    return WgradOperands(grouped_operand=grouped.quantize(values, c, offsets, True, factors))
 
 
 def backward(
     call: GroupedContext,
     g: Tensor,
     weight: Tensor | None,
-    kept: WgradOperands | None,
+    saved_stacks: WgradOperands | None,
     needs: Sequence[Any],
     like: GradientLike,
 ) -> tuple[Tensor | None, Any, Tensor | None]:
@@ -102,49 +110,53 @@ def backward(
     need_input, need_weight, need_bias = needs
     recipe, plan, offsets = call.recipe, call.recipe.plan, call.offsets
     a, c = recipe.dgrad.a, recipe.wgrad.a
-    grad_x = grad_b = laid = None
+    grad_x = grad_b = grouped_operand = None
     of_weight: Any = None
     if a is not None and (need_input or (need_weight and plan.grad_output)):
-        laid = _lay(call, amax.GRAD_OUTPUT, "grad_output", g, a)
+        grouped_operand = _quantize_groups(call, amax.GRAD_OUTPUT, "grad_output", g, a)
     if need_bias:
         grad_b = _sum_rows(g, offsets, torch.float32 if need_bias is LATER else like.bias_dtype)
     if need_input:
         assert weight is not None
-        if laid is None:
+        if grouped_operand is None:
             w = _of_dgrad(call, weight, g.dtype).transpose(1, 2)
             grad_x = HIGH_MATMUL(g, w, offsets, call.dtype, None)
         else:
             b = _weights(call, weight, "dgrad", spec=recipe.dgrad.b)
-            grad_x = GROUPED_MATMUL(laid, b.whole, offsets, like.features, call.dtype, None, recipe.dgrad.fast_accum)
+            grad_x = GROUPED_MATMUL(
+                grouped_operand, b.whole, offsets, like.features, call.dtype, None, recipe.dgrad.fast_accum
+            )
     if need_weight:
         transposed: Any = g
         if c is not None and plan.grad_output:
-            assert laid is not None
-            transposed = grouped.transposed(laid, offsets)
+            assert grouped_operand is not None
+            transposed = grouped.transposed(grouped_operand, offsets)
         elif c is not None:
-            transposed = _lay(call, amax.GRAD_OUTPUT, "grad_output.T", g, c, True)
-        of_weight = of_weights(need_weight, partial(_of_weight, call, transposed, kept, like, dtype=like.weight_dtype))
+            transposed = _quantize_groups(call, amax.GRAD_OUTPUT, "grad_output.T", g, c, True)
+        of_weight = of_weights(
+            need_weight, partial(_of_weight, call, transposed, saved_stacks, like, dtype=like.weight_dtype)
+        )
     return grad_x, of_weight, of_weights(need_bias, partial(of_biases, grad_b, dtype=like.bias_dtype))
 
 
 def _of_weight(
-    call: GroupedContext, g: Any, kept: WgradOperands | None, like: GradientLike, *, dtype: torch.dtype
+    call: GroupedContext, g: Any, saved_stacks: WgradOperands | None, like: GradientLike, *, dtype: torch.dtype
 ) -> Tensor:
     """Compute the weight gradients in the layout of the parameter."""
-    assert kept is not None
+    assert saved_stacks is not None
     if isinstance(g, GroupedOperand):
-        assert kept.laid is not None
+        assert saved_stacks.grouped_operand is not None
         fast = call.recipe.wgrad.fast_accum
         if like.transposed:
             # Swapped operands give the gradient in the transposed layout of the parameter.
-            y = GROUPED_SUMS(kept.laid, g, dtype, fast)
+            y = GROUPED_SUMS(saved_stacks.grouped_operand, g, dtype, fast)
         else:
-            y = GROUPED_SUMS(g, kept.laid, dtype, fast)
+            y = GROUPED_SUMS(g, saved_stacks.grouped_operand, dtype, fast)
     else:
-        rows: Any = kept.rows
-        if kept.laid is not None:
-            rows = grouped.dequantized(kept.laid, call.offsets)
-        x = plain(rows, g.dtype) if kept.laid is None else rows.to(g.dtype)
+        rows: Any = saved_stacks.rows
+        if saved_stacks.grouped_operand is not None:
+            rows = grouped.dequantized(saved_stacks.grouped_operand, call.offsets)
+        x = plain(rows, g.dtype) if saved_stacks.grouped_operand is None else rows.to(g.dtype)
         one, other = (x, g) if like.transposed else (g, x)
         y = HIGH_SUMS(one, other, call.offsets, dtype)
     if isinstance(call.owner, GroupedProduct):
@@ -152,7 +164,7 @@ def _of_weight(
     return y
 
 
-def _lay(
+def _quantize_groups(
     call: GroupedContext, column: int, operand: str, x: Tensor, spec: QuantSpec, summed: bool = False
 ) -> GroupedOperand:
     """Quantize the operand of all groups, and record their amaxes in the column."""
@@ -160,13 +172,13 @@ def _lay(
     factors = None if call.factors is None else call.factors[:, column]
     if together(spec) and not summed and x.numel():
         q = ops.QUANTIZE(x if x.stride(-1) == 1 else x.contiguous(), spec)
-        laid = grouped.given(q, offsets)
+        grouped_operand = grouped.from_quantized(q, offsets)
     else:
-        laid = grouped.quantize(x, spec, offsets, summed, factors, draw)
+        grouped_operand = grouped.quantize(x, spec, offsets, summed, factors, draw)
     if call.factors is not None and call.training:
-        assert laid.amax is not None
-        call.amaxes[column] = laid.amax
-    return laid
+        assert grouped_operand.amax is not None
+        call.amaxes[column] = grouped_operand.amax
+    return grouped_operand
 
 
 def _note_weights(call: GroupedContext, b: WeightStack) -> None:
@@ -185,12 +197,12 @@ def _quantized(call: GroupedContext, weight: Tensor, side: str, spec: QuantSpec)
     owner, groups = call.owner, weight.shape[0]
     shared, transposed = side == "dgrad" and call.recipe.plan.weight, side == "dgrad"
     layer = owner.layer if isinstance(owner, GroupedProduct) else None
-    if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_keep(layer, weight):
+    if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_cache(layer, weight):
         # Cached tensors must not be inference tensors, because other modes read them too.
         with torch.inference_mode(False), torch.no_grad():
             return _quantized(call, weight, side, spec)
-    if shared and "fprop" in call.kept and call.kept["fprop"].quantized is not None:
-        return _turned(call.kept["fprop"].quantized.whole, groups, spec)
+    if shared and "fprop" in call.saved_stacks and call.saved_stacks["fprop"].quantized is not None:
+        return _transpose_stack(call.saved_stacks["fprop"].quantized.whole, groups, spec)
     operands: list[Quantized] = []
     if call.codes is not None:
         for group in range(groups):
@@ -220,7 +232,7 @@ def _in_rows(operands: Sequence[Quantized], device: torch.device) -> WeightStack
     if not operands:
         return WeightStack((), None)
     spec, (rows, k) = operands[0].spec, operands[0].shape
-    rowwise = [q.plain() if not q.transposed else _lain(q) for q in operands]
+    rowwise = [q.plain() if not q.transposed else _row_major(q) for q in operands]
     of_rows = replace(spec, block=(1, spec.block[1]), rounding="nearest")
     scales = [_of_rows(q, rows) for q in rowwise]
     factors = None
@@ -230,7 +242,7 @@ def _in_rows(operands: Sequence[Quantized], device: torch.device) -> WeightStack
     return WeightStack((), Quantized(data, torch.cat(scales), of_rows, (len(rowwise) * rows, k), tensor_factor=factors))
 
 
-def _lain(q: Quantized) -> Quantized:
+def _row_major(q: Quantized) -> Quantized:
     """Copy an operand that is stored transposed to row-major codes and scales."""
     data, scale, factor, _ = parts(q)
     return Quantized(data, scale, q.spec, q.shape, False, factor if q.spec.two_level else None)
@@ -247,11 +259,11 @@ def _of_rows(q: Quantized, rows: int) -> Tensor:
     return scale.expand(rows, scale.shape[1]) if height is None else scale.repeat_interleave(height, 0)[:rows]
 
 
-def _turned(whole: Quantized, groups: int, spec: QuantSpec) -> WeightStack:
+def _transpose_stack(whole: Quantized, groups: int, spec: QuantSpec) -> WeightStack:
     """Transpose the matrices of all groups; their scale blocks must be square."""
     rows, k = whole.shape[0] // max(groups, 1), whole.shape[1]
     side = spec.block[0]
-    codes = whole.lying_codes().view(groups, rows, k).transpose(1, 2)
+    codes = whole.stored_codes().view(groups, rows, k).transpose(1, 2)
     data = pack(codes.reshape(groups * k, rows)) if spec.format.packed else codes.reshape(groups * k, rows)
     data = data if spec.format.packed else data.view(whole.data.dtype)
     scale = whole.plain_scale().view(groups, rows, -1)

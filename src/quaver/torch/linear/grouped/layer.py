@@ -17,8 +17,14 @@ from quaver.recipes.spec import Recipe
 from quaver.recipes.text import instance
 from quaver.torch.linear import store_weight, stored_weight
 from quaver.torch.linear.grouped.function import GroupedLinearFunction, GroupedSetup
-from quaver.torch.linear.grouped.operands import GIVEN, GroupedProduct, NoiseSource, PrequantizedRows, RowInputOp
-from quaver.torch.linear.linear import Quantizable, recipe_of, refuse_sharded
+from quaver.torch.linear.grouped.operands import (
+    IDENTITY_ROWS,
+    GroupedProduct,
+    NoiseSource,
+    PrequantizedRows,
+    RowInputOp,
+)
+from quaver.torch.linear.linear import Quantizable, check_not_sharded, recipe_of
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import operation, ops
@@ -121,15 +127,15 @@ def multiply(
     casting = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if casting else (_plain(owner, weight) if quantized else x.dtype)  # type: ignore[union-attr]
     if isinstance(x, Quantized):
-        rows, taken = PrequantizedRows.of(x)
-        return apply(owner, rows, taken, weight, bias, offsets, recipe, dtype, transposed)
-    return apply(owner, GIVEN, [x.to(dtype)], weight, bias, offsets, recipe, dtype, transposed)
+        rows, input_tensors = PrequantizedRows.of(x)
+        return apply(owner, rows, input_tensors, weight, bias, offsets, recipe, dtype, transposed)
+    return apply(owner, IDENTITY_ROWS, [x.to(dtype)], weight, bias, offsets, recipe, dtype, transposed)
 
 
 def apply(
     owner: NoiseSource | GroupedProduct,
     rows: RowInputOp,
-    taken: Sequence[Tensor | None],
+    input_tensors: Sequence[Tensor | None],
     weight: Tensor,
     bias: Tensor | None,
     offsets: Tensor,
@@ -137,21 +143,21 @@ def apply(
     dtype: torch.dtype,
     transposed: bool = False,
 ) -> Tensor:
-    """Run the grouped products for rows that `rows` computes from the tensors `taken`, in `dtype`.
+    """Run the grouped products for rows that `rows` computes from the tensors `input_tensors`, in `dtype`.
 
     Args:
         transposed: True if the weight is stored as [groups, K, N].
     """
     if not is_tracing():
-        refuse_transforms(*taken, weight, bias, sentence=NO_TRANSFORMS)
+        refuse_transforms(*input_tensors, weight, bias, sentence=NO_TRANSFORMS)
     followed = recipe or recipes.get("bf16")
     if not followed.quantizes:
         weight = weight if weight.dtype in stored_weight.CODES else weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    setup = GroupedSetup(rows, len(taken), owner, followed, dtype, torch.is_grad_enabled(), transposed)
+    setup = GroupedSetup(rows, len(input_tensors), owner, followed, dtype, torch.is_grad_enabled(), transposed)
     y: Tensor
     if is_tracing():
-        y = GroupedLinearFunction.apply(setup, *taken, weight, bias, offsets)
+        y = GroupedLinearFunction.apply(setup, *input_tensors, weight, bias, offsets)
         return y
     run: Any = (
         GroupedLinearFunction.apply
@@ -159,7 +165,7 @@ def apply(
         else active_context.split(GroupedLinearFunction, GroupedLinearFunction.apply)
     )
     with ops.without_autocast(ops.autocast_device(weight)):
-        y = run(setup, *taken, weight, bias, offsets)
+        y = run(setup, *input_tensors, weight, bias, offsets)
     return y
 
 
@@ -334,16 +340,18 @@ class GroupedLinear(Quantizable):
             instance("GroupedLinear", "x", x, Tensor, "torch.randn(tokens, in_features)")
         return self._run(x, None, (), offsets)
 
-    def project(self, rows: RowInputOp, taken: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
-        """Run `forward` for rows that `rows` computes from the tensors `taken` inside the same autograd function."""
-        return self._run(None, rows, taken, offsets)
+    def project(self, rows: RowInputOp, input_tensors: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
+        """Run `forward` for rows that `rows` computes from the tensors `input_tensors` inside the same autograd
+        function.
+        """
+        return self._run(None, rows, input_tensors, offsets)
 
-    def _run(self, x: Any, rows: RowInputOp | None, taken: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
+    def _run(self, x: Any, rows: RowInputOp | None, input_tensors: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
         compiling, training = is_tracing(), torch.is_grad_enabled()
         recipe = recipe_of(self, compiling)
         weight, bias = self.weight, self.bias
         if weight.__class__ is not nn.Parameter and not compiling:
-            refuse_sharded(self, weight)
+            check_not_sharded(self, weight)
         if self.weight_spec is not None:
             stored_weight.check_uncast(self, weight)
             stored_weight.check_gradient(weight)
@@ -368,13 +376,13 @@ class GroupedLinear(Quantizable):
             recipe = None
         if recipe is None:
             if training and not compiling and self._state.weights is not None:
-                weight_cache.look(self, weight)
+                weight_cache.expire(self, weight)
         elif training and self._state.prepared is not recipe:
             prepare(self, recipe)
         owner, transposed = GroupedProduct(self), self.layout == "kn"
         if rows is None:
             return multiply(owner, x, weight, bias, offsets, recipe, transposed)
-        return apply(owner, rows, taken, weight, bias, offsets, recipe, dtype, transposed)
+        return apply(owner, rows, input_tensors, weight, bias, offsets, recipe, dtype, transposed)
 
     def _named(self) -> str:
         name: str | None = self.__dict__.get("qualified_name")

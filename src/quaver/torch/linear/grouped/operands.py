@@ -16,7 +16,7 @@ from quaver.torch.backends.gpu.device import why_no_fp8
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.gemms import LATER, capturing
 from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, GroupOffsets, WeightStack
-from quaver.torch.numerics.quantized import Quantized, put_together, take_apart
+from quaver.torch.numerics.quantized import Quantized, rebuild_operand, split_operand
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
@@ -77,7 +77,7 @@ class GradientLike(NamedTuple):
             return torch.empty((groups, k, n), dtype=dtype, device=device).transpose(1, 2)
         return torch.empty((groups, n, k), dtype=dtype, device=device)
 
-    def as_it_lies(self, grad: Tensor) -> Tensor:
+    def in_parameter_layout(self, grad: Tensor) -> Tensor:
         """Convert a gradient [groups, N, K] to the layout of the parameter."""
         return grad.transpose(1, 2) if self.transposed else grad
 
@@ -100,7 +100,7 @@ class GroupedContext:
     #: Returns the noise of all groups for the name of an operand.
     draw: Callable[[str], GroupedNoise] | None = None
     #: Cached weight operands by side, "fprop" and "dgrad"; each entry holds a `WeightStack`.
-    kept: dict[str, weight_cache.CachedWeight] = field(default_factory=dict)
+    saved_stacks: dict[str, weight_cache.CachedWeight] = field(default_factory=dict)
     #: Cache key for the weights' encode factors: their values on the host, or the version of the factors on a device.
     written: Any = None
     #: Measured amaxes of the groups, by history column; 0 for groups without tokens.
@@ -171,7 +171,7 @@ def _drawn_by(layer: nn.Module, members: slice, operand: str) -> GroupedNoise:
     return GroupedNoise(seed, streams, counts)
 
 
-def settle(call: GroupedContext) -> None:
+def finish(call: GroupedContext) -> None:
     """Write the amaxes and noise counters that a call has collected to its layer."""
     owner = call.owner
     if isinstance(owner, GroupedProduct):
@@ -201,13 +201,13 @@ def stack(
         side: "fprop" or "dgrad".
         full: computes all operands if none are cached; None lets the reader fill in each operand.
     """
-    entry = call.kept.get(side)
+    entry = call.saved_stacks.get(side)
     if entry is None or entry.quantized is None:
-        entry = call.kept[side] = _entry(
+        entry = call.saved_stacks[side] = _entry(
             call, weight, side, full or (lambda: WeightStack([None] * call.offsets.groups))
         )
-    kept: WeightStack = entry.quantized
-    return kept
+    saved_stacks: WeightStack = entry.quantized
+    return saved_stacks
 
 
 def _entry(
@@ -223,9 +223,9 @@ def _entry(
         return entry
     window = weight_cache.begin(layer, weight, call.training)
     operands = full()
-    entry = weight_cache.keep(layer, key, weight, gemm.b, written, operands, window)
+    entry = weight_cache.store(layer, key, weight, gemm.b, written, operands, window)
     if entry is None and not call.training:
-        weight_cache.quantized_again(layer, weight)
+        weight_cache.count_uncached_forward(layer, weight)
     return entry or weight_cache.CachedWeight(operands)
 
 
@@ -320,7 +320,7 @@ class IdentityRows:
         return (g,)
 
 
-GIVEN = IdentityRows()
+IDENTITY_ROWS = IdentityRows()
 
 
 @dataclass(frozen=True)
@@ -332,12 +332,12 @@ class PrequantizedRows:
 
     @staticmethod
     def of(q: Quantized) -> "tuple[PrequantizedRows, list[Tensor | None]]":
-        tensors, layout = take_apart(q.plain())
+        tensors, layout = split_operand(q.plain())
         assert layout is not None
         return PrequantizedRows(layout), tensors
 
     def forward(self, *x: Tensor | None, spec: QuantSpec | None) -> tuple[Tensor | Quantized, Sequence[Any]]:
-        return put_together(self.layout, x), ()
+        return rebuild_operand(self.layout, x), ()
 
     def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
         raise AssertionError("what is given is kept")
@@ -359,7 +359,7 @@ def _no_gemms(a: GroupedOperand, *_: Any) -> str:
 
 
 def _no_values(a: GroupedOperand, *_: Any) -> str:
-    return ops._off_a_gpu(a)  # type: ignore[arg-type]
+    return ops._reason_not_on_gpu(a)  # type: ignore[arg-type]
 
 
 def _no_kernels(a: GroupedOperand, *_: Any) -> str:

@@ -45,8 +45,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
             f"{v.shape[-1]}"
         )
     others = ("bias", call.bias), ("sinks", call.sinks), ("chunks", call.chunk)
-    for name, given in (("mask of tokens or pairs", call.mask), *others):
-        if given is not None:
+    for name, value in (("mask of tokens or pairs", call.mask), *others):
+        if value is not None:
             return f"flash-attn has no {name}"
     if call.soft_cap is not None and call.dropout:
         return "flash-attn has no soft cap with dropout"

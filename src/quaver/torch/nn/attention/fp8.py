@@ -24,7 +24,7 @@ from quaver.torch.numerics.rounding import is_tracing, uniform
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, first_derivative, refuse_transforms
 from quaver.torch.operations.operation import Implementation, Operation
-from quaver.torch.operations.selecting import unseen
+from quaver.torch.operations.selecting import hide_from_policies
 from quaver.torch.state.context import active_context
 
 # ---- forward and backward in plain torch: `quaver.reference.attention`, many heads at once ----
@@ -127,7 +127,7 @@ def forward(
         if sinks is not None:
             total = torch.logaddexp(total, sinks[part.heads, None].double())
         logsumexp[part.batch, part.heads] = total
-        p = _codes(_softmax(scores, total), kept_by_dropout(options, part, scores.shape))
+        p = _codes(_softmax(scores, total), dropout_mask(options, part, scores.shape))
         values = along_rows(_groups(codes_v, part), _groups(codes_vt, part))
         y = _grouped(p, values.shape[1]) @ values
         y = y.mul_(1 / PROBABILITY_FACTOR).div_(1 - options.dropout)
@@ -141,7 +141,7 @@ def forward(
 def backward(
     grad: Tensor,
     logsumexp: Tensor,
-    kept: SavedOperands,
+    residuals: SavedOperands,
     bias: Tensor | None,
     sinks: Tensor | None,
     options: Fp8AttentionOptions,
@@ -153,22 +153,22 @@ def backward(
     do = quantize_heads(grad, spec)
     dot = quantize_along_rows(grad, spec, do) if need_v else None
     delta = torch.empty_like(logsumexp)
-    q, k, v = (x.data for x in (kept.q, kept.k, kept.v))
+    q, k, v = (x.data for x in (residuals.q, residuals.k, residuals.v))
     dq, dk, dv = (
         empty_tokens(grad, x.shape[1], *x.shape[2:]) if need else None
         for x, need in ((q, need_q), (k, need_k), (v, need_v))
     )
     dbias = bias.new_zeros(bias.shape, dtype=torch.float64) if bias is not None and need_bias else None
-    for part in _parts(kept.q, kept.k):
-        scores, slope = _scores(kept.q, kept.k, bias, options, part)
+    for part in _parts(residuals.q, residuals.k):
+        scores, slope = _scores(residuals.q, residuals.k, bias, options, part)
         p = _softmax(scores, logsumexp[part.batch, part.heads])
-        mask = kept_by_dropout(options, part, p.shape)
+        mask = dropout_mask(options, part, p.shape)
         if dv is not None:
             g = along_rows(_heads(do, part), _heads(dot, part))
             of_heads = (_codes(p, mask).mT @ g).mul_(1 / PROBABILITY_FACTOR).div_(1 - options.dropout)
             dv[part.batch, part.groups] = _sum_shared(of_heads, part.number_of_groups).float().to(grad.dtype)
         if need_q or need_k or need_sinks or dbias is not None:
-            values = _groups(kept.v, part).decode()
+            values = _groups(residuals.v, part).decode()
             dp = _grouped(_heads(do, part).decode(), values.shape[1]) @ values.mT
             dp = dp.view(p.shape).div_(1 - options.dropout)
             if mask is not None:
@@ -178,7 +178,7 @@ def backward(
             if dbias is not None:
                 _add_to_bias(dbias, ds, part)
             if need_q or need_k:
-                _scores_backward(ds if slope is None else ds.mul_(slope), kept, options, part, dq, dk)
+                _scores_backward(ds if slope is None else ds.mul_(slope), residuals, options, part, dq, dk)
     dsinks = None
     if sinks is not None and need_sinks:
         dsinks = -((sinks.double()[:, None] - logsumexp).exp() * delta).sum((0, 2)).float().to(sinks.dtype)
@@ -186,7 +186,7 @@ def backward(
     return [dq, dk, dv, of_bias, dsinks]
 
 
-def kept_by_dropout(options: Fp8AttentionOptions, part: BatchHeadSlice, shape: Sequence[int]) -> Tensor | None:
+def dropout_mask(options: Fp8AttentionOptions, part: BatchHeadSlice, shape: Sequence[int]) -> Tensor | None:
     """Return the dropout mask [b, h, Sq, Sk] of a slice, True where kept; repeated calls return the same mask."""
     if options.draw is None:
         return None
@@ -271,7 +271,7 @@ def _sum_shared(x: Tensor, groups: int) -> Tensor:
 
 def _scores_backward(
     ds: Tensor,
-    kept: SavedOperands,
+    residuals: SavedOperands,
     options: Fp8AttentionOptions,
     part: BatchHeadSlice,
     dq: Tensor | None,
@@ -281,11 +281,11 @@ def _scores_backward(
     spec, ds = options.spec.grad_output, ds.float()
     codes = quantize_heads(ds, spec)
     if dq is not None:
-        keys = along_rows(_groups(kept.k, part), _groups(kept.kt, part))
+        keys = along_rows(_groups(residuals.k, part), _groups(residuals.kt, part))
         of_groups = (_grouped(codes.decode(), keys.shape[1]) @ keys).mul_(options.scale)
         dq[part.batch, part.heads] = _ungrouped(of_groups, ds).float().to(dq.dtype)
     if dk is not None:
-        queries = along_rows(_heads(kept.q, part), _heads(kept.qt, part))
+        queries = along_rows(_heads(residuals.q, part), _heads(residuals.qt, part))
         transposed = along_rows(codes, quantize_along_rows(ds, spec, codes)).mT
         summed = _sum_shared(transposed @ queries, part.number_of_groups).mul_(options.scale)
         dk[part.batch, part.groups] = summed.float().to(dk.dtype)
@@ -354,7 +354,7 @@ class _Fp8AttentionFunction(torch.autograd.Function):
     """Autograd function of quantized attention; saves only plain tensors."""
 
     @staticmethod
-    @unseen
+    @hide_from_policies
     def forward(
         ctx: Any,
         q: Tensor,
@@ -370,8 +370,8 @@ class _Fp8AttentionFunction(torch.autograd.Function):
         grad_enabled: bool,
     ) -> Tensor:
         training = grad_enabled and any(ctx.needs_input_grad)
-        out, *kept = FORWARD(q, k, v, bias, sinks, hidden, runs, draw, *numbers, *texts, training)
-        ctx.save_for_backward(bias, sinks, hidden, runs, draw, *kept)
+        out, *residuals = FORWARD(q, k, v, bias, sinks, hidden, runs, draw, *numbers, *texts, training)
+        ctx.save_for_backward(bias, sinks, hidden, runs, draw, *residuals)
         ctx.constants = numbers, texts
         return out
 
@@ -381,10 +381,10 @@ class _Fp8AttentionFunction(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Any, ...]:
-    bias, sinks, hidden, runs, draw, *kept = saved
+    bias, sinks, hidden, runs, draw, *residuals = saved
     numbers, texts = ctx.constants
     needs = [bool(need) for need in ctx.needs_input_grad[:5]]
-    gradients = iter(BACKWARD(grad, kept, bias, sinks, hidden, runs, draw, *numbers, *texts, needs))
+    gradients = iter(BACKWARD(grad, residuals, bias, sinks, hidden, runs, draw, *numbers, *texts, needs))
     return (*(next(gradients) if need else None for need in needs), None, None, None, None, None, None)
 
 
@@ -408,8 +408,8 @@ def _options(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *rest: Any) -> list[Tensor]:
     *options, training = rest
-    out, logsumexp, kept = forward(q, k, v, bias, sinks, _options(k.shape[2], *options), training)
-    return [out] if kept is None else [out, logsumexp, *_flat(kept)]
+    out, logsumexp, residuals = forward(q, k, v, bias, sinks, _options(k.shape[2], *options), training)
+    return [out] if residuals is None else [out, logsumexp, *_flat(residuals)]
 
 
 def _forward_fake(
@@ -427,29 +427,29 @@ def _forward_fake(
 
 def _backward(
     grad: Tensor,
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     bias: Tensor | None,
     sinks: Tensor | None,
     *rest: Any,
 ) -> list[Tensor]:
     *options, needs = rest
-    logsumexp, *codes = kept
+    logsumexp, *codes = residuals
     ready = _options(codes[2].shape[2], *options)
     gradients = backward(grad, logsumexp, _restore(codes, ready.spec.input), bias, sinks, ready, needs)
     return [x for x in gradients if x is not None]
 
 
 def _backward_fake(
-    grad: Tensor, kept: Sequence[Tensor], bias: Tensor | None, sinks: Tensor | None, *rest: Any
+    grad: Tensor, residuals: Sequence[Tensor], bias: Tensor | None, sinks: Tensor | None, *rest: Any
 ) -> list[Tensor]:
     needs = rest[-1]
-    of_qkv = [empty_tokens(grad, x.shape[1], x.shape[2], x.shape[3]) for x in kept[1:7:2]]
+    of_qkv = [empty_tokens(grad, x.shape[1], x.shape[2], x.shape[3]) for x in residuals[1:7:2]]
     gradients = [*of_qkv, *(None if x is None else torch.empty_like(x) for x in (bias, sinks))]
     return [x for x, need in zip(gradients, needs, strict=True) if need and x is not None]
 
 
-def _flat(kept: SavedOperands) -> list[Tensor]:
-    return [x for heads in kept if heads is not None for x in (heads.data, heads.scale)]
+def _flat(residuals: SavedOperands) -> list[Tensor]:
+    return [x for heads in residuals if heads is not None for x in (heads.data, heads.scale)]
 
 
 def _restore(codes: Sequence[Tensor], spec: QuantSpec) -> SavedOperands:
@@ -462,11 +462,11 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     return 2 * q.shape[:3].numel() * k.shape[2] * (k.shape[3] + v.shape[3])
 
 
-def _flops_backward(grad: Tensor, kept: Sequence[Tensor], *_: Any, **__: Any) -> int:
+def _flops_backward(grad: Tensor, residuals: Sequence[Tensor], *_: Any, **__: Any) -> int:
     """Return the FLOPs of q kᵀ again, and of two GEMMs each for the gradients of scores and of values, as torch
     counts.
     """
-    q, k, v = kept[1:7:2]
+    q, k, v = residuals[1:7:2]
     return 2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3])
 
 

@@ -20,11 +20,11 @@ def reason(
 
 
 def reason_backward(
-    grad: Tensor, kept: Sequence[Tensor], bias: Tensor | None, sinks: Tensor | None, hidden: Tensor | None,
+    grad: Tensor, residuals: Sequence[Tensor], bias: Tensor | None, sinks: Tensor | None, hidden: Tensor | None,
     runs: Tensor | None, draw: Tensor | None, scale: float, soft_cap: float | None, dropout: float, *texts: str,
 ) -> str:  # fmt: skip
     """Return why the kernels do not support a backward call, or ""."""
-    return _why_not(bias, soft_cap, dropout) or gpu.reason(kept[1], kept[3], kept[5], _spec(*texts[:2]))
+    return _why_not(bias, soft_cap, dropout) or gpu.reason(residuals[1], residuals[3], residuals[5], _spec(*texts[:2]))
 
 
 def _why_not(bias: Tensor | None, soft_cap: float | None, dropout: float) -> str:
@@ -44,9 +44,9 @@ def forward(
     q0, k0 = quantize_heads(q, spec.input), quantize_heads(k, spec.input)
     v0 = quantize_heads(v, spec.input) if training or spec.input.transposable else None
     vt = None if spec.input.transposable else quantize_heads(v.mT, spec.input)
-    given = v0 or vt
-    assert given is not None
-    operands = gpu.AttentionOperands(_pair(q0), _pair(k0), _pair(given), vt=None if vt is None else _pair(vt))
+    values = v0 or vt
+    assert values is not None
+    operands = gpu.AttentionOperands(_pair(q0), _pair(k0), _pair(values), vt=None if vt is None else _pair(vt))
     wide = None if sinks is None else sinks.float()
     out, logsumexp = gpu.forward(operands, runs, hidden, wide, spec, scale, q.dtype)
     if not training:
@@ -57,13 +57,13 @@ def forward(
 
 
 def backward(
-    grad: Tensor, kept: Sequence[Tensor], bias: None, sinks: Tensor | None, hidden: Tensor | None,
+    grad: Tensor, residuals: Sequence[Tensor], bias: None, sinks: Tensor | None, hidden: Tensor | None,
     runs: Tensor | None, draw: None, scale: float, soft_cap: None, dropout: float, input: str, grad_output: str,
     needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of q, k, v and sinks that are needed."""
     spec = _spec(input, grad_output)
-    logsumexp, *codes = kept
+    logsumexp, *codes = residuals
     q, k, v, *transposed = zip(codes[::2], codes[1::2], strict=True)
     qt, kt = transposed or (None, None)
     do = quantize_heads(grad, spec.grad_output)

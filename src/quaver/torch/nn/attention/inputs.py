@@ -12,7 +12,7 @@ from quaver.reference.attention import MASKS, check_heads, check_type, check_win
 from quaver.torch.backends.gpu import capture
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.numerics.versions import host_values
-from quaver.torch.operations.selecting import unseen
+from quaver.torch.operations.selecting import hide_from_policies
 
 # ---- layouts and ragged batches, whose sequences are concatenated and described by cumulative lengths ----
 #
@@ -121,9 +121,9 @@ def ragged_of(layout: str, cu_seqlens: CuSeqlens | None, queries: int, keys: int
         raise ValueError("layout 'thd' needs cu_seqlens: int [sequences + 1], from 0 to the number of tokens")
     pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
     if len(pair) != 2 or not all(isinstance(ends, Tensor) for ends in pair):
-        given = f"{len(pair)} of them" if isinstance(cu_seqlens, tuple) else f"a {type(cu_seqlens).__name__}"
+        description = f"{len(pair)} of them" if isinstance(cu_seqlens, tuple) else f"a {type(cu_seqlens).__name__}"
         raise ValueError(
-            f"cu_seqlens is {given}; give an int tensor [sequences + 1], or a pair (of queries, of keys) of them"
+            f"cu_seqlens is {description}; give an int tensor [sequences + 1], or a pair (of queries, of keys) of them"
         )
     lengths = []
     for name, ends, tokens in zip(("queries", "keys"), pair, (queries, keys), strict=True):
@@ -470,11 +470,11 @@ def _keepable(q: Tensor) -> bool:
     """Return True if a mask created now may be cached: not traced or fake, and not filled only by a CUDA graph."""
     if is_tracing() or type(q) is not Tensor:
         return False
-    return not capture.as_captured(q.device)
+    return not capture.is_captured_or_rehearsed(q.device)
 
 
 @lru_cache(2)
-@unseen
+@hide_from_policies
 def _by_position(
     mask_type: str,
     window: Window | None,

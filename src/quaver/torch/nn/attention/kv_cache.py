@@ -57,7 +57,7 @@ class KVCache:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         return torch.full((first.shape[0],), self.length, dtype=torch.int64, device=first.device)
 
-    def held(self, layer: int) -> int:
+    def length_of(self, layer: int) -> int:
         """Return the number of tokens that one layer has cached."""
         return self._counts[layer]
 
@@ -123,11 +123,11 @@ class KVCache:
 
     def _memory(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the buffers of an empty layer, reused if the new tokens fit, else newly allocated."""
-        held = self._keys[layer], self._values[layer]
+        memory = self._keys[layer], self._values[layer]
         enlarged: list[Tensor] = []
         # Inference tensors cannot be written outside inference mode.
         with torch.inference_mode(False):
-            for old, new in zip(held, (k, v), strict=True):
+            for old, new in zip(memory, (k, v), strict=True):
                 if old is None or not same(old, new):
                     old = new.new_empty(new.shape[0], self.capacity, *new.shape[2:])
                 enlarged.append(old)
@@ -200,17 +200,17 @@ def check_indices(indices: list[int], batch: int) -> None:
         )
 
 
-def same(held: Tensor, new: Tensor, axes: tuple[int, ...] = (0, 2, 3)) -> bool:
+def same(old: Tensor, new: Tensor, axes: tuple[int, ...] = (0, 2, 3)) -> bool:
     """Return True if new tokens match the cache in dtype, device and the sizes of these axes."""
-    sizes = all(held.shape[a] == new.shape[a] for a in axes)
-    return sizes and held.dtype == new.dtype and held.device == new.device
+    sizes = all(old.shape[a] == new.shape[a] for a in axes)
+    return sizes and old.dtype == new.dtype and old.device == new.device
 
 
-def check_same(held: Tensor, new: Tensor, what: str, axes: tuple[int, ...] = (0, 2, 3)) -> None:
+def check_same(old: Tensor, new: Tensor, what: str, axes: tuple[int, ...] = (0, 2, 3)) -> None:
     """Raise ValueError unless new tokens match the cache as in `same`."""
-    if not same(held, new, axes):
+    if not same(old, new, axes):
         raise ValueError(
-            f"the cache holds {what} {tuple(held.shape)} in {held.dtype} on {held.device}, but got "
+            f"the cache holds {what} {tuple(old.shape)} in {old.dtype} on {old.device}, but got "
             f"{tuple(new.shape)} in {new.dtype} on {new.device}; reset() it, or use another"
         )
 
@@ -291,15 +291,15 @@ class PagedKVCache:
         counts = {min(self._counts[s]) for s in self.sequences} or {0}
         return counts.pop() if len(counts) == 1 else self.lengths
 
-    def held(self, layer: int) -> Tensor:
+    def length_of(self, layer: int) -> Tensor:
         """Return the number of tokens per sequence that one layer has cached, int64 [B]."""
         return self._tensor(tuple(self._counts[s][layer] for s in self.sequences))
 
     def padding(self) -> Tensor:
         """Return bool [B, longest], True where the last result of `update` is padding."""
-        held = self._newest()
-        at = torch.arange(max(held, default=0), dtype=torch.int64, device=self._device())
-        return at >= self._tensor(held)[:, None]
+        counts = self._newest()
+        at = torch.arange(max(counts, default=0), dtype=torch.int64, device=self._device())
+        return at >= self._tensor(counts)[:, None]
 
     def mask(self, mask: Any, mask_type: str, queries: int) -> tuple[Any, str]:
         """Return (mask, mask_type) for attention of the new tokens on the result of `update`.
@@ -314,12 +314,12 @@ class PagedKVCache:
         """
         self.check_mask(mask, mask_type, (self.batch, queries))
         causal = "causal" in mask_type
-        held = self._newest()
-        if mask is None and len(set(held)) < 2:
+        counts = self._newest()
+        if mask is None and len(set(counts)) < 2:
             return None, "causal_bottom_right" if causal else "none"
         of_queries = torch.zeros(self.batch, queries, dtype=torch.bool, device=self._device()) if mask is None else mask
-        real = self._tensor(held)[:, None] - of_queries.sum(1, keepdim=True)
-        of_keys = torch.arange(max(held), dtype=torch.int64, device=real.device) >= real
+        real = self._tensor(counts)[:, None] - of_queries.sum(1, keepdim=True)
+        of_keys = torch.arange(max(counts), dtype=torch.int64, device=real.device) >= real
         return (of_queries, of_keys), "padding_causal_bottom_right" if causal else "padding"
 
     def check_mask(self, mask: Any, mask_type: str, tokens: tuple[int, int]) -> None:
@@ -377,9 +377,9 @@ class PagedKVCache:
                 that require gradients, or a layer ahead of the others. Nothing is written in that case.
         """
         check_new(k, v, layer, self.layers)
-        for held, new, what in ((self._keys[layer], k, "keys"), (self._values[layer], v, "values")):
-            if held is not None:
-                check_same(held[None], new, what, (2, 3))
+        for old, new, what in ((self._keys[layer], k, "keys"), (self._values[layer], v, "values")):
+            if old is not None:
+                check_same(old[None], new, what, (2, 3))
         batch, tokens = k.shape[:2]
         if not self._table:
             self._require(batch * self._pages_for(tokens))
@@ -407,15 +407,15 @@ class PagedKVCache:
             ValueError: a wrong number of lengths, or a sequence that is shorter.
         """
         rows = self.sequences
-        held = [min(self._counts[s]) for s in rows]
-        if len(lengths) != len(rows) or any(not 0 <= n <= h for n, h in zip(lengths, held, strict=False)):
-            raise ValueError(f"the sequences hold {held} tokens; they cannot be truncated to {list(lengths)}")
+        counts = [min(self._counts[s]) for s in rows]
+        if len(lengths) != len(rows) or any(not 0 <= n <= h for n, h in zip(lengths, counts, strict=False)):
+            raise ValueError(f"the sequences hold {counts} tokens; they cannot be truncated to {list(lengths)}")
         self._last = None
         for sequence, length in zip(rows, lengths, strict=True):
             self._counts[sequence] = [length] * self.layers
-            kept = self._pages_for(length)
-            self._free += self._table[sequence][kept:][::-1]
-            self._table[sequence] = self._table[sequence][:kept]
+            pages = self._pages_for(length)
+            self._free += self._table[sequence][pages:][::-1]
+            self._table[sequence] = self._table[sequence][:pages]
 
     def reorder(self, indices: Tensor) -> None:
         """Replace row i by row indices[i], for beam search; pages are copied.
@@ -432,9 +432,9 @@ class PagedKVCache:
         counts = [self._counts[s] for s in rows]
         self._reserve({s: len(old[j]) * self.page_size for s, j in zip(rows, source, strict=True)})
         for sequence, j in zip(rows, source, strict=True):
-            kept = len(old[j])
-            self._free += self._table[sequence][kept:][::-1]
-            self._table[sequence] = self._table[sequence][:kept]
+            pages = len(old[j])
+            self._free += self._table[sequence][pages:][::-1]
+            self._table[sequence] = self._table[sequence][:pages]
             self._counts[sequence] = list(counts[j])
         moves = [(a, b) for s, j in zip(rows, source, strict=True) for a, b in zip(old[j], self._table[s], strict=True)]
         for pool in (*self._keys, *self._values):
@@ -530,13 +530,13 @@ class SteppedKVCache:
         """Drop all sequences."""
         self._caches: dict[int, PagedKVCache] = {}
         #: Tokens of each sequence before this step, and new ones.
-        self._held: dict[Any, int] = {}
+        self._lengths_before: dict[Any, int] = {}
         self._new: dict[Any, int] = {}
         self._numbers: dict[int, dict[Any, int]] = {}
 
     def pre_step(self, tokens: Mapping[Any, int]) -> None:
         """Begin a step with the number of new tokens per sequence, in row order. Sequences not listed are freed."""
-        self._held = {s: self._held.get(s, 0) + self._new.get(s, 0) for s in tokens}
+        self._lengths_before = {s: self._lengths_before.get(s, 0) + self._new.get(s, 0) for s in tokens}
         self._new = dict(tokens)
         for layer, numbers in self._numbers.items():
             for sequence in set(numbers) - set(tokens):
@@ -544,7 +544,7 @@ class SteppedKVCache:
 
     def lengths(self) -> Tensor:
         """Return the tokens of each row before this step, int32."""
-        return torch.tensor(list(self._held.values()), dtype=torch.int32, device="cpu")
+        return torch.tensor(list(self._lengths_before.values()), dtype=torch.int32, device="cpu")
 
     def join(self, layer: int, k: Tensor, v: Tensor, mask_type: str) -> tuple[Tensor, Tensor, Any, str]:
         """Append a layer's keys and values [B, S, G, D], with rows padded at the end.
@@ -566,5 +566,5 @@ class SteppedKVCache:
         padded = torch.arange(k.shape[1], dtype=torch.int64, device="cpu")[None] >= new[:, None]
         k, v = cache.update(0, k, v)
         mask, mask_type = cache.mask(padded.to(k.device) if padded.any() else None, mask_type, padded.shape[1])
-        cache.truncate([self._held[s] + n for s, n in self._new.items()])
+        cache.truncate([self._lengths_before[s] + n for s, n in self._new.items()])
         return k, v, mask, mask_type

@@ -144,7 +144,7 @@ class LatentAttention(ComposedBlock):
             core.check(batch, x.shape[where], x.shape[where], mask, bias, cu_seqlens)
         offset = 0 if cache is None or positions is not None else cache.offset
         q, c, r = self._down(x)
-        q, r = self._turned(q, r, {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens})
+        q, r = self._apply_rope(q, r, {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens})
         mask_type = None
         if cache is None:
             k, v = self._up(c, r, normalized=False)
@@ -167,13 +167,13 @@ class LatentAttention(ComposedBlock):
         c, r = narrow.split((self.latent.kv_rank, self.latent.rope_dim), -1)
         return q.unflatten(-1, (self.core.heads, -1)), c.contiguous(), r.unsqueeze(-2)
 
-    def _turned(self, q: Tensor, r: Tensor, where: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _apply_rope(self, q: Tensor, r: Tensor, where: dict[str, Any]) -> tuple[Tensor, Tensor]:
         rope: Any = self._modules["rope"]
         if rope is None:
             return q, r
         cos, sin = rope.tables(r, layout=self.layout, **where)
-        plain, turning = q.split((self.latent.plain_dim, self.latent.rope_dim), -1)
-        transposed = apply_rotary(turning, cos, sin, rope.interleaved)
+        plain, rotary = q.split((self.latent.plain_dim, self.latent.rope_dim), -1)
+        transposed = apply_rotary(rotary, cos, sin, rope.interleaved)
         return torch.cat((plain, transposed), -1), apply_rotary(r, cos, sin, rope.interleaved)
 
     def _up(self, c: Tensor, r: Tensor, normalized: bool) -> tuple[Tensor, Tensor]:

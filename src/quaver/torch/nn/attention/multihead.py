@@ -188,7 +188,7 @@ class MultiheadAttention(ComposedBlock):
         before = 0 if cache is None else cache.offset
         offset = before if positions is None else 0
         normalized, *projected = self._project(x, memory, cu_seqlens, rope)
-        q, k, v = self._turned(projected, positions, cu_seqlens, offset, rope)
+        q, k, v = self._apply_rope(projected, positions, cu_seqlens, offset, rope)
         if self.temperature is not None:
             ends = cu_seqlens[0] if isinstance(cu_seqlens, tuple) else cu_seqlens
             q = tempered(q, positions_of(q, self.layout, positions, offset, ends), *self.temperature)
@@ -236,7 +236,7 @@ class MultiheadAttention(ComposedBlock):
             v = v.contiguous()
         return x, q, k, v
 
-    def _turned(
+    def _apply_rope(
         self, projected: Sequence[Tensor], positions: Tensor | None, cu_seqlens: Any, offset: int | Tensor, rope: Any
     ) -> tuple[Tensor, ...]:
         normalize = self._modules["q_norm"] is not None

@@ -186,11 +186,13 @@ def prepare(
     if isinstance(sinks, str) and sinks == OFF_BY_ONE:
         sinks = q.new_zeros(heads, dtype=torch.float32)
     if alibi_slopes is not None and _shape(alibi_slopes) not in ((heads,), (batch, heads)):
-        given = f"has shape {list(alibi_slopes.shape)}" if isinstance(alibi_slopes, Tensor) else f"is {alibi_slopes!r}"
-        raise ValueError(f"alibi_slopes {given}; give [heads] = [{heads}] or [batch, heads]")
+        description = (
+            f"has shape {list(alibi_slopes.shape)}" if isinstance(alibi_slopes, Tensor) else f"is {alibi_slopes!r}"
+        )
+        raise ValueError(f"alibi_slopes {description}; give [heads] = [{heads}] or [batch, heads]")
     if sinks is not None and _shape(sinks) != (heads,):
-        given = f"of shape {list(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
-        raise ValueError(f"sinks is {given}; give 'off_by_one', or a tensor of logits [heads] = [{heads}]")
+        description = f"of shape {list(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(f"sinks is {description}; give 'off_by_one', or a tensor of logits [heads] = [{heads}]")
     check_numbers(soft_cap, dropout)
     assert not isinstance(sinks, str)
     if ragged is None:

@@ -16,7 +16,7 @@ from quaver.torch.numerics.versions import has_reliable_version
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import forward_level, transforms_active
 from quaver.torch.operations.operation import Implementation, Operation
-from quaver.torch.operations.selecting import unseen
+from quaver.torch.operations.selecting import hide_from_policies
 
 # ---- positions of tokens by layout, and queries scaled by position ----
 
@@ -131,7 +131,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
         [..., D] in x's dtype, contiguous, computed in float32 and rounded once, also gradients.
     Exact: the bits of eager mode, also compiled.
     """
-    return TURN(x, None, cos, sin, interleaved, False)[0]
+    return ROTATE(x, None, cos, sin, interleaved, False)[0]
 
 
 def apply_rotary_to_both(
@@ -142,7 +142,7 @@ def apply_rotary_to_both(
     """
     if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         return apply_rotary(q, cos, sin, interleaved), apply_rotary(k, cos, sin, interleaved)
-    q, k = TURN(q, k, cos, sin, interleaved, False)
+    q, k = ROTATE(q, k, cos, sin, interleaved, False)
     return q, k
 
 
@@ -154,25 +154,25 @@ def apply_rotary_to_parts(x: Tensor, heads: int, cos: Tensor, sin: Tensor, inter
         heads: number of heads of q, which come first; k and v have half of the rest each.
         cos, sin, interleaved: as for `apply_rotary`.
     """
-    return TURN_PARTS(x, heads, cos, sin, interleaved)
+    return ROTATE_PARTS(x, heads, cos, sin, interleaved)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     """Rotate forward, or with `back` in the opposite direction, in plain operations that autograd and torch.func
     support.
     """
-    turning = cos.shape[-1]
+    rotary_dim = cos.shape[-1]
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    if turning != x.shape[-1]:
-        wide = wide[..., :turning]
+    if rotary_dim != x.shape[-1]:
+        wide = wide[..., :rotary_dim]
     if interleaved:
         partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
-        partner = wide.roll(turning // 2, -1)
+        partner = wide.roll(rotary_dim // 2, -1)
     transposed = wide * cos
     transposed = transposed - partner * sin if back else transposed + partner * sin
-    if turning != x.shape[-1]:
-        return torch.cat([transposed.to(x.dtype), x[..., turning:]], dim=-1).contiguous()
+    if rotary_dim != x.shape[-1]:
+        return torch.cat([transposed.to(x.dtype), x[..., rotary_dim:]], dim=-1).contiguous()
     transposed = transposed if x.dtype is transposed.dtype else transposed.to(x.dtype)
     return transposed.contiguous()
 
@@ -197,7 +197,7 @@ class _FusedRotaryFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    @unseen
+    @hide_from_policies
     def forward(
         ctx: Any, heads: int | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, *x: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -221,25 +221,25 @@ def _plain_parts(x: Tensor, heads: int, *tables: Any) -> tuple[Tensor, ...]:
     groups = (x.shape[-2] - heads) // 2
     q, k, v = x.split((heads, groups, groups), -2)
     # Backward will need only v of x: a copy lets the rest be freed.
-    return *TURN(q, k, *tables, False), v.contiguous() if torch.is_grad_enabled() else v
+    return *ROTATE(q, k, *tables, False), v.contiguous() if torch.is_grad_enabled() else v
 
 
 class _RotaryFunction(torch.autograd.Function):
     """Autograd function of the custom operator; its gradient is the opposite rotation."""
 
     @staticmethod
-    @unseen
+    @hide_from_policies
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.constants = interleaved, back
-        transposed: Tensor = TURN.operator(x, cos, sin, interleaved, back)
+        transposed: Tensor = ROTATE.operator(x, cos, sin, interleaved, back)
         return transposed
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         interleaved, back = ctx.constants
-        return TURN.operator(g, cos, sin, interleaved, not back), None, None, None, None
+        return ROTATE.operator(g, cos, sin, interleaved, not back), None, None, None, None
 
 
 def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -259,7 +259,7 @@ def _tables(where: Tensor, rows: Tensor, length: int, text: str, interleaved: bo
 def _plain(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor | None]:
-    return _turn(q, cos, sin, interleaved, back), None if k is None else _turn(k, cos, sin, interleaved, back)
+    return _rotate(q, cos, sin, interleaved, back), None if k is None else _rotate(k, cos, sin, interleaved, back)
 
 
 def _traced(q: Tensor, k: Tensor | None, *options: Any) -> tuple[Tensor, Tensor | None]:
@@ -267,7 +267,7 @@ def _traced(q: Tensor, k: Tensor | None, *options: Any) -> tuple[Tensor, Tensor 
 
 
 def _kernel(x: Tensor, *options: Any) -> Tensor:
-    return TURN.eager(x, None, *options)[0]
+    return ROTATE.eager(x, None, *options)[0]
 
 
 def _fake(x: Tensor, *_: Any) -> Tensor:
@@ -282,7 +282,7 @@ def _tables_fake(where: Tensor, rows: Tensor, length: int, text: str, interleave
 _KERNEL = Implementation("triton", f"{ops.GPU}.norm:turn", f"{ops.GPU}.norm:reason")
 _PARTS = Implementation("triton", f"{ops.GPU}.norm:turn_parts")
 #: Rotate (q, k of the same tokens or None, cos, sin, interleaved, True to rotate back); returns both, rotated.
-TURN: Operation[tuple[Tensor, ...]] = Operation(
+ROTATE: Operation[tuple[Tensor, ...]] = Operation(
     "turn(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor",
     [
         Implementation(
@@ -299,7 +299,7 @@ TURN: Operation[tuple[Tensor, ...]] = Operation(
 )
 #: Split and rotate (all heads of q, k and v, number of q's heads, cos, sin, interleaved); returns rotated q and k, and
 #: v.
-TURN_PARTS: Operation[tuple[Tensor, ...]] = Operation(
+ROTATE_PARTS: Operation[tuple[Tensor, ...]] = Operation(
     "turn_parts",
     [
         Implementation(
@@ -327,7 +327,7 @@ TABLES: Operation[tuple[Tensor, Tensor]] = Operation(
 __all__ = ["RotaryEmbedding", "apply_rotary"]
 
 #: Number of cached tables per module: a model rarely uses more than two kinds of positions in one step.
-KEPT = 4
+CACHED_TABLES = 4
 
 
 class RotaryEmbedding(nn.Module):
@@ -366,7 +366,7 @@ class RotaryEmbedding(nn.Module):
         self.frequencies = rope_scaling.frequencies(head_dim, theta, fraction, scaling, max_positions)
         self.register_buffer("inverse_frequency", self.frequencies.rows(device), persistent=False)
         self._text = self.frequencies.text
-        self._kept: dict[Any, tuple[Tensor, Tensor, Any]] = {}
+        self._cached_tables: dict[Any, tuple[Tensor, Tensor, Any]] = {}
 
     def forward(
         self,
@@ -409,26 +409,26 @@ class RotaryEmbedding(nn.Module):
             or isinstance(cu_seqlens, list | tuple)
         ):
             raise ValueError("positions, offset and cu_seqlens of rope are tensors (offset may be a number), not lists")
-        if is_tracing() or type(x) is not Tensor or capture.as_captured(x.device):
+        if is_tracing() or type(x) is not Tensor or capture.is_captured_or_rehearsed(x.device):
             return self._build(x, positions, offset, layout, cu_seqlens)
-        given = positions, offset, cu_seqlens
-        tensors = tuple(t for t in given if isinstance(t, Tensor))
+        passed = positions, offset, cu_seqlens
+        tensors = tuple(t for t in passed if isinstance(t, Tensor))
         if not all(type(t) is Tensor and has_reliable_version(t) for t in tensors):
             return self._build(x, positions, offset, layout, cu_seqlens)
         versions = tuple(t._version for t in tensors)
-        numbers = (id(t) if isinstance(t, Tensor) else t for t in given)
+        numbers = (id(t) if isinstance(t, Tensor) else t for t in passed)
         # Another stream would not wait for the kernels that fill the tables.
         key = (x.shape[:-2], x.shape[-1], layout, x.device, capture.stream_of(x.device), versions, *numbers)
-        kept = self._kept.get(key)
-        if kept is None:
+        cached = self._cached_tables.get(key)
+        if cached is None:
             # Saved for backward later, so they must not be inference tensors.
             with torch.inference_mode(False), torch.no_grad():
-                fresh = unseen(self._build)(x, positions, offset, layout, cu_seqlens)
+                fresh = hide_from_policies(self._build)(x, positions, offset, layout, cu_seqlens)
             # Keep the tensors with the entry, so that their ids are not reused.
-            kept = self._kept[key] = (*fresh, tensors)
-            if len(self._kept) > KEPT:
-                del self._kept[next(iter(self._kept))]
-        return kept[0], kept[1]
+            cached = self._cached_tables[key] = (*fresh, tensors)
+            if len(self._cached_tables) > CACHED_TABLES:
+                del self._cached_tables[next(iter(self._cached_tables))]
+        return cached[0], cached[1]
 
     def _build(
         self, x: Tensor, positions: Tensor | None, offset: int | Tensor, layout: str, cu_seqlens: Tensor | None
@@ -458,12 +458,12 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the module, but recompute the frequencies so that they are neither rounded nor uninitialized."""
         super()._apply(fn, recurse)
-        self._kept = {}
+        self._cached_tables = {}
         self.reset_parameters()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": {}}
+        return {**self.__dict__, "_cached_tables": {}}
 
     def extra_repr(self) -> str:
         f = self.frequencies
@@ -471,5 +471,5 @@ class RotaryEmbedding(nn.Module):
         return f"{self.head_dim}, turning={f.dim}, theta={f.theta:g}, interleaved={self.interleaved}{scaled}"
 
 
-def _to(x: Tensor, given: Any) -> Any:
-    return given.to(x.device) if isinstance(given, Tensor) else given
+def _to(x: Tensor, passed: Any) -> Any:
+    return passed.to(x.device) if isinstance(passed, Tensor) else passed

@@ -114,24 +114,24 @@ def frequencies(
     """
     if not isinstance(scaling, Mapping | None):
         raise ValueError(f"scaling is {scaling!r}; give Hugging Face's dict, {{'rope_type': 'linear', 'factor': 2.0}}")
-    given = {k: v for k, v in (scaling or {}).items() if v is not None}
-    rope_type = given.pop("rope_type", given.get("type", "default"))
-    given.pop("type", None)
+    passed = {k: v for k, v in (scaling or {}).items() if v is not None}
+    rope_type = passed.pop("rope_type", passed.get("type", "default"))
+    passed.pop("type", None)
     check_name("rope_type", rope_type, KINDS)
     kind = KINDS[rope_type]
-    theta = given.pop("rope_theta", theta)
-    fraction = given.pop("partial_rotary_factor", fraction)
+    theta = passed.pop("rope_theta", theta)
+    fraction = passed.pop("partial_rotary_factor", fraction)
     if ORIGINAL in kind.required and max_positions is not None:
-        given.setdefault(ORIGINAL, max_positions)
+        passed.setdefault(ORIGINAL, max_positions)
     if rope_type == "dynamic" and max_positions is None:
-        max_positions = given.get(ORIGINAL)
+        max_positions = passed.get(ORIGINAL)
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction is {fraction}; give the share of the features that rotates, above 0 and up to 1")
     if not theta > 0:
         raise ValueError(f"theta is {theta}; the base of the frequencies is above 0, 10000 for example")
-    _check_keys(rope_type, kind, given, max_positions)
+    _check_keys(rope_type, kind, passed, max_positions)
     if kind.whole:
-        given["partial_rotary_factor"] = fraction
+        passed["partial_rotary_factor"] = fraction
     dim = head_dim if kind.whole else int(head_dim * fraction)
     if dim % 2 or dim == 0:
         raise ValueError(
@@ -142,29 +142,29 @@ def frequencies(
             f"rope_type 'dynamic' keeps one frequency and stretches the others, but {dim} features have only one"
         )
     for key in ("short_factor", "long_factor"):
-        if key in given and len(given[key]) != dim // 2:
-            raise ValueError(f"{key} has {len(given[key])} numbers; {dim} rotated features need {dim // 2}")
-    options = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in given.items()))
+        if key in passed and len(passed[key]) != dim // 2:
+            raise ValueError(f"{key} has {len(passed[key])} numbers; {dim} rotated features need {dim // 2}")
+    options = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in passed.items()))
     return Frequencies(dim=dim, theta=float(theta), rope_type=rope_type, options=options, max_positions=max_positions)
 
 
-def _check_keys(rope_type: str, kind: RopeScalingKind, given: dict[str, Any], max_positions: int | None) -> None:
+def _check_keys(rope_type: str, kind: RopeScalingKind, passed: dict[str, Any], max_positions: int | None) -> None:
     known = (*kind.required, *kind.optional)
-    for key in given:
+    for key in passed:
         if key not in known and key != ORIGINAL:
             hint = suggest(key, known) if known else "it takes none"
             raise ValueError(f"rope_type {rope_type!r} has no key {key!r}; {hint}")
     for key in kind.required:
         derived = key == "factor" and kind.factor_from_lengths and max_positions is not None
-        if key not in given and not derived:
+        if key not in passed and not derived:
             raise ValueError(f"rope_type {rope_type!r} needs the key {key!r}; give it in scaling")
     if rope_type == "dynamic" and max_positions is None:
         raise ValueError("rope_type 'dynamic' stretches beyond max_positions; give it")
-    if not isinstance(given.get("factor", 1), int | float) or not given.get("factor", 1) > 0:
-        raise ValueError(f"factor is {given['factor']!r}; give the factor by which sequences become longer, above 0")
-    if given.get("high_freq_factor", math.inf) <= given.get("low_freq_factor", 0):
+    if not isinstance(passed.get("factor", 1), int | float) or not passed.get("factor", 1) > 0:
+        raise ValueError(f"factor is {passed['factor']!r}; give the factor by which sequences become longer, above 0")
+    if passed.get("high_freq_factor", math.inf) <= passed.get("low_freq_factor", 0):
         raise ValueError(
-            f"high_freq_factor is {given['high_freq_factor']} and low_freq_factor {given['low_freq_factor']}; "
+            f"high_freq_factor is {passed['high_freq_factor']} and low_freq_factor {passed['low_freq_factor']}; "
             "the high one must be larger"
         )
 
@@ -187,9 +187,9 @@ def _linear(f: Frequencies) -> Tensor:
 
 def _proportional(f: Frequencies) -> Tensor:
     """Return the first frequencies of a full set; the others are 0, so that their features do not rotate."""
-    turning = int(f.get("partial_rotary_factor") * f.dim // 2)
+    rotary_dim = int(f.get("partial_rotary_factor") * f.dim // 2)
     frequencies = _plain(f)
-    frequencies[:, turning:] = 0
+    frequencies[:, rotary_dim:] = 0
     return frequencies / f.get("factor", 1.0)
 
 
@@ -234,24 +234,24 @@ def _yarn(f: Frequencies) -> Tensor:
     """Keep the frequency of features that rotate often, stretch slow ones, with a linear ramp in between."""
     original = f.get(ORIGINAL)
 
-    def feature(turns: float) -> float:
+    def feature(rotations: float) -> float:
         """Return the feature index that makes this many rotations over the original length."""
-        return f.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(f.theta))
+        return f.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(f.theta))
 
     low, high = feature(f.get("beta_fast") or 32), feature(f.get("beta_slow") or 1)
     if f.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, f.dim - 1)
     width = high - low or 0.001
-    kept = 1 - ((torch.arange(f.dim // 2, dtype=torch.int64, device="cpu").float() - low) / width).clamp(0, 1)
+    unscaled = 1 - ((torch.arange(f.dim // 2, dtype=torch.int64, device="cpu").float() - low) / width).clamp(0, 1)
     powers = f.theta ** _exponents(f.dim)
-    return (1.0 / (_factor(f) * powers) * (1 - kept) + 1.0 / powers * kept)[None]
+    return (1.0 / (_factor(f) * powers) * (1 - unscaled) + 1.0 / powers * unscaled)[None]
 
 
 def _yarn_attention(f: Frequencies) -> float:
-    given = f.get("attention_factor")
-    if given is not None:
-        return float(given)
+    passed = f.get("attention_factor")
+    if passed is not None:
+        return float(passed)
 
     def growth(weight: float) -> float:
         return 1.0 if _factor(f) <= 1 else 0.1 * weight * math.log(_factor(f)) + 1.0
@@ -274,9 +274,9 @@ def _longrope_at(f: Frequencies, rows: Tensor, length: int | Tensor) -> Tensor:
 
 
 def _longrope_attention(f: Frequencies) -> float:
-    given = f.get("attention_factor")
-    if given is not None:
-        return float(given)
+    passed = f.get("attention_factor")
+    if passed is not None:
+        return float(passed)
     return 1.0 if _factor(f) <= 1 else math.sqrt(1 + math.log(_factor(f)) / math.log(f.get(ORIGINAL)))
 
 

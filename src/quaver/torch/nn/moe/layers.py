@@ -88,7 +88,7 @@ class Experts(ComposedBlock):
         values = option_values(options.activation, options.activation_options or {})
         narrow = options.eight_bit_activations and gated
         self._activations = ActivationRows(ActivationInputOp(options.activation, values, narrow), options.interleaved)
-        self._entrance = "gate_up_proj" if gated else "up_proj"
+        self._first_projections = "gate_up_proj" if gated else "up_proj"
         own: dict[str, Any] = {
             "recipe": options.recipe,
             "seed": options.seed,
@@ -98,7 +98,7 @@ class Experts(ComposedBlock):
         }
         groups, dim, hidden = options.experts, options.dim, options.hidden
         self.register_module(
-            self._entrance, GroupedLinear(groups, dim, (2 if gated else 1) * hidden, options.bias, **own)
+            self._first_projections, GroupedLinear(groups, dim, (2 if gated else 1) * hidden, options.bias, **own)
         )
         self.down_proj = GroupedLinear(groups, hidden, dim, options.bias, **own)
 
@@ -176,8 +176,8 @@ class Experts(ComposedBlock):
             rows, taken: input op and its tensors, as for `GroupedLinear.project`.
             offsets: int32 [experts], end of each expert's rows.
         """
-        entrance: Any = self._modules[self._entrance]
-        return self._rest(entrance.project(rows, taken, offsets), offsets)
+        first_projections: Any = self._modules[self._first_projections]
+        return self._rest(first_projections.project(rows, taken, offsets), offsets)
 
     def _rest(self, h: Tensor, offsets: Tensor) -> Tensor:
         down: Any = self._modules["down_proj"]

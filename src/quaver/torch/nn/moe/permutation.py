@@ -289,8 +289,8 @@ class TokenRows:
         if not moves(spec):
             return take(tokens, sources, self.k), (tokens, None, sources, places)
         q = ops.QUANTIZE(tokens if tokens.stride(1) == 1 else tokens.contiguous(), spec)
-        kept = None if self.codes_alone else tokens
-        return take_quantized(q, sources, self.k), (kept, q if kept is None else None, sources, places)
+        saved_tokens = None if self.codes_alone else tokens
+        return take_quantized(q, sources, self.k), (saved_tokens, q if saved_tokens is None else None, sources, places)
 
     def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
         tokens, q, sources, _ = saved

@@ -191,17 +191,17 @@ def balance_loss(
             f"counts apply to the whole batch: give [{experts}] with sequences=1, not {tuple(counts.shape)}"
         )
     each = tokens // sequences
-    kept = torch.ones_like(probabilities[:, 0]) if mask is None else mask.to(probabilities.dtype)
+    token_mask = torch.ones_like(probabilities[:, 0]) if mask is None else mask.to(probabilities.dtype)
     if mask is not None:
         probabilities = probabilities.masked_fill(~mask.unsqueeze(1), 0)
     if counts is None:
-        ones = kept.unsqueeze(1).expand(tokens, k).reshape(sequences, each * k)
-        chosen = kept.new_zeros((sequences, experts))
+        ones = token_mask.unsqueeze(1).expand(tokens, k).reshape(sequences, each * k)
+        chosen = token_mask.new_zeros((sequences, experts))
         chosen = chosen.scatter_add(1, indices.reshape(sequences, each * k), ones)
     else:
-        chosen = counts.to(kept.dtype).unsqueeze(0)
+        chosen = counts.to(token_mask.dtype).unsqueeze(0)
     shares = chosen / chosen.sum(1, keepdim=True).clamp(min=1)
-    size = kept.view(sequences, each).sum(1, keepdim=True).clamp(min=1)
+    size = token_mask.view(sequences, each).sum(1, keepdim=True).clamp(min=1)
     means = probabilities.view(sequences, each, experts).sum(1) / size
     return experts * (shares.detach() * means).sum(1).mean()
 
@@ -279,8 +279,8 @@ class RoutingConfig:
 
     def check(self) -> None:
         """Raise ValueError if the options do not fit each other."""
-        given = self.groups, self.top_groups, self.best_of_group, None, self.normalize
-        check_route((0, self.experts), self.k, self.scores, self.softmax_first, *given)
+        arguments = self.groups, self.top_groups, self.best_of_group, None, self.normalize
+        check_route((0, self.experts), self.k, self.scores, self.softmax_first, *arguments)
 
 
 class Router(nn.Module):

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.options import checks
-from quaver.torch.nn.activation import ACTIVATIONS, alone, get_activation
+from quaver.torch.nn.activation import ACTIVATIONS, get_activation, run_standalone
 from quaver.torch.nn.attention.inputs import lengths_of
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
 
 # ---- convolution ----
 
-SENTENCE = (
+NO_SECOND_DERIVATIVE = (
     "this convolution supports first derivatives only (no second derivative, no torch.func), because its backward "
     "is written by hand: use torch.nn.functional.conv1d there"
 )
@@ -72,7 +72,7 @@ def causal_conv1d(
     before = sequences, weight.shape[1] - 1, x.shape[2]
     if initial is not None and initial.shape != before:
         raise ValueError(f"initial is {list(initial.shape)}; give [sequences, K - 1, channels] = {list(before)}")
-    y: Tensor = alone(Convolution(activation), SENTENCE, x, weight, bias, initial, cu_seqlens)
+    y: Tensor = run_standalone(Convolution(activation), NO_SECOND_DERIVATIVE, x, weight, bias, initial, cu_seqlens)
     return y if cu_seqlens is None else y.squeeze(0)
 
 
@@ -249,8 +249,8 @@ def _plain_backward(
     ]
 
 
-def _fake_backward(g: Tensor, *given: Any) -> list[Tensor]:
-    return [g.new_empty(0) if t is None else t.new_empty(t.shape) for t in given[:4]]
+def _fake_backward(g: Tensor, *arguments: Any) -> list[Tensor]:
+    return [g.new_empty(0) if t is None else t.new_empty(t.shape) for t in arguments[:4]]
 
 
 _TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial, Tensor? cu_seqlens, str activation"

@@ -177,12 +177,12 @@ class ScanChunks(NamedTuple):
         return exponents.masked_fill_(later, -math.inf).exp_()
 
 
-def forward(given: ScanInputs, chunks: SequenceChunks, sequences: int) -> tuple[Tensor, Tensor]:
+def forward(inputs: ScanInputs, chunks: SequenceChunks, sequences: int) -> tuple[Tensor, Tensor]:
     """Return y [T, H, P] in x's dtype, and the state after each sequence [sequences, H, P, N], float32 or float64."""
-    y, D = torch.empty_like(given.x, memory_format=torch.contiguous_format), _wide_skip(given)
-    states = _States(given, sequences)
-    for first, last in _pieces(given, chunks):
-        piece = _read(given, chunks, first, last)
+    y, D = torch.empty_like(inputs.x, memory_format=torch.contiguous_format), _wide_skip(inputs)
+    states = _States(inputs, sequences)
+    for first, last in _pieces(inputs, chunks):
+        piece = _read(inputs, chunks, first, last)
         entering = _added(piece)
         states.pass_on(chunks, first, entering, piece.sums)
         output = _multiplied(piece, piece.x * piece.dt[..., None], piece.decays())
@@ -194,20 +194,22 @@ def forward(given: ScanInputs, chunks: SequenceChunks, sequences: int) -> tuple[
 
 
 def backward(
-    g: Tensor, g_final: Tensor, given: ScanInputs, chunks: SequenceChunks, sequences: int
+    g: Tensor, g_final: Tensor, inputs: ScanInputs, chunks: SequenceChunks, sequences: int
 ) -> list[Tensor | None]:
     """Return the gradients of x, dt, A, B, C, D and the initial states; the last two are None if absent."""
-    groups, shared, dim, _, heads = given.sizes
-    D, wide = _wide_skip(given), given.wide
-    dx, ddt, dB, dC = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (given.x, given.dt, *given[3:5]))
-    dA = given.x.new_zeros(groups, shared, 1, dtype=torch.float64)
-    dD = None if given.D is None else given.x.new_zeros(groups, shared, 1, dim, dtype=wide)
-    entered = _entered(given, chunks, sequences)
+    groups, shared, dim, _, heads = inputs.sizes
+    D, wide = _wide_skip(inputs), inputs.wide
+    dx, ddt, dB, dC = (
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (inputs.x, inputs.dt, *inputs[3:5])
+    )
+    dA = inputs.x.new_zeros(groups, shared, 1, dtype=torch.float64)
+    dD = None if inputs.D is None else inputs.x.new_zeros(groups, shared, 1, dim, dtype=wide)
+    entered = _entered(inputs, chunks, sequences)
     # Gradient of the state that leaves a chunk, from the last chunk to the first.
     leaving = g_final.to(wide).clone()
-    A = given.A.to(wide).view(groups, shared, 1)
-    for first, last in reversed(list(_pieces(given, chunks))):
-        piece = _read(given, chunks, first, last)
+    A = inputs.A.to(wide).view(groups, shared, 1)
+    for first, last in reversed(list(_pieces(inputs, chunks))):
+        piece = _read(inputs, chunks, first, last)
         gy = _heads_first(chunks.taken(g, first, last, wide), groups)
         into, out_of = piece.entering, piece.leaving
         gy_in = gy * into[..., None]
@@ -227,11 +229,11 @@ def backward(
         of_B, of_C = parts.of_B_and_C()
         chunks.put(dB, of_B.transpose(1, 2), first, last)
         chunks.put(dC, of_C.transpose(1, 2), first, last)
-    initial = None if given.initial is None else leaving.to(given.initial.dtype)
-    if dD is not None and given.D is not None:
-        dD = dD.view(heads, dim) if given.D.dim() == 2 else dD.view(heads, dim).sum(1)
-        dD = dD.to(given.D.dtype)
-    return [dx, ddt, dA.view(heads).to(given.A.dtype), dB, dC, dD, initial]
+    initial = None if inputs.initial is None else leaving.to(inputs.initial.dtype)
+    if dD is not None and inputs.D is not None:
+        dD = dD.view(heads, dim) if inputs.D.dim() == 2 else dD.view(heads, dim).sum(1)
+        dD = dD.to(inputs.D.dtype)
+    return [dx, ddt, dA.view(heads).to(inputs.A.dtype), dB, dC, dD, initial]
 
 
 class _ChunkGradients:
@@ -292,12 +294,12 @@ class _ChunkGradients:
 class _States:
     """Running state of each sequence over the chunks."""
 
-    def __init__(self, given: ScanInputs, sequences: int) -> None:
-        groups, shared, dim, size, heads = given.sizes
+    def __init__(self, inputs: ScanInputs, sequences: int) -> None:
+        groups, shared, dim, size, heads = inputs.sizes
         self.shape = groups, shared, dim, size
-        self.final = given.x.new_zeros(sequences, heads, dim, size, dtype=given.wide)
-        if given.initial is not None:
-            self.final.copy_(given.initial)
+        self.final = inputs.x.new_zeros(sequences, heads, dim, size, dtype=inputs.wide)
+        if inputs.initial is not None:
+            self.final.copy_(inputs.initial)
         self.sequence = -1
 
     def pass_on(self, chunks: SequenceChunks, first: int, added: Tensor, sums: Tensor) -> None:
@@ -317,12 +319,12 @@ class _States:
                 self.final[ends] = leaves.view(self.final.shape[1:])
 
 
-def _entered(given: ScanInputs, chunks: SequenceChunks, sequences: int) -> Tensor:
+def _entered(inputs: ScanInputs, chunks: SequenceChunks, sequences: int) -> Tensor:
     """Return the state that enters each chunk, [chunks, G, r, P, N]."""
-    states = _States(given, sequences)
-    entered = given.x.new_empty(len(chunks.begins), *states.shape, dtype=given.wide)
-    for first, last in _pieces(given, chunks):
-        piece = _read(given, chunks, first, last)
+    states = _States(inputs, sequences)
+    entered = inputs.x.new_empty(len(chunks.begins), *states.shape, dtype=inputs.wide)
+    for first, last in _pieces(inputs, chunks):
+        piece = _read(inputs, chunks, first, last)
         states.pass_on(chunks, first, _added(piece, entered[first:last]), piece.sums)
     return entered
 
@@ -355,21 +357,21 @@ def _sequence(chunks: SequenceChunks, chunk: int) -> int:
     return chunks.begins[chunk]
 
 
-def _pieces(given: ScanInputs, chunks: SequenceChunks) -> Iterator[tuple[int, int]]:
+def _pieces(inputs: ScanInputs, chunks: SequenceChunks) -> Iterator[tuple[int, int]]:
     """Yield (first, last) of the ranges of chunks that are computed at a time."""
-    _, _, dim, state, heads = given.sizes
+    _, _, dim, state, heads = inputs.sizes
     each = max(1, ELEMENTS // (heads * max(chunks.size**2, dim * state)))
     total = len(chunks.begins)
     for first in range(0, total, each):
         yield first, min(first + each, total)
 
 
-def _read(given: ScanInputs, chunks: SequenceChunks, first: int, last: int) -> ScanChunks:
-    groups, wide = given.B.shape[1], given.wide
-    x = _heads_first(chunks.taken(given.x, first, last, wide), groups)
-    dt = chunks.taken(given.dt, first, last, wide).unflatten(2, (groups, -1)).permute(0, 2, 3, 1).contiguous()
-    B, C = (chunks.taken(t, first, last, wide).transpose(1, 2).contiguous() for t in (given.B, given.C))
-    exponents = dt * given.A.to(wide).view(groups, -1, 1)
+def _read(inputs: ScanInputs, chunks: SequenceChunks, first: int, last: int) -> ScanChunks:
+    groups, wide = inputs.B.shape[1], inputs.wide
+    x = _heads_first(chunks.taken(inputs.x, first, last, wide), groups)
+    dt = chunks.taken(inputs.dt, first, last, wide).unflatten(2, (groups, -1)).permute(0, 2, 3, 1).contiguous()
+    B, C = (chunks.taken(t, first, last, wide).transpose(1, 2).contiguous() for t in (inputs.B, inputs.C))
+    exponents = dt * inputs.A.to(wide).view(groups, -1, 1)
     sums = exponents.clamp_(-BOUND[wide], BOUND[wide]).cumsum(-1, dtype=torch.float64)
     return ScanChunks(x, dt, B, C, sums)
 
@@ -384,10 +386,10 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _wide_skip(given: ScanInputs) -> Tensor | None:
+def _wide_skip(inputs: ScanInputs) -> Tensor | None:
     """Return D in a shape that broadcasts with [n, G, r, L, P]."""
-    groups, shared, *_ = given.sizes
-    return None if given.D is None else skip(given.D).to(given.wide).view(groups, shared, 1, -1)
+    groups, shared, *_ = inputs.sizes
+    return None if inputs.D is None else skip(inputs.D).to(inputs.wide).view(groups, shared, 1, -1)
 
 
 def _added(piece: ScanChunks, out: Tensor | None = None) -> Tensor:

@@ -19,12 +19,12 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.fused_quantize import FusedQuantizeResult
 from quaver.torch.linear.fused_projections import is_bare, project
 from quaver.torch.linear.linear import Linear
-from quaver.torch.nn.activation import alone
+from quaver.torch.nn.activation import run_standalone
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
 
-SENTENCE = (
+NO_SECOND_DERIVATIVE = (
     "this normalization supports first derivatives only (no second derivative, no torch.func), because its "
     "backward is written by hand: use torch's own operations there"
 )
@@ -42,20 +42,22 @@ class GatedNormalization:
     recomputes_input: bool = False
     #: eps as text for torch.compile: with dynamic shapes a float becomes a symbol, which two autograd functions cannot
     #: share.
-    written: str = field(init=False, repr=False, compare=False, default="")
+    eps_text: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "written", repr(float(self.eps)))
+        object.__setattr__(self, "eps_text", repr(float(self.eps)))
 
     def __call__(self, *x: Tensor | None) -> Tensor:
-        y: Tensor = alone(self, SENTENCE, *x)
+        y: Tensor = run_standalone(self, NO_SECOND_DERIVATIVE, *x)
         return y
 
-    def forward(self, *x: Tensor | None, decided: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    def forward(self, *x: Tensor | None, implementation: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         value, gate, gamma = x
         assert value is not None
-        run = ops.chosen(GATED_NORMALIZE, value) if decided is None else GATED_NORMALIZE.impls[decided].run
-        eps = float(self.written) if is_tracing() else self.eps
+        run = (
+            ops.chosen(GATED_NORMALIZE, value) if implementation is None else GATED_NORMALIZE.impls[implementation].run
+        )
+        eps = float(self.eps_text) if is_tracing() else self.eps
         y, factor = run(value, gate, gamma, self.groups, eps, self.norm_before_gate)
         return y, (value, gate, gamma, factor)
 
@@ -68,10 +70,10 @@ class GatedNormalization:
         raise AssertionError("what a norm made is kept")
 
     def backward(
-        self, g: Tensor, saved: Sequence[Any], decided: int | None = None, needs: Sequence[Any] = ()
+        self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
     ) -> tuple[Tensor | None, ...]:
         operation = GATED_NORMALIZE_BACKWARD
-        run = ops.chosen(operation, g) if decided is None else operation.impls[decided].run
+        run = ops.chosen(operation, g) if implementation is None else operation.impls[implementation].run
         return tuple(run(g, *saved, self.groups, self.norm_before_gate))
 
 
@@ -194,8 +196,8 @@ def _fake_forward(
     return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], groups, 1), dtype=wide)
 
 
-def _fake_backward(g: Tensor, *given: Any) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in given[:3]]
+def _fake_backward(g: Tensor, *arguments: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in arguments[:3]]
 
 
 #: Normalize (x and gate [..., d], gamma [d], groups, eps, True if the norm comes first). Returns the output in x's

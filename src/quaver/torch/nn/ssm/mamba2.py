@@ -68,7 +68,7 @@ class StateCache:
         """Number of tokens that every layer has processed; during a forward, those before it."""
         return min(self._counts)
 
-    def held(self, layer: int) -> int:
+    def length_of(self, layer: int) -> int:
         """Return the number of tokens that one layer has processed."""
         return self._counts[layer]
 
@@ -112,16 +112,16 @@ class StateCache:
         stores = self._tokens, self._states
         if self._counts[layer]:
             for store, value, what in zip(stores, new, ("last tokens", "states"), strict=True):
-                held = store[layer]
-                assert held is not None
-                check_same(held, value, what, tuple(range(value.dim())))
+                old = store[layer]
+                assert old is not None
+                check_same(old, value, what, tuple(range(value.dim())))
         # Inference tensors cannot be written outside inference mode.
         with torch.inference_mode(False):
             for store, value in zip(stores, new, strict=True):
-                held = store[layer]
-                if held is None or not same(held, value, tuple(range(value.dim()))):
-                    held = store[layer] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-                held.copy_(value)
+                old = store[layer]
+                if old is None or not same(old, value, tuple(range(value.dim()))):
+                    old = store[layer] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                old.copy_(value)
         self._counts[layer] += count
 
     def reset(self) -> None:
@@ -155,10 +155,10 @@ class StateCache:
         if indices.is_cpu:  # Reading indices on a GPU would synchronize.
             check_indices(indices.tolist(), self.batch or 0)
         for store in (self._tokens, self._states):
-            for layer, held in enumerate(store):
-                if held is not None and self._counts[layer]:
+            for layer, old in enumerate(store):
+                if old is not None and self._counts[layer]:
                     with torch.inference_mode(False):
-                        store[layer] = held[indices.to(held.device)]
+                        store[layer] = old[indices.to(old.device)]
 
 
 # ---- block ----

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.recipes.text import instance
-from quaver.torch.nn.activation import alone
+from quaver.torch.nn.activation import run_standalone
 from quaver.torch.nn.attention.inputs import lengths_of
 from quaver.torch.nn.ssm import chunked_scan
 from quaver.torch.nn.ssm.causal_conv import chunks_of
@@ -118,8 +118,8 @@ def _differs(name: str, device: torch.device, dtype: torch.dtype) -> str:
         leaves = [v.clone().requires_grad_() for v in narrow]
         wide = [v.float().requires_grad_() for v in narrow]
         try:
-            given: list[Any] = [*leaves, None, None, None, How]
-            y, _ = PACKAGES[name](*given)
+            arguments: list[Any] = [*leaves, None, None, None, How]
+            y, _ = PACKAGES[name](*arguments)
             ours = [y, *torch.autograd.grad(y.float().sum(), leaves)]
         except Exception as error:
             return f"a small scan of {name} does not run: {str(error).partition(chr(10))[0][:100]}"
@@ -138,7 +138,7 @@ SCAN_CHUNK, SMALL_CHUNK, LARGE_STATE = 64, 32, 4096
 #: Largest chunk size for which the cumulative decays stay within the range that `chunked_scan.GRID` allows.
 LARGEST = 256
 
-SENTENCE = (
+NO_SECOND_DERIVATIVE = (
     "the scan supports first derivatives only (no second derivative, no torch.func), because its backward is "
     "written by hand: use quaver.torch.nn.ssm.chunked_scan.recurrence there"
 )
@@ -184,8 +184,8 @@ def ssd(
         of its sequence NaN, and possibly its whole chunk, but no other sequence.
     Source: Dao and Gu 2024, arXiv:2405.21060.
     """
-    for name, given in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
-        instance("ssd", name, given, Tensor, "torch.randn(2, 48, 8, 64) of x")
+    for name, arguments in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
+        instance("ssd", name, arguments, Tensor, "torch.randn(2, 48, 8, 64) of x")
     _check(x, dt, A, B, C)
     _check_parameters(x, D, dt_bias, dt_limit)
     check_chunk(chunk_size)
@@ -299,24 +299,24 @@ def _limit(text: str) -> tuple[float, float]:
 # ---- many tokens, with a hand-written backward ----
 
 
-def _in_chunks(*given: Any) -> tuple[Tensor, Tensor]:
-    *tensors, how = given
-    y, final = alone(how, SENTENCE, *tensors)
+def _in_chunks(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *tensors, how = arguments
+    y, final = run_standalone(how, NO_SECOND_DERIVATIVE, *tensors)
     return y, final
 
 
-def _plain_forward(*given: Any) -> tuple[Tensor, Tensor]:
-    x, cu_seqlens, softplus, limit, size = given[0], *given[8:]
+def _plain_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    x, cu_seqlens, softplus, limit, size = arguments[0], *arguments[8:]
     with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
-        lengths, flat = _lengths(x, cu_seqlens), _flat(given, softplus, limit)
+        lengths, flat = _lengths(x, cu_seqlens), _flat(arguments, softplus, limit)
         y, final = chunked_scan.forward(flat, chunks_of(lengths, _size(size, flat, lengths), x.device), len(lengths))
     return y.view(x.shape), final
 
 
-def _plain_backward(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
-    x, dt, bias, cu_seqlens, softplus, limit, size = given[0], given[1], given[6], *given[8:]
+def _plain_backward(g: Tensor, g_final: Tensor, *arguments: Any) -> list[Tensor]:
+    x, dt, bias, cu_seqlens, softplus, limit, size = arguments[0], arguments[1], arguments[6], *arguments[8:]
     with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
-        lengths, flat = _lengths(x, cu_seqlens), _flat(given, softplus, limit)
+        lengths, flat = _lengths(x, cu_seqlens), _flat(arguments, softplus, limit)
         chunks = chunks_of(lengths, _size(size, flat, lengths), x.device)
         grads = chunked_scan.backward(g.flatten(0, 1), g_final, flat, chunks, len(lengths))
         dx, of_step, dA, dB, dC, dD, initial = grads
@@ -325,7 +325,7 @@ def _plain_backward(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
         of_step = _through(of_step, wide.flatten(0, 1), softplus, _limit(limit))
         of_bias = None if bias is None else of_step.sum(0).to(bias.dtype)
         every = dx, of_step.to(dt.dtype), dA, dB, dC, dD, of_bias, initial
-        shapes = given[:8]
+        shapes = arguments[:8]
         return [
             x.new_empty(0) if grad is None or like is None else grad.view(like.shape)
             for grad, like in zip(every, shapes, strict=True)
@@ -334,8 +334,8 @@ def _plain_backward(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
 
 def _through(g: Tensor, dt: Tensor, softplus: bool, limit: tuple[float, float]) -> Tensor:
     """Convert the gradient of the step to that of dt. Comparisons with NaN are false, so a NaN gradient stays."""
-    unheld = F.softplus(dt) if softplus else dt
-    g = g.masked_fill((unheld < limit[0]) | (unheld > limit[1]), 0)
+    unclamped = F.softplus(dt) if softplus else dt
+    g = g.masked_fill((unclamped < limit[0]) | (unclamped > limit[1]), 0)
     return g * torch.sigmoid(dt) if softplus else g
 
 
@@ -354,23 +354,23 @@ def _size(size: int, flat: chunked_scan.ScanInputs, lengths: Sequence[int]) -> i
     return max(1, min(size, max(lengths, default=1)))
 
 
-def _flat(given: Sequence[Any], softplus: bool, limit: str) -> chunked_scan.ScanInputs:
-    x, dt, A, B, C, D, bias, initial = given[:8]
+def _flat(arguments: Sequence[Any], softplus: bool, limit: str) -> chunked_scan.ScanInputs:
+    x, dt, A, B, C, D, bias, initial = arguments[:8]
     wide = torch.promote_types(x.dtype, torch.float32)
     steps = steps_of(dt.to(wide), None if bias is None else bias.to(wide), softplus, _limit(limit))
     x, steps, B, C = (t.flatten(0, 1) for t in (x, steps, B, C))
     return chunked_scan.ScanInputs(x, steps, A, B, C, D, initial)
 
 
-def _fake_forward(*given: Any) -> tuple[Tensor, Tensor]:
-    x, B, cu_seqlens = given[0], given[3], given[8]
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    x, B, cu_seqlens = arguments[0], arguments[3], arguments[8]
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_empty(x.shape), x.new_empty((sequences, *x.shape[2:], B.shape[-1]), dtype=wide)
 
 
-def _fake_backward(g: Tensor, g_final: Tensor, *given: Any) -> list[Tensor]:
-    return [g.new_empty(0) if t is None else t.new_empty(t.shape) for t in given[:8]]
+def _fake_backward(g: Tensor, g_final: Tensor, *arguments: Any) -> list[Tensor]:
+    return [g.new_empty(0) if t is None else t.new_empty(t.shape) for t in arguments[:8]]
 
 
 _TENSORS = (

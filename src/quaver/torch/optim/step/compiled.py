@@ -48,7 +48,7 @@ _LOW = 0xFFFFFFFF
 Lanes = tuple[Tensor, ...]
 
 
-def fits(way: StepConfig, own: ParameterTensors) -> bool:
+def fits(config: StepConfig, own: ParameterTensors) -> bool:
     """True if a chunk can step as packed4.
 
     All its tensors must be 8 or 16 bits wide and readable as int32. Its weight must have no scale, a predicted scale,
@@ -57,22 +57,24 @@ def fits(way: StepConfig, own: ParameterTensors) -> bool:
     return (
         own.weight[0].is_cpu
         and own.weight[0].shape[1] % BLOCK == 0
-        and _weight_fits(way, own)
-        and _gradient_fits(way, own)
-        and all(map(_moment_fits, way.moments))
+        and _weight_fits(config, own)
+        and _gradient_fits(config, own)
+        and all(map(_moment_fits, config.moments))
         and all(map(_lies_in_packed4, (own.weight[0], own.weight[-1], own.gradient[0], *(m[0] for m in own.moments))))
-        and all(scales.is_contiguous() for held in (*own.moments, own.gradient) for scales in held[1:])
+        and all(
+            scales.is_contiguous() for moment_tensors in (*own.moments, own.gradient) for scales in moment_tensors[1:]
+        )
     )
 
 
-def _weight_fits(way: StepConfig, own: ParameterTensors) -> bool:
-    master_format = way.master_format
+def _weight_fits(config: StepConfig, own: ParameterTensors) -> bool:
+    master_format = config.master_format
     if master_format.spec is None:
         half = own.weight[0].dtype is torch.bfloat16
         return half and not master_format.master and (master_format.kind != "plain" or master_format.stochastic)
     longer = master_format.spec.format == E4M3 and master_format.kind[:8] == "residual"
     return longer and (
-        master_format.spec.per_tensor if way.shared else _blocks_fit(master_format.spec, own.weight[0].shape)
+        master_format.spec.per_tensor if config.shared else _blocks_fit(master_format.spec, own.weight[0].shape)
     )
 
 
@@ -83,8 +85,8 @@ def _blocks_fit(spec: QuantSpec, shape: torch.Size) -> bool:
     return shape[0] % high == 0 and shape[1] % wide == 0 and wide % 4 == 0
 
 
-def _gradient_fits(way: StepConfig, own: ParameterTensors) -> bool:
-    spec = way.gradient
+def _gradient_fits(config: StepConfig, own: ParameterTensors) -> bool:
+    spec = config.gradient
     if spec is None:
         return own.gradient[0].dtype is torch.bfloat16
     of_bytes = (spec.code, spec.block, spec.scale) == ("e4m3", LONG, "bfloat16")
@@ -125,14 +127,16 @@ def viewed(own: ParameterTensors) -> ParameterTensors:
     weight = [of(own.weight[0]), *own.weight[1:]]
     if len(weight) > 1:
         weight[-1] = of(own.weight[-1])
-    moments = tuple((of(held[0]), *(scales.view(-1) for scales in held[1:])) for held in own.moments)
+    moments = tuple(
+        (of(moment_tensors[0]), *(scales.view(-1) for scales in moment_tensors[1:])) for moment_tensors in own.moments
+    )
     return ParameterTensors(
         tuple(weight), moments, (of(own.gradient[0]), *(scales.view(-1) for scales in own.gradient[1:]))
     )
 
 
 def run_packed4(
-    way: StepConfig,
+    config: StepConfig,
     own: ParameterTensors,
     scalars: tuple[Tensor, ...],
     factor: Tensor | None,
@@ -141,33 +145,33 @@ def run_packed4(
     keep: Tensor | None,
 ) -> InplaceStepResult:
     """Step a chunk in place: `step.move` and `step.put` on the views of `viewed`."""
-    master_format, spec = way.master_format, way.master_format.spec
-    held = [own.weight[0], *own.weight[1 if spec is None else 2 :]]
-    weight, gradient = tuple(map(_lanes, held)), _lanes(own.gradient[0])
+    master_format, spec = config.master_format, config.master_format.spec
+    moment_tensors = [own.weight[0], *own.weight[1 if spec is None else 2 :]]
+    weight, gradient = tuple(map(_lanes, moment_tensors)), _lanes(own.gradient[0])
     moments = [_lanes(each[0]) for each in own.moments]
     # Two planes if all tensors are 16 bits wide.
     number = 2 if own.gradient[0].shape[1] > LANES else 4
-    shares = _shares(way, gradient[0].shape, number, place)
+    shares = _shares(config, gradient[0].shape, number, place)
     before = None if spec is None else _spread(decode_scales(own.weight[1], spec, None), spec, gradient[0].shape)
     of_gradient = None
-    if way.gradient is not None:
+    if config.gradient is not None:
         of_gradient = own.gradient[1].float().unsqueeze(-1).expand(-1, LONG // BLOCK).reshape(-1, 1)
     after = []
     for k in range(number):
         w, g = _weight(master_format, weight, k, number), _above(gradient, k, number)
         g = (g & -0x10000).view(torch.float32) if of_gradient is None else _of_e4m3(g, 24) * of_gradient
-        stepped = way.rule(
+        stepped = config.rule(
             w if before is None else w * before,
             g if factor is None else g * factor,
             tuple(
                 _moment(packed, each, one, k, number)
-                for packed, each, one in zip(moments, own.moments, way.moments, strict=True)
+                for packed, each, one in zip(moments, own.moments, config.moments, strict=True)
             ),
             scalars,
         )
         after.append(stepped)
     new: list[Tensor] = []
-    for i, one in enumerate(way.moments):
+    for i, one in enumerate(config.moments):
         unpacked = [stepped.moments[i] for stepped in after]
         new += _written(unpacked, one, [share[0] if one.stochastic else None for share in shares])
     lost = [share[-1] if master_format.stochastic else None for share in shares]
@@ -175,31 +179,36 @@ def run_packed4(
     top, stored = None, None
     if spec is None:
         new = [*_floats(master_format, unpacked, lost), *new]
-    elif way.shared:
+    elif config.shared:
         assert amax is not None
         written, top, stored = _coded(master_format, unpacked, lost, amax)
         new = [*written, *new]
     else:
-        held.insert(1, own.weight[1])
+        moment_tensors.insert(1, own.weight[1])
         new = [*_coded_in_blocks(master_format, unpacked, lost, own.weight[1].shape), *new]
-    held += [t for one in own.moments for t in one]
-    for target, value in zip(held, new, strict=True):
+    moment_tensors += [t for one in own.moments for t in one]
+    for target, value in zip(moment_tensors, new, strict=True):
         target.copy_(value if keep is None else torch.where(keep, value, target))
     clamped = None
-    if way.counts and after[0].clamped is not None:
+    if config.counts and after[0].clamped is not None:
         clamped = torch.stack([stepped.clamped.sum() for stepped in after if stepped.clamped is not None]).sum()
     return InplaceStepResult(top, clamped, stored)
 
 
-def _lanes(held: Tensor) -> Lanes:
+def _lanes(moment_tensors: Tensor) -> Lanes:
     """Split 16-bit elements into the first two and the last two of every four.
 
     The split is materialized in a loop of its own, because stride-2 loads are not vectorized and would slow down a
     fused loop.
     """
-    if held.dtype is torch.float32:
-        return (held.view(torch.int32),)
-    apart = held.view(torch.float32).view(-1, LANES, 2).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    if moment_tensors.dtype is torch.float32:
+        return (moment_tensors.view(torch.int32),)
+    apart = (
+        moment_tensors.view(torch.float32)
+        .view(-1, LANES, 2)
+        .transpose(1, 2)
+        .clone(memory_format=torch.contiguous_format)
+    )
     return noise.in_memory(apart.view(torch.int32)).unbind(1)
 
 
@@ -281,7 +290,7 @@ def _coded(
     """Write weights as codes with a single, predicted scale: returns tensors, the new amax, and the scale."""
     spec = master_format.spec
     assert spec is not None
-    top = reference.given_bits(amax, amax.view(1, 1))
+    top = reference.override_bits(amax, amax.view(1, 1))
     e = reference.factors(top, spec)
     scaled = [x * e for x in unpacked]
     written, numbers = _longer(master_format, scaled, lost)
@@ -329,19 +338,19 @@ def _spread(blocks: Tensor, spec: QuantSpec, packed: torch.Size) -> Tensor:
     return line.view(rows, 1, -1, LANES).expand(rows, high, -1, LANES).reshape(packed)
 
 
-def _shares(way: StepConfig, shape: torch.Size, number: int, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
+def _shares(config: StepConfig, shape: torch.Size, number: int, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
     """Return the noise of each plane, for each stochastically rounded code."""
     if place is None:
         return [[] for _ in range(number)]
     words = noise.traced_pairs(shape, *place) if number == 2 else noise.traced_packed4(shape, *place)
-    return [noise.shares(word, way.draws) for word in words]
+    return [noise.shares(word, config.draws) for word in words]
 
 
-def _moment(packed: Lanes, held: tuple[Tensor, ...], spec: StateSpec, k: int, number: int) -> Tensor:
+def _moment(packed: Lanes, moment_tensors: tuple[Tensor, ...], spec: StateSpec, k: int, number: int) -> Tensor:
     if spec.of.kind == "bfloat16":
         return (_above(packed, k, number) & -0x10000).view(torch.float32)
     c = _above(packed, k, number) >> 24 if spec.of.signed else (packed[0] >> 8 * k) & 0xFF
-    return codes.values_of(c, spec.of) * held[1].float().unsqueeze(-1)
+    return codes.values_of(c, spec.of) * moment_tensors[1].float().unsqueeze(-1)
 
 
 def _written(unpacked: list[Tensor], spec: StateSpec, drawn: list[Tensor | None]) -> list[Tensor]:
@@ -394,7 +403,7 @@ Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 class Program(NamedTuple):
     """Key of a compiled program: step configuration, tensors of the chunk, absent arguments, and packed4 or not."""
 
-    way: StepConfig
+    config: StepConfig
     kinds: tuple[Kind, ...]
     no_factor: bool
     no_keep: bool
@@ -439,7 +448,7 @@ class CompiledSteps:
 
     def begin(
         self,
-        way: StepConfig,
+        config: StepConfig,
         scalars: tuple[Tensor, ...],
         factor: Tensor | None,
         drawn: RngKey,
@@ -451,45 +460,45 @@ class CompiledSteps:
         # A program has no guards and would misread scalars of another dtype.
         numbers = scalars if factor is None else (*scalars, factor)
         read = all(number.dtype is torch.float32 and not number.dim() for number in numbers)
-        given: tuple[Tensor, Tensor] | None = None
+        noise_key: tuple[Tensor, Tensor] | None = None
 
         def step_of(
             own: ParameterTensors, first: int, amax: Tensor | None
         ) -> Callable[[], InplaceStepResult | None] | None:
-            nonlocal given
-            if self.failed or not read or (way.draws and first % 4):
+            nonlocal noise_key
+            if self.failed or not read or (config.draws and first % 4):
                 return None
             rows, elements = own.weight[0].shape[0], own.weight[0].numel()
             if rows not in runs and not all(type(t) is Tensor for t in _tensors(own)):
                 # A program reads memory, which fake tensors lack.
                 runs[rows] = False, None
-            four = runs[rows][0] if rows in runs else fits(way, own)
+            four = runs[rows][0] if rows in runs else fits(config, own)
             # The upper counter word must be the same for the whole chunk.
             if four and first >> 34 != (first + elements - 1) >> 34:
                 return None
-            own = viewed(own) if four else _typed(way, own)
+            own = viewed(own) if four else _typed(config, own)
             if rows not in runs:
                 kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in _tensors(own))
-                runs[rows] = four, self.program(Program(way, kinds, factor is None, keep is None, four))
+                runs[rows] = four, self.program(Program(config, kinds, factor is None, keep is None, four))
             run = runs[rows][1]
             if run is None:
                 return None
             place = None
-            if way.draws:
+            if config.draws:
                 device = own.weight[0].device
-                if given is None:
-                    given = noise.keyed(*drawn[:3], device, torch.int32 if in_bytes(own.weight[0]) else torch.int64)
-                place = _place(first, four, *given)
-            return partial(self._run, run, (way, own, scalars, factor, place, amax, keep))
+                if noise_key is None:
+                    noise_key = noise.keyed(*drawn[:3], device, torch.int32 if in_bytes(own.weight[0]) else torch.int64)
+                place = _place(first, four, *noise_key)
+            return partial(self._run, run, (config, own, scalars, factor, place, amax, keep))
 
         return step_of
 
-    def _run(self, program: Callable[..., InplaceStepResult], given: tuple[Any, ...]) -> InplaceStepResult | None:
+    def _run(self, program: Callable[..., InplaceStepResult], noise_key: tuple[Any, ...]) -> InplaceStepResult | None:
         """Run a program on a chunk; returns None if it cannot be compiled."""
         if self.failed:
             return None
         try:
-            return program(*given)
+            return program(*noise_key)
         except Exception as error:
             # Compilation fails before anything is written.
             self.failed = True
@@ -503,7 +512,7 @@ class CompiledSteps:
 
 
 def _tensors(own: ParameterTensors) -> tuple[Tensor, ...]:
-    return (*own.weight, *(t for held in own.moments for t in held), *own.gradient)
+    return (*own.weight, *(t for moment_tensors in own.moments for t in moment_tensors), *own.gradient)
 
 
 def _place(first: int, four: bool, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -516,15 +525,15 @@ def _place(first: int, four: bool, keys: Tensor, upper: Tensor) -> tuple[Tensor,
     return at, keys, upper ^ high if high else upper
 
 
-def _typed(way: StepConfig, own: ParameterTensors) -> ParameterTensors:
+def _typed(config: StepConfig, own: ParameterTensors) -> ParameterTensors:
     """View a chunk's codes in the dtype that a CPU compiler can vectorize.
 
     That is the dtype of their format, or bytes for E4M3 if `in_bytes`. A view as another dtype inside the program would
     be processed element by element.
     """
-    gradient, weight, master_format = own.gradient, own.weight, way.master_format
-    if way.gradient is not None and way.gradient.of.format is not None:
-        fmt = way.gradient.of.format
+    gradient, weight, master_format = own.gradient, own.weight, config.master_format
+    if config.gradient is not None and config.gradient.of.format is not None:
+        fmt = config.gradient.of.format
         bytes = fmt == E4M3 and in_bytes(gradient[0])
         gradient = (gradient[0].view(torch.uint8 if bytes else FLOAT8.get(fmt.name, torch.uint8)), *gradient[1:])
     if master_format.spec is not None and master_format.spec.format == E4M3 and master_format.kind[:8] == "residual":
@@ -540,7 +549,7 @@ def in_bytes(t: Tensor) -> bool:
 
 
 def _run(
-    way: StepConfig,
+    config: StepConfig,
     own: ParameterTensors,
     scalars: tuple[Tensor, ...],
     factor: Tensor | None,
@@ -550,5 +559,5 @@ def _run(
 ) -> InplaceStepResult:
     shape = own.weight[0].shape
     word = None if place is None else noise.traced_words(shape.numel(), *place).view(shape)
-    moved = move(way, own, scalars, factor, word, amax)
-    return put(way, own, moved, keep)
+    moved = move(config, own, scalars, factor, word, amax)
+    return put(config, own, moved, keep)

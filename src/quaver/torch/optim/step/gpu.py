@@ -19,8 +19,8 @@ from quaver.recipes.spec import Block
 from quaver.reference.optimizer_state import StateSpec
 from quaver.torch.operations.operation import Implementation, Operation
 from quaver.torch.operations.ops import no_kernels
-from quaver.torch.optim.rules import SGD, Adam, Lion, UpdateRule
-from quaver.torch.optim.step.noise import Place
+from quaver.torch.optim.rules import AdamRule, LionRule, SGDRule, UpdateRule
+from quaver.torch.optim.step.noise import ShardPosition
 from quaver.torch.optim.step.step import ParameterTensors, StepConfig
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ CODES = {
     **{"uint8_mitchell4/64 floor": False, "uint8_mitchell4/64 stochastic floor": False},
 }
 #: Supported gradients: float dtypes, and a format of codes.
-FLOATS, HELD = (torch.float32, torch.bfloat16, torch.float16), "e4m3/128"
+FLOATS, GRADIENT_FORMAT = (torch.float32, torch.bfloat16, torch.float16), "e4m3/128"
 #: Block shapes whose scales a kernel measures, and kinds of scale: those of `blockwise` and `mxfp8`.
 MEASURED: dict[Block, tuple[str, ...]] = {(128, 128): ("fp32", "power_of_two"), (32, 32): ("e8m0",), (1, 32): ("e8m0",)}
 #: Maximum number of elements, because blocks of a parameter are counted in 32 bits.
@@ -43,26 +43,26 @@ def _no_kernels(weight: Tensor, *_: object) -> str:
     return no_kernels(weight)
 
 
-def reason(weight: Tensor, way: StepConfig, parts: ParameterTensors, place: Place, step: Tensor) -> str:
+def reason(weight: Tensor, config: StepConfig, parts: ParameterTensors, place: ShardPosition, step: Tensor) -> str:
     """Return why no kernel can step a parameter, or "".
 
     Args:
         weight: the parameter's local tensor.
-        way: step configuration.
+        config: step configuration.
         parts: all its tensors, as matrices.
         place: position of these in the whole parameter.
         step: its step count.
     """
-    if isinstance(way.rule, SGD) and way.predicts:
+    if isinstance(config.rule, SGDRule) and config.predicts:
         return "the next scale of codes that SGD steps depends on the largest gradient, which must be found first"
-    if not isinstance(way.rule, (Adam, Lion, SGD)):
-        return f"the kernel does not support {type(way.rule).__name__}"
-    for spec, signed in zip(way.moments, way.rule.signed, strict=True):
+    if not isinstance(config.rule, (AdamRule, LionRule, SGDRule)):
+        return f"the kernel does not support {type(config.rule).__name__}"
+    for spec, signed in zip(config.moments, config.rule.signed, strict=True):
         if not _writes(spec, signed):
             return f"the kernel does not support moments in {spec.text}"
     if weight.data_ptr() != parts.weight[0].data_ptr():
         return "it is not row-major"
-    return _of_weight(way, weight) or _of_gradient(way, parts) or _of_place(way, parts, place, step)
+    return _of_weight(config, weight) or _of_gradient(config, parts) or _of_place(config, parts, place, step)
 
 
 #: Operation that is True if a kernel steps a parameter, False if it steps chunk by chunk.
@@ -78,8 +78,8 @@ def _writes(spec: StateSpec, signed: bool) -> bool:
     return signed <= CODES.get(spec.text, -1)
 
 
-def _of_weight(way: StepConfig, weight: Tensor) -> str:
-    master_format, spec = way.master_format, way.master_format.spec
+def _of_weight(config: StepConfig, weight: Tensor) -> str:
+    master_format, spec = config.master_format, config.master_format.spec
     if spec is None:
         whole = weight.dtype in FLOATS and not master_format.master
         return "" if whole else f"the kernel does not support {weight.dtype}, or not with a master"
@@ -90,24 +90,28 @@ def _of_weight(way: StepConfig, weight: Tensor) -> str:
         return f"the kernel supports E4M3 codes with one scale or those of blockwise and mxfp8, and these are {spec}"
     if master_format.kind not in (("residual8", "residual16") if in_all else ("residual8", "residual16", "float32")):
         return f"the kernel does not support masters in {master_format.kind} beside codes of {spec}"
-    return "" if way.predicts or not in_all else "the scale of its codes depends on the weight after the step"
+    return "" if config.predicts or not in_all else "the scale of its codes depends on the weight after the step"
 
 
-def _of_gradient(way: StepConfig, parts: ParameterTensors) -> str:
-    if way.gradient is not None:
-        return "" if way.gradient.text == HELD else f"the kernel does not support gradients in {way.gradient.text}"
+def _of_gradient(config: StepConfig, parts: ParameterTensors) -> str:
+    if config.gradient is not None:
+        return (
+            ""
+            if config.gradient.text == GRADIENT_FORMAT
+            else f"the kernel does not support gradients in {config.gradient.text}"
+        )
     dtype = parts.gradient[0].dtype
     return "" if dtype in FLOATS else f"the kernel does not support gradients in {dtype}"
 
 
-def _of_place(way: StepConfig, parts: ParameterTensors, place: Place, step: Tensor) -> str:
+def _of_place(config: StepConfig, parts: ParameterTensors, place: ShardPosition, step: Tensor) -> str:
     weight = parts.weight[0]
-    tensors = (*parts.weight, *(t for held in parts.moments for t in held), *parts.gradient)
+    tensors = (*parts.weight, *(t for moment_tensors in parts.moments for t in moment_tensors), *parts.gradient)
     if not weight.numel():
         return "it has no elements"
     if not place.joined or weight.numel() > MOST:
         return "its rows are in parts on ranks" if not place.joined else "it has more elements than the kernel counts"
-    spec = way.master_format.spec
+    spec = config.master_format.spec
     if spec is not None and _cut(place, spec.block[0] or 1):
         return "its blocks cross shards"
     if spec is not None and spec.block[0] == 1 and not _in_runs(tensors):
@@ -123,16 +127,16 @@ def _in_runs(tensors: Sequence[Tensor]) -> bool:
     return rows % 32 == 0 and columns % 128 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
-def _cut(place: Place, high: int) -> bool:
+def _cut(place: ShardPosition, high: int) -> bool:
     """True if a shard begins or ends within a block of `high` rows."""
     start, stop = place.start[0], place.start[0] + place.part[0]
     return bool(start % high) or (bool(stop % high) and stop != place.whole[0])
 
 
 def row(
-    way: StepConfig,
+    config: StepConfig,
     parts: ParameterTensors,
-    place: Place,
+    place: ShardPosition,
     seed: int,
     number: int,
     state: dict[str, Tensor],
@@ -141,7 +145,7 @@ def row(
     """Describe a parameter for the kernel.
 
     Args:
-        way, parts, place: as in `reason`.
+        config, parts, place: as in `reason`.
         seed: seed of stochastic rounding.
         number: index of the parameter in its optimizer.
         state: its state, with "step", and "amax" if scales are predicted.
@@ -150,25 +154,25 @@ def row(
     # Import Triton only when a tensor on a GPU appears.
     from quaver.torch.backends.gpu import optim
 
-    master_format, rule = way.master_format, way.rule
+    master_format, rule = config.master_format, config.rule
     weight, *rest = parts.weight
     tensors: dict[str, Tensor | None] = {"weight": weight, "factor": factor, "step": state["step"]}
     if master_format.spec is not None:
-        tensors |= {"weight_scale": rest.pop(0), "amax": state["amax"] if way.predicts else None}
+        tensors |= {"weight_scale": rest.pop(0), "amax": state["amax"] if config.predicts else None}
     tensors["beside"] = rest[0] if rest else None
-    for name, held in zip(("first", "second"), parts.moments, strict=False):
-        tensors |= {name: held[0], f"{name}_scale": held[1] if len(held) > 1 else None}
-    tensors |= {"gradient": parts.gradient[0], "gradient_scale": parts.gradient[1] if way.gradient else None}
+    for name, moment_tensors in zip(("first", "second"), parts.moments, strict=False):
+        tensors |= {name: moment_tensors[0], f"{name}_scale": moment_tensors[1] if len(moment_tensors) > 1 else None}
+    tensors |= {"gradient": parts.gradient[0], "gradient_scale": parts.gradient[1] if config.gradient else None}
     wide = [t for name in ("weight", "beside", "first", "second", "gradient") if (t := tensors.get(name)) is not None]
     form = optim.StepSpecialization(
         rule=_named(rule),
-        clamp=isinstance(rule, Adam) and rule.clamp,
+        clamp=isinstance(rule, AdamRule) and rule.clamp,
         maximize=rule.maximize,  # type: ignore[attr-defined]
         master_format=master_format.kind,
         weight=weight.dtype,
         beside=None if tensors["beside"] is None else tensors["beside"].dtype,
         gradient=parts.gradient[0].dtype,
-        moments=tuple(optim.MomentFormat(spec.code, spec.stochastic) for spec in way.moments),
+        moments=tuple(optim.MomentFormat(spec.code, spec.stochastic) for spec in config.moments),
         spec=master_format.spec,
         stochastic=master_format.stochastic and (master_format.kind != "plain" or weight.dtype is torch.bfloat16),
         factored=factor is not None,
@@ -180,19 +184,19 @@ def row(
 
 def _named(rule: UpdateRule) -> str:
     """Return the kernel's name of a rule."""
-    if isinstance(rule, Lion):
+    if isinstance(rule, LionRule):
         return "lion"
-    if isinstance(rule, SGD):
+    if isinstance(rule, SGDRule):
         return "nesterov" if rule.nesterov else "sgd"
-    assert isinstance(rule, Adam)
+    assert isinstance(rule, AdamRule)
     return "adamw" if rule.decoupled else "adam"
 
 
 class Launches:
     """Parameters of one step that kernels step, by device."""
 
-    def __init__(self, kept: "dict[torch.device, optim.OptimizerLaunches]") -> None:
-        self.kept = kept
+    def __init__(self, device_launches: "dict[torch.device, optim.OptimizerLaunches]") -> None:
+        self.device_launches = device_launches
         self.rows: dict[torch.device, list[optim.ParameterRow]] = {}
         self.scalars: dict[torch.device, list[Tensor]] = {}
 
@@ -221,17 +225,17 @@ class Launches:
 
         counts: dict[torch.device, Tensor | None] = {}
         for where, rows in self.rows.items():
-            stepper = self.kept.setdefault(where, optim.OptimizerLaunches())
+            stepper = self.device_launches.setdefault(where, optim.OptimizerLaunches())
             counts[where] = torch.zeros(len(rows), dtype=torch.int64, device=where) if statistics else None
             stepper(rows, torch.cat(self.scalars[where], 1), None if keep is None else keep.to(where), counts[where])
         return counts
 
 
-def warn_once(said: set[str], weight: Tensor, *given: object) -> None:
+def warn_once(said: set[str], weight: Tensor, *operands: object) -> None:
     """Warn once for each reason why kernels cannot step a parameter on a GPU."""
     if not weight.is_cuda:
         return
-    why = dict(TAKES.explain(weight, *given)).get("triton", "")
+    why = dict(TAKES.explain(weight, *operands)).get("triton", "")
     if why and why not in said:
         said.add(why)
         warnings.warn(

@@ -14,7 +14,7 @@ from quaver.torch.linear import store_weight
 from quaver.torch.linear.stored_weight import CODES, dequantized
 from quaver.torch.optim import master_weights
 from quaver.torch.optim.quantized_gradient import unwrapped
-from quaver.torch.optim.step.noise import Place
+from quaver.torch.optim.step.noise import ShardPosition
 from quaver.torch.optim.step.step import ParameterTensors, StepConfig
 from quaver.torch.state.layer_state import state_of
 
@@ -34,10 +34,10 @@ def is_stack(p: Tensor, spec: QuantSpec | None, whole: bool = False) -> bool:
     return (spec is not None or whole) and p.dim() == 3
 
 
-def check(p: Tensor, way: StepConfig, preset: str) -> None:
+def check(p: Tensor, config: StepConfig, preset: str) -> None:
     """Raise a ValueError if a preset would use one scale for all matrices of a stack."""
-    in_all = any(spec.of.scaled and spec.block is None for spec in way.moments) or way.master_format.whole
-    if in_all and is_stack(p, way.master_format.spec, way.rule.whole):
+    in_all = any(spec.of.scaled and spec.block is None for spec in config.moments) or config.master_format.whole
+    if in_all and is_stack(p, config.master_format.spec, config.rule.whole):
         raise ValueError(
             f"a parameter of shape {tuple(p.shape)} is a stack of matrices, and preset {preset!r} has one "
             "scale per parameter: use one with block scales, such as 'balanced' or 'lean'"
@@ -123,7 +123,7 @@ def sharing(p: Tensor) -> tuple[Any, ...]:
     return () if mesh is None else tuple(mesh.get_group(over) for over in range(mesh.ndim) if mesh.size(over) > 1)
 
 
-def place(p: Tensor) -> Place:
+def place(p: Tensor) -> ShardPosition:
     """Return the position of this rank's shard in the whole parameter."""
     start, stop = [0] * p.dim(), list(p.shape)
     for dim, over in divided(p):
@@ -133,7 +133,7 @@ def place(p: Tensor) -> Place:
         stop[dim] = min(stop[dim], start[dim] + part)
     own = tuple(local(p).shape)
     assert own == tuple(b - a for a, b in zip(start, stop, strict=True)), f"{own} of {start} to {stop}"
-    return Place(tuple(start), own, tuple(p.shape))
+    return ShardPosition(tuple(start), own, tuple(p.shape))
 
 
 def gradient(p: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def agreed(finite: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
     return [*(bits == 0).unbind()]
 
 
-def check_divided(p: Tensor, way: StepConfig, preset: str) -> None:
+def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
     """Raise a ValueError if a sharded parameter cannot be stepped shard by shard."""
     cuts = divided(p)
     if isinstance(p, DTensor) and p.dtype in CODES and p.dim() == 3:
@@ -180,28 +180,28 @@ def check_divided(p: Tensor, way: StepConfig, preset: str) -> None:
     if not cuts:
         return
     lies = f"a parameter of shape {tuple(p.shape)} is sharded over the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
-    rule = type(way.rule).__name__
-    if way.rule.whole:
+    rule = type(config.rule).__name__
+    if config.rule.whole:
         raise ValueError(
             f"{lies}, and {rule} needs whole matrices: give it to AdamW or Lion, or leave it out of fully_shard with "
             "ignored_params="
         )
-    if any(spec.of.scaled and spec.block is None for spec in way.moments) or way.master_format.whole:
+    if any(spec.of.scaled and spec.block is None for spec in config.moments) or config.master_format.whole:
         raise ValueError(
             f"{lies}, and preset {preset!r} has one scale for the whole parameter: use one with block scales, "
             "such as 'balanced' or 'lean'"
         )
-    of_codes = way.master_format.spec
+    of_codes = config.master_format.spec
     if of_codes is not None and (len(cuts) > 1 or cuts[0][0] != 0):
         raise ValueError(f"{lies} by more than rows, which codes do not support: shard it by fully_shard only")
     height = 1 if of_codes is None else of_codes.block[0] or 1
-    if way.predicts and p.shape[0] % (height * p.device_mesh.size(cuts[0][1])) and height > 1:  # type: ignore[attr-defined]
+    if config.predicts and p.shape[0] % (height * p.device_mesh.size(cuts[0][1])) and height > 1:  # type: ignore[attr-defined]
         raise ValueError(
             f"{lies}, which cuts blocks of {height} whole rows, and preset {preset!r} needs their scales "
             "before a step: use fewer ranks, or a recipe with another block"
         )
     ranks = prod(p.device_mesh.size(over) for dim, over in cuts if dim == p.dim() - 1)  # type: ignore[attr-defined]
-    for spec in way.moments:
+    for spec in config.moments:
         if ranks > 1 and spec.of.scaled and spec.block is not None and p.shape[-1] % (spec.block * ranks):
             raise ValueError(
                 f"{lies}, {ranks} of which shard its {p.shape[-1]} columns, and preset {preset!r} has a scale "
@@ -223,11 +223,11 @@ def value_of(p: Tensor) -> Tensor:
     return master_weights.values(master_format.spec, codes, scale)
 
 
-def initial_of(p: Tensor, way: StepConfig) -> Tensor | None:
+def initial_of(p: Tensor, config: StepConfig) -> Tensor | None:
     """Return this rank's rows of the high-precision value that a stored weight was quantized from, or None if not
     available.
     """
-    if way.master_format.spec is None or not way.master_format.states:
+    if config.master_format.spec is None or not config.master_format.states:
         return None
     owner = store_weight.owner(p)
     initial = None if owner is None else state_of(owner).initial
@@ -237,10 +237,10 @@ def initial_of(p: Tensor, way: StepConfig) -> Tensor | None:
     return initial[first.start[0] :][: first.part[0]].to(p.device, torch.float32)
 
 
-def weight_of(p: Tensor, way: StepConfig) -> list[Tensor]:
+def weight_of(p: Tensor, config: StepConfig) -> list[Tensor]:
     """Return the weight as a GEMM reads it, and for codes the scales of this rank's rows."""
     weight = [local(p).detach()]
-    spec = way.master_format.spec
+    spec = config.master_format.spec
     if spec is not None:
         owner = store_weight.owner(p)
         assert owner is not None
@@ -258,7 +258,7 @@ def versions(p: Tensor) -> list[tuple[int, int]]:
     return [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
 
 
-def block_rows(part: Place, height: int) -> slice:
+def block_rows(part: ShardPosition, height: int) -> slice:
     """Return the block rows that a shard has rows of."""
     start, stop = part.start[0], part.start[0] + part.part[0]
     return slice(start // height, max(-(-stop // height), start // height) if stop > start else start // height)
@@ -321,12 +321,12 @@ def flat(shape: Sequence[int], rows_of: int) -> tuple[int, ...]:
     return (*shape[:rows_of], prod(shape[rows_of:])) if rows_of < len(shape) - 1 else tuple(shape)
 
 
-def flat_place(p: Tensor, rows_of: int) -> Place:
+def flat_place(p: Tensor, rows_of: int) -> ShardPosition:
     """Return `place` with the trailing dimensions flattened; of these only a column may be sharded."""
     start, part, whole = place(p)
     if rows_of >= len(part) - 1:
-        return Place(start, part, whole)
-    return Place((*start[:rows_of], 0 if rows_of else start[0]), flat(part, rows_of), flat(whole, rows_of))
+        return ShardPosition(start, part, whole)
+    return ShardPosition((*start[:rows_of], 0 if rows_of else start[0]), flat(part, rows_of), flat(whole, rows_of))
 
 
 def as_rows(parts: ParameterTensors, number: int = 0) -> ParameterTensors:
@@ -340,7 +340,7 @@ def as_rows(parts: ParameterTensors, number: int = 0) -> ParameterTensors:
         # A single number, such as a temperature, has no quantized state and no scales.
         of_one = [[t.view(1, 1) for t in tensors] for tensors in (parts.weight, (m for (m,) in parts.moments))]
         return ParameterTensors(tuple(of_one[0]), tuple((t,) for t in of_one[1]), (parts.gradient[0].view(1, 1),))
-    moments = tuple(tuple(rows(t, number) for t in held) for held in parts.moments)
+    moments = tuple(tuple(rows(t, number) for t in moment_tensors) for moment_tensors in parts.moments)
     weight, gradient = (tuple(rows(t, number) for t in tensors) for tensors in (parts.weight, parts.gradient))
     return ParameterTensors(weight, moments, gradient)
 

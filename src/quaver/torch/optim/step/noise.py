@@ -18,7 +18,7 @@ from quaver.torch.numerics.rounding import philox2x32, philox4x32, round_keys, t
 _LOW = 0xFFFFFFFF
 
 
-class Place(NamedTuple):
+class ShardPosition(NamedTuple):
     """Position of a shard in the whole parameter."""
 
     #: First index of the shard along each dimension.
@@ -31,12 +31,12 @@ class Place(NamedTuple):
         """True if the shard's elements are consecutive in the whole parameter."""
         return self.part[1:] == self.whole[1:]
 
-    def narrowed(self, columns: slice) -> "Place":
+    def narrowed(self, columns: slice) -> "ShardPosition":
         """Return the position of some columns of the shard."""
         if columns == slice(0, self.part[-1] if self.part else 1):
             return self
         start = (*self.start[:-1], self.start[-1] + columns.start)
-        return Place(start, (*self.part[:-1], columns.stop - columns.start), self.whole)
+        return ShardPosition(start, (*self.part[:-1], columns.stop - columns.start), self.whole)
 
     @property
     def first(self) -> int:
@@ -44,7 +44,9 @@ class Place(NamedTuple):
         return sum(at * prod(self.whole[dim + 1 :]) for dim, at in enumerate(self.start))
 
 
-def words_at(place: Place, rows: slice, seed: int, parameter: int, step: Tensor | int, device: torch.device) -> Tensor:
+def words_at(
+    place: ShardPosition, rows: slice, seed: int, parameter: int, step: Tensor | int, device: torch.device
+) -> Tensor:
     """Return the words of some rows of a shard, whose leading dimensions are flattened: int64 [rows, K]. See
     `words`.
     """
@@ -125,10 +127,10 @@ def _drawn(g: Tensor, seed: int, parameter: int, step: Tensor | int) -> Tensor:
     """Return the words of groups of four elements: int64 [4 * groups]."""
     key, upper = stream(seed, parameter, step, g.device)
     first, second = philox2x32(g & _LOW, (g >> 32).bitwise_xor_(upper), key)
-    return torch.stack([first, _turned(first) & _LOW, second, _turned(second) & _LOW], -1).view(-1)
+    return torch.stack([first, _swap_halves(first) & _LOW, second, _swap_halves(second) & _LOW], -1).view(-1)
 
 
-def _turned(word: Tensor) -> Tensor:
+def _swap_halves(word: Tensor) -> Tensor:
     """Swap the 16-bit halves of a word, in the lower 32 bits."""
     return word << 16 | (word >> 16) & 0xFFFF
 
@@ -146,7 +148,7 @@ def traced_words(number: int, first: Tensor, keys: Tensor, upper: Tensor) -> Ten
     drawn = traced((g & _LOW).to(keys.dtype), (g >> 32).to(keys.dtype) ^ upper, keys)
     # The lower 32 bits are enough for `shares`.
     low, high = (word.to(torch.int32) for word in drawn)
-    return torch.stack([low, _turned(low), high, _turned(high)], -1).view(-1)
+    return torch.stack([low, _swap_halves(low), high, _swap_halves(high)], -1).view(-1)
 
 
 def traced_packed4(
@@ -162,14 +164,14 @@ def traced_packed4(
         keys, upper: int64 or int32 [10] and []: round keys, and the upper word of these counters.
     """
     low, high = (in_memory(word.view(shape)) for word in _traced_from(first, shape.numel(), keys, upper))
-    return low, _turned(low), high, _turned(high)
+    return low, _swap_halves(low), high, _swap_halves(high)
 
 
 def traced_pairs(shape: torch.Size, first: Tensor, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     """Like `traced_packed4`, for elements 2 i and 2 i + 1."""
     drawn = _traced_from(first, shape.numel() // 2, keys, upper)
     word = in_memory(torch.stack([each.view(torch.float32) for each in drawn], -1).view(shape).view(torch.int32))
-    return word, _turned(word)
+    return word, _swap_halves(word)
 
 
 def _traced_from(first: Tensor, number: int, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,8 +188,8 @@ def in_memory(word: Tensor) -> Tensor:
 
     A strided view forces a tensor into memory. It is viewed as float32, since compilers read int32 in half vectors.
     """
-    held = word.view(torch.float32)
-    return held.as_strided(held.shape, held.stride()).view(torch.int32)
+    bits = word.view(torch.float32)
+    return bits.as_strided(bits.shape, bits.stride()).view(torch.int32)
 
 
 def shares(word: Tensor, number: int) -> list[Tensor]:

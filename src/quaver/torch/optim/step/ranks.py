@@ -18,7 +18,7 @@ from quaver.torch.linear import store_weight
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.optim import master_weights
 from quaver.torch.optim.step import layout
-from quaver.torch.optim.step.noise import Place
+from quaver.torch.optim.step.noise import ShardPosition
 from quaver.torch.optim.step.step import GlobalAmax, ParameterTensors, StepConfig, largest, stepped
 
 #: torch 2.13 renamed this function and warns about the earlier name.
@@ -38,10 +38,10 @@ class ShardSegment(NamedTuple):
     group: int | None = None
 
 
-def segments(p: Tensor, way: StepConfig) -> list[ShardSegment]:
+def segments(p: Tensor, config: StepConfig) -> list[ShardSegment]:
     """Split this rank's shard of a parameter where a block row that crosses shards begins or ends."""
-    part, spec = layout.place(p), way.master_format.spec
-    if layout.is_stack(p, spec, way.rule.whole):
+    part, spec = layout.place(p), config.master_format.spec
+    if layout.is_stack(p, spec, config.rule.whole):
         n = p.shape[1]
         cuts = [slice(group * n, (group + 1) * n) for group in range(p.shape[0])]
         return [
@@ -53,7 +53,7 @@ def segments(p: Tensor, way: StepConfig) -> list[ShardSegment]:
         return [ShardSegment(every, None, None)]
     height, start, whole = spec.block[0], part.start[0], part.whole[0]
     if height is None:
-        return [ShardSegment(every, None, None if way.predicts else 0)]
+        return [ShardSegment(every, None, None if config.predicts else 0)]
     stop = start + part.part[0]
     if start == stop:
         return []
@@ -62,15 +62,15 @@ def segments(p: Tensor, way: StepConfig) -> list[ShardSegment]:
     pieces = []
     for a, b in pairwise(sorted({start, first, last, stop})):
         blocks = slice(a // height - start // height, -(-b // height) - start // height)
-        apart = a % height != 0 or (b % height != 0 and b != whole)
-        pieces.append(ShardSegment(slice(a - start, b - start), blocks, a // height if apart else None))
+        crosses = a % height != 0 or (b % height != 0 and b != whole)
+        pieces.append(ShardSegment(slice(a - start, b - start), blocks, a // height if crosses else None))
     return pieces
 
 
-def straddling(p: Tensor, way: StepConfig) -> list[int]:
+def crossing_blocks(p: Tensor, config: StepConfig) -> list[int]:
     """Return the indices of block rows that cross shards and have measured scales: the same on all ranks."""
-    spec, cuts = way.master_format.spec, layout.divided(p)
-    if spec is None or way.predicts or not cuts:
+    spec, cuts = config.master_format.spec, layout.divided(p)
+    if spec is None or config.predicts or not cuts:
         return []
     height, rows = spec.block[0], p.shape[0]
     if height is None:
@@ -86,26 +86,26 @@ def of_segment(parts: ParameterTensors, segment: ShardSegment) -> ParameterTenso
     weight = tuple(
         t[segment.blocks if i == 1 and segment.blocks is not None else segment.rows] for i, t in enumerate(parts.weight)
     )
-    moments = tuple(tuple(t[segment.rows] for t in held) for held in parts.moments)
+    moments = tuple(tuple(t[segment.rows] for t in moment_tensors) for moment_tensors in parts.moments)
     return ParameterTensors(weight, moments, tuple(t[segment.rows] for t in parts.gradient))
 
 
-def at_segment(part: Place, segment: ShardSegment) -> Place:
+def at_segment(part: ShardPosition, segment: ShardSegment) -> ShardPosition:
     """Return the position of a shard's segment in the whole parameter."""
     if segment.group is not None:
-        return Place((segment.group, *part.start[1:]), (1, *part.part[1:]), part.whole)
+        return ShardPosition((segment.group, *part.start[1:]), (1, *part.part[1:]), part.whole)
     if segment.blocks is None:
         return part
     first = part.start[0] + segment.rows.start
     rows = segment.rows.stop - segment.rows.start
-    return Place((first, *part.start[1:]), (rows, *part.part[1:]), part.whole)
+    return ShardPosition((first, *part.start[1:]), (rows, *part.part[1:]), part.whole)
 
 
 class SteppingParameter(NamedTuple):
     """A parameter whose step has been prepared."""
 
     p: Tensor
-    way: StepConfig
+    config: StepConfig
     #: Tensors of a sharded weight stored as codes, else None.
     parts: ParameterTensors | None
     #: Scalars of its step; empty if a kernel steps it.
@@ -125,25 +125,27 @@ class _AmaxBits:
     row: int = -1
 
 
-def agree(all_of_them: Sequence[SteppingParameter], alone: set[Tensor]) -> dict[Tensor, dict[int, Tensor]]:
+def agree_on_amaxes(
+    all_of_them: Sequence[SteppingParameter], local_only: set[Tensor]
+) -> dict[Tensor, dict[int, Tensor]]:
     """All-reduce the amaxes that the scales of sharded weights depend on. All ranks must call it.
 
     Args:
         all_of_them: the parameters that step.
-        alone: parameters whose `amax` covers only this rank's rows; emptied.
+        local_only: parameters whose `amax` covers only this rank's rows; emptied.
     Returns:
         By parameter and block row, the amaxes after the step, float32; under -1 those of gradient and moments. For
-        parameters in `alone`, the result is written to their `amax`.
+        parameters in `local_only`, the result is written to their `amax`.
     Raises:
         RuntimeError: the collective failed, for instance because another rank did not step.
     """
     by_group: dict[Any, list[tuple[Tensor, _AmaxBits]]] = {}
     for one in all_of_them:
-        groups = layout.groups(one.p) if one.way.master_format.spec is not None else ()
+        groups = layout.groups(one.p) if one.config.master_format.spec is not None else ()
         for group in groups:
-            by_group.setdefault(group, []).extend((one.p, entry) for entry in _entries(one, one.p in alone))
-    alone.clear()
-    told: dict[Tensor, dict[int, Tensor]] = {}
+            by_group.setdefault(group, []).extend((one.p, entry) for entry in _entries(one, one.p in local_only))
+    local_only.clear()
+    agreed_amaxes: dict[Tensor, dict[int, Tensor]] = {}
     for group, entries in by_group.items():
         if not entries:
             continue
@@ -159,47 +161,47 @@ def agree(all_of_them: Sequence[SteppingParameter], alone: set[Tensor]) -> dict[
         for (p, entry), bits in zip(entries, flat.split([e.bits.numel() for _, e in entries]), strict=True):
             amaxes = bits.view(torch.float32).view(entry.bits.shape)
             if entry.into is None:
-                told.setdefault(p, {})[entry.row] = amaxes
+                agreed_amaxes.setdefault(p, {})[entry.row] = amaxes
             else:
                 entry.into.copy_(amaxes)
-    return told
+    return agreed_amaxes
 
 
-def _entries(one: SteppingParameter, alone: bool) -> list[_AmaxBits]:
+def _entries(one: SteppingParameter, local_only: bool) -> list[_AmaxBits]:
     """Return this rank's contributions for one weight, of the same sizes on all ranks."""
-    way, spec, parts = one.way, one.way.master_format.spec, one.parts
+    config, spec, parts = one.config, one.config.master_format.spec, one.parts
     assert spec is not None and parts is not None
     entries = []
-    if way.predicts:
-        if alone and spec.block[0] is None:
+    if config.predicts:
+        if local_only and spec.block[0] is None:
             assert one.amax is not None
             entries.append(_AmaxBits(magnitude_bits(one.amax), one.amax))
-        if way.rule.asks:
-            entries.append(_AmaxBits(magnitude_bits(torch.stack(largest(way, parts, one.factor)))))
-    own = {segment.crosses_shards: segment for segment in segments(one.p, way)}
+        if config.rule.asks:
+            entries.append(_AmaxBits(magnitude_bits(torch.stack(largest(config, parts, one.factor)))))
+    own = {segment.crosses_shards: segment for segment in segments(one.p, config)}
     columns = 1 if spec.block[1] is None else -(-one.p.shape[1] // spec.block[1])
-    for row in straddling(one.p, way):
+    for row in crossing_blocks(one.p, config):
         bits = torch.zeros((1, columns), dtype=torch.int32, device=parts.weight[0].device)
         if row in own and parts.weight[0].numel():
-            after = stepped(way, of_segment(parts, own[row]), one.scalars, one.factor)
+            after = stepped(config, of_segment(parts, own[row]), one.scalars, one.factor)
             bits = magnitude_bits(master_weights.block_amax(spec, after.weight))
         entries.append(_AmaxBits(bits, row=row))
     return entries
 
 
-def told_of(told: Mapping[int, Tensor], segment: ShardSegment) -> GlobalAmax | None:
-    """Return the agreed amaxes for a segment from the results of `agree`; None if there are none."""
-    if not told:
+def agreed_for(agreed_amaxes: Mapping[int, Tensor], segment: ShardSegment) -> GlobalAmax | None:
+    """Return the agreed amaxes for a segment from the results of `agree_on_amaxes`; None if there are none."""
+    if not agreed_amaxes:
         return None
-    others = tuple(told[-1].unbind()) if -1 in told else ()
-    return GlobalAmax(others, None if segment.crosses_shards is None else told[segment.crosses_shards])
+    others = tuple(agreed_amaxes[-1].unbind()) if -1 in agreed_amaxes else ()
+    return GlobalAmax(others, None if segment.crosses_shards is None else agreed_amaxes[segment.crosses_shards])
 
 
-def tell_scales(all_of_them: Sequence[SteppingParameter]) -> None:
+def gather_scales(all_of_them: Sequence[SteppingParameter]) -> None:
     """All-gather the scales of all rows of sharded weights, and the amaxes of per-tensor scales."""
     by_group: dict[Any, list[SteppingParameter]] = {}
     for one in all_of_them:
-        for group in layout.groups(one.p) if one.way.master_format.spec is not None else ():
+        for group in layout.groups(one.p) if one.config.master_format.spec is not None else ():
             by_group.setdefault(group, []).append(one)
     for group, every in by_group.items():
         own = torch.cat([_sent(one) for one in every])
@@ -223,14 +225,14 @@ def _scale(one: SteppingParameter) -> Tensor:
 
 def _sent(one: SteppingParameter) -> Tensor:
     """Return the bytes that this rank sends, uint8 of the same size on all ranks."""
-    spec, scale, part = one.way.master_format.spec, _scale(one), layout.place(one.p)
+    spec, scale, part = one.config.master_format.spec, _scale(one), layout.place(one.p)
     assert spec is not None
     if spec.block[0] is None:
         # A rank without rows sends zeros: its scale is still that of the previous step.
         bits = [scale.int() if scale.dtype is torch.uint8 else magnitude_bits(scale)]
         bits += [] if one.amax is None else [magnitude_bits(one.amax)]
-        told = torch.cat([t.reshape(-1) for t in bits])
-        return (told if part.part[0] else torch.zeros_like(told)).view(torch.uint8)
+        agreed_amaxes = torch.cat([t.reshape(-1) for t in bits])
+        return (agreed_amaxes if part.part[0] else torch.zeros_like(agreed_amaxes)).view(torch.uint8)
     rows = scale[layout.block_rows(part, spec.block[0])]
     buffer = scale.new_zeros((_most(one.p, spec.block[0]), scale.shape[1]))
     buffer[: rows.shape[0]] = rows
@@ -239,7 +241,7 @@ def _sent(one: SteppingParameter) -> Tensor:
 
 def _take(one: SteppingParameter, gathered: Tensor) -> None:
     """Write the scales received from all ranks, uint8 [ranks, bytes]."""
-    spec, scale = one.way.master_format.spec, _scale(one)
+    spec, scale = one.config.master_format.spec, _scale(one)
     assert spec is not None
     if spec.block[0] is None:
         # NaN has the largest bits, so it wins.
@@ -256,11 +258,11 @@ def _take(one: SteppingParameter, gathered: Tensor) -> None:
         scale[blocks] = rows[: blocks.stop - blocks.start]
 
 
-def _on(p: Tensor, rank: int, ranks: int) -> Place:
+def _on(p: Tensor, rank: int, ranks: int) -> ShardPosition:
     """Return the position of another rank's rows in a parameter."""
     whole, part = p.shape[0], -(-p.shape[0] // ranks)
     start = min(whole, part * rank)
-    return Place((start, 0), (min(whole, start + part) - start, p.shape[1]), tuple(p.shape))
+    return ShardPosition((start, 0), (min(whole, start + part) - start, p.shape[1]), tuple(p.shape))
 
 
 def _most(p: Tensor, height: int) -> int:

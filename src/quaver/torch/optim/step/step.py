@@ -18,7 +18,7 @@ from quaver.torch.optim import codes, master_weights
 from quaver.torch.optim.master_weights import MasterFormat
 from quaver.torch.optim.rules import UpdateResult, UpdateRule
 from quaver.torch.optim.step import noise
-from quaver.torch.optim.step.noise import Place
+from quaver.torch.optim.step.noise import ShardPosition
 
 #: Elements per chunk; its temporaries fit into a core's caches.
 PIECE = 1 << 16
@@ -87,7 +87,7 @@ class StepResult(NamedTuple):
 
 
 def move(
-    way: StepConfig,
+    config: StepConfig,
     parts: ParameterTensors,
     scalars: tuple[Tensor, ...],
     factor: Tensor | None,
@@ -97,24 +97,24 @@ def move(
     """Compute the step of a chunk without writing to it.
 
     Args:
-        way: step configuration.
+        config: step configuration.
         parts: tensors of the chunk.
         scalars: scalars of the rule, float32 [].
         factor: multiplier of the gradient, float32 [], or None.
         word: int64 random words of the chunk's shape, if the configuration needs noise.
         amax: upper bounds of the weight's blocks, if scales are predicted.
     """
-    shares = [] if word is None else noise.shares(word, way.draws)
-    return kept(way, parts, stepped(way, parts, scalars, factor), shares, amax)
+    shares = [] if word is None else noise.shares(word, config.draws)
+    return encode_results(config, parts, stepped(config, parts, scalars, factor), shares, amax)
 
 
-def kept(
-    way: StepConfig, parts: ParameterTensors, after: UpdateResult, shares: list[Tensor], amax: Tensor | None
+def encode_results(
+    config: StepConfig, parts: ParameterTensors, after: UpdateResult, shares: list[Tensor], amax: Tensor | None
 ) -> StepResult:
     """Quantize the results of a step to the storage formats.
 
     Args:
-        way: step configuration.
+        config: step configuration.
         parts: previous tensors, for their dtypes.
         after: result of the rule.
         shares: noise for each stochastically rounded code; emptied to free memory early.
@@ -122,41 +122,43 @@ def kept(
     """
     weight, moments, clamped = after.weight, [*after.moments], after.clamped
     del after
-    clamped = clamped.sum() if way.counts and clamped is not None else None
-    lost = shares.pop() if way.master_format.stochastic else None
-    states = tuple(_encoded(moments.pop(0), spec, shares[0] if spec.stochastic else None) for spec in way.moments)
+    clamped = clamped.sum() if config.counts and clamped is not None else None
+    lost = shares.pop() if config.master_format.stochastic else None
+    states = tuple(_encoded(moments.pop(0), spec, shares[0] if spec.stochastic else None) for spec in config.moments)
     shares.clear()
-    written = master_weights.write(way.master_format, weight, parts.weight, lost, amax)
+    written = master_weights.write(config.master_format, weight, parts.weight, lost, amax)
     del weight, lost
     top = None
-    if way.predicts:
-        assert way.master_format.spec is not None
-        top = master_weights.block_amax(way.master_format.spec, master_weights.read(way.master_format, written))
+    if config.predicts:
+        assert config.master_format.spec is not None
+        top = master_weights.block_amax(config.master_format.spec, master_weights.read(config.master_format, written))
     return StepResult(written, states, top, clamped)
 
 
 def stepped(
-    way: StepConfig, parts: ParameterTensors, scalars: tuple[Tensor, ...], factor: Tensor | None
+    config: StepConfig, parts: ParameterTensors, scalars: tuple[Tensor, ...], factor: Tensor | None
 ) -> UpdateResult:
     """Apply the rule to a chunk in float32; see `move`."""
     # Pass temporaries without names, so that the rule can free them; calling the instance would hold its arguments.
-    return way.rule.__call__(
-        master_weights.read(way.master_format, parts.weight),
-        _gradient(way, parts, factor),
-        tuple(_decoded(held, spec) for held, spec in zip(parts.moments, way.moments, strict=True)),
+    return config.rule.__call__(
+        master_weights.read(config.master_format, parts.weight),
+        _gradient(config, parts, factor),
+        tuple(
+            _decoded(moment_tensors, spec) for moment_tensors, spec in zip(parts.moments, config.moments, strict=True)
+        ),
         scalars,
     )
 
 
-def _gradient(way: StepConfig, parts: ParameterTensors, factor: Tensor | None) -> Tensor:
+def _gradient(config: StepConfig, parts: ParameterTensors, factor: Tensor | None) -> Tensor:
     gradient = parts.gradient[0].float()
-    if way.gradient is not None:
-        gradient = codes.decode(parts.gradient[0], parts.gradient[1], way.gradient)
+    if config.gradient is not None:
+        gradient = codes.decode(parts.gradient[0], parts.gradient[1], config.gradient)
     return gradient if factor is None else gradient * factor
 
 
-def _decoded(held: tuple[Tensor, ...], spec: StateSpec) -> Tensor:
-    return codes.decode(held[0], held[1] if len(held) > 1 else None, spec)
+def _decoded(moment_tensors: tuple[Tensor, ...], spec: StateSpec) -> Tensor:
+    return codes.decode(moment_tensors[0], moment_tensors[1] if len(moment_tensors) > 1 else None, spec)
 
 
 def _encoded(moment: Tensor, spec: StateSpec, drawn: Tensor | None) -> tuple[Tensor, ...]:
@@ -172,7 +174,7 @@ class RngKey(NamedTuple):
     #: Step count, int64 [] or a number.
     step: Tensor | int
     #: Position of this rank's shard in the whole parameter.
-    place: Place
+    place: ShardPosition
 
 
 class InplaceStepResult(NamedTuple):
@@ -190,7 +192,7 @@ class StepPrograms(Protocol):
 
     def begin(
         self,
-        way: StepConfig,
+        config: StepConfig,
         scalars: tuple[Tensor, ...],
         factor: Tensor | None,
         drawn: RngKey,
@@ -221,7 +223,7 @@ class ParameterStepResult(NamedTuple):
 
 
 def begin(
-    way: StepConfig,
+    config: StepConfig,
     parts: ParameterTensors,
     scalars: tuple[Tensor, ...],
     factor: Tensor | None,
@@ -229,7 +231,7 @@ def begin(
     amax: Tensor | None = None,
     keep: Tensor | None = None,
     programs: StepPrograms | None = None,
-    told: GlobalAmax | None = None,
+    agreed_amaxes: GlobalAmax | None = None,
 ) -> Callable[[], ParameterStepResult]:
     """Prepare a parameter's step, and return a function that carries it out in place; nothing is written before.
 
@@ -237,7 +239,7 @@ def begin(
     core's caches, so starting several parameters together saves a fifteenth of the time.
 
     Args:
-        way: step configuration.
+        config: step configuration.
         parts: all tensors of the parameter.
         scalars: scalars of the rule.
         factor: multiplier of the gradient, or None.
@@ -245,67 +247,69 @@ def begin(
         amax: amaxes of its blocks before the step, if scales are predicted.
         keep: bool []; False leaves everything unchanged; None always steps.
         programs: compiled steps of large chunks; None runs all in eager mode.
-        told: amaxes agreed between ranks; None if this rank has the whole parameter or whole blocks.
+        agreed_amaxes: amaxes agreed between ranks; None if this rank has the whole parameter or whole blocks.
     """
-    reach = None if told is None else told.amax
-    if way.predicts:
+    weight_bound = None if agreed_amaxes is None else agreed_amaxes.amax
+    if config.predicts:
         assert amax is not None
-        others = largest(way, parts, factor) if way.rule.asks and told is None else ()
-        reach = way.rule.reach(amax, scalars, others if told is None else told.others)
+        others = largest(config, parts, factor) if config.rule.asks and agreed_amaxes is None else ()
+        weight_bound = config.rule.weight_bound(
+            amax, scalars, others if agreed_amaxes is None else agreed_amaxes.others
+        )
     if programs is not None and drawn.place.joined:
-        parts, drawn = lines(way, parts, drawn)
+        parts, drawn = lines(config, parts, drawn)
     columns = parts.weight[0].shape[1]
-    run = None if programs is None or not drawn.place.joined else programs.begin(way, scalars, factor, drawn, keep)
+    run = None if programs is None or not drawn.place.joined else programs.begin(config, scalars, factor, drawn, keep)
     begun: list[tuple[Callable[[], InplaceStepResult | None] | None, Sequence[slice]]] = []
-    for large, small in divided(way, parts, run is not None):
+    for large, small in divided(config, parts, run is not None):
         by_program = None
         if large is not None and run is not None:
-            bound, first = of_reach(reach, way, parts, large), drawn.place.first + large.start * columns
-            by_program = run(cut(way, parts, large), first, bound)
+            bound, first = of_reach(weight_bound, config, parts, large), drawn.place.first + large.start * columns
+            by_program = run(cut(config, parts, large), first, bound)
         begun.append((by_program, small))
 
     def finish() -> ParameterStepResult:
         done: list[InplaceStepResult] = []
         for by_program, small in begun:
-            taken = None if by_program is None else by_program()
-            if taken is not None:
-                done.append(taken)
+            result = None if by_program is None else by_program()
+            if result is not None:
+                done.append(result)
                 continue
-            for rows, across in [(some, across) for some in small for across in stretches(way, parts, some)]:
-                done.append(_step_here(way, parts, rows, across, scalars, factor, drawn, reach, keep))
-        return _outcome(way, parts, done, keep)
+            for rows, across in [(some, across) for some in small for across in column_chunks(config, parts, some)]:
+                done.append(_step_here(config, parts, rows, across, scalars, factor, drawn, weight_bound, keep))
+        return _outcome(config, parts, done, keep)
 
     return finish
 
 
 def _step_here(
-    way: StepConfig,
+    config: StepConfig,
     parts: ParameterTensors,
     rows: slice,
     across: slice,
     scalars: tuple[Tensor, ...],
     factor: Tensor | None,
     drawn: RngKey,
-    reach: Tensor | None,
+    weight_bound: Tensor | None,
     keep: Tensor | None,
 ) -> InplaceStepResult:
     """Step some rows and columns of a parameter in eager mode."""
-    bound, own = of_reach(reach, way, parts, rows), cut(way, parts, rows)
+    bound, own = of_reach(weight_bound, config, parts, rows), cut(config, parts, rows)
     if across != slice(0, parts.weight[0].shape[1]):
-        own = cut_across(way, own, across)
-        bound = None if bound is None else of_columns(bound, way.master_format.spec.block[1], across)  # type: ignore[union-attr]
+        own = cut_across(config, own, across)
+        bound = None if bound is None else of_columns(bound, config.master_format.spec.block[1], across)  # type: ignore[union-attr]
     # This order avoids having the float32 temporaries and the random words in memory together.
-    after, shares = [stepped(way, own, scalars, factor)], list[Tensor]()
-    if way.draws:
+    after, shares = [stepped(config, own, scalars, factor)], list[Tensor]()
+    if config.draws:
         place = drawn.place.narrowed(across)
         words = noise.words_at(place, rows, *drawn[:3], parts.weight[0].device)
-        shares = noise.shares(words, way.draws)
+        shares = noise.shares(words, config.draws)
         del words
-    return put(way, own, kept(way, own, after.pop(), shares, bound), keep)
+    return put(config, own, encode_results(config, own, after.pop(), shares, bound), keep)
 
 
 def _outcome(
-    way: StepConfig, parts: ParameterTensors, done: list[InplaceStepResult], keep: Tensor | None
+    config: StepConfig, parts: ParameterTensors, done: list[InplaceStepResult], keep: Tensor | None
 ) -> ParameterStepResult:
     """Combine the results of a parameter's chunks, and write a shared scale."""
     scale = _largest([one.scale for one in done if one.scale is not None])
@@ -316,8 +320,8 @@ def _outcome(
     amax_values = [one.amax for one in done if one.amax is not None]
     top = None
     if amax_values:
-        assert way.master_format.spec is not None
-        top = _largest(amax_values) if way.master_format.spec.block[0] is None else torch.cat(amax_values)
+        assert config.master_format.spec is not None
+        top = _largest(amax_values) if config.master_format.spec.block[0] is None else torch.cat(amax_values)
     clamped = [one.clamped for one in done if one.clamped is not None]
     return ParameterStepResult(top, torch.stack(clamped).sum() if clamped else None)
 
@@ -327,12 +331,12 @@ def _largest(each: list[Tensor]) -> Tensor | None:
     return torch.stack(each).amax(0) if len(each) > 1 else each[0] if each else None
 
 
-def put(way: StepConfig, own: ParameterTensors, moved: StepResult, keep: Tensor | None) -> InplaceStepResult:
+def put(config: StepConfig, own: ParameterTensors, moved: StepResult, keep: Tensor | None) -> InplaceStepResult:
     """Write the results of a chunk's step to its tensors."""
-    old = [*own.weight, *(t for held in own.moments for t in held)]
-    new = [*moved.weight, *(t for held in moved.moments for t in held)]
+    old = [*own.weight, *(t for moment_tensors in own.moments for t in moment_tensors)]
+    new = [*moved.weight, *(t for moment_tensors in moved.moments for t in moment_tensors)]
     scale = None
-    if way.shared:
+    if config.shared:
         old.pop(1)
         scale = new.pop(1)
     for target, value in zip(old, new, strict=True):
@@ -340,14 +344,14 @@ def put(way: StepConfig, own: ParameterTensors, moved: StepResult, keep: Tensor 
     return InplaceStepResult(moved.amax, moved.clamped, scale)
 
 
-def lines(way: StepConfig, parts: ParameterTensors, drawn: RngKey) -> tuple[ParameterTensors, RngKey]:
+def lines(config: StepConfig, parts: ParameterTensors, drawn: RngKey) -> tuple[ParameterTensors, RngKey]:
     """Reshape a matrix to rows of a common width if rows do not matter; else return it unchanged."""
-    spec = way.master_format.spec
+    spec = config.master_format.spec
     rows, columns = parts.weight[0].shape
-    specs = (*way.moments, *(() if way.gradient is None else (way.gradient,)))
+    specs = (*config.moments, *(() if config.gradient is None else (config.gradient,)))
     width = lcm(LINE, *(s.block for s in specs if s.block is not None))
-    tensors = (*parts.weight, *(t for held in parts.moments for t in held), *parts.gradient)
-    by_rows = way.whole or (spec is not None and spec.block != (None, None))
+    tensors = (*parts.weight, *(t for moment_tensors in parts.moments for t in moment_tensors), *parts.gradient)
+    by_rows = config.whole or (spec is not None and spec.block != (None, None))
     if by_rows or columns % width or not rows or not all(t.is_contiguous() for t in tensors):
         return parts, drawn
     number = rows * columns // width
@@ -356,33 +360,37 @@ def lines(way: StepConfig, parts: ParameterTensors, drawn: RngKey) -> tuple[Para
         return t.view(number, -1)
 
     weight = tuple(t if spec is not None and i == 1 else of(t) for i, t in enumerate(parts.weight))
-    moments = tuple(tuple(map(of, held)) for held in parts.moments)
-    place = noise.Place((0, drawn.place.first), (number, width), (number, width))
+    moments = tuple(tuple(map(of, moment_tensors)) for moment_tensors in parts.moments)
+    place = noise.ShardPosition((0, drawn.place.first), (number, width), (number, width))
     return ParameterTensors(weight, moments, tuple(map(of, parts.gradient))), drawn._replace(place=place)
 
 
-def divided(way: StepConfig, parts: ParameterTensors, compiled: bool) -> Iterator[tuple[slice | None, Sequence[slice]]]:
+def divided(
+    config: StepConfig, parts: ParameterTensors, compiled: bool
+) -> Iterator[tuple[slice | None, Sequence[slice]]]:
     """Yield each compiled chunk's rows, or None, and the rows of the small chunks that it consists of."""
-    if not compiled or way.whole:
-        yield None, in_pieces(way, parts)
+    if not compiled or config.whole:
+        yield None, row_chunks(config, parts)
         return
     first, (rows, columns) = 0, parts.weight[0].shape
     for size in COMPILED:
-        for large in in_pieces(way, parts, size, slice(first, rows)):
+        for large in row_chunks(config, parts, size, slice(first, rows)):
             # If blocks are higher than such a chunk, only the last may be one; earlier rows would be skipped.
             if large.start == first and (large.stop - first) * columns == size:
-                yield large, in_pieces(way, parts, PIECE, large)
+                yield large, row_chunks(config, parts, PIECE, large)
                 first = large.stop
-    yield None, in_pieces(way, parts, PIECE, slice(first, rows))
+    yield None, row_chunks(config, parts, PIECE, slice(first, rows))
 
 
-def largest(way: StepConfig, parts: ParameterTensors, factor: Tensor | None) -> tuple[Tensor, ...]:
+def largest(config: StepConfig, parts: ParameterTensors, factor: Tensor | None) -> tuple[Tensor, ...]:
     """Return the amaxes of the gradient and of each moment: float32 []."""
     gradient, *scales = parts.gradient
     top = _top(gradient)
-    if way.gradient is not None:
-        top = _top(codes.decode(gradient, scales[0], way.gradient))
-    amax_values = [_top(_decoded(held, spec)) for held, spec in zip(parts.moments, way.moments, strict=True)]
+    if config.gradient is not None:
+        top = _top(codes.decode(gradient, scales[0], config.gradient))
+    amax_values = [
+        _top(_decoded(moment_tensors, spec)) for moment_tensors, spec in zip(parts.moments, config.moments, strict=True)
+    ]
     return (top if factor is None else top * factor, *amax_values)
 
 
@@ -391,45 +399,48 @@ def _top(x: Tensor) -> Tensor:
     return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
-def in_pieces(
-    way: StepConfig, parts: ParameterTensors, size: int | None = None, within: slice | None = None
+def row_chunks(
+    config: StepConfig, parts: ParameterTensors, size: int | None = None, within: slice | None = None
 ) -> Sequence[slice]:
     """Split all rows, or those in `within`, into chunks of about `size` elements that begin at block boundaries."""
     rows, columns = parts.weight[0].shape
     size = PIECE if size is None else size
     first, last = (0, rows) if within is None else (within.start, within.stop)
-    if way.whole or (last - first) * columns <= size:
+    if config.whole or (last - first) * columns <= size:
         return [slice(first, last)] if (last - first) * columns else []
     block = 1
-    if way.master_format.spec is not None:
-        block = way.master_format.spec.block[0] or 1
+    if config.master_format.spec is not None:
+        block = config.master_format.spec.block[0] or 1
     high = max(size // columns // block, 1) * block
     return [slice(at, min(at + high, last)) for at in range(first, last, high)]
 
 
-def stretches(way: StepConfig, parts: ParameterTensors, rows: slice) -> Sequence[slice]:
+def column_chunks(config: StepConfig, parts: ParameterTensors, rows: slice) -> Sequence[slice]:
     """Split the columns of a chunk if its block rows exceed the chunk size; chunks contain whole blocks."""
-    columns, spec = parts.weight[0].shape[1], way.master_format.spec
+    columns, spec = parts.weight[0].shape[1], config.master_format.spec
     height = rows.stop - rows.start
-    if spec is None or None in spec.block or way.whole or height * columns <= PIECE:
+    if spec is None or None in spec.block or config.whole or height * columns <= PIECE:
         return [slice(0, columns)]
-    specs = (*way.moments, *(() if way.gradient is None else (way.gradient,)))
+    specs = (*config.moments, *(() if config.gradient is None else (config.gradient,)))
     unit = lcm(spec.block[1] or 1, *(s.block for s in specs if s.block is not None))
     wide = max(PIECE // height // unit, 1) * unit
     return [slice(at, min(at + wide, columns)) for at in range(0, columns, wide)]
 
 
-def cut_across(way: StepConfig, parts: ParameterTensors, columns: slice) -> ParameterTensors:
+def cut_across(config: StepConfig, parts: ParameterTensors, columns: slice) -> ParameterTensors:
     """Select columns of a chunk with block scales; they must begin at block boundaries of every tensor."""
-    assert way.master_format.spec is not None
+    assert config.master_format.spec is not None
     weight = [t[:, columns] for t in parts.weight]
-    weight[1] = of_columns(parts.weight[1], way.master_format.spec.block[1], columns)
+    weight[1] = of_columns(parts.weight[1], config.master_format.spec.block[1], columns)
     moments = tuple(
-        (held[0][:, columns], *(of_columns(t, spec.block, columns, spec.of.numbers) for t in held[1:]))
-        for held, spec in zip(parts.moments, way.moments, strict=True)
+        (
+            moment_tensors[0][:, columns],
+            *(of_columns(t, spec.block, columns, spec.of.numbers) for t in moment_tensors[1:]),
+        )
+        for moment_tensors, spec in zip(parts.moments, config.moments, strict=True)
     )
     codes, *scale = parts.gradient
-    block = None if way.gradient is None else way.gradient.block
+    block = None if config.gradient is None else config.gradient.block
     gradient = (codes[:, columns], *(of_columns(t, block, columns) for t in scale))
     return ParameterTensors(tuple(weight), moments, gradient)
 
@@ -440,29 +451,29 @@ def of_columns(blocks: Tensor, block: int | None, columns: slice, numbers: int =
     return blocks[:, columns.start // block * numbers : -(-columns.stop // block) * numbers]
 
 
-def cut(way: StepConfig, parts: ParameterTensors, rows: slice) -> ParameterTensors:
+def cut(config: StepConfig, parts: ParameterTensors, rows: slice) -> ParameterTensors:
     """Select a chunk's rows from all tensors of a parameter."""
     if rows == slice(0, parts.weight[0].shape[0]):
         return parts
     weight = list(parts.weight)
-    if way.master_format.spec is not None:
-        weight[1] = of_rows(weight[1], way, parts, rows)
-    of_spec = [0, 2] if way.master_format.spec is not None else range(len(weight))
+    if config.master_format.spec is not None:
+        weight[1] = of_rows(weight[1], config, parts, rows)
+    of_spec = [0, 2] if config.master_format.spec is not None else range(len(weight))
     for index in of_spec:
         weight[index] = weight[index][rows]
-    moments = tuple(tuple(t[rows] for t in held) for held in parts.moments)
+    moments = tuple(tuple(t[rows] for t in moment_tensors) for moment_tensors in parts.moments)
     return ParameterTensors(tuple(weight), moments, tuple(t[rows] for t in parts.gradient))
 
 
-def of_rows(blocks: Tensor, way: StepConfig, parts: ParameterTensors, rows: slice) -> Tensor:
+def of_rows(blocks: Tensor, config: StepConfig, parts: ParameterTensors, rows: slice) -> Tensor:
     """Select the rows of a tensor that stores one value for each block of the weight."""
-    assert way.master_format.spec is not None
-    block = way.master_format.spec.block[0]
+    assert config.master_format.spec is not None
+    block = config.master_format.spec.block[0]
     if block is None:
         return blocks
     return blocks[rows.start // block : -(-rows.stop // block)]
 
 
-def of_reach(reach: Tensor | None, way: StepConfig, parts: ParameterTensors, rows: slice) -> Tensor | None:
+def of_reach(weight_bound: Tensor | None, config: StepConfig, parts: ParameterTensors, rows: slice) -> Tensor | None:
     """Select the bounds of some rows' blocks."""
-    return None if reach is None else of_rows(reach, way, parts, rows)
+    return None if weight_bound is None else of_rows(weight_bound, config, parts, rows)

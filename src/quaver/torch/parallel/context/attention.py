@@ -34,14 +34,14 @@ from quaver.torch.parallel.context.comm import (
     ChunkOrder,
     Group,
     SequenceGroup,
+    all_to_all_parts,
     pack,
-    pass_on,
     scatter_in_order,
+    send_to_next,
     spec_of,
-    trade,
     unpack,
 )
-from quaver.torch.state.history.sync import check_agreement, facts_of
+from quaver.torch.state.history.sync import check_agreement, describe_tensor
 from quaver.torch.state.layer_state import graph_task_id
 
 # ---- gather ----
@@ -128,9 +128,9 @@ def _own_sums(ctx: Any, which: int, grads: tuple[Tensor | None, ...]) -> Tensor:
     across, dim, order, dtype = ctx.across, ctx.across.dim, ctx.across.order, ctx.dtypes[which]
     shape = [*ctx.shapes[which]]
     shape[dim] *= order.ranks
-    given = [(g, span) for g, span in zip(grads, ctx.spans, strict=True) if g is not None]
+    gradients = [(g, span) for g, span in zip(grads, ctx.spans, strict=True) if g is not None]
     sums = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=ctx.device)
-    for g, (a, b) in given:
+    for g, (a, b) in gradients:
         sums.narrow(dim, a, b - a).add_(g)
     parts = torch.stack([order.cut(sums, dim, rank) for rank in range(order.ranks)])
     return scatter_in_order(parts, across.group).to(dtype)
@@ -199,14 +199,14 @@ class _ToTokens(torch.autograd.Function):
 
 def _to_heads(x: Tensor, across: SequenceGroup) -> Tensor:
     ranks, spec = across.order.ranks, across.spec
-    received = [trade(part, across.group) for part in pack(torch.stack(x.chunk(ranks, -2)), spec)]
+    received = [all_to_all_parts(part, across.group) for part in pack(torch.stack(x.chunk(ranks, -2)), spec)]
     parts = [unpack([part[rank] for part in received], spec, x.dtype) for rank in range(ranks)]
     return across.order.join(parts, across.dim)
 
 
 def _to_tokens(x: Tensor, across: SequenceGroup) -> Tensor:
     parts = torch.stack([across.order.cut(x, across.dim, rank) for rank in range(across.order.ranks)])
-    return torch.cat(trade(parts, across.group).unbind(0), -2)
+    return torch.cat(all_to_all_parts(parts, across.group).unbind(0), -2)
 
 
 # ---- ring ----
@@ -236,8 +236,8 @@ def attend_ring(
     sinks: Tensor | None,
 ) -> Tensor:
     """Return this rank's attention output in mode "ring"; q, k, v and the result have the given layout."""
-    asked = _RingArguments(across, sight, scale, soft_cap)
-    out: Tensor = _RingAttentionFunction.apply(*(heads_first(x, layout) for x in (q, k, v)), sinks, asked)
+    arguments = _RingArguments(across, sight, scale, soft_cap)
+    out: Tensor = _RingAttentionFunction.apply(*(heads_first(x, layout) for x in (q, k, v)), sinks, arguments)
     return heads_back(out, layout)
 
 
@@ -245,21 +245,21 @@ class _RingAttentionFunction(torch.autograd.Function):
     """Ring attention. Saves q, this rank's packed keys and values, the output, and two numbers per query; no scores."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, asked: _RingArguments) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: _RingArguments) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        parcel = [*pack(k.unsqueeze(0), asked.across.spec), *pack(v.unsqueeze(0), asked.across.spec)]
+        payload = [*pack(k.unsqueeze(0), arguments.across.spec), *pack(v.unsqueeze(0), arguments.across.spec)]
         queries = q.to(wide)
         merged = comm.MergedSoftmax(
             queries.new_zeros((*q.shape[:3], v.shape[3])),
             queries.new_full(q.shape[:3], -torch.inf),
             queries.new_zeros(q.shape[:3]),
         )
-        coming, ranks = None, asked.across.order.ranks
+        coming, ranks = None, arguments.across.order.ranks
         for step in range(ranks):
-            held = parcel if coming is None else coming()
-            coming = pass_on(held, asked.across.group) if step < ranks - 1 else None
-            keys, values = _opened(held, asked, q.dtype)
-            for rows, columns, block in _blocks(asked, step, q):
+            key_value = payload if coming is None else coming()
+            coming = send_to_next(key_value, arguments.across.group) if step < ranks - 1 else None
+            keys, values = _unpack(key_value, arguments, q.dtype)
+            for rows, columns, block in _blocks(arguments, step, q):
                 operands = queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
                 merged.rows(rows).add(comm.forward(*operands, block))
         if sinks is not None:
@@ -267,25 +267,25 @@ class _RingAttentionFunction(torch.autograd.Function):
             top = sinks.to(wide)[:, None].expand_as(merged.top)
             merged.add(comm.MergedSoftmax(torch.zeros_like(merged.out), top, torch.ones_like(top)))
         result = merged.normalized().to(q.dtype)
-        ctx.save_for_backward(q, result, merged.top, merged.total, sinks, *parcel)
-        ctx.asked = asked
+        ctx.save_for_backward(q, result, merged.top, merged.total, sinks, *payload)
+        ctx.arguments = arguments
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, out, top, total, sinks, *held = ctx.saved_tensors
-        asked, wide = ctx.asked, total.dtype
+        q, out, top, total, sinks, *key_value = ctx.saved_tensors
+        arguments, wide = ctx.arguments, total.dtype
         queries, grad = q.to(wide), grad.to(wide)
         merged = comm.MergedSoftmax((grad * out.to(wide)).sum(-1, keepdim=True), top, total)
-        dq, ranks, group = torch.zeros_like(queries), asked.across.order.ranks, asked.across.group
+        dq, ranks, group = torch.zeros_like(queries), arguments.across.order.ranks, arguments.across.group
         coming = sums = None
         for step in range(ranks):
-            held = held if coming is None else coming()
-            coming = pass_on(held, group) if step < ranks - 1 else None
-            keys, values = _opened(held, asked, q.dtype)
+            key_value = key_value if coming is None else coming()
+            coming = send_to_next(key_value, group) if step < ranks - 1 else None
+            keys, values = _unpack(key_value, arguments, q.dtype)
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-            for rows, columns, block in _blocks(asked, step, q):
+            for rows, columns, block in _blocks(arguments, step, q):
                 operands = grad[:, :, rows], queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
                 of_block = comm.backward(*operands, merged.rows(rows), block)
                 for x, part, g in zip((dq, dk, dv), (rows, columns, columns), of_block, strict=True):
@@ -293,7 +293,7 @@ class _RingAttentionFunction(torch.autograd.Function):
             if sums is not None:
                 # Add the gradients that the previous ranks computed for the keys present here.
                 dk, dv = (own.add_(before) for own, before in zip((dk, dv), sums(), strict=True))
-            sums = pass_on((dk, dv), group) if ranks > 1 else lambda given=(dk, dv): given
+            sums = send_to_next((dk, dv), group) if ranks > 1 else lambda sums_of=(dk, dv): sums_of
         assert sums is not None
         dk, dv = sums()
         dsinks = None
@@ -303,19 +303,20 @@ class _RingAttentionFunction(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsinks, None
 
 
-def _opened(held: list[Tensor], asked: _RingArguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _unpack(key_value: list[Tensor], arguments: _RingArguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Unpack keys and values, rounded to `dtype` as in a single process, then widened to at least float32."""
-    half = len(held) // 2
+    half = len(key_value) // 2
     wide = torch.promote_types(dtype, torch.float32)
     keys, values = (
-        unpack([x[0] for x in part], asked.across.spec, dtype).to(wide) for part in (held[:half], held[half:])
+        unpack([x[0] for x in part], arguments.across.spec, dtype).to(wide)
+        for part in (key_value[:half], key_value[half:])
     )
     return keys, values
 
 
-def _blocks(asked: _RingArguments, step: int, q: Tensor) -> Iterator[tuple[slice, slice, comm.ScoreBlock]]:
+def _blocks(arguments: _RingArguments, step: int, q: Tensor) -> Iterator[tuple[slice, slice, comm.ScoreBlock]]:
     """Yield the visible pairs of query and key chunks at a ring step: slices of both, and their `ScoreBlock`."""
-    across, sight = asked.across, asked.sight
+    across, sight = arguments.across, arguments.sight
     order, rank = across.order, across.rank
     tokens = q.shape[2] * order.ranks
     length = tokens // order.chunks
@@ -326,7 +327,7 @@ def _blocks(asked: _RingArguments, step: int, q: Tensor) -> Iterator[tuple[slice
             if keys[0] >= last or keys[1] <= first:
                 continue
             hidden, bias = sight.hidden(queries, keys, q.device), sight.bias(queries, keys, q.device)
-            block = comm.ScoreBlock(asked.scale, asked.soft_cap, hidden, bias)
+            block = comm.ScoreBlock(arguments.scale, arguments.soft_cap, hidden, bias)
             yield slice(i * length, (i + 1) * length), slice(j * length, (j + 1) * length), block
 
 
@@ -365,17 +366,14 @@ def context_parallel_attention(
     Args:
         q, k, v: this rank's chunks, as `ChunkOrder.cut` selects them; the same number of tokens on each rank.
         mesh: one-dimensional mesh or process group; None means all ranks.
-        how: "gather": each rank all-gathers keys and values. "ring": keys and values pass from rank to rank, and no
-            rank holds all of them. "all_to_all": ranks exchange tokens for heads; needs at least as many kv heads as
-            ranks.
+        how: "gather": each rank all-gathers keys and values. "ring": keys and values pass from rank to rank.
+            "all_to_all": ranks exchange tokens for heads; needs at least as many kv heads as ranks.
         balanced: order of the chunks.
-        quantized: recipe whose input spec quantizes keys and values, once on their own rank, for sending. Their
-            gradients are sent unquantized.
+        quantized: recipe whose input spec quantizes keys and values for sending; gradients are sent unquantized.
         cu_seqlens: cumulative lengths of the whole batch, the same for queries and keys.
-        mask_type, window, chunk, alibi_slopes, sinks, scale, soft_cap, layout: as in
-            `quaver.torch.nn.attention.attention`.
         mask, bias, dropout: not supported; must have their defaults.
-        recipe: as in `quaver.torch.nn.attention.attention`; a recipe that quantizes attention requires "all_to_all".
+        recipe: a recipe that quantizes attention requires "all_to_all".
+        The other arguments are those of `quaver.torch.nn.attention.attention`.
     Returns:
         Like q, with v's features. It can be differentiated once, in q, k, v and sinks; the gradient of sinks covers
         this rank's queries.
@@ -406,15 +404,15 @@ def context_parallel_attention(
         sinks = _as_tensor(sinks, wide)
     except Exception as raised:  # any exception, because the other ranks wait
         error = raised
-    compared: dict[str, Any] = {"q": facts_of(q), "k": facts_of(k), "v": facts_of(v), "recipe": recipe}
-    compared |= {"how": how, "balanced": balanced, "quantized": spec, "scale": scale, "soft_cap": soft_cap}
-    compared |= {"sinks": facts_of(sinks) if isinstance(sinks, Tensor) else sinks, "mask_type": mask_type}
-    compared |= {"layout": layout, "window": window, "chunk": chunk, "alibi_slopes": facts_of(alibi_slopes)}
-    _compare(compared | {"cu_seqlens": ends}, group, error)
+    compared: dict[str, Any] = {name: describe_tensor(x) for name, x in (("q", q), ("k", k), ("v", v))}
+    compared |= {"recipe": recipe, "how": how, "balanced": balanced, "quantized": spec, "scale": scale}
+    compared |= {"sinks": describe_tensor(sinks) if isinstance(sinks, Tensor) else sinks, "mask_type": mask_type}
+    compared |= {"layout": layout, "window": window, "chunk": chunk, "alibi_slopes": describe_tensor(alibi_slopes)}
+    _compare(compared | {"soft_cap": soft_cap, "cu_seqlens": ends}, group, error)
     left, right = bounds(mask_type, window)
     across = SequenceGroup(group, order, 1 if layout == "bshd" else 0, spec)
     sight = CausalWindow(left, right, chunk, alibi_slopes, ends)
-    scale = (1 / math.sqrt(q.shape[-1]) if q.shape[-1] else 1.0) if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
     options: dict[str, Any] = {"layout": layout, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
     options |= {"recipe": recipe} if how == "all_to_all" else {}
     with torch.autocast(kind, enabled=False):
@@ -516,11 +514,11 @@ def check_heads_divide(queries: int, groups: int, ranks: int, where: str = "atte
 
 
 def _check_parts(queries: int, keys: int, order: ChunkOrder) -> None:
-    held = len(order.of(0))
-    if queries != keys or queries == 0 or queries % held:
+    chunks = len(order.of(0))
+    if queries != keys or queries == 0 or queries % chunks:
         raise ValueError(
             f"this rank's shard has {queries} queries and {keys} keys; each rank needs the same number of "
-            f"both, a positive multiple of {held}, as `cut` of the whole sequence returns them"
+            f"both, a positive multiple of {chunks}, as `cut` of the whole sequence returns them"
         )
 
 

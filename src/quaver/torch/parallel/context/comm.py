@@ -14,7 +14,7 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.nn.attention.inputs import alibi
 from quaver.torch.numerics.quantized import Quantized, storage
 from quaver.torch.operations.functional import quantize
-from quaver.torch.parallel.comm import Kind, awaited, during
+from quaver.torch.parallel.comm import Kind, count_async, count_collective
 
 # ---- chunks and masks ----
 # Positions of a sequence's chunks and the keys that queries see; nothing here communicates.
@@ -172,11 +172,11 @@ class SequenceGroup(NamedTuple):
         return dist.get_rank(self.group)
 
 
-def trade(parts: Tensor, group: Group, kind: Kind = "keys_values") -> Tensor:
+def all_to_all_parts(parts: Tensor, group: Group, kind: Kind = "keys_values") -> Tensor:
     """All-to-all of equal parts [ranks, ...]: part i goes to rank i, and part i of the result comes from rank i."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    with during(kind, "exchange", parts, group):
+    with count_collective(kind, "exchange", parts, group):
         dist.all_to_all_single(received, parts, group=group)
     return received
 
@@ -188,14 +188,14 @@ def scatter_in_order(parts: Tensor, group: Group, kind: Kind = "keys_values") ->
     that adds in this order, and the traffic is that of a reduce-scatter.
     """
     assert parts.dtype in (torch.float32, torch.float64)
-    received = trade(parts, group, kind)
+    received = all_to_all_parts(parts, group, kind)
     total = received[0].clone()
     for part in received[1:]:
         total += part
     return total
 
 
-def pass_on(tensors: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
+def send_to_next(tensors: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
     """Start to send tensors to the next rank. Returns a function that waits for those of the previous rank."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
@@ -207,7 +207,7 @@ def pass_on(tensors: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor
         receipts = [dist.P2POp(dist.irecv, x, before, group) for x in fresh if x.numel()]
         works = dist.batch_isend_irecv([*sends, *receipts])
         # The first wait waits for all operations.
-        waits = [awaited("keys_values", "send", x, group, [] if i else works) for i, x in enumerate(full)]
+        waits = [count_async("keys_values", "send", x, group, [] if i else works) for i, x in enumerate(full)]
 
     def finish() -> list[Tensor]:
         for wait in waits:
@@ -265,11 +265,11 @@ def pack(x: Tensor, spec: QuantSpec | None) -> list[Tensor]:
     return [q.data.view(torch.uint8).view(x.shape), scale.contiguous()]
 
 
-def unpack(parcel: list[Tensor], spec: QuantSpec | None, dtype: torch.dtype) -> Tensor:
+def unpack(payload: list[Tensor], spec: QuantSpec | None, dtype: torch.dtype) -> Tensor:
     """Dequantize one part of `pack`'s result, without the leading axis."""
     if spec is None:
-        return parcel[0]
-    codes, scale = parcel
+        return payload[0]
+    codes, scale = payload
     shape = (codes.shape[:-1].numel(), codes.shape[-1])
     data = codes.reshape(shape).view(storage(spec.format))
     scale = scale.view(1, 1) if spec.per_tensor else scale.view(shape[0], -1)
@@ -318,8 +318,8 @@ class MergedSoftmax(NamedTuple):
         top = torch.maximum(self.top, other.top)
         for old, new in zip((self.total, self.out), (other.total, other.out), strict=True):
             shape = (*top.shape, 1)[: old.dim()]
-            kept, added = ((x - _finite(top)).exp().view(shape) for x in (self.top, other.top))
-            old.mul_(kept).add_(new * added)
+            old_factor, added = ((x - _finite(top)).exp().view(shape) for x in (self.top, other.top))
+            old.mul_(old_factor).add_(new * added)
         self.top.copy_(top)
 
     def normalized(self) -> Tensor:
@@ -368,8 +368,8 @@ def _scores(q: Tensor, k: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor | N
     """Return the scores [B, H, Sq, Sk], -inf where masked, and the derivative of the soft cap or None."""
     scores, slope = _of_groups(q, k.mT).mul_(block.scale), None
     if block.soft_cap is not None:
-        bent = torch.tanh(scores / block.soft_cap)
-        scores, slope = bent * block.soft_cap, 1 - bent * bent
+        soft_capped = torch.tanh(scores / block.soft_cap)
+        scores, slope = soft_capped * block.soft_cap, 1 - soft_capped * soft_capped
     if block.bias is not None:
         scores = scores + block.bias
     if block.hidden is not None:

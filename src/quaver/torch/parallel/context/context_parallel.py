@@ -35,7 +35,7 @@ from quaver.torch.parallel.context.attention import (
 from quaver.torch.parallel.context.comm import ChunkOrder, Group, scatter_in_order, spec_of
 from quaver.torch.parallel.tensor import joined
 from quaver.torch.parallel.tensor.layers import layout_of
-from quaver.torch.state.history.sync import check_agreement, facts_of
+from quaver.torch.state.history.sync import check_agreement, describe_tensor
 from quaver.torch.state.layer_state import graph_task_id
 
 Layer = MultiheadAttention | LatentAttention
@@ -74,10 +74,10 @@ class ContextParallel:
             f"x has {tokens} tokens (dimension {dim} of {list(x.shape)}), which is no multiple of {chunks} "
             "chunks: pass a rank's whole shard to join, as cut returns it, and remove tokens from the result"
         )
-        what = {"x": facts_of(x.detach()), "dim": dim}
+        what = {"x": describe_tensor(x.detach()), "dim": dim}
         check_agreement("ContextParallel.join", what, self.group, error=error if tokens % chunks else "")
-        given = x.detach().unsqueeze(0)
-        whole = gather(given.view(torch.uint8) if x.dtype is torch.bool else given, 0, self.group)()
+        value = x.detach().unsqueeze(0)
+        whole = gather(value.view(torch.uint8) if x.dtype is torch.bool else value, 0, self.group)()
         return self.order.join(whole.view(x.dtype).unbind(0), dim)
 
     def positions(self, tokens: int, device: Any = None, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -91,11 +91,15 @@ class ContextParallel:
             cu_seqlens: cumulative lengths of the whole batch, if sequences are packed.
         """
         tells = cu_seqlens is None or has_reliable_version(cu_seqlens)
-        asked = tokens, device, None if cu_seqlens is None or not tells else (id(cu_seqlens), cu_seqlens._version)
-        kept = self._placed if tells else None
-        if kept is not None and kept[0][:3] == asked:
+        placement_key = (
+            tokens,
+            device,
+            None if cu_seqlens is None or not tells else (id(cu_seqlens), cu_seqlens._version),
+        )
+        cached = self._placed if tells else None
+        if cached is not None and cached[0][:3] == placement_key:
             # Return the same tensor for all layers, because rotary tables are cached by it.
-            return kept[1]
+            return cached[1]
         whole = tokens * self.order.ranks
         placed = self.order.places(whole, self.rank, device)
         if cu_seqlens is not None:
@@ -103,7 +107,7 @@ class ContextParallel:
             placed = positions_of(every, "thd", None, 0, cu_seqlens.to(every.device))[placed]
         if tells:
             # Store the tensor in the cache entry, so that its id is not reused.
-            self._placed = (*asked, cu_seqlens), placed
+            self._placed = (*placement_key, cu_seqlens), placed
         return placed
 
     def sum_gradients(self, parameters: nn.Module | Iterable[Tensor]) -> None:
@@ -116,7 +120,7 @@ class ContextParallel:
         """
         every = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         every = [p for p in every if p.requires_grad or p.grad is not None]
-        check_agreement("sum_gradients", {str(i): facts_of(p) for i, p in enumerate(every)}, self.group)
+        check_agreement("sum_gradients", {str(i): describe_tensor(p) for i, p in enumerate(every)}, self.group)
         if not every:
             return
         ranks = self.order.ranks
@@ -207,8 +211,8 @@ class Dropping:
         shape = [*x.shape]
         shape[self.dim] *= self.across.order.ranks
         whole = nn.functional.dropout(torch.ones(shape, dtype=torch.float32, device=x.device), p)
-        kept = self.across.cut(whole, self.dim) != 0
-        return x * kept * (1 / (1 - p) if p < 1 else 0.0)
+        mask = self.across.cut(whole, self.dim) != 0
+        return x * mask * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def _in_parts(kind: Any, dropping: Dropping) -> Any:
@@ -266,7 +270,7 @@ class _PositionHook:
                 raise ValueError(
                     f"{where} runs self attention on a sharded sequence; pass one cu_seqlens, that of the whole batch"
                 )
-            what = {"x": facts_of(x), "training": layer.training}
+            what = {"x": describe_tensor(x), "training": layer.training}
             what["cu_seqlens"] = None if ends is None else ends.tolist()
         except Exception as raised:
             # Catch any exception: the other ranks wait.

@@ -22,8 +22,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from quaver.recipes.spec import Recipe
 from quaver.torch.backends.gpu.buffers import CrossStream
 from quaver.torch.conversion.convert import RollHistories
-from quaver.torch.numerics.quantized import Given
-from quaver.torch.parallel.comm import agree
+from quaver.torch.numerics.quantized import ScalarOverride
+from quaver.torch.parallel.comm import all_reduce_amax
 from quaver.torch.parallel.fsdp.operands import (
     ROWS,
     WHOLE,
@@ -37,7 +37,7 @@ from quaver.torch.parallel.fsdp.operands import (
     sides,
     whole,
 )
-from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, held_parameters, local
+from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax
 from quaver.torch.state.history.sync import check_agreement, new_group
@@ -62,7 +62,7 @@ class _AmaxEntry(NamedTuple):
     bits: Tensor
 
     @property
-    def apart(self) -> bool:
+    def differs_by_rank(self) -> bool:
         """True if these amaxes differ between tensor-parallel ranks, so that each needs its own slot."""
         axis, side = self.weight.across.axis, self.side
         if self.block in (WHOLE, ROWS):
@@ -116,33 +116,33 @@ class GatheredWeightState:
         """Return the operand named "fprop" or "dgrad"; the only one if both are the same."""
         return self.sides[0] if self.shared or name == "fprop" else self.sides[1]
 
-    def see(self) -> Any:
+    def find_parameter(self) -> Any:
         """Find and return the sharded parameter."""
         if self.unit is not None:
             self.parameter = self.unit.sharded
         else:
             layer = self.layer()
-            held = None if layer is None else layer._parameters.get("weight")
-            if local(held) is not None:
-                self.parameter = held
+            layer_weight = None if layer is None else layer._parameters.get("weight")
+            if local(layer_weight) is not None:
+                self.parameter = layer_weight
         return self.parameter
 
     def state_of_writes(self) -> tuple[int, int]:
         """Return the version and data pointer of the sharded parameter, to detect writes."""
-        parameter = self.see()
+        parameter = self.find_parameter()
         part: Any = local(parameter)
         return parameter._version, 0 if part is None else getattr(part, "plain", part).data_ptr()
 
     def values(self) -> Tensor | None:
         """Return this rank's rows [n, K] in the dtype to quantize from, or None if the weight is not sharded."""
-        rows: Any = local(self.see())
+        rows: Any = local(self.find_parameter())
         rows = getattr(rows, "plain", rows)
         if rows is None or rows.is_meta:
             return None
         dtype = None if self.unit is None else self.unit.dtype
         return rows.detach() if dtype is None else rows.detach().to(dtype)
 
-    def factor(self) -> tuple[float, Given]:
+    def factor(self) -> tuple[float, ScalarOverride]:
         """Return the layer's present delayed-scaling factor for the weight, preceded by a key that changes with it."""
         layer = self.layer()
         if self.recipe.delayed is None or layer is None:
@@ -154,7 +154,7 @@ class GatheredWeightState:
             return buffer._version, factors[amax.WEIGHT]
         return factors[amax.WEIGHT], factors[amax.WEIGHT]
 
-    def part(self, side: OperandSide, rows: RowShard, key: float, factor: Given) -> OperandShard:
+    def part(self, side: OperandSide, rows: RowShard, key: float, factor: ScalarOverride) -> OperandShard:
         """Return this rank's shard of an operand, quantized once per agreement.
 
         fully_shard calls it on its copy-in stream, and for some gathers on the compute stream.
@@ -163,15 +163,15 @@ class GatheredWeightState:
         assert x is not None
         self.model.amaxes.wait()
         seen = self.model.number, key, x.data_ptr() if self.unit is None or self.unit.dtype is None else 0
-        kept = self.parts.get(side.name)
-        if kept is None or kept[0] != seen:
+        cached = self.parts.get(side.name)
+        if cached is None or cached[0] != seen:
             done = part(x, side, rows, self.agreed[side.name], factor)
             written = CrossStream([t for t in done if isinstance(t, Tensor)], x.device)
-            kept = self.parts[side.name] = seen, done, written
-        kept[2].wait()
-        return kept[1]
+            cached = self.parts[side.name] = seen, done, written
+        cached[2].wait()
+        return cached[1]
 
-    def joint(self, name: str, mesh: Any, key: float, factor: Given) -> GatheredLayout:
+    def gathered_layout(self, name: str, mesh: Any, key: float, factor: ScalarOverride) -> GatheredLayout:
         """Return the layout by which the shards of all ranks make up the operand named "fprop" or "dgrad"."""
         side, rows = self.side(name), self.rows(mesh)
         own = self.part(side, rows, key, factor)
@@ -251,7 +251,7 @@ class ModelAmaxSync:
     def _begin(self) -> None:
         root = self.root()
         by_layer = {weight.layer(): weight for weight in self.weights}
-        for module, name, unit in held_parameters(root) if root is not None else ():
+        for module, name, unit in managed_parameters(root) if root is not None else ():
             if name == "weight" and module in by_layer:
                 by_layer[module].unit = unit
         for module in root.modules() if root is not None else ():
@@ -261,12 +261,12 @@ class ModelAmaxSync:
                     module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
         if root is not None:
             # This hook, too, must run before fully_shard's own.
-            root.register_forward_pre_hook(_Open(self), prepend=True)
+            root.register_forward_pre_hook(_ForwardHook(self), prepend=True)
         _watch(self)
 
     def _compare(self, weight: GatheredWeightState, mesh: Any) -> None:
         """Raise on all ranks if they prepared different weights, or if a weight is offloaded to the CPU."""
-        over = getattr(weight.see(), "device_mesh", mesh)
+        over = getattr(weight.find_parameter(), "device_mesh", mesh)
         self.groups = tuple(over.get_group(dim) for dim in range(over.ndim))
         offloaded = next((w.name for w in self.weights if w.unit is not None and w.unit.offloads), None)
         error = (
@@ -305,7 +305,7 @@ class ModelAmaxSync:
                 own = amaxes(x, side, weight.rows(over), side.spec.two_level or of_history)
                 weight.agreed[side.name] = own
                 entries = [_AmaxEntry(weight, side, block, bits) for block, bits in own.items()]
-                by_group.setdefault(group, []).extend(e for e in entries if over.size() > 1 or not e.apart)
+                by_group.setdefault(group, []).extend(e for e in entries if over.size() > 1 or not e.differs_by_rank)
         for group, entries in by_group.items():
             if entries:
                 self._agree_on(entries, group, cut.get(group), _device(asking))
@@ -325,15 +325,15 @@ class ModelAmaxSync:
         """
         every = [entry.bits.to(device) for entry in entries]
         places, rank = 1, 0
-        if cut is not None and not all(entry.apart for entry in entries):
+        if cut is not None and not all(entry.differs_by_rank for entry in entries):
             places, rank = cut.across.mesh.size(), cut.across.mesh.get_local_rank()
             group = self._group(cut)
         for i, (entry, bits) in enumerate(zip(entries, every, strict=True)):
-            if entry.apart and places > 1:
+            if entry.differs_by_rank and places > 1:
                 every[i] = bits.new_zeros((places, bits.numel()))
                 every[i][rank] = bits
         try:
-            flat = agree(torch.cat([bits.view(-1) for bits in every]), group)
+            flat = all_reduce_amax(torch.cat([bits.view(-1) for bits in every]), group)
         except RuntimeError as error:
             raise RuntimeError(
                 "the all-reduce of weight amaxes, which runs after each optimizer step, failed on this rank "
@@ -372,7 +372,7 @@ def _device(weight: GatheredWeightState) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-class _Open:
+class _ForwardHook:
     """Forward pre-hook of the root module that calls `ModelAmaxSync.open`."""
 
     def __init__(self, model: ModelAmaxSync) -> None:
@@ -391,7 +391,7 @@ def close(root: nn.Module) -> None:
     """
     for module in root.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, _Open):
+            if isinstance(hook, _ForwardHook):
                 del module._forward_pre_hooks[key]
 
 

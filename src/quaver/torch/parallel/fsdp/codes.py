@@ -21,8 +21,8 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.stored_weight import CODES
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.parallel.fsdp.shard_tensors import KEEPS, Gathered, Shard
-from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, held_parameters, local, set_local
+from quaver.torch.parallel.fsdp.shard_tensors import SHARD_OPS, Gathered, Shard
+from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters, set_local
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ class StoredShardInfo:
             return
         if not self.gathered_once and root is not None:
             self.gathered_once = True
-            for module, name, unit in held_parameters(root):
+            for module, name, unit in managed_parameters(root):
                 if module is layer and name == "weight":
                     self.unit = unit
         if self.unit is not None:
@@ -77,7 +77,7 @@ class CodeShard(Shard):
     """Codes of a frozen weight, or of one rank's rows of it."""
 
     # Moves between devices view the codes as integers.
-    keeps = frozenset({*KEEPS, aten.view.dtype})
+    shard_ops = frozenset({*SHARD_OPS, aten.view.dtype})
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:  # type: ignore[override]
         of: Any = self.weight
@@ -124,7 +124,7 @@ class LearningCodes(CodeShard):
 
     def as_bytes(self, parameter: Tensor) -> Tensor:
         data = self.plain.detach().view(torch.uint8)
-        return _lying_as(parameter, data) if isinstance(parameter, DTensor) else data
+        return _as_dtensor(parameter, data) if isinstance(parameter, DTensor) else data
 
     def with_bytes(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
         of: Any = self.weight
@@ -135,7 +135,7 @@ class LearningCodes(CodeShard):
         if parameter.device == own.device and parameter.dtype is shard.dtype:
             set_local(parameter, shard)
             return parameter
-        return nn.Parameter(_lying_as(parameter, shard), requires_grad=parameter.requires_grad)
+        return nn.Parameter(_as_dtensor(parameter, shard), requires_grad=parameter.requires_grad)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -147,7 +147,7 @@ class LearningCodes(CodeShard):
             return super().__torch_dispatch__(function, types, args, options)
         source = getattr(args[1], "plain", args[1]) if function is aten.copy_.default else shard.plain
         dtype = options.get("dtype")
-        if function not in cls.keeps or source.dtype is not shard.plain.dtype or dtype not in (None, shard.dtype):
+        if function not in cls.shard_ops or source.dtype is not shard.plain.dtype or dtype not in (None, shard.dtype):
             raise ValueError(
                 f"{function} reads the weight of {shard.weight.name} as numbers, and it is stored only as "
                 "codes: step it by an optimizer of quaver.torch.optim, load it from a checkpoint of codes, "
@@ -164,8 +164,8 @@ class LearningCodes(CodeShard):
         of: Any = self.weight
         codes = outputs[0][: of.shape[0]].view(self.plain.dtype)
         if out is not None:
-            given: Any = getattr(out, "_local_tensor", out)
-            given.held[:] = [codes]
+            gathered: Any = getattr(out, "_local_tensor", out)
+            gathered.contents[:] = [codes]
             return None
         return GatheredCodes(of, dtype, codes.device, [codes]), ()
 
@@ -173,12 +173,12 @@ class LearningCodes(CodeShard):
 class GatheredCodes(Gathered):
     """A weight [N, K] gathered as codes; implements `quaver.torch.linear.gemms.PrequantizedWeight`."""
 
-    held: list[Tensor]
+    contents: list[Tensor]
 
     @property
     def gathered_codes(self) -> Tensor:
         """The codes in their storage dtype."""
-        return self.held[0]
+        return self.contents[0]
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
         """Accept any recipe: codes that do not match its operands are dequantized and quantized again."""
@@ -189,7 +189,7 @@ class GatheredCodes(Gathered):
         return stored_weight.operand(call.layer, self, transposed, call.plan.weight, spec, call)
 
 
-def _lying_as(parameter: DTensor, part: Tensor) -> Tensor:
+def _as_dtensor(parameter: DTensor, part: Tensor) -> Tensor:
     """Wrap a rank's shard as a DTensor with the mesh, placements and shape of a parameter."""
     mesh, placements = parameter.device_mesh, parameter.placements
     with torch.no_grad():

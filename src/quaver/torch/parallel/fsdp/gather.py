@@ -22,7 +22,7 @@ from quaver.torch.linear.linear import Linear
 from quaver.torch.linear.stored_weight import FOUR_BITS
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel import comm as traffic
-from quaver.torch.parallel.consistency import compare, lines_of
+from quaver.torch.parallel.consistency import compare, describe_model
 from quaver.torch.parallel.fsdp.amax_sync import GatheredWeightState, ModelAmaxSync, TensorParallelShard, close
 from quaver.torch.parallel.fsdp.codes import shard_codes
 from quaver.torch.parallel.fsdp.operands import sides
@@ -31,8 +31,8 @@ from quaver.torch.parallel.fsdp.torch_internals import (
     Collectives,
     FsdpParameter,
     collectives,
-    held_parameters,
     local,
+    managed_parameters,
     set_local,
 )
 from quaver.torch.parallel.tensor.layers import layout_of
@@ -115,7 +115,7 @@ def refresh_gather(
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    units = {layer: unit for layer, name, unit in held_parameters(model) if name == "weight"}
+    units = {layer: unit for layer, name, unit in managed_parameters(model) if name == "weight"}
     gathers, prepared = _agreed_on(model, recipe, skip, mesh, units)
     close(model)
     weights = {weight.layer(): weight for weight in prepared.weights}
@@ -124,7 +124,7 @@ def refresh_gather(
         if weight is None and before is None:
             continue
         _prepare(layer, weight)
-        units[layer].renew()
+        units[layer].reinitialize()
     return gathers
 
 
@@ -143,7 +143,7 @@ def _agreed_on(
         # The other ranks would otherwise wait for this one.
         compare([], mesh, str(error))
         raise
-    compare([*lines_of(model), *str(gathers).split("\n")], mesh)
+    compare([*describe_model(model), *str(gathers).split("\n")], mesh)
     return gathers, prepared
 
 
@@ -413,11 +413,11 @@ class CommCounter(traffic.SentBytes):
 
 
 def _of_histories(maxima: Tensor, group: Any) -> AbstractContextManager[Any]:
-    return traffic.during("amaxes", "reduce", maxima, group)
+    return traffic.count_collective("amaxes", "reduce", maxima, group)
 
 
 def _of_headers(header: Tensor, group: Any) -> AbstractContextManager[Any]:
-    return traffic.during("control", "reduce", header, group)
+    return traffic.count_collective("control", "reduce", header, group)
 
 
 def _as(comm: Any, kind: type, owner: CommCounter, unit: Collectives) -> Any:
@@ -437,7 +437,7 @@ def _gathering(kind: Any) -> type:
         if async_op:
             traffic.count("weights", "gather", input_tensor, group, owner)
             return kind.__call__(self, output_tensor, input_tensor, group, async_op)
-        with traffic.during("weights", "gather", input_tensor, group, owner):
+        with traffic.count_collective("weights", "gather", input_tensor, group, owner):
             return kind.__call__(self, output_tensor, input_tensor, group, async_op)
 
     return _derived(kind, call)
@@ -455,7 +455,7 @@ def _scattering(kind: Any) -> type:
         self.owner._see(input_tensor)
         if self.unit.replicas is not None:
             traffic.count("gradients", "reduce", output_tensor, self.unit.replicas, owner)
-        with traffic.during("gradients", "scatter", input_tensor, group, () if counts_itself else owner):
+        with traffic.count_collective("gradients", "scatter", input_tensor, group, () if counts_itself else owner):
             return kind.__call__(self, output_tensor, input_tensor, group, op, async_op)
 
     return _derived(kind, call)

@@ -16,7 +16,7 @@ from torch import Tensor
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.buffers import CrossStream
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.quantized import Given, Quantized, pack, storage
+from quaver.torch.numerics.quantized import Quantized, ScalarOverride, pack, storage
 from quaver.torch.numerics.rounding import SMALLEST_NORMAL_BITS, magnitude_bits, rotate
 from quaver.torch.operations.functional import quantize
 
@@ -124,7 +124,7 @@ def cut_across(rows: RowShard, side: OperandSide) -> bool:
     return rows.axis == 1 and side.width is None and side.height is not None
 
 
-def straddling(rows: RowShard, height: int | None) -> list[int]:
+def crossing_blocks(rows: RowShard, height: int | None) -> list[int]:
     """Return the indices of block rows of the whole weight that cross shards."""
     if height is None:
         # Includes ranks without rows: a scale of the whole height is not sent.
@@ -187,7 +187,7 @@ def amaxes(x: Tensor, side: OperandSide, rows: RowShard, of_all: bool) -> dict[i
         if bits.numel():
             lines.scatter_reduce_(0, own, bits.amax(1), "amax")
         parts[ROWS] = _of_blocks(lines, 1)
-    for block in () if ROWS in parts else straddling(rows, side.height):
+    for block in () if ROWS in parts else crossing_blocks(rows, side.height):
         start, stop = (0, rows.all) if side.height is None else (block * side.height, (block + 1) * side.height)
         own = bits[max(0, start - rows.start) : max(0, min(stop, rows.stop) - rows.start)]
         parts[block] = _of_blocks(own.amax(0) if own.shape[0] else bits.new_zeros(width), side.width)
@@ -202,7 +202,7 @@ def whole(agreed: Agreed) -> Tensor | None:
     return None if bits is None or bits.numel() != 1 else bits.view(torch.float32).view(1, 1)
 
 
-def part(x: Tensor, side: OperandSide, rows: RowShard, agreed: Agreed, factor: Given) -> OperandShard:
+def part(x: Tensor, side: OperandSide, rows: RowShard, agreed: Agreed, factor: ScalarOverride) -> OperandShard:
     """Quantize this rank's shard of an operand.
 
     Args:
@@ -238,34 +238,34 @@ def part(x: Tensor, side: OperandSide, rows: RowShard, agreed: Agreed, factor: G
 
 
 def _piece(
-    x: Tensor, side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, factor: Given
+    x: Tensor, side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, factor: ScalarOverride
 ) -> tuple[Tensor, Tensor | float, Tensor | None]:
     """Quantize whole blocks, or part of one block row. Returns codes, scales, and the tensor factor of two-level
     scales.
     """
     spec = side.spec
     operand = x.t() if side.transposed else x
-    given = _given(side, block, crosses_shards, agreed, x.shape[0])
-    if spec.two_level and given is not None:
+    agreed_bits = _agreed_bits(side, block, crosses_shards, agreed, x.shape[0])
+    if spec.two_level and agreed_bits is not None:
         wide = operand.to(torch.float32)
         tensor = agreed[WHOLE].view(torch.float32)
-        q = reference.two_level(rotate(wide) if spec.hadamard else wide, spec, tensor, given)
+        q = reference.two_level(rotate(wide) if spec.hadamard else wide, spec, tensor, agreed_bits)
     elif spec.two_level:
         q = quantize(operand, spec, agreed[WHOLE].view(torch.float32).view(1, 1))
     else:
-        q = quantize(operand, spec, None if given is None else given.view(torch.float32), factor=factor)
+        q = quantize(operand, spec, None if agreed_bits is None else agreed_bits.view(torch.float32), factor=factor)
     return *_as_the_weight(q, side), q.tensor_factor
 
 
-def _given(side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, rows: int) -> Tensor | None:
+def _agreed_bits(side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, rows: int) -> Tensor | None:
     """Return the agreed amax bits for `rows` rows from a block row on, in the operand's shape, or None."""
     lines = agreed.get(ROWS)
     if lines is not None and lines.numel():
         assert side.height is not None
         of_rows = lines[block : block + -(-rows // side.height)]
         return of_rows.view((1, -1) if side.transposed else (-1, 1))
-    given = agreed.get(block) if crosses_shards else None
-    return None if given is None else given.view((-1, 1) if side.transposed else (1, -1))
+    agreed_bits = agreed.get(block) if crosses_shards else None
+    return None if agreed_bits is None else agreed_bits.view((-1, 1) if side.transposed else (1, -1))
 
 
 def _as_the_weight(q: Quantized, side: OperandSide) -> tuple[Tensor, Tensor | float]:
@@ -273,7 +273,7 @@ def _as_the_weight(q: Quantized, side: OperandSide) -> tuple[Tensor, Tensor | fl
     scale = q.plain_scale() if isinstance(q.scale, Tensor) else q.scale
     if q.transposed == side.transposed:
         return q.data.view(torch.uint8), scale
-    codes = q.lying_codes().t()
+    codes = q.stored_codes().t()
     if side.spec.format.packed:
         codes = pack(codes)
     return codes, scale.t() if isinstance(scale, Tensor) else scale

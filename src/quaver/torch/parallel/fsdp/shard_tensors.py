@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quaver.recipes.spec import Recipe
 from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass
-from quaver.torch.parallel.comm import during
+from quaver.torch.parallel.comm import count_collective
 from quaver.torch.parallel.fsdp.amax_sync import GatheredWeightState
 from quaver.torch.parallel.fsdp.operands import GatheredLayout, buffer
 from quaver.torch.state.history import amax
@@ -23,7 +23,7 @@ from quaver.torch.state.layer_state import graph_task_id
 
 aten = torch.ops.aten
 #: Operations whose result is again a Shard: those that fully_shard and nn.Module apply to parameters.
-KEEPS = {
+SHARD_OPS = {
     *(aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default, aten.slice.Tensor, aten.copy_.default),
     *(aten.view.default, aten.as_strided.default, aten._to_copy.default, aten._pin_memory.default, aten.alias.default),
     *(aten.split.Tensor, aten.clone.default, aten.detach.default, aten.t.default, aten.reshape.default),
@@ -43,7 +43,7 @@ class Shard(Tensor):
 
     plain: Tensor
     weight: GatheredWeightState
-    keeps = frozenset(KEEPS)
+    shard_ops = frozenset(SHARD_OPS)
     eagerly = staticmethod(eagerly)
 
     @staticmethod
@@ -116,7 +116,7 @@ class Shard(Tensor):
         if args and isinstance(args[0], Shard) and result is plain_args[0]:
             # An in-place operation.
             return args[0]
-        if function not in cls.keeps:
+        if function not in cls.shard_ops:
             return result
         return _each(lambda x: cls(x, weight[0]) if isinstance(x, Tensor) else x, result)
 
@@ -142,13 +142,18 @@ class Shard(Tensor):
             unit.check(weight.name)
         key, factor = weight.factor()
         names = _travelling(weight)
-        joints = [weight.joint(name, mesh, key, factor) for name in names]
-        inputs = [t for joint in joints for t in (joint.own.codes, joint.own.scales) if t is not None]
+        gathered_layouts = [weight.gathered_layout(name, mesh, key, factor) for name in names]
+        inputs = [
+            t
+            for gathered_layout in gathered_layouts
+            for t in (gathered_layout.own.codes, gathered_layout.own.scales)
+            if t is not None
+        ]
         shapes = [t.shape for t in inputs]
         if unit is not None and shapes != weight.sent:
             unit.forget_outputs()
         weight.sent = shapes
-        return tuple(inputs), GatherMetadata(joints, key, mesh, _reader(weight))
+        return tuple(inputs), GatherMetadata(gathered_layouts, key, mesh, _reader(weight))
 
     def fsdp_post_all_gather(
         self, outputs: Sequence[Tensor], sent: "GatherMetadata", dtype: torch.dtype, *, out: Any = None
@@ -164,21 +169,23 @@ class Shard(Tensor):
             )
         gathered = list(outputs)
         if out is None:
-            buffers = _rooms(weight, sent.mesh, x.device)
-            given = GatheredWeight(weight, dtype, x.device, GatheredOperands({}, sent, buffers))
+            buffers = _scale_buffers(weight, sent.mesh, x.device)
+            wrapper = GatheredWeight(weight, dtype, x.device, GatheredOperands({}, sent, buffers))
         else:
-            given = getattr(out, "_local_tensor", out)
-        held = given.held
-        held.operands.clear()
-        held.sent = sent
-        for joint in sent.joints:
-            tensors = [t for t in (joint.own.codes, joint.own.scales) if t is not None]
-            if joint.rows.ranks > 1:
+            wrapper = getattr(out, "_local_tensor", out)
+        contents = wrapper.contents
+        contents.operands.clear()
+        contents.sent = sent
+        for gathered_layout in sent.gathered_layouts:
+            tensors = [t for t in (gathered_layout.own.codes, gathered_layout.own.scales) if t is not None]
+            if gathered_layout.rows.ranks > 1:
                 tensors = [gathered.pop(0) for _ in tensors]
-            held.operands[joint.side.name] = joint.operand(tensors, held.buffers[joint.side.name])
+            contents.operands[gathered_layout.side.name] = gathered_layout.operand(
+                tensors, contents.buffers[gathered_layout.side.name]
+            )
         if out is not None:
             return None
-        return given, tuple(buffer for buffer in held.buffers.values() if buffer is not None)
+        return wrapper, tuple(buffer for buffer in contents.buffers.values() if buffer is not None)
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
@@ -193,7 +200,7 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 class GatherMetadata(NamedTuple):
     """Data passed from `fsdp_pre_all_gather` to `fsdp_post_all_gather`."""
 
-    joints: Sequence[GatheredLayout]
+    gathered_layouts: Sequence[GatheredLayout]
     #: Key that identifies the delayed-scaling factor used for these codes.
     key: float
     mesh: Any
@@ -214,14 +221,14 @@ class Gathered(Tensor):
     """A weight [N, K] without values, from which a layer requests quantized operands."""
 
     weight: Any
-    held: Any
+    contents: Any
     eagerly = staticmethod(eagerly)
 
     @staticmethod
-    def __new__(cls, weight: Any, dtype: torch.dtype, device: torch.device, held: Any) -> "Gathered":
-        given: Gathered = make_wrapper_subclass(cls, torch.Size(weight.shape), dtype=dtype, device=device)
-        given.weight, given.held = weight, held
-        return given
+    def __new__(cls, weight: Any, dtype: torch.dtype, device: torch.device, contents: Any) -> "Gathered":
+        wrapper: Gathered = make_wrapper_subclass(cls, torch.Size(weight.shape), dtype=dtype, device=device)
+        wrapper.weight, wrapper.contents = weight, contents
+        return wrapper
 
     def __init__(self, *_: object) -> None:
         pass
@@ -233,14 +240,14 @@ class Gathered(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = next(x for x in args if isinstance(x, Gathered))
+        wrapper = next(x for x in args if isinstance(x, Gathered))
         if function in OF_NO_VALUES:
-            return cls(given.weight, given.dtype, given.device, given.held)
+            return cls(wrapper.weight, wrapper.dtype, wrapper.device, wrapper.contents)
         if function is aten.zeros_like.default:
             # Zero gradient of a weight that did not contribute to the loss.
-            return torch.zeros(given.shape, dtype=given.dtype, device=given.device)
+            return torch.zeros(wrapper.shape, dtype=wrapper.dtype, device=wrapper.device)
         raise ValueError(
-            f"{function} reads the weight of {given.weight.name}, which is gathered only as codes, so only "
+            f"{function} reads the weight of {wrapper.weight.name}, which is gathered only as codes, so only "
             "the layer's own GEMMs can use it; leave the layer out with gather_quantized(model, skip=[...]), "
             "and revert no layer after gather_quantized"
         )
@@ -250,7 +257,7 @@ class GatheredWeight(Gathered):
     """A gathered weight [N, K] with whole operands; implements `quaver.torch.linear.gemms.PrequantizedWeight`."""
 
     weight: GatheredWeightState
-    held: GatheredOperands
+    contents: GatheredOperands
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
         if recipe is not self.weight.recipe:
@@ -265,35 +272,35 @@ class GatheredWeight(Gathered):
         """Return the operand for a side ("fprop" or "dgrad"). Gather it now if the last gather lacks it or used another
         factor.
         """
-        weight, held = self.weight, self.held
+        weight, contents = self.weight, self.contents
         if side == "dgrad":
             weight.model.in_backward = True
         name = weight.side(side).name
         written: float = call.written
-        if name not in held.operands or held.sent.key != written:
+        if name not in contents.operands or contents.sent.key != written:
             self._fetch(name, written, call)
-        q = held.operands[name]
+        q = contents.operands[name]
         if call.record and call.factors is not None and side == "fprop":
             amax.record(call.layer, amax.WEIGHT, q.amax)
         return q.T if side == "dgrad" and weight.shared else q
 
     def _fetch(self, name: str, written: float, call: Any) -> None:
-        weight, held = self.weight, self.held
-        if name not in held.operands:
-            weight.wants_both.add(held.sent.reader)
-        if held.sent.key != written:
-            held.operands.clear()
+        weight, contents = self.weight, self.contents
+        if name not in contents.operands:
+            weight.wants_both.add(contents.sent.reader)
+        if contents.sent.key != written:
+            contents.operands.clear()
         factor = None if call.factors is None else call.factors[1]
-        joint = weight.joint(name, held.sent.mesh, written, factor)
-        held.sent = held.sent._replace(key=written)
+        gathered_layout = weight.gathered_layout(name, contents.sent.mesh, written, factor)
+        contents.sent = contents.sent._replace(key=written)
         with torch.no_grad():
-            own = [t for t in (joint.own.codes, joint.own.scales) if t is not None]
-            held.operands[name] = joint.operand([_gather(t, held.sent.mesh) for t in own])
+            own = [t for t in (gathered_layout.own.codes, gathered_layout.own.scales) if t is not None]
+            contents.operands[name] = gathered_layout.operand([_gather(t, contents.sent.mesh) for t in own])
 
 
 def _gather(t: Tensor, mesh: Any) -> Tensor:
     every, own = t.new_empty((mesh.size() * t.shape[0], *t.shape[1:])), t.contiguous()
-    with during("weights", "gather", own, mesh.get_group()):
+    with count_collective("weights", "gather", own, mesh.get_group()):
         dist.all_gather_into_tensor(every, own, mesh.get_group())
     return every
 
@@ -317,7 +324,7 @@ def _travelling(weight: GatheredWeightState) -> list[str]:
     return ["dgrad" if reader == "backward" else "fprop"]
 
 
-def _rooms(weight: GatheredWeightState, mesh: Any, device: torch.device) -> dict[str, Tensor | None]:
+def _scale_buffers(weight: GatheredWeightState, mesh: Any, device: torch.device) -> dict[str, Tensor | None]:
     """Allocate buffers for the ordered scales of both sides, because a later gather may need the other one."""
     shapes = {side.name: buffer(side, weight.rows(mesh), weight.shape[1]) for side in weight.sides}
     return {

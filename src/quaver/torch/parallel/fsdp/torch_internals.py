@@ -56,8 +56,8 @@ class FsdpParameter:
             dtype: torch.dtype | None = self._parameter.param_dtype
             return dtype
         # fully_shard sets `param_dtype` in the first forward of the root, which has not run yet.
-        asked: torch.dtype | None = self._group.mp_policy.param_dtype
-        return None if asked is self.sharded.dtype else asked
+        policy_dtype: torch.dtype | None = self._group.mp_policy.param_dtype
+        return None if policy_dtype is self.sharded.dtype else policy_dtype
 
     @property
     def sharded(self) -> Any:
@@ -75,7 +75,7 @@ class FsdpParameter:
         shape: torch.Size = self._parameter._orig_size
         return shape
 
-    def renew(self) -> None:
+    def reinitialize(self) -> None:
         """Reinitialize fully_shard's state for this parameter after its local tensor was replaced."""
         if hasattr(self._parameter, "_unsharded_param"):
             del self._parameter._unsharded_param
@@ -139,7 +139,7 @@ _OF_PARAMETER = (
 )
 
 
-def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, FsdpParameter]]:
+def managed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, FsdpParameter]]:
     """Yield every parameter that fully_shard manages in a model: module, name in it, and `FsdpParameter`."""
     for group in _groups(model):
         for parameter in getattr(group, "fsdp_params", ()):

@@ -23,7 +23,7 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import DTYPES
-from quaver.torch.parallel.comm import Pending, agree, awaited, during
+from quaver.torch.parallel.comm import Pending, all_reduce_amax, count_async, count_collective
 from quaver.torch.state.history.sync import check_agreement
 
 # ---- quantized all-to-all ----
@@ -76,17 +76,17 @@ class AllToAllSplits:
         own = torch.where((own.min() < 0) | (own.sum() != rows), -1, own)
         others = torch.empty_like(own)
         own = own.contiguous()
-        with during("control", "exchange", own, group):
+        with count_collective("control", "exchange", own, group):
             dist.all_to_all_single(others, own, group=group)
-        (to, given) = torch.stack([own, others]).tolist()
+        (to, receive_sizes) = torch.stack([own, others]).tolist()
         if min(to) < 0:
             raise ValueError(why or f"{sent} rows for each rank do not add up to the {rows} rows of this rank")
-        if min(given) < 0:
-            wrong = [rank for rank, number in enumerate(given) if number < 0]
+        if min(receive_sizes) < 0:
+            wrong = [rank for rank, number in enumerate(receive_sizes) if number < 0]
             raise ValueError(
                 f"ranks {wrong} of the group passed numbers that do not add up to their rows: see their errors"
             )
-        return AllToAllSplits(tuple(to), tuple(given))
+        return AllToAllSplits(tuple(to), tuple(receive_sizes))
 
     @staticmethod
     def even(each: int, group: Any = None) -> "AllToAllSplits":
@@ -119,7 +119,7 @@ def quantize_rows(x: Tensor, spec: QuantSpec, group: Any = None) -> Quantized:
     if spec.per_tensor or spec.two_level:
         bits = magnitude_bits(x.detach().to(torch.float32))
         top = bits.max().view(1) if bits.numel() else torch.zeros(1, dtype=torch.int32, device=x.device)
-        amax = agree(top, group).view(torch.float32).view(1, 1)
+        amax = all_reduce_amax(top, group).view(torch.float32).view(1, 1)
     return quantize(x.detach().contiguous(), spec, amax)
 
 
@@ -224,7 +224,7 @@ def exchange_rows(x: Tensor, splits: AllToAllSplits, group: Any = None) -> Pendi
     work = dist.all_to_all_single(rows, x, [*splits.received], [*splits.sent], group, async_op=True)
     # For the byte counters: rows that go to other ranks (splits are unequal).
     to_others = x[splits.sent[dist.get_rank(group)] :]
-    wait = awaited("activations", "send", to_others, group, work)
+    wait = count_async("activations", "send", to_others, group, work)
 
     def finish() -> Tensor:
         wait()
@@ -295,7 +295,7 @@ def _numbers(raw: Tensor, like: Any) -> Tensor:
 # process with the tokens of all ranks one after the other. So each expert's GEMMs match that process bit for bit.
 
 #: Wire format of rows: quantized with a spec, or cast to a dtype.
-Way = QuantSpec | torch.dtype
+WireFormat = QuantSpec | torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,7 +311,7 @@ class DispatchPlan:
     #: int64 [T k]: index of each choice among the sent rows, -1 if it was dropped.
     places: Tensor
     #: int64 [padded rows], sorted by local expert: index of the received row, -1 for padding.
-    laid: Tensor
+    by_expert: Tensor
     #: int64 [rows received]: index of each received row in the padded, sorted rows.
     back: Tensor
     #: int32 [local experts]: end of each expert's rows.
@@ -332,19 +332,21 @@ class DispatchPlan:
         offsets, places, sources = order(indices, experts, 1, capacity)
         sent = torch.diff(offsets, prepend=offsets.new_zeros(1)).to(torch.int64)
         came = torch.empty_like(sent)
-        with during("control", "exchange", sent, group):
+        with count_collective("control", "exchange", sent, group):
             dist.all_to_all_single(came, sent, group=group)
         numbers = torch.stack([sent, came]).tolist()
         own = experts // ranks
-        to, given = (tuple(sum(row[rank * own : (rank + 1) * own]) for rank in range(ranks)) for row in numbers)
+        to, receive_sizes = (tuple(sum(row[rank * own : (rank + 1) * own]) for rank in range(ranks)) for row in numbers)
         # Local expert of each received row; rows come rank by rank, each sorted by expert.
         each = torch.arange(own, dtype=torch.int64, device=indices.device).repeat(ranks)
-        of = each.repeat_interleave(came, output_size=sum(given))
-        ends, back, laid = order(of.unsqueeze(1), own, pad)
-        return DispatchPlan(group, AllToAllSplits(to, given), k, sources[: sum(to)], places, laid, back, ends)
+        of = each.repeat_interleave(came, output_size=sum(receive_sizes))
+        ends, back, by_expert = order(of.unsqueeze(1), own, pad)
+        return DispatchPlan(
+            group, AllToAllSplits(to, receive_sizes), k, sources[: sum(to)], places, by_expert, back, ends
+        )
 
 
-def begin(rows: Tensor, way: Way, splits: AllToAllSplits, group: Any) -> Pending:
+def begin(rows: Tensor, way: WireFormat, splits: AllToAllSplits, group: Any) -> Pending:
     """Start an all-to-all of rows in a wire format. Returns a function that waits and returns the rows in high
     precision.
     """
@@ -362,20 +364,20 @@ class DispatchedRows:
     """
 
     dispatch_plan: DispatchPlan
-    dispatch: Way
-    gradients: Way
+    dispatch: WireFormat
+    gradients: WireFormat
     recomputes_input: bool = False
 
     def forward(self, *x: Tensor | None, spec: QuantSpec | None) -> tuple[Tensor | Quantized, Sequence[Any]]:
         (tokens,) = x
         assert tokens is not None
-        trip = self.dispatch_plan
+        plan = self.dispatch_plan
         if not isinstance(self.dispatch, QuantSpec):
-            came = begin(take(tokens, trip.sources, trip.k), self.dispatch, trip.splits, trip.group)()
-            return take(came.to(tokens.dtype), trip.laid, 1), ()
+            came = begin(take(tokens, plan.sources, plan.k), self.dispatch, plan.splits, plan.group)()
+            return take(came.to(tokens.dtype), plan.by_expert, 1), ()
         # Quantized once per token, before it is copied for its experts.
-        q = take_quantized(quantize_rows(tokens, self.dispatch, trip.group), trip.sources, trip.k)
-        rows = take_quantized(exchange_operand(q, trip.splits, trip.group)(), trip.laid, 1)
+        q = take_quantized(quantize_rows(tokens, self.dispatch, plan.group), plan.sources, plan.k)
+        rows = take_quantized(exchange_operand(q, plan.splits, plan.group)(), plan.by_expert, 1)
         return rows if self.dispatch == spec else rows.dequantize().to(tokens.dtype), ()
 
     def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
@@ -386,9 +388,9 @@ class DispatchedRows:
         return None
 
     def backward(self, g: Tensor, saved: Sequence[Any], needs: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        trip = self.dispatch_plan
-        back = begin(_taken(g, trip.back), self.gradients, trip.splits.back, trip.group)().to(g.dtype)
-        return (combined(back, trip.places, trip.k, None) if needs[0] else None,)
+        plan = self.dispatch_plan
+        back = begin(_select_rows(g, plan.back), self.gradients, plan.splits.back, plan.group)().to(g.dtype)
+        return (combined(back, plan.places, plan.k, None) if needs[0] else None,)
 
 
 class DispatchState:
@@ -399,7 +401,7 @@ class DispatchState:
     def __init__(self) -> None:
         self.rows: Pending | None = None
 
-    def opened(self) -> Any:
+    def wait_rows(self) -> Any:
         """Wait for the pending exchange and return its rows; may be called once per exchange."""
         rows, self.rows = self.rows, None
         assert rows is not None
@@ -407,7 +409,11 @@ class DispatchState:
 
 
 def sent_back(
-    rows: Tensor, dispatch_plan: DispatchPlan, combine: Way, gradients: Way, meanwhile: Callable[[], Tensor] | None
+    rows: Tensor,
+    dispatch_plan: DispatchPlan,
+    combine: WireFormat,
+    gradients: WireFormat,
+    meanwhile: Callable[[], Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return expert outputs to the ranks that sent the tokens, in the order of sending.
 
@@ -419,10 +425,10 @@ def sent_back(
     Returns:
         The rows, and the result of `meanwhile`.
     """
-    box = DispatchState()
-    ticket = _Send.apply(rows, dispatch_plan, combine, gradients, box)
+    dispatch_state = DispatchState()
+    ticket = _Send.apply(rows, dispatch_plan, combine, gradients, dispatch_state)
     other = None if meanwhile is None else meanwhile()
-    came: Tensor = _Receive.apply(ticket, dispatch_plan, gradients, box)
+    came: Tensor = _Receive.apply(ticket, dispatch_plan, gradients, dispatch_state)
     return came, other
 
 
@@ -433,43 +439,50 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, dispatch_plan: DispatchPlan, combine: Way, gradients: Way, box: DispatchState
+        ctx: Any,
+        rows: Tensor,
+        dispatch_plan: DispatchPlan,
+        combine: WireFormat,
+        gradients: WireFormat,
+        dispatch_state: DispatchState,
     ) -> Tensor:
-        ctx.facts = dispatch_plan, box, rows.dtype
-        pending = begin(_taken(rows, dispatch_plan.back), combine, dispatch_plan.splits.back, dispatch_plan.group)
-        box.rows = lambda: pending().to(rows.dtype)
-        return _standing_for((sum(dispatch_plan.splits.sent), rows.shape[1]), rows)
+        ctx.facts = dispatch_plan, dispatch_state, rows.dtype
+        pending = begin(_select_rows(rows, dispatch_plan.back), combine, dispatch_plan.splits.back, dispatch_plan.group)
+        dispatch_state.rows = lambda: pending().to(rows.dtype)
+        return _placeholder((sum(dispatch_plan.splits.sent), rows.shape[1]), rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        dispatch_plan, box, dtype = ctx.facts
-        came = box.opened().to(dtype)
+        dispatch_plan, dispatch_state, dtype = ctx.facts
+        came = dispatch_state.wait_rows().to(dtype)
         # Padding rows were not sent and get index -1.
-        return take(came, dispatch_plan.laid, 1), None, None, None, None
+        return take(came, dispatch_plan.by_expert, 1), None, None, None, None
 
 
 class _Receive(torch.autograd.Function):
     """Wait for returned expert outputs; its backward starts to send their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, dispatch_plan: DispatchPlan, gradients: Way, box: DispatchState) -> Tensor:
-        ctx.facts = dispatch_plan, gradients, box
-        rows: Tensor = box.opened()
+    def forward(
+        ctx: Any, ticket: Tensor, dispatch_plan: DispatchPlan, gradients: WireFormat, dispatch_state: DispatchState
+    ) -> Tensor:
+        ctx.facts = dispatch_plan, gradients, dispatch_state
+        rows: Tensor = dispatch_state.wait_rows()
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        dispatch_plan, gradients, box = ctx.facts
-        box.rows = begin(g, gradients, dispatch_plan.splits, dispatch_plan.group)
-        return _standing_for(g.shape, g), None, None, None
+        dispatch_plan, gradients, dispatch_state = ctx.facts
+        dispatch_state.rows = begin(g, gradients, dispatch_plan.splits, dispatch_plan.group)
+        return _placeholder(g.shape, g), None, None, None
 
 
-def _standing_for(shape: Sequence[int], like: Tensor) -> Tensor:
+def _placeholder(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return an expanded zero tensor of a shape, which takes no memory."""
     return like.new_zeros(1).expand(*shape)
 
 
-def _taken(x: Tensor, at: Tensor) -> Tensor:
+def _select_rows(x: Tensor, at: Tensor) -> Tensor:
     return x.index_select(0, at) if x.shape[0] else x.new_zeros((0, x.shape[1]))

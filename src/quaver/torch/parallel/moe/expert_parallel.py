@@ -19,7 +19,7 @@ from quaver.torch.linear.linear import recipe_of
 from quaver.torch.nn.moe.layers import Experts, MoE
 from quaver.torch.nn.moe.permutation import moves, unpermute
 from quaver.torch.operations.ops import DTYPES
-from quaver.torch.parallel.moe.dispatch import DispatchedRows, DispatchPlan, Way, sent_back, why_no_spec
+from quaver.torch.parallel.moe.dispatch import DispatchedRows, DispatchPlan, WireFormat, sent_back, why_no_spec
 from quaver.torch.state import weight_cache
 from quaver.torch.state.buffers import STATE
 from quaver.torch.state.history.sync import check_agreement
@@ -53,13 +53,15 @@ class ExpertParallel(ParallelStyle):
         self,
         *,
         dispatch: QuantSpec | Literal["recipe"] | None = "recipe",
-        combine: Way | None = None,
-        gradients: Way | None = None,
+        combine: WireFormat | None = None,
+        gradients: WireFormat | None = None,
     ) -> None:
-        for name, way in (("dispatch", dispatch), ("combine", combine), ("gradients", gradients)):
-            why = _why_no_way(way) if way is not None and way != "recipe" else ""
-            if why or (way == "recipe" and name != "dispatch"):
-                raise ValueError(f"{name} of ExpertParallel is {way!r}: {why or 'give a QuantSpec, a dtype or None'}")
+        for name, wire_format in (("dispatch", dispatch), ("combine", combine), ("gradients", gradients)):
+            why = _why_no_wire_format(wire_format) if wire_format is not None and wire_format != "recipe" else ""
+            if why or (wire_format == "recipe" and name != "dispatch"):
+                raise ValueError(
+                    f"{name} of ExpertParallel is {wire_format!r}: {why or 'give a QuantSpec, a dtype or None'}"
+                )
         self.ways = dispatch, combine, gradients
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
@@ -83,7 +85,7 @@ def _check_input(module: nn.Module, args: tuple[Any, ...]) -> None:
         return
     mixture: Any = module
     x, own = args[0], dict(mixture.named_parameters())
-    entrance = mixture.experts._modules[mixture.experts._entrance]
+    first_projection = mixture.experts._modules[mixture.experts._first_projections]
     error = ""
     if not x.dim() or x.shape[-1] != mixture.dim:
         error = f"MoE({mixture.dim}) got an input of shape {tuple(x.shape)}; its last axis must be {mixture.dim}"
@@ -93,20 +95,20 @@ def _check_input(module: nn.Module, args: tuple[Any, ...]) -> None:
         "gradients": torch.is_grad_enabled(),
         "gradients of parameters": [name for name, p in own.items() if p.requires_grad],
     }
-    check_agreement("MoE with experts on ranks", what, _expert_mesh(entrance).get_group(), error=error)
+    check_agreement("MoE with experts on ranks", what, _expert_mesh(first_projection).get_group(), error=error)
 
 
-def _why_no_way(way: Any) -> str:
-    if isinstance(way, QuantSpec):
-        return why_no_spec(way)
-    return "" if way in DTYPES else "rows are sent in a QuantSpec, or as float32, bfloat16 or float16"
+def _why_no_wire_format(wire_format: Any) -> str:
+    if isinstance(wire_format, QuantSpec):
+        return why_no_spec(wire_format)
+    return "" if wire_format in DTYPES else "rows are sent in a QuantSpec, or as float32, bfloat16 or float16"
 
 
-def _check(experts: Any, given: str, mesh: Any) -> None:
+def _check(experts: Any, style: str, mesh: Any) -> None:
     """Raise a ValueError if these experts cannot be sharded over the mesh."""
     if not isinstance(experts, Experts):
         raise ValueError(
-            f"ExpertParallel is a style for quaver.torch.MoE and Experts, and {given} is neither: convert a "
+            f"ExpertParallel is a style for quaver.torch.MoE and Experts, and {style} is neither: convert a "
             "layer of transformers by quaver.torch.from_huggingface"
         )
     if mesh.ndim != 1:
@@ -171,7 +173,7 @@ def on_ranks(kind: Any, ways: tuple[Any, ...]) -> type:
     """Return the subclass of an `Experts` class that dispatches tokens to other ranks."""
     members: dict[str, Any] = {
         "forward": _forward,
-        "ways_of_rows": ways,
+        "wire_formats": ways,
         "__reduce_ex__": _reduce,
         "__module__": kind.__module__,
         "_of_ranks": (on_ranks, (ways,)),
@@ -196,13 +198,13 @@ def _local(name: str) -> Any:
     """Return a method that runs the original one on the local tensors of the layer's DTensor parameters."""
 
     def method(layer: Any, *args: Any) -> Any:
-        held = layer._parameters
-        local = {key: p.to_local() if isinstance(p, DTensor) else p for key, p in held.items()}
+        layer_parameters = layer._parameters
+        local = {key: p.to_local() if isinstance(p, DTensor) else p for key, p in layer_parameters.items()}
         layer.__dict__["_parameters"] = local
         try:
             return getattr(super(_original(layer), layer), name)(*args)
         finally:
-            layer.__dict__["_parameters"] = held
+            layer.__dict__["_parameters"] = layer_parameters
 
     return method
 
@@ -269,10 +271,10 @@ def _forward(
     Args:
         capacity: maximum number of this rank's choices per expert.
     """
-    entrance = experts._modules[experts._entrance]
-    mesh = _expert_mesh(entrance)
+    first_projection = experts._modules[experts._first_projections]
+    mesh = _expert_mesh(first_projection)
     group, number = mesh.get_group(), experts.experts * mesh.size()
-    recipe = recipe_of(entrance, False)
+    recipe = recipe_of(first_projection, False)
     why: str | Exception = ""
     try:
         if recipe is not None and recipe.delayed is not None:
@@ -286,7 +288,9 @@ def _forward(
         # Catch any exception: the other ranks wait.
         why = error
     spec = None if recipe is None else recipe.fprop.a
-    dispatch, combine, gradients = (x.dtype if way is None else way for way in experts.ways_of_rows)
+    dispatch, combine, gradients = (
+        x.dtype if wire_format is None else wire_format for wire_format in experts.wire_formats
+    )
     if dispatch == "recipe":
         dispatch = spec if spec is not None and moves(spec) and not why_no_spec(spec) else x.dtype
     # All ranks must raise if one does, or they would wait for its rows.

@@ -22,12 +22,12 @@ from quaver.recipes.spec import GemmSpec
 from quaver.torch.backends.gpu import fused_quantize
 from quaver.torch.linear.function import pack, shaped, unpack
 from quaver.torch.linear.gemms import LinearContext, high_precision, matrix, plain, quantize, quantized_weight
-from quaver.torch.linear.quantized_input import InputOp, facts_of, may_share, note
+from quaver.torch.linear.quantized_input import InputOp, cache_conditions, can_share_input, note
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import functional, ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, add, first_derivative
 from quaver.torch.parallel import comm
-from quaver.torch.parallel.comm import during
+from quaver.torch.parallel.comm import count_collective
 from quaver.torch.parallel.tensor.gemms import TensorParallelComm
 from quaver.torch.state import weight_cache
 from quaver.torch.state.history import amax
@@ -61,11 +61,11 @@ def reason_unsupported(mesh: Any) -> str:
 
     Overlap needs GPUs of one machine with peer access over an NVLink switch.
     """
-    told: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(told, (socket.gethostname(), _own_reason(mesh.device_type)), mesh.get_group())
-    if len({host for host, _ in told}) > 1:
+    reasons: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(reasons, (socket.gethostname(), _own_reason(mesh.device_type)), mesh.get_group())
+    if len({host for host, _ in reasons}) > 1:
         return "the ranks are on several machines"
-    return next((reason for _, reason in told if reason), "")
+    return next((reason for _, reason in reasons if reason), "")
 
 
 def _own_reason(kind: str) -> str:
@@ -97,7 +97,7 @@ def gathered_product(x: Tensor, weight: Tensor, group: Any, batches: int) -> tup
     """
     run = operation(GATHER)
     assert run is not None
-    with during("activations", "gather", x, group):
+    with count_collective("activations", "gather", x, group):
         whole, (product,) = run(x.unflatten(0, (batches, -1)), [weight.t()], 1, group.group_name)
     return whole.flatten(0, 1), product.flatten(0, 1)
 
@@ -109,7 +109,7 @@ def scattered_product(x: Tensor, weight: Tensor, group: Any, batches: int) -> Te
     """
     run = operation(SCATTER)
     assert run is not None
-    with during("activations", "scatter", x.new_empty((x.shape[0], weight.shape[0]), device="meta"), group):
+    with count_collective("activations", "scatter", x.new_empty((x.shape[0], weight.shape[0]), device="meta"), group):
         total: Tensor = run(x.unflatten(0, (batches, -1)), weight.t(), "sum", 1, group.group_name)
     return total.flatten(0, 1)
 
@@ -129,30 +129,30 @@ class TensorParallelLinearFunction(torch.autograd.Function):
         ctx: Any,
         call: LinearContext,
         ranks: TensorParallelComm,
-        held: Tensor,
+        local_weight: Tensor,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
         fprop, y = call.recipe.fprop, matrix(x)
-        overlaps = ranks.overlaps(y, held, fprop)
+        overlaps = ranks.overlaps(y, local_weight, fprop)
         shared = _enter(call, ranks, y, call.record and ctx.needs_input_grad[4], overlaps)
         if fprop.b is None:
             if call.record and ranks.is_quantizable:
                 # No quantization looks at the weight here, so note the use for the weight cache.
-                weight_cache.look(ranks.layer, ranks.parameter)
-            of_weight: Tensor | Quantized = held
+                weight_cache.expire(ranks.layer, ranks.parameter)
+            of_weight: Tensor | Quantized = local_weight
         else:
-            of_weight = quantized_weight(call, held, "fprop", fprop.b)
+            of_weight = quantized_weight(call, local_weight, "fprop", fprop.b)
         if overlaps:
-            output = _overlapped(ranks, y, held, bias)
+            output = _overlapped(ranks, y, local_weight, bias)
         elif ranks.layout.column:
             output = product(call, fprop, shared.whole(), of_weight, call.dtype, bias)
         else:
             total = ranks.sum(product(call, fprop, shared.whole(), of_weight, of_sums(call.dtype)))()
             output = (total if bias is None else total + bias).to(call.dtype)
-        saved, layouts = pack([shared.kept])
-        ctx.save_for_backward(held, *saved)
+        saved, layouts = pack([shared.saved_input])
+        ctx.save_for_backward(local_weight, *saved)
         ctx.constants = (
             call,
             ranks,
@@ -194,14 +194,14 @@ class _QuantizedShardInput(NamedTuple):
     #: Waits for and returns the fprop input with all tokens.
     whole: comm.Pending
     #: This rank's shard of the wgrad input; None if wgrad does not run.
-    kept: Tensor | Quantized | None
+    saved_input: Tensor | Quantized | None
     of_wgrad: GatheredWgradInput
 
 
-def _overlapped(ranks: TensorParallelComm, y: Tensor, held: Tensor, bias: Tensor | None) -> Tensor:
+def _overlapped(ranks: TensorParallelComm, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the output of a GEMM that overlaps with communication."""
     run = _product_of_all if ranks.layout.column else scattered_product
-    output: Tensor = run(y, held, ranks.group, ranks.batches)
+    output: Tensor = run(y, weight, ranks.group, ranks.batches)
     return output if bias is None else output + bias
 
 
@@ -210,40 +210,42 @@ def _product_of_all(x: Tensor, weight: Tensor, group: Any, batches: int) -> Tens
 
 
 def _enter(
-    call: LinearContext, ranks: TensorParallelComm, y: Tensor, keeps: bool, overlaps: bool
+    call: LinearContext, ranks: TensorParallelComm, y: Tensor, save_input: bool, overlaps: bool
 ) -> _QuantizedShardInput:
     """Quantize a layer's input and start its all-gather, once for all layers that read the same input the same way.
 
     Args:
         call, ranks: the call.
         y: input as a matrix.
-        keeps: also prepare this rank's shard for wgrad.
+        save_input: also prepare this rank's shard for wgrad.
         overlaps: the GEMM gathers the input itself, separately for each layer.
     """
-    a, source, facts = call.recipe.fprop.a, ranks.source, ()
+    a, source, conditions = call.recipe.fprop.a, ranks.source, ()
     # Backward does not need it, so free it.
     ranks.source = None
     if overlaps:
         of_wgrad = GatheredWgradInput()
-        of_wgrad.users = int(keeps)
-        return _QuantizedShardInput(lambda: y, call.transposed(y, y)[0] if keeps else None, of_wgrad)
-    if source is not None and may_share(call, source, y):
-        facts = facts_of(source, call, y)
-        facts = ("in parts", ranks.layout, ranks.group, keeps, *facts) if facts else ()
+        of_wgrad.users = int(save_input)
+        return _QuantizedShardInput(lambda: y, call.transposed(y, y)[0] if save_input else None, of_wgrad)
+    if source is not None and can_share_input(call, source, y):
+        conditions = cache_conditions(source, call, y)
+        conditions = ("in parts", ranks.layout, ranks.group, save_input, *conditions) if conditions else ()
     recorded_amax = (
-        functional.lookup(source, facts, call.recipe, functional.alike) if source is not None and facts else None
+        functional.lookup(source, conditions, call.recipe, functional.same_input_quantization)
+        if source is not None and conditions
+        else None
     )
     if recorded_amax is not None and recorded_amax.operands is not None:
-        entered, q = recorded_amax.operands
+        shard_input, q = recorded_amax.operands
         note((call,), q)
     else:
         q = y if a is None else quantize(call, amax.INPUT, "input", y, a)
-        kept = call.transposed(y, q)[0] if keeps else None
-        entered = _QuantizedShardInput(cache(ranks.gather("input", q)), kept, GatheredWgradInput())
-        if source is not None and facts:
-            functional.remember(source, facts, call.recipe, (entered, q))
-    entered.of_wgrad.users += keeps
-    result: _QuantizedShardInput = entered
+        saved_input = call.transposed(y, q)[0] if save_input else None
+        shard_input = _QuantizedShardInput(cache(ranks.gather("input", q)), saved_input, GatheredWgradInput())
+        if source is not None and conditions:
+            functional.remember(source, conditions, call.recipe, (shard_input, q))
+    shard_input.of_wgrad.users += save_input
+    result: _QuantizedShardInput = shard_input
     return result
 
 
@@ -278,30 +280,30 @@ def of_sums(dtype: torch.dtype) -> torch.dtype:
 def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
     """Return the gradients of `TensorParallelLinearFunction`'s inputs from its saved tensors."""
     call, ranks, of_wgrad, layouts, shape, weight_dtype, bias_dtype = ctx.constants
-    held, (kept,) = tensors[0], unpack(tensors[1:], layouts)
+    local_weight, (saved_input,) = tensors[0], unpack(tensors[1:], layouts)
     _, _, _, need_input, need_weight, need_bias = ctx.needs_input_grad
     dgrad, wgrad = call.recipe.dgrad, call.recipe.wgrad
     if call.pending is not None:
-        call.pending.settle()
+        call.pending.finish()
     g = matrix(g)
     column = ranks.layout.column
-    overlaps = need_input and ranks.overlaps(g, held, dgrad)
+    overlaps = need_input and ranks.overlaps(g, local_weight, dgrad)
     grad_input: Any = None
     whole: Tensor | None = None
     if overlaps and not column:
-        whole, grad_input = gathered_product(g, held.t(), ranks.group, ranks.batches)
+        whole, grad_input = gathered_product(g, local_weight.t(), ranks.group, ranks.batches)
     operands = _ShardedGradOutput(call, ranks, g, need_input, need_weight, whole)
     whole_input = None
     if need_weight:
-        whole_input = of_wgrad.gather(partial(ranks.gather, "input" if wgrad.b is None else "input.T", kept))
+        whole_input = of_wgrad.gather(partial(ranks.gather, "input" if wgrad.b is None else "input.T", saved_input))
     grad_weight = grad_bias = None
     if overlaps and column:
-        grad_input = scattered_product(g, held.t(), ranks.group, ranks.batches)
+        grad_input = scattered_product(g, local_weight.t(), ranks.group, ranks.batches)
     elif need_input and not overlaps:
         if dgrad.b is None:
-            of_weight: Tensor | Quantized = call.plain_weight(held, g.dtype).t()
+            of_weight: Tensor | Quantized = call.plain_weight(local_weight, g.dtype).t()
         else:
-            of_weight = quantized_weight(call, held, "dgrad", dgrad.b)
+            of_weight = quantized_weight(call, local_weight, "dgrad", dgrad.b)
         grad_input = product(call, dgrad, operands.of_dgrad(), of_weight, of_sums(call.dtype) if column else call.dtype)
         if column:
             grad_input = ranks.sum(grad_input)
@@ -393,7 +395,7 @@ class NormedLayerCall(NamedTuple):
     call: LinearContext
     ranks: TensorParallelComm
     #: This rank's weight, the tensor inside the DTensor.
-    held: Tensor
+    local_weight: Tensor
 
 
 class TensorParallelNormLinearFunction(torch.autograd.Function):
@@ -407,21 +409,23 @@ class TensorParallelNormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, prologue: InputOp, layers: Sequence[NormedLayerCall], *tensors: Any) -> Any:
-        count, taken = len(layers), tensors[:3]
+        count, inputs = len(layers), tensors[:3]
         needs = ctx.needs_input_grad[2:]
-        q, kept, saved = _enter_normed(prologue, layers, taken, layers[0].call.record and any(needs[3 : 3 + count]))
+        q, saved_input, saved = _enter_normed(
+            prologue, layers, inputs, layers[0].call.record and any(needs[3 : 3 + count])
+        )
         whole = cache(layers[0].ranks.gather("input", q))
         outputs = []
-        for (call, ranks, held), bias in zip(layers, tensors[3 + count :], strict=True):
+        for (call, ranks, local_weight), bias in zip(layers, tensors[3 + count :], strict=True):
             fprop = call.recipe.fprop
             assert fprop.b is not None
-            of_weight = quantized_weight(call, held, "fprop", fprop.b)
+            of_weight = quantized_weight(call, local_weight, "fprop", fprop.b)
             y = product(call, fprop, whole(), of_weight, call.dtype, bias)
-            outputs.append(shaped(y, ranks.shape(taken[0].shape, y.shape[1])))
-        packed, layouts = pack([kept, *saved])
-        ctx.save_for_backward(*(layer.held for layer in layers), *packed)
+            outputs.append(shaped(y, ranks.shape(inputs[0].shape, y.shape[1])))
+        packed, layouts = pack([saved_input, *saved])
+        ctx.save_for_backward(*(layer.local_weight for layer in layers), *packed)
         dtypes = [None if t is None else t.dtype for t in tensors[3:]]
-        ctx.constants = prologue, layers, layouts, taken[0].shape, dtypes
+        ctx.constants = prologue, layers, layouts, inputs[0].shape, dtypes
         return tuple(outputs)
 
     @staticmethod
@@ -431,7 +435,7 @@ class TensorParallelNormLinearFunction(torch.autograd.Function):
 
 
 def _enter_normed(
-    prologue: InputOp, layers: Sequence[NormedLayerCall], x: Sequence[Any], keeps: bool
+    prologue: InputOp, layers: Sequence[NormedLayerCall], x: Sequence[Any], save_input: bool
 ) -> tuple[Quantized, Tensor | Quantized | None, Sequence[Any]]:
     """Run the norm and quantize its output. Returns codes, this rank's wgrad input, and the norm's saved tensors."""
     call, ranks = layers[0].call, layers[0].ranks
@@ -440,29 +444,31 @@ def _enter_normed(
     factor = None if call.factors is None else call.factors[amax.INPUT]
     is_set = call.factors is not None and amax.is_set(amax.INPUT, call.factors)
     ranks.check("input", x[0].shape[:-1].numel(), a, 0)
-    want_output, turn = keeps and not call.plan.input, keeps and call.plan.input
-    fused = fused_quantize.operand(prologue, x, x[0].shape[-1], a, factor, is_set, want_output, turn, ranks.agreed_of)
+    want_output, want_transposed = save_input and not call.plan.input, save_input and call.plan.input
+    fused = fused_quantize.operand(
+        prologue, x, x[0].shape[-1], a, factor, is_set, want_output, want_transposed, ranks.agreed_of
+    )
     if fused is None:
         output, saved = prologue.forward(*x)
         y = matrix(output)
         q = quantize(call, amax.INPUT, "input", y, a)
-        kept = call.transposed(y, q)[0] if keeps else None
+        saved_input = call.transposed(y, q)[0] if save_input else None
     else:
         result, q, transposed = fused
         saved = result.saved
         if call.record and call.factors is not None:
             amax.record(call.layer, amax.INPUT, q.amax)
-        kept = transposed
-        if keeps and transposed is None:
-            kept = call.transposed(None if result.y is None else matrix(result.y), q)[0]
+        saved_input = transposed
+        if save_input and transposed is None:
+            saved_input = call.transposed(None if result.y is None else matrix(result.y), q)[0]
     note([layer.call for layer in layers[1:]], q)
-    return q, kept, saved
+    return q, saved_input, saved
 
 
 def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     prologue, layers, layouts, shape, dtypes = ctx.constants
     count, needs = len(layers), ctx.needs_input_grad[2:]
-    kept, *saved = unpack(tensors[count:], layouts)
+    saved_input, *saved = unpack(tensors[count:], layouts)
     of_wgrad = GatheredWgradInput()
     of_wgrad.users = sum(needs[3 : 3 + count])
     of_input = any(needs[:3])
@@ -474,7 +480,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
         one = SimpleNamespace()
         one.needs_input_grad = (False,) * 3 + (of_input, needs[3 + i], needs[3 + count + i])
         one.constants = layers[i].call, layers[i].ranks, of_wgrad, [], shape, dtypes[i], dtypes[count + i]
-        *_, part, of_weights[i], of_biases[i] = backward(one, [tensors[i], kept], gs[i])
+        *_, part, of_weights[i], of_biases[i] = backward(one, [tensors[i], saved_input], gs[i])
         if part is not None:
             of_y = part if of_y is None else add(of_y, part)
     of_x: Sequence[Any] = (None,) * 3

@@ -129,12 +129,12 @@ class TensorParallelComm:
             bits = _largest(x).view(spec.blocks(*x.shape))
         else:
             bits = reference.block_bits(magnitude_bits(x.float()), spec)
-        return comm.agree(bits.contiguous(), self.group).view(torch.float32)
+        return comm.all_reduce_amax(bits.contiguous(), self.group).view(torch.float32)
 
     def agreed_of(self, own: Tensor) -> Tensor:
         """All-reduce an amax, float32 of any shape, to its maximum over ranks."""
         bits = own.contiguous().view(torch.int32) & 0x7FFFFFFF
-        return comm.agree(bits, self.group).view(torch.float32)
+        return comm.all_reduce_amax(bits, self.group).view(torch.float32)
 
     def check(self, operand: str, length: int, spec: QuantSpec, axis: int) -> None:
         """Raise a ValueError if the shard would cut a block, a rotated group of 16, or four elements that share noise.
@@ -161,14 +161,14 @@ class TensorParallelComm:
                 "recipe with scales of whole tensors or rows, such as tensorwise"
             )
 
-    def check_gradient(self, weight: Tensor, given: Sequence[int]) -> None:
+    def check_gradient(self, weight: Tensor, input_shape: Sequence[int]) -> None:
         """`check` the operands of backward before anything is computed.
 
         Args:
             weight: this rank's shard.
-            given: shape of the input.
+            input_shape: shape of the input.
         """
-        length = weight.shape[0] if self.layout.column else math.prod(given[:-1]) // self.number
+        length = weight.shape[0] if self.layout.column else math.prod(input_shape[:-1]) // self.number
         for operand, spec in (("grad_output", self.recipe.dgrad.a), ("grad_output.T", self.recipe.wgrad.a)):
             axis = self.layout.axis(operand)
             if spec is not None and axis is not None:
@@ -215,9 +215,9 @@ class TensorParallelComm:
         """True if the layer is a Quaver layer, which has a weight cache."""
         return isinstance(self.layer, Quantizable)
 
-    def shape(self, given: Sequence[int], features: int) -> tuple[int, ...]:
+    def shape(self, input_shape: Sequence[int], features: int) -> tuple[int, ...]:
         """Return the output shape for an input shape."""
-        lead = [*given[:-1]]
+        lead = [*input_shape[:-1]]
         if self.layout.sequence:
             lead[-1] = lead[-1] * self.number if self.layout.column else lead[-1] // self.number
         return (*lead, features)

@@ -63,7 +63,7 @@ def joined_name(layer: nn.Module) -> str | None:
         # The layer's name is its key in the parent's dict of modules, and only the garbage collector can find the
         # parent.
         holders = (each for each in gc.get_referrers(layer) if type(each) is dict)
-        names = {key for holder in holders for key, held in holder.items() if held is layer and isinstance(key, str)}
+        names = {key for holder in holders for key, each in holder.items() if each is layer and isinstance(key, str)}
     return next((name for name in sorted(names) if NAMES.fullmatch(name)), None)
 
 
@@ -85,14 +85,14 @@ def of(layer: Any, name: str) -> list[Any]:
     parameter = layer._parameters.get(name)
     if parameter is not None:
         return [parameter]
-    apart: Any = layer._modules.get(name)
-    return [] if apart is None else list(apart._parameters.values())
+    matrices: Any = layer._modules.get(name)
+    return [] if matrices is None else list(matrices._parameters.values())
 
 
 def rows(layer: Any, ranks: int) -> list[int]:
     """Return a rank's rows of each joined matrix; empty for a single matrix."""
-    apart = layer._modules.get("weight")
-    return [p.shape[0] // ranks for p in apart.values()] if isinstance(apart, _SeparateMatrices) else []
+    matrices = layer._modules.get("weight")
+    return [p.shape[0] // ranks for p in matrices.values()] if isinstance(matrices, _SeparateMatrices) else []
 
 
 class _SeparateMatrices(nn.ParameterDict):
@@ -138,10 +138,10 @@ class _SeparateMatrices(nn.ParameterDict):
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SeparateMatrices":
         copied = memo[id(self)] = _SeparateMatrices()
         copied.put(dict(self.items()), True)
-        for key, held in self.items():
-            memo[id(held)] = copied[key].requires_grad_(held.requires_grad)
-            if held.grad is not None:
-                copied[key].grad = held.grad.detach().clone()
+        for key, value in self.items():
+            memo[id(value)] = copied[key].requires_grad_(value.requires_grad)
+            if value.grad is not None:
+                copied[key].grad = value.grad.detach().clone()
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,15 +163,15 @@ def divide(layer: Any, named: Mapping[str, int], mesh: Any, source: int | None) 
         each = whole.detach().split(list(named.values()))
         parts = [distribute_tensor(piece, mesh, [Shard(0)], src_data_rank=source) for piece in each]
         del layer._parameters[name]
-        layer._modules[name] = apart = _SeparateMatrices()
-        apart.put(dict(zip(named, parts, strict=True)), whole.requires_grad)
+        layer._modules[name] = matrices = _SeparateMatrices()
+        matrices.put(dict(zip(named, parts, strict=True)), whole.requires_grad)
 
 
-def held(layer: Any) -> Tensor:
+def local_weight(layer: Any) -> Tensor:
     """Return this rank's rows of the weight, without a copy if its matrices are adjacent in memory."""
-    apart: Any = layer._modules.get("weight")
-    if apart is not None:
-        whole: Tensor = apart.joined()
+    matrices: Any = layer._modules.get("weight")
+    if matrices is not None:
+        whole: Tensor = matrices.joined()
         return whole
     with torch.no_grad():
         local: Tensor = layer._parameters["weight"].to_local()
@@ -213,20 +213,23 @@ def watch(layer: Any, weights: Sequence[Any]) -> None:
 def share(layer: Any, state_dict: Any, prefix: str) -> None:
     """Convert an unsharded weight in a state dict to this rank's shards, so that a sharded layer can load it."""
     for name in ("weight", "bias"):
-        key, apart = prefix + name, layer._modules.get(name)
-        given = state_dict.get(key)
-        held = of(layer, name)
-        if given is None or not held or hasattr(given, "device_mesh"):
+        key, matrices = prefix + name, layer._modules.get(name)
+        value = state_dict.get(key)
+        parameters = of(layer, name)
+        if value is None or not parameters or hasattr(value, "device_mesh"):
             continue
-        if apart is None:
-            if given.shape == held[0].shape:
+        if matrices is None:
+            if value.shape == parameters[0].shape:
                 state_dict[key] = distribute_tensor(
-                    given.to(held[0].device), held[0].device_mesh, held[0].placements, src_data_rank=None
+                    value.to(parameters[0].device),
+                    parameters[0].device_mesh,
+                    parameters[0].placements,
+                    src_data_rank=None,
                 )
             continue
         del state_dict[key]
         for (piece, parameter), part in zip(
-            apart._parameters.items(), given.split([p.shape[0] for p in held]), strict=True
+            matrices._parameters.items(), value.split([p.shape[0] for p in parameters]), strict=True
         ):
             state_dict[f"{key}.{piece}"] = distribute_tensor(
                 part.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None

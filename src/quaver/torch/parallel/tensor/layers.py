@@ -16,7 +16,7 @@ from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
 from quaver.torch.linear.fused_projections import is_bare
-from quaver.torch.linear.gemms import LinearContext, begin, is_given
+from quaver.torch.linear.gemms import LinearContext, begin, is_prequantized
 from quaver.torch.linear.linear import Quantizable, dtype_sentence, recipe_of
 from quaver.torch.linear.quantized_input import may_fuse
 from quaver.torch.nn.norm import NormKind
@@ -34,7 +34,7 @@ from quaver.torch.parallel.tensor.sequence import bare, local_parameters, tokens
 from quaver.torch.parallel.tensor.vocab import loss_over_ranks
 from quaver.torch.state.buffers import prepare
 from quaver.torch.state.context import active_context
-from quaver.torch.state.history.sync import check_agreement, facts_of
+from quaver.torch.state.history.sync import check_agreement, describe_tensor
 from quaver.torch.state.layer_state import graph_task_id
 
 
@@ -83,7 +83,7 @@ class ShardedLayerCall(NamedTuple):
 
     call: LinearContext
     ranks: TensorParallelComm
-    held: Tensor
+    local_weight: Tensor
     #: Input cast to the dtype of the GEMMs.
     x: Tensor
     #: Local tensors that receive the gradients of weight and bias.
@@ -94,9 +94,9 @@ class ShardedLayerCall(NamedTuple):
 @torch.compiler.disable
 def _forward(layer: Any, input: Tensor) -> Tensor:
     """Compute this rank's shard of the output; see `quaver.torch.parallel.tensor.gemms`."""
-    call, ranks, held, x, weight, bias = _asked(layer, input)
+    call, ranks, local_weight, x, weight, bias = _prepare_call(layer, input)
     with ops.without_autocast(ops.autocast_device(input)):
-        y: Tensor = TensorParallelLinearFunction.apply(call, ranks, held, x, weight, bias)
+        y: Tensor = TensorParallelLinearFunction.apply(call, ranks, local_weight, x, weight, bias)
     return y
 
 
@@ -112,25 +112,25 @@ def normed_over_ranks(norm: nn.Module, x: Tensor, layers: Sequence[Any]) -> tupl
         kind is None
         or kind.forward is not NormKind.forward
         or tokens is None
-        or tokens.takes_whole
-        or tokens.gives_whole
+        or tokens.replicated_input
+        or tokens.gather_output
     ):
         return None
     if layout is None or not (layout.column and layout.sequence):
         return None
     if recipe is None or any(recipe_of(layer, False) is not recipe for layer in layers) or not _rounds(recipe):
         return None
-    alike = all(
+    same_layout = all(
         layout_of(each) == layout and joined.of(each, "weight")[0].device_mesh == tokens.mesh for each in layers
     )
     casting = torch.is_autocast_enabled(ops.autocast_device(x))
-    if not alike or casting or not is_bare(norm, *layers) or not may_fuse(x.dtype, x):
+    if not same_layout or casting or not is_bare(norm, *layers) or not may_fuse(x.dtype, x):
         return None
     own: Any = norm
     own.check_input(x)
-    local, asked = local_parameters(norm), [_asked(layer, x) for layer in layers]
-    each = [NormedLayerCall(one.call, one.ranks, one.held) for one in asked]
-    parameters = *(one.weight for one in asked), *(one.bias for one in asked)
+    local, calls = local_parameters(norm), [_prepare_call(layer, x) for layer in layers]
+    each = [NormedLayerCall(one.call, one.ranks, one.local_weight) for one in calls]
+    parameters = *(one.weight for one in calls), *(one.bias for one in calls)
     outputs: tuple[Tensor, ...] = TensorParallelNormLinearFunction.apply(
         own.formula, each, x, local.get("weight"), local.get("bias"), *parameters
     )
@@ -143,7 +143,7 @@ def _rounds(recipe: Recipe) -> bool:
     return a is not None and b is not None and all(spec is None or spec.rounding == "nearest" for spec in (a, c))
 
 
-def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
+def _prepare_call(layer: Any, input: Tensor) -> ShardedLayerCall:
     """Validate an input on all ranks and prepare a call.
 
     Raises:
@@ -169,19 +169,19 @@ def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
         )
     weight = weights[0]
     recipe = recipe_of(layer, False) if isinstance(layer, Quantizable) else None
-    held: Any = joined.held(layer)
+    local_weight: Any = joined.local_weight(layer)
     device = ops.autocast_device(input)
     casts = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES
     x = input.to(torch.get_autocast_dtype(device)) if casts else input
     error: str | Exception = ""
     try:
-        if is_given(held):
+        if is_prequantized(local_weight):
             # fully_shard has gathered the weight as codes.
-            held.check_recipe(layer, recipe)
-        if not casts and x.dtype is not held.dtype:
+            local_weight.check_recipe(layer, recipe)
+        if not casts and x.dtype is not local_weight.dtype:
             raise ValueError(dtype_sentence(layer, x.dtype))
         refuse_transforms(x)
-        _check(layer, held, x)
+        _check(layer, local_weight, x)
         why = "" if layout.column else why_partial(layer, name_of(layer), input)
         if why:
             raise ValueError(why)
@@ -197,10 +197,10 @@ def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
         # Recomputed forwards need no check; the first forward was checked.
         what = {
             "style": layout.name,
-            "input": facts_of(input),
+            "input": describe_tensor(input),
             "input in GEMMs": x.dtype,
-            "weights": [facts_of(each) for each in weights],
-            "biases": [facts_of(each) for each in biases],
+            "weights": [describe_tensor(each) for each in weights],
+            "biases": [describe_tensor(each) for each in biases],
             "gradients": training,
             "recipe": recipe.text,
         }
@@ -216,23 +216,23 @@ def _asked(layer: Any, input: Tensor) -> ShardedLayerCall:
     )
     ranks.source = input
     if training:
-        ranks.check_gradient(held, x.shape)
+        ranks.check_gradient(local_weight, x.shape)
     with ops.without_autocast(device):
         of_weights = joined.routed([each.to_local() for each in weights])
         of_biases = [each.to_local() for each in biases]
         bias = None if not of_biases else of_biases[0] if len(of_biases) == 1 else torch.cat(of_biases)
-    return ShardedLayerCall(call, ranks, held, x, of_weights, bias)
+    return ShardedLayerCall(call, ranks, local_weight, x, of_weights, bias)
 
 
-def _check(layer: Any, held: Tensor, x: Tensor) -> None:
+def _check(layer: Any, local_weight: Tensor, x: Tensor) -> None:
     """Raise a ValueError if the shape of an input does not fit the layer."""
     layout: Any = layout_of(layer)
     number = joined.of(layer, "weight")[0].device_mesh.size()
     says = f"{name_of(layer)} under {layout.name} got an input of shape {tuple(x.shape)}"
-    if x.dim() == 0 or x.shape[-1] != held.shape[1]:
+    if x.dim() == 0 or x.shape[-1] != local_weight.shape[1]:
         has = "all of them" if layout.column else "a part of them"
         raise ValueError(
-            f"{says}; its last axis must be {held.shape[1]}: of the layer's {layer.in_features} features each "
+            f"{says}; its last axis must be {local_weight.shape[1]}: of the layer's {layer.in_features} features each "
             f"of {number} ranks has {has}"
         )
     if layout.sequence and x.dim() < 2:

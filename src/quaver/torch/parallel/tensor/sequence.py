@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
 from quaver.torch.parallel import comm
-from quaver.torch.state.history.sync import check_agreement, facts_of
+from quaver.torch.state.history.sync import check_agreement, describe_tensor
 from quaver.torch.state.layer_state import graph_task_id
 
 #: Dropouts that drop whole channels or do not write zeros; their noise cannot be made different per rank here.
@@ -23,8 +23,8 @@ class SequenceLayout(NamedTuple):
 
     mesh: Any
     #: True if every rank has the whole input, and True if every rank gets the whole output.
-    takes_whole: bool
-    gives_whole: bool
+    replicated_input: bool
+    gather_output: bool
 
 
 @cache
@@ -60,10 +60,10 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     tokens: Any = tokens_of(module)
     group = tokens.mesh.get_group()
     if graph_task_id() == -1:
-        what: dict[str, Any] = {name: facts_of(p) for name, p in module._parameters.items()}
-        what |= {"input": facts_of(x), "gradients": torch.is_grad_enabled(), "training": module.training}
+        what: dict[str, Any] = {name: describe_tensor(p) for name, p in module._parameters.items()}
+        what |= {"input": describe_tensor(x), "gradients": torch.is_grad_enabled(), "training": module.training}
         check_agreement(type(module).__name__, what, group)
-    if tokens.takes_whole:
+    if tokens.replicated_input:
         # Integer token ids have no feature axis.
         dim = x.dim() - (2 if x.is_floating_point() else 1)
         if x.shape[dim] % tokens.mesh.size():
@@ -73,7 +73,7 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
                 f"{tokens.mesh.size()} ranks cannot share {x.shape[dim]} tokens; pad them"
             )
         x = _ScatterTokens.apply(x, dim, tokens)
-    kind, held = bare(module), module._parameters
+    kind, parameters = bare(module), module._parameters
     local = local_parameters(module)
     module.__dict__["_parameters"] = local
     try:
@@ -82,23 +82,23 @@ def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         else:
             y = kind.forward(module, x, *args, **kwargs)
     finally:
-        module.__dict__["_parameters"] = held
-    return _AllGatherTokens.apply(y, y.dim() - 2, tokens) if tokens.gives_whole else y
+        module.__dict__["_parameters"] = parameters
+    return _AllGatherTokens.apply(y, y.dim() - 2, tokens) if tokens.gather_output else y
 
 
 def local_parameters(module: nn.Module) -> dict[str, Any]:
     """Return a module's local parameters, wrapped so that their gradients are all-reduced."""
     group = tokens_of(module).mesh.get_group()  # type: ignore[union-attr]
-    held: dict[str, Any] = module._parameters
-    return {name: p if p is None else _AllReduceGrad.apply(p.to_local(), group) for name, p in held.items()}
+    parameters: dict[str, Any] = module._parameters
+    return {name: p if p is None else _AllReduceGrad.apply(p.to_local(), group) for name, p in parameters.items()}
 
 
 def _dropped(x: Tensor, p: float, mesh: Any) -> Tensor:
     """Apply dropout with a different seed on each rank, even if all ranks have the same generator state."""
     # Drawing the seed advances the default generator equally on every rank.
     seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) + mesh.get_local_rank()
-    kept = torch.empty_like(x).bernoulli_(1 - p, generator=torch.Generator(x.device).manual_seed(seed))
-    return x * kept.div_(max(1 - p, torch.finfo(x.dtype).tiny))
+    keep_mask = torch.empty_like(x).bernoulli_(1 - p, generator=torch.Generator(x.device).manual_seed(seed))
+    return x * keep_mask.div_(max(1 - p, torch.finfo(x.dtype).tiny))
 
 
 class _AllReduceGrad(torch.autograd.Function):

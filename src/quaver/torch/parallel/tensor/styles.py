@@ -29,7 +29,7 @@ class _ShardedLinear(ParallelStyle):
     #: Rows of each joined matrix, each of which is sharded over all ranks; empty for a single matrix.
     parts: tuple[int, ...] = ()
     #: True once ranks have checked that GEMMs can overlap with communication.
-    _asked = False
+    _overlap_checked = False
     #: True if `HeadParallel` applies this style and shards the heads too.
     of_heads = False
 
@@ -51,8 +51,8 @@ class _ShardedLinear(ParallelStyle):
 
     def _settle(self, mesh: Any) -> None:
         """Check once that GEMMs can overlap with communication; warn and disable overlap if they cannot."""
-        reason = function.reason_unsupported(mesh) if self.layout.overlap and not self._asked else ""
-        self._asked = True
+        reason = function.reason_unsupported(mesh) if self.layout.overlap and not self._overlap_checked else ""
+        self._overlap_checked = True
         if reason:
             if mesh.get_local_rank() == 0:
                 warnings.warn(f"{self!r} with overlap=True gathers before it multiplies: {reason}", stacklevel=6)
@@ -162,15 +162,16 @@ class SequenceParallel(ParallelStyle):
     returns local tensors, [..., tokens of this rank, features].
 
     Args:
-        takes_whole: every rank passes the whole input and takes its tokens of it, such as an embedding of token ids
+        replicated_input: every rank passes the whole input and takes its tokens of it, such as an embedding of token
+        ids
             [..., tokens].
-        gives_whole: all-gather the output in its own dtype, such as the last norm before a replicated head.
+        gather_output: all-gather the output in its own dtype, such as the last norm before a replicated head.
 
     Dropout draws different noise on each rank. Exact, except for the order of summing parameter gradients.
     """
 
-    def __init__(self, *, takes_whole: bool = False, gives_whole: bool = False) -> None:
-        self.takes_whole, self.gives_whole = takes_whole, gives_whole
+    def __init__(self, *, replicated_input: bool = False, gather_output: bool = False) -> None:
+        self.replicated_input, self.gather_output = replicated_input, gather_output
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         _check_free(module, repr(self), device_mesh)
@@ -188,12 +189,12 @@ class SequenceParallel(ParallelStyle):
                 f"with parameters, {inside!r}: name the norms and dropouts themselves in the plan"
             )
         _distribute(module, dict.fromkeys(module._parameters, Replicate()), device_mesh, self.src_data_rank)
-        tokens = SequenceLayout(device_mesh, self.takes_whole, self.gives_whole)
+        tokens = SequenceLayout(device_mesh, self.replicated_input, self.gather_output)
         module.__class__ = on_tokens(type(module), tokens)  # type: ignore[arg-type]
         return module
 
     def __repr__(self) -> str:
-        options = [name for name in ("takes_whole", "gives_whole") if getattr(self, name)]
+        options = [name for name in ("replicated_input", "gather_output") if getattr(self, name)]
         return f"SequenceParallel({', '.join(f'{name}=True' for name in options)})"
 
 
@@ -237,7 +238,7 @@ def _distribute(module: nn.Module, placements: dict[str, Any], mesh: Any, source
         in_parts = nn.Parameter(parts, requires_grad=parameter.requires_grad)
         for owner in owners:
             # A comprehension leaves no variable that would count as a reference to the next parameter.
-            for key in [key for key, held in owner._parameters.items() if held is parameter]:
+            for key in [key for key, value in owner._parameters.items() if value is parameter]:
                 owner._parameters[key] = in_parts
 
 
@@ -262,10 +263,10 @@ def _check_free(module: nn.Module, style: str, mesh: Any, placements: dict[str, 
             f"{name} got a mesh of {mesh.ndim} dimensions, {mesh.mesh_dim_names}: give one of them, such as mesh['tp']"
         )
     before = layout_of(module)
-    wanted, held = placements or {}, {key: p for key, p in module._parameters.items() if hasattr(p, "device_mesh")}
-    tied: dict[str, Any] = {key: p for key, p in held.items() if key in wanted}
+    wanted, sharded = placements or {}, {key: p for key, p in module._parameters.items() if hasattr(p, "device_mesh")}
+    tied: dict[str, Any] = {key: p for key, p in sharded.items() if key in wanted}
     as_wanted = {key for key, p in tied.items() if p.device_mesh == mesh and p.placements == (wanted[key],)}
-    lies = next((f"{p.device_mesh} by {p.placements}" for key, p in held.items() if key not in as_wanted), None)  # type: ignore[union-attr]
+    lies = next((f"{p.device_mesh} by {p.placements}" for key, p in sharded.items() if key not in as_wanted), None)  # type: ignore[union-attr]
     if lies is None and (tokens_of(module) is not None or words_of(module) is not None):
         lies = f"{mesh}"
     if before is not None or lies is not None:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from quaver.recipes.text import check_name
 from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
-from quaver.torch.linear.gemms import is_given
+from quaver.torch.linear.gemms import is_prequantized
 from quaver.torch.nn.loss import REDUCTIONS, LossConfig, added, chunk_of, scaled, why_no_targets
 from quaver.torch.operations import ops
 from quaver.torch.parallel import comm
 from quaver.torch.parallel.tensor.function import of_sums, plain_product
 from quaver.torch.parallel.tensor.sequence import SequenceLayout, gathered
-from quaver.torch.state.history.sync import check_agreement, facts_of
+from quaver.torch.state.history.sync import check_agreement, describe_tensor
 from quaver.torch.state.layer_state import graph_task_id
 
 # ---- cross entropy ----
@@ -52,7 +52,7 @@ class SharedLogitStats(NamedTuple):
     losses: Tensor
 
 
-def bent(logits: Tensor, rule: LossConfig) -> tuple[Tensor, Tensor | None]:
+def soft_capped(logits: Tensor, rule: LossConfig) -> tuple[Tensor, Tensor | None]:
     """Apply the soft cap. Returns logits in at least float32, and tanh(logits / cap) for the derivative, or None
     without a cap.
     """
@@ -63,7 +63,7 @@ def bent(logits: Tensor, rule: LossConfig) -> tuple[Tensor, Tensor | None]:
     return rule.soft_cap * tangent, tangent
 
 
-def of_rank(z: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> Tensor:
+def local_stats(z: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> Tensor:
     """Compute one rank's statistics of its logits [T, V / ranks]: [T, 3], or [T, 4] under label smoothing."""
     # Clamp so that exponentials of a row of -inf are 0.
     top = z.amax(-1).clamp_min(torch.finfo(z.dtype).min)
@@ -73,12 +73,12 @@ def of_rank(z: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> 
     return torch.stack([top, total, target, *([z.sum(-1)] if rule.label_smoothing else [])], 1)
 
 
-def together(told: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> SharedLogitStats:
+def reduce_stats(stats: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> SharedLogitStats:
     """Reduce the gathered statistics [ranks, T, 3 or 4] to `SharedLogitStats`."""
-    top = told[..., 0].amax(0)
+    top = stats[..., 0].amax(0)
     total = torch.zeros_like(top)
     target, sums = torch.zeros_like(top), torch.zeros_like(top)
-    for each in told:
+    for each in stats:
         total += each[:, 1] * (each[:, 0] - top).exp()
         target += each[:, 2]
         if rule.label_smoothing:
@@ -107,7 +107,7 @@ def gradient(
     """Return the gradient of this rank's logits, computed in place of z.
 
     Args:
-        z, tangent: results of `bent`.
+        z, tangent: results of `soft_capped`.
         scales: gradient of each token's loss; None means 1.
     """
     d = z.sub_(shared.top[:, None]).sub_(shared.log_total[:, None]).exp_()
@@ -131,11 +131,11 @@ def _places(targets: Tensor, number: int, words: VocabRange) -> tuple[Tensor, Te
     return own, torch.where(own, place, 0)
 
 
-def _told(z: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> SharedLogitStats:
+def _reduced_stats(z: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange) -> SharedLogitStats:
     """Compute statistics and losses of all tokens, reduced over ranks in rank order."""
-    own = of_rank(z, targets, rule, words)
-    told = own[None] if z.shape[1] == words.whole else comm.gather(own[None], 0, words.group)()
-    return together(told, targets, rule, words)
+    own = local_stats(z, targets, rule, words)
+    stats = own[None] if z.shape[1] == words.whole else comm.gather(own[None], 0, words.group)()
+    return reduce_stats(stats, targets, rule, words)
 
 
 @torch.compiler.disable
@@ -175,7 +175,11 @@ def cross_entropy(
     number = logits.shape[-1]
     words = VocabRange(group, number * dist.get_rank(group), number * dist.get_world_size(group))
     why = _why_not(targets, [*logits.shape[:-1]], f"logits {tuple(logits.shape)} need", words, ignore_index)
-    what = {"logits": facts_of(logits), "targets": facts_of(targets), "gradients": torch.is_grad_enabled()}
+    what = {
+        "logits": describe_tensor(logits),
+        "targets": describe_tensor(targets),
+        "gradients": torch.is_grad_enabled(),
+    }
     what |= {"options": (*rule, reduction, overwrite)}
     error: str | Exception = why or _why_no_rule(rule, soft_cap) or _why_no_memory(logits, overwrite)
     try:
@@ -244,8 +248,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange, reduction: str, overwrite: bool
     ) -> Tensor:
-        z, _ = bent(logits, rule)
-        shared = _told(z, targets, rule, words)
+        z, _ = soft_capped(logits, rule)
+        shared = _reduced_stats(z, targets, rule, words)
         count = (targets != rule.ignore_index).sum() if reduction == "mean" else None
         ctx.save_for_backward(logits, targets, shared.top, shared.log_total, count)
         ctx.facts = rule, words, reduction, overwrite
@@ -256,7 +260,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         logits, targets, top, log_total, count = ctx.saved_tensors
         rule, words, reduction, overwrite = ctx.facts
-        z, tangent = bent(logits, rule)
+        z, tangent = soft_capped(logits, rule)
         z = z.clone() if z is logits and not overwrite else z
         scales = g if reduction == "none" else (g if count is None else g / count.clamp(min=1)).expand(top.shape)
         d = gradient(z, tangent, SharedLogitStats(top, log_total, top), targets, scales, rule, words)
@@ -319,8 +323,8 @@ def loss_over_ranks(
     group = mesh.get_group()
     says = f"linear_cross_entropy of {name} under {layout.name}"
     with torch.no_grad():
-        held: Tensor = weight.to_local()
-    words = VocabRange(group, held.shape[0] * mesh.get_local_rank(), weight.shape[0])
+        local_weight: Tensor = weight.to_local()
+    words = VocabRange(group, local_weight.shape[0] * mesh.get_local_rank(), weight.shape[0])
     lead = [*x.shape[:-1]]
     if layout.sequence and lead:
         lead[-1] *= ranks
@@ -331,7 +335,7 @@ def loss_over_ranks(
         why = f"{says}: each rank has a partial sum of every logit; use the style ColwiseParallel() for the head"
     elif x.dim() < (2 if layout.sequence else 1) or x.shape[-1] != weight.shape[1]:
         why = f"{says} got x of shape {tuple(x.shape)}; its last axis must be {weight.shape[1]}"
-    elif is_given(held):
+    elif is_prequantized(local_weight):
         why = (
             f"{says} multiplies in high precision, and its weight is gathered as codes: leave it out, "
             f"gather_quantized(model, skip=[{name!r}]), or call the head and "
@@ -341,20 +345,20 @@ def loss_over_ranks(
         needs = f"{says}: x {tuple(x.shape)} on each of {ranks} ranks needs"
         why = _why_not(targets, lead, needs, words, rule.ignore_index, ", those of all tokens on every rank")
     what = {
-        "x": facts_of(x),
-        "targets": facts_of(targets),
-        "weight": facts_of(weight),
+        "x": describe_tensor(x),
+        "targets": describe_tensor(targets),
+        "weight": describe_tensor(weight),
         "gradients": torch.is_grad_enabled(),
         "options": (dtype, *rule, reduction, chunk),
     }
     check_agreement(f"{name} with its loss", what, group, error=why)
     labels = targets.to(torch.int64)
     parts = ranks if layout.sequence else 1
-    chunk = chunk or chunk_of(labels.numel(), held.shape[0], dtype)
-    asked = _HeadLossCall(words, parts, dtype, rule, reduction, chunk, torch.is_grad_enabled())
+    chunk = chunk or chunk_of(labels.numel(), local_weight.shape[0], dtype)
+    call = _HeadLossCall(words, parts, dtype, rule, reduction, chunk, torch.is_grad_enabled())
     of_bias: Any = head._parameters.get("bias")
     local = None if of_bias is None else of_bias.to_local()
-    y: Tensor = _VocabParallelHeadLoss.apply(asked, held, x, weight.to_local(), local, labels)
+    y: Tensor = _VocabParallelHeadLoss.apply(call, local_weight, x, weight.to_local(), local, labels)
     return y
 
 
@@ -365,26 +369,32 @@ class _VocabParallelHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, asked: _HeadLossCall, held: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+        ctx: Any,
+        call: _HeadLossCall,
+        local_weight: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
     ) -> Tensor:
-        needs = tuple(asked.differentiated and need for need in ctx.needs_input_grad[2:5])
-        now = (False,) * 3 if asked.reduction == "none" else needs
-        losses, *grads = _chunks(asked, held, x, bias, targets, None, now)
-        count = (targets != asked.rule.ignore_index).sum() if asked.reduction == "mean" else None
-        ctx.facts = asked, needs, x.dtype, weight.dtype, None if bias is None else bias.dtype, x.shape
-        if asked.reduction == "none":
-            ctx.save_for_backward(held, x, bias, targets)
+        needs = tuple(call.differentiated and need for need in ctx.needs_input_grad[2:5])
+        now = (False,) * 3 if call.reduction == "none" else needs
+        losses, *grads = _chunks(call, local_weight, x, bias, targets, None, now)
+        count = (targets != call.rule.ignore_index).sum() if call.reduction == "mean" else None
+        ctx.facts = call, needs, x.dtype, weight.dtype, None if bias is None else bias.dtype, x.shape
+        if call.reduction == "none":
+            ctx.save_for_backward(local_weight, x, bias, targets)
         else:
             ctx.save_for_backward(None if count is None else count.clamp(min=1), *grads)
-        return _reduced(losses, count, asked.reduction)
+        return _reduced(losses, count, call.reduction)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        asked, needs, *dtypes, shape = ctx.facts
-        if asked.reduction == "none":
-            held, x, bias, targets = ctx.saved_tensors
-            _, *grads = _chunks(asked, held, x, bias, targets, g, needs)
+        call, needs, *dtypes, shape = ctx.facts
+        if call.reduction == "none":
+            local_weight, x, bias, targets = ctx.saved_tensors
+            _, *grads = _chunks(call, local_weight, x, bias, targets, g, needs)
             scale = None
         else:
             count, *grads = ctx.saved_tensors
@@ -412,8 +422,8 @@ def _in_order(by_rank: Tensor, like: Tensor) -> Tensor:
 
 
 def _chunks(
-    asked: _HeadLossCall,
-    held: Tensor,
+    call: _HeadLossCall,
+    local_weight: Tensor,
     x: Tensor,
     bias: Tensor | None,
     targets: Tensor,
@@ -421,38 +431,40 @@ def _chunks(
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the losses of all tokens, and the gradients of x, weight and bias selected by `needs`, or None."""
-    dtype, rule, words = asked.dtype, asked.rule, asked.words
+    dtype, rule, words = call.dtype, call.rule, call.words
     wide, (of_x, of_weight, of_bias) = of_sums(dtype), needs
-    labels = _by_rank(targets, asked.ranks)
-    factors = None if scales is None else _by_rank(scales, asked.ranks)
+    labels = _by_rank(targets, call.ranks)
+    factors = None if scales is None else _by_rank(scales, call.ranks)
     with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
-        w, b = held.to(dtype), None if bias is None else bias.detach().to(dtype)
+        w, b = local_weight.to(dtype), None if bias is None else bias.detach().to(dtype)
         flat = x.detach().reshape(-1, x.shape[-1]).to(dtype)
         losses = x.new_empty(labels.shape, dtype=wide)
         grad_x = flat.new_empty(flat.shape) if of_x else None
         grad_weight = w.new_zeros(w.shape, dtype=wide) if of_weight and not flat.shape[0] else None
         grad_bias = w.new_zeros(w.shape[0], dtype=wide) if of_bias else None
-        step = max(1, asked.chunk // asked.ranks)
+        step = max(1, call.chunk // call.ranks)
         spans = [(at, min(at + step, flat.shape[0])) for at in range(0, flat.shape[0], step)]
-        coming = _tokens(asked, flat, spans, 0)
+        coming = _tokens(call, flat, spans, 0)
         summed: tuple[int, int, Any] | None = None
         for i, (start, end) in enumerate(spans):
             tokens = coming()
-            coming = _tokens(asked, flat, spans, i + 1)
+            coming = _tokens(call, flat, spans, i + 1)
             of_chunk = labels[:, start:end].reshape(-1)
             logits = F.linear(tokens, w, b)
-            z, tangent = bent(logits, rule)
-            shared = _told(z, of_chunk, rule, words)
-            losses[:, start:end] = shared.losses.view(asked.ranks, -1)
+            z, tangent = soft_capped(logits, rule)
+            shared = _reduced_stats(z, of_chunk, rule, words)
+            losses[:, start:end] = shared.losses.view(call.ranks, -1)
             if not any(needs):
                 continue
-            given = None if factors is None else factors[:, start:end].reshape(-1)
-            grad = gradient(z.clone() if z is logits else z, tangent, shared, of_chunk, given, rule, words).to(dtype)
+            token_factors = None if factors is None else factors[:, start:end].reshape(-1)
+            grad = gradient(z.clone() if z is logits else z, tangent, shared, of_chunk, token_factors, rule, words).to(
+                dtype
+            )
             if of_x:
                 partial = plain_product(grad, w.t(), wide)
                 if summed is not None:
                     grad_x[summed[0] : summed[1]] = summed[2]()  # type: ignore[index]
-                sums = comm.scatter_sums if asked.ranks > 1 else comm.sum_parts
+                sums = comm.scatter_sums if call.ranks > 1 else comm.sum_parts
                 summed = start, end, sums(partial, words.group)
             if of_weight:
                 grad_weight = added(grad_weight, grad, tokens)
@@ -463,12 +475,12 @@ def _chunks(
     return _in_order(losses, targets), grad_x, grad_weight, grad_bias
 
 
-def _tokens(asked: _HeadLossCall, flat: Tensor, spans: list[tuple[int, int]], i: int) -> Any:
+def _tokens(call: _HeadLossCall, flat: Tensor, spans: list[tuple[int, int]], i: int) -> Any:
     """Start an all-gather of the tokens of chunk i from all ranks, in rank order."""
     if i >= len(spans):
         return None
     part = flat[slice(*spans[i])]
-    return comm.gather(part, 0, asked.words.group) if asked.ranks > 1 else lambda: part
+    return comm.gather(part, 0, call.words.group) if call.ranks > 1 else lambda: part
 
 
 # ---- embedding ----
@@ -534,23 +546,23 @@ def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         )
     elif input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
         why = f"{name} has {weight.shape[0]} rows, and token ids range from {int(input.min())} to {int(input.max())}"
-    what = {"tokens": facts_of(input), "weight": facts_of(weight), "gradients": torch.is_grad_enabled()}
+    what = {"tokens": describe_tensor(input), "weight": describe_tensor(weight), "gradients": torch.is_grad_enabled()}
     if graph_task_id() == -1:
         check_agreement(name, what, group, error=why)
     elif why:
         raise ValueError(why)
     place = input - each * mesh.get_local_rank()
     own = (place >= 0) & (place < each)
-    held, padding = module._parameters, module.padding_idx
-    module.__dict__["_parameters"] = {**held, "weight": weight.to_local()}
+    parameters, padding = module._parameters, module.padding_idx
+    module.__dict__["_parameters"] = {**parameters, "weight": weight.to_local()}
     if padding is not None:
         # The padding row gets no gradient on the rank that has it.
-        of_rank = padding - each * mesh.get_local_rank()
-        module.__dict__["padding_idx"] = of_rank if 0 <= of_rank < each else None
+        local_stats = padding - each * mesh.get_local_rank()
+        module.__dict__["padding_idx"] = local_stats if 0 <= local_stats < each else None
     try:
         y = _bare(module).forward(module, torch.where(own, place, 0), *args, **kwargs)
     finally:
-        module.__dict__["_parameters"] = held
+        module.__dict__["_parameters"] = parameters
         module.__dict__["padding_idx"] = padding
     return _VocabEmbeddingFunction.apply(y.masked_fill(~own[..., None], 0), words)
 
@@ -561,7 +573,7 @@ class _VocabEmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, words: VocabShard) -> Tensor:
         ctx.words, dim = words, y.dim() - 2
-        united: Tensor = comm.unite(y, words.mesh.get_group(), dim if words.sequence else None)()
+        united: Tensor = comm.merge_disjoint(y, words.mesh.get_group(), dim if words.sequence else None)()
         return united
 
     @staticmethod

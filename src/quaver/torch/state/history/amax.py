@@ -93,7 +93,7 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
     state.delayed = recipe
     if is_tracing() or layer_state.recomputing():
         # These forwards join no step: compiled code does not run `join`, nor does a copy in a reentrant checkpoint.
-        state.copied, state.recorded_apart = False, True
+        state.copied, state.recorded_unsynchronized = False, True
 
 
 def register(layer: nn.Module) -> None:
@@ -277,10 +277,10 @@ def record_gradient(number: Tensor, amax: Tensor, first: int = 0) -> None:
     if layer is not None and layer._buffers.get("history") is not None:
         # Compiled layers belong to no step: see `quaver.torch.state.history.scaling_step`.
         state = state_of(layer)
-        state.step, state.recorded_apart = None, True
+        state.step, state.recorded_unsynchronized = None, True
         if state.family is not None:
             # Frozen layers compiled with it have no backward that could set this.
-            state.family.recorded_apart = True
+            state.family.recorded_unsynchronized = True
         if state.members:
             record_each(layer, GRAD_OUTPUT, amax, first)
         else:

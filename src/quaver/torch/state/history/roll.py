@@ -122,8 +122,8 @@ def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:
             seen = amax.views(layer)
             if seen.recorded or seen.version != history._version:
                 _roll_floats(seen, rule)
-    for (_, rule, *_), alike in together.items():
-        _roll_together(alike, rule)
+    for (_, rule, *_), equal_layers in together.items():
+        _roll_together(equal_layers, rule)
 
 
 def _roll_together(layers: list[nn.Module], rule: Recipe) -> None:

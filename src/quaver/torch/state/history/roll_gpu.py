@@ -82,7 +82,11 @@ class LayerStack:
         """Return a layer's factors after the last roll, which later rolls do not overwrite; None if they have changed
         since.
         """
-        if self.rolled is None or not self._holds(index, factor) or self.captured != capture.as_captured(self.device):
+        if (
+            self.rolled is None
+            or not self._holds(index, factor)
+            or self.captured != capture.is_captured_or_rehearsed(self.device)
+        ):
             return None
         first, end = self.rows[index : index + 2]
         return self.rolled[first:end] if factor.dim() > 1 else self.rolled[first]
@@ -111,7 +115,7 @@ class LayerStack:
         written = [t for t in (*self.histories, *self.factors) if t is not None and not t.is_inference()]
         torch.autograd.graph.increment_version(written)
         self.rolled, self.versions = rolled, _versions(self.factors)
-        self.captured = capture.as_captured(self.device)
+        self.captured = capture.is_captured_or_rehearsed(self.device)
         if not capturing and self._host is None and not (self.known and all(map(all, self.known))):
             self._ask(rolled)
 
@@ -165,10 +169,10 @@ def launch(
 
 
 def _roll_pass(
-    given: Sequence[Any], layout: tuple[int, int, int], delayed: Delayed, specs: tuple[QuantSpec, ...]
+    tensors_in: Sequence[Any], layout: tuple[int, int, int], delayed: Delayed, specs: tuple[QuantSpec, ...]
 ) -> LaunchPlan:
     """Plan the roll; `layout` is a history's length and strides."""
-    (addresses,) = given
+    (addresses,) = tensors_in
     factors = whole((addresses.shape[0], 3), torch.float32)
     constants: dict[str, Any] = {"BLOCK": power_above(layout[0]), "LARGEST": delayed.algorithm == "max"}
     for i, spec in enumerate(specs):
@@ -177,7 +181,7 @@ def _roll_pass(
         constants |= {f"TOP{i}": fmt.max_mantissa, f"MAX{i}": float(fmt.max)}
     margin = max(-MARGIN, min(MARGIN, delayed.margin))
     rolling = LaunchSpec(roll_kernel, factors.shape, (addresses, factors), (*layout, margin), constants, WARPS)
-    return LaunchPlan(given, (factors,), [rolling])
+    return LaunchPlan(tensors_in, (factors,), [rolling])
 
 
 _rolls = LaunchPlanCache(_roll_pass)
@@ -190,8 +194,10 @@ def note(history: Tensor, column: int, top: Tensor) -> None:
     _notes((history,), column, own=(top,))
 
 
-def _note_pass(given: Sequence[Any], column: int) -> LaunchPlan:
-    return LaunchPlan(given, (), [LaunchSpec(note_kernel, (1,), given, (column * given[0].stride(1),), {}, 1)])
+def _note_pass(tensors_in: Sequence[Any], column: int) -> LaunchPlan:
+    return LaunchPlan(
+        tensors_in, (), [LaunchSpec(note_kernel, (1,), tensors_in, (column * tensors_in[0].stride(1),), {}, 1)]
+    )
 
 
 _notes = LaunchPlanCache(_note_pass)

@@ -87,13 +87,13 @@ _thread = _ScalingThreadState()
 class LayerGroup:
     """Layers that were converted together. Ranks may run different ones of them; a copy gets its own LayerGroup."""
 
-    __slots__ = ("recorded_apart", "step")
+    __slots__ = ("recorded_unsynchronized", "step")
 
     def __init__(self, step: ScalingStep | None = None) -> None:
         #: Step that a layer of the group joined last.
         self.step = step
         #: True if compiled code has run one of the layers.
-        self.recorded_apart = False
+        self.recorded_unsynchronized = False
 
     def __reduce__(self) -> Any:
         return LayerGroup, ()
@@ -108,7 +108,7 @@ class PendingBackward:
     #: Entry in `ScalingStep.pending`, removed without Python code when this object is freed.
     entry: "weakref.ref[PendingBackward]"
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Mark the backward as run; it will not run again unless the graph is retained."""
         step = self.step
         step.settled, step.reduced_in = True, -1
@@ -161,7 +161,7 @@ def _reduce(group: Any, step: ScalingStep, recipe: Recipe | None = None) -> None
         roll.reduce_agreed(agreed, layers)
 
 
-def _reduce_alike(layers: Sequence[nn.Module], group: Any, where: str) -> None:
+def _reduce_equal_layers(layers: Sequence[nn.Module], group: Any, where: str) -> None:
     """Reduce the amaxes of layers over the given group, else over the ranks that have the same layers."""
     if roll.has_ranks(group):
         group = sync.group_of(layers, group, where)
@@ -215,7 +215,7 @@ def agree(layers: Sequence[nn.Module]) -> None:
     # Sorted, because ranks whose layers come in another order must reduce the groups in the same order, or they
     # deadlock.
     for group in sorted(groups, key=lambda group: "" if group is None else str(group.group_name)):
-        _reduce_alike(groups[group], group, sync.AGREES)
+        _reduce_equal_layers(groups[group], group, sync.AGREES)
     for layer in own:
         state_of(layer).agreed = amax.newest_row(layer.history).flatten().tolist()
 
@@ -261,7 +261,7 @@ def _reduced_over(layer: nn.Module, group: Any) -> bool:
         return step.group is group
     # Ranks may hold different layers that never ran in a step.
     family: LayerGroup | None = state.family
-    if state.recorded_apart or (family is not None and family.recorded_apart):
+    if state.recorded_unsynchronized or (family is not None and family.recorded_unsynchronized):
         return True
     # Layers constructed with a recipe have a history from the start, and a rank may have run others of them.
     return family is None and layer.recipe is not None
@@ -421,7 +421,7 @@ def roll_root(layers: Sequence[nn.Module]) -> None:
         refuse_stage(layer)
     if roll.has_ranks(None):
         roll.refuse_join()
-    _reduce_alike(layers, step.group, sync.FORWARD)
+    _reduce_equal_layers(layers, step.group, sync.FORWARD)
     with _lock:
         _roll_copied(layers)
         for layer in layers:

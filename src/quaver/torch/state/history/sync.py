@@ -50,9 +50,9 @@ def timeout(group: Any = None) -> timedelta | None:
         except RuntimeError:
             # The group has no backend for this kind of device.
             continue
-        told: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-        if told is not None:
-            return told
+        configured_timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+        if configured_timeout is not None:
+            return configured_timeout
     return None
 
 
@@ -130,7 +130,7 @@ def has_ranks(*groups: Any) -> bool:
     return initialized and any(dist.get_world_size(group) > 1 for group in groups or (None,))
 
 
-def facts_of(x: Tensor | None) -> str:
+def describe_tensor(x: Tensor | None) -> str:
     """Shape, dtype and requires_grad of a tensor as text, for `check_agreement`; "none" for None."""
     if x is None:
         return "none"

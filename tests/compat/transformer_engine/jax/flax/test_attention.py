@@ -75,7 +75,7 @@ def test_rotary_positions_have_periods_between_the_windows(consecutive: bool) ->
     how = "consecutive" if consecutive else "alternate"
     module = te.flax.MultiHeadAttention(8, 4, rotary_pos_emb_windows=(3, 500), rotary_pos_emb_group_method=how)
     q, *_ = operands()
-    np.testing.assert_allclose(module._turned(q), plain.transposed(q, 3, 500, consecutive), atol=1e-5)
+    np.testing.assert_allclose(module._apply_rope(q), plain.transposed(q, 3, 500, consecutive), atol=1e-5)
 
 
 def test_weights_have_the_original_initial_values() -> None:

@@ -132,7 +132,7 @@ def test_training_continues_from_a_copy(name: str, how: str) -> None:
         other.load_state_dict(module.state_dict(), assign=how == "assigned")
     assert list(other.state_dict()) == list(module.state_dict())
     held = of(name, other)
-    for key, (part, inner) in held.lent.items():
+    for key, (part, inner) in held.aliases.items():
         assert held._parameters[key] is held._modules[part]._parameters[inner], key
     first = [p.detach().clone() for p in module.parameters()]
     assert_bitwise(run(other, recipe), run(module, recipe))

@@ -185,7 +185,7 @@ class MultiHeadAttention(nn.Module, HeadFields):
             raise ValueError("decode=True is not supported: modules for JAX have no cache; run all tokens again")
         q, k, v, normed = self._projected(inputs_q, inputs_kv)
         if self.enable_rotary_pos_emb:
-            q, k = self._turned(q), self._turned(k)
+            q, k = self._apply_rope(q), self._apply_rope(k)
         core = part_of(self, DotProductAttention, scale_factor=None if self.scale_attn_logits else 1.0)
         y = core(q, k, v, bias=bias, mask=mask, deterministic=deterministic)
         init = self.kernel_init or OF_ATTENTION
@@ -198,8 +198,8 @@ class MultiHeadAttention(nn.Module, HeadFields):
         init = self.kernel_init or OF_ATTENTION
         root = math.sqrt(self.head_dim) if self.scaled_query_init else 1.0
 
-        def of_query(*given: Any) -> Array:
-            return init(*given) / jnp.asarray(root, self.dtype)
+        def of_query(*args: Any) -> Array:
+            return init(*args) / jnp.asarray(root, self.dtype)
 
         norm: Any = {"enable_layernorm": self.input_layernorm, "epsilon": self.layernorm_epsilon}
         norm |= {"return_layernorm_output": True, "scale_axes": None, "ln_bias_axes": None}
@@ -222,7 +222,7 @@ class MultiHeadAttention(nn.Module, HeadFields):
         q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in parts)
         return q, k, v, normed
 
-    def _turned(self, x: Array) -> Array:
+    def _apply_rope(self, x: Array) -> Array:
         """Apply rotary embeddings with periods from the first to the second of the windows."""
         check_name("rotary_pos_emb_group_method", self.rotary_pos_emb_group_method, ("consecutive", "alternate"))
         least, most = self.rotary_pos_emb_windows

@@ -99,7 +99,7 @@ def constrained(x: Array, axes: Axes) -> Array:
     return value
 
 
-def entered(module: Any, x: Array) -> Array:
+def normalized_input(module: Any, x: Array) -> Array:
     """Return a module's input, normalized if enabled."""
     if not module.enable_layernorm:
         return x
@@ -121,9 +121,9 @@ def refuse(module: Any, why: str, **usual: Any) -> None:
         usual: supported values by field name.
     """
     for name, value in usual.items():
-        given = getattr(module, name)
-        if given != value:
-            raise ValueError(f"{type(module).__name__}.{name}={given!r} is not supported: leave it {value!r}, {why}")
+        passed = getattr(module, name)
+        if passed != value:
+            raise ValueError(f"{type(module).__name__}.{name}={passed!r} is not supported: leave it {value!r}, {why}")
 
 
 def refuse_dense(module: Any, **usual: Any) -> None:

@@ -20,8 +20,8 @@ from quaver.compat.transformer_engine.jax.flax.fields import (
     NormFields,
     Product,
     constrained,
-    entered,
     normalized,
+    normalized_input,
     parameter,
     product,
     refuse_dense,
@@ -101,7 +101,7 @@ class LayerNormDenseGeneral(nn.Module, NormFields, DenseFields):
     @nn.compact
     def __call__(self, inputs: Array) -> tuple[Array, Array | None]:
         refuse_dense(self, axis=-1)
-        y = entered(self, inputs)
+        y = normalized_input(self, inputs)
         kernel, bias = matrix(self, "kernel", "bias", y.shape[-1:], self.features, self.kernel_axes, self.bias_axes)
         z = product(self, constrained(y, self.dot_input_axes), kernel, bias)
         if self.depth_scaling is not None:
@@ -140,7 +140,7 @@ class LayerNormMLP(nn.Module, NormFields, DenseFields):
     @nn.compact
     def __call__(self, inputs: Array, deterministic: bool = False) -> tuple[Array, Array | None]:
         refuse_dense(self, axis=-1)
-        y, init = entered(self, inputs), self.kernel_init or KERNEL_INIT
+        y, init = normalized_input(self, inputs), self.kernel_init or KERNEL_INIT
         outer, parts = y.shape[-1], (len(self.activations), self.intermediate_dim)
         both = (self.kernel_axes_1, self.bias_axes_1), (self.kernel_axes_2, self.bias_axes_2)
         wi = matrix(self, "wi_kernel", "wi_bias", (outer,), parts, *both[0], init=beside(init))

@@ -76,20 +76,23 @@ class TransformerLayer(nn.Module, HeadFields):
             raise ValueError("layer_type is DECODER, which attends to `encoded`; pass it, or use ENCODER")
         attend = self._attention("self_attention" if decodes else "attention", not self.output_layernorm)
         bias = self._bias(inputs, not decodes)
-        given: dict[str, Any] = {"deterministic": deterministic}
-        x = self._added(inputs, attend(inputs, inputs, attention_mask, bias, decode=decode, **given), deterministic)
+        options: dict[str, Any] = {"deterministic": deterministic}
+        x = self._added(inputs, attend(inputs, inputs, attention_mask, bias, decode=decode, **options), deterministic)
         if encoded is not None and decodes:
             across = self._attention("encoder_decoder_attention", True, attn_mask_type="padding")
-            y = across(x, encoded, encoder_decoder_mask, **given)
+            y = across(x, encoded, encoder_decoder_mask, **options)
             x = self._added(x, y, deterministic, dropped=False)
-        x = self._added(x, self._mlp()(x, **given), deterministic)
+        x = self._added(x, self._mlp()(x, **options), deterministic)
         return self._last()(x) if self.output_layernorm else x
 
-    def _attention(self, name: str, norm: bool, **asked: Any) -> MultiHeadAttention:
-        asked = asked or {"attn_mask_type": self.self_attn_mask_type, "attn_bias_type": self.self_attn_bias_type}
-        asked |= {"input_layernorm": norm, "return_layernorm_output": self.apply_residual_connection_post_layernorm}
-        asked |= {"head_dim": self.hidden_size // self.num_attention_heads, "kernel_init": self.mha_kernel_init}
-        return part_of(self, MultiHeadAttention, name=name, **asked)
+    def _attention(self, name: str, norm: bool, **arguments: Any) -> MultiHeadAttention:
+        arguments = arguments or {
+            "attn_mask_type": self.self_attn_mask_type,
+            "attn_bias_type": self.self_attn_bias_type,
+        }
+        arguments |= {"input_layernorm": norm, "return_layernorm_output": self.apply_residual_connection_post_layernorm}
+        arguments |= {"head_dim": self.hidden_size // self.num_attention_heads, "kernel_init": self.mha_kernel_init}
+        return part_of(self, MultiHeadAttention, name=name, **arguments)
 
     def _mlp(self) -> LayerNormMLP:
         axes = dict.fromkeys(("scale_axes", "ln_bias_axes", "kernel_axes_1", "kernel_axes_2"))

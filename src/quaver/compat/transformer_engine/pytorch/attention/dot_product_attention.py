@@ -122,22 +122,22 @@ def named(mask_type: str) -> str:
     return {"no_mask": "none", "causal_padding": "padding_causal"}.get(name, name)
 
 
-def _mask(kind: str, given: Any, *sides: tuple[Tensor | None, int]) -> Any:
+def _mask(kind: str, mask: Any, *sides: tuple[Tensor | None, int]) -> Any:
     """Return the mask of a call in Quaver's form: [B, S] of padded tokens, or a pair of them for queries and keys.
 
     Args:
         kind: mask type.
-        given: mask argument of the call, or None.
+        mask: mask argument of the call, or None.
         sides: for queries and for keys, the cumulative sequence lengths and the number of tokens.
     """
     if kind == "arbitrary":
-        return given
+        return mask
     if not kind.startswith("padding"):
         return None
     of_queries = sides[0][0]
-    if given is None and of_queries is not None:
+    if mask is None and of_queries is not None:
         ends = [(of_queries if e is None else e, n) for e, n in sides]
         return tuple(torch.arange(n, device=e.device)[None] >= e.diff()[:, None] for e, n in ends)
-    if isinstance(given, tuple):
-        return tuple(part.flatten(1) for part in given)
-    return None if given is None else given.flatten(1)
+    if isinstance(mask, tuple):
+        return tuple(part.flatten(1) for part in mask)
+    return None if mask is None else mask.flatten(1)

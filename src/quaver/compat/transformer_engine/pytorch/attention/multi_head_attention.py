@@ -47,17 +47,17 @@ class MultiheadAttention(Assembled):
         whole, inner = attention_type == "self", others | {"return_bias": False}
         rows = of_queries | of_keys if whole else of_queries
         #: Name of the first projection: of queries, and for self attention also of keys and values.
-        self.entrance = ("layernorm_" if input_layernorm else "") + ("qkv" if whole else "query")
+        self.input_module = ("layernorm_" if input_layernorm else "") + ("qkv" if whole else "query")
         if input_layernorm:
             split = None if fuse_qkv_params else rows
             norm: Any = {"normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
             norm |= {"eps": layernorm_epsilon, "return_layernorm_output": return_layernorm_output}
             first: Any = LayerNormLinear(hidden_size, sum(rows.values()), parameters_split=split, **norm, **inner)
         else:
-            self.entrance += "" if whole else "_layer"
+            self.input_module += "" if whole else "_layer"
             split = rows if whole and not fuse_qkv_params else None
             first = Linear(hidden_size, sum(rows.values()), parameters_split=split, **inner)
-        self.register_module(self.entrance, first)
+        self.register_module(self.input_module, first)
         if not whole:
             split = None if fuse_qkv_params else of_keys
             self.key_value = Linear(hidden_size, 2 * kv, parameters_split=split, **inner)
@@ -81,7 +81,7 @@ class MultiheadAttention(Assembled):
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None, **of_attention: Any,
     ) -> Any:  # fmt: skip
         """Run attention; further arguments are those of `DotProductAttention`."""
-        projected = getattr(self, self.entrance)(hidden_states)
+        projected = getattr(self, self.input_module)(hidden_states)
         projected, *normalized = projected if self.return_layernorm_output else (projected,)
         several = self.core_attention.heads // self.groups
         if self.attention_type == "self":
@@ -89,7 +89,7 @@ class MultiheadAttention(Assembled):
         else:
             q = projected.unflatten(-1, (-1, self.head_dim))
             k, v = self._parted(self.key_value(encoder_output), (1, 1))
-        q, k = self._turned(q, k, rotary_pos_emb, inference_params, of_attention)
+        q, k = self._apply_rope(q, k, rotary_pos_emb, inference_params, of_attention)
         of_attention |= {"attn_mask_type": attn_mask_type, "window_size": window_size}
         again = {"checkpoint_core_attention": checkpoint_core_attention, "inference_params": inference_params}
         output = self.proj(self.core_attention(q, k, v, attention_mask, **again, **of_attention))
@@ -102,13 +102,15 @@ class MultiheadAttention(Assembled):
             return tuple(part.flatten(-3, -2) for part in parts)
         return x.unflatten(-1, (-1, self.head_dim)).split([n * self.groups for n in heads], -2)
 
-    def _turned(self, q: Tensor, k: Tensor, angles: Any, cache: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _apply_rope(
+        self, q: Tensor, k: Tensor, angles: Any, cache: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
         if self.norm_first:
             q, k = self._normalized(q, "q_norm"), self._normalized(k, "k_norm")
         if angles is not None:
             pair = angles if isinstance(angles, tuple) else (angles, angles)
             start = None if cache is None else cache.get_seqlens_pre_step().to(q.device)
-            of_q, of_kv = given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")
+            of_q, of_kv = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
             both = (q, pair[0], of_q), (k, pair[1], of_q if of_kv is None else of_kv)
             layout, interleaved = self.core_attention.layout, self.rotary_pos_interleaved
             q, k = (apply_rotary_pos_emb(x, f, layout, start, interleaved, cu_seqlens=e) for x, f, e in both)

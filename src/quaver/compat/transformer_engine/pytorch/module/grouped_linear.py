@@ -109,16 +109,16 @@ class GroupedLinear(Module, ComposedBlock):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for kind in ("weight", "bias"):
             whole, parts = prefix + kind, [f"{prefix}{kind}{i}" for i in range(self.num_gemms)]
-            given = [state_dict[name] for name in (whole, *parts) if name in state_dict]
-            if not given or given[0].dtype not in DTYPES:
+            tensors = [state_dict[name] for name in (whole, *parts) if name in state_dict]
+            if not tensors or tensors[0].dtype not in DTYPES:
                 # Codes need scales, which have other names and are then reported as missing.
                 continue
             if kind == "bias" and whole in state_dict:
                 # Transformer Engine may store it as [num_gemms, 1, out_features].
                 state_dict[whole] = state_dict[whole].flatten(1)
-            if kind in self.lent and whole not in state_dict and len(given) == self.num_gemms:
+            if kind in self.aliases and whole not in state_dict and len(tensors) == self.num_gemms:
                 state_dict[whole] = torch.stack([state_dict.pop(name) for name in parts])
-            elif f"{kind}0" in self.lent and whole in state_dict and len(given) == 1:
+            elif f"{kind}0" in self.aliases and whole in state_dict and len(tensors) == 1:
                 state_dict.update(zip(parts, state_dict.pop(whole), strict=False))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

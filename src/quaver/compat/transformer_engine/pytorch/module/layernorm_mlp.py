@@ -33,12 +33,12 @@ class LayerNormMLP(Module, Ours):
         own = {"activation_options": activation_params, **norm, **options.like}
         super().__init__(hidden_size, ffn_hidden_size, ACTIVATIONS[activation], **own)
         self.__dict__["of_output"] = output_layer_init_method
-        (entrance,) = self._entrance
+        (up_name,) = self._first_projections
         if options.return_bias:
             self.down_proj.register_parameter("bias", None)
-        layers = {"fc1": entrance, "fc2": "down_proj"}
+        layers = {"fc1": up_name, "fc2": "down_proj"}
         names = OF_NORM | {f"{name}_{key}": (part, key) for name, part in layers.items() for key in ("weight", "bias")}
-        self.lend(options, (entrance, "down_proj"), names, "fc2_bias", hidden_size)
+        self.lend(options, (up_name, "down_proj"), names, "fc2_bias", hidden_size)
 
     def fill(self) -> None:
         super().fill()

@@ -131,7 +131,7 @@ class Module(AliasedParameters):
             y: Any = super().forward(inp)
         y, *others = y if isinstance(y, tuple) else (y,)
         if self.__dict__["return_bias"]:
-            bias = self.held("apart", "bias")
+            bias = self.parameter_of("apart", "bias")
             others.insert(0, y.new_empty(0) if bias is None else bias.to(y.dtype))
         return (y, *others) if others else y
 
