@@ -126,7 +126,7 @@ class _WeightReadWatcher(TorchFunctionMode):
         self.running: list[nn.Module] = []
         self.read: dict[str, set[str]] = {}
         #: Weights by storage id: first and last offset in the storage, name of the layer, modules that may read the
-        #:     weight.
+        #: weight.
         self.weights: dict[int, list[tuple[int, int, str, list[nn.Module]]]] = {}
         owners_of: dict[int, list[nn.Module]] = {}
         for module in model.modules():

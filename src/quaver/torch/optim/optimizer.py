@@ -160,7 +160,7 @@ class Optimizer(OptimizerBase):
             self.gradients.convert(p)
         if self._release is not None:
             # Step gradients that no hook reported: of parameters frozen when `step_in_backward` was called, or assigned
-            #     by hand.
+            # by hand.
             for p in parameters:
                 self._release.arrived(p)
             self._release.end()

@@ -414,7 +414,7 @@ def check_gradient_spec(spec: Any) -> int:
 
 
 #: Layout of quantized rows sent as bytes: spec, columns, dtype of the codes, bytes of a row's codes, dtype of the
-#:     scales.
+#: scales.
 Layout = tuple[QuantSpec, int, torch.dtype, int, torch.dtype]
 
 

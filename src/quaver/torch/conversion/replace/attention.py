@@ -36,7 +36,7 @@ from quaver.torch.numerics.rounding import is_tracing
 #: Name of the registry of attention functions in transformers' modeling files.
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 #: Attention implementation that Quaver replaces, and one for which only rope is replaced: eager attention returns
-#:     weights,
+#: weights,
 #: and gives a query that sees no key the average of all values.
 SDPA, EAGER = "sdpa", "eager"
 #: Keyword arguments of an attention function that Quaver's attention supports.
