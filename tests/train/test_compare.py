@@ -136,7 +136,7 @@ def test_every_run_reads_the_text_that_was_read_first(make_config: MakeConfig, t
     assert {state["text"] for state in states} == {comparison.text}
     assert comparison.text in report.notes(comparison)[0]
 
-    with pytest.raises(ValueError, match="already holds a run; go on with it by --resume"):
+    with pytest.raises(ValueError, match="already holds a run; continue it with --resume"):
         compare_runs(config, ["bf16"])
     with pytest.raises(ValueError, match=r"was read with text = .*, and now it is .*; resume with the same options"):
         compare_runs(replace(config, text=(str(text / "01.txt"),)), ["bf16"], resume=True)
@@ -240,5 +240,5 @@ def test_ctrl_c_saves_every_run(make_config: MakeConfig, tmp_path: Path) -> None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and b"go on with --resume" in said and b"Traceback" not in said
+    assert process.returncode == 130 and b"continue with --resume" in said and b"Traceback" not in said
     assert all(checkpoint.latest(folder) for folder in folders)

@@ -130,7 +130,7 @@ def test_accumulation_is_the_mean_over_micro_batches(make_config: MakeConfig) ->
 def test_a_run_is_never_written_over(make_config: MakeConfig) -> None:
     config = make_config()
     run_training(config)
-    with pytest.raises(ValueError, match="already holds a run; go on with it by --resume, or give another --out"):
+    with pytest.raises(ValueError, match="already holds a run; continue it with --resume, or give another --out"):
         run_training(config)
     with pytest.raises(ValueError, match="holds no run to resume"):
         run_training(make_config("nowhere"), resume=True)
@@ -231,7 +231,7 @@ def test_a_disk_that_fills_while_metrics_are_written_ends_the_run_with_a_clear_e
             run_training(config, watch=fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "step-000005; mend that, such as by making room, then go on with --resume" in str(e.value)
+    assert "step-000005; fix this, for example by freeing disk space, then continue with --resume" in str(e.value)
     assert len(read(metrics)) == 8 and not metrics.read_text().endswith("\n")
     assert run_training(config, resume=True).losses == run_training(make_config("whole")).losses
 

@@ -36,7 +36,7 @@ def test_weights_are_codes_where_the_preset_and_the_recipe_have_them(preset: str
     spec = recipe.fprop.b
     codes = PRESETS[preset].weights == "codes" and recipe.quantizes
     if codes and (spec is None or spec.format.name not in ("e4m3", "e5m2")):
-        with pytest.raises(ValueError, match=r"keeps weights as codes of eight bits, and recipe .* take a recipe with"):
+        with pytest.raises(ValueError, match=r"stores weights as eight-bit codes, and recipe .* take a recipe with"):
             check(preset, recipe)
         return
     check(preset, recipe)

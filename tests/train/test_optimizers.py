@@ -155,7 +155,7 @@ def test_the_folder_says_the_optimizer() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"recipe": "nvfp4"}, "keeps weights as codes of eight bits"),
+        ({"recipe": "nvfp4"}, "stores weights as eight-bit codes"),
         ({"framework": "jax"}, "JAX has no optimizer lean yet"),
         ({"capture": "step", "device": "cpu"}, "cannot be recorded yet"),
     ],

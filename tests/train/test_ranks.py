@@ -355,7 +355,9 @@ class LossOfTwo(torch.autograd.Function):
 
 def test_the_vocabulary_must_divide_among_ranks() -> None:
     mesh.check_words(288, 4)
-    with pytest.raises(ValueError, match=r"tp is 64, .* the 288 words of the vocabulary; .* --vocab a multiple of 64"):
+    with pytest.raises(
+        ValueError, match=r"tp is 64, .* the 288 entries of the vocabulary; .* --vocab a multiple of 64"
+    ):
         mesh.check_words(288, 64)
 
 

@@ -54,7 +54,7 @@ def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
         (["--recipe", "mxfp8(x=" + "-" * 400 + "1)"], "cannot be read; write NAME or NAME(option=value, ...)"),
         (["--text", "/dev/zero"], "/dev/zero is a pipe, a device or a socket"),
         (["--config", "/dev/zero"], "cannot read the configuration /dev/zero"),
-        (["--out", "a\udcffb"], "which is no text of Unicode characters"),
+        (["--out", "a\udcffb"], "which is not valid Unicode text"),
     ],
 )
 def test_an_impossible_option_gives_one_clear_error(
@@ -84,7 +84,7 @@ def test_a_plan_of_too_many_tokens_gives_one_clear_error(option: str, number: st
         ("batch = " + "9" * 5000, "is not valid TOML"),
         ("batch = 0x" + "f" * 5000, "batch is a number of thousands of digits; it must be at most"),
         ("lr = 0x" + "f" * 5000, "lr = a number of thousands of digits is too large"),
-        ('out = "a\\u0000"', "which is no text of Unicode characters"),
+        ('out = "a\\u0000"', "which is not valid Unicode text"),
     ],
 )
 def test_an_odd_configuration_gives_one_clear_error(tmp_path: Path, content: str, said: str) -> None:

@@ -172,7 +172,7 @@ def test_each_stage_has_one_rank_and_schedules_take_turns_as_torch_s_do() -> Non
         ),
         (
             {"pp": 2, "tp": 2, "pp_schedule": "ZBVZeroBubble"},
-            "pp_schedule is ZBVZeroBubble, .* and tp is 2: layers that lie in parts compute all gradients at once",
+            "pp_schedule is ZBVZeroBubble, .* and tp is 2: tensor-parallel layers compute all gradients at once",
         ),
     ],
 )

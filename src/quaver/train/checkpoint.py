@@ -222,8 +222,8 @@ def writing(folder: Path, step: int, facts: dict[str, Any], keep: int = 0) -> It
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"could not save step {step} in {folder}: {reason(error)}; {last_good(folder)}; mend that, such as by "
-            "making room, then go on with --resume"
+            f"could not save step {step} in {folder}: {reason(error)}; {last_good(folder)}; fix this, for example by "
+            "freeing disk space, then continue with --resume"
         ) from error
     if keep:
         with suppress(OSError):

@@ -251,7 +251,7 @@ def share_text(config: TrainConfig, folder: Path, resume: bool) -> tuple[TrainCo
     """
     path, learnt = folder / data.NAME, folder / "tokenizer.json"
     if not resume and [*folder.glob("*/metrics.jsonl"), *folder.glob("*/step-*")]:
-        raise ValueError(f"{folder} already holds a run; go on with it by --resume, or give another --out")
+        raise ValueError(f"{folder} already holds a run; continue it with --resume, or give another --out")
     options_read_with = {"text": list(config.text), "tokens": config.tokens, "vocab": config.vocab}
     if resume and path.exists():
         saved = data.read(path)
@@ -286,7 +286,7 @@ def run_all(runs: list[SeedRun], jobs: int, threads: int, watch: Callable[[Seque
                         runs[index] = judge(runs[index], process.returncode)
                 watch(runs)
                 if interrupt.number:
-                    raise Interrupted("stopped, every run saved; go on with --resume", interrupt.number)
+                    raise Interrupted("stopped, every run saved; continue with --resume", interrupt.number)
         finally:  # however the comparison ends, end its runs too
             stop(list(active.values()))
     return runs

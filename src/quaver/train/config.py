@@ -149,7 +149,7 @@ def check(text: str, recipe: Recipe) -> None:
     why = _why_no_codes(recipe)
     if why:
         raise ValueError(
-            f"optimizer {text} keeps weights as codes of eight bits, and recipe {recipe} {why}; take a recipe with "
+            f"optimizer {text} stores weights as eight-bit codes, and recipe {recipe} {why}; take a recipe with "
             "weights in eight bits, such as tensorwise or mxfp8, or --optimizer exact"
         )
 
@@ -187,7 +187,7 @@ def check_parts(text: str, shapes: Mapping[str, tuple[int, ...]], parts: int, tp
         return
     if chosen.rule == "muon":
         raise ValueError(
-            f"optimizer {text} orthogonalizes whole matrices, and {lies}; have ranks share layers alone (--pp), or "
+            f"optimizer {text} orthogonalizes whole matrices, and {lies}; use only pipeline parallelism (--pp), or "
             "take --optimizer lean or lion-lean"
         )
     specs = [spec for spec in (preset.first, preset.second)[: chosen.moments[0]] if spec.of.scaled]
@@ -298,7 +298,7 @@ class TrainConfig:
         for name, value in dataclasses.asdict(self).items():
             for word in value if isinstance(value, tuple) else [value]:
                 if isinstance(word, str) and not is_plain(word):
-                    raise ValueError(f"{name} is {shown(word)}, which is no text of Unicode characters")
+                    raise ValueError(f"{name} is {shown(word)}, which is not valid Unicode text")
 
 
 SMALLEST: Mapping[str, float] = {

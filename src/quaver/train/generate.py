@@ -143,7 +143,7 @@ def generate(
     config = replace(config_of(run), device=device)
     choose("cache", cache, CACHES)
     if not is_plain(prompt):
-        raise ValueError(f"the prompt is {shown(prompt)}, which is no text of Unicode characters")
+        raise ValueError(f"the prompt is {shown(prompt)}, which is not valid Unicode text")
     if tokens < 1:
         raise ValueError(f"tokens is {shown(tokens)}; it must be at least 1")
     if seed < 0:
@@ -252,4 +252,4 @@ def check_length(config: TrainConfig, prompt: int, tokens: int) -> tuple[str, ..
         )
     if prompt + tokens <= config.sequence:
         return ()
-    return (f"the model was trained on {config.sequence} tokens at a time, and what lies beyond them is new to it",)
+    return (f"the model was trained on {config.sequence} tokens at a time, and has not seen longer sequences",)

@@ -395,7 +395,7 @@ def go_on(
                 path = saver.save(step, state)
             if stop and not last_one:
                 saver.finish()
-                message = f"stopped after step {step} of {config.steps}, saved as {path}; go on with --resume"
+                message = f"stopped after step {step} of {config.steps}, saved as {path}; continue with --resume"
                 raise Interrupted(message, stop)
         saver.finish()
         # The record may be missing if the run was interrupted after the checkpoint was saved.
@@ -444,12 +444,13 @@ class RunLog:
         except FileNotFoundError as error:
             raise ValueError(
                 f"stopped after step {record['step']}: the run's folder {self.folder} was removed or renamed while it "
-                "ran; put it back under that name and go on with --resume, or begin again"
+                "ran; put it back under that name and continue with --resume, or begin again"
             ) from error
         except OSError as error:
             raise ValueError(
                 f"stopped after step {record['step']}: could not write {self.metrics.path}: {reason(error)}; "
-                f"{checkpoint.last_good(self.folder)}; mend that, such as by making room, then go on with --resume"
+                f"{checkpoint.last_good(self.folder)}; fix this, for example by freeing disk space, then continue with "
+                "--resume"
             ) from error
         for show in self.shown_to:
             show(self.metrics.records[-1])
@@ -515,7 +516,7 @@ def check_folder(folder: Path, resume: bool) -> None:
     files.check_places(folder, FILES)
     has_run = bool(read(folder / "metrics.jsonl") or checkpoint.all_in(folder))
     if has_run and not resume:
-        raise ValueError(f"{folder} already holds a run; go on with it by --resume, or give another --out")
+        raise ValueError(f"{folder} already holds a run; continue it with --resume, or give another --out")
     if resume and not (folder / "config.toml").exists():
         raise ValueError(f"{folder} holds no run to resume; give the run's folder with --out")
 

@@ -189,7 +189,7 @@ def check_stages(config: TrainConfig) -> None:
     if model.tied:
         raise ValueError(
             f"pp is {ranks}, and the head of {config.model} is its embedding, which the first and the last stage "
-            "would share; leave out --pp, or take a model with a head of its own"
+            "would share; leave out --pp, or take a model with a separate head"
         )
     least = stages if order.fills else ranks
     if config.accumulate < least:
@@ -205,7 +205,7 @@ def check_stages(config: TrainConfig) -> None:
     if order.splits and config.tp > 1:
         raise ValueError(
             f"pp_schedule is {config.pp_schedule}, which fills its waits with the gradients of weights, and tp is "
-            f"{config.tp}: layers that lie in parts compute all gradients at once, and would do so twice; take "
+            f"{config.tp}: tensor-parallel layers compute all gradients at once, and would do so twice; take "
             "--pp-schedule Interleaved1F1B or 1F1B, or leave out --tp"
         )
 
@@ -236,7 +236,7 @@ def check_words(words: int, ranks: int) -> None:
     """Raise a ValueError if the rows of the embedding cannot be sharded over the ranks of tp."""
     if words % ranks:
         raise ValueError(
-            f"tp is {ranks}, which cannot share the {words} words of the vocabulary; take another --tp, or --tokens "
+            f"tp is {ranks}, which cannot share the {words} entries of the vocabulary; take another --tp, or --tokens "
             f"bpe with --vocab a multiple of {math.lcm(ranks, WORDS)}"
         )
 

@@ -64,7 +64,7 @@ def read_state(
     if missing:
         warnings.warn(
             f"{missing[0]} is not in the checkpoint, or of another length (another recipe wrote it): it starts fresh, "
-            "and so does what other layers lack",
+            "as do missing entries of other layers",
             stacklevel=2,
         )
     return state

@@ -479,7 +479,7 @@ def check_options(store: Any, number: int, world: int, config: TrainConfig) -> N
 def describe_lost_connection(error: Exception, group: TorchProcessGroup | None) -> str:
     """Describe why a collective failed: which rank is gone, does not respond, or is furthest behind."""
     message = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    go_on = "go on with --resume"
+    go_on = "continue with --resume"
     try:
         silent, behind, signs = ([], [], {}) if group is None else group.pulse.behind()
     except RuntimeError:
