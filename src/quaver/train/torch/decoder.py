@@ -236,7 +236,7 @@ def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
 def change_layers(model: Decoder, recipe: Recipe, seed: int) -> Report:
     """`quantize_layers` where another recipe was in force: what that has recorded is dropped, without a warning."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "convert gives .* another recipe", UserWarning)
+        warnings.filterwarnings("ignore", "convert changes the recipe of .* drops the state", UserWarning)
         return quantize_layers(model, recipe, seed)
 
 
