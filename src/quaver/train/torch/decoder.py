@@ -240,7 +240,7 @@ def quantize_layers(model: Decoder, recipe: Recipe, seed: int) -> ConversionRepo
 def change_layers(model: Decoder, recipe: Recipe, seed: int) -> ConversionReport:
     """`quantize_layers` for a model with another recipe, whose state is dropped without a warning."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "convert gives .* another recipe", UserWarning)
+        warnings.filterwarnings("ignore", "convert changes the recipe of .* drops the state", UserWarning)
         return quantize_layers(model, recipe, seed)
 
 
