@@ -130,7 +130,7 @@ class Optimizer(OptimizerBase):
         rule = self.rule(group, preset_of(group["preset"]))
         check_tied(group["params"])
         for p in group["params"]:
-            check_parameter(p, type(rule).__name__, rule.whole)
+            check_parameter(p, rule.name, rule.whole)
             if p.requires_grad and layout.divided(p):
                 layout.check_divided(p, self.config(p, group), self.preset(p, group).name)
             elif p.requires_grad and p.dim() == 3:

@@ -38,6 +38,10 @@ class UpdateRule(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """Name of torch's optimizer with this rule."""
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the moments in the state of torch's optimizer for this rule."""
 
@@ -99,6 +103,7 @@ class AdamRule:
     def bounded(self) -> bool:
         return self.clamp
 
+    name = "Adam"
     names = ("exp_avg", "exp_avg_sq")
     signed = (True, False)
     whole = False
@@ -206,6 +211,7 @@ class LionRule:
 
     maximize: bool = False
 
+    name = "Lion"
     names = ("exp_avg",)
     signed = (True,)
     whole = False
@@ -254,6 +260,7 @@ class MuonRule:
     maximize: bool = False
     eps: float = 1e-7
 
+    name = "Muon"
     names = ("momentum_buffer",)
     signed = (True,)
     whole = True
@@ -318,6 +325,8 @@ class SGDRule:
     whole = False
     asks = True
     bounded = True
+
+    name = "SGD"
 
     @property
     def names(self) -> tuple[str, ...]:

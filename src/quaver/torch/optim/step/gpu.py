@@ -56,7 +56,7 @@ def reason(weight: Tensor, config: StepConfig, parts: ParameterTensors, place: S
     if isinstance(config.rule, SGDRule) and config.predicts:
         return "the next scale of codes that SGD steps depends on the largest gradient, which must be found first"
     if not isinstance(config.rule, (AdamRule, LionRule, SGDRule)):
-        return f"the kernel does not support {type(config.rule).__name__}"
+        return f"the kernel does not support {config.rule.name}"
     for spec, signed in zip(config.moments, config.rule.signed, strict=True):
         if not _writes(spec, signed):
             return f"the kernel does not support moments in {spec.text}"

@@ -180,7 +180,7 @@ def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
     if not cuts:
         return
     lies = f"a parameter of shape {tuple(p.shape)} is sharded over the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
-    rule = type(config.rule).__name__
+    rule = config.rule.name
     if config.rule.whole:
         raise ValueError(
             f"{lies}, and {rule} needs whole matrices: give it to AdamW or Lion, or leave it out of fully_shard with "
