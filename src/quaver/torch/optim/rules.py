@@ -71,7 +71,7 @@ class UpdateRule(Protocol):
         """Compute a step. All tensors are float32 of one shape; none is modified."""
 
     @property
-    def asks(self) -> bool:
+    def bound_needs_amaxes(self) -> bool:
         """True if `weight_bound` needs the amaxes of gradient and moments."""
 
     def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
@@ -80,7 +80,7 @@ class UpdateRule(Protocol):
         Args:
             amax: amaxes of the weights before the step, float32 of any shape.
             scalars: results of `scalars` for this parameter.
-            others: amaxes of the gradient and of each moment before the step, float32 [], if `asks`.
+            others: amaxes of the gradient and of each moment before the step, float32 [], if `bound_needs_amaxes`.
         """
 
 
@@ -107,7 +107,7 @@ class AdamRule:
     names = ("exp_avg", "exp_avg_sq")
     signed = (True, False)
     whole = False
-    asks = False
+    bound_needs_amaxes = False
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
         (b1, b2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
@@ -215,7 +215,7 @@ class LionRule:
     names = ("exp_avg",)
     signed = (True,)
     whole = False
-    asks = False
+    bound_needs_amaxes = False
     bounded = True
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
@@ -264,7 +264,7 @@ class MuonRule:
     names = ("momentum_buffer",)
     signed = (True,)
     whole = True
-    asks = False
+    bound_needs_amaxes = False
     bounded = False
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
@@ -323,7 +323,7 @@ class SGDRule:
     maximize: bool = False
 
     whole = False
-    asks = True
+    bound_needs_amaxes = True
     bounded = True
 
     name = "SGD"
