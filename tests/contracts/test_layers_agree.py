@@ -80,7 +80,7 @@ def in_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dty
 
 
 @pytest.fixture
-def recorded_amax(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
     """What JAX's layer quantizes while it is traced."""
     operands: Operands = {}
     original = gemms.quantize_shard
@@ -95,7 +95,7 @@ def recorded_amax(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
 
 
 @pytest.mark.parametrize("recipe, dtype", CASES)
-def test_every_operand_has_the_codes_and_scales_of_torchs(recipe: Recipe, dtype: str, recorded_amax: Operands) -> None:
+def test_every_operand_has_the_codes_and_scales_of_torchs(recipe: Recipe, dtype: str, recorded: Operands) -> None:
     rng = np.random.default_rng(0)
     x, w, bias, g = (rng.normal(size=s).astype(np.float32) for s in ((T, K), (K, N), (N,), (T, N)))
     expected, results = in_torch(recipe, x, w, bias, g, getattr(torch, dtype))
@@ -109,7 +109,7 @@ def test_every_operand_has_the_codes_and_scales_of_torchs(recipe: Recipe, dtype:
 
         y, back = jax.vjp(layer, x, w, state)
         grad_x, grad_w, _ = back(g)
-        return {name: (q.codes(), q.scales()) for name, q in recorded_amax.items()}, (y, grad_x, grad_w)
+        return {name: (q.codes(), q.scales()) for name, q in recorded.items()}, (y, grad_x, grad_w)
 
     args = x.astype(wide), w, qj.state.init(recipe), g.astype(wide)
     got, ours = step(*args)

@@ -119,8 +119,8 @@ def test_two_models_with_two_optimizers_train_as_each_alone() -> None:
     for i in range(STEPS):
         x = tokens(i)
         both = [model(input_ids=x, labels=x).loss for model in prepared[:2]]
-        for loss, optimizer, recorded_amax in zip(both, prepared[2:], losses, strict=True):
-            recorded_amax.append(loss.item())
+        for loss, optimizer, recorded in zip(both, prepared[2:], losses, strict=True):
+            recorded.append(loss.item())
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

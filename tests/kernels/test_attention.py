@@ -96,13 +96,13 @@ def test_ampere_tiles_with_bitwise_codes_give_the_same_results(
 ) -> None:
     tiles: list[tuple[int, int, int]] = []
 
-    def recorded_amax(*launch: Any) -> Any:
+    def recorded(*launch: Any) -> Any:
         constants = launch[4]
         tiles.append((constants["BM"], constants["BN"], constants["INTEGERS"]))
         return launch_plan.LaunchSpec(*launch)
 
     monkeypatch.setattr(device, "_architecture", lambda _: 80)
-    monkeypatch.setattr(gpu, "LaunchSpec", recorded_amax)
+    monkeypatch.setattr(gpu, "LaunchSpec", recorded)
     for one in (gpu._forward, gpu._backward):
         monkeypatch.setattr(one, "kept", {})
     arrays = operands(1, 2, 1, 70, 150, 32, 64)

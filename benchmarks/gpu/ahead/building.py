@@ -78,7 +78,7 @@ def compiled(arch: int, environment: dict[str, str], say: Callable[[str], None])
     known: set[str] = set()
     new = Lock()
 
-    def recorded_amax(walk: str, paths: Sequence[str]) -> Counter[str]:
+    def recorded(walk: str, paths: Sequence[str]) -> Counter[str]:
         with Child(walk, arch, environment, (*paths, "--note")) as child:
             for line in child.lines(NOTED):
                 with new:
@@ -96,7 +96,7 @@ def compiled(arch: int, environment: dict[str, str], say: Callable[[str], None])
     with ThreadPoolExecutor(PROCESSES) as walking, ThreadPoolExecutor(PROCESSES) as compilers:
         compilings = [compilers.submit(compiling, number) for number in range(PROCESSES)]
         try:
-            counts = list(walking.map(recorded_amax, *zip(*WALKS, strict=True)))
+            counts = list(walking.map(recorded, *zip(*WALKS, strict=True)))
         finally:
             for _ in compilings:
                 launches.put(None)

@@ -77,21 +77,21 @@ class Elsewhere:
 
 def note() -> None:
     """Print launches from now on, each once; only what the tests have for themselves is compiled here."""
-    recorded_amax: dict[Any, launch._LoadedKernel] = {}
+    recorded: dict[Any, launch._LoadedKernel] = {}
     compile_here = launch._loaded
     # Of its own, since pytest takes the standard output for itself.
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
 
     def loaded(one: launch.KernelLaunch, index: int) -> launch._LoadedKernel:
-        if one.kernel not in recorded_amax:
+        if one.kernel not in recorded:
             try:
                 # On a line of its own, whatever pytest has begun.
                 lines.write(f"\n{NOTED}{written(one)}\n")
             except ValueError:
-                recorded_amax[one.kernel] = compile_here(one, index)
+                recorded[one.kernel] = compile_here(one, index)
             else:
-                recorded_amax[one.kernel] = launch._LoadedKernel(Elsewhere(), lambda *_: None, None, ())
-        return recorded_amax[one.kernel]
+                recorded[one.kernel] = launch._LoadedKernel(Elsewhere(), lambda *_: None, None, ())
+        return recorded[one.kernel]
 
     launch._loaded = loaded
 

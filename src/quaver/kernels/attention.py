@@ -103,7 +103,7 @@ def along_tokens(
     C: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CODES: tl.constexpr, INTEGERS: tl.constexpr,
     TRANSPOSED: tl.constexpr, HALF: tl.constexpr = False, BY: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """Load C tokens as bfloat16 [C, D] for a sum over tokens, from [D, tokens] if TURNED (stored transposed), else
+    """Load C tokens as bfloat16 [C, D] for a sum over tokens, from [D, tokens] if TRANSPOSED (stored transposed), else
     [tokens, D].
 
     HALF and BY as in `rows_of`.
@@ -212,7 +212,7 @@ def attention_rows(
         q, k, v, do: codes [B, H, queries, D], [B, G, keys, D], [B, G, keys, DV] and [B, H, queries, DV]; scales, heads,
             runs and hidden as in `attention`. GRAD_WIDTH, dtype: blocks and format of do and of dS.
         HALF: True if one scale serves each matrix of q, k, v, do and dS.
-        kt: same as k, or, if TURNED (stored transposed), codes [B, G, D, keys].
+        kt: same as k, or, if TRANSPOSED (stored transposed), codes [B, G, D, keys].
         delta, shift: float32 [B, H, queries]; written if SUMS: Δ, and logsumexp to base 2, 0 where nothing is visible.
             Otherwise delta is read.
         amax_values: int32 [B, H]: amax bits of each head's dS, None if its scales are finer; raised if SUMS, else read.
@@ -325,7 +325,7 @@ def attention_columns(
     """Compute dK = dSᵀ q and dV = Pᵀ dO for BN keys (axis 0) of one group of one batch (axis 1), summed over its heads.
 
     Args:
-        qt: same as q, or, if TURNED (stored transposed), codes [B, H, D, queries]; dot: same as do, or, if
+        qt: same as q, or, if TRANSPOSED (stored transposed), codes [B, H, D, queries]; dot: same as do, or, if
             GRAD_TRANSPOSED, codes [B, H, DV, queries].
         seen_by: int32 [2, keys]: the first query that attends to a key, and one past the last; None: all.
         amax_values: amax bits of each head's dS, or None.
@@ -437,7 +437,8 @@ def attention(
     """Compute attention for BM queries (axis 0) of one head of one batch (axis 1).
 
     Args:
-        q, k, v: codes [B, H, queries, D], [B, G, keys, D] and [B, G, keys, DV], or, if TURNED (stored transposed), [B,
+        q, k, v: codes [B, H, queries, D], [B, G, keys, D] and [B, G, keys, DV], or, if TRANSPOSED (stored transposed),
+        [B,
             G, DV, keys]; H is `heads`, and `shared` of them share a group.
         CODES: format of q, k and v.
         HALF: True if one scale serves each matrix of q, k and v.

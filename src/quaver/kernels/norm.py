@@ -75,7 +75,7 @@ def norm(
     """Normalize x [rows, columns <= BN]; write y in x's dtype unless None, and the statistics mean, inverse float32
     [rows].
 
-    gamma, beta: [columns] or None; HELD in registers (beta up to `BETA_IN_REGISTERS` columns) or read for each row.
+    gamma, beta: [columns] or None; IN_REGISTERS (beta up to `BETA_IN_REGISTERS` columns) or read for each row.
     share: 1 / columns, or 1 for a sum of squares.
     MODE, the quantization of y after rounding to its dtype:
         "none"; "amax": top float32 [1], its amax; "tensor": q by `factor`, with its scale and top;

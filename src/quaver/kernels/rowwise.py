@@ -53,9 +53,9 @@ def blockwise(
     (COLUMNS).
 
     scale [blocks, rows] with stride `scale_stride`, transposed_scale [blocks, columns]: float32, blocks along the first
-    axis. given: amaxes for one of the two directions (GIVEN), in the layout of its scales. TALL: rows are the grid's
-    first axis. With both directions x is read again for each, from the L1 cache, because registers hold only x as
-    loaded. Exact. A block whose amax is not finite has factor 1 and scale NaN.
+    axis. known_amax: amaxes for one of the two directions (KNOWN_AMAX), in the layout of its scales. TALL: rows are
+    the grid's first axis. With both directions x is read again for each, from the L1 cache, because registers hold
+    only x as loaded. Exact. A block whose amax is not finite has factor 1 and scale NaN.
     """
     pm = tl.program_id(0 if TALL else 1)
     pn = tl.program_id(1 if TALL else 0)
@@ -185,8 +185,8 @@ def rowwise(
     columns.
 
     amax_values (if AMAX_VALUES): int32 [columns], zero before, bits of the columns' amaxes after; a maximum does not
-    depend on the order. given (if GIVEN): float32 [rows], amaxes that override the measured ones. A program processes
-    BM rows, STEPS times. Exact.
+    depend on the order. known_amax (if KNOWN_AMAX): float32 [rows], amaxes that override the measured ones. A program
+    processes BM rows, STEPS times. Exact.
     """
     rows_at(
         tl.program_id(0), x, q, scale, amax_values, known_amax, rows, columns, stride, q_stride,
@@ -294,8 +294,8 @@ def columnwise(
     Exact.
 
     amax_values: int32 [columns], bits of the columns' amaxes, followed by a zero counter per column of programs; all
-    zero after. given (if GIVEN): float32 [columns], amaxes that override them. down: number of programs that read the
-    same columns.
+    zero after. known_amax (if KNOWN_AMAX): float32 [columns], amaxes that override them. down: number of programs that
+    read the same columns.
     """
     columns_at(
         tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),

@@ -206,7 +206,7 @@ def cast(
     """Cast x [rows, columns] to q of the same shape (ROWS) and to its transpose qt as int32 (COLUMNS), scale float32
     [1].
 
-    MEASURED: top float32 [1] is the amax. Otherwise the scale follows from the amax `known_amax` (GIVEN), or from
+    MEASURED: top float32 [1] is the amax. Otherwise the scale follows from the amax `known_amax` (KNOWN_AMAX), or from
     factor, and top is written with the amax of x, measured in the same pass. factor (if FACTOR) overrides the factor
     of an amax unless it is 0.
     newest (if NEWEST): newest entry of a history, raised to the amax if that is finite.

@@ -99,8 +99,8 @@ class Interrupt:
     def __enter__(self) -> "Interrupt":
         self._before = {}
         if threading.current_thread() is threading.main_thread():
-            recorded_amax = [number for number in self.SIGNALS if not ignored_on_purpose(number)]
-            self._before = {number: signal.signal(number, self._note) for number in recorded_amax}
+            handled = [number for number in self.SIGNALS if not ignored_on_purpose(number)]
+            self._before = {number: signal.signal(number, self._note) for number in handled}
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:

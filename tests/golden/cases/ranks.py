@@ -23,10 +23,10 @@ selected: list[str] = list(CASES)
 
 
 def cases() -> dict[str, Callable[[Record], None]]:
-    return {name: partial(recorded_amax, name) for name in CASES}
+    return {name: partial(recorded, name) for name in CASES}
 
 
-def recorded_amax(name: str, record: Record) -> None:
+def recorded(name: str, record: Record) -> None:
     found = results()[name]
     if isinstance(found, str):
         raise RuntimeError(found)

@@ -71,7 +71,9 @@ def test_a_state_that_torch_left_unrolled_is_rolled_first() -> None:
     """torch rolls at the start of a step: state saved after a step has its amaxes in row 0."""
     recipe = recipes.delayed(history=3)
     recorded = jnp.float32([[1, 2, 3], [0, 0, 0], [4, 0, 0]])
-    ready = jax.jit(partial(states.ready, recipe=recipe))({"history": recorded, "factor": np.zeros(3, np.float32)})
+    ready = jax.jit(partial(states.rolled_and_checked, recipe=recipe))(
+        {"history": recorded, "factor": np.zeros(3, np.float32)}
+    )
     assert_bitwise(ready["history"], np.float32([[0, 0, 0], [4, 0, 0], [1, 2, 3]]))
     assert_bitwise(ready["factor"], np.float32([64, 128, 2.0**14]))
 

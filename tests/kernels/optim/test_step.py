@@ -204,7 +204,7 @@ def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool =
             p.factor = None if p.factor is None else p.factor.to(DEVICE)
             why = gpu.reason(p.parts.weight[0], p.config, p.parts, p.place, p.state["step"])
             assert not why, why
-            row = gpu.row(p.config, p.parts, p.place, SEED, number, p.state, p.factor)
+            row = gpu.kernel_parameter(p.config, p.parts, p.place, SEED, number, p.state, p.factor)
             assert row.form.even == (p.place.part[1] % 128 == 0 and p.place.part[0] % max(row.form.high, 1) == 0)
             scalars = p.config.rule.scalars(GROUP, p.state["step"].double().view(1) + 1)
             launches.add([row], torch.stack(scalars))

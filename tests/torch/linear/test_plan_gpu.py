@@ -183,11 +183,11 @@ def test_layers_of_one_input_have_the_bits_of_the_general_path(
     become(arch, monkeypatch)
     run, decided = function._run_planned, []
 
-    def recorded_amax(setup: Any, *rest: Any) -> Any:
+    def recorded(setup: Any, *rest: Any) -> Any:
         decided.append((len(setup.runs), setup.prologue.__class__ is function.FusedMLPInput))
         return run(setup, *rest)
 
-    monkeypatch.setattr(function, "_run_planned", recorded_amax)
+    monkeypatch.setattr(function, "_run_planned", recorded)
     first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
     second = copy.deepcopy(first)
     ours = trained(first)
@@ -596,7 +596,9 @@ def test_buffers_of_a_large_step_are_not_kept_for_its_shape() -> None:
     # The first forward quantizes its input beside the weight.
     layer(x)
     (plan,) = direct.plans.values()
-    places = [place for cast in (plan.step.rows.input, plan.step.rows.grad_output) for place in cast.places.values()]
+    places = [
+        place for cast in (plan.step.kernels.input, plan.step.kernels.grad_output) for place in cast.places.values()
+    ]
     assert len(places) == 2
     assert all(tensor is None or tensor.numel() <= 4 for tensors, _ in places for tensor in tensors)
 
@@ -610,7 +612,7 @@ def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch
         layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
         assert is_direct(layer(x))
         (plan,) = direct.plans.values()
-        assert (plan.step.rows.shared is not None) is shares
+        assert (plan.step.kernels.shared is not None) is shares
 
 
 @torchs_own

@@ -92,12 +92,12 @@ def test_recomputation_beside_the_gradients_changes_no_bit(
     shared: list[bool] = []
     call = function.RecomputedInput.__call__
 
-    def recorded_amax(self: Any, g: Tensor) -> Any:
+    def recorded(self: Any, g: Tensor) -> Any:
         kept = call(self, g)
         shared.append(self.gradients is not None)
         return kept
 
-    monkeypatch.setattr(function.RecomputedInput, "__call__", recorded_amax)
+    monkeypatch.setattr(function.RecomputedInput, "__call__", recorded)
     # More elements between the matrices than codes are kept of.
     assert_same_training(mlp, [whole, apart], recipe, inputs(96, 32, dtype=dtype))
     assert shared == [activation != "clamped_swiglu"] * len(shared)

@@ -138,7 +138,7 @@ def test_stochastic_rounding_of_a_step_is_unbiased(kind: str, dtype: str) -> Non
     assert wanted and config.draws == ("weight" in wanted) + any(name != "weight" for name in wanted)
     for step in range(200):
         word = noise.words(0, 4096, 3, 1, step, torch.device("cpu")).view(64, 64)
-        moved = pieces.move(config, parts, scalars, None, word, amax)
+        moved = pieces.compute_step(config, parts, scalars, None, word, amax)
         values = {"weight": master_weights.read(config.master_format, moved.weight)}
         values |= {
             f"moment {i}": pieces._decoded(held, spec)

@@ -14,7 +14,7 @@ from quaver.torch.optim import codes, master_weights
 from quaver.torch.optim.master_weights import MasterFormat
 from quaver.torch.optim.rules import AdamRule, LionRule, SGDRule
 from quaver.torch.optim.step import compiled, noise
-from quaver.torch.optim.step.step import ParameterTensors, StepConfig, move, put
+from quaver.torch.optim.step.step import ParameterTensors, StepConfig, compute_step, write_results
 from tests.kernels.optim.test_step import BLOCKWISE, BLOCKWISE_ANY, MXFP8, SQUARES, TENSORWISE
 
 LEAN, EXACT = PRESETS["lean"], PRESETS["exact"]
@@ -100,7 +100,7 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
         factor = None if step == 1 else torch.tensor(0.5)
         parts, amax = theirs
         weight_bound = None if amax is None else config.rule.weight_bound(amax, scalars, ())
-        expected = put(config, parts, move(config, parts, scalars, factor, word, weight_bound), told)
+        expected = write_results(config, parts, compute_step(config, parts, scalars, factor, word, weight_bound), told)
         own = ours[0]
         assert compiled.fits(config, own)
         keyed = noise.keyed(SEED, 5, step, torch.device("cpu"), torch.int32)
@@ -160,7 +160,7 @@ def test_every_code_with_every_residual_decodes_as_when_single(kind: str) -> Non
     code = torch.arange(256, dtype=torch.int32).repeat_interleave(256).view(512, 128)
     rest = torch.arange(-128, 128, dtype=torch.int32).repeat(256).view(512, 128) * 2 ** (more - 8)
     rest[:, ::5] += 2 ** (more - 8) - 1
-    expected = master_weights.worth(master_format, code, rest, more)
+    expected = master_weights.from_code_and_residual(master_format, code, rest, more)
     assert bool(expected.isfinite().all())
     weight = (code.to(torch.uint8), rest.to(torch.int8 if more == 8 else torch.int16))
     packed = tuple(map(compiled._lanes, compiled.viewed(ParameterTensors(weight, (), weight)).weight))

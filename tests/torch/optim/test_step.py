@@ -57,7 +57,7 @@ def test_compiled_and_other_chunks_cover_all_rows_once(spec: QuantSpec | None, m
     for columns in (32, 64, 96, 128, 256, 512):
         for rows in range(16, 513, 16):
             parts = step.ParameterTensors((torch.empty(rows, columns, device="meta"),), (), ())
-            every = [*step.divided(config, parts, compiled=True)]
+            every = [*step.split_into_chunks(config, parts, compiled=True)]
             assert all((large.stop - large.start) * columns in step.COMPILED for large, _ in every if large)
             small = [row for _, each in every for some in each for row in range(some.start, some.stop)]
             assert small == [*range(rows)], (rows, columns)

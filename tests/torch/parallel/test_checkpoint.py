@@ -416,7 +416,7 @@ def bad_input(rank: int) -> None:
     refused(r"it lacks model\.0\.down\.bias and 5 more", lambda: Checkpoint(deeper).load(folder))
     smaller = Net()
     del smaller.norm
-    refused(r"it has model\.norm\.bias and 1 more, which this model has not", lambda: Checkpoint(smaller).load(folder))
+    refused(r"it has model\.norm\.bias and 1 more, which this model lacks", lambda: Checkpoint(smaller).load(folder))
     bare = two_ranks.folder() / "bare"
     Checkpoint(model).save(bare)
     refused("it has no optimizer: give none", lambda: Checkpoint(model, optimizer).load(bare))

@@ -39,7 +39,7 @@ from quaver.jax.operations.sharding import (
 )
 from quaver.jax.state import buffers
 from quaver.jax.state.buffers import State
-from quaver.jax.state.context import recipe_in_force, uses_of
+from quaver.jax.state.context import recipe_in_force, state_reads_of
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import instance
 
@@ -178,8 +178,8 @@ def linear(
     x, w = (a if isinstance(a, Quantized) else array(where, what, a) for what, a in (("x", x), ("w", w)))
     bias = None if bias is None else array(where, "bias", bias)
     static("seed", seed, "the steps' noise differs by the count in the state")
-    along = input_placement(gather_input, x), weight_placement(gather_weight, w)
-    shape = _checked_shape(x, w, bias, where, along[1])
+    placements = input_placement(gather_input, x), weight_placement(gather_weight, w)
+    shape = _checked_shape(x, w, bias, where, placements[1])
     dtype = _dtype(where, x, w, dtype)
     if in_force is None or not in_force.quantizes:
         return high_precision(x, w, bias, dtype)
@@ -187,16 +187,16 @@ def linear(
         warn_unquantized(dtype)
         return high_precision(x, w, bias, dtype)
     state = state_of(where, state)
-    buffers.fitting(state, in_force, where)
-    call = LinearContext(in_force, dtype, name, seed, axes, *along, uses_of(state))
+    buffers.check_state(state, in_force, where)
+    call = LinearContext(in_force, dtype, name, seed, axes, *placements, state_reads_of(state))
     _check_bias(call, x, w, bias, state)
 
-    def tokens(x: Any, w: Any, bias: Array | None, state: State) -> Array:
+    def run_on_matrix(x: Any, w: Any, bias: Array | None, state: State) -> Array:
         rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
         y = _linear(call, rows, w, bias, state)
-        return y if len(shape) == 2 else y.reshape(*whole_lead(shape[:-1], along[0]), y.shape[-1])
+        return y if len(shape) == 2 else y.reshape(*whole_lead(shape[:-1], placements[0]), y.shape[-1])
 
-    return shardings_inferred(tokens, x, (*spec_of(x)[:-1], spec_of(w)[0 if isinstance(w, Quantized) else 1]))(
+    return shardings_inferred(run_on_matrix, x, (*spec_of(x)[:-1], spec_of(w)[0 if isinstance(w, Quantized) else 1]))(
         x, w, bias, state
     )
 
@@ -212,7 +212,7 @@ def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(call: LinearContext, x: Any, w: Any, bias: Array | None, state: State) -> Array:
     """Differentiable core of `linear`: x [T, K] and w [K, N] to [T, N]."""
-    return gemms.fprop(call, x, w, bias, buffers.ready(state, call.recipe), _axes(call, x, w, state))[0]
+    return gemms.fprop(call, x, w, bias, buffers.rolled_and_checked(state, call.recipe), _axes(call, x, w, state))[0]
 
 
 @jax.tree_util.register_static
@@ -239,7 +239,7 @@ def _forward(call: LinearContext, x: Any, w: Any, bias: Any, state: Any) -> tupl
         state = _require_mapped_state(call, state, x, w)
     axes = _axes(call, x, w, state)
     needs = _NeedsGrad(*perturbed[:3])
-    ready = buffers.ready(state, call.recipe)
+    ready = buffers.rolled_and_checked(state, call.recipe)
     y, xq, wq = gemms.fprop(call, x, w, bias, ready, axes)
     # JAX may trace one forward for several sets of needed gradients and caches a single pytree structure. So the
     # residuals have the same structure for every set, and their shapes encode what was needed.
@@ -253,8 +253,8 @@ def _forward(call: LinearContext, x: Any, w: Any, bias: Any, state: Any) -> tupl
         assert xq is not None and wq is not None
         amaxes = xq.amax, wq.amax
     # Gradients have the parameters' dtypes; an empty array carries the dtype, and its type under shard_map.
-    likes = [None if isinstance(p, Quantized) or p is None else without_elements(p) for p in (x, w, bias)]
-    return y, (jnp.zeros((*needs, 0), jnp.bool_), _GemmSharding(axes), saved_x, saved_w, likes, amaxes, ready)
+    grad_types = [None if isinstance(p, Quantized) or p is None else without_elements(p) for p in (x, w, bias)]
+    return y, (jnp.zeros((*needs, 0), jnp.bool_), _GemmSharding(axes), saved_x, saved_w, grad_types, amaxes, ready)
 
 
 def _operand_to_save(needed: bool, operand: Any, argument: Any, serves: bool, make: Callable[[], Any]) -> Any:
@@ -267,7 +267,8 @@ def _operand_to_save(needed: bool, operand: Any, argument: Any, serves: bool, ma
         needed: True if backward needs the operand.
         operand: the operand as fprop used it.
         argument: the same as the forward rule received it. JAX neither copies nor stacks a residual that is an
-        argument. serves: True if backward can use fprop's codes.
+            argument.
+        serves: True if backward can use fprop's codes.
         make: function that returns what backward needs of the operand.
     """
     if not needed:
@@ -318,7 +319,7 @@ _linear.defvjp(_forward, _backward, symbolic_zeros=True)
 def _axes(call: LinearContext, x: Any, w: Any, state: State) -> GemmMeshAxes:
     if call.axes is not None:
         return call.axes
-    gathered = [None if along is None else along.gather.axis for along in (call.input, call.weight)]
+    gathered = [None if placements is None else placements.gather.axis for placements in (call.input, call.weight)]
     return axes_of(x, w, state, gathered[0], gathered[1])
 
 

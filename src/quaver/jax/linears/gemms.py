@@ -16,7 +16,13 @@ from jax import Array, lax
 
 from quaver.jax.numerics.quantized import Quantized
 from quaver.jax.operations.ops import matmul
-from quaver.jax.operations.sharding import GemmMeshAxes, ShardPlacement, axes_before_gather, quantize_shard, whole
+from quaver.jax.operations.sharding import (
+    GemmMeshAxes,
+    ShardPlacement,
+    all_gather_operand,
+    axes_before_gather,
+    quantize_shard,
+)
 from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of, unless_overrun
 from quaver.jax.state.context import StateReads
 from quaver.recipes.spec import QuantSpec, Recipe
@@ -72,7 +78,10 @@ def fprop(
     gemm = call.recipe.fprop
     transposed = None if call.weight is None else call.weight.T
     if gemm.a is None or gemm.b is None:
-        high = whole(_unquantized(call, x), call.input), whole(_unquantized(call, w), call.weight).T
+        high = (
+            all_gather_operand(_unquantized(call, x), call.input),
+            all_gather_operand(_unquantized(call, w), call.weight).T,
+        )
         return product(*high, call.dtype, bias), None, None
     tokens, (rows, k) = (
         axes_before_gather(call.input, axes.tokens, axes.inputs)[0],
@@ -80,7 +89,13 @@ def fprop(
     )
     xq = quantize_shard(x, gemm.a, tokens, axes.inputs, factor=factor_of(state, INPUT))
     wq = quantize_shard(w if isinstance(w, Quantized) else w.T, gemm.b, rows, k, factor=factor_of(state, WEIGHT))
-    y = matmul(whole(xq, call.input), whole(wq, transposed), call.dtype, bias, fast_accum=gemm.fast_accum)
+    y = matmul(
+        all_gather_operand(xq, call.input),
+        all_gather_operand(wq, transposed),
+        call.dtype,
+        bias,
+        fast_accum=gemm.fast_accum,
+    )
     return y, xq, wq
 
 
@@ -172,16 +187,18 @@ def dgrad(
     """Return grad_input [T, K], from the result of `saved_weight`."""
     gemm = call.recipe.dgrad
     if gemm.b is None and isinstance(weight, Quantized):
-        gathered = whole(weight, None if call.weight is None else call.weight.T)
+        gathered = all_gather_operand(weight, None if call.weight is None else call.weight.T)
         return product(g, gathered.dequantize().T.astype(g.dtype), dtype)
     if gemm.b is None:
-        return product(g, whole(weight, call.weight), dtype)
+        return product(g, all_gather_operand(weight, call.weight), dtype)
     assert gq is not None
     if isinstance(weight, Quantized):
-        operand = whole(weight, None if call.weight is None else call.weight.T).T
+        operand = all_gather_operand(weight, None if call.weight is None else call.weight.T).T
     else:
         inputs, outputs = axes_before_gather(call.weight, axes.inputs, axes.outputs)
-        operand = whole(quantize_shard(weight, gemm.b, inputs, outputs, factor=factor_of(state, WEIGHT)), call.weight)
+        operand = all_gather_operand(
+            quantize_shard(weight, gemm.b, inputs, outputs, factor=factor_of(state, WEIGHT)), call.weight
+        )
     return matmul(gq, operand, dtype, fast_accum=gemm.fast_accum)
 
 
@@ -189,14 +206,14 @@ def wgrad(call: LinearContext, g: Array, gq: Quantized | None, saved: Array | Qu
     """Return the gradient of w, grad_weight.T [K, N], from the result of `saved_input`."""
     gemm = call.recipe.wgrad
     if gemm.b is None:
-        values = whole(saved, call.input)
+        values = all_gather_operand(saved, call.input)
         values = values.dequantize().astype(g.dtype) if isinstance(values, Quantized) else values
         return product(values.T, g.T, dtype)
     assert gq is not None
     if call.recipe.plan.input:
-        operand = whole(saved, call.input).T
+        operand = all_gather_operand(saved, call.input).T
     else:
-        operand = whole(saved, None if call.input is None else call.input.T)
+        operand = all_gather_operand(saved, None if call.input is None else call.input.T)
     return matmul(operand, gq, dtype, fast_accum=gemm.fast_accum)
 
 

@@ -28,7 +28,7 @@ from quaver.jax.operations.ops import DTYPES, quantize, static
 from quaver.jax.operations.sharding import sum_like
 from quaver.jax.state import buffers
 from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of
-from quaver.jax.state.context import recipe_in_force, uses_of
+from quaver.jax.state.context import recipe_in_force, state_reads_of
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.recipes.text import instance
 
@@ -83,14 +83,14 @@ def grouped_dot(
         high = x.astype(dtype), w.astype(dtype)
         return lax.ragged_dot(*high, group_sizes, preferred_element_type=jnp.float32).astype(dtype)
     state = state_of(name, state)
-    buffers.fitting(state, in_force, name)
-    call = LinearContext(in_force, dtype, name, seed, None, None, None, uses_of(state))
+    buffers.check_state(state, in_force, name)
+    call = LinearContext(in_force, dtype, name, seed, None, None, None, state_reads_of(state))
     return _grouped(call, x.astype(dtype), w, group_sizes, state)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(call: LinearContext, x: Array, w: Array, sizes: Array, state: State) -> Array:
-    return _fprop(call, x, w, _layout(call.recipe, x, sizes), buffers.ready(state, call.recipe))[0]
+    return _fprop(call, x, w, _layout(call.recipe, x, sizes), buffers.rolled_and_checked(state, call.recipe))[0]
 
 
 def _fprop(call: LinearContext, x: Array, w: Array, layout: "GroupedLayout", state: State) -> tuple[Array, Any, Any]:
@@ -105,7 +105,7 @@ def _forward(call: LinearContext, x: Any, w: Any, sizes: Any, state: Any) -> tup
     (x, w, sizes, state), (of_x, of_w, _, of_state) = unwrapped(x, w, sizes, state)
     perturbed, argument_w = [of_x, of_w, False, of_state], w
     x, w, _, state = check_gradients(call, x, w, None, state, perturbed)
-    recipe, state = call.recipe, buffers.ready(state, call.recipe)
+    recipe, state = call.recipe, buffers.rolled_and_checked(state, call.recipe)
     layout = _layout(recipe, x, sizes)
     y, xq, wq = _fprop(call, x, w, layout, state)
     if recipe.dequantized_backward:

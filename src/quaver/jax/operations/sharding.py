@@ -229,9 +229,7 @@ class ShardedOperand:
         for position, names in enumerate(tuple(self.spec)[:ndim]):
             if self.axis in _names(names):
                 return position
-        raise ValueError(
-            f"Gather({self.axis!r}, {self.spec}): the spec does not name that axis; give the operand's own spec"
-        )
+        raise ValueError(f"{self}: the spec does not name that axis; give the operand's own spec")
 
 
 class ShardPlacement(NamedTuple):
@@ -271,13 +269,12 @@ def input_placement(gather: ShardedOperand | None, x: Any) -> ShardPlacement | N
     entries = (*tuple(gather.spec), *[None] * ndim)[:ndim]
     if position == ndim - 1:
         raise ValueError(
-            f"Gather({gather.axis!r}, {gather.spec}) shards x along K, which the GEMM sums over: shard w in the "
-            "same way and leave out the gather"
+            f"{gather} shards x along K, which the GEMM sums over: shard w in the same way and leave out the gather"
         )
     others = [entry for i, entry in enumerate(entries[:-1]) if i != position]
     if not _manual(gather) and (any(others) or any(n > 1 for n in shape[:position])):
         raise ValueError(
-            f"Gather({gather.axis!r}, {gather.spec}): under jit, activations are gathered in eight bits along their "
+            f"{gather}: under jit, activations are gathered in eight bits along their "
             f"first axis, and here it is axis {position} of {ndim}; put the sequence first, or use shard_map"
         )
     return ShardPlacement(gather, 0, shape[:-1], position, (entries[position], entries[-1]))
@@ -295,7 +292,7 @@ def axes_before_gather(
     return (rows + own, k) if along.axis == 0 else (rows, k + own)
 
 
-def whole(q: Quantized | Array, along: ShardPlacement | None) -> Any:
+def all_gather_operand(q: Quantized | Array, along: ShardPlacement | None) -> Any:
     """Return the gathered operand: codes and scales, or the array if it is not quantized."""
     if along is None:
         return q
@@ -355,7 +352,7 @@ def _unflattened(a: Array, along: ShardPlacement) -> tuple[Array, int]:
     other, before = a.shape[1 - along.axis], along.lead[: along.position]
     if a.shape[along.axis] % max(math.prod(before), 1):
         raise ValueError(
-            f"Gather({along.gather.axis!r}, {along.gather.spec}): a shard {along.lead} of the tokens ends within a "
+            f"{along.gather}: a shard {along.lead} of the tokens ends within a "
             "block of the recipe; make it a multiple of the block, or use a recipe with other blocks"
         )
     shape = (*before, -1, other) if along.axis == 0 else (other, *before, -1)
@@ -380,7 +377,7 @@ def _constrained(a: Array, along: ShardPlacement, entries: tuple[Any, ...]) -> A
 def _check_sharded(gather: ShardedOperand, x: Any) -> None:
     if _manual(gather) and gather.axis not in varying(x):
         raise ValueError(
-            f"Gather({gather.axis!r}, {gather.spec}): the operand does not vary over that mesh axis; leave out the "
+            f"{gather}: the operand does not vary over that mesh axis; leave out the "
             "gather, or shard the operand over it"
         )
 

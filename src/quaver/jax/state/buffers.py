@@ -85,7 +85,7 @@ def roll(state: State, recipe: Recipe) -> State:
     return state | {"history": rolled, "factor": where(recorded.reshape(3), e, factor)}
 
 
-def ready(state: State, recipe: Recipe) -> State:
+def rolled_and_checked(state: State, recipe: Recipe) -> State:
     """Return the state as a step uses it.
 
     A state left unrolled by another program is rolled. A factor that cannot follow from its window becomes NaN, so that
@@ -349,7 +349,7 @@ def check(states: Any, recipe: str | Recipe) -> None:
             )
         if recipe.delayed is None:
             continue
-        fitting(state, recipe, where)
+        check_state(state, recipe, where)
         # A leading axis comes from a scan or from `share`.
         history = np.asarray(state["history"]).reshape(-1, recipe.delayed.length, 3)
         factor = np.asarray(_used(history, np.asarray(state["factor"]).reshape(-1, 3), recipe))
@@ -365,10 +365,10 @@ def check(states: Any, recipe: str | Recipe) -> None:
 @partial(jax.jit, static_argnames="recipe")
 def _used(history: Any, factor: Any, recipe: Recipe) -> Array:
     """Return the factors [slices, 3] that a step would use, in one jitted program."""
-    return jax.vmap(lambda h, f: ready({"history": h, "factor": f}, recipe)["factor"])(history, factor)
+    return jax.vmap(lambda h, f: rolled_and_checked({"history": h, "factor": f}, recipe)["factor"])(history, factor)
 
 
-def fitting(state: State, recipe: Recipe, where: str) -> None:
+def check_state(state: State, recipe: Recipe, where: str) -> None:
     """Raise ValueError if a state lacks what the recipe needs, or has it in another dtype or shape."""
     if recipe.stochastic and "count" in state:
         _fits(state, {"count": (2,)}, recipe, where)

@@ -81,7 +81,7 @@ class StateReads:
     count = 0
 
 
-def uses_of(state: Any) -> StateReads:
+def state_reads_of(state: Any) -> StateReads:
     """Count one more call that reads this state, and return its counter."""
     leaf = next(iter(jax.tree.leaves(state)), None)
     if not isinstance(leaf, jax.core.Tracer):

@@ -85,8 +85,8 @@ def _forward_unplanned(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> 
     saved_input: tuple[Any, Any] = prepared_input.transposed, None
     if keeps_input and prepared_input.transposed is None:
         saved_input = runs[0].transposed(prepared_input.matrix, prepared_input.operand)
-        if prepared_input.recorded_amax is not None and isinstance(saved_input[0], Quantized):
-            prepared_input.recorded_amax.operands = prepared_input.operand, saved_input[0]
+        if prepared_input.shared_quantization is not None and isinstance(saved_input[0], Quantized):
+            prepared_input.shared_quantization.operands = prepared_input.operand, saved_input[0]
     # Only dgrad reads the weights; without it they may be modified before backward.
     of_dgrad = weights if differentiated else (None,) * n
     # torch.compile passes tensors and plain values from forward to backward, but no objects.
@@ -127,7 +127,7 @@ def _run_planned(
     """
     runs, input_count, n = setup.runs, setup.input_count, len(setup.runs)
     first, weights = runs[0], tensors[input_count : input_count + n]
-    y, saved = setup.prologue.forward(*tensors[:input_count], implementation=first.step.rows.implementation)
+    y, saved = setup.prologue.forward(*tensors[:input_count], implementation=first.step.kernels.implementation)
     # The kernels read rows, so a transposed view must be copied first.
     x = first.readable(y).contiguous()
     try:
@@ -259,7 +259,7 @@ def _gradients(context: CallContext, values: Sequence[Any], needs: Sequence[Any]
     n, input_count = len(setup.layers), setup.input_count
     of_layers, weights, saved = gs[-n:], values[:n], values[n + 2 :]
     saved_input: Any = values[n], values[n + 1]
-    if setup.runs and runs[0].step.rows.levels == 2:  # type: ignore[index]
+    if setup.runs and runs[0].step.kernels.levels == 2:  # type: ignore[index]
         saved_input, saved = (values[n], values[n + 1 : n + 3]), values[n + 3 :]
     if runs is None:
         runs, saved = _rebuild_contexts(setup, of_layers, saved[:n]), saved[n:]
@@ -298,7 +298,7 @@ def _gradients(context: CallContext, values: Sequence[Any], needs: Sequence[Any]
         assert of_y is not None
         # With `return_input` of_y may be the caller's tensor, which resize_ must not change.
         of_y = of_y.view(*shape) if setup.return_input else shaped(of_y, shape)
-        implementation = setup.runs[0].step.rows.implementation if setup.runs else None
+        implementation = setup.runs[0].step.kernels.implementation if setup.runs else None
         of_x = setup.prologue.backward(of_y, saved, implementation, needs[:input_count])
     return *of_x, *of_weights, *of_biases
 

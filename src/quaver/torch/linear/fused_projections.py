@@ -211,7 +211,7 @@ def _plan_call(
         if layer._state.prepared is not recipe:
             prepare(layer, recipe)
         step = plan.planned(shape, first, weight, bias, recipe, layer)
-        if step is None or (step.rows.aligned and capture.is_captured_or_rehearsed(step.device)):
+        if step is None or (step.kernels.aligned and capture.is_captured_or_rehearsed(step.device)):
             return None
         run = step.run(first, layer)
         if run is None:

@@ -143,7 +143,7 @@ class LinearContext:
         self.pending: scaling_step.PendingBackward | None = None
 
     @property
-    def written(self) -> float:
+    def factor_key(self) -> float:
         """Cache key of the weight's encode factor: its value on the host, or the version of the device factors."""
         if self.factors is None:
             return 0.0
@@ -426,7 +426,7 @@ def _version(call: LinearContext) -> int:
         assert factor is not None
         call.version = factor._version
         if layer_state.state.replay is not None or layer_state.state.writing:
-            call.version = layer_state.recorded_amax(call.layer, "version of factors", call.version)
+            call.version = layer_state.logged_or_replayed(call.layer, "version of factors", call.version)
     return call.version
 
 
@@ -460,11 +460,11 @@ def quantized_weight(call: LinearContext, weight: Tensor, side: str, spec: Quant
         if side == "fprop":
             return quantize(call, amax.WEIGHT, "weight", weight, spec)
         return quantize(call, amax.WEIGHT, "weight.T", weight.t(), spec, True)
-    written = call.written
+    factor_key = call.factor_key
     cache_name = "fprop" if shared else side
     keeps = not capturing(weight)
     parameter = weight if call.parts is None else call.parts.parameter
-    entry = weight_cache.lookup(layer, cache_name, parameter, spec, written, call.record) if keeps else None
+    entry = weight_cache.lookup(layer, cache_name, parameter, spec, factor_key, call.record) if keeps else None
     q = None if entry is None else entry.quantized
     if q is None:
         window = weight_cache.begin(layer, parameter, call.record) if keeps else None
@@ -472,13 +472,13 @@ def quantized_weight(call: LinearContext, weight: Tensor, side: str, spec: Quant
         if other is not None and call.plan.weight:
             q.cached_transpose = other
         entry = (
-            weight_cache.store(layer, cache_name, parameter, spec, written, q, window)
+            weight_cache.store(layer, cache_name, parameter, spec, factor_key, q, window)
             if keeps
             else weight_cache.CachedWeight(q)
         )
         if other is not None and not call.plan.weight:
-            saved_input = weight_cache.store(layer, "dgrad", parameter, other.spec, written, other, window)
-            call.transposed_weight = other if saved_input is None else None
+            dgrad_entry = weight_cache.store(layer, "dgrad", parameter, other.spec, factor_key, other, window)
+            call.transposed_weight = other if dgrad_entry is None else None
         if not call.record and entry is None:
             weight_cache.count_uncached_forward(layer, parameter)
     elif call.record and call.factors is not None and side == "fprop":

@@ -399,7 +399,7 @@ def _shared(
             of_w = None if factor is None else of_matrix(factor.view(1), 0, *launch_arguments[2:4])
             written = both(x, of_x, w, of_w)
             operands.append(written[:5])
-            return _quantized(written[5:], spec, other, views, of_w is not None and of_w.known_and_recorded_amax[1])
+            return _quantized(written[5:], spec, other, views, of_w is not None and of_w.launch_key[1])
 
         entry, planned_operands = _weight(weight, layer, recipe, gemms, delayed, True, quantize_both)
         return operands[0] if operands else of_input(x, of_x), entry, planned_operands

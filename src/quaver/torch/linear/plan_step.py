@@ -40,7 +40,7 @@ class CachedWeightOperands:
     them.
     """
 
-    __slots__ = ("dgrad", "dgrad_scale", "fprop", "fprop_scale", "reader", "recorded_amax")
+    __slots__ = ("dgrad", "dgrad_scale", "factors_at_recording", "fprop", "fprop_scale", "reader")
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class CachedWeightOperands:
         fprop_scale: Scale,
         dgrad: Operand,
         dgrad_scale: Scale,
-        recorded_amax: object,
+        factors_at_recording: object,
         recipe: Recipe,
         form: str = "",
     ) -> None:
         self.fprop, self.fprop_scale, self.dgrad, self.dgrad_scale = fprop, fprop_scale, dgrad, dgrad_scale
         #: Encode factors of the call that recorded the weight's amax, so that a cached weight records it once per step.
         #: Only the factors are referenced; the object returned by `PlannedKernels.factors` may reference the layer.
-        self.recorded_amax = recorded_amax
+        self.factors_at_recording = factors_at_recording
         #: `PlannedLinear.reader` of the steps whose GEMMs read these operands; other steps may share the quantized
         #: weight.
         self.reader = recipe, form
@@ -113,19 +113,19 @@ class PlannedKernels:
 class PlannedLinear:
     """Planned step of one layer shape for inputs of one shape."""
 
-    __slots__ = ("delayed", "device", "gpu", "of_output", "reader", "recipe", "rows", "separate_transpose", "shape")
+    __slots__ = ("delayed", "device", "gpu", "kernels", "of_output", "reader", "recipe", "separate_transpose", "shape")
 
-    def __init__(self, recipe: Recipe, x: Tensor, features: int, rows: PlannedKernels) -> None:
-        self.recipe, self.shape, self.device, self.rows = recipe, x.shape, x.device, rows
+    def __init__(self, recipe: Recipe, x: Tensor, features: int, kernels: PlannedKernels) -> None:
+        self.recipe, self.shape, self.device, self.kernels = recipe, x.shape, x.device, kernels
         #: Key by which this step recognizes cached weight operands that its GEMMs can read.
-        self.reader = recipe, rows.form
+        self.reader = recipe, kernels.form
         #: Shape of the output [..., features].
         self.of_output = (*x.shape[:-1], features)
         self.delayed = recipe.delayed is not None
         #: CUDA device index, or None on a CPU.
         self.gpu = x.device.index if x.is_cuda else None
         #: True if the transposed input is quantized in a separate launch.
-        self.separate_transpose = rows.transposed_input is not None
+        self.separate_transpose = kernels.transposed_input is not None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor | None:
         """Run the layer and return y [..., n], or None if x, the weight or the state requires the slow path."""
@@ -134,7 +134,7 @@ class PlannedLinear:
         if self.recipe.stochastic and layer._buffers.get("count") is None:
             # The recipe was set after construction, so the noise counter is missing; the slow path creates it.
             return None
-        if self.rows.aligned and (x.data_ptr() & 15 or capture.is_captured_or_rehearsed(self.device)):
+        if self.kernels.aligned and (x.data_ptr() & 15 or capture.is_captured_or_rehearsed(self.device)):
             return None
         run = self.run(x, layer) if self.delayed else PlannedContext(self, layer, None)
         if run is None:
@@ -151,20 +151,20 @@ class PlannedLinear:
         if (
             not isinstance(other, PlannedLinear)
             or self.shape != other.shape
-            or self.rows.aligned is not other.rows.aligned
+            or self.kernels.aligned is not other.kernels.aligned
         ):
             return False
         if self.recipe is other.recipe:
             return True
         # CPU GEMMs read the same codes whatever layout they use for the weight.
-        form = not self.rows.aligned or self.rows.form == other.rows.form
+        form = not self.kernels.aligned or self.kernels.form == other.kernels.form
         return form and functional.same_input_quantization(self.recipe, other.recipe)
 
     def run(self, x: Tensor, layer: nn.Module) -> "PlannedContext | None":
         """Return the context of one call, or None if the layer's scaling state requires the slow path."""
         if not self.delayed:
             return PlannedContext(self, layer, None)
-        factors = self.rows.factors(layer, x) if layer._state.prepared is self.recipe else None  # type: ignore[union-attr]
+        factors = self.kernels.factors(layer, x) if layer._state.prepared is self.recipe else None  # type: ignore[union-attr]
         return None if factors is None else PlannedContext(self, layer, factors)
 
 
@@ -189,15 +189,20 @@ class PlannedContext:
         """Quantize x [..., features] for fprop and wgrad, and the weight if it is not cached, in shared launches if
         possible.
         """
-        rows, layer, factors, saved_input = self.step.rows, self.layer, self.factors, self._cached_weight(weight)
-        if rows.aligned:
+        kernels, layer, factors, cached_weight = (
+            self.step.kernels,
+            self.layer,
+            self.factors,
+            self._cached_weight(weight),
+        )
+        if kernels.aligned:
             # The kernels may overwrite the buffers with the last shared input, so no other layer may reuse it.
             functional.thread.last = None
-        if saved_input is None and rows.shared is not None and not weight.data_ptr() & 15:
-            operands, self.entry, self.planned_operands = rows.shared(x, weight, layer, factors)
+        if cached_weight is None and kernels.shared is not None and not weight.data_ptr() & 15:
+            operands, self.entry, self.planned_operands = kernels.shared(x, weight, layer, factors)
             return operands
-        self.entry, self.planned_operands = saved_input or rows.weight(weight, layer, factors, True)
-        return rows.input(x, factors)
+        self.entry, self.planned_operands = cached_weight or kernels.weight(weight, layer, factors, True)
+        return kernels.input(x, factors)
 
     def quantize_shared_input(self, x: Tensor, weight: Tensor) -> tuple[Operands, tuple[Tensor, Scale]]:
         """Quantize a non-leaf x for fprop and wgrad, reusing the operands of another layer that has just quantized the
@@ -228,8 +233,8 @@ class PlannedContext:
 
     def transposed(self, x: Tensor, operands: Operands) -> tuple[Tensor, Scale]:
         """Return the operand and scale that wgrad reads: the transpose of x, or x itself if wgrad is unquantized."""
-        if self.step.rows.transposed_input is not None:
-            return self.step.rows.transposed_input(x)
+        if self.step.kernels.transposed_input is not None:
+            return self.step.kernels.transposed_input(x)
         xt = operands[2]
         return x if xt is None else xt, operands[3]
 
@@ -241,13 +246,13 @@ class PlannedContext:
     def output(self, operands: Operands, weight: Tensor, bias: Tensor | None, flat: bool = False) -> Tensor:
         """Run fprop and return y [..., n], or [tokens, n] if `flat`."""
         step, w = self.step, self.planned_operands
-        rows, shape = step.rows, step.of_output
+        kernels, shape = step.kernels, step.of_output
         if w is None:
             # The input was quantized by another layer, so `quantize_input` was not called.
-            self.entry, w = self._cached_weight(weight) or rows.weight(weight, self.layer, self.factors, True)
+            self.entry, w = self._cached_weight(weight) or kernels.weight(weight, self.layer, self.factors, True)
         # Drop the reference, so that the cached weight can be freed before backward.
         self.planned_operands = None
-        y = rows.fprop(operands[0], operands[1], w.fprop, w.fprop_scale, bias)
+        y = kernels.fprop(operands[0], operands[1], w.fprop, w.fprop_scale, bias)
         # resize_ instead of view, because autograd refuses writes to a view (see `linear.function`). Separate ints
         # parse faster.
         return y if flat or len(shape) == 2 else y.resize_(*shape)
@@ -256,19 +261,19 @@ class PlannedContext:
         """Return the cached weight and its operands if weight, factor and layout are unchanged, else None."""
         step, factors = self.step, self.factors
         version = 0.0 if factors is None else factors.version
-        entry = weight_cache.lookup(self.layer, step.rows.cache_name, weight, step.recipe.fprop.b, version)  # type: ignore[arg-type]
+        entry = weight_cache.lookup(self.layer, step.kernels.cache_name, weight, step.recipe.fprop.b, version)  # type: ignore[arg-type]
         if entry is None or entry.planned_operands is None or entry.planned_operands.reader != step.reader:
             return None
         planned_operands: CachedWeightOperands = entry.planned_operands
-        if factors is not None and planned_operands.recorded_amax is not factors.factors:
+        if factors is not None and planned_operands.factors_at_recording is not factors.factors:
             assert entry.quantized is not None
             amax.record(self.layer, amax.WEIGHT, entry.quantized.amax)
-            planned_operands.recorded_amax = factors.factors
+            planned_operands.factors_at_recording = factors.factors
         return entry, planned_operands
 
     def readable(self, x: Tensor) -> Tensor:
         """Return x as the kernels read it: a matrix, or on a GPU a contiguous tensor at a multiple of 16 bytes."""
-        if not self.step.rows.aligned:
+        if not self.step.kernels.aligned:
             return _matrix(x)
         if x.is_contiguous() and not x.data_ptr() & 15:
             return x
@@ -291,16 +296,16 @@ class PlannedContext:
             needs: one flag per gradient; `LATER` for the weight returns a function instead of a tensor.
         """
         step, layer, factors, original_g = self.step, self.layer, self.factors, g
-        rows, g = step.rows, self.readable(g)
+        kernels, g = step.kernels, self.readable(g)
         if factors is not None:
             if self.pending is not None:
                 self.pending.finish()
             factors = factors.in_backward(layer, g)
-        kernel_args = (layer, step.recipe, needs) if rows.rounds_stochastically else factors
-        if rows.aligned:
+        kernel_args = (layer, step.recipe, needs) if kernels.rounds_stochastically else factors
+        if kernels.aligned:
             # As in `quantize_input`: a CPU backward may run in the thread of the forward.
             functional.thread.last = None
-        q, scale, qt, of_qt, of_bias = rows.grad_output(g, kernel_args)
+        q, scale, qt, of_qt, of_bias = kernels.grad_output(g, kernel_args)
         if counters.active.counters is not None:
             _count(layer, step.recipe, g.view(-1, g.shape[-1]), factors)
         of_input: Tensor | None = None
@@ -312,26 +317,26 @@ class PlannedContext:
             w = self.entry.planned_operands
             if w is None or w.reader != step.reader or w.dgrad is None:
                 assert weight is not None
-                w = rows.weight(weight, layer, factors, False)[1]
-            of_input = rows.dgrad(q, scale, w.dgrad, w.dgrad_scale, None)
+                w = kernels.weight(weight, layer, factors, False)[1]
+            of_input = kernels.dgrad(q, scale, w.dgrad, w.dgrad_scale, None)
         if needs[1]:
-            if rows.wgrad is None:
+            if kernels.wgrad is None:
                 qt = _matrix(g)
-            elif rows.transposed_grad_output is not None:
-                qt, of_qt = rows.transposed_grad_output(g)
+            elif kernels.transposed_grad_output is not None:
+                qt, of_qt = kernels.transposed_grad_output(g)
             if needs[1] is LATER:
                 # Only for kernels that do not reuse their buffers; the others never get `LATER`.
                 of_weight = partial(self._of_weight, qt, of_qt, saved_input)
             else:
                 of_weight = self._of_weight(qt, of_qt, saved_input)
-        if rows.finish is not None:
-            of_input, of_weight = rows.finish(of_input, of_weight)
+        if kernels.finish is not None:
+            of_input, of_weight = kernels.finish(of_input, of_weight)
         return of_input, of_weight, of_bias
 
     def _of_weight(self, g: Operand, scale: Scale, transposed: tuple[Any, Scale]) -> Tensor:
         """Run wgrad on the transposed grad_output (grad_output itself if unquantized) and the saved input."""
         self.entry.window.used = graph_task_id()
-        wgrad, (saved_input, saved_scale) = self.step.rows.wgrad, transposed
+        wgrad, (saved_input, saved_scale) = self.step.kernels.wgrad, transposed
         return (
             torch.mm(g.t(), _matrix(saved_input)) if wgrad is None else wgrad(g, scale, saved_input, saved_scale, None)
         )

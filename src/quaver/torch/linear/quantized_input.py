@@ -120,7 +120,7 @@ class QuantizedInput(NamedTuple):
     #: Tensors that the prologue's backward needs.
     saved: Sequence[Any]
     #: Record through which other layers with the same input reuse both operands; None if they may not.
-    recorded_amax: functional.Quantization | None = None
+    shared_quantization: functional.Quantization | None = None
 
 
 def prepare_input(setup: LinearSetup, x: Sequence[Tensor | None], keeps_input: bool) -> QuantizedInput:
@@ -144,16 +144,16 @@ def prepare_input(setup: LinearSetup, x: Sequence[Tensor | None], keeps_input: b
     transposed: Quantized | None
     source = _source(setup, call, x[0], y)
     conditions = () if source is None else cache_conditions(source, call, y)
-    recorded_amax = (
+    shared_quantization = (
         functional.lookup(source, conditions, setup.recipe, functional.same_input_quantization)
         if source is not None and conditions
         else None
     )
-    if recorded_amax is not None and recorded_amax.operands is not None:
-        q, transposed = recorded_amax.operands
+    if shared_quantization is not None and shared_quantization.operands is not None:
+        q, transposed = shared_quantization.operands
         note(calls, q)
         return QuantizedInput(
-            calls, output, y, shape, dtype, q, transposed if keeps_input else None, saved, recorded_amax
+            calls, output, y, shape, dtype, q, transposed if keeps_input else None, saved, shared_quantization
         )
     q, transposed = y, None
     if a is not None and keeps_input and c is not None and call.both is not None and both_at_once(call, a, c):
@@ -162,8 +162,8 @@ def prepare_input(setup: LinearSetup, x: Sequence[Tensor | None], keeps_input: b
         q = quantize(call, amax.INPUT, "input", y, a)
     note(calls[1:], q)
     if source is not None and conditions:
-        recorded_amax = functional.remember(source, conditions, setup.recipe, (q, transposed))
-    return QuantizedInput(calls, output, y, shape, dtype, q, transposed, saved, recorded_amax)
+        shared_quantization = functional.remember(source, conditions, setup.recipe, (q, transposed))
+    return QuantizedInput(calls, output, y, shape, dtype, q, transposed, saved, shared_quantization)
 
 
 def _source(setup: LinearSetup, call: LinearContext, prologue_input: Tensor | None, y: Tensor) -> Tensor | None:

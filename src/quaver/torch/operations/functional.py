@@ -163,7 +163,7 @@ free = operator.methodcaller("__setattr__", "operands", None)
 
 
 def same_input_quantization(one: Recipe, other: Recipe) -> bool:
-    """Return True if two recipes quantize an input equally for fprop and wgrad, with the same layout."""
+    """Return True if two recipes without delayed scaling quantize inputs equally for fprop and wgrad, in one layout."""
     return (
         one.fprop.a == other.fprop.a
         and one.wgrad.b == other.wgrad.b

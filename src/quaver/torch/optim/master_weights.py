@@ -133,7 +133,7 @@ def read(master_format: MasterFormat, tensors: tuple[Tensor, ...]) -> Tensor:
     if master_format.kind == "plain":
         return tensors[0].float()
     if master_format.kind == "remainder":
-        return worth(master_format, _bits(master_format, tensors[0]), tensors[1].int(), 16)
+        return from_code_and_residual(master_format, _bits(master_format, tensors[0]), tensors[1].int(), 16)
     if master_format.master:
         halved = master_format.kind == "float16"
         weight, master = tensors[0], codes.decode(tensors[-2], tensors[-1], _MASTER16) if halved else tensors[-1]
@@ -143,7 +143,9 @@ def read(master_format: MasterFormat, tensors: tuple[Tensor, ...]) -> Tensor:
         # Compare bits: a compiler may drop a conversion that only a comparison of floats uses.
         same = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
         return torch.where(same, master, weight.float())
-    value = worth(master_format, _bits(master_format, tensors[0]), tensors[-1].int(), BITS[tensors[-1].dtype])
+    value = from_code_and_residual(
+        master_format, _bits(master_format, tensors[0]), tensors[-1].int(), BITS[tensors[-1].dtype]
+    )
     return value if master_format.spec is None else value * _spread_scales(master_format.spec, tensors[1], value)
 
 
@@ -161,7 +163,7 @@ def master_after_write(master_format: MasterFormat, tensors: tuple[Tensor, ...])
     return first_states(master_format, tensors[0], torch.where(near, master, value))
 
 
-def worth(master_format: MasterFormat, code: Tensor, rest: Tensor, more: int) -> Tensor:
+def from_code_and_residual(master_format: MasterFormat, code: Tensor, rest: Tensor, more: int) -> Tensor:
     """Combine int32 codes and residuals of `more` bits to float32 multiples of the code's scale. Exact.
 
     A negative residual below a code of 0, as a pruning mask may leave, counts as 0.
@@ -172,7 +174,7 @@ def worth(master_format: MasterFormat, code: Tensor, rest: Tensor, more: int) ->
     return value if lower == 1.0 else value * (1.0 / lower)
 
 
-def numbers(master_format: MasterFormat, x: Tensor, more: int, noise: Tensor | None) -> Tensor:
+def to_integers(master_format: MasterFormat, x: Tensor, more: int, noise: Tensor | None) -> Tensor:
     """Convert magnitudes to integers with `more` bits below those of a code: int32.
 
     Args:
@@ -190,7 +192,7 @@ def numbers(master_format: MasterFormat, x: Tensor, more: int, noise: Tensor | N
     return (x.abs() * lower).view(torch.int32).clamp(max=most << below) + lost >> below
 
 
-def halves(master_format: MasterFormat, number: Tensor, x: Tensor, more: int) -> tuple[Tensor, Tensor]:
+def split_integers(master_format: MasterFormat, number: Tensor, x: Tensor, more: int) -> tuple[Tensor, Tensor]:
     """Split such integers into int32 codes, with the sign of x, and int32 residuals."""
     _, _, sign, most = _places(master_format, more)
     code = number + (1 << more - 1) >> more
@@ -250,14 +252,14 @@ def _write_longer(
     """Return codes or bfloat16, and residuals. Where codes are not finite, residuals are meaningless."""
     more, spec = BITS[tensors[-1].dtype], master_format.spec
     if spec is None:
-        code, rest = halves(master_format, numbers(master_format, weight, more, noise), weight, more)
+        code, rest = split_integers(master_format, to_integers(master_format, weight, more, noise), weight, more)
         return code.to(torch.int16).view(torch.bfloat16), rest.to(tensors[-1].dtype)
     measured = reference.block_bits(magnitude_bits(weight), spec)
     top = measured if amax is None else reference.override_bits(amax, measured)
     e = reference.factors(top, spec)
     scale = reference.stored_scale(top, (top < INFINITY_BITS) & (measured < INFINITY_BITS), e, spec)
     y = weight * spread(codes.materialized(e), spec.block, (weight.shape[0], weight.shape[1]))
-    code, rest = halves(master_format, numbers(master_format, y, more, noise), y, more)
+    code, rest = split_integers(master_format, to_integers(master_format, y, more, noise), y, more)
     return code.to(torch.uint8).view(tensors[0].dtype), scale, rest.to(tensors[-1].dtype)
 
 
@@ -332,7 +334,7 @@ def around(master_format: MasterFormat, weight: Tensor, tensors: tuple[Tensor, .
     scaled = weight if master_format.spec is None else weight / _spread_scales(master_format.spec, tensors[1], weight)
     more, code = BITS[tensors[-1].dtype], _bits(master_format, tensors[0])
     _, _, sign, most = _places(master_format, more)
-    number, nearest = numbers(master_format, scaled, more, None), (code & most) << more
+    number, nearest = to_integers(master_format, scaled, more, None), (code & most) << more
     # For a value of the opposite sign, residual 0 would be nearest; magnitudes below 0 do not exist.
     rest = torch.where((code << (31 - sign) ^ scaled.view(torch.int32)) < 0, -number, number) - nearest
     rest = torch.maximum(rest, -nearest).clamp_(-(1 << more - 1), (1 << more - 1) - 1)

@@ -34,7 +34,7 @@ from quaver.torch.optim.step.step import ParameterStepResult, RngKey, StepConfig
 from quaver.torch.state.history.sync import check_agreement
 
 #: Largest number of elements whose steps may be in progress together, because some of them are copies.
-TOGETHER = 1 << 24
+MAX_PENDING_ELEMENTS = 1 << 24
 
 
 class Optimizer(OptimizerBase):
@@ -130,8 +130,8 @@ class Optimizer(OptimizerBase):
         rule = self.rule(group, preset_of(group["preset"]))
         check_tied(group["params"])
         for p in group["params"]:
-            check_parameter(p, type(rule).__name__, rule.whole)
-            if p.requires_grad and layout.divided(p):
+            check_parameter(p, rule.name, rule.whole)
+            if p.requires_grad and layout.shardings(p):
                 layout.check_divided(p, self.config(p, group), self.preset(p, group).name)
             elif p.requires_grad and p.dim() == 3:
                 layout.check(p, self.config(p, group), self.preset(p, group).name)
@@ -167,7 +167,7 @@ class Optimizer(OptimizerBase):
             parameters = []
         self._update(parameters, factor, overflow)
         if factor is not None:
-            # Unscale gradients as GradScaler does for optimizers without `_step_supports_amp_scaling`.
+            # The step has applied `factor` already. Leave unscaled values in p.grad, as GradScaler does otherwise.
             for p in parameters:
                 layout.local(p.grad).mul_(factor.to(p.grad.device))
 
@@ -209,7 +209,7 @@ class Optimizer(OptimizerBase):
             if one.scalars:
                 waiting += self._begin_parameter(one, of, at, agreed_amaxes.get(one.p, {}), keep)
                 elements += one.p.numel()
-            if self._programs is None or elements > TOGETHER:
+            if self._programs is None or elements > MAX_PENDING_ELEMENTS:
                 elements = _finish(waiting)
         _finish(waiting)
         self._launch(launches, keep)
@@ -306,7 +306,7 @@ class Optimizer(OptimizerBase):
         """
         if outstanding_bytes < 1:
             raise ValueError(f"outstanding_bytes is {outstanding_bytes}; give at least 1")
-        if any(layout.divided(p) for group in self.param_groups for p in group["params"]):
+        if any(layout.shardings(p) for group in self.param_groups for p in group["params"]):
             raise ValueError(
                 "parameters are sharded, and ranks with different numbers of bytes would step different "
                 "numbers of parameters at a time; under fully_shard gradients are sharded anyway: leave "
@@ -360,7 +360,7 @@ class Optimizer(OptimizerBase):
         begun: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
         for number, p in own:
             config = self.config(p, group)
-            asks = config.master_format.spec is not None and layout.divided(p)
+            asks = config.master_format.spec is not None and layout.shardings(p)
             if p in scalars or asks:
                 self._ensure_amax(p, config)
                 amax = layout.local(self.state[p]["amax"]) if config.predicts else None
@@ -389,8 +389,8 @@ class Optimizer(OptimizerBase):
             config = self.config(p, group)
             self._ensure_amax(p, config)
             arguments = (config, self.parts(p, config), layout.flat_place(p, layout.leading(p, rule.whole)))
-            if gpu.TAKES(weight, *arguments, state["step"]):
-                row = gpu.row(*arguments, group["seed"], number, state, self._factor(p, factor))
+            if gpu.HAS_KERNEL(weight, *arguments, state["step"]):
+                row = gpu.kernel_parameter(*arguments, group["seed"], number, state, self._factor(p, factor))
                 row.owner = p
                 rows.setdefault(weight.device, []).append(row)
             else:

@@ -38,6 +38,10 @@ class UpdateRule(Protocol):
     """
 
     @property
+    def name(self) -> str:
+        """Name of torch's optimizer with this rule."""
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the moments in the state of torch's optimizer for this rule."""
 
@@ -67,7 +71,7 @@ class UpdateRule(Protocol):
         """Compute a step. All tensors are float32 of one shape; none is modified."""
 
     @property
-    def asks(self) -> bool:
+    def bound_needs_amaxes(self) -> bool:
         """True if `weight_bound` needs the amaxes of gradient and moments."""
 
     def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
@@ -76,7 +80,7 @@ class UpdateRule(Protocol):
         Args:
             amax: amaxes of the weights before the step, float32 of any shape.
             scalars: results of `scalars` for this parameter.
-            others: amaxes of the gradient and of each moment before the step, float32 [], if `asks`.
+            others: amaxes of the gradient and of each moment before the step, float32 [], if `bound_needs_amaxes`.
         """
 
 
@@ -99,10 +103,11 @@ class AdamRule:
     def bounded(self) -> bool:
         return self.clamp
 
+    name = "Adam"
     names = ("exp_avg", "exp_avg_sq")
     signed = (True, False)
     whole = False
-    asks = False
+    bound_needs_amaxes = False
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
         (b1, b2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
@@ -206,10 +211,11 @@ class LionRule:
 
     maximize: bool = False
 
+    name = "Lion"
     names = ("exp_avg",)
     signed = (True,)
     whole = False
-    asks = False
+    bound_needs_amaxes = False
     bounded = True
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
@@ -254,10 +260,11 @@ class MuonRule:
     maximize: bool = False
     eps: float = 1e-7
 
+    name = "Muon"
     names = ("momentum_buffer",)
     signed = (True,)
     whole = True
-    asks = False
+    bound_needs_amaxes = False
     bounded = False
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
@@ -316,8 +323,10 @@ class SGDRule:
     maximize: bool = False
 
     whole = False
-    asks = True
+    bound_needs_amaxes = True
     bounded = True
+
+    name = "SGD"
 
     @property
     def names(self) -> tuple[str, ...]:

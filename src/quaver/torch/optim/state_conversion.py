@@ -226,7 +226,7 @@ def check_state(key: object, saved: Mapping[str, Any], rule: UpdateRule) -> None
     numbers = step.numel() if isinstance(step, Tensor) else int(isinstance(step, int | float))
     if numbers != 1 or not 0 <= float(step) < float("inf"):
         raise ValueError(f"the step of parameter {key} is {step!r}, not a number of steps; {DAMAGED}")
-    name, present = type(rule).__name__, {key.removesuffix(CODES) for key, value in saved.items() if value is not None}
+    name, present = rule.name, {key.removesuffix(CODES) for key, value in saved.items() if value is not None}
     others = [moment for moment in OWNER_OF_MOMENT if moment in present and moment not in rule.names]
     if others:
         raise ValueError(

@@ -87,7 +87,7 @@ class OptimizerBase(torch.optim.Optimizer):
             ]
             return layout.together(amaxes, p)
         amax = master_weights.block_amax(config.master_format.spec, master_weights.read(config.master_format, tensors))
-        if not layout.divided(p):
+        if not layout.shardings(p):
             return amax
         self._local_amax.add(p)
         height = config.master_format.spec.block[0]

@@ -153,7 +153,7 @@ def recomputing() -> bool:
     return not is_tracing() and graph_task_id() != -1
 
 
-def recorded_amax(layer: object, what: str, present: Any) -> Any:
+def logged_or_replayed(layer: object, what: str, present: Any) -> Any:
     """Return the value that the first run read, during a replay, else `present`; open logs record it."""
     key = id(layer), what
     if state.replay is not None:

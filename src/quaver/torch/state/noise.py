@@ -58,7 +58,7 @@ def draw(layer: nn.Module, operand: str) -> Noise:
     stream = streams(layer)[operand] if is_tracing() else tensor_id(layer, operand)
     number = count[..., int(operand.endswith(".T"))].clone()
     if not is_tracing() and operand.startswith("input"):
-        number = layer_state.recorded_amax(layer, operand, number)
+        number = layer_state.logged_or_replayed(layer, operand, number)
     return seed, stream, number
 
 

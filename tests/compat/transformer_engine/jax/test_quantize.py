@@ -93,11 +93,11 @@ def test_a_scale_that_nothing_was_recorded_for_is_unset() -> None:
 
 
 def test_other_records_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"fp8_metas\.a\.x_meta is nothing that Transformer Engine 2\.20 records"):
+    with pytest.raises(ValueError, match=r"fp8_metas\.a\.x_meta is not recorded by Transformer Engine 2\.20"):
         te.quantize.own_collections({"fp8_metas": {"a": recorded() | {"x_meta": jnp.ones(1)}}})
     short = recorded()
     del short["grad_scale"]
-    with pytest.raises(ValueError, match=r"fp8_metas has not one history and one scale of each .*grad_scale"):
+    with pytest.raises(ValueError, match=r"fp8_metas must have one history and one scale for each .*grad_scale"):
         te.quantize.own_collections({"fp8_metas": short})
-    with pytest.raises(ValueError, match="fp8_metas has not one history"):
+    with pytest.raises(ValueError, match="fp8_metas must have one history"):
         te.quantize.own_collections({"fp8_metas": recorded() | {"x_amax_history": jnp.ones(3)}})

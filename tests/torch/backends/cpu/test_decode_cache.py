@@ -130,12 +130,12 @@ def test_no_operand_is_marked_once_a_forward_has_ended_or_failed(monkeypatch: py
     seen: list[Any] = []
     mark = repeated.mark
 
-    def recorded_amax(q: Any, slot: str) -> None:
+    def recorded(q: Any, slot: str) -> None:
         mark(q, slot)
         if slot == repeated.INPUT:
             seen.append(q)
 
-    monkeypatch.setattr(repeated, "mark", recorded_amax)
+    monkeypatch.setattr(repeated, "mark", recorded)
     x, _ = tensors(2)
     modules = layers(2, recipes.tensorwise())
     project(IDENTITY_INPUT, (x.requires_grad_(),), modules)

@@ -83,7 +83,7 @@ def test_scales_too_far_apart_for_float32_are_multiplied_in_float64() -> None:
 def test_a_few_rows_with_a_large_operand_use_the_same_path(
     rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_gemm, "NARROW_BESIDE", (16, 1 << 14))
+    monkeypatch.setattr(cpu_gemm, "NARROW_LARGE", (16, 1 << 14))
     gemm = next(iter(GEMMS.values()))
     a, b = operands(gemm, rows, 400, 100, "one outlier", False)
     exact = (double(a) @ double(b).t()).float()

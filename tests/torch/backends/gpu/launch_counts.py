@@ -116,11 +116,11 @@ def launches(arch: int, name: str, module: nn.Module, x: torch.Tensor, changing:
             given = x.bfloat16().requires_grad_()
             if counting:
                 driver.launched, driver.runs = _Kernels(launched), False
-            recorded_amax = launched if counting else []
-            with _Operations(recorded_amax), qt.autocast(recipe):
+            recorded = launched if counting else []
+            with _Operations(recorded), qt.autocast(recipe):
                 y = module(given)
             g = torch.ones_like(y)
-            with _Operations(recorded_amax):
+            with _Operations(recorded):
                 y.backward(g)
             # A copy of delayed scaling's factors arrives at the host.
             driver._wait()
@@ -133,7 +133,7 @@ def launches(arch: int, name: str, module: nn.Module, x: torch.Tensor, changing:
 def _recorded_amax(multiply: Any, launched: list[str], counting: Any) -> Any:
     """A product of bf16 values, which a CPU computes by more operations than a GPU."""
 
-    def recorded_amax(x: torch.Tensor, y: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def recorded(x: torch.Tensor, y: torch.Tensor, *rest: Any) -> torch.Tensor:
         if not counting():
             product: torch.Tensor = multiply(x, y, *rest)
             return product
@@ -141,7 +141,7 @@ def _recorded_amax(multiply: Any, launched: list[str], counting: Any) -> Any:
         dtype = torch.float32 if multiply is wide else torch.bfloat16
         return torch.empty(x.shape[0], y.shape[1], dtype=dtype)
 
-    return recorded_amax
+    return recorded
 
 
 class _Kernels(list[Any]):

@@ -128,7 +128,7 @@ class Driver:
         constants = {name: launch.constants[name] for name in launch.fn.arg_names[len(dtypes) + len(numbers) :]}
         run = interpreter.run(launch.fn, launch.grid, dtypes, numbers, constants)
 
-        def recorded_amax(*given: Any) -> None:
+        def recorded(*given: Any) -> None:
             self.launched.append(kernel)
             for name, tensor in zip(launch.fn.arg_names, given, strict=False):
                 # Compiled in: an access of 16 bytes elsewhere is an error of the GPU, which ends the process.
@@ -138,7 +138,7 @@ class Driver:
                 with _disable_current_modes():
                     run(*given)
 
-        return recorded_amax
+        return recorded
 
     def _ask(self, stack: roll_gpu.LayerStack, rolled: Tensor) -> None:
         self.waited = False

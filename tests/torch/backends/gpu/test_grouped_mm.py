@@ -267,7 +267,7 @@ def test_unsupported_inputs_run_elsewhere_and_say_why(calls: list[Call], monkeyp
         assert why(a, b, offsets) == "switched off by only()"
     with qt.only("native"):
         assert why(a, b, offsets) == ""
-        assert "to be torch.float32" in why(a, b, offsets, dtype=torch.float32)
+        assert "must be torch.float32" in why(a, b, offsets, dtype=torch.float32)
         assert "multiples of 16" in why(*operands(n=24), n=24)
         assert why(*operands(QuantSpec(E4M3))) == "", "a scale of a group is one of each of its rows"
         assert "no grouped GEMM" in why(*operands(QuantSpec(E5M2)))

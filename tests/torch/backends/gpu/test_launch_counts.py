@@ -76,14 +76,14 @@ def test_a_scan_and_its_convolution_take_as_many_launches_as_the_page_says() -> 
             lambda: qt.causal_conv1d(channels, taps, of_taps),
         ):
             for _ in range(2):
-                driver.launched = recorded_amax = _Kernels([])
-                with _Operations(recorded_amax.launched):
+                driver.launched = recorded = _Kernels([])
+                with _Operations(recorded.launched):
                     y = run()
-                forward, recorded_amax.launched = recorded_amax.launched, []
+                forward, recorded.launched = recorded.launched, []
                 g = torch.ones_like(y)
-                with _Operations(recorded_amax.launched):
+                with _Operations(recorded.launched):
                     y.backward(g)
-            back = [name for name in recorded_amax.launched if name != "torch.add_"]
+            back = [name for name in recorded.launched if name != "torch.add_"]
             counts.append((len(forward), len(back)))
             # Zeros are the gradient of last states that nothing used; taps' gradients are turned as the weight lies.
             assert {name for name in (*forward, *back) if name.startswith("torch.")} <= {"torch.zeros", "torch.clone"}

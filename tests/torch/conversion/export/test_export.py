@@ -103,7 +103,7 @@ def test_the_check_finds_one_wrong_code(recipe: str, tmp_path: Path) -> None:
     tensors[name] = codes.view(tensors[name].dtype)
     save_file(tensors, folder / "model.safetensors")
     right = log_probabilities(trained, tokens())
-    with with_exported_weights(disassemble(trained, ()).stored, Reader(folder)):
+    with with_exported_weights(disassemble(trained, ()).collected, Reader(folder)):
         wrong = log_probabilities(trained, tokens())
     assert divergence(right, wrong).largest > 1e-6
     assert divergence(right, log_probabilities(trained, tokens())).largest == 0.0

@@ -100,13 +100,13 @@ def test_weights_are_quantized_once_a_step() -> None:
     layer, quantized = layer_of("mxfp8"), list[str]()
     quantize = gpu._quantized
 
-    def recorded_amax(call: Any, weight: Tensor, side: str, spec: Any) -> Any:
+    def recorded(call: Any, weight: Tensor, side: str, spec: Any) -> Any:
         quantized.append(side)
         return quantize(call, weight, side, spec)
 
     optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
     with pytest.MonkeyPatch.context() as patch, qt.only("decoded"):
-        patch.setattr(gpu, "_quantized", recorded_amax)
+        patch.setattr(gpu, "_quantized", recorded)
         for _ in range(2):
             quantized.clear()
             for batch in range(3):

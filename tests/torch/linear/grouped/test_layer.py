@@ -139,7 +139,7 @@ def test_a_weight_is_quantized_once_per_step_for_any_number_of_micro_batches(
     quantized: list[int] = []
     quantize = cpu._HostRun._quantized
 
-    def recorded_amax(run: Any, weight: Tensor, group: int, side: str, shared: bool) -> Any:
+    def recorded(run: Any, weight: Tensor, group: int, side: str, shared: bool) -> Any:
         quantized.append(group)
         return quantize(run, weight, group, side, shared)
 
@@ -149,7 +149,7 @@ def test_a_weight_is_quantized_once_per_step_for_any_number_of_micro_batches(
         return quantize_all(run, weight)
 
     quantize_all = cpu._HostRun._all
-    monkeypatch.setattr(cpu._HostRun, "_quantized", recorded_amax)
+    monkeypatch.setattr(cpu._HostRun, "_quantized", recorded)
     monkeypatch.setattr(cpu._HostRun, "_all", noted_all)
     layer = qt.GroupedLinear(G, K, N, recipe=recipe)
     optimizer = torch.optim.SGD(layer.parameters(), 1e-3)

@@ -135,12 +135,12 @@ def test_torchs_grouped_gemm_changes_no_bit(
     whole, results = cpu.all_groups, []
     taken: list[bool] = []
 
-    def recorded_amax(*args: Any) -> Tensor | None:
+    def recorded(*args: Any) -> Tensor | None:
         y = whole(*args)
         taken.append(y is not None)
         return y
 
-    for way in (recorded_amax, lambda *args: None):
+    for way in (recorded, lambda *args: None):
         monkeypatch.setattr(cpu, "all_groups", way)
         for sizes in ((5, 0, 40, 17), (0, 0, 0, 0)):
             one, other = (t.clone().to(dtype).requires_grad_() for t in (x, w))
@@ -165,11 +165,11 @@ def test_rows_that_leave_the_cache_are_quantized_group_by_group_to_the_same_code
     calls: list[int] = []
     quantized = cpu._HostRun.quantized
 
-    def recorded_amax(run: Any, group: int, column: int, operand: str, *rest: Any) -> Any:
+    def recorded(run: Any, group: int, column: int, operand: str, *rest: Any) -> Any:
         calls.append(operand in ("input", "grad_output"))
         return quantized(run, group, column, operand, *rest)
 
-    monkeypatch.setattr(cpu._HostRun, "quantized", recorded_amax)
+    monkeypatch.setattr(cpu._HostRun, "quantized", recorded)
     with qt.only("reference"):
         results = grouped(SIZES[0], RECIPES[name])
     for tensor, wanted in zip(results, expected, strict=True):
@@ -246,12 +246,12 @@ def test_without_gradients_nothing_is_quantized_for_them(
     kept: list[bool] = []
     forward = cpu.forward
 
-    def recorded_amax(*args: Any) -> Any:
+    def recorded(*args: Any) -> Any:
         y, operands = forward(*args)
         kept.append(operands is not None)
         return y, operands
 
-    monkeypatch.setattr(cpu, "forward", recorded_amax)
+    monkeypatch.setattr(cpu, "forward", recorded)
     x, w, _ = tensors()
     expected = qt.grouped_matmul(x, w, ends(SIZES[0]), recipe=recipe)
     with off():

@@ -250,9 +250,9 @@ def bad_input(rank: int) -> None:
     refused("layout 'thd' with cu_seqlens", mask_type="padding", mask=torch.zeros(1, 8, dtype=torch.bool))
     refused("has a bias", bias=torch.zeros(8, 8))
     refused("has dropout 0.1", dropout=0.1)
-    refused("cannot travel by recipe nvfp4, which", quantized="nvfp4")
-    refused("cannot travel by recipe delayed", quantized="delayed")
-    refused("cannot travel by recipe bf16, which quantizes no input", quantized="bf16")
+    refused("cannot be sent in recipe nvfp4, which", quantized="nvfp4")
+    refused("cannot be sent in recipe delayed", quantized="delayed")
+    refused("cannot be sent in recipe bf16, which quantizes no input", quantized="bf16")
     refused("require a gradient", alibi_slopes=torch.ones(4, requires_grad=True))
     refused(
         f"ends at 8 and there are {8 * world()} tokens", q[0], q[0], q[0], layout="thd", cu_seqlens=torch.tensor([0, 8])

@@ -432,7 +432,7 @@ def bad_models(rank: int) -> None:
             context_parallel(model, **options)
 
     attention = nn.TransformerEncoderLayer(8, 2, 8)
-    refused("has 1 MultiheadAttention: context parallelism reaches", attention)
+    refused("has 1 MultiheadAttention: context parallelism only converts", attention)
     refused("has no DotProductAttention", nn.Linear(2, 2))
     refused(r"attention.core has dropout 0.1", qt.TransformerLayer(16, 2, 16, attention_dropout=0.1))
     refused("attention.core with mask_type 'padding'", qt.TransformerLayer(16, 2, 16, mask_type="padding"))
@@ -443,7 +443,7 @@ def bad_models(rank: int) -> None:
     refused("has a position_bias", qt.TransformerLayer(16, 2, 16, position_bias=relative))
     grows = qt.RotaryEmbedding(8, scaling={"rope_type": "dynamic", "factor": 2.0}, max_positions=8)
     refused("rope of type 'dynamic'", qt.TransformerLayer(16, 2, 16, rope=grows))
-    refused("cannot travel by recipe nvfp4", qt.TransformerLayer(16, 2, 16), quantized="nvfp4")
+    refused("cannot be sent in recipe nvfp4", qt.TransformerLayer(16, 2, 16), quantized="nvfp4")
     for mixer in (qt.Mamba2(16, head_dim=8, state=8), nn.GRU(16, 16), nn.Conv1d(16, 16, 3)):
         hybrid = nn.Sequential(qt.TransformerLayer(16, 2, 16), mixer)
         refused("1 mixes each token with earlier ones, and a rank", hybrid)
@@ -453,7 +453,7 @@ def bad_models(rank: int) -> None:
     cp = context_parallel(layer)
     refused("is already context-parallel", layer)
     x = torch.randn(1, 4, 16)
-    with pytest.raises(ValueError, match="MultiheadAttention has a sequence in parts, and a cache"):
+    with pytest.raises(ValueError, match="MultiheadAttention has a sharded sequence, which does not support a cache"):
         layer(x, cache=qt.KVCache(1, 8))
     with pytest.raises(ValueError, match="pack sequences"):
         layer(x, mask=torch.zeros(1, 4, dtype=torch.bool))

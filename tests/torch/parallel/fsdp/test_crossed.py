@@ -82,7 +82,7 @@ def crossed_refusals(rank: int) -> None:
     mesh = two_ranks.mesh(crossed.RANKS, crossed.RANKS, names=("dp", "tp"))
     recipe = recipes.get("mxfp8")
     net, _ = crossed.model(recipe, mesh, True, (64, 128, 64))
-    with pytest.raises(ValueError, match="up was prepared by gather_quantized and is gathered by no fully_shard"):
+    with pytest.raises(ValueError, match="up was prepared by gather_quantized but is not managed by fully_shard"):
         net(torch.ones(4, 64))
     crossed.shard(net, mesh["dp"])
     with qt.autocast(enabled=False), pytest.raises(ValueError, match="up runs under no recipe, and its weight was ga"):

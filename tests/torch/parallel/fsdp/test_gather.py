@@ -619,7 +619,7 @@ def too_late(rank: int) -> None:
     mesh = two_ranks.mesh(2)
     layer = qt.Linear(32, 32, recipe="mxfp8")
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="weight is sharded already, over"):
+    with pytest.raises(ValueError, match="weight is already sharded, over"):
         gather_quantized(nn.Sequential(layer))
     net = converted("mxfp8")
     gather_quantized(net)

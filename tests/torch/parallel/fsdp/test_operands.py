@@ -17,10 +17,10 @@ from quaver.torch.parallel.fsdp.operands import (
     amaxes,
     buffer,
     crossing_blocks,
-    part,
     pieces,
+    quantize_shard,
     sides,
-    whole,
+    tensor_amax,
 )
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -50,8 +50,8 @@ def together(x: Tensor, side: OperandSide, ranks: int, factor: float | None = No
     rows = [RowShard.of(n, ranks, rank) for rank in range(ranks)]
     own = [amaxes(x[r.start : r.stop], side, r, side.spec.two_level or factor is not None) for r in rows]
     agreed = {block: torch.stack([each[block] for each in own]).amax(0) for block in own[0]}
-    parts = [part(x[r.start : r.stop], side, r, agreed, factor) for r in rows]
-    joint = GatheredLayout(side, (n, k), rows[0], parts[-1], whole(agreed))
+    parts = [quantize_shard(x[r.start : r.stop], side, r, agreed, factor) for r in rows]
+    joint = GatheredLayout(side, (n, k), rows[0], parts[-1], tensor_amax(agreed))
     gathered = [torch.cat([p.codes for p in parts])]
     if parts[0].scales is not None:
         gathered.append(torch.cat([p.scales for p in parts if p.scales is not None]))

@@ -318,11 +318,11 @@ def matrices_that_nobody_has_told_of(rank: int) -> None:
         layer = nn.ModuleDict({"qkv_proj": nn.Linear(8, 192)})
         with pytest.raises(ValueError, match=re.escape(says)):
             parallelize_module(layer, mesh(), {"qkv_proj": ColwiseParallel(parts=parts)})
-    with pytest.raises(ValueError, match="says itself that it joins gate_proj, up_proj"):
+    with pytest.raises(ValueError, match="already declares that it joins gate_proj, up_proj"):
         parallelize_module(qt.MLP(64, 32, "swiglu"), mesh(), {"gate_up_proj": ColwiseParallel(parts=(32, 32))})
     again = {"mlp.gate_up_proj": ColwiseParallel()}
     twice = parallelize_module(block_of_transformer(), mesh(), again)
-    with pytest.raises(ValueError, match=r"is in parts by ColwiseParallel.. already"):
+    with pytest.raises(ValueError, match=r"is sharded by ColwiseParallel.. already"):
         parallelize_module(twice, mesh(), again)
     for name in ("q_proj", "up_proj", "wi", "dense_h_to_4h", "lm_head"):
         parallelize_module(nn.ModuleDict({name: nn.Linear(8, 8)}), mesh(), {name: ColwiseParallel()})

@@ -397,7 +397,7 @@ def bad_input(rank: int) -> None:
     refused("dequantize_weights", lambda: parallelize_module(in_bits, here, ColwiseParallel()))
     parallel = in_parts("mxfp8")
     refused(
-        "is in parts by ColwiseParallel.sequence=True. already",
+        "is sharded by ColwiseParallel.sequence=True. already",
         lambda: parallelize_module(parallel.up, here, RowwiseParallel()),
     )
     flat = two_ranks.mesh(1, RANKS, names=("dp", "tp"))

@@ -496,7 +496,7 @@ def what_one_rank_cannot_take_all_refuse(rank: int) -> None:
                                 loss(bad if rank == of else targets)
                             loss(targets).backward()
     for of in range(RANKS):
-        with refused(f"rank {of}: Embedding has 24 words, and the tokens go from -1"):
+        with refused(f"rank {of}: Embedding has 24 rows, and token ids range from -1"):
             embedding(targets - (int(targets.min()) + 1) if rank == of else targets)
         embedding(targets)
 

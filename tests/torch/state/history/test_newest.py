@@ -36,15 +36,15 @@ def trained(layer: qt.Linear, tokens: int = 20) -> list[Tensor]:
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The columns recorded by a separate launch."""
-    recorded_amax: list[int] = []
+    recorded: list[int] = []
     note: Callable[..., None] = roll_gpu.note
 
     def counting(history: Tensor, column: int, top: Tensor) -> None:
-        recorded_amax.append(column)
+        recorded.append(column)
         note(history, column, top)
 
     monkeypatch.setattr(roll_gpu, "note", counting)
-    return recorded_amax
+    return recorded
 
 
 @pytest.mark.parametrize("tokens", [20, 0])
@@ -55,10 +55,10 @@ def test_histories_match_separate_launches(tokens: int, notes: list[int], monkey
         together = trained(layer, tokens)
         if tokens:
             assert notes.count(amax.INPUT) == notes.count(amax.GRAD_OUTPUT) == 0
-        recorded_amax = len(notes)
+        recorded = len(notes)
         monkeypatch.setattr(amax, "newest", lambda *_: None)
         one_by_one = trained(twins[0], tokens)
-        assert len(notes) == recorded_amax + 3 * len(OUTLIERS)
+        assert len(notes) == recorded + 3 * len(OUTLIERS)
     with qt.only("reference"):
         expected = trained(twins[1], tokens)
     for ours, other, plain in zip(together, one_by_one, expected, strict=True):

@@ -13,7 +13,7 @@ from quaver.torch.optim.master_weights import MasterFormat, around
 from quaver.torch.optim.optimizers import Adam
 from quaver.torch.optim.state_conversion import packed
 
-#: Formats of moments by `exp_avg_dtype` and `exp_avg_sq_dtype`.
+#: Format of a moment by its dtype, the argument `exp_avg_dtype` or `exp_avg_sq_dtype`.
 MOMENT_SPECS = {
     torch.float32: FLOAT32,
     torch.bfloat16: StateSpec(code="bfloat16"),

@@ -283,7 +283,7 @@ def unmark(q: Any) -> None:
 
 
 def mark_of(codes: Tensor) -> DecodeCacheKey | None:
-    """Return the mark of codes in this thread's current call, or None."""
+    """Return the key under which this thread's current call caches the decoded values of codes, or None."""
     marked = thread.codes
     return marked[1] if marked is not None and marked[0] is codes else None
 

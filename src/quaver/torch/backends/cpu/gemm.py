@@ -371,7 +371,8 @@ NARROW = 4
 NARROW_LARGE = 16, 1 << 22
 #: Largest per-tensor operand in elements whose decoded values are cached; decoding costs as much as such a GEMM.
 REMEMBERED = 4096
-#: Range of scale products that can be multiplied into an eight-bit operand; its values and the sums stay normal.
+#: Range of scale products that addmm receives as alpha: if BLAS multiplies alpha into an eight-bit operand, its
+#: values and the sums stay normal.
 LIFTS = (2.0**-60, 2.0**60)
 _precision: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 

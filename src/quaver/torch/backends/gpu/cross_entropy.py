@@ -209,7 +209,7 @@ def _launch(
     rows, columns, _ = extent
     bm, bn, warps = block
     down = -(-rows // each)
-    # The last program also has whole blocks.
+    # EVEN (no masks): every program sums whole blocks, also the last.
     constants = {"BM": bm, "BN": bn, "EVEN": rows == each * down and columns % bn == 0}
     numbers = (*extent, each, 0 if second is None else out.shape[0])
     return LaunchSpec(column_sums, (-(-columns // bn), down), (x, out, second), numbers, constants, warps)

@@ -85,7 +85,7 @@ class DelayedInputs:
     """Delayed-scaling arguments of one matrix."""
 
     #: (True if the encode factor is known to be set, so that one pass suffices; True if the amax is recorded).
-    known_and_recorded_amax: tuple[bool, bool]
+    launch_key: tuple[bool, bool]
     #: Encode factors of the layer's operands, and the column of this matrix.
     factors: Tensor
     column: int
@@ -105,14 +105,14 @@ class RngInputs:
         counts: how often each was rounded before.
     """
 
-    __slots__ = ("factor_at", "factors", "known_and_recorded_amax")
+    __slots__ = ("factor_at", "factors", "launch_key")
 
     column = slice(None)
     newest = newest_at = None
 
     def __init__(self, streams: tuple[int, int, int], wanted: tuple[bool, bool], counts: Tensor) -> None:
         #: Key by which the launches are chosen.
-        self.known_and_recorded_amax = streams, wanted
+        self.launch_key = streams, wanted
         self.factors, self.factor_at = counts, counts.data_ptr()
 
 
@@ -250,7 +250,7 @@ class RowColQuantizer:
         addresses[0] = x.data_ptr()
         key: Any = None
         if inputs is not None:
-            key = inputs.known_and_recorded_amax
+            key = inputs.launch_key
             addresses[self.second - 3], addresses[self.second - 2] = inputs.factor_at, inputs.newest_at
         if second:
             key = key, self._address_second(addresses, *second)
@@ -274,7 +274,7 @@ class RowColQuantizer:
         if inputs is None:
             return None
         addresses[-3], addresses[-2] = inputs.factor_at, inputs.newest_at
-        return inputs.known_and_recorded_amax
+        return inputs.launch_key
 
     def _set_transposes(self, tensors: list[Any], matrix_launches: list[int]) -> None:
         for at in matrix_launches:

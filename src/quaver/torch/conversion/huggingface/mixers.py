@@ -36,7 +36,7 @@ SIZES = 2, 11
 
 
 class ObservedMixer(NamedTuple):
-    """A direct child of a layer that ran, with its input and output."""
+    """A direct child of a layer (norm, mixer or MLP) that ran, with its input and output."""
 
     module: nn.Module
     input: Tensor

@@ -389,7 +389,7 @@ class GroupedLinear(Quantizable):
         return name or f"GroupedLinear({self.groups}, {self.in_features} → {self.out_features})"
 
     def _check(self, x: Any, offsets: Tensor) -> None:
-        """Raise ValueError if shapes, dtypes or devices do not fit; TypeError if an argument is not a tensor."""
+        """Raise TypeError if offsets is no tensor; ValueError if a shape, a device or offsets' dtype does not fit."""
         instance("GroupedLinear", "offsets", offsets, Tensor, OFFSETS)
         if x is not None and (len(x.shape) != 2 or x.shape[1] != self.in_features):
             raise ValueError(

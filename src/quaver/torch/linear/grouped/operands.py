@@ -102,7 +102,7 @@ class GroupedContext:
     #: Cached weight operands by side, "fprop" and "dgrad"; each entry holds a `WeightStack`.
     saved_stacks: dict[str, weight_cache.CachedWeight] = field(default_factory=dict)
     #: Cache key for the weights' encode factors: their values on the host, or the version of the factors on a device.
-    written: Any = None
+    factor_key: Any = None
     #: Measured amaxes of the groups, by history column; 0 for groups without tokens.
     amaxes: dict[int, Any] = field(default_factory=dict)
     #: Operands that were rounded stochastically.
@@ -154,7 +154,7 @@ def begin(
     if recipe.delayed is not None:
         call.factors = scaling_step.factors(layer, training)[members]
         if not isinstance(call.factors, Tensor):
-            call.written = tuple(factors[amax.WEIGHT] for factors in call.factors)
+            call.factor_key = tuple(factors[amax.WEIGHT] for factors in call.factors)
             if not ops.on_host(offsets.ends):
                 call.factors = torch.tensor(call.factors, dtype=torch.float32, device=offsets.ends.device).view(-1, 3)
         if training and not is_tracing():
@@ -216,30 +216,30 @@ def _entry(
     owner, gemm = call.owner, call.recipe.fprop if side == "fprop" else call.recipe.dgrad
     if not isinstance(owner, GroupedProduct) or weight.dtype in stored_weight.CODES or capturing(weight):
         return weight_cache.CachedWeight(full())
-    layer, key, written = owner.layer, f"{side} {owner.name}", _written(call, owner.layer)
+    layer, key, factor_key = owner.layer, f"{side} {owner.name}", _written(call, owner.layer)
     assert gemm.b is not None
-    entry = weight_cache.lookup(layer, key, weight, gemm.b, written, call.training)
+    entry = weight_cache.lookup(layer, key, weight, gemm.b, factor_key, call.training)
     if entry is not None and entry.quantized is not None:
         return entry
     window = weight_cache.begin(layer, weight, call.training)
     operands = full()
-    entry = weight_cache.store(layer, key, weight, gemm.b, written, operands, window)
+    entry = weight_cache.store(layer, key, weight, gemm.b, factor_key, operands, window)
     if entry is None and not call.training:
         weight_cache.count_uncached_forward(layer, weight)
     return entry or weight_cache.CachedWeight(operands)
 
 
 def _written(call: GroupedContext, layer: nn.Module) -> Any:
-    """Return `GroupedContext.written`, read at first use."""
+    """Return `GroupedContext.factor_key`, read at first use."""
     if call.factors is None:
         return 0.0
-    if call.written is None:
+    if call.factor_key is None:
         factor = layer._buffers["factor"]
         assert factor is not None
-        call.written = factor._version
+        call.factor_key = factor._version
         if layer_state.state.replay is not None or layer_state.state.writing:
-            call.written = layer_state.recorded_amax(layer, "version of factors", call.written)
-    return call.written
+            call.factor_key = layer_state.logged_or_replayed(layer, "version of factors", call.factor_key)
+    return call.factor_key
 
 
 def of_weights(needed: Any, gives: Callable[..., Tensor]) -> Any:

@@ -22,7 +22,14 @@ from quaver.torch.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, 
 from quaver.torch.optim import codes, master_weights
 from quaver.torch.optim.master_weights import MasterFormat
 from quaver.torch.optim.step import noise
-from quaver.torch.optim.step.step import InplaceStepResult, ParameterTensors, RngKey, StepConfig, move, put
+from quaver.torch.optim.step.step import (
+    InplaceStepResult,
+    ParameterTensors,
+    RngKey,
+    StepConfig,
+    compute_step,
+    write_results,
+)
 
 # ---- packed4 ----
 # Steps of chunks whose tensors are all 8 or 16 bits wide, viewed as int32, so that a CPU compiler can vectorize them.
@@ -278,8 +285,13 @@ def _longer(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return packed codes and residuals of multiples of scales, and the integers that they represent."""
     more = MORE[master_format.kind]
-    numbers = [master_weights.numbers(master_format, x, more, drawn) for x, drawn in zip(unpacked, lost, strict=True)]
-    both = [master_weights.halves(master_format, number, x, more) for number, x in zip(numbers, unpacked, strict=True)]
+    numbers = [
+        master_weights.to_integers(master_format, x, more, drawn) for x, drawn in zip(unpacked, lost, strict=True)
+    ]
+    both = [
+        master_weights.split_integers(master_format, number, x, more)
+        for number, x in zip(numbers, unpacked, strict=True)
+    ]
     bits = 16 if master_format.spec is None else 8
     return [_joined([code for code, _ in both], bits), _joined([rest for _, rest in both], more)], numbers
 
@@ -300,8 +312,8 @@ def _coded(
     stored = reference.stored_scale(top, (top < INFINITY_BITS) & (largest < INFINITY_BITS - FAR), e, spec)
     more = MORE[master_format.kind]
     most = (spec.format.max_code << more) + (1 << more - 1) - 1
-    halves = master_weights.halves(master_format, largest.clamp(max=most), torch.zeros_like(e), more)
-    reached = master_weights.worth(master_format, *halves, more) * decode_scales(stored, spec, None)
+    halves = master_weights.split_integers(master_format, largest.clamp(max=most), torch.zeros_like(e), more)
+    reached = master_weights.from_code_and_residual(master_format, *halves, more) * decode_scales(stored, spec, None)
     return written, torch.where(reached < codes.SMALLEST_NORMAL, 0.0, reached), stored
 
 
@@ -559,5 +571,5 @@ def _run(
 ) -> InplaceStepResult:
     shape = own.weight[0].shape
     word = None if place is None else noise.traced_words(shape.numel(), *place).view(shape)
-    moved = move(config, own, scalars, factor, word, amax)
-    return put(config, own, moved, keep)
+    moved = compute_step(config, own, scalars, factor, word, amax)
+    return write_results(config, own, moved, keep)

@@ -56,7 +56,7 @@ def reason(weight: Tensor, config: StepConfig, parts: ParameterTensors, place: S
     if isinstance(config.rule, SGDRule) and config.predicts:
         return "the next scale of codes that SGD steps depends on the largest gradient, which must be found first"
     if not isinstance(config.rule, (AdamRule, LionRule, SGDRule)):
-        return f"the kernel does not support {type(config.rule).__name__}"
+        return f"the kernel does not support {config.rule.name}"
     for spec, signed in zip(config.moments, config.rule.signed, strict=True):
         if not _writes(spec, signed):
             return f"the kernel does not support moments in {spec.text}"
@@ -66,7 +66,7 @@ def reason(weight: Tensor, config: StepConfig, parts: ParameterTensors, place: S
 
 
 #: Operation that is True if a kernel steps a parameter, False if it steps chunk by chunk.
-TAKES: Operation[bool] = Operation(
+HAS_KERNEL: Operation[bool] = Operation(
     "optimizer_step",
     [Implementation("triton", lambda *_: True, reason, _no_kernels), Implementation("reference", lambda *_: False)],
 )
@@ -133,7 +133,7 @@ def _cut(place: ShardPosition, high: int) -> bool:
     return bool(start % high) or (bool(stop % high) and stop != place.whole[0])
 
 
-def row(
+def kernel_parameter(
     config: StepConfig,
     parts: ParameterTensors,
     place: ShardPosition,
@@ -235,7 +235,7 @@ def warn_once(said: set[str], weight: Tensor, *operands: object) -> None:
     """Warn once for each reason why kernels cannot step a parameter on a GPU."""
     if not weight.is_cuda:
         return
-    why = dict(TAKES.explain(weight, *operands)).get("triton", "")
+    why = dict(HAS_KERNEL.explain(weight, *operands)).get("triton", "")
     if why and why not in said:
         said.add(why)
         warnings.warn(

@@ -96,7 +96,7 @@ def like(p: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
     )
 
 
-def divided(p: Tensor) -> list[tuple[int, int]]:
+def shardings(p: Tensor) -> list[tuple[int, int]]:
     """Return (dimension, mesh dimension) of each sharding of a parameter, in the order in which it was applied.
 
     fully_shard shards what tensor parallelism has sharded before, although its mesh dimension comes first.
@@ -114,19 +114,19 @@ def _cuts(p: DTensor, over: int) -> bool:
 
 def groups(p: Tensor) -> tuple[Any, ...]:
     """Return the process groups over which a parameter is sharded, in the order of `divided`."""
-    return tuple(p.device_mesh.get_group(over) for _, over in divided(p))  # type: ignore[attr-defined]
+    return tuple(p.device_mesh.get_group(over) for _, over in shardings(p))  # type: ignore[attr-defined]
 
 
 def sharing(p: Tensor) -> tuple[Any, ...]:
     """Return all process groups of a sharded parameter, including those of replicas; empty if it is not sharded."""
-    mesh: Any = p.device_mesh if divided(p) else None  # type: ignore[attr-defined]
+    mesh: Any = p.device_mesh if shardings(p) else None  # type: ignore[attr-defined]
     return () if mesh is None else tuple(mesh.get_group(over) for over in range(mesh.ndim) if mesh.size(over) > 1)
 
 
 def place(p: Tensor) -> ShardPosition:
     """Return the position of this rank's shard in the whole parameter."""
     start, stop = [0] * p.dim(), list(p.shape)
-    for dim, over in divided(p):
+    for dim, over in shardings(p):
         mesh: Any = p.device_mesh  # type: ignore[attr-defined]
         part = -(-(stop[dim] - start[dim]) // mesh.size(over))
         start[dim] = min(stop[dim], start[dim] + part * mesh.get_local_rank(over))
@@ -165,7 +165,7 @@ def agreed(finite: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
 
 def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
     """Raise a ValueError if a sharded parameter cannot be stepped shard by shard."""
-    cuts = divided(p)
+    cuts = shardings(p)
     if isinstance(p, DTensor) and p.dtype in CODES and p.dim() == 3:
         raise ValueError(
             f"a stack of matrices of {p.dtype} was passed to fully_shard, which rounds gradients to its "
@@ -180,7 +180,7 @@ def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
     if not cuts:
         return
     lies = f"a parameter of shape {tuple(p.shape)} is sharded over the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
-    rule = type(config.rule).__name__
+    rule = config.rule.name
     if config.rule.whole:
         raise ValueError(
             f"{lies}, and {rule} needs whole matrices: give it to AdamW or Lion, or leave it out of fully_shard with "
@@ -216,7 +216,7 @@ def value_of(p: Tensor) -> Tensor:
         return local(p).detach().float()
     layer: Any = store_weight.owner(p)
     assert layer is not None
-    if not divided(p):
+    if not shardings(p):
         return dequantized(layer, local(p), torch.float32)
     master_format, (codes, scale) = in_own_rows(p, master_weights.MasterFormat("residual", layer.weight_spec))
     assert master_format.spec is not None
@@ -275,7 +275,7 @@ def in_own_rows(
     spec = master_format.spec
     if spec is not None and is_stack(p, spec):
         return master_format.by_rows, [rows(codes), scales_by_rows(p, spec, *scales)]
-    if spec is None or spec.block[0] in (None, 1) or not divided(p):
+    if spec is None or spec.block[0] in (None, 1) or not shardings(p):
         return master_format, [codes, *scales]
     first = place(p)
     own = torch.arange(first.start[0], first.start[0] + first.part[0], dtype=torch.int64, device=codes.device)
@@ -305,7 +305,7 @@ def leading(p: Tensor, whole: bool) -> int:
         p: the parameter.
         whole: the rule needs a whole matrix at once.
     """
-    last, cuts = max(p.dim() - 1, 0), divided(p)
+    last, cuts = max(p.dim() - 1, 0), shardings(p)
     if whole or not p.numel() or store_weight.holds_codes(p) or any(dim for dim, _ in cuts):
         return last
     at = last

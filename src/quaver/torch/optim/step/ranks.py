@@ -49,7 +49,7 @@ def segments(p: Tensor, config: StepConfig) -> list[ShardSegment]:
             for group, rows in enumerate(cuts)
         ]
     every = slice(0, layout.local(p).shape[0] if layout.local(p).dim() else 1)
-    if spec is None or not layout.divided(p):
+    if spec is None or not layout.shardings(p):
         return [ShardSegment(every, None, None)]
     height, start, whole = spec.block[0], part.start[0], part.whole[0]
     if height is None:
@@ -69,7 +69,7 @@ def segments(p: Tensor, config: StepConfig) -> list[ShardSegment]:
 
 def crossing_blocks(p: Tensor, config: StepConfig) -> list[int]:
     """Return the indices of block rows that cross shards and have measured scales: the same on all ranks."""
-    spec, cuts = config.master_format.spec, layout.divided(p)
+    spec, cuts = config.master_format.spec, layout.shardings(p)
     if spec is None or config.predicts or not cuts:
         return []
     height, rows = spec.block[0], p.shape[0]
@@ -176,7 +176,7 @@ def _entries(one: SteppingParameter, local_only: bool) -> list[_AmaxBits]:
         if local_only and spec.block[0] is None:
             assert one.amax is not None
             entries.append(_AmaxBits(magnitude_bits(one.amax), one.amax))
-        if config.rule.asks:
+        if config.rule.bound_needs_amaxes:
             entries.append(_AmaxBits(magnitude_bits(torch.stack(largest(config, parts, one.factor)))))
     own = {segment.crosses_shards: segment for segment in segments(one.p, config)}
     columns = 1 if spec.block[1] is None else -(-one.p.shape[1] // spec.block[1])

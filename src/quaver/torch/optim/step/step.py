@@ -86,7 +86,7 @@ class StepResult(NamedTuple):
     clamped: Tensor | None
 
 
-def move(
+def compute_step(
     config: StepConfig,
     parts: ParameterTensors,
     scalars: tuple[Tensor, ...],
@@ -252,7 +252,7 @@ def begin(
     weight_bound = None if agreed_amaxes is None else agreed_amaxes.amax
     if config.predicts:
         assert amax is not None
-        others = largest(config, parts, factor) if config.rule.asks and agreed_amaxes is None else ()
+        others = largest(config, parts, factor) if config.rule.bound_needs_amaxes and agreed_amaxes is None else ()
         weight_bound = config.rule.weight_bound(
             amax, scalars, others if agreed_amaxes is None else agreed_amaxes.others
         )
@@ -261,10 +261,10 @@ def begin(
     columns = parts.weight[0].shape[1]
     run = None if programs is None or not drawn.place.joined else programs.begin(config, scalars, factor, drawn, keep)
     begun: list[tuple[Callable[[], InplaceStepResult | None] | None, Sequence[slice]]] = []
-    for large, small in divided(config, parts, run is not None):
+    for large, small in split_into_chunks(config, parts, run is not None):
         by_program = None
         if large is not None and run is not None:
-            bound, first = of_reach(weight_bound, config, parts, large), drawn.place.first + large.start * columns
+            bound, first = bounds_of_rows(weight_bound, config, parts, large), drawn.place.first + large.start * columns
             by_program = run(cut(config, parts, large), first, bound)
         begun.append((by_program, small))
 
@@ -294,7 +294,7 @@ def _step_here(
     keep: Tensor | None,
 ) -> InplaceStepResult:
     """Step some rows and columns of a parameter in eager mode."""
-    bound, own = of_reach(weight_bound, config, parts, rows), cut(config, parts, rows)
+    bound, own = bounds_of_rows(weight_bound, config, parts, rows), cut(config, parts, rows)
     if across != slice(0, parts.weight[0].shape[1]):
         own = cut_across(config, own, across)
         bound = None if bound is None else of_columns(bound, config.master_format.spec.block[1], across)  # type: ignore[union-attr]
@@ -305,7 +305,7 @@ def _step_here(
         words = noise.words_at(place, rows, *drawn[:3], parts.weight[0].device)
         shares = noise.shares(words, config.draws)
         del words
-    return put(config, own, encode_results(config, own, after.pop(), shares, bound), keep)
+    return write_results(config, own, encode_results(config, own, after.pop(), shares, bound), keep)
 
 
 def _outcome(
@@ -331,7 +331,9 @@ def _largest(each: list[Tensor]) -> Tensor | None:
     return torch.stack(each).amax(0) if len(each) > 1 else each[0] if each else None
 
 
-def put(config: StepConfig, own: ParameterTensors, moved: StepResult, keep: Tensor | None) -> InplaceStepResult:
+def write_results(
+    config: StepConfig, own: ParameterTensors, moved: StepResult, keep: Tensor | None
+) -> InplaceStepResult:
     """Write the results of a chunk's step to its tensors."""
     old = [*own.weight, *(t for moment_tensors in own.moments for t in moment_tensors)]
     new = [*moved.weight, *(t for moment_tensors in moved.moments for t in moment_tensors)]
@@ -365,7 +367,7 @@ def lines(config: StepConfig, parts: ParameterTensors, drawn: RngKey) -> tuple[P
     return ParameterTensors(weight, moments, tuple(map(of, parts.gradient))), drawn._replace(place=place)
 
 
-def divided(
+def split_into_chunks(
     config: StepConfig, parts: ParameterTensors, compiled: bool
 ) -> Iterator[tuple[slice | None, Sequence[slice]]]:
     """Yield each compiled chunk's rows, or None, and the rows of the small chunks that it consists of."""
@@ -474,6 +476,8 @@ def of_rows(blocks: Tensor, config: StepConfig, parts: ParameterTensors, rows: s
     return blocks[rows.start // block : -(-rows.stop // block)]
 
 
-def of_reach(weight_bound: Tensor | None, config: StepConfig, parts: ParameterTensors, rows: slice) -> Tensor | None:
+def bounds_of_rows(
+    weight_bound: Tensor | None, config: StepConfig, parts: ParameterTensors, rows: slice
+) -> Tensor | None:
     """Select the bounds of some rows' blocks."""
     return None if weight_bound is None else of_rows(weight_bound, config, parts, rows)

@@ -33,9 +33,9 @@ from quaver.torch.parallel.fsdp.operands import (
     OperandSide,
     RowShard,
     amaxes,
-    part,
+    quantize_shard,
     sides,
-    whole,
+    tensor_amax,
 )
 from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters
 from quaver.torch.state.context import active_context
@@ -64,7 +64,7 @@ class _AmaxEntry(NamedTuple):
     @property
     def differs_by_rank(self) -> bool:
         """True if these amaxes differ between tensor-parallel ranks, so that each needs its own slot."""
-        axis, side = self.weight.across.axis, self.side
+        axis, side = self.weight.tensor_parallel.axis, self.side
         if self.block in (WHOLE, ROWS):
             return axis is None
         return not ((axis == 0 and side.height is None) or (axis == 1 and side.width is None))
@@ -85,7 +85,7 @@ class GatheredWeightState:
         self.layer, self.name, self.recipe, self.model = weakref.ref(layer), name, recipe, model
         #: Shape of the tensor that fully_shard shards: the weight, or this rank's tensor-parallel shard of it.
         self.shape = shape
-        self.across = across
+        self.tensor_parallel = across
         self.sides = sides(recipe)
         #: fully_shard's object for the weight; None before the first gather or if this torch has other internals.
         self.unit: FsdpParameter | None = None
@@ -95,7 +95,7 @@ class GatheredWeightState:
         self.agreed: dict[str, Agreed] = {}
         self.parts: dict[str, tuple[Any, OperandShard, CrossStream]] = {}
         #: Passes that needed an operand which their gather had not brought; from then on both operands are sent.
-        self.wants_both: set[str] = set()
+        self.passes_needing_both: set[str] = set()
         #: Number of the agreement that the last forward's gather used.
         self.forward = -1
         #: Version and data pointer of the parameter at the last agreement.
@@ -105,7 +105,7 @@ class GatheredWeightState:
 
     def rows(self, mesh: Any) -> RowShard:
         """Return the rows of this rank, given the mesh over which fully_shard shards the weight."""
-        return RowShard.of(self.shape[0], mesh.size(), mesh.get_local_rank(), self.across.axis)
+        return RowShard.of(self.shape[0], mesh.size(), mesh.get_local_rank(), self.tensor_parallel.axis)
 
     @property
     def shared(self) -> bool:
@@ -165,7 +165,7 @@ class GatheredWeightState:
         seen = self.model.number, key, x.data_ptr() if self.unit is None or self.unit.dtype is None else 0
         cached = self.parts.get(side.name)
         if cached is None or cached[0] != seen:
-            done = part(x, side, rows, self.agreed[side.name], factor)
+            done = quantize_shard(x, side, rows, self.agreed[side.name], factor)
             written = CrossStream([t for t in done if isinstance(t, Tensor)], x.device)
             cached = self.parts[side.name] = seen, done, written
         cached[2].wait()
@@ -176,7 +176,7 @@ class GatheredWeightState:
         side, rows = self.side(name), self.rows(mesh)
         own = self.part(side, rows, key, factor)
         written = self.model.amaxes, self.parts[side.name][2]
-        return GatheredLayout(side, self.shape, rows, own, whole(self.agreed[side.name]), written)
+        return GatheredLayout(side, self.shape, rows, own, tensor_amax(self.agreed[side.name]), written)
 
 
 class ModelAmaxSync:
@@ -193,14 +193,14 @@ class ModelAmaxSync:
         #: True if a backward has read operands of this agreement.
         self.in_backward = False
         #: True within `micro_batches`, where the user declares that weights do not change.
-        self.steady = False
+        self.in_micro_batches = False
         self._compared = False
         #: Process groups of all ranks, including replicas, that hold shards of the first gathered weight.
         self.groups: tuple[Any, ...] = ()
         #: Process groups by their member ranks.
         self._groups: dict[tuple[int, ...], Any] = {}
 
-    def ready(self, weight: GatheredWeightState, mesh: Any) -> None:
+    def ensure_agreement(self, weight: GatheredWeightState, mesh: Any) -> None:
         """Make sure that ranks have valid agreed amaxes before a weight is gathered.
 
         Raises:
@@ -211,7 +211,7 @@ class ModelAmaxSync:
             self._compare(weight, mesh)
             self._compared = True
         backward = graph_task_id() != -1
-        another = not backward and not self.steady and (self.in_backward or weight.forward == self.number)
+        another = not backward and not self.in_micro_batches and (self.in_backward or weight.forward == self.number)
         if self.ended or another or weight.state_of_writes() != weight.written:
             self._agree(weight, mesh)
         if backward:
@@ -219,7 +219,7 @@ class ModelAmaxSync:
         else:
             weight.forward = self.number
 
-    def open(self) -> None:
+    def begin_forward(self) -> None:
         """Begin a forward of the root: check that ranks agree on recipe, dtype and gradients, and invalidate old codes.
 
         Codes of an earlier forward are reused only within `micro_batches`.
@@ -227,7 +227,7 @@ class ModelAmaxSync:
         Raises:
             ValueError: on all ranks, if one runs under another recipe or dtype, or with other gradient settings.
         """
-        self.ended = self.ended or not self.steady
+        self.ended = self.ended or not self.in_micro_batches
         check_agreement("a forward after gather_quantized", self._facts(), *self.groups)
 
     def _facts(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class ModelAmaxSync:
             "dtype of torch.autocast": cast,
             "gradients": torch.is_grad_enabled(),
             "frozen": [] if root is None else [name for name, p in root.named_parameters() if not p.requires_grad],
-            "micro_batches": self.steady,
+            "micro_batches": self.in_micro_batches,
         }
 
     def _begin(self) -> None:
@@ -274,7 +274,7 @@ class ModelAmaxSync:
             "rows on the CPU: give fully_shard no offload_policy, or leave the layer out with "
             "gather_quantized(model, skip=[...])"
         )
-        what = {w.name: f"{w.shape} cut along {w.across.axis} under {w.recipe.text}" for w in self.weights}
+        what = {w.name: f"{w.shape} cut along {w.tensor_parallel.axis} under {w.recipe.text}" for w in self.weights}
         check_agreement(
             "gather_quantized's first gather",
             {"weights": len(what), **what, **self._facts()},
@@ -298,7 +298,7 @@ class ModelAmaxSync:
                 continue
             group = over.get_group()
             weight.written = weight.state_of_writes()
-            if weight.across.axis is not None:
+            if weight.tensor_parallel.axis is not None:
                 cut.setdefault(group, weight)
             of_history = weight.recipe.delayed is not None
             for side in weight.sides:
@@ -326,7 +326,7 @@ class ModelAmaxSync:
         every = [entry.bits.to(device) for entry in entries]
         places, rank = 1, 0
         if cut is not None and not all(entry.differs_by_rank for entry in entries):
-            places, rank = cut.across.mesh.size(), cut.across.mesh.get_local_rank()
+            places, rank = cut.tensor_parallel.mesh.size(), cut.tensor_parallel.mesh.get_local_rank()
             group = self._group(cut)
         for i, (entry, bits) in enumerate(zip(entries, every, strict=True)):
             if entry.differs_by_rank and places > 1:
@@ -356,8 +356,8 @@ class ModelAmaxSync:
             ranks = ranks[place]
         members = tuple(ranks.flatten().tolist())
         if members not in self._groups:
-            if len(members) == weight.across.mesh.size():
-                group = weight.across.mesh.get_group()
+            if len(members) == weight.tensor_parallel.mesh.size():
+                group = weight.tensor_parallel.mesh.get_group()
             elif len(members) == dist.get_world_size():
                 group = None
             else:
@@ -382,10 +382,10 @@ class _ForwardHook:
     def __call__(self, module: nn.Module, args: object) -> None:
         model = self._model()
         if model is not None and graph_task_id() == -1:
-            model.open()
+            model.begin_forward()
 
 
-def close(root: nn.Module) -> None:
+def remove_forward_hooks(root: nn.Module) -> None:
     """Remove the hooks of earlier preparations of a model. Garbage collection cannot do it: its time differs between
     ranks.
     """
@@ -415,12 +415,12 @@ def micro_batches(model: nn.Module) -> Iterator[None]:
     # A prepared shard refers to the `ModelAmaxSync` it was prepared with.
     prepared: set[Any] = {getattr(local(p), "model", None) for p in model.parameters()} - {None}
     for each in prepared:
-        each.ended, each.steady = True, True
+        each.ended, each.in_micro_batches = True, True
     try:
         yield
     finally:
         for each in prepared:
-            each.ended, each.steady = True, False
+            each.ended, each.in_micro_batches = True, False
 
 
 class _OptimizerStepHook:

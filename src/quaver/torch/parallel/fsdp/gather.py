@@ -23,7 +23,12 @@ from quaver.torch.linear.stored_weight import FOUR_BITS
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel import comm as traffic
 from quaver.torch.parallel.consistency import compare, describe_model
-from quaver.torch.parallel.fsdp.amax_sync import GatheredWeightState, ModelAmaxSync, TensorParallelShard, close
+from quaver.torch.parallel.fsdp.amax_sync import (
+    GatheredWeightState,
+    ModelAmaxSync,
+    TensorParallelShard,
+    remove_forward_hooks,
+)
 from quaver.torch.parallel.fsdp.codes import shard_codes
 from quaver.torch.parallel.fsdp.operands import sides
 from quaver.torch.parallel.fsdp.shard_tensors import Shard
@@ -83,16 +88,16 @@ def gather_quantized(
     Source: torchao's FP8 all-gather for FSDP2 (github.com/pytorch/ao, torchao/float8) has per-tensor scales; the
         agreement on blocks that cross shards is Quaver's.
     """
-    gathers, prepared = _agreed_on(model, recipe, skip, mesh, {})
-    for weight in prepared.weights:
+    report, sync = _agreed_on(model, recipe, skip, mesh, {})
+    for weight in sync.weights:
         of_weight = weight.layer()
         assert of_weight is not None
         _prepare(of_weight, weight)
-    for name in gathers.stored:
+    for name in report.stored:
         layer = model.get_submodule(name)
         shard_codes(layer, name or type(layer).__name__, model)
         layer.register_state_dict_post_hook(_write_plain)
-    return gathers
+    return report
 
 
 def refresh_gather(
@@ -116,16 +121,16 @@ def refresh_gather(
         if isinstance(part, FSDPModule):
             part.reshard()
     units = {layer: unit for layer, name, unit in managed_parameters(model) if name == "weight"}
-    gathers, prepared = _agreed_on(model, recipe, skip, mesh, units)
-    close(model)
-    weights = {weight.layer(): weight for weight in prepared.weights}
+    report, sync = _agreed_on(model, recipe, skip, mesh, units)
+    remove_forward_hooks(model)
+    weights = {weight.layer(): weight for weight in sync.weights}
     for layer in [module for module in model.modules() if isinstance(module, Linear)]:
         weight, before = weights.get(layer), _prepared.get(layer)
         if weight is None and before is None:
             continue
         _prepare(layer, weight)
         units[layer].reinitialize()
-    return gathers
+    return report
 
 
 def _agreed_on(
@@ -138,16 +143,16 @@ def _agreed_on(
     """Call `_prepared_of` and check that all ranks get the same result."""
     patterns = [skip] if isinstance(skip, str) else list(skip)
     try:
-        gathers, prepared = _prepared_of(model, None if recipe is None else recipes.get(recipe), patterns, units)
+        report, sync = _choose_gathers(model, None if recipe is None else recipes.get(recipe), patterns, units)
     except ValueError as error:
         # The other ranks would otherwise wait for this one.
         compare([], mesh, str(error))
         raise
-    compare([*describe_model(model), *str(gathers).split("\n")], mesh)
-    return gathers, prepared
+    compare([*describe_model(model), *str(report).split("\n")], mesh)
+    return report, sync
 
 
-def _prepared_of(
+def _choose_gathers(
     model: nn.Module, chosen: Recipe | None, patterns: Sequence[str], units: Mapping[nn.Module, FsdpParameter]
 ) -> tuple[GatherReport, ModelAmaxSync]:
     """Choose how each weight is gathered, without changing the model.
@@ -160,42 +165,42 @@ def _prepared_of(
     """
     if not units:
         _refuse(model)
-    gathers = GatherReport()
-    prepared = ModelAmaxSync(model)
+    report = GatherReport()
+    sync = ModelAmaxSync(model)
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     unused = set(patterns)
     for name, layer in model.named_modules():
         if isinstance(layer, GroupedLinear):
-            gathers.in_high_precision[name] = _of_stack(layer, name)
+            report.in_high_precision[name] = _of_stack(layer, name)
         if not isinstance(layer, Linear):
             continue
         fits = {pattern for pattern in patterns if fnmatch(name, pattern)}
         unused -= fits
         of_layer = layer.recipe or chosen
-        shape, across = _divided(layer, units.get(layer))
-        why = "left out by name" if fits else _why_not(layer, of_layer, holders, shape, across)
+        shape, tensor_parallel = _divided(layer, units.get(layer))
+        why = "left out by name" if fits else _why_not(layer, of_layer, holders, shape, tensor_parallel)
         if not why and layer.weight_spec is not None:
-            gathers.stored.append(name)
+            report.stored.append(name)
             continue
         if why:
-            gathers.in_high_precision[name] = why
+            report.in_high_precision[name] = why
             continue
         assert of_layer is not None
-        gathers.quantized[name] = of_layer
+        report.quantized[name] = of_layer
         if units and layer not in units:
             raise ValueError(f"{name}.weight is not managed by fully_shard; call gather_quantized before fully_shard")
         n, k = shape
-        prepared.weights.append(
-            GatheredWeightState(layer, name or type(layer).__name__, of_layer, (n, k), prepared, across)
+        sync.weights.append(
+            GatheredWeightState(layer, name or type(layer).__name__, of_layer, (n, k), sync, tensor_parallel)
         )
     if unused:
         raise ValueError(f"no quantized layer has a name that matches {', '.join(map(repr, sorted(unused)))} in skip")
-    if not prepared.weights and not gathers.stored and not units:
+    if not sync.weights and not report.stored and not units:
         raise ValueError(
             f"gather_quantized has no weight to gather as codes; call quaver.torch.convert(model, ...) before it, or "
-            f"give recipe= for layers that run in an autocast\n{gathers}"
+            f"give recipe= for layers that run in an autocast\n{report}"
         )
-    return gathers, prepared
+    return report, sync
 
 
 def _of_stack(layer: GroupedLinear, name: str) -> str:
@@ -230,9 +235,16 @@ def _refuse(model: nn.Module) -> None:
 
 
 def _why_not(
-    layer: Linear, recipe: Recipe | None, holders: Counter[int], shape: Sequence[int], across: TensorParallelShard
+    layer: Linear,
+    recipe: Recipe | None,
+    holders: Counter[int],
+    shape: Sequence[int],
+    tensor_parallel: TensorParallelShard,
 ) -> str:
-    """Return why a layer's weight is gathered in high precision, or "". `shape` and `across` come from `_divided`."""
+    """Return why a layer's weight is gathered in high precision, or "".
+
+    `shape` and `tensor_parallel` come from `_divided`.
+    """
     weight = layer._parameters.get("weight")
     if layer.weight_spec is not None:
         if layer.weight_spec.format.packed and weight is not None and weight.requires_grad:
@@ -254,7 +266,7 @@ def _why_not(
         return f"it is {weight.dtype}, which recipes do not quantize"
     if holders[id(weight)] > 1:
         return "another module shares it"
-    return _cut_through(shape, across.axis, recipe)
+    return _cut_through(shape, tensor_parallel.axis, recipe)
 
 
 def _divided(layer: Linear, unit: FsdpParameter | None) -> tuple[Sequence[int], TensorParallelShard]:
@@ -445,7 +457,7 @@ def _gathering(kind: Any) -> type:
 
 @cache
 def _scattering(kind: Any) -> type:
-    """Return a subclass of a reduce-scatter class that counts its traffic."""
+    """Return a subclass of a reduce-scatter class that counts its traffic and checks gradients for NaN and infinity."""
     counts_itself = getattr(kind, "counts_itself", False)
 
     def call(

@@ -196,13 +196,15 @@ def amaxes(x: Tensor, side: OperandSide, rows: RowShard, of_all: bool) -> dict[i
     return parts
 
 
-def whole(agreed: Agreed) -> Tensor | None:
+def tensor_amax(agreed: Agreed) -> Tensor | None:
     """Return the agreed amax of the whole weight, float32 [1, 1], or None if it was not computed."""
     bits = agreed.get(WHOLE, agreed.get(0))
     return None if bits is None or bits.numel() != 1 else bits.view(torch.float32).view(1, 1)
 
 
-def part(x: Tensor, side: OperandSide, rows: RowShard, agreed: Agreed, factor: ScalarOverride) -> OperandShard:
+def quantize_shard(
+    x: Tensor, side: OperandSide, rows: RowShard, agreed: Agreed, factor: ScalarOverride
+) -> OperandShard:
     """Quantize this rank's shard of an operand.
 
     Args:

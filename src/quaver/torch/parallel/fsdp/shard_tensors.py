@@ -136,12 +136,12 @@ class Shard(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], "GatherMetadata"]:
         weight = self.weight
-        weight.model.ready(weight, mesh)
+        weight.model.ensure_agreement(weight, mesh)
         unit = weight.unit
         if unit is not None:
             unit.check(weight.name)
         key, factor = weight.factor()
-        names = _travelling(weight)
+        names = _operands_to_gather(weight)
         gathered_layouts = [weight.gathered_layout(name, mesh, key, factor) for name in names]
         inputs = [
             t
@@ -287,7 +287,7 @@ class GatheredWeight(Gathered):
     def _fetch(self, name: str, written: float, call: Any) -> None:
         weight, contents = self.weight, self.contents
         if name not in contents.operands:
-            weight.wants_both.add(contents.sent.reader)
+            weight.passes_needing_both.add(contents.sent.reader)
         if contents.sent.key != written:
             contents.operands.clear()
         factor = None if call.factors is None else call.factors[1]
@@ -312,14 +312,14 @@ def _reader(weight: GatheredWeightState) -> str:
     return "forward" if graph_task_id() == -1 else "recomputation"
 
 
-def _travelling(weight: GatheredWeightState) -> list[str]:
+def _operands_to_gather(weight: GatheredWeightState) -> list[str]:
     """Return the operands to send in the current gather: only one if its buffers are freed before another pass reads
     them.
     """
     if weight.shared:
         return ["fprop"]
     reader = _reader(weight)
-    if weight.unit is None or not weight.unit.for_one_pass or reader in weight.wants_both:
+    if weight.unit is None or not weight.unit.for_one_pass or reader in weight.passes_needing_both:
         return ["fprop", "dgrad"]
     return ["dgrad" if reader == "backward" else "fprop"]
 

@@ -230,13 +230,13 @@ def _enter(
     if source is not None and can_share_input(call, source, y):
         conditions = cache_conditions(source, call, y)
         conditions = ("in parts", ranks.layout, ranks.group, save_input, *conditions) if conditions else ()
-    recorded_amax = (
+    shared_quantization = (
         functional.lookup(source, conditions, call.recipe, functional.same_input_quantization)
         if source is not None and conditions
         else None
     )
-    if recorded_amax is not None and recorded_amax.operands is not None:
-        shard_input, q = recorded_amax.operands
+    if shared_quantization is not None and shared_quantization.operands is not None:
+        shard_input, q = shared_quantization.operands
         note((call,), q)
     else:
         q = y if a is None else quantize(call, amax.INPUT, "input", y, a)

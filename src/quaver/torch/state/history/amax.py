@@ -156,7 +156,7 @@ def saved_factors(layer: nn.Module) -> Any:
     else:
         factors = views(layer).factors.tolist()
     if layer_state.state.replay is not None or layer_state.state.writing:
-        factors = layer_state.recorded_amax(layer, "factors", factors)
+        factors = layer_state.logged_or_replayed(layer, "factors", factors)
     return factors
 
 
