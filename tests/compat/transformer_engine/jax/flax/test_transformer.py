@@ -105,7 +105,7 @@ def test_dropout_and_drop_path_draw_from_the_named_rng() -> None:
         ({"softmax_type": "learnable"}, "softmax_type='learnable' is not supported"),
         ({"low_rank_adaptation_scope": "all"}, "low_rank_adaptation_scope='all' is not supported"),
         ({"enable_sequence_parallel": True}, "enable_sequence_parallel=True is not supported"),
-        ({"num_attention_heads": 5}, "5 heads of 64 features"),
+        ({"num_attention_heads": 5}, "has 5 heads, 64 features, and inputs of shape"),
         ({"layer_type": DECODER}, "attends to `encoded`; pass it"),
         ({"layer_type": "decodr"}, "did you mean 'decoder'"),
         ({"self_attn_mask_type": "casual"}, "no attn_mask_type 'casual'; did you mean 'causal'"),
