@@ -276,7 +276,7 @@ class GatheredWeight(Gathered):
         if side == "dgrad":
             weight.model.in_backward = True
         name = weight.side(side).name
-        written: float = call.written
+        written: float = call.factor_key
         if name not in contents.operands or contents.sent.key != written:
             self._fetch(name, written, call)
         q = contents.operands[name]
