@@ -218,7 +218,7 @@ def changed(config: Any, **values: Any) -> Any:
                     "enable_fsdp_float8_all_gather": True,
                     "precompute_float8_dynamic_scale_for_fsdp": True,
                 },
-                f"which {recipe} has not",
+                f"and {recipe} does not have that",
             )
             for recipe in ("rowwise", "delayed", "mxfp8")
         ),

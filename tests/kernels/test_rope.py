@@ -13,7 +13,7 @@ from quaver.torch.backends.gpu import norm as gpu
 from quaver.torch.nn.attention.rope import (
     ROTATE,
     ROTATE_PARTS,
-    _rotate_heads,
+    _rotate,
     apply_rotary_to_both,
     apply_rotary_to_parts,
 )
@@ -56,7 +56,7 @@ def test_turning_there_and_back_gives_the_bits_of_the_plain_formula(
         transposed = gpu.turn(q, k, cos, sin, interleaved, back)
         for name, ours, given in zip("qk", transposed, (q, k), strict=True):
             assert ours is not None
-            assert_bitwise(ours, _rotate_heads(given, cos, sin, interleaved, back), f"{name}, back={back}")
+            assert_bitwise(ours, _rotate(given, cos, sin, interleaved, back), f"{name}, back={back}")
 
 
 @INTERLEAVED
@@ -69,7 +69,7 @@ def test_every_dtype_and_more_heads_than_a_block(dtype: torch.dtype, interleaved
     gpu._passes.plans.clear()
     for ours, given in zip(gpu.turn(q, k, cos, sin, interleaved, False), (q, k), strict=True):
         assert ours is not None
-        assert_bitwise(ours, _rotate_heads(given, cos, sin, interleaved, False))
+        assert_bitwise(ours, _rotate(given, cos, sin, interleaved, False))
     gpu._passes.plans.clear()
 
 
@@ -79,7 +79,7 @@ def test_parts_of_a_fused_projection_are_rotated_in_place() -> None:
     cos, sin = RotaryEmbedding(16, device=DEVICE).tables(q)
     for ours, given in zip(gpu.turn(q, k, cos, sin, False, False), (q, k), strict=True):
         assert ours is not None and ours.is_contiguous()
-        assert_bitwise(ours, _rotate_heads(given, cos, sin, False, False))
+        assert_bitwise(ours, _rotate(given, cos, sin, False, False))
 
 
 @INTERLEAVED

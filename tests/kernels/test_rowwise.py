@@ -54,7 +54,7 @@ def test_rows_longer_than_a_program_holds(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_programs_that_take_rows_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rowwise, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(rowwise, "HELD_BOTH", 256)
+    monkeypatch.setattr(rowwise, "REGISTER_ELEMENTS_BOTH", 256)
     monkeypatch.setattr(rowwise, "AMAX_BLOCK", (16, 32, 4))
     for shape in ((64, 64), (70, 50)):
         x = torch.randn(shape, device=DEVICE)
