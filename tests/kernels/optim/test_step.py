@@ -320,7 +320,7 @@ def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, mo
 @pytest.mark.parametrize(
     ("spec", "shape", "start", "why"),
     [
-        (MXFP8, (33, 128), 0, "32 at once"),
+        (MXFP8, (33, 128), 0, "32 rows at a time"),
         (MXFP8, (32, 64), 0, "blocks of 128"),
         (SQUARES, (48, 64), 0, "its blocks cross shards"),
         (SQUARES, (32, 64), 16, "its blocks cross shards"),
@@ -382,7 +382,7 @@ def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
         ({"predicts": False}, "depends on the weight after the step"),
         ({"gradient": StateSpec(code="e4m3", block=64)}, "gradients in e4m3/64"),
         ({"rule": SGDRule(momentum=True), "moments": MOMENTS[:1]}, "depends on the largest gradient"),
-        ({"rule": MuonRule(), "moments": MOMENTS[:1]}, "no Muon"),
+        ({"rule": MuonRule(), "moments": MOMENTS[:1]}, "does not support Muon"),
     ],
 )
 def test_unsupported_parameters_give_a_reason(changed: dict[str, Any], why: str) -> None:

@@ -184,7 +184,7 @@ def test_layers_of_one_input_have_the_bits_of_the_general_path(
     run, decided = function._run_planned, []
 
     def recorded(setup: Any, *rest: Any) -> Any:
-        decided.append((len(setup.runs), setup.prologue.__class__ is function.FusedMLPInput))
+        decided.append((len(setup.contexts), setup.prologue.__class__ is function.FusedMLPInput))
         return run(setup, *rest)
 
     monkeypatch.setattr(function, "_run_planned", recorded)

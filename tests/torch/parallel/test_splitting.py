@@ -308,7 +308,7 @@ def nodes(groups: list[dict[str, Any]]) -> set[Node]:
 
 def kept(node: Any) -> Iterator[Tensor]:
     """Tensors held by a weight gradient node between the two parts."""
-    for gradient in node.parts.kept:
+    for gradient in node.parts.delayed_gradients:
         yield from tensors_of(gradient.args if callable(gradient) else gradient)
 
 
@@ -340,7 +340,7 @@ def test_between_the_two_parts_only_tensors_for_weight_gradients_are_kept() -> N
     assert sum(t.numel() * t.element_size() for t in tensors) == operands + vectors
     del tensors
     stage_backward_weight(block.parameters(), groups)
-    assert all(node.parts.kept is None for node in of_weights)
+    assert all(node.parts.delayed_gradients is None for node in of_weights)
 
 
 def test_a_second_part_without_a_first_says_what_comes_first() -> None:

@@ -239,22 +239,22 @@ def _forward(call: LinearContext, x: Any, w: Any, bias: Any, state: Any) -> tupl
         state = _require_mapped_state(call, state, x, w)
     axes = _axes(call, x, w, state)
     needs = _NeedsGrad(*perturbed[:3])
-    ready = buffers.rolled_and_checked(state, call.recipe)
-    y, xq, wq = gemms.fprop(call, x, w, bias, ready, axes)
+    step_state = buffers.rolled_and_checked(state, call.recipe)
+    y, xq, wq = gemms.fprop(call, x, w, bias, step_state, axes)
     # JAX may trace one forward for several sets of needed gradients and caches a single pytree structure. So the
     # residuals have the same structure for every set, and their shapes encode what was needed.
-    of_wgrad, of_dgrad = gemms.serves_wgrad(call.recipe), gemms.serves_dgrad(call.recipe)
+    input_serves_wgrad, weight_serves_dgrad = gemms.serves_wgrad(call.recipe), gemms.serves_dgrad(call.recipe)
     saved_x = _operand_to_save(
-        needs.weight, x, argument_x, of_wgrad, lambda: gemms.saved_input(call, x, xq, ready, axes)
+        needs.weight, x, argument_x, input_serves_wgrad, lambda: gemms.saved_input(call, x, xq, step_state, axes)
     )
-    saved_w = _operand_to_save(needs.input, w, argument_w, of_dgrad, lambda: gemms.saved_weight(call, w, wq))
+    saved_w = _operand_to_save(needs.input, w, argument_w, weight_serves_dgrad, lambda: gemms.saved_weight(call, w, wq))
     amaxes = None
     if call.recipe.delayed is not None:
         assert xq is not None and wq is not None
         amaxes = xq.amax, wq.amax
     # Gradients have the parameters' dtypes; an empty array carries the dtype, and its type under shard_map.
     grad_types = [None if isinstance(p, Quantized) or p is None else without_elements(p) for p in (x, w, bias)]
-    return y, (jnp.zeros((*needs, 0), jnp.bool_), _GemmSharding(axes), saved_x, saved_w, grad_types, amaxes, ready)
+    return y, (jnp.zeros((*needs, 0), jnp.bool_), _GemmSharding(axes), saved_x, saved_w, grad_types, amaxes, step_state)
 
 
 def _operand_to_save(needed: bool, operand: Any, argument: Any, serves: bool, make: Callable[[], Any]) -> Any:
@@ -281,8 +281,8 @@ def _operand_to_save(needed: bool, operand: Any, argument: Any, serves: bool, ma
 
 
 def _backward(call: LinearContext, saved: Any, g: Any) -> tuple[Any, Any, Any, Any]:
-    asked, cut, saved_x, saved_w, (like_x, like_w, like_bias), amaxes, state = saved
-    axes, needs = cut.axes, _NeedsGrad(*map(bool, asked.shape[:3]))
+    needs_as_shape, sharding, saved_x, saved_w, (like_x, like_w, like_bias), amaxes, state = saved
+    axes, needs = sharding.axes, _NeedsGrad(*map(bool, needs_as_shape.shape[:3]))
     g, saved_x, saved_w = without_derivative(call.where, (g, saved_x, saved_w))
     saved_x, saved_w = as_codes(saved_x), as_codes(saved_w)
     gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)

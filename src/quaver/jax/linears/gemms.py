@@ -76,22 +76,22 @@ def fprop(
     gather.
     """
     gemm = call.recipe.fprop
-    transposed = None if call.weight is None else call.weight.T
+    weight_placement = None if call.weight is None else call.weight.T
     if gemm.a is None or gemm.b is None:
         high = (
             all_gather_operand(_unquantized(call, x), call.input),
             all_gather_operand(_unquantized(call, w), call.weight).T,
         )
         return product(*high, call.dtype, bias), None, None
-    tokens, (rows, k) = (
+    token_axes, (rows, k) = (
         axes_before_gather(call.input, axes.tokens, axes.inputs)[0],
-        axes_before_gather(transposed, axes.outputs, axes.inputs),
+        axes_before_gather(weight_placement, axes.outputs, axes.inputs),
     )
-    xq = quantize_shard(x, gemm.a, tokens, axes.inputs, factor=factor_of(state, INPUT))
+    xq = quantize_shard(x, gemm.a, token_axes, axes.inputs, factor=factor_of(state, INPUT))
     wq = quantize_shard(w if isinstance(w, Quantized) else w.T, gemm.b, rows, k, factor=factor_of(state, WEIGHT))
     y = matmul(
         all_gather_operand(xq, call.input),
-        all_gather_operand(wq, transposed),
+        all_gather_operand(wq, weight_placement),
         call.dtype,
         bias,
         fast_accum=gemm.fast_accum,

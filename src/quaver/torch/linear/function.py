@@ -40,7 +40,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, setup: LinearSetup, *tensors: Tensor | None) -> Any:
-        if setup.runs:
+        if setup.contexts:
             return _forward_planned(ctx, setup, tensors)
         if not is_tracing() and selecting.depth() > 0:
             return _forward_checkpointed(ctx, setup, tensors)
@@ -70,32 +70,32 @@ def _forward_unplanned(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> 
     recomputes_input = setup.prologue.recomputes_input and differentiated and (c is None or c.rounding == "nearest")
     keeps_input = setup.training and not recomputes_input and any(needs[1 + input_count : 1 + input_count + n])
     prepared_input = prepare_input(setup, tensors[:input_count], keeps_input)
-    runs, lead, outputs = prepared_input.runs, prepared_input.shape[:-1], []
+    contexts, lead, outputs = prepared_input.contexts, prepared_input.shape[:-1], []
     # All layers read this operand, so its decoded values are cached meanwhile.
     shares = n > 1 and not is_tracing()
     if shares:
         decode.mark(prepared_input.operand, decode.INPUT)
     try:
-        for run, weight, bias in zip(runs, weights, biases, strict=True):
+        for context, weight, bias in zip(contexts, weights, biases, strict=True):
             assert weight is not None
-            outputs.append(shaped(run.output(prepared_input.operand, weight, bias), (*lead, weight.shape[0])))
+            outputs.append(shaped(context.output(prepared_input.operand, weight, bias), (*lead, weight.shape[0])))
     finally:
         if shares:
             decode.unmark(prepared_input.operand)
     saved_input: tuple[Any, Any] = prepared_input.transposed, None
     if keeps_input and prepared_input.transposed is None:
-        saved_input = runs[0].transposed(prepared_input.matrix, prepared_input.operand)
+        saved_input = contexts[0].transposed(prepared_input.matrix, prepared_input.operand)
         if prepared_input.shared_quantization is not None and isinstance(saved_input[0], Quantized):
             prepared_input.shared_quantization.operands = prepared_input.operand, saved_input[0]
     # Only dgrad reads the weights; without it they may be modified before backward.
     of_dgrad = weights if differentiated else (None,) * n
     # torch.compile passes tensors and plain values from forward to backward, but no objects.
     traced = is_tracing()
-    factors = [run.factors for run in runs] if traced else []
+    factors = [context.factors for context in contexts] if traced else []
     saved, layouts = pack([*saved_input, *factors, *(prepared_input.saved if differentiated else ())])
     ctx.save_for_backward(*of_dgrad, *saved)
     dtypes = [weight.dtype for weight in weights if weight is not None], [b is not None and b.dtype for b in biases]
-    ctx.constants = layouts, (setup, None if traced else runs, prepared_input.shape, prepared_input.dtype, *dtypes)
+    ctx.constants = layouts, (setup, None if traced else contexts, prepared_input.shape, prepared_input.dtype, *dtypes)
     return (prepared_input.output, *outputs) if setup.return_input else tuple(outputs)
 
 
@@ -110,7 +110,7 @@ def _forward_planned(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> tu
     if PACKED.isdisjoint(map(type, values)):
         ctx.save_for_backward(*values)
     else:
-        n = len(setup.runs)
+        n = len(setup.contexts)
         saved_input, layouts = pack(values[n:])
         ctx.save_for_backward(*values[:n], *saved_input)
     ctx.constants = layouts, context
@@ -125,8 +125,8 @@ def _run_planned(
     The wgrad operand is always saved, even if the prologue could recompute it: it is small and recomputing costs
     launches.
     """
-    runs, input_count, n = setup.runs, setup.input_count, len(setup.runs)
-    first, weights = runs[0], tensors[input_count : input_count + n]
+    contexts, input_count, n = setup.contexts, setup.input_count, len(setup.contexts)
+    first, weights = contexts[0], tensors[input_count : input_count + n]
     y, saved = setup.prologue.forward(*tensors[:input_count], implementation=first.step.kernels.implementation)
     # The kernels read rows, so a transposed view must be copied first.
     x = first.readable(y).contiguous()
@@ -138,10 +138,10 @@ def _run_planned(
     if n > 1:
         decode.mark(operands[0], decode.INPUT)
     try:
-        for run, weight, bias in zip(runs, weights, tensors[input_count + n :], strict=True):
-            if run is not first:
-                run.note(operands)
-            outputs.append(run.output(operands, weight, bias, flat))
+        for context, weight, bias in zip(contexts, weights, tensors[input_count + n :], strict=True):
+            if context is not first:
+                context.note(operands)
+            outputs.append(context.output(operands, weight, bias, flat))
             of_biases.append(bias is not None and bias.dtype)
     finally:
         if n > 1:
@@ -151,7 +151,7 @@ def _run_planned(
     values = (
         [*weights, saved_input, *scale, *saved] if scale.__class__ is list else [*weights, saved_input, scale, *saved]
     )
-    return outputs, values, (setup, runs, y.shape, setup.dtype, [setup.dtype] * n, of_biases)
+    return outputs, values, (setup, contexts, y.shape, setup.dtype, [setup.dtype] * n, of_biases)
 
 
 class FusedMLPInput:
@@ -255,23 +255,23 @@ def _gradients(context: CallContext, values: Sequence[Any], needs: Sequence[Any]
         needs: one flag per gradient; `LATER` for a weight returns a function instead of a tensor.
         gs: gradients of the outputs.
     """
-    setup, runs, shape, dtype, weight_dtypes, bias_dtypes = context
+    setup, contexts, shape, dtype, weight_dtypes, bias_dtypes = context
     n, input_count = len(setup.layers), setup.input_count
     of_layers, weights, saved = gs[-n:], values[:n], values[n + 2 :]
     saved_input: Any = values[n], values[n + 1]
-    if setup.runs and runs[0].step.kernels.levels == 2:  # type: ignore[index]
+    if setup.contexts and contexts[0].step.kernels.levels == 2:  # type: ignore[index]
         saved_input, saved = (values[n], values[n + 1 : n + 3]), values[n + 3 :]
-    if runs is None:
-        runs, saved = _rebuild_contexts(setup, of_layers, saved[:n]), saved[n:]
+    if contexts is None:
+        contexts, saved = _rebuild_contexts(setup, of_layers, saved[:n]), saved[n:]
     of_input = any(needs[:input_count])
     recomputed_input: RecomputedInput | None = None
     if saved_input[0] is None and any(needs[input_count : input_count + n]):
         once = n == 1 and of_input and needs[input_count] is True and not setup.return_input
         # Counters expect operands in the order in which a single layer quantizes them.
         if once and ops.on_host(of_layers[0]) and counters.active.counters is None:
-            saved_input = recomputed_input = RecomputedInput(setup, saved, runs[0], shape, dtype)
+            saved_input = recomputed_input = RecomputedInput(setup, saved, contexts[0], shape, dtype)
         else:
-            saved_input, _ = recomputed(setup, saved, runs[0])
+            saved_input, _ = recomputed(setup, saved, contexts[0])
     shares = n > 1 and not is_tracing()
     if shares:
         decode.mark(saved_input[0], decode.INPUT)
@@ -282,7 +282,7 @@ def _gradients(context: CallContext, values: Sequence[Any], needs: Sequence[Any]
     try:
         for i in range(n - 1, -1, -1):
             needed = of_input, needs[input_count + i], needs[input_count + n + i]
-            part, of_weights[i], of_biases[i] = runs[i].gradients(
+            part, of_weights[i], of_biases[i] = contexts[i].gradients(
                 of_layers[i], weights[i], saved_input, needed, weight_dtypes[i], bias_dtypes[i]
             )
             if part is not None:
@@ -298,7 +298,7 @@ def _gradients(context: CallContext, values: Sequence[Any], needs: Sequence[Any]
         assert of_y is not None
         # With `return_input` of_y may be the caller's tensor, which resize_ must not change.
         of_y = of_y.view(*shape) if setup.return_input else shaped(of_y, shape)
-        implementation = setup.runs[0].step.kernels.implementation if setup.runs else None
+        implementation = setup.contexts[0].step.kernels.implementation if setup.contexts else None
         of_x = setup.prologue.backward(of_y, saved, implementation, needs[:input_count])
     return *of_x, *of_weights, *of_biases
 
@@ -310,9 +310,9 @@ class RecomputedInput:
     gradients: Sequence[Tensor | None] | None = None
 
     def __init__(
-        self, setup: LinearSetup, saved: Sequence[Any], run: Any, shape: Sequence[int], dtype: torch.dtype
+        self, setup: LinearSetup, saved: Sequence[Any], context: Any, shape: Sequence[int], dtype: torch.dtype
     ) -> None:
-        self.of = setup, saved, run
+        self.of = setup, saved, context
         self.shape, self.dtype = tuple(shape), dtype
 
     def __call__(self, of_input: Tensor) -> tuple[Any, Any]:

@@ -97,7 +97,7 @@ class LinearSetup(NamedTuple):
     input_count: int = 1
     return_input: bool = False
     #: Planned step of each layer for this call; empty if any layer has none.
-    runs: Sequence[PlannedContext] = ()
+    contexts: Sequence[PlannedContext] = ()
     #: Weak reference to the caller's input if autocast has cast it, so that layers recognize a shared input.
     source: "weakref.ref[Tensor] | None" = None
 
@@ -106,7 +106,7 @@ class QuantizedInput(NamedTuple):
     """Input of the layers in the forms that the GEMMs and the backward read."""
 
     #: One context per layer.
-    runs: Sequence[LinearContext]
+    contexts: Sequence[LinearContext]
     #: Input as the prologue computed it, or None if the kernel wrote codes only.
     output: Tensor | None
     #: The input as a matrix [tokens, features] in the dtype of the GEMMs.
@@ -248,7 +248,7 @@ def _begin_all(setup: LinearSetup, y: Tensor) -> list[LinearContext]:
 
 
 def recomputed(
-    setup: LinearSetup, saved: Sequence[Any], run: LinearContext, g: Tensor | None = None
+    setup: LinearSetup, saved: Sequence[Any], layer_context: LinearContext, g: Tensor | None = None
 ) -> tuple[Any, Any]:
     """Recompute the wgrad operand from the tensors that the prologue saved.
 
@@ -256,9 +256,9 @@ def recomputed(
     `InputOp.recompute_input` returns them.
     """
     c = setup.recipe.wgrad.b
-    if c is not None and run.plan.input and may_fuse(setup.dtype, saved[0]):
-        q = fused_quantize.recomputed(setup.prologue, saved, c, *_known_factor(run))
+    if c is not None and layer_context.plan.input and may_fuse(setup.dtype, saved[0]):
+        q = fused_quantize.recomputed(setup.prologue, saved, c, *_known_factor(layer_context))
         if q is not None:
             return (q, None), None
     y, gradients = setup.prologue.recompute_input(saved, g)
-    return run.recomputed(matrix(y.to(setup.dtype))), gradients
+    return layer_context.recomputed(matrix(y.to(setup.dtype))), gradients

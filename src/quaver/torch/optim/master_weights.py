@@ -163,40 +163,40 @@ def master_after_write(master_format: MasterFormat, tensors: tuple[Tensor, ...])
     return first_states(master_format, tensors[0], torch.where(near, master, value))
 
 
-def from_code_and_residual(master_format: MasterFormat, code: Tensor, rest: Tensor, more: int) -> Tensor:
-    """Combine int32 codes and residuals of `more` bits to float32 multiples of the code's scale. Exact.
+def from_code_and_residual(master_format: MasterFormat, code: Tensor, rest: Tensor, residual_bits: int) -> Tensor:
+    """Combine int32 codes and residuals of `residual_bits` bits to float32 multiples of the code's scale. Exact.
 
     A negative residual below a code of 0, as a pruning mask may leave, counts as 0.
     """
-    below, lower, sign, most = _places(master_format, more)
-    bits = (((code & most) << more) + rest).clamp_(min=0) << below
+    below, lower, sign, most = _places(master_format, residual_bits)
+    bits = (((code & most) << residual_bits) + rest).clamp_(min=0) << below
     value = (bits | (code << (31 - sign)) & _SIGN).view(torch.float32)
     return value if lower == 1.0 else value * (1.0 / lower)
 
 
-def to_integers(master_format: MasterFormat, x: Tensor, more: int, noise: Tensor | None) -> Tensor:
-    """Convert magnitudes to integers with `more` bits below those of a code: int32.
+def to_integers(master_format: MasterFormat, x: Tensor, residual_bits: int, noise: Tensor | None) -> Tensor:
+    """Convert magnitudes to integers with `residual_bits` bits below those of a code: int32.
 
     Args:
         master_format: format of the weight.
         x: float32, multiples of the scale.
-        more: bits of a residual.
+        residual_bits: bits of a residual.
         noise: int32 below 2**15; None rounds to nearest.
     """
-    below, lower, _, _ = _places(master_format, more)
+    below, lower, _, _ = _places(master_format, residual_bits)
     lost = 1 << below >> 1 if noise is None else noise >> (NOISE_BITS - below)
     if master_format.spec is None:
         return (torch.where(x != x, NAN_BITS, x.view(torch.int32)) & ~_SIGN) + lost >> below
     # Clamp to the range of the largest code, NaN included.
-    most = (master_format.spec.format.max_code << more) + (1 << more - 1) - 1
+    most = (master_format.spec.format.max_code << residual_bits) + (1 << residual_bits - 1) - 1
     return (x.abs() * lower).view(torch.int32).clamp(max=most << below) + lost >> below
 
 
-def split_integers(master_format: MasterFormat, number: Tensor, x: Tensor, more: int) -> tuple[Tensor, Tensor]:
+def split_integers(master_format: MasterFormat, number: Tensor, x: Tensor, residual_bits: int) -> tuple[Tensor, Tensor]:
     """Split such integers into int32 codes, with the sign of x, and int32 residuals."""
-    _, _, sign, most = _places(master_format, more)
-    code = number + (1 << more - 1) >> more
-    return code | x.view(torch.int32) >> (31 - sign) & (most + 1), number - (code << more)
+    _, _, sign, most = _places(master_format, residual_bits)
+    code = number + (1 << residual_bits - 1) >> residual_bits
+    return code | x.view(torch.int32) >> (31 - sign) & (most + 1), number - (code << residual_bits)
 
 
 def write(
@@ -250,16 +250,18 @@ def _write_longer(
     master_format: MasterFormat, weight: Tensor, tensors: tuple[Tensor, ...], noise: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Return codes or bfloat16, and residuals. Where codes are not finite, residuals are meaningless."""
-    more, spec = BITS[tensors[-1].dtype], master_format.spec
+    residual_bits, spec = BITS[tensors[-1].dtype], master_format.spec
     if spec is None:
-        code, rest = split_integers(master_format, to_integers(master_format, weight, more, noise), weight, more)
+        code, rest = split_integers(
+            master_format, to_integers(master_format, weight, residual_bits, noise), weight, residual_bits
+        )
         return code.to(torch.int16).view(torch.bfloat16), rest.to(tensors[-1].dtype)
     measured = reference.block_bits(magnitude_bits(weight), spec)
     top = measured if amax is None else reference.override_bits(amax, measured)
     e = reference.factors(top, spec)
     scale = reference.stored_scale(top, (top < INFINITY_BITS) & (measured < INFINITY_BITS), e, spec)
     y = weight * spread(codes.materialized(e), spec.block, (weight.shape[0], weight.shape[1]))
-    code, rest = split_integers(master_format, to_integers(master_format, y, more, noise), y, more)
+    code, rest = split_integers(master_format, to_integers(master_format, y, residual_bits, noise), y, residual_bits)
     return code.to(torch.uint8).view(tensors[0].dtype), scale, rest.to(tensors[-1].dtype)
 
 
@@ -287,8 +289,8 @@ def block_amax(spec: QuantSpec, weight: Tensor) -> Tensor:
     return reference.block_bits(magnitude_bits(weight), spec).view(torch.float32)
 
 
-def _places(master_format: MasterFormat, more: int) -> tuple[int, float, int, int]:
-    """Return bit positions for a residual of `more` bits.
+def _places(master_format: MasterFormat, residual_bits: int) -> tuple[int, float, int, int]:
+    """Return bit positions for a residual of `residual_bits` bits.
 
     Returns:
         The number of float32 mantissa bits below the residual; the factor that rebases a value's exponent so that
@@ -296,9 +298,9 @@ def _places(master_format: MasterFormat, more: int) -> tuple[int, float, int, in
         of a code's bits.
     """
     if master_format.spec is None:
-        return 16 - more, 1.0, 15, 0x7FFF
+        return 16 - residual_bits, 1.0, 15, 0x7FFF
     fmt = master_format.spec.format
-    return 23 - fmt.mantissa_bits - more, 2.0 ** (fmt.bias - 127), 7, 0x7F
+    return 23 - fmt.mantissa_bits - residual_bits, 2.0 ** (fmt.bias - 127), 7, 0x7F
 
 
 def _bits(master_format: MasterFormat, stored: Tensor) -> Tensor:
@@ -332,10 +334,10 @@ def around(master_format: MasterFormat, weight: Tensor, tensors: tuple[Tensor, .
         assert scale is not None
         return master, scale
     scaled = weight if master_format.spec is None else weight / _spread_scales(master_format.spec, tensors[1], weight)
-    more, code = BITS[tensors[-1].dtype], _bits(master_format, tensors[0])
-    _, _, sign, most = _places(master_format, more)
-    number, nearest = to_integers(master_format, scaled, more, None), (code & most) << more
+    residual_bits, code = BITS[tensors[-1].dtype], _bits(master_format, tensors[0])
+    _, _, sign, most = _places(master_format, residual_bits)
+    number, nearest = to_integers(master_format, scaled, residual_bits, None), (code & most) << residual_bits
     # For a value of the opposite sign, residual 0 would be nearest; magnitudes below 0 do not exist.
     rest = torch.where((code << (31 - sign) ^ scaled.view(torch.int32)) < 0, -number, number) - nearest
-    rest = torch.maximum(rest, -nearest).clamp_(-(1 << more - 1), (1 << more - 1) - 1)
+    rest = torch.maximum(rest, -nearest).clamp_(-(1 << residual_bits - 1), (1 << residual_bits - 1) - 1)
     return (torch.where(weight.isnan(), 0, rest).to(tensors[-1].dtype),)

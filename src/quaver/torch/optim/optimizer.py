@@ -205,9 +205,9 @@ class Optimizer(OptimizerBase):
         agreed_amaxes = ranks.agree_on_amaxes(every, self._local_amax)
         waiting: list[Callable[[], object]] = []
         elements = 0
-        for at, of, one in begun:
+        for first_number, of, one in begun:
             if one.scalars:
-                waiting += self._begin_parameter(one, of, at, agreed_amaxes.get(one.p, {}), keep)
+                waiting += self._begin_parameter(one, of, first_number, agreed_amaxes.get(one.p, {}), keep)
                 elements += one.p.numel()
             if self._programs is None or elements > MAX_PENDING_ELEMENTS:
                 elements = _finish(waiting)

@@ -158,7 +158,7 @@ def run_packed4(
     moments = [_lanes(each[0]) for each in own.moments]
     # Two planes if all tensors are 16 bits wide.
     number = 2 if own.gradient[0].shape[1] > LANES else 4
-    shares = _shares(config, gradient[0].shape, number, place)
+    noise_shares = _shares(config, gradient[0].shape, number, place)
     before = None if spec is None else _spread(decode_scales(own.weight[1], spec, None), spec, gradient[0].shape)
     of_gradient = None
     if config.gradient is not None:
@@ -180,19 +180,19 @@ def run_packed4(
     new: list[Tensor] = []
     for i, one in enumerate(config.moments):
         unpacked = [stepped.moments[i] for stepped in after]
-        new += _written(unpacked, one, [share[0] if one.stochastic else None for share in shares])
-    lost = [share[-1] if master_format.stochastic else None for share in shares]
+        new += _written(unpacked, one, [share[0] if one.stochastic else None for share in noise_shares])
+    weight_noise = [share[-1] if master_format.stochastic else None for share in noise_shares]
     unpacked = [stepped.weight for stepped in after]
     top, stored = None, None
     if spec is None:
-        new = [*_floats(master_format, unpacked, lost), *new]
+        new = [*_floats(master_format, unpacked, weight_noise), *new]
     elif config.shared:
         assert amax is not None
-        written, top, stored = _coded(master_format, unpacked, lost, amax)
+        written, top, stored = _coded(master_format, unpacked, weight_noise, amax)
         new = [*written, *new]
     else:
         moment_tensors.insert(1, own.weight[1])
-        new = [*_coded_in_blocks(master_format, unpacked, lost, own.weight[1].shape), *new]
+        new = [*_coded_in_blocks(master_format, unpacked, weight_noise, own.weight[1].shape), *new]
     moment_tensors += [t for one in own.moments for t in one]
     for target, value in zip(moment_tensors, new, strict=True):
         target.copy_(value if keep is None else torch.where(keep, value, target))
@@ -202,20 +202,15 @@ def run_packed4(
     return InplaceStepResult(top, clamped, stored)
 
 
-def _lanes(moment_tensors: Tensor) -> Lanes:
+def _lanes(tensor: Tensor) -> Lanes:
     """Split 16-bit elements into the first two and the last two of every four.
 
     The split is materialized in a loop of its own, because stride-2 loads are not vectorized and would slow down a
     fused loop.
     """
-    if moment_tensors.dtype is torch.float32:
-        return (moment_tensors.view(torch.int32),)
-    apart = (
-        moment_tensors.view(torch.float32)
-        .view(-1, LANES, 2)
-        .transpose(1, 2)
-        .clone(memory_format=torch.contiguous_format)
-    )
+    if tensor.dtype is torch.float32:
+        return (tensor.view(torch.int32),)
+    apart = tensor.view(torch.float32).view(-1, LANES, 2).transpose(1, 2).clone(memory_format=torch.contiguous_format)
     return noise.in_memory(apart.view(torch.int32)).unbind(1)
 
 
@@ -270,34 +265,35 @@ def _of_e4m3(number: Tensor, below: int) -> Tensor:
     return ((number >> 4) & -0x78000000 - (1 << below - 4)).view(torch.float32) * 2.0**120
 
 
-def _floats(master_format: MasterFormat, unpacked: list[Tensor], lost: list[Tensor | None]) -> list[Tensor]:
+def _floats(master_format: MasterFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None]) -> list[Tensor]:
     """Write weights that are not codes; equals `master_weights.write`."""
     if master_format.kind == "plain":
-        return [_joined([_bfloat16(x, drawn) for x, drawn in zip(unpacked, lost, strict=True)], 16)]
+        return [_joined([_bfloat16(x, drawn) for x, drawn in zip(unpacked, weight_noise, strict=True)], 16)]
     if master_format.kind == "remainder":
         bits = [torch.where(x != x, master_weights.NAN_BITS, x.view(torch.int32)) for x in unpacked]
         return [_joined([x + 0x8000 >> 16 for x in bits], 16), _joined(bits, 16)]
-    return _longer(master_format, unpacked, lost)[0]
+    return _longer(master_format, unpacked, weight_noise)[0]
 
 
 def _longer(
-    master_format: MasterFormat, unpacked: list[Tensor], lost: list[Tensor | None]
+    master_format: MasterFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return packed codes and residuals of multiples of scales, and the integers that they represent."""
-    more = MORE[master_format.kind]
+    residual_bits = MORE[master_format.kind]
     numbers = [
-        master_weights.to_integers(master_format, x, more, drawn) for x, drawn in zip(unpacked, lost, strict=True)
+        master_weights.to_integers(master_format, x, residual_bits, drawn)
+        for x, drawn in zip(unpacked, weight_noise, strict=True)
     ]
     both = [
-        master_weights.split_integers(master_format, number, x, more)
+        master_weights.split_integers(master_format, number, x, residual_bits)
         for number, x in zip(numbers, unpacked, strict=True)
     ]
     bits = 16 if master_format.spec is None else 8
-    return [_joined([code for code, _ in both], bits), _joined([rest for _, rest in both], more)], numbers
+    return [_joined([code for code, _ in both], bits), _joined([rest for _, rest in both], residual_bits)], numbers
 
 
 def _coded(
-    master_format: MasterFormat, unpacked: list[Tensor], lost: list[Tensor | None], amax: Tensor
+    master_format: MasterFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None], amax: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Write weights as codes with a single, predicted scale: returns tensors, the new amax, and the scale."""
     spec = master_format.spec
@@ -305,20 +301,22 @@ def _coded(
     top = reference.override_bits(amax, amax.view(1, 1))
     e = reference.factors(top, spec)
     scaled = [x * e for x in unpacked]
-    written, numbers = _longer(master_format, scaled, lost)
+    written, numbers = _longer(master_format, scaled, weight_noise)
     # Largest integer, or far above it if a value is not finite.
     largest = _most([torch.maximum(number, magnitude_bits(x) - FAR) for number, x in zip(numbers, scaled, strict=True)])
     largest = largest.amax().view(1, 1)
     stored = reference.stored_scale(top, (top < INFINITY_BITS) & (largest < INFINITY_BITS - FAR), e, spec)
-    more = MORE[master_format.kind]
-    most = (spec.format.max_code << more) + (1 << more - 1) - 1
-    halves = master_weights.split_integers(master_format, largest.clamp(max=most), torch.zeros_like(e), more)
-    reached = master_weights.from_code_and_residual(master_format, *halves, more) * decode_scales(stored, spec, None)
+    residual_bits = MORE[master_format.kind]
+    most = (spec.format.max_code << residual_bits) + (1 << residual_bits - 1) - 1
+    halves = master_weights.split_integers(master_format, largest.clamp(max=most), torch.zeros_like(e), residual_bits)
+    reached = master_weights.from_code_and_residual(master_format, *halves, residual_bits) * decode_scales(
+        stored, spec, None
+    )
     return written, torch.where(reached < codes.SMALLEST_NORMAL, 0.0, reached), stored
 
 
 def _coded_in_blocks(
-    master_format: MasterFormat, unpacked: list[Tensor], lost: list[Tensor | None], blocks: torch.Size
+    master_format: MasterFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None], blocks: torch.Size
 ) -> list[Tensor]:
     """Write weights as codes with measured block scales: returns codes, scales and residuals."""
     spec = master_format.spec
@@ -332,7 +330,7 @@ def _coded_in_blocks(
     top = torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
     e = reference.factors(top, spec)
     each = _spread(e, spec, unpacked[0].shape)
-    (code, rest), _ = _longer(master_format, [x * each for x in unpacked], lost)
+    (code, rest), _ = _longer(master_format, [x * each for x in unpacked], weight_noise)
     return [code, reference.stored_scale(top, top < INFINITY_BITS, e, spec), rest]
 
 

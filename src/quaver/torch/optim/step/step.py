@@ -104,12 +104,12 @@ def compute_step(
         word: int64 random words of the chunk's shape, if the configuration needs noise.
         amax: upper bounds of the weight's blocks, if scales are predicted.
     """
-    shares = [] if word is None else noise.shares(word, config.draws)
-    return encode_results(config, parts, stepped(config, parts, scalars, factor), shares, amax)
+    noise_shares = [] if word is None else noise.shares(word, config.draws)
+    return encode_results(config, parts, stepped(config, parts, scalars, factor), noise_shares, amax)
 
 
 def encode_results(
-    config: StepConfig, parts: ParameterTensors, after: UpdateResult, shares: list[Tensor], amax: Tensor | None
+    config: StepConfig, parts: ParameterTensors, after: UpdateResult, noise_shares: list[Tensor], amax: Tensor | None
 ) -> StepResult:
     """Quantize the results of a step to the storage formats.
 
@@ -117,17 +117,19 @@ def encode_results(
         config: step configuration.
         parts: previous tensors, for their dtypes.
         after: result of the rule.
-        shares: noise for each stochastically rounded code; emptied to free memory early.
+        noise_shares: noise for each stochastically rounded code; emptied to free memory early.
         amax: upper bounds of the weight's blocks, if scales are predicted.
     """
     weight, moments, clamped = after.weight, [*after.moments], after.clamped
     del after
     clamped = clamped.sum() if config.counts and clamped is not None else None
-    lost = shares.pop() if config.master_format.stochastic else None
-    states = tuple(_encoded(moments.pop(0), spec, shares[0] if spec.stochastic else None) for spec in config.moments)
-    shares.clear()
-    written = master_weights.write(config.master_format, weight, parts.weight, lost, amax)
-    del weight, lost
+    weight_noise = noise_shares.pop() if config.master_format.stochastic else None
+    states = tuple(
+        _encoded(moments.pop(0), spec, noise_shares[0] if spec.stochastic else None) for spec in config.moments
+    )
+    noise_shares.clear()
+    written = master_weights.write(config.master_format, weight, parts.weight, weight_noise, amax)
+    del weight, weight_noise
     top = None
     if config.predicts:
         assert config.master_format.spec is not None
@@ -252,9 +254,11 @@ def begin(
     weight_bound = None if agreed_amaxes is None else agreed_amaxes.amax
     if config.predicts:
         assert amax is not None
-        others = largest(config, parts, factor) if config.rule.bound_needs_amaxes and agreed_amaxes is None else ()
+        gradient_and_moment_amaxes = (
+            largest(config, parts, factor) if config.rule.bound_needs_amaxes and agreed_amaxes is None else ()
+        )
         weight_bound = config.rule.weight_bound(
-            amax, scalars, others if agreed_amaxes is None else agreed_amaxes.others
+            amax, scalars, gradient_and_moment_amaxes if agreed_amaxes is None else agreed_amaxes.others
         )
     if programs is not None and drawn.place.joined:
         parts, drawn = lines(config, parts, drawn)
@@ -299,13 +303,13 @@ def _step_here(
         own = cut_across(config, own, across)
         bound = None if bound is None else of_columns(bound, config.master_format.spec.block[1], across)  # type: ignore[union-attr]
     # This order avoids having the float32 temporaries and the random words in memory together.
-    after, shares = [stepped(config, own, scalars, factor)], list[Tensor]()
+    after, noise_shares = [stepped(config, own, scalars, factor)], list[Tensor]()
     if config.draws:
         place = drawn.place.narrowed(across)
         words = noise.words_at(place, rows, *drawn[:3], parts.weight[0].device)
-        shares = noise.shares(words, config.draws)
+        noise_shares = noise.shares(words, config.draws)
         del words
-    return write_results(config, own, encode_results(config, own, after.pop(), shares, bound), keep)
+    return write_results(config, own, encode_results(config, own, after.pop(), noise_shares, bound), keep)
 
 
 def _outcome(

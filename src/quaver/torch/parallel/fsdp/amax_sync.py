@@ -88,12 +88,12 @@ class GatheredWeightState:
         self.tensor_parallel = across
         self.sides = sides(recipe)
         #: fully_shard's object for the weight; None before the first gather or if this torch has other internals.
-        self.unit: FsdpParameter | None = None
+        self.fsdp_parameter: FsdpParameter | None = None
         #: The sharded parameter, as last seen.
         self.parameter: Any = None
         #: Agreed amaxes and quantized shards by side.
         self.agreed: dict[str, Agreed] = {}
-        self.parts: dict[str, tuple[Any, OperandShard, CrossStream]] = {}
+        self.quantized_shards: dict[str, tuple[Any, OperandShard, CrossStream]] = {}
         #: Passes that needed an operand which their gather had not brought; from then on both operands are sent.
         self.passes_needing_both: set[str] = set()
         #: Number of the agreement that the last forward's gather used.
@@ -101,7 +101,7 @@ class GatheredWeightState:
         #: Version and data pointer of the parameter at the last agreement.
         self.written: tuple[int, int] | None = None
         #: Shapes of the last gather's inputs.
-        self.sent: Sequence[torch.Size] = ()
+        self.last_input_shapes: Sequence[torch.Size] = ()
 
     def rows(self, mesh: Any) -> RowShard:
         """Return the rows of this rank, given the mesh over which fully_shard shards the weight."""
@@ -118,8 +118,8 @@ class GatheredWeightState:
 
     def find_parameter(self) -> Any:
         """Find and return the sharded parameter."""
-        if self.unit is not None:
-            self.parameter = self.unit.sharded
+        if self.fsdp_parameter is not None:
+            self.parameter = self.fsdp_parameter.sharded
         else:
             layer = self.layer()
             layer_weight = None if layer is None else layer._parameters.get("weight")
@@ -139,7 +139,7 @@ class GatheredWeightState:
         rows = getattr(rows, "plain", rows)
         if rows is None or rows.is_meta:
             return None
-        dtype = None if self.unit is None else self.unit.dtype
+        dtype = None if self.fsdp_parameter is None else self.fsdp_parameter.dtype
         return rows.detach() if dtype is None else rows.detach().to(dtype)
 
     def factor(self) -> tuple[float, ScalarOverride]:
@@ -162,12 +162,16 @@ class GatheredWeightState:
         x = self.values()
         assert x is not None
         self.model.amaxes.wait()
-        seen = self.model.number, key, x.data_ptr() if self.unit is None or self.unit.dtype is None else 0
-        cached = self.parts.get(side.name)
+        seen = (
+            self.model.agreement_id,
+            key,
+            x.data_ptr() if self.fsdp_parameter is None or self.fsdp_parameter.dtype is None else 0,
+        )
+        cached = self.quantized_shards.get(side.name)
         if cached is None or cached[0] != seen:
             done = quantize_shard(x, side, rows, self.agreed[side.name], factor)
             written = CrossStream([t for t in done if isinstance(t, Tensor)], x.device)
-            cached = self.parts[side.name] = seen, done, written
+            cached = self.quantized_shards[side.name] = seen, done, written
         cached[2].wait()
         return cached[1]
 
@@ -175,7 +179,7 @@ class GatheredWeightState:
         """Return the layout by which the shards of all ranks make up the operand named "fprop" or "dgrad"."""
         side, rows = self.side(name), self.rows(mesh)
         own = self.part(side, rows, key, factor)
-        written = self.model.amaxes, self.parts[side.name][2]
+        written = self.model.amaxes, self.quantized_shards[side.name][2]
         return GatheredLayout(side, self.shape, rows, own, tensor_amax(self.agreed[side.name]), written)
 
 
@@ -186,7 +190,7 @@ class ModelAmaxSync:
         self.root = weakref.ref(root)
         self.weights: list[GatheredWeightState] = []
         #: Number of the present agreement, and True once a forward of the root or an optimizer step has ended it.
-        self.number = 0
+        self.agreement_id = 0
         self.ended = True
         #: The agreed amaxes, with the CUDA stream that wrote them.
         self.amaxes = CrossStream((), torch.device("cpu"))
@@ -211,13 +215,15 @@ class ModelAmaxSync:
             self._compare(weight, mesh)
             self._compared = True
         backward = graph_task_id() != -1
-        another = not backward and not self.in_micro_batches and (self.in_backward or weight.forward == self.number)
+        another = (
+            not backward and not self.in_micro_batches and (self.in_backward or weight.forward == self.agreement_id)
+        )
         if self.ended or another or weight.state_of_writes() != weight.written:
             self._agree(weight, mesh)
         if backward:
             self.in_backward = True
         else:
-            weight.forward = self.number
+            weight.forward = self.agreement_id
 
     def begin_forward(self) -> None:
         """Begin a forward of the root: check that ranks agree on recipe, dtype and gradients, and invalidate old codes.
@@ -251,9 +257,9 @@ class ModelAmaxSync:
     def _begin(self) -> None:
         root = self.root()
         by_layer = {weight.layer(): weight for weight in self.weights}
-        for module, name, unit in managed_parameters(root) if root is not None else ():
+        for module, name, fsdp_parameter in managed_parameters(root) if root is not None else ():
             if name == "weight" and module in by_layer:
-                by_layer[module].unit = unit
+                by_layer[module].fsdp_parameter = fsdp_parameter
         for module in root.modules() if root is not None else ():
             for key, hook in list(module._forward_pre_hooks.items()):
                 if isinstance(hook, RollHistories):
@@ -268,7 +274,9 @@ class ModelAmaxSync:
         """Raise on all ranks if they prepared different weights, or if a weight is offloaded to the CPU."""
         over = getattr(weight.find_parameter(), "device_mesh", mesh)
         self.groups = tuple(over.get_group(dim) for dim in range(over.ndim))
-        offloaded = next((w.name for w in self.weights if w.unit is not None and w.unit.offloads), None)
+        offloaded = next(
+            (w.name for w in self.weights if w.fsdp_parameter is not None and w.fsdp_parameter.offloads), None
+        )
         error = (
             f"{offloaded} is gathered as codes, which are computed on the GPU, and CPUOffloadPolicy keeps its "
             "rows on the CPU: give fully_shard no offload_policy, or leave the layer out with "
@@ -285,15 +293,15 @@ class ModelAmaxSync:
 
     def _agree(self, asking: GatheredWeightState, mesh: Any) -> None:
         """Compute amaxes of all weights and all-reduce them: one all-reduce per mesh with blocks that cross shards."""
-        self.number += 1
+        self.agreement_id += 1
         self.ended = self.in_backward = False
         # Entries by fully_shard's process group, and for each group one weight that is also sharded by tensor
         # parallelism.
         by_group: dict[Any, list[_AmaxEntry]] = {}
         cut: dict[Any, GatheredWeightState] = {}
         for weight in self.weights:
-            x, over = weight.values(), mesh if weight.unit is None else weight.unit.mesh
-            weight.agreed, weight.parts = {}, {}
+            x, over = weight.values(), mesh if weight.fsdp_parameter is None else weight.fsdp_parameter.mesh
+            weight.agreed, weight.quantized_shards = {}, {}
             if x is None:
                 continue
             group = over.get_group()
@@ -449,4 +457,4 @@ def _stepped(optimizer: Optimizer, *_: object) -> None:
             model.ended = True
             for weight in model.weights:
                 # Drop codes of the old weight values.
-                weight.parts = {}
+                weight.quantized_shards = {}

@@ -42,7 +42,7 @@ class StoredShardInfo:
         #: True if the weight required gradients when it was prepared.
         self.learns: bool = weight.requires_grad
         #: fully_shard's object for the weight; None before the first gather or if this torch has other internals.
-        self.unit: FsdpParameter | None = None
+        self.fsdp_parameter: FsdpParameter | None = None
         self.gathered_once = False
 
     @property
@@ -59,11 +59,11 @@ class StoredShardInfo:
             return
         if not self.gathered_once and root is not None:
             self.gathered_once = True
-            for module, name, unit in managed_parameters(root):
+            for module, name, fsdp_parameter in managed_parameters(root):
                 if module is layer and name == "weight":
-                    self.unit = unit
-        if self.unit is not None:
-            self.unit.check(self.name)
+                    self.fsdp_parameter = fsdp_parameter
+        if self.fsdp_parameter is not None:
+            self.fsdp_parameter.check(self.name)
         weight = layer._parameters["weight"]
         if not self.learns and weight is not None and weight.requires_grad:
             raise ValueError(

@@ -120,7 +120,7 @@ def refresh_gather(
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    units = {layer: unit for layer, name, unit in managed_parameters(model) if name == "weight"}
+    units = {layer: fsdp_group for layer, name, fsdp_group in managed_parameters(model) if name == "weight"}
     report, sync = _agreed_on(model, recipe, skip, mesh, units)
     remove_forward_hooks(model)
     weights = {weight.layer(): weight for weight in sync.weights}
@@ -269,18 +269,18 @@ def _why_not(
     return _cut_through(shape, tensor_parallel.axis, recipe)
 
 
-def _divided(layer: Linear, unit: FsdpParameter | None) -> tuple[Sequence[int], TensorParallelShard]:
+def _divided(layer: Linear, fsdp_parameter: FsdpParameter | None) -> tuple[Sequence[int], TensorParallelShard]:
     """Return the shape of the tensor that fully_shard shards, and how tensor parallelism has sharded it before."""
     weight: Any = layer._parameters.get("weight")
     if weight is None:
         return (), TensorParallelShard()
     part = local(weight)
-    shape = (weight.shape if part is None else part.shape) if unit is None else unit.shape
+    shape = (weight.shape if part is None else part.shape) if fsdp_parameter is None else fsdp_parameter.shape
     layout = layout_of(layer)
     if layout is None or not isinstance(weight, DTensor):
         return shape, TensorParallelShard()
     mesh: Any = weight.device_mesh
-    if unit is not None:
+    if fsdp_parameter is not None:
         # The last mesh dimension is tensor parallelism's; fully_shard's precedes it.
         mesh = mesh[mesh.mesh_dim_names[-1]]
     return shape, TensorParallelShard() if mesh.size() == 1 else TensorParallelShard(layout.weight_axis, mesh)
@@ -405,15 +405,15 @@ class CommCounter(traffic.SentBytes):
         self._attach(model)
 
     def _attach(self, model: nn.Module) -> None:
-        for unit in collectives(model):
-            gather, scatter = unit.all_gather, unit.reduce_scatter
-            self._before.append((unit, gather, scatter))
-            unit.all_gather = _as(gather, _gathering(_kind(gather)), self, unit)
-            unit.reduce_scatter = _as(scatter, _scattering(_kind(scatter)), self, unit)
+        for fsdp_group in collectives(model):
+            gather, scatter = fsdp_group.all_gather, fsdp_group.reduce_scatter
+            self._before.append((fsdp_group, gather, scatter))
+            fsdp_group.all_gather = _as(gather, _gathering(_kind(gather)), self, fsdp_group)
+            fsdp_group.reduce_scatter = _as(scatter, _scattering(_kind(scatter)), self, fsdp_group)
 
     def __exit__(self, *_: object) -> None:
-        for unit, gather, scatter in self._before:
-            unit.all_gather, unit.reduce_scatter = gather, scatter
+        for fsdp_group, gather, scatter in self._before:
+            fsdp_group.all_gather, fsdp_group.reduce_scatter = gather, scatter
         self._before.clear()
         traffic.active.all = tuple(each for each in traffic.active.all if each is not self)
 
@@ -432,11 +432,11 @@ def _of_headers(header: Tensor, group: Any) -> AbstractContextManager[Any]:
     return traffic.count_collective("control", "reduce", header, group)
 
 
-def _as(comm: Any, kind: type, owner: CommCounter, unit: Collectives) -> Any:
+def _as(comm: Any, kind: type, owner: CommCounter, fsdp_group: Collectives) -> Any:
     """Copy a fully_shard collective and change its class to one that counts."""
     counting = copy.copy(comm)
     counting.__class__ = kind
-    counting.owner, counting.unit = owner, unit
+    counting.owner, counting.unit = owner, fsdp_group
     return counting
 
 

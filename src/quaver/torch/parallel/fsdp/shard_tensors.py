@@ -137,9 +137,9 @@ class Shard(Tensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], "GatherMetadata"]:
         weight = self.weight
         weight.model.ensure_agreement(weight, mesh)
-        unit = weight.unit
-        if unit is not None:
-            unit.check(weight.name)
+        fsdp_parameter = weight.fsdp_parameter
+        if fsdp_parameter is not None:
+            fsdp_parameter.check(weight.name)
         key, factor = weight.factor()
         names = _operands_to_gather(weight)
         gathered_layouts = [weight.gathered_layout(name, mesh, key, factor) for name in names]
@@ -150,13 +150,13 @@ class Shard(Tensor):
             if t is not None
         ]
         shapes = [t.shape for t in inputs]
-        if unit is not None and shapes != weight.sent:
-            unit.forget_outputs()
-        weight.sent = shapes
+        if fsdp_parameter is not None and shapes != weight.last_input_shapes:
+            fsdp_parameter.forget_outputs()
+        weight.last_input_shapes = shapes
         return tuple(inputs), GatherMetadata(gathered_layouts, key, mesh, _reader(weight))
 
     def fsdp_post_all_gather(
-        self, outputs: Sequence[Tensor], sent: "GatherMetadata", dtype: torch.dtype, *, out: Any = None
+        self, outputs: Sequence[Tensor], metadata: "GatherMetadata", dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         weight = self.weight
         x = weight.values()
@@ -169,14 +169,14 @@ class Shard(Tensor):
             )
         gathered = list(outputs)
         if out is None:
-            buffers = _scale_buffers(weight, sent.mesh, x.device)
-            wrapper = GatheredWeight(weight, dtype, x.device, GatheredOperands({}, sent, buffers))
+            buffers = _scale_buffers(weight, metadata.mesh, x.device)
+            wrapper = GatheredWeight(weight, dtype, x.device, GatheredOperands({}, metadata, buffers))
         else:
             wrapper = getattr(out, "_local_tensor", out)
         contents = wrapper.contents
         contents.operands.clear()
-        contents.sent = sent
-        for gathered_layout in sent.gathered_layouts:
+        contents.gather_metadata = metadata
+        for gathered_layout in metadata.gathered_layouts:
             tensors = [t for t in (gathered_layout.own.codes, gathered_layout.own.scales) if t is not None]
             if gathered_layout.rows.ranks > 1:
                 tensors = [gathered.pop(0) for _ in tensors]
@@ -211,10 +211,12 @@ class GatherMetadata(NamedTuple):
 class GatheredOperands:
     """Contents of a gathered weight: operands by side, and scale buffers, which fully_shard frees with its own."""
 
-    __slots__ = ("buffers", "operands", "sent")
+    __slots__ = ("buffers", "gather_metadata", "operands")
 
-    def __init__(self, operands: dict[str, Quantized], sent: GatherMetadata, buffers: dict[str, Tensor | None]) -> None:
-        self.operands, self.sent, self.buffers = operands, sent, buffers
+    def __init__(
+        self, operands: dict[str, Quantized], metadata: GatherMetadata, buffers: dict[str, Tensor | None]
+    ) -> None:
+        self.operands, self.gather_metadata, self.buffers = operands, metadata, buffers
 
 
 class Gathered(Tensor):
@@ -276,8 +278,8 @@ class GatheredWeight(Gathered):
         if side == "dgrad":
             weight.model.in_backward = True
         name = weight.side(side).name
-        written: float = call.written
-        if name not in contents.operands or contents.sent.key != written:
+        written: float = call.factor_key
+        if name not in contents.operands or contents.gather_metadata.key != written:
             self._fetch(name, written, call)
         q = contents.operands[name]
         if call.record and call.factors is not None and side == "fprop":
@@ -287,15 +289,15 @@ class GatheredWeight(Gathered):
     def _fetch(self, name: str, written: float, call: Any) -> None:
         weight, contents = self.weight, self.contents
         if name not in contents.operands:
-            weight.passes_needing_both.add(contents.sent.reader)
-        if contents.sent.key != written:
+            weight.passes_needing_both.add(contents.gather_metadata.reader)
+        if contents.gather_metadata.key != written:
             contents.operands.clear()
         factor = None if call.factors is None else call.factors[1]
-        gathered_layout = weight.gathered_layout(name, contents.sent.mesh, written, factor)
-        contents.sent = contents.sent._replace(key=written)
+        gathered_layout = weight.gathered_layout(name, contents.gather_metadata.mesh, written, factor)
+        contents.gather_metadata = contents.gather_metadata._replace(key=written)
         with torch.no_grad():
             own = [t for t in (gathered_layout.own.codes, gathered_layout.own.scales) if t is not None]
-            contents.operands[name] = gathered_layout.operand([_gather(t, contents.sent.mesh) for t in own])
+            contents.operands[name] = gathered_layout.operand([_gather(t, contents.gather_metadata.mesh) for t in own])
 
 
 def _gather(t: Tensor, mesh: Any) -> Tensor:
@@ -307,7 +309,7 @@ def _gather(t: Tensor, mesh: Any) -> Tensor:
 
 def _reader(weight: GatheredWeightState) -> str:
     """Return the pass that needs the current gather: "forward", "backward" or "recomputation" of activations."""
-    if weight.unit is not None and weight.unit.in_backward:
+    if weight.fsdp_parameter is not None and weight.fsdp_parameter.in_backward:
         return "backward"
     return "forward" if graph_task_id() == -1 else "recomputation"
 
@@ -319,7 +321,7 @@ def _operands_to_gather(weight: GatheredWeightState) -> list[str]:
     if weight.shared:
         return ["fprop"]
     reader = _reader(weight)
-    if weight.unit is None or not weight.unit.for_one_pass or reader in weight.passes_needing_both:
+    if weight.fsdp_parameter is None or not weight.fsdp_parameter.for_one_pass or reader in weight.passes_needing_both:
         return ["fprop", "dgrad"]
     return ["dgrad" if reader == "backward" else "fprop"]
 
