@@ -1,4 +1,4 @@
-"""accelerate: its own mixed_precision="fp8" by a recipe. Needs pip install -e '.[integrations]'."""
+"""accelerate: mixed_precision="fp8" with a Quaver recipe. Needs pip install -e '.[integrations]'."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Swapping attention masks: the same thing said in two ways. In every mask True means masked out."""
+"""Compare equivalent attention masks, and show the options of attention. In every mask True means masked out."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ BATCH, TOKENS, HEADS, GROUPS, FEATURES = 2, 10, 4, 2, 16
 q = torch.randn(BATCH, TOKENS, HEADS, FEATURES)
 k, v = torch.randn(2, BATCH, TOKENS, GROUPS, FEATURES)
 
-i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)  # a query's position, a key's
+i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)  # positions of queries and keys
 lengths = torch.tensor([10, 6])
 padded = torch.arange(TOKENS) >= lengths[:, None]  # [B, S]: the second sample ends early
-either = padded[:, None, :, None] | padded[:, None, None, :]  # a padded query sees nothing, a padded key is not seen
+either = padded[:, None, :, None] | padded[:, None, None, :]  # masks padded queries and padded keys
 
 
 def same(what: str, one: Tensor, other: Tensor) -> None:
@@ -51,7 +51,7 @@ same("causal with a window, and a window alone", window, attention(q, k, v, wind
 last = attention(q[:, -2:], k, v, mask_type="causal_bottom_right")
 same("the last two queries by themselves, aligned bottom right, and causal", last, causal[:, -2:])
 
-# A sink takes a share of the softmax and gives nothing back; off_by_one is a logit of 0, which a key of zeros has too.
+# A sink adds a logit to the softmax, without a value. off_by_one is a logit of 0, as for a key of zeros.
 nothing = torch.zeros(BATCH, 1, GROUPS, FEATURES)
 same(
     "an off-by-one sink, and a key and a value of zeros",

@@ -1,4 +1,4 @@
-"""One quantized layer: what it computes, what it keeps for backward, and which implementations run."""
+"""Run one quantized layer: its error, the bytes that it saves for backward, and its implementations."""
 
 import torch
 
@@ -9,7 +9,7 @@ torch.manual_seed(0)
 layer = qt.Linear(256, 512, dtype=torch.bfloat16)
 x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
 
-exact = layer(x)  # no recipe is in force: nn.Linear's own arithmetic
+exact = layer(x)  # without a recipe, it computes as nn.Linear
 for name in quaver.recipes.RECIPES:
     with qt.autocast(name):
         y = layer(x)

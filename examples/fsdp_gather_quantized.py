@@ -1,6 +1,6 @@
-"""fully_shard with weights that travel as codes: torchrun --nproc-per-node 2 examples/fsdp_gather_quantized.py
+"""fully_shard that all-gathers weights as codes: torchrun --nproc-per-node 2 examples/fsdp_gather_quantized.py
 
-On a CPU the ranks talk by gloo; on GPUs, where it was not tried, by NCCL.
+On a CPU the ranks use gloo; on GPUs they use NCCL, which has not been tested.
 """
 
 import os
@@ -28,7 +28,7 @@ torch.manual_seed(0)
 model = nn.Sequential(*(qt.TransformerLayer(64, 4, 128) for _ in range(2)), nn.Linear(64, 16)).to(device)
 qt.convert(model, "mxfp8", skip=["2"])
 
-# 2. Which weights travel as codes, and why others do not.
+# 2. The report lists the weights that are gathered as codes, and why others are not.
 report = gather_quantized(model)
 if rank == 0:
     print(report)
@@ -39,7 +39,7 @@ for part in model:
     fully_shard(part, mesh=mesh)
 fully_shard(model, mesh=mesh)
 
-# 4. The loop, as it was. Each rank has data of its own.
+# 4. The usual loop. Each rank has its own data.
 optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
 torch.manual_seed(1 + rank)
 for step in range(20):
@@ -53,9 +53,9 @@ for step in range(20):
     if rank == 0 and step % 19 == 0:
         print(f"step {step}: loss {loss.item():.3f}")
 
-# 5. What is saved has no class of ours: torch.distributed.checkpoint takes it, too.
+# 5. The state dict has only torch's classes, so torch.distributed.checkpoint can save it too.
 weight = model.state_dict()["0.mlp.down_proj.weight"]
 if rank == 0:
     print(f"{type(weight).__name__} of {weight.dtype}, {tuple(weight.to_local().shape)} of {tuple(weight.shape)} here")
-dist.barrier()  # gloo's threads let go of the last tensors before Python ends, which else aborts now and then
+dist.barrier()  # without it, gloo's threads may still have tensors when Python exits, and the process may abort
 dist.destroy_process_group()

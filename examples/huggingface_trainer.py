@@ -1,4 +1,4 @@
-"""transformers' Trainer: a converted model, saturation in its log. Needs pip install -e '.[integrations]'."""
+"""transformers' Trainer: train a converted model and log saturation. Needs pip install -e '.[integrations]'."""
 
 import tempfile
 

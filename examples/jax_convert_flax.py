@@ -1,4 +1,4 @@
-"""Recipes for models that know nothing of them: one argument in linen, `convert` in NNX."""
+"""Quantize existing Flax models: by one argument of linen's modules, by `convert` in NNX."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ key = jax.random.key(0)
 x = jax.random.normal(key, (64, 8, 64))
 target = jnp.roll(x, 1, axis=1)
 
-# Flax linen: the slot that its modules have for it. TrainState knows what to do with the state.
+# Flax linen: modules take a `dot_general_cls`. TrainState replaces the state by its gradient.
 op = ql.dot_general_cls(quaver.recipes.delayed(history=16))
 model = nn.Sequential([nn.Dense(128, dot_general_cls=op), nn.gelu, nn.Dense(64, dot_general_cls=op)])
 train = TrainState.create(apply_fn=model.apply, params=jax.jit(model.init)(key, x), tx=optax.adam(3e-3))
@@ -33,7 +33,7 @@ for i in range(10):
         print(f"linen step {i}  loss {loss:.4f}")
 
 
-# Flax NNX: in place, by rules.
+# Flax NNX: convert in place, by rules.
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.attention = nnx.MultiHeadAttention(4, 64, decode=False, rngs=rngs)

@@ -1,4 +1,4 @@
-"""FSDP and tensor parallel on eight virtual CPU devices: the same scales as on one, and the same gradients."""
+"""FSDP and tensor parallelism on eight virtual CPU devices, with the scales and gradients of one device."""
 
 import flax
 import jax
@@ -10,9 +10,9 @@ import quaver
 import quaver.jax as qj
 import quaver.jax.linen as ql
 
-jax.config.update("jax_num_cpu_devices", 8)  # before anything runs
+jax.config.update("jax_num_cpu_devices", 8)  # before JAX is first used
 
-# The modules name the axes of their kernels; these rules put the names on a mesh.
+# The modules name the axes of their kernels; these rules map the names to mesh axes.
 mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 rules = (("embed", "data"), ("mlp", "model"))  # weights sharded over data too: FSDP
 layer = ql.LayerNormMLP(hidden=256, activation="swiglu", partition=True)

@@ -31,7 +31,7 @@ def step(params, state, moments):
         logits = model.apply({"params": params, **state}, x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    # The gradient of the state is its next value: nothing to update, and nothing for the optimizer.
+    # The gradient of the state is its next value, so the optimizer does not get it.
     loss, (gradients, state) = jax.value_and_grad(loss_of, argnums=(0, 1))(params, state)
     updates, moments = optimizer.update(gradients, moments)
     return loss, optax.apply_updates(params, updates), state, moments
@@ -51,7 +51,7 @@ layer = state["_overwrite_with_gradient"]["DenseGeneral_0"]
 print("encode factors of input, weight and grad_output:", layer["factor"])
 apply = jax.jit(model.apply)
 high = apply({"params": params}, x)  # without a recipe: high precision
-with qj.autocast(recipe="mxfp8"):  # compiled anew for another recipe; this one needs no state
+with qj.autocast(recipe="mxfp8"):  # recompiles for another recipe; mxfp8 needs no state
     error = apply({"params": params}, x) - high
 print(
     f"MXFP8 differs from float32 by {jnp.linalg.norm(error) / jnp.linalg.norm(high):.4f} of its norm; loss {loss:.4f}"

@@ -1,4 +1,4 @@
-"""A byte-level GPT in Flax NNX, its layers scanned over, trained in FP8 on its own source."""
+"""Train a byte-level GPT in Flax NNX in FP8 on its own source; a scan runs over its layers."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def loss_of(model: GPT, batch: jax.Array) -> jax.Array:
 
 @nnx.jit
 def step(model: GPT, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.Array:
-    # Writes each layer's next state into the model; the gradients are those of the parameters.
+    # Writes each layer's next state into the model, and returns the gradients of the parameters.
     loss, gradients = qn.value_and_grad(loss_of)(model, batch)
     optimizer.update(model, gradients)
     return loss

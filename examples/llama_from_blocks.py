@@ -25,7 +25,7 @@ class Llama(nn.Module):
             for _ in range(LAYERS)
         )
         self.norm = qt.RMSNorm(DIM)
-        self.head = nn.Linear(DIM, 256, bias=False)  # of torch's own: no recipe reaches it
+        self.head = nn.Linear(DIM, 256, bias=False)  # torch's own layer, which stays in high precision
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -43,7 +43,7 @@ def train(recipe: str, text: Tensor) -> list[float]:
     for _ in range(STEPS):
         starts = torch.randint(len(text) - TOKENS, (BATCH, 1))
         batch = text[starts + torch.arange(TOKENS + 1)]
-        # torch's autocast says in what the products are computed, Quaver's how their operands are quantized.
+        # torch's autocast sets the dtype of GEMMs, Quaver's the quantization of their operands.
         with torch.autocast("cpu", torch.bfloat16), qt.autocast(recipe):
             logits = model(batch[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())

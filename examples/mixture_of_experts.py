@@ -1,6 +1,6 @@
 """A language model with a mixture of experts, trained on Python's own source text in bf16 and MXFP8.
 
-Each token goes to two of eight experts, and through a shared one; a bias keeps the experts busy, without a loss.
+Each token goes to two of eight experts and through a shared one. A bias balances the experts instead of a loss.
 """
 
 import os
@@ -14,7 +14,7 @@ import quaver.torch as qt
 
 DIM, HEADS, HIDDEN, LAYERS = 64, 4, 48, 2
 TOKENS, BATCH, STEPS = 64, 4, 30
-# DeepSeek-V3's router; softmax is the default, and Mixtral's.
+# DeepSeek-V3's router. The default is softmax, as in Mixtral.
 MIXTURE = qt.MixtureConfig(experts=8, k=2, scores="sigmoid", balance_bias=True, shared=HIDDEN, return_routing=True)
 
 
@@ -36,7 +36,7 @@ class Model(nn.Module):
             for _ in range(LAYERS)
         )
         self.norm = qt.RMSNorm(DIM)
-        self.head = nn.Linear(DIM, 256, bias=False)  # of torch's own: no recipe reaches it
+        self.head = nn.Linear(DIM, 256, bias=False)  # torch's own layer, which stays in high precision
 
     def forward(self, ids: Tensor) -> tuple[Tensor, list[qt.Routing]]:
         x, routings = self.embedding(ids), []
@@ -55,12 +55,12 @@ def train(recipe: str, text: Tensor) -> tuple[list[float], list[float]]:
     for _ in range(STEPS):
         starts = torch.randint(len(text) - TOKENS, (BATCH, 1))
         batch = text[starts + torch.arange(TOKENS + 1)]
-        # torch's autocast says in what the products are computed, Quaver's how their operands are quantized.
+        # torch's autocast sets the dtype of GEMMs, Quaver's the quantization of their operands.
         with torch.autocast("cpu", torch.bfloat16), qt.autocast(recipe):
             logits, routings = model(batch[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         losses.append(loss.item())
-        # A layer adds no loss by itself: what is made of its routing is added here.
+        # Layers add no loss of their own. Add losses of their routing here.
         (loss + sum(1e-3 * qt.z_loss(routing) for routing in routings)).backward()
         optimizer.step()
         optimizer.zero_grad()

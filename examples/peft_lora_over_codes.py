@@ -1,4 +1,4 @@
-"""PEFT: LoRA over weights that exist only in four bits, merged. Needs pip install -e '.[integrations]'."""
+"""PEFT: train LoRA over weights stored in four bits, then merge. Needs pip install -e '.[integrations]'."""
 
 import torch
 from peft import LoraConfig, get_peft_model

@@ -1,4 +1,4 @@
-"""A loop of your own whose recipe follows the learning rate: NVFP4, and bf16 once the rate has fallen below a tenth."""
+"""A training loop whose recipe follows the learning rate: NVFP4, then bf16 when the rate is below a tenth."""
 
 import json
 
@@ -15,7 +15,7 @@ qt.convert(model, "nvfp4", skip=["4"])
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK)
 rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=STEPS)
-# Others: "nvfp4 until 85%, bf16" with steps=, "mxfp8 until 10, nvfp4 until loss<0.5, bf16", which is told each loss.
+# Also: "nvfp4 until 85%, bf16" with steps=, or "mxfp8 until 10, nvfp4 until loss<0.5, bf16" with schedule.saw(loss).
 schedule = quaver.recipes.schedule("nvfp4 until lr<10%, bf16", peak=PEAK)
 
 x, target = torch.randn(256, 64), torch.randint(16, (256,))
@@ -23,7 +23,7 @@ for step in range(1, STEPS + 1):
     part = schedule.part
     recipe = schedule.at(step, lr=rates.get_last_lr()[0])
     if schedule.part != part:
-        qt.convert(model, recipe, skip=["4"])  # weights stay; a model in qt.autocast(recipe) needs no call
+        qt.convert(model, recipe, skip=["4"])  # in place; with qt.autocast(recipe) no call is needed
         print(f"from step {step} on: {recipe}")
     loss = nn.functional.cross_entropy(model(x), target)
     loss.backward()
@@ -34,5 +34,5 @@ for step in range(1, STEPS + 1):
     if step % 10 == 0:
         print(f"step {step:>2}  loss {loss.item():.4f}  {recipe.name}")
 
-# Beside the checkpoint of model and optimizer; `load_state_dict` goes on in the part in force.
+# Save it with model and optimizer. `load_state_dict` continues with the same recipe.
 print(json.dumps(schedule.state_dict()))

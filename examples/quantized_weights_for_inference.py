@@ -1,4 +1,4 @@
-"""Keep a model's weights in eight or four bits only, save them that way, and load them into an empty model."""
+"""Store a model's weights only in eight or four bits, save them, and load them into an empty model."""
 
 import tempfile
 from pathlib import Path
@@ -37,7 +37,7 @@ with torch.no_grad():
     exact = model(x)
 print(f"float32: {size(model):,} bytes")
 
-# 1. Turn the weights of a model into eight bits, or four, in place; the head stays as it is.
+# 1. Quantize the weights of a model to eight or four bits in place, except the head's.
 for recipe in ("mxfp8", "nvfp4"):
     small = Classifier()
     small.load_state_dict(model.state_dict())
@@ -52,7 +52,7 @@ with tempfile.TemporaryDirectory() as folder:
     torch.save(small.state_dict(), path)
     print(f"\non disk: {path.stat().st_size:,} bytes")
 
-    # 3. A model on meta takes them without ever holding a weight in high precision.
+    # 3. A model on meta loads them, so no weight exists in high precision.
     with qt.quantized_init("nvfp4"):
         loaded = Classifier("meta")
     loaded.head = qt.Linear(DIM, CLASSES, device="meta")
@@ -61,5 +61,5 @@ with torch.no_grad(), qt.autocast("nvfp4"):
     y = loaded(x[:1])
 print("one row at a time:", y.argmax().item(), "of float32:", exact[0].argmax().item())
 
-# 4. And back.
+# 4. Dequantize the weights.
 print("dequantized:", qt.dequantize_weights(loaded))

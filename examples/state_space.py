@@ -1,4 +1,4 @@
-"""A hybrid of Mamba-2 blocks and attention, trained on Python's own source text in bf16 and MXFP8; then it writes."""
+"""Train a hybrid of Mamba-2 and attention on Python's own source text in bf16 and MXFP8, then generate text."""
 
 import os
 from pathlib import Path
@@ -18,10 +18,10 @@ class Hybrid(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(256, DIM)
         self.mixers = nn.ModuleList(qt.Mamba2Layer(DIM, head_dim=16, state=32, hidden=HIDDEN) for _ in range(2))
-        # One layer of attention to two of state spaces; the state keeps the order, so that it needs no rope.
+        # One attention layer for two state-space layers. States depend on the order of tokens, so no rope is needed.
         self.attention = qt.TransformerLayer(DIM, 4, HIDDEN, activation="swiglu", normalization="RMSNorm", bias=False)
         self.norm = qt.RMSNorm(DIM)
-        self.head = nn.Linear(DIM, 256, bias=False)  # of torch's own: no recipe reaches it
+        self.head = nn.Linear(DIM, 256, bias=False)  # torch's own layer, which stays in high precision
 
     def forward(self, ids: Tensor, states: qt.StateCache | None = None, keys: qt.KVCache | None = None) -> Tensor:
         x = self.mixers[0](self.embedding(ids), cache=states, layer=0)
@@ -39,7 +39,7 @@ def train(recipe: str, text: Tensor) -> tuple[Hybrid, list[float]]:
     for _ in range(STEPS):
         starts = torch.randint(len(text) - TOKENS, (BATCH, 1))
         batch = text[starts + torch.arange(TOKENS + 1)]
-        # torch's autocast says in what the products are computed, Quaver's how their operands are quantized.
+        # torch's autocast sets the dtype of GEMMs, Quaver's the quantization of their operands.
         with torch.autocast("cpu", torch.bfloat16), qt.autocast(recipe):
             logits = model(batch[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
@@ -60,7 +60,7 @@ ends = {name: sum(losses[-10:]) / 10 for name, (_, losses) in runs.items()}
 print("last ten steps: " + "  ".join(f"{name} {loss:.3f}" for name, loss in ends.items()))
 assert abs(ends["mxfp8"] - ends["bf16"]) < 0.05
 
-# The states are of one size however long the text is; the keys grow.
+# The size of the states does not depend on the length of the text; the keys grow.
 model, states, keys = runs["mxfp8"][0], qt.StateCache(layers=2), qt.KVCache(layers=1, capacity=64)
 token, written = text[:16][None], []
 with torch.no_grad(), qt.frozen(model):

@@ -1,8 +1,8 @@
-"""A block whose weights and tokens lie in parts on two ranks, trained in MXFP8: tokens travel between them as codes.
+"""Tensor and sequence parallelism in MXFP8 on two ranks, which send tokens as codes.
 
 torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-On processors it needs no GPU; started without torchrun it starts itself so.
+It runs on CPUs. Started without torchrun, it calls torchrun itself.
 """
 
 import os
@@ -43,7 +43,7 @@ def train() -> None:
         model,
         mesh,
         {
-            # Every rank has all numbers of tokens, and embeds its own.
+            # Every rank gets all token ids, and returns the embeddings of its own tokens.
             "0": SequenceParallel(replicated_input=True),
             "1.attention.norm": SequenceParallel(),
             "1.attention": HeadParallel(sequence=True),
@@ -55,12 +55,12 @@ def train() -> None:
         },
     )
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    # The next byte of a text that repeats itself.
+    # The target is the next byte of a repeating text.
     text = torch.arange(2 * TOKENS + 1).mul(7).remainder(50)
     inputs, labels = text[:-1].view(2, TOKENS), text[1:].view(2, TOKENS)
     for step in range(20):
         logits = model(inputs)
-        # This rank's tokens of every sequence, as the model gives them; ranks' losses and gradients add up.
+        # The model returns this rank's tokens of every sequence. Losses and gradients are summed over the ranks.
         own = labels.chunk(ranks, 1)[rank]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum") / labels.numel()
         loss.backward()
@@ -80,7 +80,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         train()
-        # Gloo's threads let go of the last tensors before Python ends, which else aborts now and then.
+        # Without it, gloo's threads may still have tensors when Python exits, and the process may abort.
         dist.barrier()
         dist.destroy_process_group()
     else:
