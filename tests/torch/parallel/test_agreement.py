@@ -118,7 +118,7 @@ def other_styles_and_losses(rank: int) -> None:
     if rank:
         words.weight.requires_grad_(False)
     refused("differ at Embedding: rank 0: weight .* requires_grad; rank 1: weight", lambda: words(tokens))
-    refused("rank 0: no error; rank 1: .* 32 words", lambda: words(tokens + 30 * rank))
+    refused("rank 0: no error; rank 1: .* 32 rows", lambda: words(tokens + 30 * rank))
     targets = tokens + 30 * rank if rank else tokens
     refused("rank 1: .*label_smoothing", lambda: cross_entropy(x, tokens, mesh, label_smoothing=2.0 * rank))
     refused("rank 0: options .*; rank 1: options", lambda: cross_entropy(x, tokens, mesh, z_loss=1e-3 * rank))
