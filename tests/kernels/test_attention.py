@@ -104,7 +104,7 @@ def test_ampere_tiles_with_bitwise_codes_give_the_same_results(
     monkeypatch.setattr(device, "_architecture", lambda _: 80)
     monkeypatch.setattr(gpu, "LaunchSpec", recorded)
     for one in (gpu._forward, gpu._backward):
-        monkeypatch.setattr(one, "kept", {})
+        monkeypatch.setattr(one, "plans", {})
     arrays = operands(1, 2, 1, 70, 150, 32, 64)
     ours, want = by_kernels(arrays, spec, scale=0.3), specified(arrays, spec, scale=0.3)
     for name, got, exact in zip(NAMES, ours, want, strict=False):
@@ -298,9 +298,9 @@ def test_unsupported_specs_and_heads_give_a_clear_error(launched: list[str]) -> 
     divided = get("tensorwise", power_of_two=False, attention=True).attention
     assert divided is not None
     odd = AttentionSpec(QuantSpec(E4M3, (1, 48)), QuantSpec(E4M3, (1, 32)))
-    assert "powers of two" in gpu.reason(x, x, x, divided)
-    assert "not of 48" in gpu.reason(x, x, x, odd)
-    assert "not of 24 and 32" in gpu.reason(narrow, narrow, x, SPECS["mxfp8"])
+    assert "power-of-two" in gpu.reason(x, x, x, divided)
+    assert "not 48" in gpu.reason(x, x, x, odd)
+    assert "not 24 and 32" in gpu.reason(narrow, narrow, x, SPECS["mxfp8"])
     assert "nothing to attend" in gpu.reason(x[:, :, :0], x, x, SPECS["mxfp8"])
     by_kernels(operands(1, 1, 1, 3, 3, 32, 32), SPECS["mxfp8"])
 

@@ -55,7 +55,7 @@ def test_outputs_and_gradients_match_a_float64_recurrence(
 def test_heads_that_share_a_program_and_few_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "PROGRAMS", 0)
     for passes in (gpu._forwards_scan, gpu._backwards_scan):
-        monkeypatch.setattr(passes, "kept", {})
+        monkeypatch.setattr(passes, "plans", {})
     assert_near(tensors((1, 70, 4, 16, 2, 20), dtype=dtype), ROUNDED[dtype])
 
 
