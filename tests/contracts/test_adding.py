@@ -144,7 +144,7 @@ LINES = {
             '    Case(name="throwaway", launch=lambda: throwaway.doubled(matrix())),\n',
         ),
     ],
-    "GPU of the ledger": [
+    "GPU of the cost model": [
         (
             "src/quaver/costs/hardware.py",
             '        Gpu(\n            name="a100",',
