@@ -348,7 +348,9 @@ def _gathered(a: Array, along: ShardPlacement) -> Array:
 
 
 def _unflattened(a: Array, along: ShardPlacement) -> tuple[Array, int]:
-    """Unflatten the axes before the sharded one, so that shards are contiguous along it."""
+    """Split off the axes before the sharded axis, so that each shard is one contiguous range of the rest.
+
+    Returns the view, and the index of the sharded axis in it."""
     other, before = a.shape[1 - along.axis], along.lead[: along.position]
     if a.shape[along.axis] % max(math.prod(before), 1):
         raise ValueError(

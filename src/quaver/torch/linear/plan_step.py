@@ -292,8 +292,8 @@ class PlannedContext:
 
         Args:
             g: grad_output [..., n].
-            saved_input: what `transposed` returned in the forward.
-            needs: one flag per gradient; `LATER` for the weight returns a function instead of a tensor.
+            saved_input: operand of wgrad and its scale, as `transposed` returned them in the forward.
+            needs: one flag per gradient; `LATER` for the weight returns a function that computes that gradient.
         """
         step, layer, factors, original_g = self.step, self.layer, self.factors, g
         kernels, g = step.kernels, self.readable(g)

@@ -177,7 +177,8 @@ def _source(setup: LinearSetup, call: LinearContext, prologue_input: Tensor | No
 def can_share_input(call: LinearContext, source: Tensor, y: Tensor) -> bool:
     """Return True if other layers may reuse the quantization of y, a matrix of `source`.
 
-    They may not while quantizations are counted or chosen by `only`, or while a CUDA graph is captured.
+    False while `count` or `only` is active, during a CUDA-graph capture, for inputs that autograd did not compute, and
+    with stochastic rounding.
     """
     a, c = call.recipe.fprop.a, call.recipe.wgrad.b
     if call.traced or not call.record or a is None or source.is_leaf or source.__class__ is not Tensor:

@@ -426,7 +426,7 @@ def register_stored_weight(layer: Any) -> None:
 
 
 _hooked: list[Any] = []
-#: Cache of `_owners`; an entry is valid while the layer has that parameter.
+#: Layer by the id of its parameter of codes, as `_owners` returns it; ignored once the layer has another parameter.
 _known: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
 
 

@@ -61,7 +61,7 @@ def transposed_rotate(x: Tensor) -> Tensor:
 
 # ---- Philox4x32-10 and Philox2x32-10 on any device ----
 
-#: (seed, tensor id, count) of stochastic rounding; count may be an int64 tensor of one element.
+#: (seed, tensor id, count) of stochastic rounding; id and count may be int64 tensors.
 Noise = tuple[int, Tensor | int, Tensor | int]
 #: The same outside of compiled code.
 EagerNoise = tuple[int, int, Tensor | int]

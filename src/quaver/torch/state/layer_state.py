@@ -46,7 +46,8 @@ class LayerState:
     def __init__(
         self, serial: int | None = None, delayed: Recipe | None = None, copied: bool = False, family: Any = None
     ) -> None:
-        #: Number of the noise streams of a layer without a name, None before first use: see `quaver.torch.state.noise`.
+        #: Number of the noise streams of a layer without a name: 0 outside of an autocast, None before first use. See
+        #: `quaver.torch.state.noise`.
         self.serial = serial
         #: Recipe that the history belongs to.
         self.delayed = delayed

@@ -376,7 +376,9 @@ FORWARDS = 100
 
 
 def count_uncached_forward(layer: nn.Module, weight: Tensor) -> None:
-    """Count a gradient-free forward that has quantized the weight; after `FORWARDS` of them suggest `frozen`, once."""
+    """Count forwards without gradients in a row that quantized the same unchanged weight of a layer.
+
+    At `FORWARDS` of them warn, once per process, to use `frozen`."""
     if _CacheHint.was_shown or not _can_be_seen(weight) or graph_task_id() != -1:
         return
     layer_cache, seen = (

@@ -15,9 +15,10 @@ from quaver.jax.state.context import autocast as _autocast
 NVTE_FP8_COLLECTION_NAME = COLLECTION
 #: Collection in Transformer Engine's own checkpoints.
 THEIRS = "fp8_metas"
-#: Operands with state in Transformer Engine, in Quaver's order. For an MLP, suffixes of its two layers and of their
-#: gradients, which are swapped because backward quantizes the output's gradient first (jax/layernorm_mlp.py of 2.20.2).
+#: Operands with state in Transformer Engine, in Quaver's order.
 OPERANDS = "x", "kernel", "grad"
+#: By Transformer Engine's suffix, the layer of an MLP and the suffix of its gradient. Suffixes of gradients are swapped
+#: because backward quantizes the output's gradient first (jax/layernorm_mlp.py of 2.20.2).
 PARTS = {"": ("", ""), "_0": ("wi", "_1"), "_1": ("wo", "_0")}
 _NAME = re.compile(rf"(?:{'|'.join(OPERANDS)})(_[01])?_(?:amax_history|scale)")
 

@@ -460,7 +460,7 @@ def _backward_pass_scan(tensors_in: Sequence[Any], how: ScanConfig) -> LaunchPla
     plan = _ScanBackward(tensors_in, how)
     wide, sequences = torch.float32, how.sequences
     entering, leaving = (plan.state(plan.x.dtype) for _ in range(2))
-    # Separate buffers for contributions to states and to gradients of states.
+    # Backward recomputes the states. `added`: the chunks' contributions to states; `back`: to gradients of states.
     added, back = (plan.state(wide) for _ in range(2))
     final, d_first = (plan.state(wide, sequences) for _ in range(2))
     partial, sums = whole((how.total, plan.sums_width), wide), whole((plan.sums_width,), wide)

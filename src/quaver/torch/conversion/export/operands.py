@@ -543,7 +543,7 @@ class Reader:
 
 
 def decoded(tensors: Mapping[str, Tensor], method: str) -> Decoded:
-    """Decode a layer's weight.
+    """Decode the codes and the scales of a layer's weight, without multiplying them.
 
     Args:
         tensors: the layer's tensors by their suffix in the format.

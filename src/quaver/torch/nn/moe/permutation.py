@@ -60,8 +60,8 @@ def permute(
         capacity: maximum number of choices per expert; the first tokens have priority, the rest is dropped. None drops
             none.
     Returns:
-        T k + min(T k, experts) (pad - 1) rows, rounded down to a multiple of pad; with a capacity at most the capacity
-        of all experts.
+        `Permuted`: rows, offsets and places. Number of rows: T k + min(T k, experts) (pad - 1) rows, rounded down to
+        a multiple of pad; with a capacity at most the capacity of all experts.
     Raises:
         ValueError: shapes that do not fit, a capacity or pad below one, or an operand with blocks of several rows.
     Exact: the rows, and the gradient of x, which sums the copies' gradients in float32 in the order of choices and

@@ -105,7 +105,8 @@ def gathered_product(x: Tensor, weight: Tensor, group: Any, batches: int) -> tup
 def scattered_product(x: Tensor, weight: Tensor, group: Any, batches: int) -> Tensor:
     """Return this rank's tokens of the sum over ranks of x [T, k] @ weight [n, k].T: [T / ranks, n] in x's dtype.
 
-    Bounded: each rank's product is rounded to that dtype before the sum, while `comm.scatter_sums` sums in float32.
+    Bounded: each rank's product is rounded to that dtype before the sum. The path without overlap, `comm.scatter_sums`,
+    sums float32 products.
     """
     run = operation(SCATTER)
     assert run is not None
