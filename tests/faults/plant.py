@@ -40,12 +40,15 @@ def planted_text(fault: Fault) -> str:
         ValueError: the old text does not occur exactly once, or the edit changes nothing.
     """
     text = (ROOT / fault.file).read_text()
-    if text.count(fault.old) != 1 or fault.old == fault.new:
+    if fault.old == fault.new:
+        raise ValueError(f"{fault.name}: old and new are the same text")
+    if text.count(fault.old) != 1:
         raise ValueError(f"{fault.name}: {fault.old!r} occurs {text.count(fault.old)} times in {fault.file}")
     return text.replace(fault.old, fault.new)
 
 
-def plant(fault: Fault, tree: Path) -> None:
-    """Copy the sources into a folder `tree`, with the fault."""
+def copy_sources(tree: Path, fault: Fault | None = None) -> None:
+    """Copy the sources into a folder `tree`, with the fault if one is given."""
     shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    (tree / fault.file).write_text(planted_text(fault))
+    if fault is not None:
+        (tree / fault.file).write_text(planted_text(fault))

@@ -47,7 +47,7 @@ class ModuleRule:
     #: Smallest feature sizes that match.
     min_in_features: int = 0
     min_out_features: int = 0
-    #: Number of which both feature sizes must be multiples.
+    #: Both feature sizes must be multiples of this.
     multiple_of: int = 1
 
     def __post_init__(self) -> None:

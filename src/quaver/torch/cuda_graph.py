@@ -2,7 +2,7 @@
 
 The first calls are real steps that rehearse the capture: they run eagerly but choose the same code. The next call is
 captured, and all later ones replay it. Each replay quantizes the weights again, rolls histories and advances noise
-counters; the caches on the host are told that a step has run.
+counters; the caches on the host are notified of the step.
 """
 
 from collections.abc import Callable

@@ -86,11 +86,11 @@ SavedInput = tuple[Tensor | Quantized, None]
 
 
 class OperandComm(Protocol):
-    """Quantization of operands of which each rank has only a shard."""
+    """Quantization of sharded operands."""
 
     @property
     def parameter(self) -> Tensor:
-        """The full parameter of which the layer's weight is a shard."""
+        """The full parameter; the layer's weight is a shard of it."""
 
     def quantize(
         self, operand: str, x: Tensor, spec: QuantSpec, factor: Tensor | float | None, noise: Noise

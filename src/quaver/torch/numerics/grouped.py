@@ -285,7 +285,7 @@ class GroupedNoise(NamedTuple):
 
 
 def multiple(spec: QuantSpec) -> int:
-    """Return the number of which a group's slots must be a multiple if products sum over slots."""
+    """Return the divisor of each group's slots if products sum over slots."""
     line = 2 * LINE if spec.format.packed else LINE
     # Blackwell's GEMMs read the scales of four blocks at once.
     tile = 4 * (spec.block[1] or 1) if spec.scale == "e8m0" or spec.two_level else 1

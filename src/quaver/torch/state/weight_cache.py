@@ -273,7 +273,7 @@ def _memory(weight: Any) -> Tensor:
 
 
 def _parameter(weight: Tensor) -> Tensor:
-    """Return the parameter of which the weight is a view, or the weight itself."""
+    """Return the parameter if the weight is a view of one, else the weight itself."""
     base = weight._base
     return weight if base is None else base
 

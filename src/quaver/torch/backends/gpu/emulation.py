@@ -248,7 +248,7 @@ def add_up(
 
     Args:
         ends: int32 [groups], the end of each group's slots.
-        line: number of which each group's slots are a multiple.
+        line: each group's slots are a multiple of this.
         of_rows, of_columns: float32 [groups, m] and [groups, n].
     """
     tensors_in = (x, w, ends, *_lines(of_rows, of_columns))

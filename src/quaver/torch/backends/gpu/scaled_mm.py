@@ -25,7 +25,7 @@ from quaver.torch.numerics.quantized import FLOAT8, Quantized, filled, pack, spr
 #
 # Source: torch's aten/src/ATen/native/cuda/ScaledBlas.cpp for the shapes and strides.
 
-#: Bytes of which a row must be a multiple.
+#: The bytes of a row must be a multiple of this.
 LINE = 16
 
 

@@ -257,7 +257,7 @@ def plan_launch(
 
 #: Rows and columns of a program's block, and its warps.
 BLOCK = 128, 128, 4
-#: Bytes of which a row must be a multiple.
+#: The bytes of a row must be a multiple of this.
 LINE = 16
 
 

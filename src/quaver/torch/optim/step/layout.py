@@ -179,32 +179,32 @@ def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
         )
     if not cuts:
         return
-    lies = f"a parameter of shape {tuple(p.shape)} is sharded over the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
+    sharded = f"a parameter of shape {tuple(p.shape)} is sharded over the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
     rule = config.rule.name
     if config.rule.whole:
         raise ValueError(
-            f"{lies}, and {rule} needs whole matrices: give it to AdamW or Lion, or leave it out of fully_shard with "
+            f"{sharded}, and {rule} needs whole matrices: give it to AdamW or Lion, or exclude it from fully_shard with "
             "ignored_params="
         )
     if any(spec.of.scaled and spec.block is None for spec in config.moments) or config.master_format.whole:
         raise ValueError(
-            f"{lies}, and preset {preset!r} has one scale for the whole parameter: use one with block scales, "
+            f"{sharded}, and preset {preset!r} has one scale for the whole parameter: use one with block scales, "
             "such as 'balanced' or 'lean'"
         )
     of_codes = config.master_format.spec
     if of_codes is not None and (len(cuts) > 1 or cuts[0][0] != 0):
-        raise ValueError(f"{lies} by more than rows, which codes do not support: shard it by fully_shard only")
+        raise ValueError(f"{sharded} by more than rows, which codes do not support: shard it by fully_shard only")
     height = 1 if of_codes is None else of_codes.block[0] or 1
     if config.predicts and p.shape[0] % (height * p.device_mesh.size(cuts[0][1])) and height > 1:  # type: ignore[attr-defined]
         raise ValueError(
-            f"{lies}, which cuts blocks of {height} whole rows, and preset {preset!r} needs their scales "
+            f"{sharded}, which cuts blocks of {height} whole rows, and preset {preset!r} needs their scales "
             "before a step: use fewer ranks, or a recipe with another block"
         )
     ranks = prod(p.device_mesh.size(over) for dim, over in cuts if dim == p.dim() - 1)  # type: ignore[attr-defined]
     for spec in config.moments:
         if ranks > 1 and spec.of.scaled and spec.block is not None and p.shape[-1] % (spec.block * ranks):
             raise ValueError(
-                f"{lies}, {ranks} of which shard its {p.shape[-1]} columns, and preset {preset!r} has a scale "
+                f"{sharded}, {ranks} of which shard its {p.shape[-1]} columns, and preset {preset!r} has a scale "
                 f"for each {spec.block}: use preset='exact' or 'float32' for it, or fewer ranks for tensor "
                 "parallelism"
             )

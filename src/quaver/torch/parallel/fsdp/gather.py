@@ -79,7 +79,7 @@ def gather_quantized(
         mesh: DeviceMesh of the ranks that hold this same model, including those of tensor parallelism; None means the
             default group. A pipeline stage passes its own mesh.
     Returns:
-        A report of which weights are gathered as codes, and why others are not.
+        A report of the weights that are gathered as codes, and why others are not.
     Raises:
         ValueError: fully_shard or gather_quantized was called before, a weight is already sharded, or no weight is left
             to gather. Raised on all ranks if one of them fails or has built another model. Later, in a forward: a layer
@@ -111,7 +111,7 @@ def refresh_gather(
     Args:
         model, recipe, skip, mesh: as in `gather_quantized`.
     Returns:
-        A report of which weights are gathered as codes, and why others are not.
+        A report of the weights that are gathered as codes, and why others are not.
     Raises:
         ValueError: on all ranks, if one of them fails or has another model, if fully_shard does not manage a weight, or
             if this torch has other fully_shard internals.

@@ -266,11 +266,11 @@ def _check_free(module: nn.Module, style: str, mesh: Any, placements: dict[str, 
     wanted, sharded = placements or {}, {key: p for key, p in module._parameters.items() if hasattr(p, "device_mesh")}
     tied: dict[str, Any] = {key: p for key, p in sharded.items() if key in wanted}
     as_wanted = {key for key, p in tied.items() if p.device_mesh == mesh and p.placements == (wanted[key],)}
-    lies = next((f"{p.device_mesh} by {p.placements}" for key, p in sharded.items() if key not in as_wanted), None)  # type: ignore[union-attr]
-    if lies is None and (tokens_of(module) is not None or words_of(module) is not None):
-        lies = f"{mesh}"
-    if before is not None or lies is not None:
-        of = f"is sharded by {before.name}" if before is not None else f"lies on {lies}"
+    placed = next((f"{p.device_mesh} by {p.placements}" for key, p in sharded.items() if key not in as_wanted), None)  # type: ignore[union-attr]
+    if placed is None and (tokens_of(module) is not None or words_of(module) is not None):
+        placed = f"{mesh}"
+    if before is not None or placed is not None:
+        of = f"is sharded by {before.name}" if before is not None else f"is on {placed}"
         raise ValueError(
             f"{name} {of} already, and {style} needs an unsharded module: name it in one style of the plan, "
             "and call parallelize_module before fully_shard"
