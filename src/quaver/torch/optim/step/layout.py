@@ -183,8 +183,8 @@ def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
     rule = config.rule.name
     if config.rule.whole:
         raise ValueError(
-            f"{sharded}, and {rule} needs whole matrices: give it to AdamW or Lion, or exclude it with fully_shard(... "
-            "ignored_params=...)"
+            f"{sharded}, and {rule} needs whole matrices: give it to AdamW or Lion, or exclude it with "
+            "fully_shard(..., ignored_params=...)"
         )
     if any(spec.of.scaled and spec.block is None for spec in config.moments) or config.master_format.whole:
         raise ValueError(
