@@ -83,7 +83,7 @@ SAFE = {
     "torch.backends.gpu.interpreter:_originals": "tests interpret kernels, where one thread comes first",
     "torch.backends.gpu.launch:_kernels": LOCKED,
     "torch.backends.gpu.launch:_recorded": "only tests and the gate record, in one thread",
-    "torch.backends.gpu.launch:_rooms": LOCKED,
+    "torch.backends.gpu.launch:_buffers": LOCKED,
     "torch.backends.gpu.launch:_workspaces": LOCKED,
     "torch.backends.gpu.launch:multiprocessors": CACHED,
     "torch.backends.gpu.scaled_mm:_ones": ONCE,

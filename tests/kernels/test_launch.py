@@ -104,7 +104,7 @@ def test_three_strides_never_leave_the_integers_that_count_them(stride: int, kin
 
 
 def test_concurrent_threads_use_separate_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_rooms", {})
+    monkeypatch.setattr(launch, "_buffers", {})
     monkeypatch.setattr(launch, "_workspaces", {})
     cpu, start = torch.device("cpu"), threading.Barrier(16)
     row_of: dict[int, Tensor] = {}
@@ -122,11 +122,11 @@ def test_concurrent_threads_use_separate_scratch_memory(monkeypatch: pytest.Monk
     places = [row_of[i].data_ptr() for i in range(16)]
     assert places[::2] == places[1::2]
     assert len(set(places)) == 8
-    assert len(launch._rooms) == 1
+    assert len(launch._buffers) == 1
 
 
 def test_more_streams_than_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_rooms", {})
+    monkeypatch.setattr(launch, "_buffers", {})
     monkeypatch.setattr(launch, "_workspaces", {})
     for stream in range(launch.STREAMS):
         launch._row(torch.device("cpu"), stream)

@@ -29,7 +29,7 @@ from quaver.kernels.tensorwise import load4, store4, store_transposed
 def block_at(p, down, right, stride, BM: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr):
     """Return pointers to a block [BM, BN] of a matrix at p; NEAR: offsets within the block fit 32 bits.
 
-    Columns are added first, so that adjacent elements of a row share an address computation.
+    Column offsets are added before row offsets, so that adjacent elements of a row share an address computation.
     """
     line = tl.arange(0, BM)[:, None]
     if NEAR:

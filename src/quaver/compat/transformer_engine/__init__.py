@@ -1,4 +1,4 @@
-"""Transformer Engine's API, with each name in the same file as there; front ends are imported at first use."""
+"""Transformer Engine's API under its own package names; `pytorch` and `jax` are imported at first use."""
 
 from importlib import import_module
 from typing import Any

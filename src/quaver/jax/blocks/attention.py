@@ -342,7 +342,9 @@ def relative_position_buckets(
     Returns:
         int32 [queries, keys].
     Raises:
-        ValueError: too few buckets, or a max_distance that single-distance buckets already reach. Exact.
+        ValueError: too few buckets, or a max_distance that single-distance buckets already reach.
+
+    Exact.
     """
     side = buckets // 2 if bidirectional else buckets
     near = side // 2

@@ -260,7 +260,9 @@ def drop_path(x: Array, rate: float, key: Array) -> Array:
     Args:
         x: [B, ...].
         rate: probability of dropping a sample.
-        key: jax.random key. Statistical. Source: Huang et al. 2016, arXiv:1603.09382.
+        key: jax.random key.
+
+    Statistical. Source: Huang et al. 2016, arXiv:1603.09382.
     """
     keep_mask = jax.random.bernoulli(key, 1 - rate, (x.shape[0], *(1,) * (x.ndim - 1)))
     return jnp.where(keep_mask, x / (1 - rate), 0).astype(x.dtype)

@@ -193,8 +193,8 @@ def of_part(options: Any, name: str) -> dict[str, Any]:
 
 # ---- operations for the slots of Flax's own modules ----
 #
-# nnx.Linear(512, 2048, dot_general=DotGeneral("tensorwise"), rngs=rngs) nnx.Einsum("bd,df->bf", (512, 2048),
-# einsum_op=Einsum("mxfp8"), rngs=rngs)
+#     nnx.Linear(512, 2048, dot_general=DotGeneral("tensorwise"), rngs=rngs)
+#     nnx.Einsum("bd,df->bf", (512, 2048), einsum_op=Einsum("mxfp8"), rngs=rngs)
 
 
 class _Operation(nnx.Module):

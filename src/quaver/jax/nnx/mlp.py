@@ -86,7 +86,9 @@ class LayerNormDenseGeneral(nnx.Module):
     Args:
         in_features, features: sizes of input and output.
         normalization, eps, zero_centered: of the norm.
-        others: those of DenseGeneral. A call returns the output and the normalized input.
+        others: those of DenseGeneral.
+
+    A call returns the output and the normalized input.
     """
 
     @takes(LayerNormDenseArguments)
@@ -120,7 +122,7 @@ class MLP(nnx.Module):
         activation: a name in `quaver.jax.blocks.layers.ACTIVATIONS`.
         out: features of the output; None uses the input's.
         partition: name the kernels' axes "embed" and "mlp", for nnx.logical_axis_rules.
-        others: those of DenseGeneral.
+        others: those of DenseGeneral, except axis, kernel_axes and bias_axes.
     """
 
     @takes(MLPArguments)

@@ -1,4 +1,4 @@
-"""`Quantized`, the pytree of a quantized operand, with packing, block helpers and argument validation."""
+"""`Quantized`, the pytree of a quantized operand; lax helpers, packing, block helpers and argument checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

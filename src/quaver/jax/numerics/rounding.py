@@ -48,7 +48,9 @@ def encode(y: Array, fmt: Format, u: Array | None) -> Array:
         y: float32.
         fmt: a signed format.
         u: random numbers in [0, 1) of y's shape for stochastic rounding: rounds away from zero where u is below the
-            fraction. None rounds to nearest, ties to even. Exact.
+            fraction. None rounds to nearest, ties to even.
+
+    Exact.
     """
     if fmt.packed:
         return _e2m1(y, u)

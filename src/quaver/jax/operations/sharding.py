@@ -98,7 +98,9 @@ def quantize_shard(
         rows, k: mesh axes that shard each of its axes.
         factor, seed, tensor_id, count: as for `quantize`.
     Raises:
-        ValueError: a shard ends within a block. Exact.
+        ValueError: a shard ends within a block.
+
+    Exact.
     """
     if isinstance(x, Quantized) or not (rows or k):
         return quantize(x, spec, factor=factor, seed=seed, tensor_id=tensor_id, count=count)

@@ -69,7 +69,7 @@ Multiply = Callable[[Operand, Scale, Operand, Scale, Tensor | None], Tensor]
 class PlannedKernels:
     """Functions chosen for the operands and GEMMs of a layer; slots are read twice as fast as the fields of a tuple."""
 
-    #: Quantizes x [..., features]: called as (x, factors).
+    #: Quantize the input or grad_output x [..., features]: called as (x, factors), with factors from `factors` below.
     input: Callable[[Tensor, Any], Operands]
     grad_output: Callable[[Tensor, Any], Operands]
     #: Quantizes the weight: (weight, layer, factors, is_forward) -> cache entry and GEMM operands.

@@ -305,7 +305,9 @@ def drop_path(x: Tensor, rate: float, batch: int = 0) -> Tensor:
     Args:
         x: output of a part.
         rate: probability of dropping a sample.
-        batch: axis of the samples. Statistical. Source: Huang et al. 2016, arXiv:1603.09382.
+        batch: axis of the samples.
+
+    Statistical. Source: Huang et al. 2016, arXiv:1603.09382.
     """
     shape = [1] * x.dim()
     shape[batch] = x.shape[batch]

@@ -372,7 +372,7 @@ class _CompilingFlag:
 
 
 def _no_context() -> bool:
-    """Replacement for the context lookup if torch has none; then the process-wide flag decides."""
+    """Return True: used if torch has no `TracingContext.try_get`, so that the process-wide flag decides alone."""
     return True
 
 

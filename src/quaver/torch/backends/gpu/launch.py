@@ -285,8 +285,9 @@ def _load(launch: KernelLaunch) -> Any:
     return triton.compile(launch.source, target=target, options=launch.options)
 
 
-#: Workspaces of a device, and the row of each stream.
-_rooms: dict[torch.device, Tensor] = {}
+#: One buffer per device with a workspace for each stream.
+_buffers: dict[torch.device, Tensor] = {}
+#: Workspace, a row of that buffer, by device and stream.
 _workspaces: dict[tuple[torch.device, int], Tensor] = {}
 STREAMS = 256
 
@@ -307,7 +308,7 @@ def workspace(device: torch.device) -> Tensor:
 
 def _row(device: torch.device, stream: int) -> Tensor:
     with _making, torch.inference_mode(False):
-        buffer = _rooms.get(device)
+        buffer = _buffers.get(device)
         if buffer is None and capture.capturing(device):
             # Memory of this graph, filled at each replay and useless to other work.
             return torch.zeros(4, dtype=torch.int32, device=device)
@@ -316,7 +317,7 @@ def _row(device: torch.device, stream: int) -> Tensor:
             if device.type == "cuda":
                 # Other streams do not wait for this one.
                 torch.cuda.current_stream(device).synchronize()
-            _rooms[device] = buffer
+            _buffers[device] = buffer
         workspace_count = sum(known == device for known, _ in _workspaces)
         if workspace_count == STREAMS:
             raise RuntimeError(f"more than {STREAMS} streams quantize on {device}; use fewer CUDA streams")

@@ -59,7 +59,8 @@ class QuantizeKernels(NamedTuple):
     #: Returns True if one read writes operands by both specs, or the one whose spec is not None.
     serves: Callable[[QuantSpec | None, QuantSpec | None], bool]
     run: Callable[[QuantizeCall], Pair]
-    #: Plans both operands of a matrix, or the first alone, for a planned linear layer; None if unsupported.
+    #: Returns the buffers and launches that quantize a matrix and its transpose, or None if the specs are unsupported.
+    #: None instead of a function: linear layers cannot plan these launches.
     plan_launch: Callable[[Tensor, QuantSpec, QuantSpec | None, RequestedOperands], QuantizeLaunch | None] | None = None
 
 

@@ -330,7 +330,7 @@ SCALING = {
     "nv": [ScalingType.BlockWise1x16, ScalingType.TensorWise],
 }
 SWIZZLE = {"mx": [SwizzleType.SWIZZLE_32_4_4], "nv": [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]}
-#: Kinds that support fast accumulation.
+#: Scale granularities whose GEMMs support fast accumulation.
 FAST = ("tensor", "row", "one")
 #: Relative error that a probe tolerates; it detects scales that are read wrongly, not rounding.
 TOLERANCE = 2.0**-5

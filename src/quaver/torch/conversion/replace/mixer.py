@@ -488,8 +488,8 @@ def _candidates(module: Any) -> Iterator[MixerFormula]:
 
 #: Tokens, input features, and chunk size of the copy's own scan.
 TOKENS, SMALL, CHUNK = 7, 8, 4
-#: Bounds of the comparison. In float32: relative RMS error per tensor. In bf16, where both round often: ratio of the
-#: block's mean error relative to float32 to the original's.
+#: Bounds of the comparison. float32: relative RMS error of each tensor. bf16, where both round often: RMS error of the
+#: block divided by that of the original; both errors are measured against the original in float32.
 WITHIN, FURTHER = 1e-5, 1.25
 #: Number of random inputs in bf16; with one, the few heads' gradients are too noisy.
 SAMPLES = 4

@@ -59,7 +59,7 @@ class NormFormula:
 
 
 class FusedNorm(FusedModule):
-    """Mixin above a norm class that runs Quaver's normalization."""
+    """Mixin before a norm class: runs Quaver's normalization where it gives the same result, else the original's."""
 
     _formula: NormFormula
 

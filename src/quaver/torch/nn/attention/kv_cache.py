@@ -16,8 +16,9 @@ class KVCache:
         layers: number of attention layers that share it.
         capacity: maximum number of tokens per sequence.
     Raises:
-        ValueError: numbers that are not positive. All sequences of a batch have the same length; use `PagedKVCache` for
-            different lengths. No gradients. Exact.
+        ValueError: numbers that are not positive.
+
+    All sequences of a batch have the same length; use `PagedKVCache` for different lengths. No gradients. Exact.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
@@ -229,9 +230,10 @@ class PagedKVCache:
         pages: number of pages for all sequences together.
         page_size: tokens per page.
     Raises:
-        ValueError: numbers that are not positive. The rows of a batch are the sequences set by `use`, by default all in
-            the order in which they were added. An update of an empty cache adds a sequence per row. No gradients.
-            Exact.
+        ValueError: numbers that are not positive.
+
+    The rows of a batch are the sequences set by `use`, by default all in the order in which they were added. An update
+    of an empty cache adds a sequence per row. No gradients. Exact.
     """
 
     def __init__(self, layers: int, pages: int, page_size: int = 16) -> None:

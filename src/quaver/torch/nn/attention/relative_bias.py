@@ -77,7 +77,9 @@ def relative_position_buckets(before: Tensor, buckets: int, max_distance: int, b
         before: int64, query position minus key position.
         buckets, max_distance, bidirectional: as for `RelativePositionBias`.
     Returns:
-        int64 of the same shape. Exact.
+        int64 of the same shape.
+
+    Exact.
     """
     side = buckets // 2 if bidirectional else buckets
     near = side // 2

@@ -155,7 +155,9 @@ def token_counts(indices: Tensor, experts: int, mask: Tensor | None = None) -> T
         experts: number of experts.
         mask: bool [T], False for tokens to ignore, such as padding.
     Returns:
-        int64 [experts]. Exact.
+        int64 [experts].
+
+    Exact.
     """
     ones = torch.ones_like(indices) if mask is None else mask.to(indices.dtype).unsqueeze(1).expand_as(indices)
     counts = torch.zeros(experts, dtype=torch.int64, device=indices.device)
@@ -235,8 +237,9 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
         counts: [E], from `token_counts`.
         rate: step size.
     Raises:
-        ValueError: shapes that differ, or a bias in 16 bits. Exact. Source: Wang et al. 2024, arXiv:2408.15664,
-            algorithm 1; DeepSeek-V3, arXiv:2412.19437.
+        ValueError: shapes that differ, or a bias in 16 bits.
+
+    Exact. Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437.
     """
     if bias.shape != counts.shape or bias.dim() != 1:
         raise ValueError(f"bias and counts are of the same experts; these are {tuple(bias.shape)} and {counts.shape}")

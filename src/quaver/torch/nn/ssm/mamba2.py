@@ -40,8 +40,10 @@ class StateCache:
     Args:
         layers: number of state-space layers that share it; the attention layers of a hybrid model use a `KVCache`.
     Raises:
-        ValueError: a number that is not positive. All sequences of a batch have the same length. No gradients. A state
-            is a sum over tokens and cannot be truncated: keep a `copy.deepcopy` to return to. Exact.
+        ValueError: a number that is not positive.
+
+    All sequences of a batch have the same length. No gradients. A state is a sum over tokens and cannot be truncated:
+    keep a `copy.deepcopy` to return to. Exact.
     """
 
     def __init__(self, layers: int) -> None:

@@ -7,7 +7,9 @@ from quaver.torch.nn.attention.kv_cache import SteppedKVCache
 
 
 class InferenceParams(SteppedKVCache):
-    """`SteppedKVCache` with Transformer Engine's arguments; without pages each sequence has its own buffer."""
+    """`SteppedKVCache` with Transformer Engine's arguments; unless is_paged, each sequence has one page of
+    max_sequence_length tokens.
+    """
 
     @checks
     def __init__(
