@@ -22,7 +22,7 @@ from quaver.reference.optimizer_state import PRESETS
 from quaver.torch.linear.linear import Linear
 from quaver.torch.optim import AdamW
 from quaver.torch.optim.quantized_gradient import QuantizedGradient
-from quaver.torch.optim.step.step import PIECE
+from quaver.torch.optim.step.step import CHUNK_ELEMENTS
 from quaver.train import config, memory
 from quaver.train.memory import parameters
 from quaver.train.model_config import MODELS
@@ -194,7 +194,7 @@ def run(console: Console, write: bool = False) -> bool:
         *results.table(("model", "adamw", "exact", "balanced", "lean"), whole()),
         "",
         "What a step needs above what stays, at its highest, in MB; a piece in float32 is "
-        f"{4 * PIECE / 1e6:.2f} MB, and whole matrices are 8.4 and 33.6:",
+        f"{4 * CHUNK_ELEMENTS / 1e6:.2f} MB, and whole matrices are 8.4 and 33.6:",
         "",
         *results.table(("states, recipe", "2048 x 1024", "4096 x 2048"), peaks()),
         "",

@@ -122,7 +122,7 @@ def test_residuals_begin_at_the_initial_weights(make_config: MakeConfig, optimiz
         group = next(g for g in learner.optimizer.param_groups if any(p is each for each in g["params"]))
         if "layers" in name and p.dim() > 1:
             own = learner.optimizer
-            kept = master_weights.read(own.config(p, group).master_format, own.parts_of_weight(p, own.config(p, group)))
+            kept = master_weights.read(own.config(p, group).weight_format, own.parts_of_weight(p, own.config(p, group)))
             apart = (kept - torch.from_numpy(first[name])).abs().max().item()
             # Parts of 1/128 of half a step, and 11 bits of float16.
             assert (

@@ -14,7 +14,7 @@ from quaver.reference.optimizer_state import PRESETS, StateSpec
 from quaver.torch.backends.gpu import device
 from quaver.torch.numerics import reference
 from quaver.torch.optim import codes, master_weights
-from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import AdamRule, LionRule, MuonRule, SGDRule
 from quaver.torch.optim.step import gpu, step
 from quaver.torch.optim.step.noise import ShardPosition
@@ -27,40 +27,40 @@ TENSORWISE, ANY_SCALE = QuantSpec(E4M3), QuantSpec(E4M3, scale="fp32")
 NOISY = StateSpec(code="bfloat16", stochastic=True)
 MOMENTS = LEAN.first, LEAN.second
 assert isinstance(LEAN.gradient, StateSpec)
-W8R8 = MasterFormat("residual8", TENSORWISE, stochastic=True)
+W8R8 = WeightFormat("residual8", TENSORWISE, stochastic=True)
 BLOCKWISE, BLOCKWISE_ANY = QuantSpec(E4M3, (128, 128)), QuantSpec(E4M3, (128, 128), "fp32")
 MXFP8, SQUARES = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (32, 32), "e8m0")
 
 
 def config(
-    master_format: MasterFormat, moments: tuple[StateSpec, ...], rule: Any = None, gradient: Any = None
+    weight_format: WeightFormat, moments: tuple[StateSpec, ...], rule: Any = None, gradient: Any = None
 ) -> StepConfig:
-    predicts = master_format.spec is not None and master_format.spec.per_tensor
-    return StepConfig(rule or AdamRule(), master_format, moments, gradient, predicts)
+    predicts_scale = weight_format.code_spec is not None and weight_format.code_spec.per_tensor
+    return StepConfig(rule or AdamRule(), weight_format, moments, gradient, predicts_scale)
 
 
 #: What there is a branch for, by name: how a parameter steps, and the dtypes of its weight and its gradient.
 WAYS: dict[str, tuple[StepConfig, torch.dtype, torch.dtype]] = {
     "lean": (config(W8R8, MOMENTS, gradient=LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
-    "balanced": (config(MasterFormat("residual16", TENSORWISE), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
+    "balanced": (config(WeightFormat("residual16", TENSORWISE), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
     "any scale": (
-        config(replace(W8R8, spec=ANY_SCALE, stochastic=False), MOMENTS),
+        config(replace(W8R8, code_spec=ANY_SCALE, stochastic=False), MOMENTS),
         torch.float8_e4m3fn,
         torch.bfloat16,
     ),
-    "exact": (config(MasterFormat("remainder"), (NOISY, NOISY)), torch.bfloat16, torch.bfloat16),
-    "lean bf16": (config(MasterFormat("residual8", stochastic=True), MOMENTS), torch.bfloat16, torch.bfloat16),
-    "balanced bf16": (config(MasterFormat("residual16"), MOMENTS), torch.bfloat16, torch.float32),
-    "float32": (config(MasterFormat("plain"), (FLOAT, FLOAT)), torch.float32, torch.float32),
+    "exact": (config(WeightFormat("remainder"), (NOISY, NOISY)), torch.bfloat16, torch.bfloat16),
+    "lean bf16": (config(WeightFormat("residual8", stochastic=True), MOMENTS), torch.bfloat16, torch.bfloat16),
+    "balanced bf16": (config(WeightFormat("residual16"), MOMENTS), torch.bfloat16, torch.float32),
+    "float32": (config(WeightFormat("plain"), (FLOAT, FLOAT)), torch.float32, torch.float32),
     "moments and weight at random": (
-        config(MasterFormat("plain", stochastic=True), (NOISY, NOISY)),
+        config(WeightFormat("plain", stochastic=True), (NOISY, NOISY)),
         torch.bfloat16,
         torch.bfloat16,
     ),
-    "float16": (config(MasterFormat("plain"), (BFLOAT, BFLOAT)), torch.float16, torch.float16),
+    "float16": (config(WeightFormat("plain"), (BFLOAT, BFLOAT)), torch.float16, torch.float16),
     "to nearest": (
         config(
-            MasterFormat("plain"), tuple(replace(spec, stochastic=False) for spec in MOMENTS), AdamRule(clamp=False)
+            WeightFormat("plain"), tuple(replace(spec, stochastic=False) for spec in MOMENTS), AdamRule(clamp=False)
         ),
         *(torch.float32, torch.float32),
     ),
@@ -69,16 +69,16 @@ WAYS: dict[str, tuple[StepConfig, torch.dtype, torch.dtype]] = {
         *(torch.float8_e4m3fn, torch.uint8),
     ),
     "lion": (config(W8R8, MOMENTS[:1], LionRule(), LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
-    "lion float32": (config(MasterFormat("plain"), (FLOAT,), LionRule(maximize=True)), torch.float32, torch.float32),
-    "sgd": (config(MasterFormat("plain"), (), SGDRule(maximize=True)), torch.float32, torch.float32),
+    "lion float32": (config(WeightFormat("plain"), (FLOAT,), LionRule(maximize=True)), torch.float32, torch.float32),
+    "sgd": (config(WeightFormat("plain"), (), SGDRule(maximize=True)), torch.float32, torch.float32),
     "sgd with momentum": (
-        config(MasterFormat("remainder"), (NOISY,), SGDRule(momentum=True)),
+        config(WeightFormat("remainder"), (NOISY,), SGDRule(momentum=True)),
         torch.bfloat16,
         torch.bfloat16,
     ),
     "nesterov lean": (
         config(
-            MasterFormat("residual8", stochastic=True),
+            WeightFormat("residual8", stochastic=True),
             MOMENTS[:1],
             SGDRule(momentum=True, nesterov=True),
             LEAN.gradient,
@@ -88,17 +88,17 @@ WAYS: dict[str, tuple[StepConfig, torch.dtype, torch.dtype]] = {
 }
 #: Of weights with scales of blocks, all of codes.
 WAYS_OF_BLOCKS: dict[str, tuple[StepConfig, torch.dtype]] = {
-    "lean blockwise": (config(replace(W8R8, spec=BLOCKWISE), MOMENTS, gradient=LEAN.gradient), torch.uint8),
-    "balanced blockwise": (config(MasterFormat("residual16", BLOCKWISE), MOMENTS), torch.bfloat16),
-    "any scale": (config(replace(W8R8, spec=BLOCKWISE_ANY), MOMENTS), torch.bfloat16),
-    "lean 32x32": (config(replace(W8R8, spec=SQUARES), MOMENTS, gradient=LEAN.gradient), torch.uint8),
-    "balanced 32x32": (config(MasterFormat("residual16", SQUARES), MOMENTS), torch.bfloat16),
-    "masters 32x32": (config(MasterFormat("float32", SQUARES), (FLOAT, FLOAT)), torch.float32),
-    "masters blockwise": (config(MasterFormat("float32", BLOCKWISE_ANY), (NOISY, NOISY)), torch.bfloat16),
-    "lean 1x32": (config(replace(W8R8, spec=MXFP8), MOMENTS, gradient=LEAN.gradient), torch.uint8),
-    "lion 32x32": (config(replace(W8R8, spec=SQUARES), MOMENTS[:1], LionRule()), torch.float32),
-    "sgd blockwise": (config(replace(W8R8, spec=BLOCKWISE), MOMENTS[:1], SGDRule(momentum=True)), torch.bfloat16),
-    "sgd 32x32": (config(replace(W8R8, spec=SQUARES), (), SGDRule(maximize=True)), torch.float32),
+    "lean blockwise": (config(replace(W8R8, code_spec=BLOCKWISE), MOMENTS, gradient=LEAN.gradient), torch.uint8),
+    "balanced blockwise": (config(WeightFormat("residual16", BLOCKWISE), MOMENTS), torch.bfloat16),
+    "any scale": (config(replace(W8R8, code_spec=BLOCKWISE_ANY), MOMENTS), torch.bfloat16),
+    "lean 32x32": (config(replace(W8R8, code_spec=SQUARES), MOMENTS, gradient=LEAN.gradient), torch.uint8),
+    "balanced 32x32": (config(WeightFormat("residual16", SQUARES), MOMENTS), torch.bfloat16),
+    "masters 32x32": (config(WeightFormat("float32", SQUARES), (FLOAT, FLOAT)), torch.float32),
+    "masters blockwise": (config(WeightFormat("float32", BLOCKWISE_ANY), (NOISY, NOISY)), torch.bfloat16),
+    "lean 1x32": (config(replace(W8R8, code_spec=MXFP8), MOMENTS, gradient=LEAN.gradient), torch.uint8),
+    "lion 32x32": (config(replace(W8R8, code_spec=SQUARES), MOMENTS[:1], LionRule()), torch.float32),
+    "sgd blockwise": (config(replace(W8R8, code_spec=BLOCKWISE), MOMENTS[:1], SGDRule(momentum=True)), torch.bfloat16),
+    "sgd 32x32": (config(replace(W8R8, code_spec=SQUARES), (), SGDRule(maximize=True)), torch.float32),
 }
 #: Several programs of whole blocks; and rows and columns that end within one.
 SHAPES_OF_BLOCKS = [(128, 256), (161, 192), (3, 200), (1, 33)]
@@ -147,28 +147,28 @@ def parameter(
     outlier = seed % 2 == 1
     value = drawn(shape, generator, 0.1, False, outlier)
     grad = drawn(shape, generator, 1.0, hostile, outlier)
-    master_format = how.master_format
+    weight_format = how.weight_format
     nothing = torch.ones(shape)
-    if master_format.spec is not None and not master_format.spec.per_tensor:
+    if weight_format.code_spec is not None and not weight_format.code_spec.per_tensor:
         # Blocks of zeros, and of what counts as zeros.
-        high, long = (size or 1 for size in master_format.spec.block)
+        high, long = (size or 1 for size in weight_format.code_spec.block)
         nothing[:high, :long] = 0.0
         value[:high, :long] = 0.0
         nothing[:high, long : 2 * long] = 0.0
         value[:high, long : 2 * long] *= 1e-41
         grad *= nothing
-    if master_format.spec is not None:
-        q = reference.quantize(value, master_format.spec)
+    if weight_format.code_spec is not None:
+        q = reference.quantize(value, weight_format.code_spec)
         assert isinstance(q.scale, Tensor)
         held: tuple[Tensor, ...] = (q.data, q.scale)
     else:
         held = (value.to(dtype),)
-    if master_format.states:
-        kind = torch.int8 if master_format.kind == "residual8" else torch.int16
+    if weight_format.states:
+        kind = torch.int8 if weight_format.kind == "residual8" else torch.int16
         info = torch.iinfo(kind)
         rest = torch.randint(info.min, info.max + 1, shape, generator=generator).to(kind)
         # Below nothing, too, as after a pruning mask.
-        held = (*held, value if master_format.kind == "float32" else rest)
+        held = (*held, value if weight_format.kind == "float32" else rest)
     moments = []
     for spec, signed, size in zip(how.moments, how.rule.signed, (0.1, 0.01), strict=False):
         x = drawn(shape, generator, size, False, outlier) * nothing
@@ -182,11 +182,11 @@ def parameter(
     else:
         given = (grad.to(gradient),)
     state = {"step": torch.tensor(float(3 + seed))}
-    if how.predicts:
-        assert master_format.spec is not None
-        state["amax"] = master_weights.block_amax(master_format.spec, master_weights.read(master_format, held))
+    if how.predicts_scale:
+        assert weight_format.code_spec is not None
+        state["amax"] = master_weights.block_amax(weight_format.code_spec, master_weights.read(weight_format, held))
     # The second half of a parameter: noise goes by its place in the whole.
-    high = 1 if master_format.spec is None else master_format.spec.block[0] or 1
+    high = 1 if weight_format.code_spec is None else weight_format.code_spec.block[0] or 1
     start = -(-shape[0] // high) * high
     place = ShardPosition((start, 0), shape, (start + shape[0], shape[1]))
     factor = torch.tensor(0.37) if seed % 2 else None
@@ -205,7 +205,9 @@ def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool =
             why = gpu.reason(p.parts.weight[0], p.config, p.parts, p.place, p.state["step"])
             assert not why, why
             row = gpu.kernel_parameter(p.config, p.parts, p.place, SEED, number, p.state, p.factor)
-            assert row.form.even == (p.place.part[1] % 128 == 0 and p.place.part[0] % max(row.form.high, 1) == 0)
+            assert row.form.even == (
+                p.place.local_shape[1] % 128 == 0 and p.place.local_shape[0] % max(row.form.high, 1) == 0
+            )
             scalars = p.config.rule.scalars(GROUP, p.state["step"].double().view(1) + 1)
             launches.add([row], torch.stack(scalars))
         told = None if keep is None else torch.tensor(keep, device=DEVICE)
@@ -232,7 +234,7 @@ def in_pieces(parameters: list[Parameter]) -> list[int | None]:
 
 def assert_same(ours: Parameter, theirs: Parameter, what: str) -> None:
     """Bit by bit, but that a NaN is a NaN, and that residuals and codes' signs say nothing under a scale of NaN."""
-    nothing = lost(theirs) if ours.config.master_format.kind.startswith("residual") else None
+    nothing = lost(theirs) if ours.config.weight_format.kind.startswith("residual") else None
     for i, (a, b) in enumerate(zip(ours.tensors, theirs.tensors, strict=True)):
         a, wide = a.cpu(), b.is_floating_point()
         same = (a.float() == b.float()) & (a.float().signbit() == b.float().signbit()) if wide else a == b
@@ -244,7 +246,7 @@ def assert_same(ours: Parameter, theirs: Parameter, what: str) -> None:
 
 def lost(p: Parameter) -> Tensor | None:
     """Which elements of codes have a scale of NaN, bool of the weight's shape."""
-    spec, (rows, columns) = p.config.master_format.spec, p.place.part
+    spec, (rows, columns) = p.config.weight_format.code_spec, p.place.local_shape
     if spec is None:
         return None
     scale = p.parts.weight[1]
@@ -265,7 +267,7 @@ def test_parameters_of_one_launch_step_as_their_pieces(name: str) -> None:
     counts = by_kernel(ours, None)
     expected = in_pieces(theirs)
     for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert_same(one, other, f"{name}, parameter {i} of {one.place.part}")
+        assert_same(one, other, f"{name}, parameter {i} of {one.place.local_shape}")
         if expected[i] is not None:
             assert int(counts[i]) == expected[i], name
 
@@ -294,7 +296,7 @@ def test_weights_with_scales_of_blocks_step_as_their_pieces(name: str) -> None:
         counts = by_kernel(ours, None)
         expected = in_pieces(theirs)
         for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(one, other, f"{name}, {one.place.part}, {'hostile' if i > 1 else 'kind'}")
+            assert_same(one, other, f"{name}, {one.place.local_shape}, {'hostile' if i > 1 else 'kind'}")
             if expected[i] is not None:
                 assert int(counts[i]) == expected[i], name
     finite = [bool(lost(p).any()) for p in every if lost(p) is not None]  # type: ignore[union-attr]
@@ -305,7 +307,7 @@ def test_weights_with_scales_of_blocks_step_as_their_pieces(name: str) -> None:
 def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without eps their update is 0 / 0."""
     monkeypatch.setitem(GROUP, "eps", 0.0)
-    how = config(MasterFormat("residual16", spec), (FLOAT, FLOAT))
+    how = config(WeightFormat("residual16", spec), (FLOAT, FLOAT))
     ours = [parameter(how, torch.float8_e4m3fn, torch.float32, (3, 200), 0, False)]
     for tensor in (*ours[0].parts.gradient, *(t for held in ours[0].parts.moments for t in held)):
         tensor.fill_(0.5)
@@ -328,7 +330,7 @@ def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, mo
     ],
 )
 def test_unsupported_blocks_give_a_reason(spec: QuantSpec, shape: tuple[int, int], start: int, why: str) -> None:
-    how = config(MasterFormat("residual16", spec), MOMENTS)
+    how = config(WeightFormat("residual16", spec), MOMENTS)
     p = parameter(how, torch.float8_e4m3fn, torch.bfloat16, shape, 0, False)
     place = ShardPosition((start, 0), shape, (80, shape[1]))
     said = gpu.reason(p.parts.weight[0], how, p.parts, place, p.state["step"])
@@ -372,14 +374,14 @@ def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
     [
         ({"moments": (StateSpec(code="int8_dynamic", block=256, scale="float32"), FLOAT)}, "int8_dynamic/256 float32"),
         ({"moments": (StateSpec(code="int8_softsign", block=32), FLOAT)}, "int8_softsign/32"),
-        ({"master_format": MasterFormat("float32", TENSORWISE), "predicts": False}, "masters in float32"),
-        ({"master_format": MasterFormat("residual8", QuantSpec(E4M3, (64, 64)))}, "those of blockwise and mxfp8"),
+        ({"weight_format": WeightFormat("float32", TENSORWISE), "predicts_scale": False}, "masters in float32"),
+        ({"weight_format": WeightFormat("residual8", QuantSpec(E4M3, (64, 64)))}, "those of blockwise and mxfp8"),
         (
-            {"master_format": MasterFormat("residual8", QuantSpec(E4M3, (128, 128), "e8m0"))},
+            {"weight_format": WeightFormat("residual8", QuantSpec(E4M3, (128, 128), "e8m0"))},
             "those of blockwise and mxfp8",
         ),
-        ({"master_format": MasterFormat("float16", BLOCKWISE), "predicts": False}, "masters in float16"),
-        ({"predicts": False}, "depends on the weight after the step"),
+        ({"weight_format": WeightFormat("float16", BLOCKWISE), "predicts_scale": False}, "masters in float16"),
+        ({"predicts_scale": False}, "depends on the weight after the step"),
         ({"gradient": StateSpec(code="e4m3", block=64)}, "gradients in e4m3/64"),
         ({"rule": SGDRule(momentum=True), "moments": MOMENTS[:1]}, "depends on the largest gradient"),
         ({"rule": MuonRule(), "moments": MOMENTS[:1]}, "does not support Muon"),

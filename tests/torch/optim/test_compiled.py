@@ -14,7 +14,7 @@ from quaver.recipes import Recipe, get, mxfp8
 from quaver.reference.optimizer_state import FLOAT32
 from quaver.torch import optim
 from quaver.torch.numerics.rounding import round_keys
-from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import AdamRule
 from quaver.torch.optim.step import compiled, noise
 from quaver.torch.optim.step import step as pieces
@@ -139,7 +139,7 @@ def test_a_step_has_its_bits_while_another_thread_compiles(
 
 
 def test_scalars_of_another_dtype_or_shape_step_without_a_program() -> None:
-    config, part = StepConfig(AdamRule(), MasterFormat("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
+    config, part = StepConfig(AdamRule(), WeightFormat("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
     parts = ParameterTensors((part,), ((part.clone(),), (part.clone(),)), (part.clone(),))
     scalars, drawn = (torch.ones(()),) * 8, RngKey(0, 0, 1, noise.ShardPosition((0, 0), (64, 64), (64, 64)))
     programs = compiled.CompiledSteps()
@@ -155,7 +155,7 @@ def test_scalars_of_another_dtype_or_shape_step_without_a_program() -> None:
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
 def test_a_piece_that_ends_within_a_block_steps_beside_whole_ones(monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
     """Of 192 rows in blocks of 128 the last 64 are a piece, which is not read in fours."""
-    monkeypatch.setattr(pieces, "COMPILED", (128 * 256, 64 * 256))
+    monkeypatch.setattr(pieces, "COMPILED_CHUNK_ELEMENTS", (128 * 256, 64 * 256))
     monkeypatch.setattr(compiled, "_programs", {})
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
     both = []
@@ -200,15 +200,15 @@ def test_a_copy_compiles_as_the_first_does() -> None:
 
 def test_a_block_with_a_number_that_is_none_has_the_scale_nan() -> None:
     """A compiler's largest of NaN is NaN with all bits set, a negative integer."""
-    master_format = MasterFormat("residual8", SQUARES)
+    weight_format = WeightFormat("residual8", SQUARES)
     unpacked = [torch.rand(64, 16, generator=torch.Generator().manual_seed(k)) for k in range(4)]
     unpacked[2][40, 3] = float("nan")
     run = torch.compile(
-        lambda *unpacked: compiled._coded_in_blocks(master_format, [*unpacked], [None] * 4, torch.Size((2, 2)))[1]
+        lambda *unpacked: compiled._coded_in_blocks(weight_format, [*unpacked], [None] * 4, torch.Size((2, 2)))[1]
     )
     assert (
         run(*unpacked).tolist()
-        == compiled._coded_in_blocks(master_format, unpacked, [None] * 4, torch.Size((2, 2)))[1].tolist()
+        == compiled._coded_in_blocks(weight_format, unpacked, [None] * 4, torch.Size((2, 2)))[1].tolist()
     )
     assert int((run(*unpacked) == 255).sum()) == 1
 

@@ -14,7 +14,7 @@ from quaver.reference import optim as bounds
 from quaver.torch import optim
 from quaver.torch.optim import master_weights
 from quaver.torch.optim import state_format as module
-from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.state_conversion import key_of
 from quaver.torch.optim.step import layout, noise
 from quaver.torch.optim.step import step as pieces
@@ -76,7 +76,7 @@ def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]
 def test_noise_parts_are_uniform_with_the_documented_correlation(number: int) -> None:
     """Means, and products of pairs, of a million elements and of their neighbours, within three sigmas."""
     count = 1 << 20
-    drawn = noise.shares(noise.words(3, count, 11, 5, 7, torch.device("cpu")), number)
+    drawn = noise.split_noise(noise.words(3, count, 11, 5, 7, torch.device("cpu")), number)
     # Of uniform numbers in [0, 1), less their mean, of variance 1 / 12.
     centred = [share.double() / 2**15 + 2.0**-16 - 0.5 for share in drawn]
     for share in centred:
@@ -121,25 +121,25 @@ def test_stochastic_rounding_of_a_step_is_unbiased(kind: str, dtype: str) -> Non
     if amax is not None:
         amax = config.rule.weight_bound(amax, scalars, ())
     exact = config.rule(
-        master_weights.read(config.master_format, parts.weight),
+        master_weights.read(config.weight_format, parts.weight),
         parts.gradient[0].float(),
         tuple(pieces._decoded(held, spec) for held, spec in zip(parts.moments, config.moments, strict=True)),
         scalars,
     )
     wanted: dict[str, Tensor] = {}
     draws: dict[str, list[Tensor]] = {}
-    if config.master_format.stochastic:
+    if config.weight_format.stochastic:
         wanted["weight"] = exact.weight
     wanted |= {
         f"moment {i}": value
         for i, (value, spec) in enumerate(zip(exact.moments, config.moments, strict=True))
         if spec.stochastic
     }
-    assert wanted and config.draws == ("weight" in wanted) + any(name != "weight" for name in wanted)
+    assert wanted and config.noise_per_element == ("weight" in wanted) + any(name != "weight" for name in wanted)
     for step in range(200):
         word = noise.words(0, 4096, 3, 1, step, torch.device("cpu")).view(64, 64)
         moved = pieces.compute_step(config, parts, scalars, None, word, amax)
-        values = {"weight": master_weights.read(config.master_format, moved.weight)}
+        values = {"weight": master_weights.read(config.weight_format, moved.weight)}
         values |= {
             f"moment {i}": pieces._decoded(held, spec)
             for i, (held, spec) in enumerate(zip(moved.moments, config.moments, strict=True))
@@ -220,9 +220,9 @@ def test_a_remainder_keeps_all_mantissas(exponent: int) -> None:
     """All of 2**23 of subnormals, numbers of both signs, the largest, which round to infinity, and NaN."""
     bits = torch.arange(1 << 23, dtype=torch.int32) | (exponent << 23)
     bits = (bits | (-(1 << 31) if exponent % 2 else 0)).view(1, -1)
-    weight, master_format = bits.view(torch.float32), MasterFormat("remainder")
-    held = master_weights.write(master_format, weight, (torch.empty(0, dtype=torch.bfloat16),), None)
-    back = master_weights.read(master_format, held).view(torch.int32)
+    weight, weight_format = bits.view(torch.float32), WeightFormat("remainder")
+    held = master_weights.write(weight_format, weight, (torch.empty(0, dtype=torch.bfloat16),), None)
+    back = master_weights.read(weight_format, held).view(torch.int32)
     # NaN is kept as such, its payload is not.
     assert torch.equal(back, torch.where(weight.isnan(), 0x7FC00000, bits))
     if exponent < 255:
@@ -248,13 +248,13 @@ def test_residuals_of_all_codes_become_finer_without_a_loss(recipe: str) -> None
         weight = (data, layer.weight_scale)
     # Below nothing there is no magnitude.
     residual = torch.where(data.float() == 0, residual.clamp(min=0), residual).to(torch.int8).contiguous()
-    old = MasterFormat("residual8", spec, True)
+    old = WeightFormat("residual8", spec, True)
     value = master_weights.read(old, (*weight, residual))
     for kind in ("residual16", "float32") if spec is not None else ("residual16", "remainder"):
-        master_format = MasterFormat(kind, spec)
-        beside = master_weights.first_states(master_format, data, value)
-        beside = master_weights.around(master_format, value, (*weight, *beside))
-        assert torch.equal(master_weights.read(master_format, (*weight, *beside)), value), kind
+        weight_format = WeightFormat(kind, spec)
+        beside = master_weights.first_states(weight_format, data, value)
+        beside = master_weights.around(weight_format, value, (*weight, *beside))
+        assert torch.equal(master_weights.read(weight_format, (*weight, *beside)), value), kind
 
 
 KINDS = ("float32", "bfloat16", "tensorwise", "mxfp8")
@@ -284,11 +284,11 @@ def test_presets_become_each_other_as_float32_becomes_them(kind: str, before: st
         first.step()
     plain = optimizer_of("float32", first.state_dict())
     group, read = plain.param_groups[0], master_weights.read
-    whole = read((config := plain.config(p, group)).master_format, plain.parts_of_weight(p, config))
+    whole = read((config := plain.config(p, group)).weight_format, plain.parts_of_weight(p, config))
     old = first.config(p, first.param_groups[0])
     # A negative number half a step from a bfloat16 is an ulp of float32 more than its remainder can say.
     ulp = 2.0**-23 if (kind, before) == ("bfloat16", "lean") else 0.0
-    torch.testing.assert_close(whole, read(old.master_format, first.parts_of_weight(p, old)), rtol=ulp, atol=0)
+    torch.testing.assert_close(whole, read(old.weight_format, first.parts_of_weight(p, old)), rtol=ulp, atol=0)
     for name, spec in zip(old.rule.names, old.moments, strict=True):
         held = first.state[p][key_of(name, spec)], first.state[p].get(f"{name}_scale")
         assert torch.equal(plain.state[p][name], optim.codes.decode(*held, spec))

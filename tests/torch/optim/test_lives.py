@@ -170,7 +170,7 @@ def test_the_initial_value_that_a_layer_keeps_begins_the_master(preset: str, bou
     layer.weight.grad = torch.zeros(192, 160, dtype=layer.weight.grad_dtype)
     optimizer.step()
     config = optimizer.config(layer.weight, optimizer.param_groups[0])
-    weight = master_weights.read(config.master_format, optimizer.parts_of_weight(layer.weight, config))
+    weight = master_weights.read(config.weight_format, optimizer.parts_of_weight(layer.weight, config))
     error, largest = (float(tensor.detach().abs().max()) for tensor in (weight - initial, initial))
     assert error <= bound * largest
     assert float((codes != layer.weight.detach().view(torch.uint8)).float().mean()) < 0.01

@@ -47,7 +47,7 @@ def run(layer: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
 
 def full_weight(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     config = optimizer.config(p, optimizer.param_groups[0])
-    return master_weights.read(config.master_format, optimizer.parts_of_weight(p, config)).view(p.shape)
+    return master_weights.read(config.weight_format, optimizer.parts_of_weight(p, config)).view(p.shape)
 
 
 def through_a_file(state: Any) -> Any:

@@ -11,7 +11,7 @@ from quaver.torch import optim
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import decode_scales, spread
 from quaver.torch.optim import codes, master_weights
-from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import AdamRule, LionRule, SGDRule
 from quaver.torch.optim.step import compiled, noise
 from quaver.torch.optim.step.step import ParameterTensors, StepConfig, compute_step, write_results
@@ -26,25 +26,25 @@ E4M3 = optim.StateSpec(code="e4m3", block=128)
 ROOTS = optim.StateSpec(code="uint8_mitchell", floor=True)
 #: What presets keep; also roots of v, codes to nearest, gradients of either, and all else that a rule may be.
 WAYS = {
-    "lean": StepConfig(RULE, MasterFormat("residual8", TENSORWISE, True), BYTES, E4M3, True),
+    "lean": StepConfig(RULE, WeightFormat("residual8", TENSORWISE, True), BYTES, E4M3, True),
     "coupled": StepConfig(
-        AdamRule(decoupled=False, maximize=True), MasterFormat("residual8", TENSORWISE, True), BYTES, E4M3, True
+        AdamRule(decoupled=False, maximize=True), WeightFormat("residual8", TENSORWISE, True), BYTES, E4M3, True
     ),
-    "roots": StepConfig(RULE, MasterFormat("residual8", TENSORWISE, True), (LEAN.first, ROOTS), E4M3, True),
-    "lion": StepConfig(LionRule(), MasterFormat("residual8", TENSORWISE, True), (LEAN.first,), E4M3, True),
-    "balanced": StepConfig(RULE, MasterFormat("residual16", TENSORWISE), BYTES, None, True),
-    "codes beside bfloat16": StepConfig(RULE, MasterFormat("residual8", TENSORWISE), HALVES, None, True),
-    "lean 32x32": StepConfig(RULE, MasterFormat("residual8", SQUARES, True), BYTES, E4M3),
-    "balanced 1x32": StepConfig(RULE, MasterFormat("residual16", MXFP8), BYTES),
-    "any scale": StepConfig(RULE, MasterFormat("residual8", BLOCKWISE_ANY), HALVES),
-    "blockwise": StepConfig(RULE, MasterFormat("residual8", BLOCKWISE, True), BYTES, E4M3),
-    "exact": StepConfig(RULE, MasterFormat("remainder"), HALVES),
-    "remainder beside bytes": StepConfig(RULE, MasterFormat("remainder"), BYTES),
-    "lean of bfloat16": StepConfig(RULE, MasterFormat("residual8", None, True), BYTES, E4M3),
-    "longer bfloat16": StepConfig(RULE, MasterFormat("residual16"), BYTES),
-    "sgd": StepConfig(SGDRule(), MasterFormat("remainder"), ()),
-    "sgd of longer bfloat16": StepConfig(SGDRule(), MasterFormat("residual16"), ()),
-    "bfloat16 alone": StepConfig(RULE, MasterFormat("plain", None, True), HALVES),
+    "roots": StepConfig(RULE, WeightFormat("residual8", TENSORWISE, True), (LEAN.first, ROOTS), E4M3, True),
+    "lion": StepConfig(LionRule(), WeightFormat("residual8", TENSORWISE, True), (LEAN.first,), E4M3, True),
+    "balanced": StepConfig(RULE, WeightFormat("residual16", TENSORWISE), BYTES, None, True),
+    "codes beside bfloat16": StepConfig(RULE, WeightFormat("residual8", TENSORWISE), HALVES, None, True),
+    "lean 32x32": StepConfig(RULE, WeightFormat("residual8", SQUARES, True), BYTES, E4M3),
+    "balanced 1x32": StepConfig(RULE, WeightFormat("residual16", MXFP8), BYTES),
+    "any scale": StepConfig(RULE, WeightFormat("residual8", BLOCKWISE_ANY), HALVES),
+    "blockwise": StepConfig(RULE, WeightFormat("residual8", BLOCKWISE, True), BYTES, E4M3),
+    "exact": StepConfig(RULE, WeightFormat("remainder"), HALVES),
+    "remainder beside bytes": StepConfig(RULE, WeightFormat("remainder"), BYTES),
+    "lean of bfloat16": StepConfig(RULE, WeightFormat("residual8", None, True), BYTES, E4M3),
+    "longer bfloat16": StepConfig(RULE, WeightFormat("residual16"), BYTES),
+    "sgd": StepConfig(SGDRule(), WeightFormat("remainder"), ()),
+    "sgd of longer bfloat16": StepConfig(SGDRule(), WeightFormat("residual16"), ()),
+    "bfloat16 alone": StepConfig(RULE, WeightFormat("plain", None, True), HALVES),
 }
 
 
@@ -59,15 +59,15 @@ def hostile(size: float, seed: int, bad: bool) -> torch.Tensor:
 
 
 def piece(config: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor | None]:
-    master_format, value = config.master_format, hostile(0.1, 0, False)
+    weight_format, value = config.weight_format, hostile(0.1, 0, False)
     weight: tuple[Any, ...] = (value.bfloat16(),)
-    if master_format.spec is not None:
-        q = reference.quantize(value, master_format.spec)
+    if weight_format.code_spec is not None:
+        q = reference.quantize(value, weight_format.code_spec)
         weight = (q.data, q.scale)
-    if master_format.states:
-        kind = torch.int8 if master_format.kind == "residual8" else torch.int16
+    if weight_format.states:
+        kind = torch.int8 if weight_format.kind == "residual8" else torch.int16
         weight = (*weight, torch.zeros(ROWS, COLUMNS, dtype=kind))
-        weight = (*weight[:-1], *master_weights.around(master_format, value, weight))
+        weight = (*weight[:-1], *master_weights.around(weight_format, value, weight))
         # A pruning mask wrote zeros of both signs over what was kept beside them.
         weight[0][9].copy_(torch.zeros(COLUMNS).copysign(value[9]))
     moments: list[tuple[torch.Tensor, ...]] = []
@@ -82,8 +82,8 @@ def piece(config: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor
         gradient = codes.encode(hostile(1.0, 2, bad), config.gradient)
     held: Any = ParameterTensors(weight, tuple(moments), gradient)
     return held, master_weights.block_amax(
-        master_format.spec, master_weights.read(master_format, weight)
-    ) if config.predicts else None  # type: ignore[arg-type]
+        weight_format.code_spec, master_weights.read(weight_format, weight)
+    ) if config.predicts_scale else None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [False, True], ids=["numbers", "not finite"])
@@ -96,7 +96,11 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
     for step in (1, 2, 3):
         scalars = config.rule.scalars(GROUP, torch.tensor(float(step), dtype=torch.float64))
         place = noise.ShardPosition((0, 0), (ROWS, COLUMNS), (ROWS, COLUMNS))
-        word = noise.words_at(place, slice(0, ROWS), SEED, 5, step, torch.device("cpu")) if config.draws else None
+        word = (
+            noise.words_at(place, slice(0, ROWS), SEED, 5, step, torch.device("cpu"))
+            if config.noise_per_element
+            else None
+        )
         factor = None if step == 1 else torch.tensor(0.5)
         parts, amax = theirs
         weight_bound = None if amax is None else config.rule.weight_bound(amax, scalars, ())
@@ -106,33 +110,39 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
         keyed = noise.keyed(SEED, 5, step, torch.device("cpu"), torch.int32)
         drawn = (torch.tensor(0, dtype=torch.int32), *keyed)
         done = compiled.run_packed4(
-            config, compiled.viewed(own), scalars, factor, drawn if config.draws else None, weight_bound, told
+            config,
+            compiled.viewed(own),
+            scalars,
+            factor,
+            drawn if config.noise_per_element else None,
+            weight_bound,
+            told,
         )
-        lost = bad and config.shared
-        if config.master_format.spec is not None and not config.shared:
+        lost = bad and config.single_scale
+        if config.weight_format.code_spec is not None and not config.single_scale:
             # Blocks whose scale is NaN say nothing.
-            stored = [decode_scales(held.weight[1], config.master_format.spec, None) for held in (own, parts)]
+            stored = [decode_scales(held.weight[1], config.weight_format.code_spec, None) for held in (own, parts)]
             assert torch.equal(*(scale.nan_to_num(-1) for scale in stored))
             assert bool(stored[0].isnan().any()) == (bad and keep is not False)
-            said = spread(~stored[0].isnan(), config.master_format.spec.block, (ROWS, COLUMNS)).to(torch.int8)
+            said = spread(~stored[0].isnan(), config.weight_format.code_spec.block, (ROWS, COLUMNS)).to(torch.int8)
             for held in (own, parts):
                 held.weight[0].view(torch.int8).mul_(said)
                 held.weight[2].mul_(said)
         same(own.weight[0], parts.weight[0], "codes", lost)
-        if config.master_format.states:
+        if config.weight_format.states:
             same(own.weight[-1], parts.weight[-1], "residuals", lost)
         for one, other in zip(own.moments, parts.moments, strict=True):
             same(one[0], other[0], "a moment")
             for scale, its in zip(one[1:], other[1:], strict=True):
                 same(scale, its, "its scales")
         for a, b in ((done.scale, expected.scale), (done.amax, expected.amax)):
-            assert (a is None) == (b is None) == (not config.shared)
+            assert (a is None) == (b is None) == (not config.single_scale)
             assert a is None or torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))  # type: ignore[union-attr]
         assert (done.clamped is None) == (expected.clamped is None)
         assert done.clamped is None or int(done.clamped) == int(expected.clamped)  # type: ignore[arg-type]
-        if (bad or keep is False) and config.shared:
+        if (bad or keep is False) and config.single_scale:
             break
-        if config.shared:
+        if config.single_scale:
             for held, outcome in ((own, done), (parts, expected)):
                 held.weight[1].copy_(outcome.scale)  # type: ignore[arg-type]
         theirs = (parts, expected.amax)
@@ -156,15 +166,15 @@ def same(a: torch.Tensor, b: torch.Tensor, which: str, lost: bool = False) -> No
 @pytest.mark.parametrize("kind", ["residual8", "residual16"])
 def test_every_code_with_every_residual_decodes_as_when_single(kind: str) -> None:
     """Also for a weight set to zero with a residual below it, which decodes to zero."""
-    master_format, more = MasterFormat(kind, TENSORWISE), compiled.MORE[kind]
+    weight_format, more = WeightFormat(kind, TENSORWISE), compiled.MORE[kind]
     code = torch.arange(256, dtype=torch.int32).repeat_interleave(256).view(512, 128)
     rest = torch.arange(-128, 128, dtype=torch.int32).repeat(256).view(512, 128) * 2 ** (more - 8)
     rest[:, ::5] += 2 ** (more - 8) - 1
-    expected = master_weights.from_code_and_residual(master_format, code, rest, more)
+    expected = master_weights.from_code_and_residual(weight_format, code, rest, more)
     assert bool(expected.isfinite().all())
     weight = (code.to(torch.uint8), rest.to(torch.int8 if more == 8 else torch.int16))
     packed = tuple(map(compiled._lanes, compiled.viewed(ParameterTensors(weight, (), weight)).weight))
-    unpacked = torch.stack([compiled._weight(master_format, packed, k, 4) for k in range(4)], -1).view(512, 128)
+    unpacked = torch.stack([compiled._weight(weight_format, packed, k, 4) for k in range(4)], -1).view(512, 128)
     assert torch.equal(unpacked.view(torch.int32), expected.view(torch.int32))
 
 
@@ -172,13 +182,13 @@ def test_other_codes_and_shapes_step_one_by_one() -> None:
     config = WAYS["lean"]
     own, _ = piece(config, False)
     assert compiled.fits(config, own)
-    assert not compiled.fits(replace(config, predicts=False), own)
+    assert not compiled.fits(replace(config, predicts_scale=False), own)
     columns = replace(TENSORWISE, block=(None, 1))
-    assert not compiled.fits(replace(config, master_format=MasterFormat("residual8", columns, True)), own)
+    assert not compiled.fits(replace(config, weight_format=WeightFormat("residual8", columns, True)), own)
     blocks, _ = piece(WAYS["lean 32x32"], False)
     assert not compiled.fits(WAYS["blockwise"], blocks._replace(weight=(blocks.weight[0][:96], *blocks.weight[1:])))
-    assert not compiled.fits(replace(config, master_format=MasterFormat("float32", TENSORWISE)), own)
-    assert not compiled.fits(replace(config, master_format=MasterFormat("float16", TENSORWISE)), own)
+    assert not compiled.fits(replace(config, weight_format=WeightFormat("float32", TENSORWISE)), own)
+    assert not compiled.fits(replace(config, weight_format=WeightFormat("float16", TENSORWISE)), own)
     for other in ("int8_softsign", "float32", "bfloat16"):
         assert not compiled.fits(replace(config, moments=(optim.StateSpec(code=other), LEAN.second)), own)
     assert not compiled.fits(replace(config, gradient=None), own._replace(gradient=(torch.zeros(ROWS, COLUMNS),)))
@@ -198,7 +208,7 @@ def test_other_codes_and_shapes_step_one_by_one() -> None:
     data, scales = own.gradient
     both = torch.cat([scales, scales], 1)[:, :1]
     assert not compiled.fits(config, own._replace(gradient=(data, both)))
-    plain = StepConfig(RULE, MasterFormat("plain"), HALVES)
+    plain = StepConfig(RULE, WeightFormat("plain"), HALVES)
     assert not compiled.fits(plain, piece(WAYS["bfloat16 alone"], False)[0])
 
 

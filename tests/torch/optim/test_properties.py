@@ -40,7 +40,7 @@ def give(p: Tensor, gradient: Tensor) -> None:
 def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     """The weight with its residual, float32."""
     config = optimizer.config(p, optimizer.param_groups[0])
-    return master_weights.read(config.master_format, optimizer.parts_of_weight(p, config))
+    return master_weights.read(config.weight_format, optimizer.parts_of_weight(p, config))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -52,7 +52,7 @@ def test_a_step_does_not_depend_on_the_chunk_size(
     kind, options = RULES[rule]
     ends = []
     for size in (1 << 16, 1 << 10):
-        monkeypatch.setattr(pieces, "PIECE", size)
+        monkeypatch.setattr(pieces, "CHUNK_ELEMENTS", size)
         layer = layer_of(recipe, 160)
         # A rate by which the scale of the weight changes at each step.
         optimizer = kind([layer.weight], lr=0.02, preset=preset, **options)
@@ -78,8 +78,8 @@ def hard_bits() -> Tensor:
 
 def test_a_remainder_keeps_every_float32_and_a_gemm_reads_its_nan() -> None:
     weight = hard_bits().view(torch.float32)
-    held = master_weights.write(master_weights.MasterFormat("remainder"), weight, (weight.bfloat16(),), None)
-    back = master_weights.read(master_weights.MasterFormat("remainder"), held)
+    held = master_weights.write(master_weights.WeightFormat("remainder"), weight, (weight.bfloat16(),), None)
+    back = master_weights.read(master_weights.WeightFormat("remainder"), held)
     nan = weight.isnan()
     assert torch.equal(back.view(torch.int32)[~nan], weight.view(torch.int32)[~nan])
     assert bool(back[nan].isnan().all() and held[0][nan].isnan().all())
@@ -96,7 +96,7 @@ def test_state_touched_by_a_nonfinite_gradient_is_read_as_nonfinite(
     bad: float, rule: str, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nonfinite="keep": a weight that becomes finite again, or stops changing, would hide it."""
-    monkeypatch.setattr(pieces, "PIECE", 1 << 10)
+    monkeypatch.setattr(pieces, "CHUNK_ELEMENTS", 1 << 10)
     kind, options = RULES[rule]
     layers = {recipe: layer_of(recipe) for recipe in RECIPES}
     layers |= {str(dtype): qt.Linear(128, 96, bias=False, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -132,7 +132,7 @@ def test_a_pruned_weight_decodes_to_almost_zero(preset: str) -> None:
             read = kept(optimizer, layer.weight)
             assert bool(read.isfinite().all())
             # Masters stay what they are.
-            held = optimizer.config(layer.weight, optimizer.param_groups[0]).master_format.kind[:3] == "res"
+            held = optimizer.config(layer.weight, optimizer.param_groups[0]).weight_format.kind[:3] == "res"
             assert not held or read.abs().amax() < 2e-2 * was
     for layer in layers:
         assert bool(layer.weight.detach().float().isfinite().all())
@@ -150,9 +150,9 @@ def test_no_weight_exceeds_the_bound_computed_before_the_step(rule: str, monkeyp
     written: list[tuple[Tensor, Tensor | None]] = []
     write = master_weights.write
 
-    def seen(master_format: Any, weight: Tensor, tensors: Any, noise: Any, amax: Tensor | None = None) -> Any:
-        written.append((master_weights.block_amax(master_format.spec, weight), amax))
-        return write(master_format, weight, tensors, noise, amax)
+    def seen(weight_format: Any, weight: Tensor, tensors: Any, noise: Any, amax: Tensor | None = None) -> Any:
+        written.append((master_weights.block_amax(weight_format.code_spec, weight), amax))
+        return write(weight_format, weight, tensors, noise, amax)
 
     monkeypatch.setattr(master_weights, "write", seen)
     for number, (recipe, preset, (lr, decay)) in enumerate(

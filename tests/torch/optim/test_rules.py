@@ -35,7 +35,7 @@ def gradients(number: int, shape: tuple[int, ...], decades: int = 3) -> list[Ten
 def weight_of(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     """The weight with its residual, float32."""
     config = optimizer.config(p, optimizer.param_groups[0])
-    return master_weights.read(config.master_format, optimizer.parts(p, config).weight)
+    return master_weights.read(config.weight_format, optimizer.parts(p, config).weight)
 
 
 @pytest.mark.parametrize("name", PAIRS)

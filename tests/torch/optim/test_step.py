@@ -13,7 +13,7 @@ import quaver.torch as qt
 from quaver.recipes import Recipe, get, mxfp8
 from quaver.recipes.spec import QuantSpec
 from quaver.torch import optim
-from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import AdamRule
 from quaver.torch.optim.step import step
 from tests.kernels.optim.test_step import BLOCKWISE, MXFP8, SQUARES, TENSORWISE
@@ -29,7 +29,7 @@ def test_columns_that_step_by_themselves_match_whole_rows(
     """Chunks of as many adjacent blocks as fit; neither 456 columns nor 200 rows are whole blocks."""
 
     def trained(size: int) -> tuple[Any, nn.Module]:
-        monkeypatch.setattr(step, "PIECE", size)
+        monkeypatch.setattr(step, "CHUNK_ELEMENTS", size)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(456, 200, bias=False))
         qt.quantize_weights(model, recipe)
@@ -51,14 +51,16 @@ def test_columns_that_step_by_themselves_match_whole_rows(
 @pytest.mark.parametrize("spec", [BLOCKWISE, SQUARES, MXFP8, TENSORWISE, None])
 def test_compiled_and_other_chunks_cover_all_rows_once(spec: QuantSpec | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of blocks that are higher than such a piece, of which the last has fewer rows."""
-    monkeypatch.setattr(step, "COMPILED", (1 << 14, 1 << 12))
-    monkeypatch.setattr(step, "PIECE", 1 << 10)
-    config = step.StepConfig(AdamRule(), MasterFormat("residual8", spec), (), predicts=spec == TENSORWISE)
+    monkeypatch.setattr(step, "COMPILED_CHUNK_ELEMENTS", (1 << 14, 1 << 12))
+    monkeypatch.setattr(step, "CHUNK_ELEMENTS", 1 << 10)
+    config = step.StepConfig(AdamRule(), WeightFormat("residual8", spec), (), predicts_scale=spec == TENSORWISE)
     for columns in (32, 64, 96, 128, 256, 512):
         for rows in range(16, 513, 16):
             parts = step.ParameterTensors((torch.empty(rows, columns, device="meta"),), (), ())
             every = [*step.split_into_chunks(config, parts, compiled=True)]
-            assert all((large.stop - large.start) * columns in step.COMPILED for large, _ in every if large)
+            assert all(
+                (large.stop - large.start) * columns in step.COMPILED_CHUNK_ELEMENTS for large, _ in every if large
+            )
             small = [row for _, each in every for some in each for row in range(some.start, some.stop)]
             assert small == [*range(rows)], (rows, columns)
 
@@ -78,5 +80,5 @@ def test_a_step_needs_at_most_twelve_numbers_per_chunk_element() -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     assert len(lines) == 3
     for preset, recipe, *peaks in lines:
-        numbers = [int(peak) / (4 * step.PIECE) for peak in peaks]
+        numbers = [int(peak) / (4 * step.CHUNK_ELEMENTS) for peak in peaks]
         assert max(numbers) <= 12, f"{preset} over {recipe}: {numbers}"

@@ -67,15 +67,15 @@ def check_group(name: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} was given seed={group['seed']!r}; give an integer, whose lower 64 bits are used")
 
 
-def check_parameter(p: Tensor, rule: str, matrices: bool) -> None:
+def check_parameter(p: Tensor, rule: str, needs_matrix: bool) -> None:
     """Raise a ValueError for a parameter that no rule supports, or whose shape a matrix rule does not support.
 
     Args:
         p: the parameter.
         rule: name of the rule for the message.
-        matrices: the rule steps whole matrices.
+        needs_matrix: the rule steps whole matrices.
     """
-    if matrices and (p.dim() not in (2, 3) or (p.dim() == 3 and 1 in p.shape[1:])):
+    if needs_matrix and (p.dim() not in (2, 3) or (p.dim() == 3 and 1 in p.shape[1:])):
         raise ValueError(
             f"{rule} steps matrices and stacks of them, and a parameter has shape {tuple(p.shape)}; give it to AdamW, "
             "or put it in a parameter group with rule='adamw'"

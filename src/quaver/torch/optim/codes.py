@@ -51,7 +51,7 @@ def encode(
         x: float32 [..., K].
         spec: format of the state.
         noise: int32 below 2**15 of x's shape, if the spec is stochastic.
-        amax: float32 [], largest magnitude of the whole tensor if x is a chunk of it; for a single scale.
+        amax: float32 [], largest magnitude of the rounded tensor if x is a chunk of it; for a single scale.
     Returns:
         Codes of x's shape, and scales, or None for formats without.
     Exact, except for the expanded format: a few codes per million differ by one.
@@ -64,8 +64,8 @@ def encode(
     if code.kind == "expanded":
         written, params = _expanded(in_blocks(x, spec.block))
         return out_of_blocks(written, x.shape), params.flatten(-2)
-    top = block_amax(x, spec.block) if amax is None else amax
-    scale = scale_of(top, spec)
+    amax = block_amax(x, spec.block) if amax is None else amax
+    scale = scale_of(amax, spec)
     inverse = inverse_of(scale)
     blocks = torch.where(inverse > 0, in_blocks(x, spec.block), 0.0)
     y = blocks.abs().mul_(inverse)
@@ -212,7 +212,7 @@ def e4m3_values(codes: Tensor) -> Tensor:
     return torch.where(c >= 128, -value, value)
 
 
-def _magnitude_codes(y: Tensor, code: StateCode, noise: Tensor | None, floor: bool, x: Tensor) -> Tensor:
+def _magnitude_codes(y: Tensor, code: StateCode, noise: Tensor | None, keep_nonzero: bool, x: Tensor) -> Tensor:
     """Return the codes of y as float32 integers."""
     if code.kind == "softsign":
         c = _softsign(y, noise)
@@ -222,7 +222,7 @@ def _magnitude_codes(y: Tensor, code: StateCode, noise: Tensor | None, floor: bo
         c = mitchell(y, code.halvings, noise).round_()
     else:
         c = _format(y, code, noise)
-    return torch.where(x != 0, c.clamp_min(1.0), c) if floor else c
+    return torch.where(x != 0, c.clamp_min(1.0), c) if keep_nonzero else c
 
 
 def _softsign(y: Tensor, noise: Tensor | None) -> Tensor:
@@ -268,15 +268,15 @@ def _format(y: Tensor, code: StateCode, noise: Tensor | None) -> Tensor:
     inverse = ((fmt.mantissa_bits + 127 - e) << 23).view(torch.float32)
     steps = value * inverse
     if noise is None:
-        whole = steps.round()
+        rounded = steps.round()
     else:
-        whole = steps.floor().clamp_(max=2.0 ** (fmt.mantissa_bits + 1) - 1)
+        rounded = steps.floor().clamp_(max=2.0 ** (fmt.mantissa_bits + 1) - 1)
         chance = noise.float().mul_(2.0**-NOISE_BITS)
         if code.root:
-            whole = whole + (y * inverse * inverse > whole * whole + (2.0 * whole + 1.0) * chance)
+            rounded = rounded + (y * inverse * inverse > rounded * rounded + (2.0 * rounded + 1.0) * chance)
         else:
-            whole = whole + (steps > whole + chance)
-    codes = whole + ((e - fmt.emin) << fmt.mantissa_bits)
+            rounded = rounded + (steps > rounded + chance)
+    codes = rounded + ((e - fmt.emin) << fmt.mantissa_bits)
     return codes.clamp_(max=float(fmt.max_code))
 
 

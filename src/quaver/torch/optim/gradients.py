@@ -46,7 +46,7 @@ class Gradients:
         #: Parameters that are not bfloat16 but have bfloat16 gradients.
         self._narrow: set[Tensor] = set()
 
-    def prepare(self, p: Tensor, kind: str | StateSpec, whole: bool = False) -> None:
+    def prepare(self, p: Tensor, kind: str | StateSpec, needs_matrix: bool = False) -> None:
         """Register the hook that stores a parameter's gradients in a dtype or as codes.
 
         The most recent optimizer of a parameter wins: an earlier, dropped one may not have been collected yet.
@@ -54,12 +54,12 @@ class Gradients:
         Args:
             p: the parameter.
             kind: name of a dtype, or the format of codes.
-            whole: the rule needs a whole matrix at once.
+            needs_matrix: the rule needs a whole matrix at once.
         """
         for taker in _takers.pop(id(p), []):
             taker.remove()
         if isinstance(kind, StateSpec):
-            self._watch(p, kind, whole)
+            self._watch(p, kind, needs_matrix)
         elif kind == "bfloat16" and p.element_size() != 2 and layout.local(p) is p:
             self._narrow.add(p)
             self._watch(p, kind)
@@ -83,24 +83,24 @@ class Gradients:
             if p not in self._watched:
                 self._watch(p, None)
 
-    def _watch(self, p: Tensor, kind: str | StateSpec | None, of_matrices: bool = False) -> None:
+    def _watch(self, p: Tensor, kind: str | StateSpec | None, needs_matrix: bool = False) -> None:
         if not p.requires_grad:
             return
         gradients = weakref.ref(self)
 
-        def whole(parameter: Tensor) -> None:
+        def on_gradient(parameter: Tensor) -> None:
             owner = gradients()
             if owner is None:
                 return
             if kind is not None and parameter.grad is not None:
-                owner._encode(parameter, None if isinstance(kind, str) else kind, of_matrices)
+                owner._encode(parameter, None if isinstance(kind, str) else kind, needs_matrix)
             if owner.accumulating:
                 return
             if owner.arrived is not None:
                 owner.arrived(parameter)
 
         self._watched.add(p)
-        self._own(p, p.register_post_accumulate_grad_hook(whole))
+        self._own(p, p.register_post_accumulate_grad_hook(on_gradient))
 
     def finite(self, p: Tensor) -> Tensor:
         """Return True if a parameter's gradient is finite: bool []."""
@@ -111,7 +111,7 @@ class Gradients:
         return (gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all()
 
     @torch.no_grad()
-    def _encode(self, p: Tensor, spec: StateSpec | None, of_matrices: bool) -> None:
+    def _encode(self, p: Tensor, spec: StateSpec | None, needs_matrix: bool) -> None:
         """Replace a complete `p.grad` by codes or bfloat16.
 
         If a second backward has added to a quantized gradient, the sum stays in high precision. Within `accumulating()`
@@ -126,7 +126,7 @@ class Gradients:
             p.grad = layout.like(p, own.value, p.shape)
         if not adds_up:
             gradient = layout.gradient(p)
-            flat = layout.flat(gradient.shape, layout.leading(p, of_matrices))
+            flat = layout.flat(gradient.shape, layout.num_leading_dims(p, needs_matrix))
             p.grad = layout.like(p, QuantizedGradient.from_tensor(gradient, spec, flat), p.shape)
 
     def clip(self, parameters: Iterable[Tensor], largest: float, order: float) -> Tensor:

@@ -123,14 +123,14 @@ class Optimizer(OptimizerBase):
     def _prepare(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Set up the storage of a parameter's gradients that its preset asks for."""
         preset = self.preset(p, group)
-        self.gradients.prepare(p, preset.gradient, self.rule(group, preset).whole)
+        self.gradients.prepare(p, preset.gradient, self.rule(group, preset).needs_matrix)
 
     def _check_parameters(self, group: dict[str, Any]) -> None:
         """Raise a ValueError for unsupported parameters of a group, before anything is changed."""
         rule = self.rule(group, preset_of(group["preset"]))
         check_tied(group["params"])
         for p in group["params"]:
-            check_parameter(p, rule.name, rule.whole)
+            check_parameter(p, rule.name, rule.needs_matrix)
             if p.requires_grad and layout.shardings(p):
                 layout.check_divided(p, self.config(p, group), self.preset(p, group).name)
             elif p.requires_grad and p.dim() == 3:
@@ -193,27 +193,29 @@ class Optimizer(OptimizerBase):
             if overflow.item():
                 return
             overflow = None
-        keep = None if overflow is None else overflow.reshape(()) == 0
-        number, launches = 0, gpu.Launches(self._kernels)
-        begun: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
+        apply_step = None if overflow is None else overflow.reshape(()) == 0
+        param_count, launches = 0, gpu.Launches(self._kernels)
+        prepared: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
         for group in self.param_groups:
-            own = [(number + i, p) for i, p in enumerate(group["params"]) if id(p) in chosen]
-            number += len(group["params"])
-            if own:
-                begun += self._begin_group(group, own, keep, factor, launches)
-        every = [one for _, _, one in begun]
-        agreed_amaxes = ranks.agree_on_amaxes(every, self._local_amax)
+            numbered = [(param_count + i, p) for i, p in enumerate(group["params"]) if id(p) in chosen]
+            param_count += len(group["params"])
+            if numbered:
+                prepared += self._begin_group(group, numbered, apply_step, factor, launches)
+        stepping_parameters = [stepping for _, _, stepping in prepared]
+        agreed_amaxes = ranks.agree_on_amaxes(stepping_parameters, self._local_amax)
         waiting: list[Callable[[], object]] = []
         elements = 0
-        for first_number, of, one in begun:
-            if one.scalars:
-                waiting += self._begin_parameter(one, of, first_number, agreed_amaxes.get(one.p, {}), keep)
-                elements += one.p.numel()
+        for param_index, param_group, stepping in prepared:
+            if stepping.scalars:
+                waiting += self._begin_parameter(
+                    stepping, param_group, param_index, agreed_amaxes.get(stepping.p, {}), apply_step
+                )
+                elements += stepping.p.numel()
             if self._programs is None or elements > MAX_PENDING_ELEMENTS:
                 elements = _finish(waiting)
         _finish(waiting)
-        self._launch(launches, keep)
-        ranks.gather_scales(every)
+        self._launch(launches, apply_step)
+        ranks.gather_scales(stepping_parameters)
         for p in parameters:
             if store_weight.holds_codes(p) and (layer := store_weight.owner(p)) is not None:
                 record_versions(layer)
@@ -227,16 +229,16 @@ class Optimizer(OptimizerBase):
         if not self._written(p):
             return
         state = self.state[p]
-        if config.master_format.master:
-            master_format, codes = layout.in_own_rows(p, config.master_format)
-            states = [layout.local(state[name]) for name in config.master_format.states]
+        if config.weight_format.master:
+            weight_format, codes = layout.in_own_rows(p, config.weight_format)
+            states = [layout.local(state[name]) for name in config.weight_format.states]
             for old, new in zip(
                 states,
-                master_weights.master_after_write(master_format, (*codes, *map(layout.rows, states))),
+                master_weights.master_after_write(weight_format, (*codes, *map(layout.rows, states))),
                 strict=True,
             ):
                 old.copy_(new.view(old.shape))
-        elif config.predicts and "amax" in state:
+        elif config.predicts_scale and "amax" in state:
             # In place, because a CUDA graph reads this tensor.
             layout.local(state["amax"]).copy_(layout.local(self._amax(p, config, self.parts_of_weight(p, config))))
 
@@ -253,13 +255,15 @@ class Optimizer(OptimizerBase):
         """
         every = [p for group in self.param_groups for p in group["params"]]
         groups = list(dict.fromkeys(group for p in every for group in layout.sharing(p)))
-        talks = self.nonfinite != "keep" or any(store_weight.holds_codes(p) for p in every)
-        if not groups or (self._compared and not talks):
+        communicates = self.nonfinite != "keep" or any(store_weight.holds_codes(p) for p in every)
+        if not groups or (self._compared and not communicates):
             return
         stepping = {id(p) for p in parameters}
-        what: dict[str, Any] = {"nonfinite": self.nonfinite}
-        what["parameters with gradients"] = [i for i, p in enumerate(every) if id(p) in stepping] if talks else "any"
-        what["weights written since the last step"] = [
+        facts: dict[str, Any] = {"nonfinite": self.nonfinite}
+        facts["parameters with gradients"] = (
+            [i for i, p in enumerate(every) if id(p) in stepping] if communicates else "any"
+        )
+        facts["weights written since the last step"] = [
             i for i, p in enumerate(every) if id(p) in stepping and self._written(p)
         ]
         if self._compared != len(self.param_groups):
@@ -269,8 +273,8 @@ class Optimizer(OptimizerBase):
                 {name: _option(value) for name, value in group.items() if name != "params"}
                 for group in self.param_groups
             ]
-            what |= {"optimizer": type(self).__name__, "options": options, "weights in codes": in_codes}
-        check_agreement("an optimizer's step", what, *groups)
+            facts |= {"optimizer": type(self).__name__, "options": options, "weights in codes": in_codes}
+        check_agreement("an optimizer's step", facts, *groups)
         self._compared = len(self.param_groups)
 
     def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
@@ -285,11 +289,11 @@ class Optimizer(OptimizerBase):
                     f"the gradients of {len(bad)} parameters are not finite, the first of shapes {shapes}; nothing was "
                     "changed: lower the learning rate, clip gradients, or give nonfinite='skip'"
                 )
-        one = ~torch.stack([ok.to(finite[0].device) for ok in finite]).all()
-        self.skipped = self.skipped.to(one.device)
+        nonfinite = ~torch.stack([ok.to(finite[0].device) for ok in finite]).all()
+        self.skipped = self.skipped.to(nonfinite.device)
         # In place, so that a CUDA graph counts at each replay.
-        self.skipped += one
-        return one.float() if overflow is None else one.float() + overflow.to(one.device)
+        self.skipped += nonfinite
+        return nonfinite.float() if overflow is None else nonfinite.float() + overflow.to(nonfinite.device)
 
     def step_in_backward(self, outstanding_bytes: int = 1 << 25, max_norm: float = float("inf")) -> None:
         """From now on step parameters during backward; `step()` then only finishes the step.
@@ -331,80 +335,88 @@ class Optimizer(OptimizerBase):
     def _begin_group(
         self,
         group: dict[str, Any],
-        own: list[tuple[int, Tensor]],
-        keep: Tensor | None,
+        numbered: list[tuple[int, Tensor]],
+        apply_step: Tensor | None,
         factor: Tensor | None,
         launches: gpu.Launches,
     ) -> list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]]:
         """Prepare the step of a group's parameters: create states, count steps, hand parameters to kernels.
 
         Returns:
-            Number, group and step data of every parameter that kernels do not step, or that needs amaxes agreed between
+            Index, group and step data of every parameter that kernels do not step, or that needs amaxes agreed between
             ranks.
         """
-        for _, p in own:
+        for _, p in numbered:
             if not self.state[p]:
                 self.state[p] = self.first_state(p, group)
             if store_weight.holds_codes(p):
                 self._follow_writes(p, self.config(p, group))
         rule = self.rule(group, preset_of(group["preset"]))
-        self._check_rate(group, [p for _, p in own])
-        left = self._for_kernels(group, rule, own, factor, launches)
+        self._check_rate(group, [p for _, p in numbered])
+        without_kernel = self._for_kernels(group, rule, numbered, factor, launches)
         scalars: dict[Tensor, tuple[Tensor, ...]] = {}
-        if left:
-            steps = [self.state[p]["step"] for _, p in left]
+        if without_kernel:
+            steps = [self.state[p]["step"] for _, p in without_kernel]
             for count in steps:
-                count += 1 if keep is None else keep.to(count.device)
-            numbers = zip(*(s.unbind() for s in rule.scalars(group, torch.stack(steps).double())), strict=True)
-            scalars = dict(zip((p for _, p in left), numbers, strict=True))
-        begun: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
-        for number, p in own:
+                count += 1 if apply_step is None else apply_step.to(count.device)
+            scalars_of_each = zip(*(s.unbind() for s in rule.scalars(group, torch.stack(steps).double())), strict=True)
+            scalars = dict(zip((p for _, p in without_kernel), scalars_of_each, strict=True))
+        prepared: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
+        for param_index, p in numbered:
             config = self.config(p, group)
-            asks = config.master_format.spec is not None and layout.shardings(p)
-            if p in scalars or asks:
+            needs_amax_sync = config.weight_format.code_spec is not None and layout.shardings(p)
+            if p in scalars or needs_amax_sync:
                 self._ensure_amax(p, config)
-                amax = layout.local(self.state[p]["amax"]) if config.predicts else None
+                amax = layout.local(self.state[p]["amax"]) if config.predicts_scale else None
                 # Other tensors are looked up later, when the parameter is stepped, since some are copies.
-                parts, own_factor = self.parts(p, config) if asks else None, self._factor(p, factor)
-                begun.append(
-                    (number, group, ranks.SteppingParameter(p, config, parts, scalars.get(p, ()), own_factor, amax))
+                parts, own_factor = self.parts(p, config) if needs_amax_sync else None, self._factor(p, factor)
+                prepared.append(
+                    (
+                        param_index,
+                        group,
+                        ranks.SteppingParameter(p, config, parts, scalars.get(p, ()), own_factor, amax),
+                    )
                 )
-        return begun
+        return prepared
 
     def _for_kernels(
         self,
         group: dict[str, Any],
         rule: UpdateRule,
-        own: list[tuple[int, Tensor]],
+        numbered: list[tuple[int, Tensor]],
         factor: Tensor | None,
         launches: gpu.Launches,
     ) -> list[tuple[int, Tensor]]:
         """Collect the parameters that GPU kernels can step into `launches`; return the others."""
-        left, rows = [], dict[torch.device, list[Any]]()
-        for number, p in own:
+        without_kernel, rows = [], dict[torch.device, list[Any]]()
+        for param_index, p in numbered:
             weight, state = layout.local(p).detach(), self.state[p]
             if weight.is_cpu and no_kernels(weight):
-                left.append((number, p))
+                without_kernel.append((param_index, p))
                 continue
             config = self.config(p, group)
             self._ensure_amax(p, config)
-            arguments = (config, self.parts(p, config), layout.flat_place(p, layout.leading(p, rule.whole)))
+            arguments = (
+                config,
+                self.parts(p, config),
+                layout.flat_place(p, layout.num_leading_dims(p, rule.needs_matrix)),
+            )
             if gpu.HAS_KERNEL(weight, *arguments, state["step"]):
-                row = gpu.kernel_parameter(*arguments, group["seed"], number, state, self._factor(p, factor))
+                row = gpu.kernel_parameter(*arguments, group["seed"], param_index, state, self._factor(p, factor))
                 row.owner = p
                 rows.setdefault(weight.device, []).append(row)
             else:
                 gpu.warn_once(self._said, weight, *arguments, state["step"])
-                left.append((number, p))
+                without_kernel.append((param_index, p))
         for of_device in rows.values():
             # The kernel increments the step itself if the step is applied.
             steps = torch.stack([row.tensors["step"] for row in of_device]).double() + 1
             launches.add(of_device, torch.stack(rule.scalars(group, steps)))
-        return left
+        return without_kernel
 
-    def _launch(self, launches: gpu.Launches, keep: Tensor | None) -> None:
+    def _launch(self, launches: gpu.Launches, apply_step: Tensor | None) -> None:
         """Launch the kernels for the collected parameters."""
-        for where, counts in launches.run(keep, self.statistics).items():
+        for where, counts in launches.run(apply_step, self.statistics).items():
             for i, row in enumerate(launches.rows[where]):
                 # Caches that compare version counters must notice these writes.
                 torch.autograd.graph.increment_version([row.owner, *(t for t in row.written if not t.is_inference())])
@@ -420,12 +432,14 @@ class Optimizer(OptimizerBase):
         own = None if quantized is None else quantized.contents.factor
         return factor if own is None else own if factor is None else own * factor
 
-    def _check_rate(self, group: Mapping[str, Any], own: list[Tensor]) -> None:
+    def _check_rate(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
         """Warn once if the learning rate is too small for 8-bit residuals."""
         if self._warned or isinstance(group["lr"], Tensor):
             return
         fine = [
-            p for p in own if self.config(p, group).master_format.kind == "residual8" and store_weight.holds_codes(p)
+            p
+            for p in parameters
+            if self.config(p, group).weight_format.kind == "residual8" and store_weight.holds_codes(p)
         ]
         if fine and not self._resolution:
             here = [p for p in fine if layout.local(p).is_cpu and layout.local(p).numel()]
@@ -434,39 +448,49 @@ class Optimizer(OptimizerBase):
 
     def _begin_parameter(
         self,
-        one: ranks.SteppingParameter,
+        stepping: ranks.SteppingParameter,
         group: Mapping[str, Any],
-        number: int,
+        param_index: int,
         agreed_amaxes: Mapping[int, Tensor],
-        keep: Tensor | None,
+        apply_step: Tensor | None,
     ) -> Iterator[Callable[[], object]]:
         """Start the step of each segment of a parameter; yields a function that finishes it."""
-        p, config, amax, own = one.p, one.config, one.amax, layout.local(one.p)
-        place = layout.flat_place(p, layout.leading(p, config.rule.whole))
-        whole = one.parts or self.parts(p, config)
+        p, config, amax, own = stepping.p, stepping.config, stepping.amax, layout.local(stepping.p)
+        place = layout.flat_place(p, layout.num_leading_dims(p, config.rule.needs_matrix))
+        tensors = stepping.parts or self.parts(p, config)
         for segment in ranks.segments(p, config):
-            parts = ranks.of_segment(whole, segment)
-            drawn = RngKey(group["seed"], number, self.state[p]["step"].long(), ranks.at_segment(place, segment))
-            known = ranks.agreed_for(agreed_amaxes, segment)
-            top = amax if amax is None or segment.group is None else amax[segment.group]
-            finish = begin(config, parts, one.scalars, one.factor, drawn, top, keep, self._programs, known)
-            yield partial(self._finish_segment, p, finish, parts.weight[0].numel(), top, keep)
+            parts = ranks.of_segment(tensors, segment)
+            rng_key = RngKey(group["seed"], param_index, self.state[p]["step"].long(), ranks.at_segment(place, segment))
+            global_amax = ranks.agreed_for(agreed_amaxes, segment)
+            segment_amax = amax if amax is None or segment.group is None else amax[segment.group]
+            finish = begin(
+                config,
+                parts,
+                stepping.scalars,
+                stepping.factor,
+                rng_key,
+                segment_amax,
+                apply_step,
+                self._programs,
+                global_amax,
+            )
+            yield partial(self._finish_segment, p, finish, parts.weight[0].numel(), segment_amax, apply_step)
         if layout.in_rows(own) is not own:
             # The parameter's memory is not row-major, so the step worked on a copy.
-            yield lambda: own.copy_(whole.weight[0].view(own.shape))
+            yield lambda: own.copy_(tensors.weight[0].view(own.shape))
 
     def _finish_segment(
         self,
         p: Tensor,
         finish: Callable[[], ParameterStepResult],
         elements: int,
-        top: Tensor | None,
-        keep: Tensor | None,
+        amax: Tensor | None,
+        apply_step: Tensor | None,
     ) -> None:
         outcome = finish()
         if outcome.amax is not None:
-            assert top is not None
-            top.copy_(outcome.amax if keep is None else torch.where(keep, outcome.amax, top))
+            assert amax is not None
+            amax.copy_(outcome.amax if apply_step is None else torch.where(apply_step, outcome.amax, amax))
         if self.statistics and outcome.clamped is not None:
             before, total = self.counted.get(p, (torch.zeros_like(outcome.clamped), 0))
             self.counted[p] = before + outcome.clamped, total + elements

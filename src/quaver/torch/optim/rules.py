@@ -50,11 +50,11 @@ class UpdateRule(Protocol):
         """For each moment, True if it can be negative, such as Adam's first."""
 
     @property
-    def bounded(self) -> bool:
+    def has_weight_bound(self) -> bool:
         """True if `weight_bound` bounds the weights after a step."""
 
     @property
-    def whole(self) -> bool:
+    def needs_matrix(self) -> bool:
         """True if a step needs a whole matrix at once."""
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
@@ -74,13 +74,16 @@ class UpdateRule(Protocol):
     def bound_needs_amaxes(self) -> bool:
         """True if `weight_bound` needs the amaxes of gradient and moments."""
 
-    def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
-        """Return an upper bound of the weights' magnitudes after the step, for a bounded rule.
+    def weight_bound(
+        self, amax: Tensor, scalars: tuple[Tensor, ...], gradient_and_moment_amaxes: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Return an upper bound of the weights' magnitudes after the step, if `has_weight_bound`.
 
         Args:
             amax: amaxes of the weights before the step, float32 of any shape.
             scalars: results of `scalars` for this parameter.
-            others: amaxes of the gradient and of each moment before the step, float32 [], if `bound_needs_amaxes`.
+            gradient_and_moment_amaxes: amaxes of the gradient and of each moment before the step, float32 [], if
+                `bound_needs_amaxes`.
         """
 
 
@@ -100,28 +103,28 @@ class AdamRule:
     maximize: bool = False
 
     @property
-    def bounded(self) -> bool:
+    def has_weight_bound(self) -> bool:
         return self.clamp
 
     name = "Adam"
     names = ("exp_avg", "exp_avg_sq")
     signed = (True, False)
-    whole = False
+    needs_matrix = False
     bound_needs_amaxes = False
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
         (b1, b2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
-        lr = wide(group["lr"], steps)
+        lr = expand_lr(group["lr"], steps)
         power1, power2 = b1**steps, b2**steps
-        limit = torch.full_like(steps, float("inf"))
+        update_bound = torch.full_like(steps, float("inf"))
         if self.clamp and b1**2 < b2 < 1:
             ratio = b1**2 / b2
             grown = (1 - ratio**steps) / (1 - ratio) * (1 - power2)
-            limit = (1 - b1) / (1 - b2) ** 0.5 * grown.sqrt() / (1 - power1)
+            update_bound = (1 - b1) / (1 - b2) ** 0.5 * grown.sqrt() / (1 - power1)
         numbers = (
-            *(torch.full_like(steps, v) for v in (share(b1), share(b2), eps)),
+            *(torch.full_like(steps, v) for v in (lerp_weight(b1), lerp_weight(b2), eps)),
             *(lr, lr * decay if self.decoupled else torch.full_like(steps, decay)),
-            *(1 / (1 - power1), (1 - power2).rsqrt(), limit),
+            *(1 / (1 - power1), (1 - power2).rsqrt(), update_bound),
         )
         return tuple(number.float() for number in numbers)
 
@@ -129,30 +132,32 @@ class AdamRule:
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> UpdateResult:
         m, v = moments
-        share1, share2, eps, lr, decay, grow1, grow2, limit = scalars
+        lerp_weight1, lerp_weight2, eps, lr, decay, inv_bias_correction1, rsqrt_bias_correction2, update_bound = scalars
         g = -gradient if self.maximize else gradient
         # Drop references early to reduce the peak memory of a chunk.
         del moments, gradient
         if not self.decoupled:
             g = g + weight * decay
-        m = averaged(m, g, share1)
+        m = lerp(m, g, lerp_weight1)
         # An infinite square would give NaN (infinity minus infinity) at the next step.
-        v = averaged(v, (g * g).clamp(max=LARGEST), share2)
+        v = lerp(v, (g * g).clamp(max=LARGEST), lerp_weight2)
         del g
-        update = (m * grow1) / (root(v) * grow2 + eps)
+        update = (m * inv_bias_correction1) / (root(v) * rsqrt_bias_correction2 + eps)
         clamped = None
         if self.clamp:
-            clamped = update.abs() > limit * (1 + 1e-6)
-            update = torch.minimum(torch.maximum(update, -limit), limit)
+            clamped = update.abs() > update_bound * (1 + 1e-6)
+            update = torch.minimum(torch.maximum(update, -update_bound), update_bound)
         if self.decoupled:
             weight = weight - weight * decay
         update = update * lr
         return UpdateResult(weight - update, (m, v), clamped)
 
-    def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
-        _, _, _, lr, decay, _, _, limit = scalars
+    def weight_bound(
+        self, amax: Tensor, scalars: tuple[Tensor, ...], gradient_and_moment_amaxes: tuple[Tensor, ...]
+    ) -> Tensor:
+        _, _, _, lr, decay, _, _, update_bound = scalars
         # The factor covers float32 rounding of three operations.
-        return (amax * (decay_bound(decay) if self.decoupled else 1.0) + lr.abs() * limit) * (1 + 2.0**-20)
+        return (amax * (decay_bound(decay) if self.decoupled else 1.0) + lr.abs() * update_bound) * (1 + 2.0**-20)
 
 
 def decay_bound(decay: Tensor) -> Tensor:
@@ -160,23 +165,23 @@ def decay_bound(decay: Tensor) -> Tensor:
     return (1 - decay).abs() + decay.abs() * 2.0**-22
 
 
-def share(beta: float) -> float:
-    """Return β in the form that `averaged` expects: 1 - β, or -β if β is below one half."""
+def lerp_weight(beta: float) -> float:
+    """Return β in the form that `lerp` expects: 1 - β, or -β if β is below one half."""
     return 1 - beta if beta >= 0.5 else -beta
 
 
-def averaged(old: Tensor, new: Tensor, share: Tensor) -> Tensor:
+def lerp(old: Tensor, new: Tensor, weight: Tensor) -> Tensor:
     """Return β old + (1 - β) new, computed from the operand with the larger weight.
 
     Computed from the other operand, (new - old) + old would lose a small `new` beside a large `old`.
 
     Args:
         old, new: float32 tensors.
-        share: result of `share` for β, float32 [].
+        weight: result of `lerp_weight` for β, float32 [].
     """
-    if not share.is_cpu or is_tracing() or type(share) is not Tensor:
-        return (new - old) * share + torch.where(share > 0, old, new)
-    return (new - old) * share + (old if share > 0 else new)
+    if not weight.is_cpu or is_tracing() or type(weight) is not Tensor:
+        return (new - old) * weight + torch.where(weight > 0, old, new)
+    return (new - old) * weight + (old if weight > 0 else new)
 
 
 def root(v: Tensor) -> Tensor:
@@ -191,7 +196,7 @@ def root(v: Tensor) -> Tensor:
     return out
 
 
-def wide(lr: Tensor | float, steps: Tensor) -> Tensor:
+def expand_lr(lr: Tensor | float, steps: Tensor) -> Tensor:
     if isinstance(lr, Tensor):
         return lr.detach().to(steps.device, torch.float64).expand_as(steps)
     return torch.full_like(steps, lr)
@@ -214,27 +219,34 @@ class LionRule:
     name = "Lion"
     names = ("exp_avg",)
     signed = (True,)
-    whole = False
+    needs_matrix = False
     bound_needs_amaxes = False
-    bounded = True
+    has_weight_bound = True
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
-        (b1, b2), lr = group["betas"], wide(group["lr"], steps)
-        numbers = (torch.full_like(steps, share(b1)), torch.full_like(steps, share(b2)), lr, lr * group["weight_decay"])
+        (b1, b2), lr = group["betas"], expand_lr(group["lr"], steps)
+        numbers = (
+            torch.full_like(steps, lerp_weight(b1)),
+            torch.full_like(steps, lerp_weight(b2)),
+            lr,
+            lr * group["weight_decay"],
+        )
         return tuple(number.float() for number in numbers)
 
     def __call__(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> UpdateResult:
         (m,) = moments
-        share1, share2, lr, decay = scalars
+        lerp_weight1, lerp_weight2, lr, decay = scalars
         g = -gradient if self.maximize else gradient
-        mixed = averaged(m, g, share1)
+        mixed = lerp(m, g, lerp_weight1)
         # Propagate NaN: torch's sign of NaN is 0, and such weights would silently stop training.
         update = torch.where(mixed != mixed, mixed, mixed.sign())
-        return UpdateResult(weight - weight * decay - update * lr, (averaged(m, g, share2),))
+        return UpdateResult(weight - weight * decay - update * lr, (lerp(m, g, lerp_weight2),))
 
-    def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    def weight_bound(
+        self, amax: Tensor, scalars: tuple[Tensor, ...], gradient_and_moment_amaxes: tuple[Tensor, ...]
+    ) -> Tensor:
         _, _, lr, decay = scalars
         return (amax * decay_bound(decay) + lr.abs()) * (1 + 2.0**-20)
 
@@ -263,14 +275,14 @@ class MuonRule:
     name = "Muon"
     names = ("momentum_buffer",)
     signed = (True,)
-    whole = True
+    needs_matrix = True
     bound_needs_amaxes = False
-    bounded = False
+    has_weight_bound = False
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
-        lr = wide(group["lr"], steps)
+        lr = expand_lr(group["lr"], steps)
         # Weight of the buffer in its moving average, and of the gradient in Nesterov's.
-        momentum = (torch.full_like(steps, share(beta)) for beta in (group["momentum"], 1 - group["momentum"]))
+        momentum = (torch.full_like(steps, lerp_weight(beta)) for beta in (group["momentum"], 1 - group["momentum"]))
         numbers = (lr, lr * group["weight_decay"], *momentum)
         return tuple(number.float() for number in numbers)
 
@@ -279,14 +291,16 @@ class MuonRule:
     ) -> UpdateResult:
         lr, decay, of_buffer, of_gradient = scalars
         g = -gradient if self.maximize else gradient
-        buffer = averaged(moments[0], g, of_buffer)
-        update = averaged(g, buffer, of_gradient) if self.nesterov else buffer
+        buffer = lerp(moments[0], g, of_buffer)
+        update = lerp(g, buffer, of_gradient) if self.nesterov else buffer
         update = orthogonalized(update, self.steps, self.eps)
         rows, columns = weight.shape
         ratio = max(1, rows / columns) ** 0.5 if self.adjust == "original" else 0.2 * max(rows, columns) ** 0.5
         return UpdateResult(weight - weight * decay - update * (lr * ratio), (buffer,))
 
-    def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    def weight_bound(
+        self, amax: Tensor, scalars: tuple[Tensor, ...], gradient_and_moment_amaxes: tuple[Tensor, ...]
+    ) -> Tensor:
         raise NotImplementedError
 
 
@@ -322,9 +336,9 @@ class SGDRule:
     nesterov: bool = False
     maximize: bool = False
 
-    whole = False
+    needs_matrix = False
     bound_needs_amaxes = True
-    bounded = True
+    has_weight_bound = True
 
     name = "SGD"
 
@@ -340,7 +354,7 @@ class SGDRule:
         first = steps <= 1
         new = torch.where(first, 1.0, 1.0 - group["dampening"])
         numbers = (
-            *(wide(group["lr"], steps), torch.full_like(steps, group["weight_decay"])),
+            *(expand_lr(group["lr"], steps), torch.full_like(steps, group["weight_decay"])),
             *(torch.full_like(steps, group["momentum"]), new),
         )
         return tuple(number.float() for number in numbers)
@@ -356,10 +370,12 @@ class SGDRule:
         update = g + buffer * momentum if self.nesterov else buffer
         return UpdateResult(weight - update * lr, (buffer,))
 
-    def weight_bound(self, amax: Tensor, scalars: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    def weight_bound(
+        self, amax: Tensor, scalars: tuple[Tensor, ...], gradient_and_moment_amaxes: tuple[Tensor, ...]
+    ) -> Tensor:
         lr, decay, momentum, new = scalars
-        step = others[0] + decay.abs() * amax
+        step = gradient_and_moment_amaxes[0] + decay.abs() * amax
         if self.momentum:
-            buffer = momentum.abs() * others[1] + new.abs() * step
+            buffer = momentum.abs() * gradient_and_moment_amaxes[1] + new.abs() * step
             step = step + momentum.abs() * buffer if self.nesterov else buffer
         return (amax + lr.abs() * step) * (1 + 2.0**-20)

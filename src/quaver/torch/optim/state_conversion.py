@@ -12,7 +12,7 @@ from quaver.recipes.text import suggest
 from quaver.reference.optimizer_state import FLOAT32, PRESETS, Preset, StateSpec
 from quaver.torch.optim import codes, master_weights, rules
 from quaver.torch.optim.checks import TORCHS
-from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import UpdateRule
 from quaver.torch.optim.step import layout
 from quaver.torch.optim.step.step import StepConfig
@@ -72,7 +72,7 @@ def has_residuals(preset: Preset) -> bool:
 # State dicts of presets with residuals have a marker for the second form (see `packed`). States without it are
 # converted like those of another preset. Source: FlashOptim, arXiv:2602.23349.
 
-#: `MasterFormat.kind` of residuals in the first form, by the kind in the second.
+#: `WeightFormat.kind` of residuals in the first form, by the kind in the second.
 FIRST_FORM_KINDS = {"residual8": "parts8", "residual16": "parts16"}
 _FIRST = StateSpec(code="int8_softsign")
 _SECOND = StateSpec(code="uint8_root", stochastic=True, floor=True)
@@ -119,27 +119,27 @@ def without_form(saved: Any) -> Any:
     return {name: value for name, value in saved.items() if name != FORM_KEY} if isinstance(saved, Mapping) else saved
 
 
-def read(master_format: MasterFormat, tensors: tuple[Tensor, ...]) -> Tensor:
+def read(weight_format: WeightFormat, tensors: tuple[Tensor, ...]) -> Tensor:
     """Return the weight in float32, with residuals in either form. Exact.
 
     Args:
-        master_format: format of the weight and its states.
-        tensors: the weight, its scales if it is stored as codes, and its states in the order of `MasterFormat`.
+        weight_format: format of the weight and its states.
+        tensors: the weight, its scales if it is stored as codes, and its states in the order of `WeightFormat`.
     """
-    if master_format.kind not in FIRST_FORM_KINDS.values():
-        return master_weights.read(master_format, tensors)
+    if weight_format.kind not in FIRST_FORM_KINDS.values():
+        return master_weights.read(weight_format, tensors)
     weight, residual = tensors[0], tensors[-1]
     fraction = residual.float() / 2.0 ** (master_weights.BITS[residual.dtype] - 1)
-    if master_format.spec is None:
+    if weight_format.code_spec is None:
         # Half an ULP of bfloat16 is 2**-8 of the power of two; clamp it to a normal number, for infinity as well.
         power = ((weight.view(torch.int16).int() & 0x7F80) << 16).view(torch.float32)
         half = power.clamp(min=2.0**-117, max=2.0**127) * 2.0**-8
         return weight.float() + fraction * half
-    fmt = master_format.spec.format
+    fmt = weight_format.code_spec.format
     # A float32 with the exponent of half an ULP of the code; a subnormal has the exponent of the smallest normal.
     exponent = ((weight.view(torch.uint8).int() & 0x7F) >> fmt.mantissa_bits).clamp(min=1)
     half = (exponent - (fmt.bias + fmt.mantissa_bits + 1) + 127 << 23).view(torch.float32)
-    return master_weights.scaled(master_format.spec, tensors[1], weight.float() + fraction * half)
+    return master_weights.scaled(weight_format.code_spec, tensors[1], weight.float() + fraction * half)
 
 
 # ---- rules ----
@@ -276,7 +276,7 @@ def spec_of(name: str, saved: Any, scale: Any, spec: StateSpec) -> StateSpec:
 def check_scales(name: str, saved: Tensor, scale: Tensor, spec: StateSpec) -> None:
     """Check the shape and dtype of scales against their codes. Raises: ValueError."""
     # Earlier releases did not flatten trailing dimensions before they divided rows into blocks.
-    flat = [layout.flat(saved.shape, rows_of) for rows_of in range(max(saved.dim(), 1))]
+    flat = [layout.flat(saved.shape, num_leading_dims) for num_leading_dims in range(max(saved.dim(), 1))]
     shapes = {codes.scale_shape(shape, spec.block, spec.of.numbers) for shape in flat}
     dtype = codes.SCALE_DTYPES[spec.scale]
     if tuple(scale.shape) not in shapes or scale.dtype != dtype:
@@ -337,7 +337,7 @@ def convert_state(
     Raises:
         ValueError: a state of another shape.
     """
-    rows_of = layout.leading(p, config.rule.whole)
+    num_leading_dims = layout.num_leading_dims(p, config.rule.needs_matrix)
     saved_moments = {name: saved.get(name + CODES, saved.get(name)) for name in config.rule.names}
     complete = all(moment is not None for moment in saved_moments.values())
     # Moments without a step count were stepped before, so the next step is not the first.
@@ -346,20 +346,20 @@ def convert_state(
     for index, ((name, moment), spec) in enumerate(zip(saved_moments.items(), config.moments, strict=True)):
         if moment is not None:
             saved_spec = None if saved_way is None else saved_way.moments[index]
-            state |= _convert_moment(p, name, moment, saved.get(f"{name}_scale"), spec, saved_spec, rows_of)
+            state |= _convert_moment(p, name, moment, saved.get(f"{name}_scale"), spec, saved_spec, num_leading_dims)
     if saved_way is not None:
-        state |= _convert_weight_states(p, saved, config.master_format, saved_way.master_format, weight)
+        state |= _convert_weight_states(p, saved, config.weight_format, saved_way.weight_format, weight)
     missing = ""
-    if config.master_format.states and config.master_format.states[0] not in state:
+    if config.weight_format.states and config.weight_format.states[0] not in state:
         missing = (
-            f"no {config.master_format.states[0]} was saved for weights that are stored as "
-            f"{config.master_format.kind}: it is created from the weight"
+            f"no {config.weight_format.states[0]} was saved for weights that are stored as "
+            f"{config.weight_format.kind}: it is created from the weight"
         )
     return state, missing
 
 
 def _convert_moment(
-    p: Tensor, name: str, moment: Any, scale: Any, spec: StateSpec, saved_spec: StateSpec | None, rows_of: int
+    p: Tensor, name: str, moment: Any, scale: Any, spec: StateSpec, saved_spec: StateSpec | None, num_leading_dims: int
 ) -> dict[str, Tensor]:
     """Convert a moment and its scale to the format `spec`; returns them by their keys in the state.
 
@@ -370,13 +370,13 @@ def _convert_moment(
         scale: its saved scale, or None.
         spec: target format.
         saved_spec: its format; None for another library's.
-        rows_of: number of leading dimensions of p that form the rows of the matrix which blocks divide.
+        num_leading_dims: number of leading dimensions of p that form the rows of the matrix which blocks divide.
     """
     moment, scale = layout.local(moment), None if scale is None else layout.local(scale)
     if saved_spec is not None and scale is not None:
         check_scales(name, moment, scale, saved_spec)
     own = layout.local(p)
-    local_shape, full_shape = (layout.flat(t.shape, rows_of) for t in (own, p))
+    local_shape, full_shape = (layout.flat(t.shape, num_leading_dims) for t in (own, p))
     # Earlier releases did not flatten trailing dimensions, so the same spec had other blocks.
     converts = saved_spec != spec or (
         scale is not None and scale.shape != codes.scale_shape(local_shape, spec.block, spec.of.numbers)
@@ -402,41 +402,41 @@ def _convert_moment(
 def _convert_weight_states(
     p: Tensor,
     saved: Mapping[str, Any],
-    master_format: MasterFormat,
-    saved_master_format: MasterFormat,
+    weight_format: WeightFormat,
+    saved_weight_format: WeightFormat,
     weight: tuple[Tensor, ...],
 ) -> dict[str, Tensor]:
     """Convert the master, remainder or residual of a weight; returns them by name, {} if the state dict has none to
     use.
     """
-    if not all(name in saved for name in saved_master_format.states):
+    if not all(name in saved for name in saved_weight_format.states):
         return {}
-    tensors = [layout.local(saved[name]).to(p.device, copy=True) for name in saved_master_format.states]
-    for name, tensor in zip(saved_master_format.states[:1], tensors, strict=False):
-        if tensor.dtype != saved_master_format.dtype or tensor.numel() != layout.local(p).numel():
+    tensors = [layout.local(saved[name]).to(p.device, copy=True) for name in saved_weight_format.states]
+    for name, tensor in zip(saved_weight_format.states[:1], tensors, strict=False):
+        if tensor.dtype != saved_weight_format.dtype or tensor.numel() != layout.local(p).numel():
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; a parameter of shape "
-                f"{tuple(layout.local(p).shape)} needs one in {saved_master_format.dtype}; {DAMAGED}"
+                f"{tuple(layout.local(p).shape)} needs one in {saved_weight_format.dtype}; {DAMAGED}"
             )
-    if (master_format.kind, master_format.spec) != (saved_master_format.kind, saved_master_format.spec):
-        if not _determines_weight(saved_master_format, p):
+    if (weight_format.kind, weight_format.code_spec) != (saved_weight_format.kind, saved_weight_format.code_spec):
+        if not _determines_weight(saved_weight_format, p):
             return {}
-        value = read(saved_master_format, (*weight, *(layout.rows(tensor) for tensor in tensors)))
-        first = master_weights.first_states(master_format, layout.local(p), value.view(layout.local(p).shape))
+        value = read(saved_weight_format, (*weight, *(layout.rows(tensor) for tensor in tensors)))
+        first = master_weights.first_states(weight_format, layout.local(p), value.view(layout.local(p).shape))
         # The loaded weight is unchanged; only the states beside it are computed from the value.
-        tensors = [*master_weights.around(master_format, value, (*weight, *(layout.rows(tensor) for tensor in first)))]
+        tensors = [*master_weights.around(weight_format, value, (*weight, *(layout.rows(tensor) for tensor in first)))]
     shapes = [t.shape if t.dim() == 0 else p.shape for t in tensors]
     own = layout.local(p).shape
     return {
         name: layout.like(p, t if t.dim() == 0 else t.reshape(own), shape)
-        for name, t, shape in zip(master_format.states, tensors, shapes, strict=True)
+        for name, t, shape in zip(weight_format.states, tensors, shapes, strict=True)
     }
 
 
-def _determines_weight(saved_master_format: MasterFormat, p: Tensor) -> bool:
+def _determines_weight(saved_weight_format: WeightFormat, p: Tensor) -> bool:
     """True if saved states determine the weight in high precision.
 
     A master does so alone. A remainder or residual extends a weight in bfloat16 or in codes, so p must still be in that
     format.
     """
-    return saved_master_format.master or (saved_master_format.spec is None) == (p.dtype is torch.bfloat16)
+    return saved_weight_format.master or (saved_weight_format.code_spec is None) == (p.dtype is torch.bfloat16)

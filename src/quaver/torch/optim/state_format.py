@@ -54,19 +54,19 @@ class OptimizerBase(torch.optim.Optimizer):
         preset = self.preset(p, group)
         rule = self.rule(group, preset)
         specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
-        master_format = master_weights.master_format_of(p, preset)
-        predicts = (
-            master_format.kind.startswith("residual")
-            and master_format.spec is not None
-            and None in master_format.spec.block
+        weight_format = master_weights.weight_format_of(p, preset)
+        predicts_scale = (
+            weight_format.kind.startswith("residual")
+            and weight_format.code_spec is not None
+            and None in weight_format.code_spec.block
         )
         quantized = local_quantized(p.grad)
         spec = None if quantized is None else quantized.contents.spec
-        return StepConfig(rule, master_format, specs, spec, predicts and rule.bounded, self.statistics)
+        return StepConfig(rule, weight_format, specs, spec, predicts_scale and rule.has_weight_bound, self.statistics)
 
     def _ensure_amax(self, p: Tensor, config: StepConfig) -> None:
         """Add the amaxes of the weight's blocks to its state if its scales are predicted; else remove them."""
-        if not config.predicts:
+        if not config.predicts_scale:
             self.state[p].pop("amax", None)
         elif "amax" not in self.state[p]:
             self.state[p]["amax"] = self._amax(p, config, self.parts_of_weight(p, config))
@@ -75,22 +75,26 @@ class OptimizerBase(torch.optim.Optimizer):
         """Return the amaxes of the weight's blocks, sharded like its rows; for a sharded weight, those of this rank's
         rows.
         """
-        assert config.master_format.spec is not None
-        if layout.is_stack(p, config.master_format.spec):
+        assert config.weight_format.code_spec is not None
+        if layout.is_stack(p, config.weight_format.code_spec):
             each = [
                 ranks.of_segment(ParameterTensors(tensors, (), ()), segment).weight
                 for segment in ranks.segments(p, config)
             ]
             amaxes = [
-                master_weights.block_amax(config.master_format.spec, master_weights.read(config.master_format, own))
+                master_weights.block_amax(
+                    config.weight_format.code_spec, master_weights.read(config.weight_format, own)
+                )
                 for own in each
             ]
             return layout.together(amaxes, p)
-        amax = master_weights.block_amax(config.master_format.spec, master_weights.read(config.master_format, tensors))
+        amax = master_weights.block_amax(
+            config.weight_format.code_spec, master_weights.read(config.weight_format, tensors)
+        )
         if not layout.shardings(p):
             return amax
         self._local_amax.add(p)
-        height = config.master_format.spec.block[0]
+        height = config.weight_format.code_spec.block[0]
         return amax if height is None else layout.like(p, amax, (-(-p.shape[0] // height), amax.shape[1]))
 
     def parts(self, p: Tensor, config: StepConfig) -> ParameterTensors:
@@ -102,16 +106,16 @@ class OptimizerBase(torch.optim.Optimizer):
         )
         quantized = local_quantized(p.grad)
         gradient = (layout.gradient(p),) if quantized is None else quantized.contents.codes or ()
-        rows_of = layout.leading(p, config.rule.whole)
+        num_leading_dims = layout.num_leading_dims(p, config.rule.needs_matrix)
         # Nonzero only if trailing dimensions are flattened, and 0 for a shard without rows.
-        number = prod(layout.local(p).shape[:rows_of]) if rows_of < p.dim() - 1 else 0
+        number = prod(layout.local(p).shape[:num_leading_dims]) if num_leading_dims < p.dim() - 1 else 0
         return layout.as_rows(ParameterTensors(self.parts_of_weight(p, config), moments, gradient), number)
 
     def parts_of_weight(self, p: Tensor, config: StepConfig) -> tuple[Tensor, ...]:
-        """Return the tensors that represent a parameter's weight: this rank's shards, as matrices, in `MasterFormat`'s
+        """Return the tensors that represent a parameter's weight: this rank's shards, as matrices, in `WeightFormat`'s
         order.
         """
-        states = [layout.local(self.state[p][name]) for name in config.master_format.states]
+        states = [layout.local(self.state[p][name]) for name in config.weight_format.states]
         return tuple(layout.rows(t) for t in (*layout.weight_of(p, config), *states))
 
     def state_dict(self) -> dict[str, Any]:
@@ -232,14 +236,14 @@ class OptimizerBase(torch.optim.Optimizer):
             )
             saved_way = replace(saved_way, moments=saved_specs)
         # A shard may start within a block of scales: read it with one scale per row.
-        master_format, tensors = layout.in_own_rows(p, config.master_format)
+        weight_format, tensors = layout.in_own_rows(p, config.weight_format)
         by_rows = (
             None
             if saved_way is None
-            else replace(saved_way, master_format=layout.in_own_rows(p, saved_way.master_format)[0])
+            else replace(saved_way, weight_format=layout.in_own_rows(p, saved_way.weight_format)[0])
         )
         weight = tuple(layout.rows(t) for t in tensors)
-        state, missing = convert_state(p, saved, replace(config, master_format=master_format), by_rows, weight)
+        state, missing = convert_state(p, saved, replace(config, weight_format=weight_format), by_rows, weight)
         first = self.first_state(p, group)
         self.state[p] = {**first, **{name: value for name, value in state.items() if name in first}}
         self.state[p]["step"] = first["step"] + state["step"].to(first["step"].device)
@@ -247,7 +251,7 @@ class OptimizerBase(torch.optim.Optimizer):
         self._ensure_amax(p, config)
         self._stepped.pop(p, None)
         messages = [missing] if missing else []
-        if saved_way is None or saved_way.moments != config.moments or saved_way.master_format != config.master_format:
+        if saved_way is None or saved_way.moments != config.moments or saved_way.weight_format != config.weight_format:
             source = "another library" if preset is None else f"preset {preset.name}"
             messages.append(f"states of {source} were converted to preset {self.preset(p, group).name}")
         return messages
@@ -262,29 +266,30 @@ class OptimizerBase(torch.optim.Optimizer):
         config = self.config(p, group)
         device = p.device
         state = {"step": torch.zeros((), dtype=torch.float32, device=device if device.type == "cuda" else "cpu")}
-        own, rows_of = layout.local(p), layout.leading(p, config.rule.whole)
+        own, num_leading_dims = layout.local(p), layout.num_leading_dims(p, config.rule.needs_matrix)
         for name, spec in zip(config.rule.names, config.moments, strict=True):
             moment = torch.zeros(own.shape, dtype=codes.code_dtype(spec.of), device=own.device)
             state[key_of(name, spec)] = layout.like(p, moment, p.shape)
             if spec.of.scaled:
                 shape, full_shape = (
-                    codes.scale_shape(layout.flat(t.shape, rows_of), spec.block, spec.of.numbers) for t in (own, p)
+                    codes.scale_shape(layout.flat(t.shape, num_leading_dims), spec.block, spec.of.numbers)
+                    for t in (own, p)
                 )
                 scale = torch.zeros(shape, dtype=codes.SCALE_DTYPES[spec.scale], device=own.device)
                 state[f"{name}_scale"] = layout.like(p, scale, full_shape)
-        value = layout.value_of(p) if config.master_format.master else None
-        weight_states = master_weights.first_states(config.master_format, own, value)
+        value = layout.value_of(p) if config.weight_format.master else None
+        weight_states = master_weights.first_states(config.weight_format, own, value)
         initial = layout.initial_of(p, config)
         if initial is not None:
             # The layer stores its value from before quantization: start from that instead of the codes.
-            master_format, tensors = layout.in_own_rows(p, config.master_format)
+            weight_format, tensors = layout.in_own_rows(p, config.weight_format)
             states = master_weights.around(
-                master_format, layout.rows(initial), (*tensors, *map(layout.rows, weight_states))
+                weight_format, layout.rows(initial), (*tensors, *map(layout.rows, weight_states))
             )
             weight_states = tuple(t.view(own.shape) if t.dim() else t for t in states)
-        for name, tensor in zip(config.master_format.states, weight_states, strict=True):
+        for name, tensor in zip(config.weight_format.states, weight_states, strict=True):
             state[name] = layout.like(p, tensor, p.shape) if tensor.shape == own.shape else tensor
-        if config.predicts:
+        if config.predicts_scale:
             tensors = [layout.rows(t) for t in (*layout.weight_of(p, config), *weight_states)]
             state["amax"] = self._amax(p, config, tuple(tensors))
         return state
@@ -301,17 +306,17 @@ class OptimizerBase(torch.optim.Optimizer):
             # Restart the step count, because the first step of a momentum differs.
             first = self.first_state(p, group)
             state.update(
-                {name: first[name] for name in first if name not in config.master_format.states or name not in state}
+                {name: first[name] for name in first if name not in config.weight_format.states or name not in state}
             )
-        flat = layout.flat(own, layout.leading(p, config.rule.whole))
+        flat = layout.flat(own, layout.num_leading_dims(p, config.rule.needs_matrix))
         expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, spec in zip(config.rule.names, config.moments, strict=True):
             expected[key_of(name, spec)] = own, codes.code_dtype(spec.of)
             if spec.of.scaled:
                 scales = codes.scale_shape(flat, spec.block, spec.of.numbers)
                 expected[f"{name}_scale"] = scales, codes.SCALE_DTYPES[spec.scale]
-        for name in config.master_format.states[:1]:
-            expected[name] = own, config.master_format.dtype
+        for name in config.weight_format.states[:1]:
+            expected[name] = own, config.weight_format.dtype
         for name, (shape, dtype) in expected.items():
             found_state = None if name not in state else layout.local(state[name])
             if found_state is None or (tuple(found_state.shape), found_state.dtype) != (shape, dtype):

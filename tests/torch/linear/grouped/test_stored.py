@@ -151,7 +151,7 @@ def test_presets_that_round_at_random_step_and_come_back_from_a_file(name: str, 
         again.config(other.weight, again.param_groups[0]),
         converted.config(other.weight, converted.param_groups[0]),
     )
-    assert (config.master_format.kind, new.master_format.kind) == (
+    assert (config.weight_format.kind, new.weight_format.kind) == (
         "residual16" if preset == "balanced" else "residual8",
         "float32",
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quaver.options import checks
 from quaver.reference.optimizer_state import FLOAT32, Preset, StateSpec
-from quaver.torch.optim.master_weights import MasterFormat, around
+from quaver.torch.optim.master_weights import WeightFormat, around
 from quaver.torch.optim.optimizers import Adam
 from quaver.torch.optim.state_conversion import packed
 
@@ -252,7 +252,7 @@ def _from_transformer_engine(p: Tensor, state: Mapping[str, Any], steps: int) ->
         weight, value = p.detach(), master.to(p.device, torch.float32)
         # If the weight is not the rounded master, it was changed after saving and takes precedence.
         value = torch.where(value.to(weight.dtype) == weight, value, weight.float())
-        (master,) = around(MasterFormat("remainder"), value, (weight,))
+        (master,) = around(WeightFormat("remainder"), value, (weight,))
     return converted | {"remainder": master}
 
 

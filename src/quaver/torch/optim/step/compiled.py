@@ -20,7 +20,7 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, decode_scales
 from quaver.torch.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, magnitude_bits
 from quaver.torch.optim import codes, master_weights
-from quaver.torch.optim.master_weights import MasterFormat
+from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.step import noise
 from quaver.torch.optim.step.step import (
     InplaceStepResult,
@@ -36,12 +36,10 @@ from quaver.torch.optim.step.step import (
 #
 # A compiler loads, widens and narrows bytes one by one or through memory, but extracts them from an int32 by shifts. So
 # every tensor of a chunk is viewed as [blocks, 16]: for each block of 64 elements sixteen int32, or two times sixteen
-# for
-# 16-bit elements. Element k of every four forms plane k. Four planes step by the formulas of `step.move` and share the
-# scales of their blocks. If all tensors are 16 bits wide, they are read as [blocks, 32] and there are two planes.
-# Random
-# words are drawn per plane. The views are float32, which Inductor loads in full vectors; it loads int32 in halves that
-# wait for each other. The bits are those of an ordinary step.
+# for 16-bit elements. Element k of every four forms plane k. Four planes step by the formulas of `step.apply_rule` and
+# share the scales of their blocks. If all tensors are 16 bits wide, they are read as [blocks, 32] and there are two
+# planes. Random words are drawn per plane. The views are float32, which Inductor loads in full vectors; it loads int32
+# in halves that wait for each other. The bits are those of an ordinary step.
 
 #: Elements per scale of a moment, elements per scale of a gradient, and int32 lanes per block of 64 bytes.
 BLOCK, LONG, LANES = 64, 128, 16
@@ -75,13 +73,15 @@ def fits(config: StepConfig, own: ParameterTensors) -> bool:
 
 
 def _weight_fits(config: StepConfig, own: ParameterTensors) -> bool:
-    master_format = config.master_format
-    if master_format.spec is None:
+    weight_format = config.weight_format
+    if weight_format.code_spec is None:
         half = own.weight[0].dtype is torch.bfloat16
-        return half and not master_format.master and (master_format.kind != "plain" or master_format.stochastic)
-    longer = master_format.spec.format == E4M3 and master_format.kind[:8] == "residual"
+        return half and not weight_format.master and (weight_format.kind != "plain" or weight_format.stochastic)
+    longer = weight_format.code_spec.format == E4M3 and weight_format.kind[:8] == "residual"
     return longer and (
-        master_format.spec.per_tensor if config.shared else _blocks_fit(master_format.spec, own.weight[0].shape)
+        weight_format.code_spec.per_tensor
+        if config.single_scale
+        else _blocks_fit(weight_format.code_spec, own.weight[0].shape)
     )
 
 
@@ -149,57 +149,61 @@ def run_packed4(
     factor: Tensor | None,
     place: tuple[Tensor, ...] | None,
     amax: Tensor | None,
-    keep: Tensor | None,
+    apply_step: Tensor | None,
 ) -> InplaceStepResult:
-    """Step a chunk in place: `step.move` and `step.put` on the views of `viewed`."""
-    master_format, spec = config.master_format, config.master_format.spec
+    """Step a chunk in place: `step.compute_step` and `step.write_results` on the views of `viewed`."""
+    weight_format, spec = config.weight_format, config.weight_format.code_spec
     moment_tensors = [own.weight[0], *own.weight[1 if spec is None else 2 :]]
     weight, gradient = tuple(map(_lanes, moment_tensors)), _lanes(own.gradient[0])
     moments = [_lanes(each[0]) for each in own.moments]
     # Two planes if all tensors are 16 bits wide.
     number = 2 if own.gradient[0].shape[1] > LANES else 4
-    noise_shares = _shares(config, gradient[0].shape, number, place)
+    rounding_noise = _plane_noise(config, gradient[0].shape, number, place)
     before = None if spec is None else _spread(decode_scales(own.weight[1], spec, None), spec, gradient[0].shape)
     of_gradient = None
     if config.gradient is not None:
         of_gradient = own.gradient[1].float().unsqueeze(-1).expand(-1, LONG // BLOCK).reshape(-1, 1)
     after = []
     for k in range(number):
-        w, g = _weight(master_format, weight, k, number), _above(gradient, k, number)
+        w, g = _weight(weight_format, weight, k, number), _above(gradient, k, number)
         g = (g & -0x10000).view(torch.float32) if of_gradient is None else _of_e4m3(g, 24) * of_gradient
-        stepped = config.rule(
+        result = config.rule(
             w if before is None else w * before,
             g if factor is None else g * factor,
             tuple(
-                _moment(packed, each, one, k, number)
-                for packed, each, one in zip(moments, own.moments, config.moments, strict=True)
+                _moment(packed, each, moment_spec, k, number)
+                for packed, each, moment_spec in zip(moments, own.moments, config.moments, strict=True)
             ),
             scalars,
         )
-        after.append(stepped)
+        after.append(result)
     new: list[Tensor] = []
-    for i, one in enumerate(config.moments):
-        unpacked = [stepped.moments[i] for stepped in after]
-        new += _written(unpacked, one, [share[0] if one.stochastic else None for share in noise_shares])
-    weight_noise = [share[-1] if master_format.stochastic else None for share in noise_shares]
-    unpacked = [stepped.weight for stepped in after]
-    top, stored = None, None
+    for i, moment_spec in enumerate(config.moments):
+        unpacked = [result.moments[i] for result in after]
+        new += _written(
+            unpacked,
+            moment_spec,
+            [plane_noise[0] if moment_spec.stochastic else None for plane_noise in rounding_noise],
+        )
+    weight_noise = [plane_noise[-1] if weight_format.stochastic else None for plane_noise in rounding_noise]
+    unpacked = [result.weight for result in after]
+    amax_after, new_scale = None, None
     if spec is None:
-        new = [*_floats(master_format, unpacked, weight_noise), *new]
-    elif config.shared:
+        new = [*_floats(weight_format, unpacked, weight_noise), *new]
+    elif config.single_scale:
         assert amax is not None
-        written, top, stored = _coded(master_format, unpacked, weight_noise, amax)
+        written, amax_after, new_scale = _coded(weight_format, unpacked, weight_noise, amax)
         new = [*written, *new]
     else:
         moment_tensors.insert(1, own.weight[1])
-        new = [*_coded_in_blocks(master_format, unpacked, weight_noise, own.weight[1].shape), *new]
-    moment_tensors += [t for one in own.moments for t in one]
+        new = [*_coded_in_blocks(weight_format, unpacked, weight_noise, own.weight[1].shape), *new]
+    moment_tensors += [t for each in own.moments for t in each]
     for target, value in zip(moment_tensors, new, strict=True):
-        target.copy_(value if keep is None else torch.where(keep, value, target))
+        target.copy_(value if apply_step is None else torch.where(apply_step, value, target))
     clamped = None
-    if config.counts and after[0].clamped is not None:
-        clamped = torch.stack([stepped.clamped.sum() for stepped in after if stepped.clamped is not None]).sum()
-    return InplaceStepResult(top, clamped, stored)
+    if config.counts_clamped and after[0].clamped is not None:
+        clamped = torch.stack([result.clamped.sum() for result in after if result.clamped is not None]).sum()
+    return InplaceStepResult(amax_after, clamped, new_scale)
 
 
 def _lanes(tensor: Tensor) -> Lanes:
@@ -243,95 +247,97 @@ def _joined(unpacked: list[Tensor], bits: int, mask: Tensor | None = None) -> Te
     return low & _LOW | high << 32
 
 
-def _weight(master_format: MasterFormat, packed: tuple[Lanes, ...], k: int, number: int) -> Tensor:
+def _weight(weight_format: WeightFormat, packed: tuple[Lanes, ...], k: int, number: int) -> Tensor:
     """Read plane k of the weights as float32, of codes as multiples of their scale; equals `master_weights.read`."""
     bits = 32 * len(packed[0]) // number
-    value, below = _above(packed[0], k, number), 32 - bits
+    value, dropped_bits = _above(packed[0], k, number), 32 - bits
     if len(packed) > 1:
-        longer = (value & 0x7FFFFFFF & -(1 << below)) + (_above(packed[1], k, number) >> bits)
+        longer = (value & 0x7FFFFFFF & -(1 << dropped_bits)) + (_above(packed[1], k, number) >> bits)
         value = longer.clamp(min=0) | value & -0x80000000
-        below -= 32 * len(packed[1]) // number
-    if master_format.spec is not None:
-        return _of_e4m3(value, below)
-    return (value & -(1 << below) if below else value).view(torch.float32)
+        dropped_bits -= 32 * len(packed[1]) // number
+    if weight_format.code_spec is not None:
+        return _of_e4m3(value, dropped_bits)
+    return (value & -(1 << dropped_bits) if dropped_bits else value).view(torch.float32)
 
 
-def _of_e4m3(number: Tensor, below: int) -> Tensor:
-    """Convert E4M3 codes in the highest bits to float32; of the bits below, `below` are ignored, others extend the
-    mantissa.
+def _of_e4m3(number: Tensor, dropped_bits: int) -> Tensor:
+    """Convert E4M3 codes in the highest bits to float32. Lower bits extend the mantissa; the lowest `dropped_bits` are
+    ignored.
 
     The bits are those of a float32 with another exponent bias, subnormals included. NaN codes have the scale NaN.
     """
-    return ((number >> 4) & -0x78000000 - (1 << below - 4)).view(torch.float32) * 2.0**120
+    return ((number >> 4) & -0x78000000 - (1 << dropped_bits - 4)).view(torch.float32) * 2.0**120
 
 
-def _floats(master_format: MasterFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None]) -> list[Tensor]:
+def _floats(weight_format: WeightFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None]) -> list[Tensor]:
     """Write weights that are not codes; equals `master_weights.write`."""
-    if master_format.kind == "plain":
-        return [_joined([_bfloat16(x, drawn) for x, drawn in zip(unpacked, weight_noise, strict=True)], 16)]
-    if master_format.kind == "remainder":
+    if weight_format.kind == "plain":
+        return [_joined([_bfloat16(x, noise_bits) for x, noise_bits in zip(unpacked, weight_noise, strict=True)], 16)]
+    if weight_format.kind == "remainder":
         bits = [torch.where(x != x, master_weights.NAN_BITS, x.view(torch.int32)) for x in unpacked]
         return [_joined([x + 0x8000 >> 16 for x in bits], 16), _joined(bits, 16)]
-    return _longer(master_format, unpacked, weight_noise)[0]
+    return _longer(weight_format, unpacked, weight_noise)[0]
 
 
 def _longer(
-    master_format: MasterFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None]
+    weight_format: WeightFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return packed codes and residuals of multiples of scales, and the integers that they represent."""
-    residual_bits = MORE[master_format.kind]
+    residual_bits = MORE[weight_format.kind]
     numbers = [
-        master_weights.to_integers(master_format, x, residual_bits, drawn)
-        for x, drawn in zip(unpacked, weight_noise, strict=True)
+        master_weights.to_integers(weight_format, x, residual_bits, noise_bits)
+        for x, noise_bits in zip(unpacked, weight_noise, strict=True)
     ]
     both = [
-        master_weights.split_integers(master_format, number, x, residual_bits)
+        master_weights.split_integers(weight_format, number, x, residual_bits)
         for number, x in zip(numbers, unpacked, strict=True)
     ]
-    bits = 16 if master_format.spec is None else 8
+    bits = 16 if weight_format.code_spec is None else 8
     return [_joined([code for code, _ in both], bits), _joined([rest for _, rest in both], residual_bits)], numbers
 
 
 def _coded(
-    master_format: MasterFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None], amax: Tensor
+    weight_format: WeightFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None], amax: Tensor
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Write weights as codes with a single, predicted scale: returns tensors, the new amax, and the scale."""
-    spec = master_format.spec
+    spec = weight_format.code_spec
     assert spec is not None
-    top = reference.override_bits(amax, amax.view(1, 1))
-    e = reference.factors(top, spec)
+    amax_bits = reference.override_bits(amax, amax.view(1, 1))
+    e = reference.factors(amax_bits, spec)
     scaled = [x * e for x in unpacked]
-    written, numbers = _longer(master_format, scaled, weight_noise)
+    written, numbers = _longer(weight_format, scaled, weight_noise)
     # Largest integer, or far above it if a value is not finite.
     largest = _most([torch.maximum(number, magnitude_bits(x) - FAR) for number, x in zip(numbers, scaled, strict=True)])
     largest = largest.amax().view(1, 1)
-    stored = reference.stored_scale(top, (top < INFINITY_BITS) & (largest < INFINITY_BITS - FAR), e, spec)
-    residual_bits = MORE[master_format.kind]
-    most = (spec.format.max_code << residual_bits) + (1 << residual_bits - 1) - 1
-    halves = master_weights.split_integers(master_format, largest.clamp(max=most), torch.zeros_like(e), residual_bits)
-    reached = master_weights.from_code_and_residual(master_format, *halves, residual_bits) * decode_scales(
+    stored = reference.stored_scale(amax_bits, (amax_bits < INFINITY_BITS) & (largest < INFINITY_BITS - FAR), e, spec)
+    residual_bits = MORE[weight_format.kind]
+    max_integer = (spec.format.max_code << residual_bits) + (1 << residual_bits - 1) - 1
+    halves = master_weights.split_integers(
+        weight_format, largest.clamp(max=max_integer), torch.zeros_like(e), residual_bits
+    )
+    reached = master_weights.from_code_and_residual(weight_format, *halves, residual_bits) * decode_scales(
         stored, spec, None
     )
     return written, torch.where(reached < codes.SMALLEST_NORMAL, 0.0, reached), stored
 
 
 def _coded_in_blocks(
-    master_format: MasterFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None], blocks: torch.Size
+    weight_format: WeightFormat, unpacked: list[Tensor], weight_noise: list[Tensor | None], blocks: torch.Size
 ) -> list[Tensor]:
     """Write weights as codes with measured block scales: returns codes, scales and residuals."""
-    spec = master_format.spec
+    spec = weight_format.code_spec
     assert spec is not None
     high, wide = spec.block
     assert high is not None and wide is not None
     # In a loop of its own: fused, it would read across rows.
-    most = noise.in_memory(_most([x.abs() for x in unpacked]).view(torch.int32)).view(torch.float32)
+    maxima = noise.in_memory(_most([x.abs() for x in unpacked]).view(torch.int32)).view(torch.float32)
     # Use magnitude bits: in compiled code the maximum of NaN has all bits set.
-    top = magnitude_bits(most.view(blocks[0], high, blocks[1], wide // 4).amax((1, 3)))
-    top = torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
-    e = reference.factors(top, spec)
+    amax_bits = magnitude_bits(maxima.view(blocks[0], high, blocks[1], wide // 4).amax((1, 3)))
+    amax_bits = torch.where(amax_bits < SMALLEST_NORMAL_BITS, 0, amax_bits)
+    e = reference.factors(amax_bits, spec)
     each = _spread(e, spec, unpacked[0].shape)
-    (code, rest), _ = _longer(master_format, [x * each for x in unpacked], weight_noise)
-    return [code, reference.stored_scale(top, top < INFINITY_BITS, e, spec), rest]
+    (code, rest), _ = _longer(weight_format, [x * each for x in unpacked], weight_noise)
+    return [code, reference.stored_scale(amax_bits, amax_bits < INFINITY_BITS, e, spec), rest]
 
 
 def _spread(blocks: Tensor, spec: QuantSpec, packed: torch.Size) -> Tensor:
@@ -348,12 +354,14 @@ def _spread(blocks: Tensor, spec: QuantSpec, packed: torch.Size) -> Tensor:
     return line.view(rows, 1, -1, LANES).expand(rows, high, -1, LANES).reshape(packed)
 
 
-def _shares(config: StepConfig, shape: torch.Size, number: int, place: tuple[Tensor, ...] | None) -> list[list[Tensor]]:
+def _plane_noise(
+    config: StepConfig, shape: torch.Size, number: int, place: tuple[Tensor, ...] | None
+) -> list[list[Tensor]]:
     """Return the noise of each plane, for each stochastically rounded code."""
     if place is None:
         return [[] for _ in range(number)]
     words = noise.traced_pairs(shape, *place) if number == 2 else noise.traced_packed4(shape, *place)
-    return [noise.shares(word, config.draws) for word in words]
+    return [noise.split_noise(word, config.noise_per_element) for word in words]
 
 
 def _moment(packed: Lanes, moment_tensors: tuple[Tensor, ...], spec: StateSpec, k: int, number: int) -> Tensor:
@@ -363,10 +371,10 @@ def _moment(packed: Lanes, moment_tensors: tuple[Tensor, ...], spec: StateSpec, 
     return codes.values_of(c, spec.of) * moment_tensors[1].float().unsqueeze(-1)
 
 
-def _written(unpacked: list[Tensor], spec: StateSpec, drawn: list[Tensor | None]) -> list[Tensor]:
+def _written(unpacked: list[Tensor], spec: StateSpec, noise_bits: list[Tensor | None]) -> list[Tensor]:
     """Return codes and scales of a moment, or its bfloat16 bits."""
     if spec.of.kind == "bfloat16":
-        return [_joined([_bfloat16(x, u) for x, u in zip(unpacked, drawn, strict=True)], 16)]
+        return [_joined([_bfloat16(x, u) for x, u in zip(unpacked, noise_bits, strict=True)], 16)]
     # Use float32: with a narrower dtype in a loop, the compiler unrolls twice as far and runs out of registers.
     scale = codes.wide_scale_of(_most([x.abs() for x in unpacked]).amax(-1), spec)
     wide = scale.unsqueeze(-1)
@@ -374,21 +382,21 @@ def _written(unpacked: list[Tensor], spec: StateSpec, drawn: list[Tensor | None]
     inverse = torch.where(usable, wide, 1.0).reciprocal()
     # Codes are 0 where a block has no scale.
     mask = -usable.to(torch.int32)
-    written = [_code(x, inverse, spec, u) for x, u in zip(unpacked, drawn, strict=True)]
+    written = [_code(x, inverse, spec, u) for x, u in zip(unpacked, noise_bits, strict=True)]
     return [_joined(written, 8, mask), scale.bfloat16()]
 
 
-def _bfloat16(x: Tensor, drawn: Tensor | None) -> Tensor:
+def _bfloat16(x: Tensor, noise_bits: Tensor | None) -> Tensor:
     """Round stochastically to bfloat16 bits in the lowest 16; infinities and NaN stay. Equals `codes.to_bfloat16`."""
-    assert drawn is not None
+    assert noise_bits is not None
     bits = x.view(torch.int32)
-    return torch.where((bits & 0x7FFFFFFF) < INFINITY_BITS, bits + (drawn << 1), bits) >> 16
+    return torch.where((bits & 0x7FFFFFFF) < INFINITY_BITS, bits + (noise_bits << 1), bits) >> 16
 
 
-def _code(x: Tensor, inverse: Tensor, spec: StateSpec, drawn: Tensor | None) -> Tensor:
+def _code(x: Tensor, inverse: Tensor, spec: StateSpec, noise_bits: Tensor | None) -> Tensor:
     """Return codes of kind "mitchell" in the lowest byte of int32; equals `codes.encode` for blocks with a scale."""
     bits = x.view(torch.int32) & 0x7FFFFFFF
-    c = codes.mitchell(bits.view(torch.float32) * inverse, spec.of.halvings, drawn)
+    c = codes.mitchell(bits.view(torch.float32) * inverse, spec.of.halvings, noise_bits)
     if spec.of.signed:
         c = (c.view(torch.int32) | (x.view(torch.int32) & -0x80000000)).view(torch.float32)
     # Adding 1.5 × 2**23 rounds a number to an integer in the lowest bits.
@@ -416,7 +424,7 @@ class Program(NamedTuple):
     config: StepConfig
     kinds: tuple[Kind, ...]
     no_factor: bool
-    no_keep: bool
+    no_apply_step: bool
     four: bool
 
 
@@ -461,8 +469,8 @@ class CompiledSteps:
         config: StepConfig,
         scalars: tuple[Tensor, ...],
         factor: Tensor | None,
-        drawn: RngKey,
-        keep: Tensor | None,
+        rng_key: RngKey,
+        apply_step: Tensor | None,
     ) -> Callable[[ParameterTensors, int, Tensor | None], Callable[[], InplaceStepResult | None] | None]:
         """Return a function that prepares steps of a parameter's chunks; implements `StepPrograms.begin`."""
         # By number of rows, in which a parameter's chunks differ: packed4 or not, and the program.
@@ -476,7 +484,7 @@ class CompiledSteps:
             own: ParameterTensors, first: int, amax: Tensor | None
         ) -> Callable[[], InplaceStepResult | None] | None:
             nonlocal noise_key
-            if self.failed or not read or (config.draws and first % 4):
+            if self.failed or not read or (config.noise_per_element and first % 4):
                 return None
             rows, elements = own.weight[0].shape[0], own.weight[0].numel()
             if rows not in runs and not all(type(t) is Tensor for t in _tensors(own)):
@@ -489,17 +497,19 @@ class CompiledSteps:
             own = viewed(own) if four else _typed(config, own)
             if rows not in runs:
                 kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in _tensors(own))
-                runs[rows] = four, self.program(Program(config, kinds, factor is None, keep is None, four))
+                runs[rows] = four, self.program(Program(config, kinds, factor is None, apply_step is None, four))
             run = runs[rows][1]
             if run is None:
                 return None
             place = None
-            if config.draws:
+            if config.noise_per_element:
                 device = own.weight[0].device
                 if noise_key is None:
-                    noise_key = noise.keyed(*drawn[:3], device, torch.int32 if in_bytes(own.weight[0]) else torch.int64)
+                    noise_key = noise.keyed(
+                        *rng_key[:3], device, torch.int32 if in_bytes(own.weight[0]) else torch.int64
+                    )
                 place = _place(first, four, *noise_key)
-            return partial(self._run, run, (config, own, scalars, factor, place, amax, keep))
+            return partial(self._run, run, (config, own, scalars, factor, place, amax, apply_step))
 
         return step_of
 
@@ -541,12 +551,16 @@ def _typed(config: StepConfig, own: ParameterTensors) -> ParameterTensors:
     That is the dtype of their format, or bytes for E4M3 if `in_bytes`. A view as another dtype inside the program would
     be processed element by element.
     """
-    gradient, weight, master_format = own.gradient, own.weight, config.master_format
+    gradient, weight, weight_format = own.gradient, own.weight, config.weight_format
     if config.gradient is not None and config.gradient.of.format is not None:
         fmt = config.gradient.of.format
         bytes = fmt == E4M3 and in_bytes(gradient[0])
         gradient = (gradient[0].view(torch.uint8 if bytes else FLOAT8.get(fmt.name, torch.uint8)), *gradient[1:])
-    if master_format.spec is not None and master_format.spec.format == E4M3 and master_format.kind[:8] == "residual":
+    if (
+        weight_format.code_spec is not None
+        and weight_format.code_spec.format == E4M3
+        and weight_format.kind[:8] == "residual"
+    ):
         weight = (weight[0].view(torch.uint8), *weight[1:])
     return own._replace(gradient=gradient, weight=weight)
 
@@ -565,9 +579,9 @@ def _run(
     factor: Tensor | None,
     place: tuple[Tensor, ...] | None,
     amax: Tensor | None,
-    keep: Tensor | None,
+    apply_step: Tensor | None,
 ) -> InplaceStepResult:
     shape = own.weight[0].shape
     word = None if place is None else noise.traced_words(shape.numel(), *place).view(shape)
-    moved = compute_step(config, own, scalars, factor, word, amax)
-    return write_results(config, own, moved, keep)
+    result = compute_step(config, own, scalars, factor, word, amax)
+    return write_results(config, own, result, apply_step)

@@ -53,7 +53,7 @@ def reason(weight: Tensor, config: StepConfig, parts: ParameterTensors, place: S
         place: position of these in the whole parameter.
         step: its step count.
     """
-    if isinstance(config.rule, SGDRule) and config.predicts:
+    if isinstance(config.rule, SGDRule) and config.predicts_scale:
         return "the next scale of codes that SGD steps depends on the largest gradient, which must be found first"
     if not isinstance(config.rule, (AdamRule, LionRule, SGDRule)):
         return f"the kernel does not support {config.rule.name}"
@@ -79,18 +79,18 @@ def _writes(spec: StateSpec, signed: bool) -> bool:
 
 
 def _of_weight(config: StepConfig, weight: Tensor) -> str:
-    master_format, spec = config.master_format, config.master_format.spec
+    weight_format, spec = config.weight_format, config.weight_format.code_spec
     if spec is None:
-        whole = weight.dtype in FLOATS and not master_format.master
-        return "" if whole else f"the kernel does not support {weight.dtype}, or not with a master"
+        supported = weight.dtype in FLOATS and not weight_format.master
+        return "" if supported else f"the kernel does not support {weight.dtype}, or not with a master"
     if weight.dim() == 3 and (spec.block[0] is None or weight.shape[1] % spec.block[0]):
         return "a matrix of its stack ends within a block, or has a single scale"
     in_all = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
     if spec.format != E4M3 or spec.hadamard or not (in_all or spec.scale in MEASURED.get(spec.block, ())):
         return f"the kernel supports E4M3 codes with one scale or those of blockwise and mxfp8, and these are {spec}"
-    if master_format.kind not in (("residual8", "residual16") if in_all else ("residual8", "residual16", "float32")):
-        return f"the kernel does not support masters in {master_format.kind} beside codes of {spec}"
-    return "" if config.predicts or not in_all else "the scale of its codes depends on the weight after the step"
+    if weight_format.kind not in (("residual8", "residual16") if in_all else ("residual8", "residual16", "float32")):
+        return f"the kernel does not support masters in {weight_format.kind} beside codes of {spec}"
+    return "" if config.predicts_scale or not in_all else "the scale of its codes depends on the weight after the step"
 
 
 def _of_gradient(config: StepConfig, parts: ParameterTensors) -> str:
@@ -109,9 +109,11 @@ def _of_place(config: StepConfig, parts: ParameterTensors, place: ShardPosition,
     tensors = (*parts.weight, *(t for moment_tensors in parts.moments for t in moment_tensors), *parts.gradient)
     if not weight.numel():
         return "it has no elements"
-    if not place.joined or weight.numel() > MOST:
-        return "its rows are in parts on ranks" if not place.joined else "it has more elements than the kernel counts"
-    spec = config.master_format.spec
+    if not place.contiguous or weight.numel() > MOST:
+        return (
+            "its rows are in parts on ranks" if not place.contiguous else "it has more elements than the kernel counts"
+        )
+    spec = config.weight_format.code_spec
     if spec is not None and _cut(place, spec.block[0] or 1):
         return "its blocks cross shards"
     if spec is not None and spec.block[0] == 1 and not _in_runs(tensors):
@@ -129,8 +131,8 @@ def _in_runs(tensors: Sequence[Tensor]) -> bool:
 
 def _cut(place: ShardPosition, high: int) -> bool:
     """True if a shard begins or ends within a block of `high` rows."""
-    start, stop = place.start[0], place.start[0] + place.part[0]
-    return bool(start % high) or (bool(stop % high) and stop != place.whole[0])
+    start, stop = place.global_offset[0], place.global_offset[0] + place.local_shape[0]
+    return bool(start % high) or (bool(stop % high) and stop != place.global_shape[0])
 
 
 def kernel_parameter(
@@ -138,7 +140,7 @@ def kernel_parameter(
     parts: ParameterTensors,
     place: ShardPosition,
     seed: int,
-    number: int,
+    param_index: int,
     state: dict[str, Tensor],
     factor: Tensor | None,
 ) -> "optim.ParameterRow":
@@ -147,18 +149,18 @@ def kernel_parameter(
     Args:
         config, parts, place: as in `reason`.
         seed: seed of stochastic rounding.
-        number: index of the parameter in its optimizer.
+        param_index: index of the parameter in its optimizer.
         state: its state, with "step", and "amax" if scales are predicted.
         factor: multiplier of the gradient, float32 of one element on its device, or None.
     """
     # Import Triton only when a tensor on a GPU appears.
     from quaver.torch.backends.gpu import optim
 
-    master_format, rule = config.master_format, config.rule
+    weight_format, rule = config.weight_format, config.rule
     weight, *rest = parts.weight
     tensors: dict[str, Tensor | None] = {"weight": weight, "factor": factor, "step": state["step"]}
-    if master_format.spec is not None:
-        tensors |= {"weight_scale": rest.pop(0), "amax": state["amax"] if config.predicts else None}
+    if weight_format.code_spec is not None:
+        tensors |= {"weight_scale": rest.pop(0), "amax": state["amax"] if config.predicts_scale else None}
     tensors["beside"] = rest[0] if rest else None
     for name, moment_tensors in zip(("first", "second"), parts.moments, strict=False):
         tensors |= {name: moment_tensors[0], f"{name}_scale": moment_tensors[1] if len(moment_tensors) > 1 else None}
@@ -168,18 +170,18 @@ def kernel_parameter(
         rule=_named(rule),
         clamp=isinstance(rule, AdamRule) and rule.clamp,
         maximize=rule.maximize,  # type: ignore[attr-defined]
-        master_format=master_format.kind,
+        master_format=weight_format.kind,
         weight=weight.dtype,
         beside=None if tensors["beside"] is None else tensors["beside"].dtype,
         gradient=parts.gradient[0].dtype,
         moments=tuple(optim.MomentFormat(spec.code, spec.stochastic) for spec in config.moments),
-        spec=master_format.spec,
-        stochastic=master_format.stochastic and (master_format.kind != "plain" or weight.dtype is torch.bfloat16),
+        spec=weight_format.code_spec,
+        stochastic=weight_format.stochastic and (weight_format.kind != "plain" or weight.dtype is torch.bfloat16),
         factored=factor is not None,
     )
     shape = weight.shape[0], weight.shape[1]
     form = replace(form, even=optim.even(form, wide, shape))
-    return optim.ParameterRow(form, tensors, shape, place.first, number, seed)
+    return optim.ParameterRow(form, tensors, shape, place.flat_offset, param_index, seed)
 
 
 def _named(rule: UpdateRule) -> str:
@@ -210,11 +212,11 @@ class Launches:
         self.rows.setdefault(scalars.device, []).extend(rows)
         self.scalars.setdefault(scalars.device, []).append(scalars)
 
-    def run(self, keep: Tensor | None, statistics: bool) -> Mapping[torch.device, Tensor | None]:
+    def run(self, apply_step: Tensor | None, statistics: bool) -> Mapping[torch.device, Tensor | None]:
         """Step all added parameters.
 
         Args:
-            keep: bool []; False leaves everything unchanged; None always steps.
+            apply_step: bool []; False leaves everything unchanged; None always steps.
             statistics: count clamped updates.
         Returns:
             By device, the number of clamped updates, int64 [rows], or None without statistics.
@@ -227,7 +229,12 @@ class Launches:
         for where, rows in self.rows.items():
             stepper = self.device_launches.setdefault(where, optim.OptimizerLaunches())
             counts[where] = torch.zeros(len(rows), dtype=torch.int64, device=where) if statistics else None
-            stepper(rows, torch.cat(self.scalars[where], 1), None if keep is None else keep.to(where), counts[where])
+            stepper(
+                rows,
+                torch.cat(self.scalars[where], 1),
+                None if apply_step is None else apply_step.to(where),
+                counts[where],
+            )
         return counts
 
 

@@ -22,22 +22,24 @@ from quaver.torch.state.layer_state import state_of
 # Stacks of matrices such as expert weights: each matrix has its own scales and steps separately.
 
 
-def is_stack(p: Tensor, spec: QuantSpec | None, whole: bool = False) -> bool:
+def is_stack(p: Tensor, spec: QuantSpec | None, needs_matrix: bool = False) -> bool:
     """True if a parameter is a stack whose matrices step separately: stored as codes, or under a rule for whole
     matrices.
 
     Args:
         p: the parameter.
         spec: spec of its codes; None for a float.
-        whole: the rule needs a whole matrix at once.
+        needs_matrix: the rule needs a whole matrix at once.
     """
-    return (spec is not None or whole) and p.dim() == 3
+    return (spec is not None or needs_matrix) and p.dim() == 3
 
 
 def check(p: Tensor, config: StepConfig, preset: str) -> None:
     """Raise a ValueError if a preset would use one scale for all matrices of a stack."""
-    in_all = any(spec.of.scaled and spec.block is None for spec in config.moments) or config.master_format.whole
-    if in_all and is_stack(p, config.master_format.spec, config.rule.whole):
+    in_all = (
+        any(spec.of.scaled and spec.block is None for spec in config.moments) or config.weight_format.needs_whole_weight
+    )
+    if in_all and is_stack(p, config.weight_format.code_spec, config.rule.needs_matrix):
         raise ValueError(
             f"a parameter of shape {tuple(p.shape)} is a stack of matrices, and preset {preset!r} has one "
             "scale per parameter: use one with block scales, such as 'balanced' or 'lean'"
@@ -113,7 +115,7 @@ def _cuts(p: DTensor, over: int) -> bool:
 
 
 def groups(p: Tensor) -> tuple[Any, ...]:
-    """Return the process groups over which a parameter is sharded, in the order of `divided`."""
+    """Return the process groups over which a parameter is sharded, in the order of `shardings`."""
     return tuple(p.device_mesh.get_group(over) for _, over in shardings(p))  # type: ignore[attr-defined]
 
 
@@ -181,21 +183,21 @@ def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
         return
     sharded = f"a parameter of shape {tuple(p.shape)} is sharded over the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
     rule = config.rule.name
-    if config.rule.whole:
+    if config.rule.needs_matrix:
         raise ValueError(
             f"{sharded}, and {rule} needs whole matrices: give it to AdamW or Lion, or exclude it with "
             "fully_shard(..., ignored_params=...)"
         )
-    if any(spec.of.scaled and spec.block is None for spec in config.moments) or config.master_format.whole:
+    if any(spec.of.scaled and spec.block is None for spec in config.moments) or config.weight_format.needs_whole_weight:
         raise ValueError(
             f"{sharded}, and preset {preset!r} has one scale for the whole parameter: use one with block scales, "
             "such as 'balanced' or 'lean'"
         )
-    of_codes = config.master_format.spec
+    of_codes = config.weight_format.code_spec
     if of_codes is not None and (len(cuts) > 1 or cuts[0][0] != 0):
         raise ValueError(f"{sharded} by more than rows, which codes do not support: shard it by fully_shard only")
     height = 1 if of_codes is None else of_codes.block[0] or 1
-    if config.predicts and p.shape[0] % (height * p.device_mesh.size(cuts[0][1])) and height > 1:  # type: ignore[attr-defined]
+    if config.predicts_scale and p.shape[0] % (height * p.device_mesh.size(cuts[0][1])) and height > 1:  # type: ignore[attr-defined]
         raise ValueError(
             f"{sharded}, which cuts blocks of {height} whole rows, and preset {preset!r} needs their scales "
             "before a step: use fewer ranks, or a recipe with another block"
@@ -218,29 +220,29 @@ def value_of(p: Tensor) -> Tensor:
     assert layer is not None
     if not shardings(p):
         return dequantized(layer, local(p), torch.float32)
-    master_format, (codes, scale) = in_own_rows(p, master_weights.MasterFormat("residual", layer.weight_spec))
-    assert master_format.spec is not None
-    return master_weights.values(master_format.spec, codes, scale)
+    weight_format, (codes, scale) = in_own_rows(p, master_weights.WeightFormat("residual", layer.weight_spec))
+    assert weight_format.code_spec is not None
+    return master_weights.values(weight_format.code_spec, codes, scale)
 
 
 def initial_of(p: Tensor, config: StepConfig) -> Tensor | None:
     """Return this rank's rows of the high-precision value that a stored weight was quantized from, or None if not
     available.
     """
-    if config.master_format.spec is None or not config.master_format.states:
+    if config.weight_format.code_spec is None or not config.weight_format.states:
         return None
     owner = store_weight.owner(p)
     initial = None if owner is None else state_of(owner).initial
     if initial is None:
         return None
-    first = place(p)
-    return initial[first.start[0] :][: first.part[0]].to(p.device, torch.float32)
+    position = place(p)
+    return initial[position.global_offset[0] :][: position.local_shape[0]].to(p.device, torch.float32)
 
 
 def weight_of(p: Tensor, config: StepConfig) -> list[Tensor]:
     """Return the weight as a GEMM reads it, and for codes the scales of this rank's rows."""
     weight = [local(p).detach()]
-    spec = config.master_format.spec
+    spec = config.weight_format.code_spec
     if spec is not None:
         owner = store_weight.owner(p)
         assert owner is not None
@@ -258,29 +260,34 @@ def versions(p: Tensor) -> list[tuple[int, int]]:
     return [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
 
 
-def block_rows(part: ShardPosition, height: int) -> slice:
+def block_rows(position: ShardPosition, height: int) -> slice:
     """Return the block rows that a shard has rows of."""
-    start, stop = part.start[0], part.start[0] + part.part[0]
+    start, stop = position.global_offset[0], position.global_offset[0] + position.local_shape[0]
     return slice(start // height, max(-(-stop // height), start // height) if stop > start else start // height)
 
 
 def in_own_rows(
-    p: Tensor, master_format: master_weights.MasterFormat
-) -> tuple[master_weights.MasterFormat, list[Tensor]]:
+    p: Tensor, weight_format: master_weights.WeightFormat
+) -> tuple[master_weights.WeightFormat, list[Tensor]]:
     """Return `weight_of` for reading, with one scale per row if needed.
 
     That is the case if this rank's rows begin within a block, or belong to several matrices.
     """
-    codes, *scales = weight_of(p, StepConfig(None, master_format, ()))  # type: ignore[arg-type]
-    spec = master_format.spec
+    codes, *scales = weight_of(p, StepConfig(None, weight_format, ()))  # type: ignore[arg-type]
+    spec = weight_format.code_spec
     if spec is not None and is_stack(p, spec):
-        return master_format.by_rows, [rows(codes), scales_by_rows(p, spec, *scales)]
+        return weight_format.by_rows, [rows(codes), scales_by_rows(p, spec, *scales)]
     if spec is None or spec.block[0] in (None, 1) or not shardings(p):
-        return master_format, [codes, *scales]
-    first = place(p)
-    own = torch.arange(first.start[0], first.start[0] + first.part[0], dtype=torch.int64, device=codes.device)
+        return weight_format, [codes, *scales]
+    position = place(p)
+    own = torch.arange(
+        position.global_offset[0],
+        position.global_offset[0] + position.local_shape[0],
+        dtype=torch.int64,
+        device=codes.device,
+    )
     height: Any = spec.block[0]
-    return master_format.by_rows, [codes, scales[0][own // height - first.start[0] // height]]
+    return weight_format.by_rows, [codes, scales[0][own // height - position.global_offset[0] // height]]
 
 
 def in_rows(t: Tensor) -> Tensor:
@@ -294,7 +301,7 @@ SHORT = 64
 WIDEST = 256
 
 
-def leading(p: Tensor, whole: bool) -> int:
+def num_leading_dims(p: Tensor, needs_matrix: bool) -> int:
     """Return how many leading dimensions of a parameter are flattened to rows; the others form the columns that blocks
     divide.
 
@@ -303,30 +310,38 @@ def leading(p: Tensor, whole: bool) -> int:
 
     Args:
         p: the parameter.
-        whole: the rule needs a whole matrix at once.
+        needs_matrix: the rule needs a whole matrix at once.
     """
     last, cuts = max(p.dim() - 1, 0), shardings(p)
-    if whole or not p.numel() or store_weight.holds_codes(p) or any(dim for dim, _ in cuts):
+    if needs_matrix or not p.numel() or store_weight.holds_codes(p) or any(dim for dim, _ in cuts):
         return last
-    at = last
-    while at > 1 and prod(p.shape[at:]) < SHORT:
-        at -= 1
+    leading = last
+    while leading > 1 and prod(p.shape[leading:]) < SHORT:
+        leading -= 1
     column = p.dim() > 1 and prod(p.shape[1:]) == 1 and local(p).is_contiguous()
     ranks = prod(p.device_mesh.size(over) for _, over in cuts)  # type: ignore[attr-defined]
-    return 0 if column and (not cuts or p.shape[0] % (WIDEST * ranks) == 0) else at
+    return 0 if column and (not cuts or p.shape[0] % (WIDEST * ranks) == 0) else leading
 
 
-def flat(shape: Sequence[int], rows_of: int) -> tuple[int, ...]:
-    """Return a shape whose dimensions after the first `rows_of` are flattened to one."""
-    return (*shape[:rows_of], prod(shape[rows_of:])) if rows_of < len(shape) - 1 else tuple(shape)
+def flat(shape: Sequence[int], num_leading_dims: int) -> tuple[int, ...]:
+    """Return a shape whose dimensions after the first `num_leading_dims` are flattened to one."""
+    return (
+        (*shape[:num_leading_dims], prod(shape[num_leading_dims:]))
+        if num_leading_dims < len(shape) - 1
+        else tuple(shape)
+    )
 
 
-def flat_place(p: Tensor, rows_of: int) -> ShardPosition:
+def flat_place(p: Tensor, num_leading_dims: int) -> ShardPosition:
     """Return `place` with the trailing dimensions flattened; of these only a column may be sharded."""
-    start, part, whole = place(p)
-    if rows_of >= len(part) - 1:
-        return ShardPosition(start, part, whole)
-    return ShardPosition((*start[:rows_of], 0 if rows_of else start[0]), flat(part, rows_of), flat(whole, rows_of))
+    global_offset, local_shape, global_shape = place(p)
+    if num_leading_dims >= len(local_shape) - 1:
+        return ShardPosition(global_offset, local_shape, global_shape)
+    return ShardPosition(
+        (*global_offset[:num_leading_dims], 0 if num_leading_dims else global_offset[0]),
+        flat(local_shape, num_leading_dims),
+        flat(global_shape, num_leading_dims),
+    )
 
 
 def as_rows(parts: ParameterTensors, number: int = 0) -> ParameterTensors:

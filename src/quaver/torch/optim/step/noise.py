@@ -22,26 +22,26 @@ class ShardPosition(NamedTuple):
     """Position of a shard in the whole parameter."""
 
     #: First index of the shard along each dimension.
-    start: tuple[int, ...]
-    part: tuple[int, ...]
-    whole: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
 
     @property
-    def joined(self) -> bool:
+    def contiguous(self) -> bool:
         """True if the shard's elements are consecutive in the whole parameter."""
-        return self.part[1:] == self.whole[1:]
+        return self.local_shape[1:] == self.global_shape[1:]
 
     def narrowed(self, columns: slice) -> "ShardPosition":
         """Return the position of some columns of the shard."""
-        if columns == slice(0, self.part[-1] if self.part else 1):
+        if columns == slice(0, self.local_shape[-1] if self.local_shape else 1):
             return self
-        start = (*self.start[:-1], self.start[-1] + columns.start)
-        return ShardPosition(start, (*self.part[:-1], columns.stop - columns.start), self.whole)
+        offset = (*self.global_offset[:-1], self.global_offset[-1] + columns.start)
+        return ShardPosition(offset, (*self.local_shape[:-1], columns.stop - columns.start), self.global_shape)
 
     @property
-    def first(self) -> int:
+    def flat_offset(self) -> int:
         """Index of the shard's first element in the whole parameter."""
-        return sum(at * prod(self.whole[dim + 1 :]) for dim, at in enumerate(self.start))
+        return sum(at * prod(self.global_shape[dim + 1 :]) for dim, at in enumerate(self.global_offset))
 
 
 def words_at(
@@ -50,15 +50,15 @@ def words_at(
     """Return the words of some rows of a shard, whose leading dimensions are flattened: int64 [rows, K]. See
     `words`.
     """
-    columns, number = place.part[-1] if place.part else 1, rows.stop - rows.start
-    if place.joined:
-        drawn = words(place.first + rows.start * columns, number * columns, seed, parameter, step, device)
+    columns, number = place.local_shape[-1] if place.local_shape else 1, rows.stop - rows.start
+    if place.contiguous:
+        drawn = words(place.flat_offset + rows.start * columns, number * columns, seed, parameter, step, device)
         return drawn.view(number, columns)
     at = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device)
-    firsts = torch.full_like(at, place.first)
-    for dim in range(len(place.part) - 2, -1, -1):
-        firsts += at % place.part[dim] * prod(place.whole[dim + 1 :])
-        at = at // place.part[dim]
+    firsts = torch.full_like(at, place.flat_offset)
+    for dim in range(len(place.local_shape) - 2, -1, -1):
+        firsts += at % place.local_shape[dim] * prod(place.global_shape[dim + 1 :])
+        at = at // place.local_shape[dim]
     # Groups of four that cover a row, wherever it starts within its first group.
     g = firsts[:, None] // 4 + torch.arange((columns + 6) // 4, dtype=torch.int64, device=device)
     inside = firsts[:, None] % 4 + torch.arange(columns, dtype=torch.int64, device=device)
@@ -146,7 +146,7 @@ def traced_words(number: int, first: Tensor, keys: Tensor, upper: Tensor) -> Ten
     """
     g = torch.arange(number // 4, dtype=torch.int64, device=first.device) + first // 4
     drawn = traced((g & _LOW).to(keys.dtype), (g >> 32).to(keys.dtype) ^ upper, keys)
-    # The lower 32 bits are enough for `shares`.
+    # The lower 32 bits are enough for `split_noise`.
     low, high = (word.to(torch.int32) for word in drawn)
     return torch.stack([low, _swap_halves(low), high, _swap_halves(high)], -1).view(-1)
 
@@ -192,7 +192,7 @@ def in_memory(word: Tensor) -> Tensor:
     return bits.as_strided(bits.shape, bits.stride()).view(torch.int32)
 
 
-def shares(word: Tensor, number: int) -> list[Tensor]:
+def split_noise(word: Tensor, number: int) -> list[Tensor]:
     """Extract noise for `number` (one or two) codes from words: each int32 below 2**15, of the words' shape.
 
     Each is 15 bits, and the second starts eight bits below the first. So each is uniform, and their correlation is at

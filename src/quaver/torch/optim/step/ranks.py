@@ -19,7 +19,7 @@ from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.optim import master_weights
 from quaver.torch.optim.step import layout
 from quaver.torch.optim.step.noise import ShardPosition
-from quaver.torch.optim.step.step import GlobalAmax, ParameterTensors, StepConfig, largest, stepped
+from quaver.torch.optim.step.step import GlobalAmax, ParameterTensors, StepConfig, apply_rule, largest
 
 #: torch 2.13 renamed this function and warns about the earlier name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,8 +40,8 @@ class ShardSegment(NamedTuple):
 
 def segments(p: Tensor, config: StepConfig) -> list[ShardSegment]:
     """Split this rank's shard of a parameter where a block row that crosses shards begins or ends."""
-    part, spec = layout.place(p), config.master_format.spec
-    if layout.is_stack(p, spec, config.rule.whole):
+    position, spec = layout.place(p), config.weight_format.code_spec
+    if layout.is_stack(p, spec, config.rule.needs_matrix):
         n = p.shape[1]
         cuts = [slice(group * n, (group + 1) * n) for group in range(p.shape[0])]
         return [
@@ -51,26 +51,26 @@ def segments(p: Tensor, config: StepConfig) -> list[ShardSegment]:
     every = slice(0, layout.local(p).shape[0] if layout.local(p).dim() else 1)
     if spec is None or not layout.shardings(p):
         return [ShardSegment(every, None, None)]
-    height, start, whole = spec.block[0], part.start[0], part.whole[0]
+    height, start, num_rows = spec.block[0], position.global_offset[0], position.global_shape[0]
     if height is None:
-        return [ShardSegment(every, None, None if config.predicts else 0)]
-    stop = start + part.part[0]
+        return [ShardSegment(every, None, None if config.predicts_scale else 0)]
+    stop = start + position.local_shape[0]
     if start == stop:
         return []
     first = min(stop, -(-start // height) * height)
-    last = stop if stop == whole else max(first, stop // height * height)
+    last = stop if stop == num_rows else max(first, stop // height * height)
     pieces = []
     for a, b in pairwise(sorted({start, first, last, stop})):
         blocks = slice(a // height - start // height, -(-b // height) - start // height)
-        crosses = a % height != 0 or (b % height != 0 and b != whole)
+        crosses = a % height != 0 or (b % height != 0 and b != num_rows)
         pieces.append(ShardSegment(slice(a - start, b - start), blocks, a // height if crosses else None))
     return pieces
 
 
 def crossing_blocks(p: Tensor, config: StepConfig) -> list[int]:
     """Return the indices of block rows that cross shards and have measured scales: the same on all ranks."""
-    spec, cuts = config.master_format.spec, layout.shardings(p)
-    if spec is None or config.predicts or not cuts:
+    spec, cuts = config.weight_format.code_spec, layout.shardings(p)
+    if spec is None or config.predicts_scale or not cuts:
         return []
     height, rows = spec.block[0], p.shape[0]
     if height is None:
@@ -90,15 +90,17 @@ def of_segment(parts: ParameterTensors, segment: ShardSegment) -> ParameterTenso
     return ParameterTensors(weight, moments, tuple(t[segment.rows] for t in parts.gradient))
 
 
-def at_segment(part: ShardPosition, segment: ShardSegment) -> ShardPosition:
+def at_segment(position: ShardPosition, segment: ShardSegment) -> ShardPosition:
     """Return the position of a shard's segment in the whole parameter."""
     if segment.group is not None:
-        return ShardPosition((segment.group, *part.start[1:]), (1, *part.part[1:]), part.whole)
+        return ShardPosition(
+            (segment.group, *position.global_offset[1:]), (1, *position.local_shape[1:]), position.global_shape
+        )
     if segment.blocks is None:
-        return part
-    first = part.start[0] + segment.rows.start
+        return position
+    first = position.global_offset[0] + segment.rows.start
     rows = segment.rows.stop - segment.rows.start
-    return ShardPosition((first, *part.start[1:]), (rows, *part.part[1:]), part.whole)
+    return ShardPosition((first, *position.global_offset[1:]), (rows, *position.local_shape[1:]), position.global_shape)
 
 
 class SteppingParameter(NamedTuple):
@@ -141,7 +143,7 @@ def agree_on_amaxes(
     """
     by_group: dict[Any, list[tuple[Tensor, _AmaxBits]]] = {}
     for one in all_of_them:
-        groups = layout.groups(one.p) if one.config.master_format.spec is not None else ()
+        groups = layout.groups(one.p) if one.config.weight_format.code_spec is not None else ()
         for group in groups:
             by_group.setdefault(group, []).extend((one.p, entry) for entry in _entries(one, one.p in local_only))
     local_only.clear()
@@ -169,10 +171,10 @@ def agree_on_amaxes(
 
 def _entries(one: SteppingParameter, local_only: bool) -> list[_AmaxBits]:
     """Return this rank's contributions for one weight, of the same sizes on all ranks."""
-    config, spec, parts = one.config, one.config.master_format.spec, one.parts
+    config, spec, parts = one.config, one.config.weight_format.code_spec, one.parts
     assert spec is not None and parts is not None
     entries = []
-    if config.predicts:
+    if config.predicts_scale:
         if local_only and spec.block[0] is None:
             assert one.amax is not None
             entries.append(_AmaxBits(magnitude_bits(one.amax), one.amax))
@@ -183,7 +185,7 @@ def _entries(one: SteppingParameter, local_only: bool) -> list[_AmaxBits]:
     for row in crossing_blocks(one.p, config):
         bits = torch.zeros((1, columns), dtype=torch.int32, device=parts.weight[0].device)
         if row in own and parts.weight[0].numel():
-            after = stepped(config, of_segment(parts, own[row]), one.scalars, one.factor)
+            after = apply_rule(config, of_segment(parts, own[row]), one.scalars, one.factor)
             bits = magnitude_bits(master_weights.block_amax(spec, after.weight))
         entries.append(_AmaxBits(bits, row=row))
     return entries
@@ -193,15 +195,17 @@ def agreed_for(agreed_amaxes: Mapping[int, Tensor], segment: ShardSegment) -> Gl
     """Return the agreed amaxes for a segment from the results of `agree_on_amaxes`; None if there are none."""
     if not agreed_amaxes:
         return None
-    others = tuple(agreed_amaxes[-1].unbind()) if -1 in agreed_amaxes else ()
-    return GlobalAmax(others, None if segment.crosses_shards is None else agreed_amaxes[segment.crosses_shards])
+    gradient_and_moment_amaxes = tuple(agreed_amaxes[-1].unbind()) if -1 in agreed_amaxes else ()
+    return GlobalAmax(
+        gradient_and_moment_amaxes, None if segment.crosses_shards is None else agreed_amaxes[segment.crosses_shards]
+    )
 
 
 def gather_scales(all_of_them: Sequence[SteppingParameter]) -> None:
     """All-gather the scales of all rows of sharded weights, and the amaxes of per-tensor scales."""
     by_group: dict[Any, list[SteppingParameter]] = {}
     for one in all_of_them:
-        for group in layout.groups(one.p) if one.config.master_format.spec is not None else ():
+        for group in layout.groups(one.p) if one.config.weight_format.code_spec is not None else ():
             by_group.setdefault(group, []).append(one)
     for group, every in by_group.items():
         own = torch.cat([_sent(one) for one in every])
@@ -225,15 +229,15 @@ def _scale(one: SteppingParameter) -> Tensor:
 
 def _sent(one: SteppingParameter) -> Tensor:
     """Return the bytes that this rank sends, uint8 of the same size on all ranks."""
-    spec, scale, part = one.config.master_format.spec, _scale(one), layout.place(one.p)
+    spec, scale, position = one.config.weight_format.code_spec, _scale(one), layout.place(one.p)
     assert spec is not None
     if spec.block[0] is None:
         # A rank without rows sends zeros: its scale is still that of the previous step.
         bits = [scale.int() if scale.dtype is torch.uint8 else magnitude_bits(scale)]
         bits += [] if one.amax is None else [magnitude_bits(one.amax)]
         agreed_amaxes = torch.cat([t.reshape(-1) for t in bits])
-        return (agreed_amaxes if part.part[0] else torch.zeros_like(agreed_amaxes)).view(torch.uint8)
-    rows = scale[layout.block_rows(part, spec.block[0])]
+        return (agreed_amaxes if position.local_shape[0] else torch.zeros_like(agreed_amaxes)).view(torch.uint8)
+    rows = scale[layout.block_rows(position, spec.block[0])]
     buffer = scale.new_zeros((_most(one.p, spec.block[0]), scale.shape[1]))
     buffer[: rows.shape[0]] = rows
     return buffer.view(-1).view(torch.uint8)
@@ -241,7 +245,7 @@ def _sent(one: SteppingParameter) -> Tensor:
 
 def _take(one: SteppingParameter, gathered: Tensor) -> None:
     """Write the scales received from all ranks, uint8 [ranks, bytes]."""
-    spec, scale = one.config.master_format.spec, _scale(one)
+    spec, scale = one.config.weight_format.code_spec, _scale(one)
     assert spec is not None
     if spec.block[0] is None:
         # NaN has the largest bits, so it wins.
@@ -260,9 +264,9 @@ def _take(one: SteppingParameter, gathered: Tensor) -> None:
 
 def _on(p: Tensor, rank: int, ranks: int) -> ShardPosition:
     """Return the position of another rank's rows in a parameter."""
-    whole, part = p.shape[0], -(-p.shape[0] // ranks)
-    start = min(whole, part * rank)
-    return ShardPosition((start, 0), (min(whole, start + part) - start, p.shape[1]), tuple(p.shape))
+    rows, rows_per_rank = p.shape[0], -(-p.shape[0] // ranks)
+    start = min(rows, rows_per_rank * rank)
+    return ShardPosition((start, 0), (min(rows, start + rows_per_rank) - start, p.shape[1]), tuple(p.shape))
 
 
 def _most(p: Tensor, height: int) -> int:
