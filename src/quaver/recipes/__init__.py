@@ -121,7 +121,7 @@ def delayed(
 # Source: OCP Microscaling Formats 1.0; scales are rounded up so that nothing saturates (NVIDIA, arXiv:2506.08027).
 
 #: E4M3 with an exponent byte per 32 elements along k.
-LINE = QuantSpec(E4M3, (1, 32), "e8m0")
+E4M3_1X32 = QuantSpec(E4M3, (1, 32), "e8m0")
 
 
 @recipe
@@ -133,9 +133,9 @@ def mxfp8(*, weight_2d: bool = False, attention: bool = False) -> Recipe:
         attention: True to quantize attention too, in 1×32 blocks along the contraction axis.
     """
     flags(weight_2d=weight_2d)
-    weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else LINE
-    fprop, wgrad = GemmSpec(LINE, weight), GemmSpec(LINE, LINE)
-    return Recipe("mxfp8", fprop, fprop, wgrad, attention=attention_spec(attention, LINE, LINE))
+    weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else E4M3_1X32
+    fprop, wgrad = GemmSpec(E4M3_1X32, weight), GemmSpec(E4M3_1X32, E4M3_1X32)
+    return Recipe("mxfp8", fprop, fprop, wgrad, attention=attention_spec(attention, E4M3_1X32, E4M3_1X32))
 
 
 # ---- mxfp4: OCP microscaling in four bits ----
@@ -143,8 +143,6 @@ def mxfp8(*, weight_2d: bool = False, attention: bool = False) -> Recipe:
 #
 # Source: OCP Microscaling Formats 1.0; scales are rounded up so that nothing saturates, as in `mxfp8`. Stochastic
 # rounding of gradients and rotation of backward operands: Tseng et al., "Training LLMs with MXFP4", arXiv:2502.20586.
-
-MXFP8_LINE = LINE
 
 
 @recipe
@@ -161,7 +159,7 @@ def mxfp4(*, stochastic_rounding: bool = False, hadamard: bool = False, attentio
     rotated = replace(line, hadamard=hadamard)
     gradient = replace(rotated, rounding="stochastic" if stochastic_rounding else "nearest")
     fprop, backward = GemmSpec(line, line), GemmSpec(gradient, rotated)
-    return Recipe("mxfp4", fprop, backward, backward, attention=attention_spec(attention, MXFP8_LINE, MXFP8_LINE))
+    return Recipe("mxfp4", fprop, backward, backward, attention=attention_spec(attention, E4M3_1X32, E4M3_1X32))
 
 
 # ---- mxfp6: OCP microscaling in six bits ----
@@ -169,8 +167,6 @@ def mxfp4(*, stochastic_rounding: bool = False, hadamard: bool = False, attentio
 #
 # Source: OCP Microscaling Formats 1.0; Rouhani et al., "Microscaling Data Formats for Deep Learning", arXiv:2310.10537,
 # which trains in E3M2. Scales are rounded up so that nothing saturates, as in `mxfp8`.
-
-MXFP8_LINE = LINE
 
 #: By option: the format of input and weight, and that of gradients.
 FORMATS = {"hybrid": (E2M3, E3M2), "e2m3": (E2M3, E2M3), "e3m2": (E3M2, E3M2)}
@@ -188,13 +184,11 @@ def mxfp6(*, format: str = "hybrid", attention: bool = False) -> Recipe:
         raise ValueError(f"format is {format!r}; give 'hybrid' (gradients in E3M2, the rest in E2M3), 'e2m3' or 'e3m2'")
     value, gradient = (QuantSpec(fmt, (1, 32), "e8m0") for fmt in FORMATS[format])
     fprop, backward = GemmSpec(value, value), GemmSpec(gradient, value)
-    return Recipe("mxfp6", fprop, backward, backward, attention=attention_spec(attention, MXFP8_LINE, MXFP8_LINE))
+    return Recipe("mxfp6", fprop, backward, backward, attention=attention_spec(attention, E4M3_1X32, E4M3_1X32))
 
 
 # ---- nvfp4: E2M1 with an E4M3 scale per 16 elements and one factor per tensor ----
 # Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
-
-MXFP8_LINE = LINE
 
 
 @recipe
@@ -224,7 +218,7 @@ def nvfp4(
     rotated = QuantSpec(E2M1, (1, 16), kind, "nearest", hadamard)
     rotated_gradient = QuantSpec(E2M1, (1, 16), kind, gradient.rounding, hadamard)
     fprop, dgrad, wgrad = GemmSpec(line, weight), GemmSpec(gradient, weight), GemmSpec(rotated_gradient, rotated)
-    quantized_attention = attention_spec(attention, MXFP8_LINE, MXFP8_LINE)
+    quantized_attention = attention_spec(attention, E4M3_1X32, E4M3_1X32)
     return Recipe("nvfp4", fprop, dgrad, wgrad, attention=quantized_attention)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 # ---- argument checks ----
 
 
-def instance(where: str, what: str, value: object, kind: type, example: str) -> None:
+def check_instance(where: str, what: str, value: object, kind: type, example: str) -> None:
     """Raise TypeError with an example if a value is not of the expected type."""
     if not isinstance(value, kind):
         raise TypeError(f"{where}: {what} is a {type(value).__name__}; give a {kind.__name__}, such as {example}")

@@ -41,7 +41,7 @@ from quaver.jax.state import buffers
 from quaver.jax.state.buffers import State
 from quaver.jax.state.context import recipe_in_force, state_reads_of
 from quaver.recipes.spec import Recipe
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 
 # ---- which derivatives are supported; others raise an error ----
 #
@@ -367,12 +367,12 @@ def _checked_shape(x: Any, w: Any, bias: Any, name: str, weight: ShardPlacement 
 
 
 def _check_types(axes: Any, gather_input: Any, gather_weight: Any, name: Any) -> None:
-    instance("linear", "name", name, str, "'layers.0.mlp'")
+    check_instance("linear", "name", name, str, "'layers.0.mlp'")
     if axes is not None:
-        instance(name, "axes", axes, GemmMeshAxes, "quaver.jax.operations.sharding.GemmMeshAxes(tokens=('dp',))")
+        check_instance(name, "axes", axes, GemmMeshAxes, "quaver.jax.operations.sharding.GemmMeshAxes(tokens=('dp',))")
     for what, gather in (("gather_input", gather_input), ("gather_weight", gather_weight)):
         if gather is not None:
-            instance(
+            check_instance(
                 name, what, gather, ShardedOperand, "quaver.jax.ShardedOperand('fsdp', PartitionSpec('fsdp', None))"
             )
 

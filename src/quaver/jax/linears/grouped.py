@@ -30,7 +30,7 @@ from quaver.jax.state import buffers
 from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of
 from quaver.jax.state.context import recipe_in_force, state_reads_of
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 
 #: Rows per tile if experts have many tokens, and if they have few.
 TILE, SMALL_TILE = 128, 32
@@ -63,7 +63,7 @@ def grouped_dot(
         float64.
     """
     in_force = recipe_in_force(recipe)
-    instance("grouped_dot", "name", name, str, "'experts'")
+    check_instance("grouped_dot", "name", name, str, "'experts'")
     x, w, group_sizes = (array(name, k, a) for k, a in (("x", x), ("w", w), ("group_sizes", group_sizes)))
     if x.ndim != 2 or w.ndim != 3 or group_sizes.shape != w.shape[:1] or x.shape[1] != w.shape[1]:
         raise ValueError(

@@ -12,7 +12,7 @@ from quaver.jax.numerics.rounding import Place, constant, encode, flush, rotate,
 from quaver.jax.numerics.scaling import factors
 from quaver.jax.operations import native
 from quaver.recipes.spec import QuantSpec
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -54,7 +54,7 @@ def quantize(
         within an ulp, codes within a step, and subnormals (also scales) count as 0 on a CPU. Rotated operands have an
         exception (`quaver.jax.numerics.rounding.rotate`).
     """
-    instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
+    check_instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
     if isinstance(x, Quantized):
         if x.spec != spec:
             raise ValueError(f"the operand is quantized as {x.spec}, but {spec} is required; dequantize() it first")
@@ -148,7 +148,7 @@ def _once(packed: Array, tensor_factor: Array) -> Array:
 
 def dequantize(q: Quantized) -> Array:
     """Return float32 [rows, k]: data × scale; after a Hadamard the rotated values, as the GEMM sees them. Exact."""
-    instance("dequantize", "q", q, Quantized, "quaver.jax.quantize(x, spec)")
+    check_instance("dequantize", "q", q, Quantized, "quaver.jax.quantize(x, spec)")
     return q.dequantize()
 
 
@@ -167,7 +167,7 @@ def matmul(
     Bounded: on a CPU, relative RMS below 1e-6 of float64 on the same operands for float32 output.
     """
     for what, operand in (("a", a), ("b", b)):
-        instance("matmul", what, operand, Quantized, "quaver.jax.quantize(x, spec)")
+        check_instance("matmul", what, operand, Quantized, "quaver.jax.quantize(x, spec)")
     bias = None if bias is None else array("matmul", "bias", bias)
     dtype = floating("matmul", dtype)
     if bias is not None and bias.shape != (b.shape[0],):

@@ -17,7 +17,7 @@ from torch import nn
 from quaver import recipes
 from quaver.recipes.conversion import ConversionRules, ModuleRule, Rules, Skip, names_a_module
 from quaver.recipes.spec import Recipe
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 from quaver.torch.conversion.matchers import linears
 from quaver.torch.conversion.matchers.linears import (
     ADAPTER_REASON,
@@ -121,7 +121,7 @@ def convert(
     Raises:
         ValueError: unknown recipe; raised before anything is changed.
     """
-    instance("convert", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("convert", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     blocks = Blocks() if blocks is True else blocks
     if blocks and not isinstance(blocks, Blocks):
         raise ValueError(f"blocks is {blocks!r}; give True, False, or a quaver.torch.Blocks")
@@ -154,7 +154,7 @@ def revert(model: nn.Module) -> list[str]:
     Weights stay; the state of recipes is dropped. Weights that are stored quantized are dequantized. Each
     `DotProductAttention` loses its own recipe.
     """
-    instance("revert", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("revert", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     names = []
     for attention, _ in instances(model, DotProductAttention):
         attention.recipe = None

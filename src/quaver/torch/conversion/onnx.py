@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.recipes.spec import QuantSpec
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 from quaver.torch.conversion.export.check import evaluating, restored
 from quaver.torch.conversion.export.operands import StoredOperand, store_operand
 from quaver.torch.linear.linear import Linear, Quantizable
@@ -242,7 +242,7 @@ def onnx_export(
     Bounded: with power-of-two scales, onnxruntime's outputs differ from this model's float32 outputs by at most 1e-6
     (relative RMS). Codes and scales are exact unless a preceding kernel rounds differently.
     """
-    instance("onnx_export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("onnx_export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         sentence = f"ONNX is written by {missing[0]}, which is not installed: pip install 'quaver[onnx]'"

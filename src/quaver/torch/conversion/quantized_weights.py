@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from quaver import recipes
 from quaver.recipes.conversion import Rules, Skip
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 from quaver.torch.conversion.convert import convert
 from quaver.torch.conversion.matchers.linears import wrappers
 from quaver.torch.linear import store_weight, stored_weight
@@ -93,7 +93,7 @@ def quantize_weights(
         The bytes saved and the layers left alone; print it to see them. A weight that another module shares is left
         alone.
     """
-    instance("quantize_weights", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("quantize_weights", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     report = convert(model, recipe, skip=skip, head=head)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     read: set[nn.Module] = {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
@@ -132,7 +132,7 @@ MERGES = (
 
 def dequantize_weights(model: nn.Module) -> list[str]:
     """Replace stored codes by a weight in the layer's own dtype, in place. Return the names of these layers."""
-    instance("dequantize_weights", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("dequantize_weights", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     stored = [
         (name, m) for name, m in model.named_modules() if isinstance(m, Quantizable) and m.weight_spec is not None
     ]
@@ -356,7 +356,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
         ValueError: codes are sharded; a rank cannot decode its shard alone.
     Exact: the numbers that GEMMs see, rounded once to the weight's dtype.
     """
-    instance("plain_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("plain_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     before, saving.decoded = saving.decoded, {}
     try:
         state: dict[str, Tensor] = model.state_dict()
@@ -371,7 +371,7 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Keys are those of `model.state_dict()`. The dict is empty if the recipe has no state. Save it with a plain
     checkpoint to resume with the same bits as an uninterrupted run.
     """
-    instance("scaling_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("scaling_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     plain = plain_state_dict(model)
     whole: dict[str, Tensor] = model.state_dict()
     return {name: value for name, value in whole.items() if name not in plain or _is_codes(value, plain[name])}
@@ -388,7 +388,7 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         RuntimeError: codes belong to another recipe, or to a weight that is not stored quantized in this model; the
             message says what to do.
     """
-    instance("load_scaling_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("load_scaling_state_dict", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     layers = {name.rpartition(".")[0] for name in model.state_dict()}
     unknown = [name for name in state if name.rpartition(".")[0] not in layers or not _is_added(name, state)]
     if unknown:

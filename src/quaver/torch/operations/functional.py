@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 
@@ -49,12 +49,12 @@ def quantize(
         ValueError: x is not a matrix, has another dtype, or is quantized by another spec.
         TypeError: x is neither a tensor nor quantized, or spec is not a QuantSpec.
     """
-    instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
+    check_instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
     if isinstance(x, Quantized):
         if x.spec != spec:
             raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")
         return x
-    instance("quantize", "x", x, Tensor, "torch.as_tensor(x)")
+    check_instance("quantize", "x", x, Tensor, "torch.as_tensor(x)")
     if x.dim() != 2:
         raise ValueError(f"an operand is a matrix [rows, k]; this one has shape {tuple(x.shape)}: reshape it first")
     if x.dtype not in ops.DTYPES:
@@ -66,7 +66,7 @@ def dequantize(q: Quantized) -> Tensor:
     """Return data × scale, float32 [rows, k]; after a Hadamard rotation these are the rotated values that the GEMM
     uses.
     """
-    instance("dequantize", "q", q, Quantized, "quaver.torch.quantize(x, spec)")
+    check_instance("dequantize", "q", q, Quantized, "quaver.torch.quantize(x, spec)")
     return q.dequantize()
 
 
@@ -89,7 +89,7 @@ def matmul(
         TypeError: an operand is not quantized.
     """
     for what, operand in (("a", a), ("b", b)):
-        instance("matmul", what, operand, Quantized, "quaver.torch.quantize(x, spec)")
+        check_instance("matmul", what, operand, Quantized, "quaver.torch.quantize(x, spec)")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a is {a.shape} and b is {b.shape}: both are [rows, k] and k must agree")
     if dtype not in ops.DTYPES:

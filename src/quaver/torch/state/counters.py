@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quaver.recipes.text import html_lines, html_table, instance
+from quaver.recipes.text import check_instance, html_lines, html_table
 from quaver.torch.numerics.quantized import Quantized, spread
 from quaver.torch.numerics.rounding import is_tracing, rotate
 from quaver.torch.state.weight_cache import refresh
@@ -99,7 +99,7 @@ def count(model: nn.Module) -> Iterator[Counters]:
 
     A weight is counted each time it is quantized; cached weights are dropped at the start.
     """
-    instance("count", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("count", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     before = active.counters
     refresh(model)
     active.counters = Counters(model)

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from quaver.recipes.spec import QuantSpec
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.layer_state import graph_task_id, state_of
 
@@ -302,7 +302,7 @@ def refresh(model: nn.Module) -> None:
     Call it after a write that leaves no trace, such as through `.data` or `.numpy()`, while gradients are kept for the
     next micro-batch or under `quaver.torch.frozen`. In all other cases such writes are noticed.
     """
-    instance("refresh", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("refresh", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     for module in model.modules():
         if "_state" in module.__dict__:
             drop(module)

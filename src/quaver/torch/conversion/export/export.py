@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.recipes.spec import QuantSpec
-from quaver.recipes.text import check_name, instance
+from quaver.recipes.text import check_instance, check_name
 from quaver.torch.conversion.export.check import (
     ExportCheck,
     Written,
@@ -232,7 +232,7 @@ def export(
     Exact: the files decode to the operand of fprop's GEMM, bit for bit. Each weight is decoded again and compared
         before it is written.
     """
-    instance("export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_instance("export", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     check_name("format of exported files", format, FORMATS)
     folder, kind = Path(folder), FORMATS[format]
     safetensors_torch()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.recipes.spec import Recipe
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 from quaver.torch.linear import store_weight, stored_weight
 from quaver.torch.linear.grouped.function import GroupedLinearFunction, GroupedSetup
 from quaver.torch.linear.grouped.operands import (
@@ -91,10 +91,10 @@ def grouped_matmul(
     Codes and scales equal those of each group alone, bit for bit. Outputs and gradients in float32 have a relative RMS
     error of at most 1e-6 against the same products in float64.
     """
-    instance("grouped_matmul", "weight", weight, Tensor, "torch.randn(groups, n, k)")
-    instance("grouped_matmul", "offsets", offsets, Tensor, OFFSETS)
+    check_instance("grouped_matmul", "weight", weight, Tensor, "torch.randn(groups, n, k)")
+    check_instance("grouped_matmul", "offsets", offsets, Tensor, OFFSETS)
     if not isinstance(x, Quantized):
-        instance("grouped_matmul", "x", x, Tensor, "torch.randn(tokens, k)")
+        check_instance("grouped_matmul", "x", x, Tensor, "torch.randn(tokens, k)")
     in_force = recipe_in_force(None if recipe is None else recipes.get(recipe))
     check(x, weight, offsets, bias, in_force)
     if in_force is not None and in_force.delayed is not None:
@@ -337,7 +337,7 @@ class GroupedLinear(Quantizable):
                 sizes.
         """
         if not isinstance(x, Quantized):
-            instance("GroupedLinear", "x", x, Tensor, "torch.randn(tokens, in_features)")
+            check_instance("GroupedLinear", "x", x, Tensor, "torch.randn(tokens, in_features)")
         return self._run(x, None, (), offsets)
 
     def project(self, rows: RowInputOp, input_tensors: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
@@ -390,7 +390,7 @@ class GroupedLinear(Quantizable):
 
     def _check(self, x: Any, offsets: Tensor) -> None:
         """Raise TypeError if offsets is no tensor; ValueError if a shape, a device or offsets' dtype does not fit."""
-        instance("GroupedLinear", "offsets", offsets, Tensor, OFFSETS)
+        check_instance("GroupedLinear", "offsets", offsets, Tensor, OFFSETS)
         if x is not None and (len(x.shape) != 2 or x.shape[1] != self.in_features):
             raise ValueError(
                 f"{self._named()} got rows of shape {tuple(x.shape)}; they are [T, {self.in_features}], those of group "

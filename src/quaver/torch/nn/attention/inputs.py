@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.recipes.text import check_name, instance
+from quaver.recipes.text import check_instance, check_name
 from quaver.reference.attention import MASKS, check_heads, check_type, check_window
 from quaver.torch.backends.gpu import capture
 from quaver.torch.numerics.rounding import is_tracing
@@ -148,7 +148,7 @@ def lengths_of(cu_seqlens: Tensor, tokens: int, of: str = "") -> list[int] | Non
     Raises:
         ValueError: it is not an int tensor [sequences + 1], or does not ascend from 0 to the number of tokens.
     """
-    instance(f"cu_seqlens{of}", "it", cu_seqlens, Tensor, "torch.tensor([0, 5, 9])")
+    check_instance(f"cu_seqlens{of}", "it", cu_seqlens, Tensor, "torch.tensor([0, 5, 9])")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"cu_seqlens{of} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "

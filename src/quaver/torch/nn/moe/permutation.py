@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.spec import QuantSpec
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 from quaver.reference.moe import check_permute, check_unpermute, rows_of, why_not_rows
 from quaver.torch.nn.activation import ActivationInputOp
 from quaver.torch.numerics.quantized import Quantized
@@ -68,8 +68,8 @@ def permute(
     rounds once.
     """
     if not isinstance(x, Quantized):
-        instance("permute", "x", x, Tensor, "torch.randn(tokens, features)")
-    instance("permute", "indices", indices, Tensor, "quaver.torch.route(logits, k).indices")
+        check_instance("permute", "x", x, Tensor, "torch.randn(tokens, features)")
+    check_instance("permute", "indices", indices, Tensor, "quaver.torch.route(logits, k).indices")
     integers = indices.dtype in (torch.int64, torch.int32)
     check_permute(tuple(indices.shape), integers, experts, pad, capacity)
     if isinstance(x, Quantized):
@@ -103,8 +103,8 @@ def unpermute(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = Non
         ValueError: shapes that do not fit.
     Exact: products and sum, in the order of choices, are computed in float32 (float64 for float64), rounded once.
     """
-    instance("unpermute", "rows", rows, Tensor, "those of permute")
-    instance("unpermute", "places", places, Tensor, "those of permute")
+    check_instance("unpermute", "rows", rows, Tensor, "those of permute")
+    check_instance("unpermute", "places", places, Tensor, "those of permute")
     of_weights = None if weights is None else tuple(weights.shape)
     integers = places.dtype in (torch.int64, torch.int32)
     check_unpermute(tuple(rows.shape), tuple(places.shape), integers, k, of_weights)

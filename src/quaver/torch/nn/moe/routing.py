@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 from quaver.reference.moe import TINY, check_route
 from quaver.torch.operations import ops
 
@@ -96,7 +96,7 @@ def route(
     Exact: the choice without bias and groups, by the logits in float32. Bounded: scores, weights and their gradients,
         relative RMS 1e-6 of float64 in float32.
     """
-    instance("route", "logits", logits, Tensor, "torch.randn(tokens, experts)")
+    check_instance("route", "logits", logits, Tensor, "torch.randn(tokens, experts)")
     of_bias = None if bias is None else tuple(bias.shape)
     check_route(tuple(logits.shape), k, scores, softmax_first, groups, top_groups, best_of_group, of_bias, normalize)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))

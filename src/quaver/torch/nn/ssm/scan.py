@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.recipes.text import instance
+from quaver.recipes.text import check_instance
 from quaver.torch.nn.activation import run_standalone
 from quaver.torch.nn.attention.inputs import lengths_of
 from quaver.torch.nn.ssm import chunked_scan
@@ -185,7 +185,7 @@ def ssd(
     Source: Dao and Gu 2024, arXiv:2405.21060.
     """
     for name, arguments in {"x": x, "dt": dt, "A": A, "B": B, "C": C}.items():
-        instance("ssd", name, arguments, Tensor, "torch.randn(2, 48, 8, 64) of x")
+        check_instance("ssd", name, arguments, Tensor, "torch.randn(2, 48, 8, 64) of x")
     _check(x, dt, A, B, C)
     _check_parameters(x, D, dt_bias, dt_limit)
     check_chunk(chunk_size)
