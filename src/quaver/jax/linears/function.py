@@ -19,23 +19,31 @@ from jax.custom_batching import custom_vmap
 
 from quaver.jax.linears import gemms
 from quaver.jax.linears.gemms import LinearContext
-from quaver.jax.numerics.quantized import Quantized, array, as_bytes, as_codes, floating, state_of, without_elements
-from quaver.jax.numerics.rounding import without_derivative
-from quaver.jax.operations.ops import DTYPES, static
+from quaver.jax.numerics.quantized import (
+    Quantized,
+    array,
+    as_bytes,
+    as_codes,
+    checked_float_dtype,
+    checked_state,
+    without_elements,
+)
+from quaver.jax.numerics.rounding import forbid_second_derivative
+from quaver.jax.operations.ops import DTYPES, check_static_int
 from quaver.jax.operations.sharding import (
     GemmMeshAxes,
     ShardedOperand,
     ShardPlacement,
     axes_of,
+    gathered_leading_shape,
+    gathered_shape,
     input_placement,
+    partition_spec_of,
     shard_of_gradient,
     shardings_inferred,
-    spec_of,
     sum_like,
     varying,
     weight_placement,
-    whole_lead,
-    whole_shape,
 )
 from quaver.jax.state import buffers
 from quaver.jax.state.buffers import State
@@ -74,14 +82,14 @@ def check_gradients(call: LinearContext, x: Any, w: Any, bias: Any, state: State
     for what, operand, asked in (("x", x, perturbed[0]), ("w", w, perturbed[1])):
         if asked and isinstance(operand, Quantized):
             raise ValueError(
-                f"{call.where}: the gradient of {what} is requested, but {what} is a Quantized, whose codes have "
+                f"{call.label}: the gradient of {what} is requested, but {what} is a Quantized, whose codes have "
                 f"no gradient; give {what} as an array, or differentiate with respect to the other arguments only"
             )
     if call.recipe.stochastic:
         _check_noise_state(call, state, perturbed)
     if call.recipe.delayed is not None or call.recipe.stochastic:
         _check_state_gradient(call, perturbed)
-    return without_derivative(call.where, (x, w, bias, state))
+    return forbid_second_derivative(call.label, (x, w, bias, state))
 
 
 #: Advice on differentiating Flax modules with state, for error messages.
@@ -95,13 +103,13 @@ FLAX = (
 def _check_noise_state(call: LinearContext, state: State, perturbed: list[bool]) -> None:
     if "count" not in state:
         raise ValueError(
-            f"{call.where}: recipe {call.recipe.name!r} rounds gradients stochastically and got no state, so every "
+            f"{call.label}: recipe {call.recipe.name!r} rounds gradients stochastically and got no state, so every "
             "step would use the same noise; pass state=quaver.jax.state.init(recipe) and differentiate with "
             f"respect to it, or take the recipe with stochastic_rounding=False. {FLAX}"
         )
     if not any(perturbed[1:]):
         raise ValueError(
-            f"{call.where}: only the gradient of x is computed under recipe {call.recipe.name!r}, which rounds "
+            f"{call.label}: only the gradient of x is computed under recipe {call.recipe.name!r}, which rounds "
             "stochastically and counts its noise in the state, so every step would use the same noise; "
             "differentiate with respect to x and the state, jax.grad(loss, argnums=(0, 1))(x, state), where the "
             "state's gradient is its next value, or use the recipe with stochastic_rounding=False"
@@ -112,19 +120,19 @@ def _check_state_gradient(call: LinearContext, perturbed: list[bool]) -> None:
     trains = perturbed[1] or perturbed[2]
     if trains and not perturbed[3]:
         raise ValueError(
-            f"{call.where}: gradients are taken under recipe {call.recipe.name!r}, but not with respect to the layer's "
+            f"{call.label}: gradients are taken under recipe {call.recipe.name!r}, but not with respect to the layer's "
             "state, so the next step would know nothing of this one; differentiate with respect to both, "
             "jax.value_and_grad(loss, argnums=(0, 1))(parameters, state): the state's gradient is its next value. "
             f"{FLAX} If the layer is to stay as it is, put jax.lax.stop_gradient around its weights, its bias and its "
             "state: the gradient of x alone reads a history and leaves it alone"
         )
-    if perturbed[3] and call.uses.count > 1:
+    if perturbed[3] and call.state_reads.count > 1:
         raise ValueError(
-            f"{call.where}: {call.uses.count} calls read the same state in one step, and autodiff would sum the "
-            f"states that they return; give each call a slice of quaver.jax.state.share(state, {call.uses.count}). "
-            "If only one of them runs, as with branches of jax.lax.cond, pass the state to the branches as an "
-            "operand. A call that only reads the state takes jax.lax.stop_gradient of its weights, its bias and "
-            "its state"
+            f"{call.label}: {call.state_reads.count} calls read the same state in one step, and autodiff would sum the "
+            "states that they return; give each call a slice of "
+            f"quaver.jax.state.share(state, {call.state_reads.count}). If only one of them runs, as with branches of "
+            "jax.lax.cond, pass the state to the branches as an operand. A call that only reads the state takes "
+            "jax.lax.stop_gradient of its weights, its bias and its state"
         )
 
 
@@ -174,31 +182,31 @@ def linear(
     """
     in_force = recipe_in_force(recipe)
     _check_types(axes, gather_input, gather_weight, name)
-    where = name or "this layer"
-    x, w = (a if isinstance(a, Quantized) else array(where, what, a) for what, a in (("x", x), ("w", w)))
-    bias = None if bias is None else array(where, "bias", bias)
-    static("seed", seed, "the steps' noise differs by the count in the state")
+    label = name or "this layer"
+    x, w = (a if isinstance(a, Quantized) else array(label, what, a) for what, a in (("x", x), ("w", w)))
+    bias = None if bias is None else array(label, "bias", bias)
+    check_static_int("seed", seed, "the steps' noise differs by the count in the state")
     placements = input_placement(gather_input, x), weight_placement(gather_weight, w)
-    shape = _checked_shape(x, w, bias, where, placements[1])
-    dtype = _dtype(where, x, w, dtype)
+    shape = _checked_shape(x, w, bias, label, placements[1])
+    dtype = _dtype(label, x, w, dtype)
     if in_force is None or not in_force.quantizes:
         return high_precision(x, w, bias, dtype)
     if dtype not in DTYPES:
         warn_unquantized(dtype)
         return high_precision(x, w, bias, dtype)
-    state = state_of(where, state)
-    buffers.check_state(state, in_force, where)
+    state = checked_state(label, state)
+    buffers.check_state(state, in_force, label)
     call = LinearContext(in_force, dtype, name, seed, axes, *placements, state_reads_of(state))
     _check_bias(call, x, w, bias, state)
 
     def run_on_matrix(x: Any, w: Any, bias: Array | None, state: State) -> Array:
         rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
         y = _linear(call, rows, w, bias, state)
-        return y if len(shape) == 2 else y.reshape(*whole_lead(shape[:-1], placements[0]), y.shape[-1])
+        return y if len(shape) == 2 else y.reshape(*gathered_leading_shape(shape[:-1], placements[0]), y.shape[-1])
 
-    return shardings_inferred(run_on_matrix, x, (*spec_of(x)[:-1], spec_of(w)[0 if isinstance(w, Quantized) else 1]))(
-        x, w, bias, state
-    )
+    return shardings_inferred(
+        run_on_matrix, x, (*partition_spec_of(x)[:-1], partition_spec_of(w)[0 if isinstance(w, Quantized) else 1])
+    )(x, w, bias, state)
 
 
 def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
@@ -283,18 +291,18 @@ def _operand_to_save(needed: bool, operand: Any, argument: Any, serves: bool, ma
 def _backward(call: LinearContext, saved: Any, g: Any) -> tuple[Any, Any, Any, Any]:
     needs_as_shape, sharding, saved_x, saved_w, (like_x, like_w, like_bias), amaxes, state = saved
     axes, needs = sharding.axes, _NeedsGrad(*map(bool, needs_as_shape.shape[:3]))
-    g, saved_x, saved_w = without_derivative(call.where, (g, saved_x, saved_w))
+    g, saved_x, saved_w = forbid_second_derivative(call.label, (g, saved_x, saved_w))
     saved_x, saved_w = as_codes(saved_x), as_codes(saved_w)
     gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
     grad_x = grad_w = grad_bias = None
     if needs.input:
-        summed = axes.outputs or call.input is not None
+        summed = axes.outputs or call.input_placement is not None
         grad_x = gemms.dgrad(call, g, gq, saved_w, state, axes, jnp.float32 if summed else like_x.dtype)
-        grad_x = sum_like(shard_of_gradient(grad_x, call.input), like_x).astype(like_x.dtype)
+        grad_x = sum_like(shard_of_gradient(grad_x, call.input_placement), like_x).astype(like_x.dtype)
     if needs.weight:
-        summed = axes.tokens or call.weight is not None
+        summed = axes.tokens or call.weight_placement is not None
         grad_w = gemms.wgrad(call, g, gt, saved_x, jnp.float32 if summed else like_w.dtype)
-        grad_w = sum_like(shard_of_gradient(grad_w, call.weight), like_w).astype(like_w.dtype)
+        grad_w = sum_like(shard_of_gradient(grad_w, call.weight_placement), like_w).astype(like_w.dtype)
     if needs.bias:
         grad_bias = sum_like(g.sum(0, dtype=jnp.float32), like_bias).astype(like_bias.dtype)
     return grad_x, grad_w, grad_bias, next_state(call, state, amaxes, gq, gt)
@@ -319,7 +327,10 @@ _linear.defvjp(_forward, _backward, symbolic_zeros=True)
 def _axes(call: LinearContext, x: Any, w: Any, state: State) -> GemmMeshAxes:
     if call.axes is not None:
         return call.axes
-    gathered = [None if placements is None else placements.gather.axis for placements in (call.input, call.weight)]
+    gathered = [
+        None if placements is None else placements.gather.axis
+        for placements in (call.input_placement, call.weight_placement)
+    ]
     return axes_of(x, w, state, gathered[0], gathered[1])
 
 
@@ -327,7 +338,7 @@ def _check_bias(call: LinearContext, x: Any, w: Any, bias: Array | None, state: 
     cut = () if bias is None else tuple(axis for axis in _axes(call, x, w, state).inputs if axis not in varying(bias))
     if cut:
         raise ValueError(
-            f"{call.where}: mesh axes {cut} shard K, so each shard computes a part of the sum, and the bias would "
+            f"{call.label}: mesh axes {cut} shard K, so each shard computes a part of the sum, and the bias would "
             "be added on every shard; add it after jax.lax.psum, or give axes= if they do not shard K"
         )
 
@@ -345,7 +356,7 @@ def _require_mapped_state(call: LinearContext, state: State, *operands: Any) -> 
     def rule(axis_size: int, mapped: Any, state: State, operands: Any) -> tuple[State, Any]:
         if any(jax.tree.leaves(mapped[1])) and not all(jax.tree.leaves(mapped[0])):
             raise ValueError(
-                f"{call.where}: a vmap over {axis_size} slices shares one state, and autodiff would sum the states "
+                f"{call.label}: a vmap over {axis_size} slices shares one state, and autodiff would sum the states "
                 f"that they return; also map quaver.jax.state.share(state, {axis_size})"
             )
         return state, mapped[0]
@@ -358,7 +369,7 @@ def _checked_shape(x: Any, w: Any, bias: Any, name: str, weight: ShardPlacement 
     shape = tuple(x.shape)
     if len(w.shape) != 2:
         raise ValueError(f"{name}: w has shape {tuple(w.shape)}; give a matrix [K, N], or use quaver.jax.dot_general")
-    k, n = whole_shape(w.shape[::-1] if isinstance(w, Quantized) else w.shape, weight)
+    k, n = gathered_shape(w.shape[::-1] if isinstance(w, Quantized) else w.shape, weight)
     if not shape or shape[-1] != k:
         raise ValueError(f"{name}: x has shape {shape} and w is [K, N] = [{k}, {n}]; the last axis of x must be {k}")
     if bias is not None and bias.shape != (n,):
@@ -377,11 +388,11 @@ def _check_types(axes: Any, gather_input: Any, gather_weight: Any, name: Any) ->
             )
 
 
-def _dtype(where: str, x: Any, w: Any, dtype: Any) -> Any:
+def _dtype(label: str, x: Any, w: Any, dtype: Any) -> Any:
     if dtype is None:
         own = [a.dtype for a in (x, w) if not isinstance(a, Quantized)]
         dtype = jnp.result_type(*own) if own else jnp.float32
-    return floating(where, dtype)
+    return checked_float_dtype(label, dtype)
 
 
 def warn_unquantized(dtype: Any) -> None:

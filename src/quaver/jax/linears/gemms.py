@@ -40,23 +40,23 @@ class LinearContext:
     #: Mesh axes that shard its GEMMs; None derives them from the array types.
     axes: GemmMeshAxes | None
     #: Placement of the shards of x [T, K] and of w [K, N] for a gather; None for no gather.
-    input: ShardPlacement | None
-    weight: ShardPlacement | None
+    input_placement: ShardPlacement | None
+    weight_placement: ShardPlacement | None
     #: Counter of the calls that read this state.
-    uses: StateReads
+    state_reads: StateReads
 
     def __post_init__(self) -> None:
-        for label in ("fprop.a", "wgrad.b"):
-            spec = self.recipe.operands()[label]
+        for operand in ("fprop.a", "wgrad.b"):
+            spec = self.recipe.operands()[operand]
             if spec is not None and spec.rounding != "nearest":
                 raise ValueError(
-                    f"{self.where}: recipe {self.recipe.name!r} rounds the input stochastically ({label} is "
+                    f"{self.label}: recipe {self.recipe.name!r} rounds the input stochastically ({operand} is "
                     f"{spec}), and quaver.jax supports that only for gradients; round the input to nearest, or use "
                     "quaver.torch"
                 )
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         """Name of the layer for error messages; the root of a model has no name."""
         return self.name or "this layer"
 
@@ -76,22 +76,24 @@ def fprop(
     gather.
     """
     gemm = call.recipe.fprop
-    weight_placement = None if call.weight is None else call.weight.T
+    weight_t_placement = None if call.weight_placement is None else call.weight_placement.T
     if gemm.a is None or gemm.b is None:
         high = (
-            all_gather_operand(_unquantized(call, x), call.input),
-            all_gather_operand(_unquantized(call, w), call.weight).T,
+            all_gather_operand(_unquantized(call, x), call.input_placement),
+            all_gather_operand(_unquantized(call, w), call.weight_placement).T,
         )
-        return product(*high, call.dtype, bias), None, None
-    token_axes, (rows, k) = (
-        axes_before_gather(call.input, axes.tokens, axes.inputs)[0],
-        axes_before_gather(weight_placement, axes.outputs, axes.inputs),
+        return gemm_high_precision(*high, call.dtype, bias), None, None
+    token_axes, (row_axes, k_axes) = (
+        axes_before_gather(call.input_placement, axes.tokens, axes.inputs)[0],
+        axes_before_gather(weight_t_placement, axes.outputs, axes.inputs),
     )
     xq = quantize_shard(x, gemm.a, token_axes, axes.inputs, factor=factor_of(state, INPUT))
-    wq = quantize_shard(w if isinstance(w, Quantized) else w.T, gemm.b, rows, k, factor=factor_of(state, WEIGHT))
+    wq = quantize_shard(
+        w if isinstance(w, Quantized) else w.T, gemm.b, row_axes, k_axes, factor=factor_of(state, WEIGHT)
+    )
     y = matmul(
-        all_gather_operand(xq, call.input),
-        all_gather_operand(wq, weight_placement),
+        all_gather_operand(xq, call.input_placement),
+        all_gather_operand(wq, weight_t_placement),
         call.dtype,
         bias,
         fast_accum=gemm.fast_accum,
@@ -116,7 +118,7 @@ def saved_input(
     x = _unquantized(call, x)
     if spec is None:
         return x
-    tokens, inputs = axes_before_gather(call.input, axes.tokens, axes.inputs)
+    tokens, inputs = axes_before_gather(call.input_placement, axes.tokens, axes.inputs)
     return quantize_shard(x.T, spec, inputs, tokens, factor=factor_of(state, INPUT))
 
 
@@ -163,16 +165,16 @@ def _gradient(
     g: Array,
     operand: str,
     spec: QuantSpec,
-    rows: tuple[str, ...],
-    k: tuple[str, ...],
+    row_axes: tuple[str, ...],
+    k_axes: tuple[str, ...],
     state: State,
 ) -> Quantized:
     if spec.rounding == "nearest":
-        return quantize_shard(g, spec, rows, k, factor=factor_of(state, GRAD_OUTPUT))
+        return quantize_shard(g, spec, row_axes, k_axes, factor=factor_of(state, GRAD_OUTPUT))
     stream = {"seed": call.seed, "tensor_id": call.tensor_id(operand)}
     count = state["count"][int(operand.endswith(".T"))]
     g = unless_overrun(g, count)
-    return quantize_shard(g, spec, rows, k, factor=factor_of(state, GRAD_OUTPUT), count=count, **stream)
+    return quantize_shard(g, spec, row_axes, k_axes, factor=factor_of(state, GRAD_OUTPUT), count=count, **stream)
 
 
 def dgrad(
@@ -187,17 +189,17 @@ def dgrad(
     """Return grad_input [T, K], from the result of `saved_weight`."""
     gemm = call.recipe.dgrad
     if gemm.b is None and isinstance(weight, Quantized):
-        gathered = all_gather_operand(weight, None if call.weight is None else call.weight.T)
-        return product(g, gathered.dequantize().T.astype(g.dtype), dtype)
+        gathered = all_gather_operand(weight, None if call.weight_placement is None else call.weight_placement.T)
+        return gemm_high_precision(g, gathered.dequantize().T.astype(g.dtype), dtype)
     if gemm.b is None:
-        return product(g, all_gather_operand(weight, call.weight), dtype)
+        return gemm_high_precision(g, all_gather_operand(weight, call.weight_placement), dtype)
     assert gq is not None
     if isinstance(weight, Quantized):
-        operand = all_gather_operand(weight, None if call.weight is None else call.weight.T).T
+        operand = all_gather_operand(weight, None if call.weight_placement is None else call.weight_placement.T).T
     else:
-        inputs, outputs = axes_before_gather(call.weight, axes.inputs, axes.outputs)
+        inputs, outputs = axes_before_gather(call.weight_placement, axes.inputs, axes.outputs)
         operand = all_gather_operand(
-            quantize_shard(weight, gemm.b, inputs, outputs, factor=factor_of(state, WEIGHT)), call.weight
+            quantize_shard(weight, gemm.b, inputs, outputs, factor=factor_of(state, WEIGHT)), call.weight_placement
         )
     return matmul(gq, operand, dtype, fast_accum=gemm.fast_accum)
 
@@ -206,18 +208,18 @@ def wgrad(call: LinearContext, g: Array, gq: Quantized | None, saved: Array | Qu
     """Return the gradient of w, grad_weight.T [K, N], from the result of `saved_input`."""
     gemm = call.recipe.wgrad
     if gemm.b is None:
-        values = all_gather_operand(saved, call.input)
+        values = all_gather_operand(saved, call.input_placement)
         values = values.dequantize().astype(g.dtype) if isinstance(values, Quantized) else values
-        return product(values.T, g.T, dtype)
+        return gemm_high_precision(values.T, g.T, dtype)
     assert gq is not None
     if call.recipe.plan.input:
-        operand = all_gather_operand(saved, call.input).T
+        operand = all_gather_operand(saved, call.input_placement).T
     else:
-        operand = all_gather_operand(saved, None if call.input is None else call.input.T)
+        operand = all_gather_operand(saved, None if call.input_placement is None else call.input_placement.T)
     return matmul(operand, gq, dtype, fast_accum=gemm.fast_accum)
 
 
-def product(a: Array, b: Array, dtype: Any, bias: Array | None = None) -> Array:
+def gemm_high_precision(a: Array, b: Array, dtype: Any, bias: Array | None = None) -> Array:
     """Compute a [m, k] @ b [n, k].T + bias [n] for unquantized operands, accumulated in float32."""
     wide = jnp.promote_types(a.dtype, b.dtype)
     contract = (((1,), (1,)), ((), ()))
@@ -228,7 +230,7 @@ def product(a: Array, b: Array, dtype: Any, bias: Array | None = None) -> Array:
 def _unquantized(call: LinearContext, x: Array | Quantized) -> Array:
     if isinstance(x, Quantized):
         raise ValueError(
-            f"{call.where}: recipe {call.recipe.name!r} needs this operand also in blocks other than those of "
+            f"{call.label}: recipe {call.recipe.name!r} needs this operand also in blocks other than those of "
             f"{x.spec}: pass it unquantized"
         )
     return x

@@ -21,10 +21,18 @@ from jax.custom_batching import sequential_vmap
 
 from quaver.jax.linears.function import check_gradients, next_state, unwrapped, warn_unquantized
 from quaver.jax.linears.gemms import LinearContext
-from quaver.jax.numerics.quantized import Quantized, array, as_bytes, as_codes, floating, state_of, without_elements
-from quaver.jax.numerics.rounding import without_derivative
+from quaver.jax.numerics.quantized import (
+    Quantized,
+    array,
+    as_bytes,
+    as_codes,
+    checked_float_dtype,
+    checked_state,
+    without_elements,
+)
+from quaver.jax.numerics.rounding import forbid_second_derivative
 from quaver.jax.operations.native import decoded, scaled
-from quaver.jax.operations.ops import DTYPES, quantize, static
+from quaver.jax.operations.ops import DTYPES, check_static_int, quantize
 from quaver.jax.operations.sharding import sum_like
 from quaver.jax.state import buffers
 from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of
@@ -72,8 +80,8 @@ def grouped_dot(
         )
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"{name}: group_sizes count tokens and are {group_sizes.dtype}; convert them to int32")
-    static("seed", seed, "the steps' noise differs by the count in the state")
-    dtype = floating(name, jnp.result_type(x, w) if dtype is None else dtype)
+    check_static_int("seed", seed, "the steps' noise differs by the count in the state")
+    dtype = checked_float_dtype(name, jnp.result_type(x, w) if dtype is None else dtype)
     quantizes = in_force is not None and in_force.quantizes
     if quantizes and dtype not in DTYPES:
         warn_unquantized(dtype)
@@ -82,7 +90,7 @@ def grouped_dot(
     if in_force is None or not quantizes or dtype not in DTYPES or nothing:
         high = x.astype(dtype), w.astype(dtype)
         return lax.ragged_dot(*high, group_sizes, preferred_element_type=jnp.float32).astype(dtype)
-    state = state_of(name, state)
+    state = checked_state(name, state)
     buffers.check_state(state, in_force, name)
     call = LinearContext(in_force, dtype, name, seed, None, None, None, state_reads_of(state))
     return _grouped(call, x.astype(dtype), w, group_sizes, state)
@@ -123,7 +131,7 @@ def _forward(call: LinearContext, x: Any, w: Any, sizes: Any, state: Any) -> tup
 def _backward(call: LinearContext, saved: Any, g: Array) -> tuple[Any, ...]:
     saved_x, saved_w, layout, amaxes, state, like_x, like_w = saved
     recipe, plan, factor = call.recipe, call.recipe.plan, factor_of(state, GRAD_OUTPUT)
-    g, saved_x, saved_w = without_derivative(call.where, (g, saved_x, saved_w))
+    g, saved_x, saved_w = forbid_second_derivative(call.label, (g, saved_x, saved_w))
     saved_x, saved_w = as_codes(saved_x), as_codes(saved_w)
     if "count" in state:
         g = buffers.unless_overrun(g, state["count"].max())

@@ -258,7 +258,7 @@ def values_of(codes: Array, fmt: Format, dtype: Any) -> Array:
 # ---- validation of user arguments, before JAX raises its own errors ----
 
 
-def array(where: str, argument: str, value: Any) -> Array:
+def array(label: str, argument: str, value: Any) -> Array:
     """Return value as an array of real numbers; accepts numpy arrays and NNX Variables.
 
     Raises:
@@ -268,15 +268,15 @@ def array(where: str, argument: str, value: Any) -> Array:
         value = jnp.asarray(value)
     if not isinstance(value, (jax.Array, np.ndarray)):
         raise TypeError(
-            f"{where}: {argument} is a {type(value).__name__}; give an array, such as jax.numpy.asarray({argument})"
+            f"{label}: {argument} is a {type(value).__name__}; give an array, such as jax.numpy.asarray({argument})"
         )
     real = jnp.issubdtype(value.dtype, np.number) and not jnp.issubdtype(value.dtype, np.complexfloating)
     if not real and value.dtype != np.bool_:
-        raise TypeError(f"{where}: {argument} is an array of {value.dtype}; give one of real numbers")
+        raise TypeError(f"{label}: {argument} is an array of {value.dtype}; give one of real numbers")
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def floating(where: str, dtype: Any) -> Any:
+def checked_float_dtype(label: str, dtype: Any) -> Any:
     """Return a floating-point dtype. Raises: ValueError if it is not one."""
     try:
         own = None if isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype)
@@ -284,17 +284,17 @@ def floating(where: str, dtype: Any) -> Any:
         own = None
     if own is None or not jnp.issubdtype(own, jnp.floating):
         shown = repr(dtype) if own is None else own
-        raise ValueError(f"{where} computes in a floating dtype, not {shown}; convert x, or give dtype=jnp.float32")
+        raise ValueError(f"{label} computes in a floating dtype, not {shown}; convert x, or give dtype=jnp.float32")
     return own
 
 
-def state_of(where: str, state: Any) -> dict[str, Any]:
+def checked_state(label: str, state: Any) -> dict[str, Any]:
     """Return a layer's state as a new dict; {} for None. Raises: TypeError if it is not a dict of arrays."""
     if state is None:
         return {}
     if not isinstance(state, Mapping) or not all(hasattr(leaf, "dtype") for leaf in state.values()):
         raise TypeError(
-            f"{where}: state is a {type(state).__name__} and should be a dict of arrays, as "
+            f"{label}: state is a {type(state).__name__} and should be a dict of arrays, as "
             "quaver.jax.state.init(recipe) makes it and the state's gradient returns it"
         )
     return dict(state)

@@ -135,18 +135,18 @@ SECOND_DERIVATIVE = (
 LAYERS = 4096
 
 
-def constant(sentence: str, tree: Any) -> Any:
+def forbid_derivative(message: str, tree: Any) -> Any:
     """Return the same arrays; differentiating one, in either mode, raises NotImplementedError with this message."""
-    return jax.tree.map(_same(sentence), tree)
+    return jax.tree.map(_guard(message), tree)
 
 
-def without_derivative(where: str, tree: Any) -> Any:
+def forbid_second_derivative(label: str, tree: Any) -> Any:
     """Return the same arrays for use in a layer's gradient rule; a second derivative raises NotImplementedError."""
-    return constant(SECOND_DERIVATIVE.format(where), tree)
+    return forbid_derivative(SECOND_DERIVATIVE.format(label), tree)
 
 
 @lru_cache(LAYERS)
-def _same(sentence: str) -> Callable[[Array], Array]:
+def _guard(message: str) -> Callable[[Array], Array]:
     """Return an identity function whose derivative raises.
 
     Where JAX splits a body into forward and backward, such as a scan's, it drops the rule of a custom_jvp and inlines
@@ -158,8 +158,8 @@ def _same(sentence: str) -> Callable[[Array], Array]:
         return x
 
     @guarded.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(sentence)
+    def raise_error(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(message)
 
     same = custom_vmap(guarded)
 
@@ -236,7 +236,7 @@ def uniform(
     )
     step = 4 if together else 1
     column = lax.broadcasted_iota(jnp.uint32, (1, k // step), 1) + _word(first_column) // step
-    high, low = product(row, whole // step)
+    high, low = mul_wide(row, whole // step)
     low, high = low + column, high + (low + column < column)
     if together:
         drawn = philox4x32((low, high, _word(tensor_id), _word(count)), seed)
@@ -247,8 +247,8 @@ def uniform(
         first, second = (where(lax.eq(lane, np.uint32(i)), *drawn[i : i + 2]) for i in (0, 2))
         words = where(lax.lt(lane, np.uint32(2)), first, second)
     # Signed integers convert to float faster, and 24 bits fit.
-    top = lax.shift_right_logical(words, np.uint32(8)).astype(jnp.int32).astype(jnp.float32)
-    return lax.mul(top, np.float32(2.0**-24)).reshape(rows, k)
+    upper_bits = lax.shift_right_logical(words, np.uint32(8)).astype(jnp.int32).astype(jnp.float32)
+    return lax.mul(upper_bits, np.float32(2.0**-24)).reshape(rows, k)
 
 
 def philox4x32(counter: tuple[Array, Array, Array, Array], seed: int) -> tuple[Array, Array, Array, Array]:
@@ -256,8 +256,8 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], seed: int) -> tuple[A
     c0, c1, c2, c3 = jnp.broadcast_arrays(*counter)
     k0, k1 = seed & _LOW, seed >> 32 & _LOW
     for _ in range(ROUNDS):
-        high0, low0 = product(c0, MULTIPLIERS[0])
-        high1, low1 = product(c2, MULTIPLIERS[1])
+        high0, low0 = mul_wide(c0, MULTIPLIERS[0])
+        high1, low1 = mul_wide(c2, MULTIPLIERS[1])
         c0 = lax.bitwise_xor(lax.bitwise_xor(high1, c1), np.uint32(k0))
         c2 = lax.bitwise_xor(lax.bitwise_xor(high0, c3), np.uint32(k1))
         c1, c3 = low1, low0
@@ -265,7 +265,7 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], seed: int) -> tuple[A
     return c0, c1, c2, c3
 
 
-def product(a: Array, m: Any) -> tuple[Array, Array]:
+def mul_wide(a: Array, m: Any) -> tuple[Array, Array]:
     """Return high and low word of a 32 × 32-bit product, from 16-bit halves; XLA cannot compile `lax.mulhi` for
     shards.
     """

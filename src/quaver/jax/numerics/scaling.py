@@ -24,12 +24,12 @@ def block_bits(x: Array, spec: QuantSpec) -> Array:
     if x.size == 0:
         return jnp.zeros(shape, jnp.int32)
     if spec.per_tensor:
-        top = largest(magnitude_bits(x), (0, 1))
+        amax_bits = largest(magnitude_bits(x), (0, 1))
     elif spec.block == (1, None):
-        top = largest(magnitude_bits(x), (1,))
+        amax_bits = largest(magnitude_bits(x), (1,))
     else:
-        top = lax.reduce_max(magnitude_bits(blocked(x, spec.block)), (1, 3))
-    return _normal(top)
+        amax_bits = lax.reduce_max(magnitude_bits(blocked(x, spec.block)), (1, 3))
+    return _normal(amax_bits)
 
 
 def _normal(bits: Array) -> Array:
@@ -51,16 +51,16 @@ def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array
     measured = block_bits(x, spec)
     if spec.two_level:
         return _two_level(measured, spec, amax)
-    top = measured if amax is None else provided_amax_bits(amax, shape)
-    e = encode_factor(top, spec.format, spec.power_of_two)
+    amax_bits = measured if amax is None else provided_amax_bits(amax, shape)
+    e = encode_factor(amax_bits, spec.format, spec.power_of_two)
     if factor is not None:
         provided = jnp.asarray(factor, jnp.float32).reshape(())
         e = lax.select(lax.eq(provided, np.float32(0)), e, lax.broadcast(provided, shape))
-    finite = lax.lt(top, INFINITY_BITS)
-    if top is not measured:
+    finite = lax.lt(amax_bits, INFINITY_BITS)
+    if amax_bits is not measured:
         finite = lax.bitwise_and(finite, lax.lt(measured, INFINITY_BITS))
     if spec.scale == "e8m0":
-        zero = lax.eq(top, np.int32(0))
+        zero = lax.eq(amax_bits, np.int32(0))
         code = lax.sub(np.int32(254), lax.shift_right_arithmetic(lax.bitcast_convert_type(e, jnp.int32), np.int32(23)))
         scale = where(finite, where(zero, 0, code), 255).astype(jnp.uint8)
         e = where(zero, 0, e)
@@ -74,8 +74,8 @@ Factors = tuple[Array, Array, Array | None, Array | None]
 
 
 def _two_level(blocks: Array, spec: QuantSpec, amax: Array | float | None) -> Factors:
-    top = largest(blocks, (0, 1))
-    tensor = top if amax is None else provided_amax_bits(amax, (1, 1))
+    amax_bits = largest(blocks, (0, 1))
+    tensor = amax_bits if amax is None else provided_amax_bits(amax, (1, 1))
     if spec.scale == "two_level":
         big = two_to_the(exponent(tensor, TWO_LEVEL_MAX, TENSOR_EXPONENTS))
     else:
@@ -99,7 +99,7 @@ def _two_level(blocks: Array, spec: QuantSpec, amax: Array | float | None) -> Fa
     e = where(lax.eq(one_by, np.float32(0)), 0, lax.min(e, np.float32(FLT_MAX)))
     stored = where(lax.lt(blocks, INFINITY_BITS), code, 0x7F)
     tensor_factor = where(lax.lt(tensor, INFINITY_BITS), big, jnp.nan)
-    return where(isnan(one_by), one_by, e), stored, tensor_factor, _float(top)
+    return where(isnan(one_by), one_by, e), stored, tensor_factor, _float(amax_bits)
 
 
 def _reciprocals() -> np.ndarray:

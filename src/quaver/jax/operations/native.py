@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 from quaver.jax.numerics.quantized import FLOAT8, Quantized, cut, isnan, over_blocks, padded, where
-from quaver.jax.numerics.rounding import SMALLEST_NORMAL_BITS, constant, two_to_the
+from quaver.jax.numerics.rounding import SMALLEST_NORMAL_BITS, forbid_derivative, two_to_the
 from quaver.recipes.spec import QuantSpec
 
 NT = (((1,), (1,)), ((), ()))
@@ -31,15 +31,15 @@ NO_DERIVATIVE = (
     "have gradients of their own; to treat a value as a constant, multiply jax.lax.stop_gradient(operand)"
 )
 
-#: The largest block scale of a row is normalized to 2**TOP before it is applied: products stay finite in float32, and
-#: values that underflow are smaller by 2**-166.
-TOP = 40
+#: The largest block scale of a row is normalized to 2**MAX_SCALE_EXPONENT before it is applied: products stay finite in
+#: float32, and values that underflow are smaller by 2**-166.
+MAX_SCALE_EXPONENT = 40
 
 
 @partial(jax.jit, static_argnames=("dtype", "fast_accum"))
 def matmul(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast_accum: bool) -> Array:
     """Return a [m, k] @ b [n, k].T + bias."""
-    a, b = constant(NO_DERIVATIVE, (a, b))
+    a, b = forbid_derivative(NO_DERIVATIVE, (a, b))
     (m, k), n = a.shape, b.shape[0]
     if m * k * n == 0:
         return _finish(jnp.zeros((m, n), jnp.float32), bias, dtype)
@@ -114,7 +114,7 @@ def _fp8(a: Quantized, b: Quantized, out: Any, fast_accum: bool) -> tuple[Array,
     """Return the GEMM of the data, and the scales of each row of a and of b."""
     precision = lax.Precision.DEFAULT if fast_accum else lax.Precision.HIGHEST
     y = lax.dot_general(a.data, b.data, NT, precision=precision, preferred_element_type=out)
-    return y, rows_of(a.scales(), a.spec, a.shape[0]), rows_of(b.scales(), b.spec, b.shape[0]).T
+    return y, per_row_scales(a.scales(), a.spec, a.shape[0]), per_row_scales(b.scales(), b.spec, b.shape[0]).T
 
 
 def _block_scaled(a: Quantized, b: Quantized, out: Any) -> tuple[Array, Array, Array]:
@@ -160,7 +160,7 @@ def _blocks(q: Quantized) -> tuple[Array, Array]:
     else:
         data = padded(q.data, 0, padding)
     kind = jnp.float8_e4m3fn if q.spec.two_level else jnp.float8_e8m0fnu
-    return data, lax.bitcast_convert_type(rows_of(q.scale, q.spec, rows), kind)
+    return data, lax.bitcast_convert_type(per_row_scales(q.scale, q.spec, rows), kind)
 
 
 def _tensor_scale(q: Quantized) -> Array:
@@ -181,16 +181,18 @@ def decoded(q: Quantized) -> tuple[Array, Array]:
         blocks = lax.bitcast_convert_type(q.scale, jnp.float8_e4m3fn).astype(dtype)
         return over_blocks(values, blocks, spec.block), _tensor_scale(q)
     if spec.block[1] is None:
-        return values, rows_of(q.scales(), spec, q.shape[0])
-    scale = rows_of(q.scales(), spec, q.shape[0])
-    top = lax.expand_dims(lax.reduce_max(where(lax.is_finite(scale), scale, 0), (1,)), (1,))
-    binade = lax.shift_right_arithmetic(lax.bitcast_convert_type(top, jnp.int32), np.int32(23))
-    lift = two_to_the(lax.clamp(np.int32(-126), lax.sub(np.int32(127 + TOP), binade), np.int32(126)))
-    blocks = over_blocks(values, lax.mul(scale, lift).astype(dtype), (1, spec.block[1]))
-    return blocks, lax.div(np.float32(1), lift)
+        return values, per_row_scales(q.scales(), spec, q.shape[0])
+    scale = per_row_scales(q.scales(), spec, q.shape[0])
+    row_max_scale = lax.expand_dims(lax.reduce_max(where(lax.is_finite(scale), scale, 0), (1,)), (1,))
+    binade = lax.shift_right_arithmetic(lax.bitcast_convert_type(row_max_scale, jnp.int32), np.int32(23))
+    row_rescale = two_to_the(
+        lax.clamp(np.int32(-126), lax.sub(np.int32(127 + MAX_SCALE_EXPONENT), binade), np.int32(126))
+    )
+    blocks = over_blocks(values, lax.mul(scale, row_rescale).astype(dtype), (1, spec.block[1]))
+    return blocks, lax.div(np.float32(1), row_rescale)
 
 
-def rows_of(scale: Array, spec: QuantSpec, rows: int) -> Array:
+def per_row_scales(scale: Array, spec: QuantSpec, rows: int) -> Array:
     """Expand scales of row blocks to one per row; a single scale per tensor stays."""
     if spec.block[0] is None or spec.block[0] == 1:
         return scale

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from quaver.jax.numerics.quantized import Quantized, array, floating, over_blocks, pack
-from quaver.jax.numerics.rounding import Place, constant, encode, flush, rotate, uniform, widen
+from quaver.jax.numerics.quantized import Quantized, array, checked_float_dtype, over_blocks, pack
+from quaver.jax.numerics.rounding import Place, encode, flush, forbid_derivative, rotate, uniform, widen
 from quaver.jax.numerics.scaling import factors
 from quaver.jax.operations import native
 from quaver.recipes.spec import QuantSpec
@@ -65,7 +65,7 @@ def quantize(
     # A float64 numpy array would have become float32 implicitly.
     if own not in DTYPES:
         raise ValueError(f"an operand is float32, bfloat16 or float16, not {own}; convert it first")
-    static("seed", seed, "let tensor_id or count differ instead")
+    check_static_int("seed", seed, "let tensor_id or count differ instead")
     _numbers(spec, x, amax, factor, tensor_id, count)
     whole = None if place is None else place[2]
     at = (0, 0) if place is None else place[:2]
@@ -74,7 +74,7 @@ def quantize(
     return _quantize(x, amax, factor, _word(tensor_id), _word(count), at, spec=spec, seed=seed, whole=whole)
 
 
-def static(what: str, number: object, instead: str) -> None:
+def check_static_int(what: str, number: object, instead: str) -> None:
     """Raise ValueError if an array is passed where a static Python int is required."""
     if not isinstance(number, int):
         raise ValueError(
@@ -111,7 +111,7 @@ def _quantize(
     seed: int,
     whole: int | None,
 ) -> Quantized:
-    x, amax, factor = constant(NO_DERIVATIVE, (x, amax, factor))
+    x, amax, factor = forbid_derivative(NO_DERIVATIVE, (x, amax, factor))
     if spec.hadamard or spec.rounding == "stochastic":
         # Barrier: keep XLA from recomputing x's producer, such as a transpose, for both amax and data; likewise the
         # noise.
@@ -123,11 +123,11 @@ def _quantize(
         x = flush(x)
         drawn = uniform(rows, k, seed, tensor_id, count, None if whole is None else (*at, whole))
         u = lax.optimization_barrier(drawn)
-    e, scale, tensor_factor, top = factors(x, spec, amax, factor)
+    e, scale, tensor_factor, tensor_amax = factors(x, spec, amax, factor)
     data = encode(over_blocks(x, lax.optimization_barrier(e), spec.block), spec.format, u)
     if spec.format.packed:
         data = pack(data) if tensor_factor is None else _once(pack(data), tensor_factor)
-    return Quantized(data, scale, tensor_factor, top, spec, (rows, k))
+    return Quantized(data, scale, tensor_factor, tensor_amax, spec, (rows, k))
 
 
 def _once(packed: Array, tensor_factor: Array) -> Array:
@@ -169,7 +169,7 @@ def matmul(
     for what, operand in (("a", a), ("b", b)):
         check_instance("matmul", what, operand, Quantized, "quaver.jax.quantize(x, spec)")
     bias = None if bias is None else array("matmul", "bias", bias)
-    dtype = floating("matmul", dtype)
+    dtype = checked_float_dtype("matmul", dtype)
     if bias is not None and bias.shape != (b.shape[0],):
         raise ValueError(f"matmul: bias has shape {bias.shape} and b is {b.shape}; give a bias [{b.shape[0]}]")
     if a.shape[1] != b.shape[1]:

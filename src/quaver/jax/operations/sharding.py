@@ -82,8 +82,8 @@ def axes_of(
 def quantize_shard(
     x: Array | Quantized,
     spec: QuantSpec,
-    rows: tuple[str, ...],
-    k: tuple[str, ...],
+    row_axes: tuple[str, ...],
+    k_axes: tuple[str, ...],
     *,
     factor: Array | None = None,
     seed: int = 0,
@@ -95,38 +95,40 @@ def quantize_shard(
     Args:
         x: the shard.
         spec: how to quantize.
-        rows, k: mesh axes that shard each of its axes.
+        row_axes, k_axes: mesh axes that shard each of its axes.
         factor, seed, tensor_id, count: as for `quantize`.
     Raises:
         ValueError: a shard ends within a block.
 
     Exact.
     """
-    if isinstance(x, Quantized) or not (rows or k):
+    if isinstance(x, Quantized) or not (row_axes or k_axes):
         return quantize(x, spec, factor=factor, seed=seed, tensor_id=tensor_id, count=count)
-    _check_shard_edges(x.shape, spec, rows, k)
+    _check_shard_edges(x.shape, spec, row_axes, k_axes)
     place = None
     if spec.rounding == "stochastic":
         stored = spec.padded(x.shape[1])
-        whole = stored * (lax.axis_size(k) if k else 1)
-        first = [lax.axis_index(axes) * size if axes else 0 for axes, size in ((rows, x.shape[0]), (k, stored))]
+        whole = stored * (lax.axis_size(k_axes) if k_axes else 1)
+        first = [
+            lax.axis_index(axes) * size if axes else 0 for axes, size in ((row_axes, x.shape[0]), (k_axes, stored))
+        ]
         place = (first[0], first[1], whole)
-    amax = shared_amax(x, spec, rows, k)
+    amax = shared_amax(x, spec, row_axes, k_axes)
     q = quantize(x, spec, amax, factor=factor, seed=seed, tensor_id=tensor_id, count=count, place=place)
     if amax is None or q.amax is None:
         return q
     return Quantized(q.data, q.scale, q.tensor_factor, amax, q.spec, q.shape)
 
 
-def shared_amax(x: Array, spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, ...]) -> Array | None:
+def shared_amax(x: Array, spec: QuantSpec, row_axes: tuple[str, ...], k_axes: tuple[str, ...]) -> Array | None:
     """Return the amaxes of blocks that span shards, reduced over the shards: [1, 1], [rows, 1] or [1, k].
 
     None if every block lies within one shard.
     """
     if spec.scale == "unit":
         return None
-    over = (rows if spec.two_level or spec.block[0] is None else ()) + (
-        k if spec.two_level or spec.block[1] is None else ()
+    over = (row_axes if spec.two_level or spec.block[0] is None else ()) + (
+        k_axes if spec.two_level or spec.block[1] is None else ()
     )
     if not over:
         return None
@@ -137,9 +139,11 @@ def shared_amax(x: Array, spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, 
     return lax.bitcast_convert_type(lax.pmax(bits, over), jnp.float32)
 
 
-def _check_shard_edges(shape: tuple[int, ...], spec: QuantSpec, rows: tuple[str, ...], k: tuple[str, ...]) -> None:
+def _check_shard_edges(
+    shape: tuple[int, ...], spec: QuantSpec, row_axes: tuple[str, ...], k_axes: tuple[str, ...]
+) -> None:
     widths = (spec.block[0], 16 if spec.hadamard else spec.block[1])
-    for axes, size, width, what in ((rows, shape[0], widths[0], "rows"), (k, shape[1], widths[1], "columns")):
+    for axes, size, width, what in ((row_axes, shape[0], widths[0], "rows"), (k_axes, shape[1], widths[1], "columns")):
         if axes and width is not None and size % width:
             raise ValueError(
                 f"{spec} shares a scale among {width} {what}, and mesh axes {axes} divide the operand into shards "
@@ -162,7 +166,7 @@ def max_like(x: Array, like: Array) -> Array:
     return lax.pcast(x, more, to="varying") if more else x
 
 
-def spec_of(x: Any) -> tuple[Any, ...]:
+def partition_spec_of(x: Any) -> tuple[Any, ...]:
     """Return the sharding of each axis from an array's type, on a mesh with explicit axes; for a `Quantized`, of its
     codes.
     """
@@ -241,14 +245,16 @@ class ShardPlacement(NamedTuple):
     #: Axis of the matrix that is sharded.
     axis: int
     #: Shape (of a shard) of the operand's axes that were flattened into it, and which of them is sharded.
-    lead: tuple[int, ...]
+    leading_shape: tuple[int, ...]
     position: int
     #: PartitionSpec entries for the matrix's axes.
     entries: tuple[Any, Any]
 
     @property
     def T(self) -> "ShardPlacement":
-        return ShardPlacement(self.gather, 1 - self.axis, self.lead, self.position, (self.entries[1], self.entries[0]))
+        return ShardPlacement(
+            self.gather, 1 - self.axis, self.leading_shape, self.position, (self.entries[1], self.entries[0])
+        )
 
 
 def weight_placement(gather: ShardedOperand | None, w: Any) -> ShardPlacement | None:
@@ -283,92 +289,92 @@ def input_placement(gather: ShardedOperand | None, x: Any) -> ShardPlacement | N
 
 
 def axes_before_gather(
-    along: ShardPlacement | None, rows: tuple[str, ...], k: tuple[str, ...]
+    placement: ShardPlacement | None, row_axes: tuple[str, ...], k_axes: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Add the mesh axis of the gather to the mesh axes that shard a matrix after it, for the matrix before the
     gather.
     """
-    if along is None or not _manual(along.gather):
-        return rows, k
-    own = (along.gather.axis,)
-    return (rows + own, k) if along.axis == 0 else (rows, k + own)
+    if placement is None or not _manual(placement.gather):
+        return row_axes, k_axes
+    own = (placement.gather.axis,)
+    return (row_axes + own, k_axes) if placement.axis == 0 else (row_axes, k_axes + own)
 
 
-def all_gather_operand(q: Quantized | Array, along: ShardPlacement | None) -> Any:
+def all_gather_operand(q: Quantized | Array, placement: ShardPlacement | None) -> Any:
     """Return the gathered operand: codes and scales, or the array if it is not quantized."""
-    if along is None:
+    if placement is None:
         return q
     if not isinstance(q, Quantized):
-        return _gathered(q, along)
+        return _gathered(q, placement)
     # Gather bytes: XLA on a CPU would send float8 as float16.
-    data = lax.bitcast_convert_type(_gathered(lax.bitcast_convert_type(q.data, jnp.uint8), along), q.data.dtype)
+    data = lax.bitcast_convert_type(_gathered(lax.bitcast_convert_type(q.data, jnp.uint8), placement), q.data.dtype)
     # A block that spans all shards has the same scale on each.
-    scale = q.scale if q.spec.block[along.axis] is None else _gathered(q.scale, along)
-    return Quantized(data, scale, q.tensor_factor, q.amax, q.spec, whole_shape(q.shape, along))
+    scale = q.scale if q.spec.block[placement.axis] is None else _gathered(q.scale, placement)
+    return Quantized(data, scale, q.tensor_factor, q.amax, q.spec, gathered_shape(q.shape, placement))
 
 
-def whole_shape(shape: tuple[int, int], along: ShardPlacement | None) -> tuple[int, int]:
+def gathered_shape(shape: tuple[int, int], placement: ShardPlacement | None) -> tuple[int, int]:
     """Return the shape of a matrix after the gather, from that of a shard."""
-    if along is None or not _manual(along.gather):
+    if placement is None or not _manual(placement.gather):
         return shape
-    size = lax.axis_size(along.gather.axis)
-    return (shape[0] * size, shape[1]) if along.axis == 0 else (shape[0], shape[1] * size)
+    size = lax.axis_size(placement.gather.axis)
+    return (shape[0] * size, shape[1]) if placement.axis == 0 else (shape[0], shape[1] * size)
 
 
-def whole_lead(lead: tuple[int, ...], along: ShardPlacement | None) -> tuple[int, ...]:
+def gathered_leading_shape(leading_shape: tuple[int, ...], placement: ShardPlacement | None) -> tuple[int, ...]:
     """Return the leading axes of x after the gather, from those of a shard."""
-    if along is None or not _manual(along.gather):
-        return lead
-    size = lax.axis_size(along.gather.axis)
-    return tuple(n * size if i == along.position else n for i, n in enumerate(lead))
+    if placement is None or not _manual(placement.gather):
+        return leading_shape
+    size = lax.axis_size(placement.gather.axis)
+    return tuple(n * size if i == placement.position else n for i, n in enumerate(leading_shape))
 
 
-def shard_of_gradient(gradient: Array, along: ShardPlacement | None) -> Array:
+def shard_of_gradient(gradient: Array, placement: ShardPlacement | None) -> Array:
     """Return this shard's part of a gradient, reduced over the mesh axis if shards hold partial sums."""
-    if along is None:
+    if placement is None:
         return gradient
-    gather = along.gather
+    gather = placement.gather
     if not _manual(gather):
-        return _constrained(gradient, along, along.entries)
+        return _constrained(gradient, placement, placement.entries)
     size = lax.axis_size(gather.axis)
-    view, dim = _unflattened(gradient, along)
+    view, dim = _unflattened(gradient, placement)
     if gather.axis in jax.typeof(view).manual_axis_type.varying:
         view = lax.psum_scatter(view, gather.axis, scatter_dimension=dim, tiled=True)
     else:
         width = view.shape[dim] // size
         view = lax.dynamic_slice_in_dim(view, lax.axis_index(gather.axis) * width, width, dim)
-    return _flattened(view, along)
+    return _flattened(view, placement)
 
 
-def _gathered(a: Array, along: ShardPlacement) -> Array:
-    if not _manual(along.gather):
-        a = _constrained(a, along, along.entries)
-        rest = tuple(_without(entry, along.gather.axis) for entry in along.entries)
-        return _constrained(a, along, rest)
-    view, dim = _unflattened(a, along)
-    return _flattened(lax.all_gather(view, along.gather.axis, axis=dim, tiled=True, to="invarying"), along)
+def _gathered(a: Array, placement: ShardPlacement) -> Array:
+    if not _manual(placement.gather):
+        a = _constrained(a, placement, placement.entries)
+        rest = tuple(_without(entry, placement.gather.axis) for entry in placement.entries)
+        return _constrained(a, placement, rest)
+    view, dim = _unflattened(a, placement)
+    return _flattened(lax.all_gather(view, placement.gather.axis, axis=dim, tiled=True, to="invarying"), placement)
 
 
-def _unflattened(a: Array, along: ShardPlacement) -> tuple[Array, int]:
+def _unflattened(a: Array, placement: ShardPlacement) -> tuple[Array, int]:
     """Split off the axes before the sharded axis, so that each shard is one contiguous range of the rest.
 
     Returns the view, and the index of the sharded axis in it."""
-    other, before = a.shape[1 - along.axis], along.lead[: along.position]
-    if a.shape[along.axis] % max(math.prod(before), 1):
+    other, before = a.shape[1 - placement.axis], placement.leading_shape[: placement.position]
+    if a.shape[placement.axis] % max(math.prod(before), 1):
         raise ValueError(
-            f"{along.gather}: a shard {along.lead} of the tokens ends within a "
+            f"{placement.gather}: a shard {placement.leading_shape} of the tokens ends within a "
             "block of the recipe; make it a multiple of the block, or use a recipe with other blocks"
         )
-    shape = (*before, -1, other) if along.axis == 0 else (other, *before, -1)
-    return a.reshape(shape), along.position + along.axis
+    shape = (*before, -1, other) if placement.axis == 0 else (other, *before, -1)
+    return a.reshape(shape), placement.position + placement.axis
 
 
-def _flattened(view: Array, along: ShardPlacement) -> Array:
-    return view.reshape(-1, view.shape[-1]) if along.axis == 0 else view.reshape(view.shape[0], -1)
+def _flattened(view: Array, placement: ShardPlacement) -> Array:
+    return view.reshape(-1, view.shape[-1]) if placement.axis == 0 else view.reshape(view.shape[0], -1)
 
 
-def _constrained(a: Array, along: ShardPlacement, entries: tuple[Any, ...]) -> Array:
-    sharding = along.gather.sharding
+def _constrained(a: Array, placement: ShardPlacement, entries: tuple[Any, ...]) -> Array:
+    sharding = placement.gather.sharding
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
     # Scales of few blocks may not divide by the mesh axis; they are small, so leave them unsharded.
     divides = [

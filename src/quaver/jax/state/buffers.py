@@ -27,9 +27,9 @@ from jax import Array, lax
 
 from quaver import recipes
 from quaver.jax.numerics.quantized import array, where
-from quaver.jax.numerics.rounding import two_to_the, without_derivative
+from quaver.jax.numerics.rounding import forbid_second_derivative, two_to_the
 from quaver.jax.numerics.scaling import encode_factor, exponent
-from quaver.jax.operations.ops import static
+from quaver.jax.operations.ops import check_static_int
 from quaver.jax.operations.sharding import max_like
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX
@@ -292,7 +292,7 @@ def share(states: Any, n: int) -> Any:
     their maximum instead of autodiff's sum; each use has its own noise.
     """
 
-    static("n", n, "count the uses where the program is written")
+    check_static_int("n", n, "count the uses where the program is written")
     if n < 1:
         raise ValueError(f"n is {n}; give the number of uses, 1 or more")
     return _share(states, n)
@@ -315,11 +315,11 @@ def _broadcast_states(states: Any, n: int) -> Any:
 
 
 def _share_forward(states: Any, n: int) -> tuple[Any, Any]:
-    return _broadcast_states(without_derivative("quaver.jax.state.share", states), n), states
+    return _broadcast_states(forbid_second_derivative("quaver.jax.state.share", states), n), states
 
 
 def _share_backward(n: int, before: Any, gradient: Any) -> tuple[Any]:
-    before, gradient = without_derivative("quaver.jax.state.share", (before, gradient))
+    before, gradient = forbid_second_derivative("quaver.jax.state.share", (before, gradient))
     uses = [jax.tree.map(lambda leaf, i=i: leaf[i], gradient) for i in range(n)]
     return (update(before, merge(unrecorded(before), *uses)),)
 
