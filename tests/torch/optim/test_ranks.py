@@ -186,7 +186,7 @@ def distribute_parts(whole: Tensor, p: Tensor) -> Tensor:
     if not isinstance(p, DTensor):
         return whole
     place = layout.place(p)
-    own = whole[tuple(slice(at, at + size) for at, size in zip(place.start, place.part, strict=True))]
+    own = whole[tuple(slice(at, at + size) for at, size in zip(place.global_offset, place.local_shape, strict=True))]
     return DTensor.from_local(
         own.contiguous(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
     )

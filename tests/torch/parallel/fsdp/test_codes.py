@@ -119,7 +119,7 @@ def assert_parts(net: Any, ours: dict[str, Tensor], whole: dict[str, Tensor], sa
             p, value = parameters[name.rpartition(".")[0]], value.to_local()
         if p is not None:
             place = layout.place(p)
-            wanted = wanted[place.start[0] :][: place.part[0]]
+            wanted = wanted[place.global_offset[0] :][: place.local_shape[0]]
         assert_bitwise(value, wanted, f"{says}: {name}")
 
 
@@ -159,7 +159,7 @@ def of_parts(whole: Tensor, p: Any) -> Tensor:
     if not isinstance(p, DTensor):
         return whole
     place = layout.place(p)
-    own = whole[place.start[0] :][: place.part[0]].clone()
+    own = whole[place.global_offset[0] :][: place.local_shape[0]].clone()
     return DTensor.from_local(
         own, p.device_mesh, p.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -354,7 +354,7 @@ def policies(rank: int) -> None:
         expected.float().square().sum().backward()
         for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
             place = layout.place(p)
-            wanted = q.grad[place.start[0] :][: place.part[0]].to(low).to(p.dtype)
+            wanted = q.grad[place.global_offset[0] :][: place.local_shape[0]].to(low).to(p.dtype)
             assert_bitwise(p.grad.to_local(), wanted, f"{name}, {computed}, {reduced}")
         optimizer.step()
         assert net[0].weight.dtype is full and layout.local(net[0].weight).dtype is torch.float8_e4m3fn
@@ -396,9 +396,9 @@ def not_finite(rank: int) -> None:
                 p = net[0].weight
                 p.grad = of_parts(torch.zeros(p.shape, dtype=p.grad_dtype), p)
                 place = layout.place(p)
-                if place.start[0] <= 299 < place.start[0] + place.part[0]:
+                if place.global_offset[0] <= 299 < place.global_offset[0] + place.local_shape[0]:
                     # A row that the last rank has.
-                    layout.local(p.grad)[299 - place.start[0], 3] = float("nan")
+                    layout.local(p.grad)[299 - place.global_offset[0], 3] = float("nan")
                 optimizer.step()
                 optimizer.zero_grad()
                 scales.append(net[0].weight_scale)
@@ -435,8 +435,8 @@ def other_readers(rank: int) -> None:
             (y, g, b), (ours, dg, db) = grads
             place = layout.place(net[0].weight)
             assert_bitwise(ours, y, f"{name} under {recipe}")
-            assert_bitwise(dg.to_local(), g[place.start[0] :][: place.part[0]], f"{name} under {recipe}")
-            assert_bitwise(db.to_local(), b[place.start[0] :][: place.part[0]], f"{name} under {recipe}")
+            assert_bitwise(dg.to_local(), g[place.global_offset[0] :][: place.local_shape[0]], f"{name} under {recipe}")
+            assert_bitwise(db.to_local(), b[place.global_offset[0] :][: place.local_shape[0]], f"{name} under {recipe}")
 
 
 def called_by(use: Callable[..., Any]) -> Case:
