@@ -307,7 +307,9 @@ def _coded(
     scaled = [x * e for x in unpacked]
     written, numbers = _longer(weight_format, scaled, weight_noise)
     # Largest integer, or far above it if a value is not finite.
-    largest = _most([torch.maximum(number, magnitude_bits(x) - FAR) for number, x in zip(numbers, scaled, strict=True)])
+    largest = _max_over_planes(
+        [torch.maximum(number, magnitude_bits(x) - FAR) for number, x in zip(numbers, scaled, strict=True)]
+    )
     largest = largest.amax().view(1, 1)
     stored = reference.stored_scale(amax_bits, (amax_bits < INFINITY_BITS) & (largest < INFINITY_BITS - FAR), e, spec)
     residual_bits = MORE[weight_format.kind]
@@ -330,7 +332,7 @@ def _coded_in_blocks(
     high, wide = spec.block
     assert high is not None and wide is not None
     # In a loop of its own: fused, it would read across rows.
-    maxima = noise.in_memory(_most([x.abs() for x in unpacked]).view(torch.int32)).view(torch.float32)
+    maxima = noise.in_memory(_max_over_planes([x.abs() for x in unpacked]).view(torch.int32)).view(torch.float32)
     # Use magnitude bits: in compiled code the maximum of NaN has all bits set.
     amax_bits = magnitude_bits(maxima.view(blocks[0], high, blocks[1], wide // 4).amax((1, 3)))
     amax_bits = torch.where(amax_bits < SMALLEST_NORMAL_BITS, 0, amax_bits)
@@ -376,7 +378,7 @@ def _written(unpacked: list[Tensor], spec: StateSpec, noise_bits: list[Tensor | 
     if spec.of.kind == "bfloat16":
         return [_joined([_bfloat16(x, u) for x, u in zip(unpacked, noise_bits, strict=True)], 16)]
     # Use float32: with a narrower dtype in a loop, the compiler unrolls twice as far and runs out of registers.
-    scale = codes.wide_scale_of(_most([x.abs() for x in unpacked]).amax(-1), spec)
+    scale = codes.wide_scale_of(_max_over_planes([x.abs() for x in unpacked]).amax(-1), spec)
     wide = scale.unsqueeze(-1)
     usable = (wide > 0) & (wide <= codes.LARGEST)
     inverse = torch.where(usable, wide, 1.0).reciprocal()
@@ -404,7 +406,7 @@ def _code(x: Tensor, inverse: Tensor, spec: StateSpec, noise_bits: Tensor | None
     return torch.maximum(c & 0xFF, bits.clamp(max=1)) if spec.floor else c
 
 
-def _most(unpacked: list[Tensor]) -> Tensor:
+def _max_over_planes(unpacked: list[Tensor]) -> Tensor:
     a, b, c, d = unpacked
     return torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
 
@@ -412,7 +414,7 @@ def _most(unpacked: list[Tensor]) -> Tensor:
 # ---- compilation ----
 
 #: Maximum number of programs of one optimizer, one for each shape of a chunk; further shapes step in eager mode.
-MOST = 16
+MAX_PROGRAMS = 16
 
 #: Shape, strides, dtype and device of a tensor.
 Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -453,7 +455,7 @@ class CompiledSteps:
 
     def program(self, key: Program) -> Callable[..., InplaceStepResult] | None:
         """Return the program for a key; None if there would be too many."""
-        if self.failed or (key not in self.programs and len(self.programs) >= MOST):
+        if self.failed or (key not in self.programs and len(self.programs) >= MAX_PROGRAMS):
             return None
         self.programs.add(key)
         if key not in _programs:

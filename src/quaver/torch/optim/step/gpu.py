@@ -36,7 +36,7 @@ FLOATS, GRADIENT_FORMAT = (torch.float32, torch.bfloat16, torch.float16), "e4m3/
 #: Block shapes whose scales a kernel measures, and kinds of scale: those of `blockwise` and `mxfp8`.
 MEASURED: dict[Block, tuple[str, ...]] = {(128, 128): ("fp32", "power_of_two"), (32, 32): ("e8m0",), (1, 32): ("e8m0",)}
 #: Maximum number of elements, because blocks of a parameter are counted in 32 bits.
-MOST = 2**36
+MAX_ELEMENTS = 2**36
 
 
 def _no_kernels(weight: Tensor, *_: object) -> str:
@@ -109,7 +109,7 @@ def _of_place(config: StepConfig, parts: ParameterTensors, place: ShardPosition,
     tensors = (*parts.weight, *(t for moment_tensors in parts.moments for t in moment_tensors), *parts.gradient)
     if not weight.numel():
         return "it has no elements"
-    if not place.contiguous or weight.numel() > MOST:
+    if not place.contiguous or weight.numel() > MAX_ELEMENTS:
         return (
             "its rows are in parts on ranks" if not place.contiguous else "it has more elements than the kernel counts"
         )

@@ -238,7 +238,7 @@ def _sent(one: SteppingParameter) -> Tensor:
         agreed_amaxes = torch.cat([t.reshape(-1) for t in bits])
         return (agreed_amaxes if position.local_shape[0] else torch.zeros_like(agreed_amaxes)).view(torch.uint8)
     rows = scale[layout.block_rows(position, spec.block[0])]
-    buffer = scale.new_zeros((_most(one.p, spec.block[0]), scale.shape[1]))
+    buffer = scale.new_zeros((_max_block_rows(one.p, spec.block[0]), scale.shape[1]))
     buffer[: rows.shape[0]] = rows
     return buffer.view(-1).view(torch.uint8)
 
@@ -269,7 +269,7 @@ def _on(p: Tensor, rank: int, ranks: int) -> ShardPosition:
     return ShardPosition((start, 0), (min(rows, start + rows_per_rank) - start, p.shape[1]), tuple(p.shape))
 
 
-def _most(p: Tensor, height: int) -> int:
+def _max_block_rows(p: Tensor, height: int) -> int:
     """Return the largest number of block rows that any rank has."""
     ranks = dist.get_world_size(layout.groups(p)[0])
     every = [layout.block_rows(_on(p, rank, ranks), height) for rank in range(ranks)]
