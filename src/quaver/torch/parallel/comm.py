@@ -384,7 +384,7 @@ def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Pen
     return finish
 
 
-def gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
+def all_gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
     """Start an all-gather of every rank's x [n], quantized once by its rank.
 
     Returns:

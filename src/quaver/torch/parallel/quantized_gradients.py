@@ -127,7 +127,7 @@ def _mean(state: _CommHookState, bucket: dist.GradBucket) -> torch.futures.Futur
     part = -(-own.numel() // ranks)
     whole = torch.nn.functional.pad(own, (0, part * ranks - own.numel()))
     mean = comm.scatter_quantized_sums(whole, state.spec, state.group)() / ranks
-    own.copy_(comm.gather_quantized(mean, state.spec, state.group)()[: own.numel()])
+    own.copy_(comm.all_gather_quantized(mean, state.spec, state.group)()[: own.numel()])
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(own)
     return done

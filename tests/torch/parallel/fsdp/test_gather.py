@@ -706,9 +706,11 @@ def streams_of_gathers(rank: int) -> None:
             def read(sent: Any) -> set[int]:
                 """Addresses of what a layer reads of this rank's own, and not of what travelled."""
                 given: list[Any] = [
-                    x for joint in sent.gathered_layouts for x in (joint.own.common, joint.own.tensor_factor)
+                    x
+                    for joint in sent.operand_gathers
+                    for x in (joint.local_shard.common, joint.local_shard.tensor_factor)
                 ]
-                given += [joint.amax for joint in sent.gathered_layouts]
+                given += [joint.amax for joint in sent.operand_gathers]
                 return {t.data_ptr() for t in given if isinstance(t, Tensor)}
 
             with qt.parallel.micro_batches(net):

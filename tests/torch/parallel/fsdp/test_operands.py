@@ -11,16 +11,16 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.torch.parallel.fsdp.operands import (
-    GatheredLayout,
-    OperandSide,
+    OperandGather,
     RowShard,
+    WeightOperand,
     amaxes,
-    buffer,
     crossing_blocks,
     pieces,
     quantize_shard,
-    sides,
+    scale_buffer_shape,
     tensor_amax,
+    weight_operands,
 )
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -44,19 +44,19 @@ def values(kind: str, n: int, k: int) -> Tensor:
     return x
 
 
-def together(x: Tensor, side: OperandSide, ranks: int, factor: float | None = None) -> qt.Quantized:
+def together(x: Tensor, operand: WeightOperand, ranks: int, factor: float | None = None) -> qt.Quantized:
     """As ranks do it."""
     n, k = x.shape
     rows = [RowShard.of(n, ranks, rank) for rank in range(ranks)]
-    own = [amaxes(x[r.start : r.stop], side, r, side.spec.two_level or factor is not None) for r in rows]
+    own = [amaxes(x[r.start : r.stop], operand, r, operand.spec.two_level or factor is not None) for r in rows]
     agreed = {block: torch.stack([each[block] for each in own]).amax(0) for block in own[0]}
-    parts = [quantize_shard(x[r.start : r.stop], side, r, agreed, factor) for r in rows]
-    joint = GatheredLayout(side, (n, k), rows[0], parts[-1], tensor_amax(agreed))
+    parts = [quantize_shard(x[r.start : r.stop], operand, r, agreed, factor) for r in rows]
+    joint = OperandGather(operand, (n, k), rows[0], parts[-1], tensor_amax(agreed))
     gathered = [torch.cat([p.codes for p in parts])]
     if parts[0].scales is not None:
         gathered.append(torch.cat([p.scales for p in parts if p.scales is not None]))
-    shape = buffer(side, rows[0], k)
-    return joint.operand(gathered, None if shape is None else torch.full(shape, 77, dtype=torch.uint8))
+    shape = scale_buffer_shape(operand, rows[0], k)
+    return joint.assemble(gathered, None if shape is None else torch.full(shape, 77, dtype=torch.uint8))
 
 
 def assert_equal(q: qt.Quantized, expected: qt.Quantized, where: str) -> None:
@@ -73,11 +73,11 @@ def test_joined_parts_equal_the_whole(name: str, kind: str) -> None:
     recipe = RECIPES[name]()
     for n, k, ranks in SHAPES:
         x = values(kind, n, k)
-        for side in sides(recipe):
+        for operand in weight_operands(recipe):
             for factor in (None,) if recipe.delayed is None else (0.0, 4.0):
-                q = together(x, side, ranks, factor)
-                expected = qt.quantize(x.t() if side.transposed else x, side.spec, factor=factor)
-                assert_equal(q, expected, f"{(n, k, ranks)}, {side.name}, factor {factor}")
+                q = together(x, operand, ranks, factor)
+                expected = qt.quantize(x.t() if operand.transposed else x, operand.spec, factor=factor)
+                assert_equal(q, expected, f"{(n, k, ranks)}, {operand.gemm}, factor {factor}")
                 if factor is not None:
                     assert q.amax is not None and expected.amax is not None
                     largest = torch.as_tensor(expected.amax).reshape(()), torch.as_tensor(q.amax).reshape(())

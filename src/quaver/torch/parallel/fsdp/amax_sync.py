@@ -25,17 +25,17 @@ from quaver.torch.conversion.convert import RollHistories
 from quaver.torch.numerics.quantized import ScalarOverride
 from quaver.torch.parallel.comm import all_reduce_amax
 from quaver.torch.parallel.fsdp.operands import (
-    ROWS,
-    WHOLE,
-    Agreed,
-    GatheredLayout,
+    ALL_ROWS_KEY,
+    TENSOR_KEY,
+    OperandGather,
     OperandShard,
-    OperandSide,
     RowShard,
+    SyncedAmaxes,
+    WeightOperand,
     amaxes,
     quantize_shard,
-    sides,
     tensor_amax,
+    weight_operands,
 )
 from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters
 from quaver.torch.state.context import active_context
@@ -55,19 +55,19 @@ class TensorParallelShard(NamedTuple):
 class _AmaxEntry(NamedTuple):
     """Amaxes of one operand that ranks agree on."""
 
-    weight: "GatheredWeightState"
-    side: OperandSide
-    #: Key of the amaxes in `Agreed`.
-    block: int
+    weight_state: "GatheredWeightState"
+    operand: WeightOperand
+    #: Key of the amaxes in `SyncedAmaxes`.
+    key: int
     bits: Tensor
 
     @property
     def differs_by_rank(self) -> bool:
         """True if these amaxes differ between tensor-parallel ranks, so that each needs its own slot."""
-        axis, side = self.weight.tensor_parallel.axis, self.side
-        if self.block in (WHOLE, ROWS):
+        axis, operand = self.weight_state.tensor_parallel.axis, self.operand
+        if self.key in (TENSOR_KEY, ALL_ROWS_KEY):
             return axis is None
-        return not ((axis == 0 and side.height is None) or (axis == 1 and side.width is None))
+        return not ((axis == 0 and operand.height is None) or (axis == 1 and operand.width is None))
 
 
 class GatheredWeightState:
@@ -79,27 +79,27 @@ class GatheredWeightState:
         name: str,
         recipe: Recipe,
         shape: tuple[int, int],
-        model: "ModelAmaxSync",
-        across: "TensorParallelShard",
+        amax_sync: "ModelAmaxSync",
+        tensor_parallel: "TensorParallelShard",
     ) -> None:
-        self.layer, self.name, self.recipe, self.model = weakref.ref(layer), name, recipe, model
+        self.layer, self.name, self.recipe, self.amax_sync = weakref.ref(layer), name, recipe, amax_sync
         #: Shape of the tensor that fully_shard shards: the weight, or this rank's tensor-parallel shard of it.
         self.shape = shape
-        self.tensor_parallel = across
-        self.sides = sides(recipe)
+        self.tensor_parallel = tensor_parallel
+        self.operands = weight_operands(recipe)
         #: fully_shard's object for the weight; None before the first gather or if this torch has other internals.
         self.fsdp_parameter: FsdpParameter | None = None
         #: The sharded parameter, as last seen.
         self.parameter: Any = None
-        #: Agreed amaxes and quantized shards by side.
-        self.agreed: dict[str, Agreed] = {}
+        #: Agreed amaxes and quantized shards by GEMM ("fprop" or "dgrad").
+        self.synced_amaxes: dict[str, SyncedAmaxes] = {}
         self.quantized_shards: dict[str, tuple[Any, OperandShard, CrossStream]] = {}
         #: Passes that needed an operand which their gather had not brought; from then on both operands are sent.
         self.passes_needing_both: set[str] = set()
         #: Number of the agreement that the last forward's gather used.
-        self.forward = -1
+        self.forward_agreement_id = -1
         #: Version and data pointer of the parameter at the last agreement.
-        self.written: tuple[int, int] | None = None
+        self.agreed_version: tuple[int, int] | None = None
         #: Shapes of the last gather's inputs.
         self.last_input_shapes: Sequence[torch.Size] = ()
 
@@ -108,13 +108,13 @@ class GatheredWeightState:
         return RowShard.of(self.shape[0], mesh.size(), mesh.get_local_rank(), self.tensor_parallel.axis)
 
     @property
-    def shared(self) -> bool:
+    def fprop_serves_dgrad(self) -> bool:
         """True if fprop's operand also serves dgrad."""
-        return len(self.sides) == 1
+        return len(self.operands) == 1
 
-    def side(self, name: str) -> OperandSide:
-        """Return the operand named "fprop" or "dgrad"; the only one if both are the same."""
-        return self.sides[0] if self.shared or name == "fprop" else self.sides[1]
+    def operand(self, gemm: str) -> WeightOperand:
+        """Return the operand of "fprop" or "dgrad"; the only one if both are the same."""
+        return self.operands[0] if self.fprop_serves_dgrad or gemm == "fprop" else self.operands[1]
 
     def find_parameter(self) -> Any:
         """Find and return the sharded parameter."""
@@ -127,11 +127,11 @@ class GatheredWeightState:
                 self.parameter = layer_weight
         return self.parameter
 
-    def state_of_writes(self) -> tuple[int, int]:
+    def current_version(self) -> tuple[int, int]:
         """Return the version and data pointer of the sharded parameter, to detect writes."""
         parameter = self.find_parameter()
-        part: Any = local(parameter)
-        return parameter._version, 0 if part is None else getattr(part, "plain", part).data_ptr()
+        shard: Any = local(parameter)
+        return parameter._version, 0 if shard is None else getattr(shard, "plain", shard).data_ptr()
 
     def values(self) -> Tensor | None:
         """Return this rank's rows [n, K] in the dtype to quantize from, or None if the weight is not sharded."""
@@ -154,33 +154,37 @@ class GatheredWeightState:
             return buffer._version, factors[amax.WEIGHT]
         return factors[amax.WEIGHT], factors[amax.WEIGHT]
 
-    def part(self, side: OperandSide, rows: RowShard, key: float, factor: ScalarOverride) -> OperandShard:
+    def quantized_shard(
+        self, operand: WeightOperand, rows: RowShard, key: float, factor: ScalarOverride
+    ) -> OperandShard:
         """Return this rank's shard of an operand, quantized once per agreement.
 
         fully_shard calls it on its copy-in stream, and for some gathers on the compute stream.
         """
         x = self.values()
         assert x is not None
-        self.model.amaxes.wait()
-        seen = (
-            self.model.agreement_id,
+        self.amax_sync.amaxes.wait()
+        cache_key = (
+            self.amax_sync.agreement_id,
             key,
             x.data_ptr() if self.fsdp_parameter is None or self.fsdp_parameter.dtype is None else 0,
         )
-        cached = self.quantized_shards.get(side.name)
-        if cached is None or cached[0] != seen:
-            done = quantize_shard(x, side, rows, self.agreed[side.name], factor)
-            written = CrossStream([t for t in done if isinstance(t, Tensor)], x.device)
-            cached = self.quantized_shards[side.name] = seen, done, written
+        cached = self.quantized_shards.get(operand.gemm)
+        if cached is None or cached[0] != cache_key:
+            shard = quantize_shard(x, operand, rows, self.synced_amaxes[operand.gemm], factor)
+            write_event = CrossStream([t for t in shard if isinstance(t, Tensor)], x.device)
+            cached = self.quantized_shards[operand.gemm] = cache_key, shard, write_event
         cached[2].wait()
         return cached[1]
 
-    def gathered_layout(self, name: str, mesh: Any, key: float, factor: ScalarOverride) -> GatheredLayout:
-        """Return the layout by which the shards of all ranks make up the operand named "fprop" or "dgrad"."""
-        side, rows = self.side(name), self.rows(mesh)
-        own = self.part(side, rows, key, factor)
-        written = self.model.amaxes, self.quantized_shards[side.name][2]
-        return GatheredLayout(side, self.shape, rows, own, tensor_amax(self.agreed[side.name]), written)
+    def operand_gather(self, gemm: str, mesh: Any, key: float, factor: ScalarOverride) -> OperandGather:
+        """Return this rank's input to the all-gather of the operand of "fprop" or "dgrad"."""
+        operand, rows = self.operand(gemm), self.rows(mesh)
+        own = self.quantized_shard(operand, rows, key, factor)
+        write_events = self.amax_sync.amaxes, self.quantized_shards[operand.gemm][2]
+        return OperandGather(
+            operand, self.shape, rows, own, tensor_amax(self.synced_amaxes[operand.gemm]), write_events
+        )
 
 
 class ModelAmaxSync:
@@ -188,7 +192,7 @@ class ModelAmaxSync:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = weakref.ref(root)
-        self.weights: list[GatheredWeightState] = []
+        self.weight_states: list[GatheredWeightState] = []
         #: Number of the present agreement, and True once a forward of the root or an optimizer step has ended it.
         self.agreement_id = 0
         self.ended = True
@@ -204,26 +208,28 @@ class ModelAmaxSync:
         #: Process groups by their member ranks.
         self._groups: dict[tuple[int, ...], Any] = {}
 
-    def ensure_agreement(self, weight: GatheredWeightState, mesh: Any) -> None:
+    def ensure_synced_amaxes(self, weight_state: GatheredWeightState, mesh: Any) -> None:
         """Make sure that ranks have valid agreed amaxes before a weight is gathered.
 
         Raises:
             ValueError: on all ranks, if they prepared different weights or recipes.
         """
         if not self._compared:
-            self._begin()
-            self._compare(weight, mesh)
+            self._attach_hooks()
+            self._compare(weight_state, mesh)
             self._compared = True
         backward = graph_task_id() != -1
-        another = (
-            not backward and not self.in_micro_batches and (self.in_backward or weight.forward == self.agreement_id)
+        is_new_forward = (
+            not backward
+            and not self.in_micro_batches
+            and (self.in_backward or weight_state.forward_agreement_id == self.agreement_id)
         )
-        if self.ended or another or weight.state_of_writes() != weight.written:
-            self._agree(weight, mesh)
+        if self.ended or is_new_forward or weight_state.current_version() != weight_state.agreed_version:
+            self._sync_amaxes(weight_state, mesh)
         if backward:
             self.in_backward = True
         else:
-            weight.forward = self.agreement_id
+            weight_state.forward_agreement_id = self.agreement_id
 
     def begin_forward(self) -> None:
         """Begin a forward of the root: check that ranks agree on recipe, dtype and gradients, and invalidate old codes.
@@ -239,9 +245,9 @@ class ModelAmaxSync:
     def _facts(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks in a forward."""
         # A reverted layer has no recipe.
-        recipes = [(weight, getattr(weight.layer(), "recipe", None)) for weight in self.weights]
+        recipes = [(weight_state, getattr(weight_state.layer(), "recipe", None)) for weight_state in self.weight_states]
         others = [f"{w.name} {own.text}" for w, own in recipes if own is not None and own is not w.recipe]
-        device = "cpu" if self.weights[0].parameter is None else self.weights[0].parameter.device.type
+        device = "cpu" if self.weight_states[0].parameter is None else self.weight_states[0].parameter.device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         recipe, root = active_context.now[0], self.root()
         return {
@@ -254,9 +260,9 @@ class ModelAmaxSync:
             "micro_batches": self.in_micro_batches,
         }
 
-    def _begin(self) -> None:
+    def _attach_hooks(self) -> None:
         root = self.root()
-        by_layer = {weight.layer(): weight for weight in self.weights}
+        by_layer = {weight_state.layer(): weight_state for weight_state in self.weight_states}
         for module, name, fsdp_parameter in managed_parameters(root) if root is not None else ():
             if name == "weight" and module in by_layer:
                 by_layer[module].fsdp_parameter = fsdp_parameter
@@ -270,19 +276,21 @@ class ModelAmaxSync:
             root.register_forward_pre_hook(_ForwardHook(self), prepend=True)
         _watch(self)
 
-    def _compare(self, weight: GatheredWeightState, mesh: Any) -> None:
+    def _compare(self, weight_state: GatheredWeightState, mesh: Any) -> None:
         """Raise on all ranks if they prepared different weights, or if a weight is offloaded to the CPU."""
-        over = getattr(weight.find_parameter(), "device_mesh", mesh)
+        over = getattr(weight_state.find_parameter(), "device_mesh", mesh)
         self.groups = tuple(over.get_group(dim) for dim in range(over.ndim))
         offloaded = next(
-            (w.name for w in self.weights if w.fsdp_parameter is not None and w.fsdp_parameter.offloads), None
+            (w.name for w in self.weight_states if w.fsdp_parameter is not None and w.fsdp_parameter.offloads), None
         )
         error = (
             f"{offloaded} is gathered as codes, which are computed on the GPU, and CPUOffloadPolicy keeps its "
             "rows on the CPU: give fully_shard no offload_policy, or leave the layer out with "
             "gather_quantized(model, skip=[...])"
         )
-        what = {w.name: f"{w.shape} cut along {w.tensor_parallel.axis} under {w.recipe.text}" for w in self.weights}
+        what = {
+            w.name: f"{w.shape} cut along {w.tensor_parallel.axis} under {w.recipe.text}" for w in self.weight_states
+        }
         check_agreement(
             "gather_quantized's first gather",
             {"weights": len(what), **what, **self._facts()},
@@ -291,54 +299,63 @@ class ModelAmaxSync:
             advice="build and convert the model in the same way on all ranks before gather_quantized",
         )
 
-    def _agree(self, asking: GatheredWeightState, mesh: Any) -> None:
+    def _sync_amaxes(self, requesting: GatheredWeightState, mesh: Any) -> None:
         """Compute amaxes of all weights and all-reduce them: one all-reduce per mesh with blocks that cross shards."""
         self.agreement_id += 1
         self.ended = self.in_backward = False
         # Entries by fully_shard's process group, and for each group one weight that is also sharded by tensor
         # parallelism.
         by_group: dict[Any, list[_AmaxEntry]] = {}
-        cut: dict[Any, GatheredWeightState] = {}
-        for weight in self.weights:
-            x, over = weight.values(), mesh if weight.fsdp_parameter is None else weight.fsdp_parameter.mesh
-            weight.agreed, weight.quantized_shards = {}, {}
+        tp_weights: dict[Any, GatheredWeightState] = {}
+        for weight_state in self.weight_states:
+            x = weight_state.values()
+            fsdp_mesh = mesh if weight_state.fsdp_parameter is None else weight_state.fsdp_parameter.mesh
+            weight_state.synced_amaxes, weight_state.quantized_shards = {}, {}
             if x is None:
                 continue
-            group = over.get_group()
-            weight.written = weight.state_of_writes()
-            if weight.tensor_parallel.axis is not None:
-                cut.setdefault(group, weight)
-            of_history = weight.recipe.delayed is not None
-            for side in weight.sides:
-                own = amaxes(x, side, weight.rows(over), side.spec.two_level or of_history)
-                weight.agreed[side.name] = own
-                entries = [_AmaxEntry(weight, side, block, bits) for block, bits in own.items()]
-                by_group.setdefault(group, []).extend(e for e in entries if over.size() > 1 or not e.differs_by_rank)
+            group = fsdp_mesh.get_group()
+            weight_state.agreed_version = weight_state.current_version()
+            if weight_state.tensor_parallel.axis is not None:
+                tp_weights.setdefault(group, weight_state)
+            has_history = weight_state.recipe.delayed is not None
+            for operand in weight_state.operands:
+                own = amaxes(x, operand, weight_state.rows(fsdp_mesh), operand.spec.two_level or has_history)
+                weight_state.synced_amaxes[operand.gemm] = own
+                entries = [_AmaxEntry(weight_state, operand, key, bits) for key, bits in own.items()]
+                by_group.setdefault(group, []).extend(
+                    e for e in entries if fsdp_mesh.size() > 1 or not e.differs_by_rank
+                )
         for group, entries in by_group.items():
             if entries:
-                self._agree_on(entries, group, cut.get(group), _device(asking))
-        agreed = [bits for weight in self.weights for each in weight.agreed.values() for bits in each.values()]
-        self.amaxes = CrossStream(agreed, agreed[0].device if agreed else torch.device("cpu"))
+                self._all_reduce_entries(entries, group, tp_weights.get(group), _device(requesting))
+        synced = [
+            bits
+            for weight_state in self.weight_states
+            for by_key in weight_state.synced_amaxes.values()
+            for bits in by_key.values()
+        ]
+        self.amaxes = CrossStream(synced, synced[0].device if synced else torch.device("cpu"))
 
-    def _agree_on(
-        self, entries: Sequence[_AmaxEntry], group: Any, cut: GatheredWeightState | None, device: torch.device
+    def _all_reduce_entries(
+        self, entries: Sequence[_AmaxEntry], group: Any, tp_weight: GatheredWeightState | None, device: torch.device
     ) -> None:
         """All-reduce the amaxes of weights that fully_shard shards over one group.
 
         Args:
-            entries: the amaxes; results are written to `weight.agreed`.
+            entries: the amaxes; results are written to `weight_state.synced_amaxes`.
             group: fully_shard's process group.
-            cut: a weight of this group that tensor parallelism shards too, or None. If present, its ranks take part.
+            tp_weight: a weight of this group that tensor parallelism shards too, or None. If present, its ranks take
+                part.
             device: device for the collective.
         """
         every = [entry.bits.to(device) for entry in entries]
-        places, rank = 1, 0
-        if cut is not None and not all(entry.differs_by_rank for entry in entries):
-            places, rank = cut.tensor_parallel.mesh.size(), cut.tensor_parallel.mesh.get_local_rank()
-            group = self._group(cut)
+        tp_size, rank = 1, 0
+        if tp_weight is not None and not all(entry.differs_by_rank for entry in entries):
+            tp_size, rank = tp_weight.tensor_parallel.mesh.size(), tp_weight.tensor_parallel.mesh.get_local_rank()
+            group = self._group(tp_weight)
         for i, (entry, bits) in enumerate(zip(entries, every, strict=True)):
-            if entry.differs_by_rank and places > 1:
-                every[i] = bits.new_zeros((places, bits.numel()))
+            if entry.differs_by_rank and tp_size > 1:
+                every[i] = bits.new_zeros((tp_size, bits.numel()))
                 every[i][rank] = bits
         try:
             flat = all_reduce_amax(torch.cat([bits.view(-1) for bits in every]), group)
@@ -348,24 +365,24 @@ class ModelAmaxSync:
                 f"({error}); a rank that has not stepped, or has run other forwards, does not call it: skip a "
                 "step on all ranks or on none, for instance by an all-reduce of the condition"
             ) from error
-        for entry, sent, agreed in zip(entries, every, flat.split([b.numel() for b in every]), strict=True):
-            own = agreed if sent.dim() == 1 else agreed.view_as(sent)[rank]
-            agreed_on: Any = entry.weight.agreed[entry.side.name]
-            agreed_on[entry.block] = own.to(entry.bits.device)
+        for entry, sent, received in zip(entries, every, flat.split([b.numel() for b in every]), strict=True):
+            own = received if sent.dim() == 1 else received.view_as(sent)[rank]
+            synced_amaxes: Any = entry.weight_state.synced_amaxes[entry.operand.gemm]
+            synced_amaxes[entry.key] = own.to(entry.bits.device)
 
-    def _group(self, weight: GatheredWeightState) -> Any:
+    def _group(self, weight_state: GatheredWeightState) -> Any:
         """Return the process group of all ranks with shards of a weight that tensor parallelism and fully_shard both
         shard.
         """
-        mesh = weight.parameter.device_mesh
+        mesh = weight_state.parameter.device_mesh
         # Mesh dimensions: the last is tensor parallelism, the one before is fully_shard, all earlier ones are replicas.
         ranks = mesh.mesh
-        for place in mesh.get_coordinate()[:-2]:
-            ranks = ranks[place]
+        for index in mesh.get_coordinate()[:-2]:
+            ranks = ranks[index]
         members = tuple(ranks.flatten().tolist())
         if members not in self._groups:
-            if len(members) == weight.tensor_parallel.mesh.size():
-                group = weight.tensor_parallel.mesh.get_group()
+            if len(members) == weight_state.tensor_parallel.mesh.size():
+                group = weight_state.tensor_parallel.mesh.get_group()
             elif len(members) == dist.get_world_size():
                 group = None
             else:
@@ -374,23 +391,23 @@ class ModelAmaxSync:
         return self._groups[members]
 
 
-def _device(weight: GatheredWeightState) -> torch.device:
+def _device(weight_state: GatheredWeightState) -> torch.device:
     """Return the device type of the weight's mesh, on which the all-reduce runs."""
-    kind = weight.parameter.device_mesh.device_type if weight.parameter is not None else "cpu"
+    kind = weight_state.parameter.device_mesh.device_type if weight_state.parameter is not None else "cpu"
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 class _ForwardHook:
-    """Forward pre-hook of the root module that calls `ModelAmaxSync.open`."""
+    """Forward pre-hook of the root module that calls `ModelAmaxSync.begin_forward`."""
 
-    def __init__(self, model: ModelAmaxSync) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, amax_sync: ModelAmaxSync) -> None:
+        self._amax_sync = weakref.ref(amax_sync)
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: object) -> None:
-        model = self._model()
-        if model is not None and graph_task_id() == -1:
-            model.begin_forward()
+        amax_sync = self._amax_sync()
+        if amax_sync is not None and graph_task_id() == -1:
+            amax_sync.begin_forward()
 
 
 def remove_forward_hooks(root: nn.Module) -> None:
@@ -421,7 +438,7 @@ def micro_batches(model: nn.Module) -> Iterator[None]:
         model: model prepared by `gather_quantized`; without such weights the block has no effect.
     """
     # A prepared shard refers to the `ModelAmaxSync` it was prepared with.
-    prepared: set[Any] = {getattr(local(p), "model", None) for p in model.parameters()} - {None}
+    prepared: set[Any] = {getattr(local(p), "amax_sync", None) for p in model.parameters()} - {None}
     for each in prepared:
         each.ended, each.in_micro_batches = True, True
     try:
@@ -441,20 +458,22 @@ class _OptimizerStepHook:
 _watched: "weakref.WeakSet[ModelAmaxSync]" = weakref.WeakSet()
 
 
-def _watch(model: ModelAmaxSync) -> None:
+def _watch(amax_sync: ModelAmaxSync) -> None:
     if not _OptimizerStepHook.hooked:
         _OptimizerStepHook.hooked = True
         register_optimizer_step_post_hook(_stepped)
-    _watched.add(model)
+    _watched.add(amax_sync)
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
     """End the agreement of every model with weights in this optimizer."""
-    for model in list(_watched):
-        if not model.ended and any(
-            getattr(local(p), "model", None) is model for group in optimizer.param_groups for p in group["params"]
+    for amax_sync in list(_watched):
+        if not amax_sync.ended and any(
+            getattr(local(p), "amax_sync", None) is amax_sync
+            for group in optimizer.param_groups
+            for p in group["params"]
         ):
-            model.ended = True
-            for weight in model.weights:
+            amax_sync.ended = True
+            for weight_state in amax_sync.weight_states:
                 # Drop codes of the old weight values.
-                weight.quantized_shards = {}
+                weight_state.quantized_shards = {}

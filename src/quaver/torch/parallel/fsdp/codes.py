@@ -31,7 +31,7 @@ class StoredShardInfo:
     """State of one stored weight under fully_shard."""
 
     #: No amax agreement depends on this weight.
-    model = None
+    amax_sync = None
 
     def __init__(self, layer: nn.Module, name: str, root: nn.Module) -> None:
         weight: Any = layer._parameters["weight"]
@@ -40,7 +40,7 @@ class StoredShardInfo:
         self.shape: torch.Size = weight.shape
         self.codes: torch.dtype = weight.dtype
         #: True if the weight required gradients when it was prepared.
-        self.learns: bool = weight.requires_grad
+        self.trainable: bool = weight.requires_grad
         #: fully_shard's object for the weight; None before the first gather or if this torch has other internals.
         self.fsdp_parameter: FsdpParameter | None = None
         self.gathered_once = False
@@ -65,7 +65,7 @@ class StoredShardInfo:
         if self.fsdp_parameter is not None:
             self.fsdp_parameter.check(self.name)
         weight = layer._parameters["weight"]
-        if not self.learns and weight is not None and weight.requires_grad:
+        if not self.trainable and weight is not None and weight.requires_grad:
             raise ValueError(
                 f"{self.name} is stored only as codes, and was frozen when gather_quantized prepared it: "
                 "fully_shard would round its gradient to their dtype. Let it require a gradient before "
@@ -80,10 +80,10 @@ class CodeShard(Shard):
     shard_ops = frozenset({*SHARD_OPS, aten.view.dtype})
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:  # type: ignore[override]
-        of: Any = self.weight
-        of.check()
+        info: Any = self.weight_state
+        info.check()
         own = self.plain.view(torch.uint8)
-        rows = -(-of.shape[0] // mesh.size())
+        rows = -(-info.shape[0] // mesh.size())
         if own.shape[0] == rows:
             return (own,), None
         part = torch.zeros((rows, *own.shape[1:]), dtype=torch.uint8, device=own.device)
@@ -96,8 +96,8 @@ class CodeShard(Shard):
         if out is not None:
             # The output views the same buffer, which has been filled again.
             return None
-        of: Any = self.weight
-        return outputs[0][: of.shape[0]].view(self.plain.dtype), ()
+        info: Any = self.weight_state
+        return outputs[0][: info.shape[0]].view(self.plain.dtype), ()
 
 
 class LearningCodes(CodeShard):
@@ -106,20 +106,20 @@ class LearningCodes(CodeShard):
     """
 
     @classmethod
-    def shown(cls, plain: Tensor, weight: Any) -> torch.dtype:
-        dtype: torch.dtype = weight.dtype if plain.dtype in CODES else plain.dtype
+    def reported_dtype(cls, plain: Tensor, weight_state: Any) -> torch.dtype:
+        dtype: torch.dtype = weight_state.dtype if plain.dtype in CODES else plain.dtype
         return dtype
 
     @property
     def layer_of_codes(self) -> nn.Module | None:
-        of: Any = self.weight
-        layer: nn.Module | None = of.layer()
+        info: Any = self.weight_state
+        layer: nn.Module | None = info.layer()
         return layer
 
     @property
     def name_of_codes(self) -> str:
-        of: Any = self.weight
-        name: str = of.name
+        info: Any = self.weight_state
+        name: str = info.name
         return name
 
     def as_bytes(self, parameter: Tensor) -> Tensor:
@@ -127,9 +127,9 @@ class LearningCodes(CodeShard):
         return _as_dtensor(parameter, data) if isinstance(parameter, DTensor) else data
 
     def with_bytes(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
-        of: Any = self.weight
+        info: Any = self.weight_state
         own = data.to_local() if isinstance(data, DTensor) else data
-        shard = LearningCodes(own.view(of.codes), of)
+        shard = LearningCodes(own.view(info.codes), info)
         if not isinstance(parameter, DTensor):
             return nn.Parameter(shard, requires_grad=parameter.requires_grad)
         if parameter.device == own.device and parameter.dtype is shard.dtype:
@@ -149,7 +149,7 @@ class LearningCodes(CodeShard):
         dtype = options.get("dtype")
         if function not in cls.shard_ops or source.dtype is not shard.plain.dtype or dtype not in (None, shard.dtype):
             raise ValueError(
-                f"{function} reads the weight of {shard.weight.name} as numbers, and it is stored only as "
+                f"{function} reads the weight of {shard.weight_state.name} as numbers, and it is stored only as "
                 "codes: step it by an optimizer of quaver.torch.optim, load it from a checkpoint of codes, "
                 "or convert it to high precision (dequantize_weights(model) before gather_quantized)"
             )
@@ -161,13 +161,13 @@ class LearningCodes(CodeShard):
     def fsdp_post_all_gather(  # type: ignore[override]
         self, outputs: Sequence[Tensor], sent: None, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        of: Any = self.weight
-        codes = outputs[0][: of.shape[0]].view(self.plain.dtype)
+        info: Any = self.weight_state
+        codes = outputs[0][: info.shape[0]].view(self.plain.dtype)
         if out is not None:
             gathered: Any = getattr(out, "_local_tensor", out)
             gathered.contents[:] = [codes]
             return None
-        return GatheredCodes(of, dtype, codes.device, [codes]), ()
+        return GatheredCodes(info, dtype, codes.device, [codes]), ()
 
 
 class GatheredCodes(Gathered):
@@ -202,14 +202,14 @@ def shard_codes(layer: nn.Module, name: str, root: nn.Module) -> None:
     """Replace the weight of a layer by a tensor that fully_shard gathers as bytes."""
     parameter = layer._parameters["weight"]
     assert parameter is not None
-    of = _stored[layer] = StoredShardInfo(layer, name, root)
-    layer._parameters["weight"] = nn.Parameter(_shard(parameter.detach(), of), requires_grad=of.learns)
+    info = _stored[layer] = StoredShardInfo(layer, name, root)
+    layer._parameters["weight"] = nn.Parameter(_shard(parameter.detach(), info), requires_grad=info.trainable)
     layer.register_load_state_dict_post_hook(_shard_again)
 
 
-def _shard(codes: Tensor, of: StoredShardInfo) -> CodeShard:
-    weight: Any = of
-    return (LearningCodes if of.learns else CodeShard)(codes, weight)
+def _shard(codes: Tensor, info: StoredShardInfo) -> CodeShard:
+    weight: Any = info
+    return (LearningCodes if info.trainable else CodeShard)(codes, weight)
 
 
 #: State of each prepared layer; a copied layer is not prepared.
@@ -218,13 +218,13 @@ _stored: "weakref.WeakKeyDictionary[nn.Module, StoredShardInfo]" = weakref.WeakK
 
 def _shard_again(layer: nn.Module, _: object) -> None:
     """Wrap the weight again after a state dict was loaded, which may have replaced the parameter."""
-    of = _stored.get(layer)
-    if of is None:
+    info = _stored.get(layer)
+    if info is None:
         return
     parameter: Any = layer._parameters["weight"]
     part = local(parameter)
     if part is None and not isinstance(parameter, CodeShard):
-        shard = _shard(parameter.detach(), of)
+        shard = _shard(parameter.detach(), info)
         layer._parameters["weight"] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
     elif part is not None and not isinstance(part, CodeShard):
-        set_local(parameter, _shard(part, of))
+        set_local(parameter, _shard(part, info))

@@ -30,7 +30,7 @@ from quaver.torch.parallel.fsdp.amax_sync import (
     remove_forward_hooks,
 )
 from quaver.torch.parallel.fsdp.codes import shard_codes
-from quaver.torch.parallel.fsdp.operands import sides
+from quaver.torch.parallel.fsdp.operands import weight_operands
 from quaver.torch.parallel.fsdp.shard_tensors import Shard
 from quaver.torch.parallel.fsdp.torch_internals import (
     Collectives,
@@ -88,11 +88,11 @@ def gather_quantized(
     Source: torchao's FP8 all-gather for FSDP2 (github.com/pytorch/ao, torchao/float8) has per-tensor scales; the
         agreement on blocks that cross shards is Quaver's.
     """
-    report, sync = _agreed_on(model, recipe, skip, mesh, {})
-    for weight in sync.weights:
-        of_weight = weight.layer()
-        assert of_weight is not None
-        _prepare(of_weight, weight)
+    report, amax_sync = _choose_gathers_checked(model, recipe, skip, mesh, {})
+    for weight_state in amax_sync.weight_states:
+        layer = weight_state.layer()
+        assert layer is not None
+        _prepare(layer, weight_state)
     for name in report.stored:
         layer = model.get_submodule(name)
         shard_codes(layer, name or type(layer).__name__, model)
@@ -120,90 +120,95 @@ def refresh_gather(
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    units = {layer: fsdp_group for layer, name, fsdp_group in managed_parameters(model) if name == "weight"}
-    report, sync = _agreed_on(model, recipe, skip, mesh, units)
+    fsdp_parameters = {layer: p for layer, name, p in managed_parameters(model) if name == "weight"}
+    report, amax_sync = _choose_gathers_checked(model, recipe, skip, mesh, fsdp_parameters)
     remove_forward_hooks(model)
-    weights = {weight.layer(): weight for weight in sync.weights}
+    weight_states = {weight_state.layer(): weight_state for weight_state in amax_sync.weight_states}
     for layer in [module for module in model.modules() if isinstance(module, Linear)]:
-        weight, before = weights.get(layer), _prepared.get(layer)
-        if weight is None and before is None:
+        weight_state, before = weight_states.get(layer), _prepared.get(layer)
+        if weight_state is None and before is None:
             continue
-        _prepare(layer, weight)
-        units[layer].reinitialize()
+        _prepare(layer, weight_state)
+        fsdp_parameters[layer].reinitialize()
     return report
 
 
-def _agreed_on(
+def _choose_gathers_checked(
     model: nn.Module,
     recipe: str | Recipe | None,
     skip: str | Sequence[str],
     mesh: Any,
-    units: Mapping[nn.Module, FsdpParameter],
+    fsdp_parameters: Mapping[nn.Module, FsdpParameter],
 ) -> tuple[GatherReport, ModelAmaxSync]:
-    """Call `_prepared_of` and check that all ranks get the same result."""
+    """Call `_choose_gathers` and check that all ranks get the same result."""
     patterns = [skip] if isinstance(skip, str) else list(skip)
     try:
-        report, sync = _choose_gathers(model, None if recipe is None else recipes.get(recipe), patterns, units)
+        report, amax_sync = _choose_gathers(
+            model, None if recipe is None else recipes.get(recipe), patterns, fsdp_parameters
+        )
     except ValueError as error:
         # The other ranks would otherwise wait for this one.
         compare([], mesh, str(error))
         raise
     compare([*describe_model(model), *str(report).split("\n")], mesh)
-    return report, sync
+    return report, amax_sync
 
 
 def _choose_gathers(
-    model: nn.Module, chosen: Recipe | None, patterns: Sequence[str], units: Mapping[nn.Module, FsdpParameter]
+    model: nn.Module,
+    default_recipe: Recipe | None,
+    patterns: Sequence[str],
+    fsdp_parameters: Mapping[nn.Module, FsdpParameter],
 ) -> tuple[GatherReport, ModelAmaxSync]:
     """Choose how each weight is gathered, without changing the model.
 
     Args:
         model: the model.
-        chosen: recipe of layers without one.
+        default_recipe: recipe of layers without one.
         patterns: glob patterns of layers to gather in high precision.
-        units: fully_shard's object by layer, empty before fully_shard.
+        fsdp_parameters: fully_shard's object by layer, empty before fully_shard.
     """
-    if not units:
-        _refuse(model)
+    if not fsdp_parameters:
+        _check_unsharded(model)
     report = GatherReport()
-    sync = ModelAmaxSync(model)
-    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    amax_sync = ModelAmaxSync(model)
+    sharing_counts = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     unused = set(patterns)
     for name, layer in model.named_modules():
         if isinstance(layer, GroupedLinear):
-            report.in_high_precision[name] = _of_stack(layer, name)
+            report.in_high_precision[name] = _stack_reason(layer, name)
         if not isinstance(layer, Linear):
             continue
         fits = {pattern for pattern in patterns if fnmatch(name, pattern)}
         unused -= fits
-        of_layer = layer.recipe or chosen
-        shape, tensor_parallel = _divided(layer, units.get(layer))
-        why = "left out by name" if fits else _why_not(layer, of_layer, holders, shape, tensor_parallel)
+        layer_recipe = layer.recipe or default_recipe
+        shape, tensor_parallel = _tp_sharding(layer, fsdp_parameters.get(layer))
+        why = "left out by name" if fits else _why_not(layer, layer_recipe, sharing_counts, shape, tensor_parallel)
         if not why and layer.weight_spec is not None:
             report.stored.append(name)
             continue
         if why:
             report.in_high_precision[name] = why
             continue
-        assert of_layer is not None
-        report.quantized[name] = of_layer
-        if units and layer not in units:
+        assert layer_recipe is not None
+        report.quantized[name] = layer_recipe
+        if fsdp_parameters and layer not in fsdp_parameters:
             raise ValueError(f"{name}.weight is not managed by fully_shard; call gather_quantized before fully_shard")
         n, k = shape
-        sync.weights.append(
-            GatheredWeightState(layer, name or type(layer).__name__, of_layer, (n, k), sync, tensor_parallel)
+        amax_sync.weight_states.append(
+            GatheredWeightState(layer, name or type(layer).__name__, layer_recipe, (n, k), amax_sync, tensor_parallel)
         )
     if unused:
         raise ValueError(f"no quantized layer has a name that matches {', '.join(map(repr, sorted(unused)))} in skip")
-    if not sync.weights and not report.stored and not units:
+    if not amax_sync.weight_states and not report.stored and not fsdp_parameters:
         raise ValueError(
             f"gather_quantized has no weight to gather as codes; call quaver.torch.convert(model, ...) before it, or "
             f"give recipe= for layers that run in an autocast\n{report}"
         )
-    return report, sync
+    return report, amax_sync
 
 
-def _of_stack(layer: GroupedLinear, name: str) -> str:
+def _stack_reason(layer: GroupedLinear, name: str) -> str:
     """Return why a grouped weight is gathered unchanged. Raise a ValueError if it is stored as trainable codes."""
     if layer.weight_spec is not None and layer.weight.requires_grad:
         raise ValueError(
@@ -214,7 +219,7 @@ def _of_stack(layer: GroupedLinear, name: str) -> str:
     return "a stack of matrices is gathered unchanged"
 
 
-def _refuse(model: nn.Module) -> None:
+def _check_unsharded(model: nn.Module) -> None:
     """Raise a ValueError if the model is already sharded or prepared."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -237,19 +242,19 @@ def _refuse(model: nn.Module) -> None:
 def _why_not(
     layer: Linear,
     recipe: Recipe | None,
-    holders: Counter[int],
+    sharing_counts: Counter[int],
     shape: Sequence[int],
     tensor_parallel: TensorParallelShard,
 ) -> str:
     """Return why a layer's weight is gathered in high precision, or "".
 
-    `shape` and `tensor_parallel` come from `_divided`.
+    `shape` and `tensor_parallel` come from `_tp_sharding`.
     """
     weight = layer._parameters.get("weight")
     if layer.weight_spec is not None:
         if layer.weight_spec.format.packed and weight is not None and weight.requires_grad:
             raise ValueError(FOUR_BITS)
-        return "another module shares it" if holders[id(weight)] > 1 else ""
+        return "another module shares it" if sharing_counts[id(weight)] > 1 else ""
     if recipe is None:
         return "it has no recipe of its own: give recipe="
     if not recipe.quantizes:
@@ -264,18 +269,18 @@ def _why_not(
         return "a parametrization computes it"
     if weight.dtype not in DTYPES:
         return f"it is {weight.dtype}, which recipes do not quantize"
-    if holders[id(weight)] > 1:
+    if sharing_counts[id(weight)] > 1:
         return "another module shares it"
-    return _cut_through(shape, tensor_parallel.axis, recipe)
+    return _cut_block_reason(shape, tensor_parallel.axis, recipe)
 
 
-def _divided(layer: Linear, fsdp_parameter: FsdpParameter | None) -> tuple[Sequence[int], TensorParallelShard]:
+def _tp_sharding(layer: Linear, fsdp_parameter: FsdpParameter | None) -> tuple[Sequence[int], TensorParallelShard]:
     """Return the shape of the tensor that fully_shard shards, and how tensor parallelism has sharded it before."""
     weight: Any = layer._parameters.get("weight")
     if weight is None:
         return (), TensorParallelShard()
-    part = local(weight)
-    shape = (weight.shape if part is None else part.shape) if fsdp_parameter is None else fsdp_parameter.shape
+    shard = local(weight)
+    shape = (weight.shape if shard is None else shard.shape) if fsdp_parameter is None else fsdp_parameter.shape
     layout = layout_of(layer)
     if layout is None or not isinstance(weight, DTensor):
         return shape, TensorParallelShard()
@@ -286,13 +291,13 @@ def _divided(layer: Linear, fsdp_parameter: FsdpParameter | None) -> tuple[Seque
     return shape, TensorParallelShard() if mesh.size() == 1 else TensorParallelShard(layout.weight_axis, mesh)
 
 
-def _cut_through(shape: Sequence[int], axis: int | None, recipe: Recipe) -> str:
+def _cut_block_reason(shape: Sequence[int], axis: int | None, recipe: Recipe) -> str:
     """Return a message if tensor parallelism has cut blocks, which the layer's forward would reject; else ""."""
     if axis is None:
         return ""
-    for side in sides(recipe):
-        needed = (side.height, side.width)[axis] or 1
-        if axis == 1 and side.spec.hadamard and needed % 16:
+    for operand in weight_operands(recipe):
+        needed = (operand.height, operand.width)[axis] or 1
+        if axis == 1 and operand.spec.hadamard and needed % 16:
             needed = 16
         if shape[axis] % needed:
             return f"ranks of tensor parallelism have {shape[axis]} features each, which is no multiple of {needed}"
@@ -303,48 +308,48 @@ def _cut_through(shape: Sequence[int], axis: int | None, recipe: Recipe) -> str:
 _prepared: "weakref.WeakKeyDictionary[nn.Module, GatheredWeightState | None]" = weakref.WeakKeyDictionary()
 
 
-def _prepare(layer: nn.Module, weight: GatheredWeightState | None) -> None:
-    """Switch a layer's weight to gathers of codes, or to high precision if `weight` is None."""
+def _prepare(layer: nn.Module, weight_state: GatheredWeightState | None) -> None:
+    """Switch a layer's weight to gathers of codes, or to high precision if `weight_state` is None."""
     parameter = layer._parameters["weight"]
     assert parameter is not None
-    part = local(parameter)
-    if part is not None:
+    shard = local(parameter)
+    if shard is not None:
         # The local tensor is fully_shard's shard, or a tensor-parallel shard that fully_shard will shard again.
-        plain = getattr(part, "plain", part).detach()
-        set_local(parameter, plain if weight is None else Shard(plain, weight))
-    elif weight is not None:
-        layer._parameters["weight"] = nn.Parameter(Shard(parameter.detach(), weight), parameter.requires_grad)
+        plain = getattr(shard, "plain", shard).detach()
+        set_local(parameter, plain if weight_state is None else Shard(plain, weight_state))
+    elif weight_state is not None:
+        layer._parameters["weight"] = nn.Parameter(Shard(parameter.detach(), weight_state), parameter.requires_grad)
     if layer not in _prepared:
         layer.register_state_dict_post_hook(_write_plain)
         layer.register_load_state_dict_post_hook(_prepare_again)
-    _prepared[layer] = weight
+    _prepared[layer] = weight_state
 
 
 def _write_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Replace a Shard in a state dict by the plain tensor with the same memory."""
     key = prefix + "weight"
     value: Any = state_dict.get(key)
-    part: Any = value if isinstance(value, Shard) else local(value)
-    if not isinstance(part, Shard) or value.requires_grad:
+    shard: Any = value if isinstance(value, Shard) else local(value)
+    if not isinstance(shard, Shard) or value.requires_grad:
         return
-    if value is part:
-        state_dict[key] = part.plain
+    if value is shard:
+        state_dict[key] = shard.plain
     else:
         state_dict[key] = DTensor.from_local(
-            part.plain, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            shard.plain, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
 
 
 def _prepare_again(module: nn.Module, _: object) -> None:
     """Wrap the weight again: load_state_dict with assign=True replaces the parameter."""
-    weight, parameter = _prepared.get(module), module._parameters.get("weight")
-    if weight is None or parameter is None:
+    weight_state, parameter = _prepared.get(module), module._parameters.get("weight")
+    if weight_state is None or parameter is None:
         return
-    part = local(parameter)
-    if part is None and not isinstance(parameter, Shard):
-        module._parameters["weight"] = nn.Parameter(Shard(parameter.detach(), weight), parameter.requires_grad)
-    elif part is not None and not isinstance(part, Shard):
-        set_local(parameter, Shard(part, weight))
+    shard = local(parameter)
+    if shard is None and not isinstance(parameter, Shard):
+        module._parameters["weight"] = nn.Parameter(Shard(parameter.detach(), weight_state), parameter.requires_grad)
+    elif shard is not None and not isinstance(shard, Shard):
+        set_local(parameter, Shard(shard, weight_state))
 
 
 # ---- CommCounter ----

@@ -1,6 +1,6 @@
 """Quantization of one rank's rows of a weight, and assembly of the whole operand from the shards of all ranks.
 
-Exact: the result has the codes and scales of the whole weight. For either side, codes have the layout [N, K] of the
+Exact: the result has the codes and scales of the whole weight. For either operand, codes have the layout [N, K] of the
     weight and scales [block rows, blocks along K]. So the bytes of a rank's rows follow directly on those of the
     previous rank.
 """
@@ -29,13 +29,13 @@ from quaver.torch.operations.functional import quantize
 
 
 @dataclass(frozen=True)
-class OperandSide:
+class WeightOperand:
     """One operand made from a weight [N, K]: fprop's, or dgrad's, which is the transpose but stored in the weight's
     layout.
     """
 
     #: "fprop" or "dgrad".
-    name: str
+    gemm: str
     spec: QuantSpec
     #: True if the operand is the transpose of the weight.
     transposed: bool = field(init=False)
@@ -45,7 +45,7 @@ class OperandSide:
     width: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        transposed = self.name == "dgrad"
+        transposed = self.gemm == "dgrad"
         height, width = self.spec.block[::-1] if transposed else self.spec.block
         for name, value in (("transposed", transposed), ("height", height), ("width", width)):
             object.__setattr__(self, name, value)
@@ -59,11 +59,11 @@ class OperandSide:
         return 1 if self.width is None else -(-self.columns(k) // self.width)
 
 
-def sides(recipe: Recipe) -> tuple[OperandSide, ...]:
+def weight_operands(recipe: Recipe) -> tuple[WeightOperand, ...]:
     """Return the weight operands of a recipe; only one if fprop's codes also serve dgrad."""
     assert recipe.fprop.b is not None and recipe.dgrad.b is not None
-    first = OperandSide("fprop", recipe.fprop.b)
-    return (first,) if recipe.plan.weight else (first, OperandSide("dgrad", recipe.dgrad.b))
+    first = WeightOperand("fprop", recipe.fprop.b)
+    return (first,) if recipe.plan.weight else (first, WeightOperand("dgrad", recipe.dgrad.b))
 
 
 class RowShard(NamedTuple):
@@ -72,26 +72,26 @@ class RowShard(NamedTuple):
     start: int
     stop: int
     #: Rows of the whole weight.
-    all: int
+    total_rows: int
     #: Rows per rank after padding.
-    part: int
+    rows_per_rank: int
     ranks: int
     #: Axis along which tensor parallelism has sharded the weight before, or None.
-    axis: int | None = None
+    tp_axis: int | None = None
 
     @classmethod
-    def of(cls, n: int, ranks: int, rank: int, axis: int | None = None) -> "RowShard":
-        return cls(0, 0, n, -(-n // ranks), ranks, axis).on(rank)
+    def of(cls, n: int, ranks: int, rank: int, tp_axis: int | None = None) -> "RowShard":
+        return cls(0, 0, n, -(-n // ranks), ranks, tp_axis).on(rank)
 
     @property
     def has_others(self) -> bool:
         """True if other ranks own further rows of a block that is as high as the weight."""
-        return self.ranks > 1 or self.axis is not None
+        return self.ranks > 1 or self.tp_axis is not None
 
     def on(self, rank: int) -> "RowShard":
         """Return the rows of another rank."""
-        start = min(self.all, self.part * rank)
-        return self._replace(start=start, stop=min(self.all, start + self.part))
+        start = min(self.total_rows, self.rows_per_rank * rank)
+        return self._replace(start=start, stop=min(self.total_rows, start + self.rows_per_rank))
 
 
 class ShardPiece(NamedTuple):
@@ -112,16 +112,17 @@ def pieces(rows: RowShard, height: int | None) -> list[ShardPiece]:
     if height is None:
         return [ShardPiece(start, stop, 0, rows.has_others)]
     first = min(stop, -(-start // height) * height)
-    last = stop if stop == rows.all else max(first, stop // height * height)
+    last = stop if stop == rows.total_rows else max(first, stop // height * height)
     cuts = sorted({start, first, last, stop})
     return [
-        ShardPiece(a, b, a // height, a % height != 0 or (b % height != 0 and b != rows.all)) for a, b in pairwise(cuts)
+        ShardPiece(a, b, a // height, a % height != 0 or (b % height != 0 and b != rows.total_rows))
+        for a, b in pairwise(cuts)
     ]
 
 
-def cut_across(rows: RowShard, side: OperandSide) -> bool:
+def cut_across(rows: RowShard, operand: WeightOperand) -> bool:
     """True if tensor parallelism has cut every block row, so that ranks with the same rows must agree on amaxes."""
-    return rows.axis == 1 and side.width is None and side.height is not None
+    return rows.tp_axis == 1 and operand.width is None and operand.height is not None
 
 
 def crossing_blocks(rows: RowShard, height: int | None) -> list[int]:
@@ -129,9 +130,11 @@ def crossing_blocks(rows: RowShard, height: int | None) -> list[int]:
     if height is None:
         # Includes ranks without rows: a scale of the whole height is not sent.
         return [0] if rows.has_others else []
-    if rows.part >= rows.all:
+    if rows.rows_per_rank >= rows.total_rows:
         return []
-    return sorted({cut // height for cut in range(rows.part, rows.all, rows.part) if cut % height})
+    return sorted(
+        {cut // height for cut in range(rows.rows_per_rank, rows.total_rows, rows.rows_per_rank) if cut % height}
+    )
 
 
 def block_rows(rows: RowShard, height: int) -> range:
@@ -146,13 +149,13 @@ def most_block_rows(rows: RowShard, height: int) -> int:
 
 # ---- operands ----
 
-#: Key in `Agreed` for the amax of the whole weight, needed by two-level scales and by histories.
-WHOLE = -1
-#: Key in `Agreed` for the amaxes of all block rows, used if `cut_across`.
-ROWS = -2
-#: Amaxes that all ranks agreed on, as int32 bit patterns. Keys and shapes: a block row: [blocks along K]; `WHOLE`: [1];
-#: `ROWS`: [block rows].
-Agreed = Mapping[int, Tensor]
+#: Key in `SyncedAmaxes` for the amax of the whole weight, needed by two-level scales and by histories.
+TENSOR_KEY = -1
+#: Key in `SyncedAmaxes` for the amaxes of all block rows, used if `cut_across`.
+ALL_ROWS_KEY = -2
+#: Amaxes that all ranks agreed on, as int32 bit patterns. Keys and shapes: a block row: [blocks along K]; `TENSOR_KEY`:
+#: [1]; `ALL_ROWS_KEY`: [block rows].
+SyncedAmaxes = Mapping[int, Tensor]
 
 
 class OperandShard(NamedTuple):
@@ -168,71 +171,75 @@ class OperandShard(NamedTuple):
     tensor_factor: Tensor | None
 
 
-def amaxes(x: Tensor, side: OperandSide, rows: RowShard, of_all: bool) -> dict[int, Tensor]:
-    """Return this rank's contribution to the amaxes that ranks agree on, with the keys and shapes of `Agreed`.
+def amaxes(x: Tensor, operand: WeightOperand, rows: RowShard, with_tensor_amax: bool) -> dict[int, Tensor]:
+    """Return this rank's contribution to the amaxes that ranks agree on, with the keys and shapes of `SyncedAmaxes`.
 
     Args:
         x: this rank's rows [n, K].
-        side: the operand.
+        operand: the operand.
         rows: which rows these are.
-        of_all: also return the amax of the whole weight.
+        with_tensor_amax: also return the amax of the whole weight.
     """
-    spec, transposed, width = side.spec, side.transposed, side.columns(x.shape[1])
+    spec, transposed, width = operand.spec, operand.transposed, operand.columns(x.shape[1])
     bits = magnitude_bits(rotate(x.to(torch.float32)) if spec.hadamard and not transposed else x.to(torch.float32))
-    parts = {}
-    if cut_across(rows, side):
-        assert side.height is not None
-        lines = bits.new_zeros(-(-rows.all // side.height))
-        own = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=bits.device) // side.height
+    by_key = {}
+    if cut_across(rows, operand):
+        assert operand.height is not None
+        row_amaxes = bits.new_zeros(-(-rows.total_rows // operand.height))
+        own = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=bits.device) // operand.height
         if bits.numel():
-            lines.scatter_reduce_(0, own, bits.amax(1), "amax")
-        parts[ROWS] = _of_blocks(lines, 1)
-    for block in () if ROWS in parts else crossing_blocks(rows, side.height):
-        start, stop = (0, rows.all) if side.height is None else (block * side.height, (block + 1) * side.height)
+            row_amaxes.scatter_reduce_(0, own, bits.amax(1), "amax")
+        by_key[ALL_ROWS_KEY] = _block_amaxes(row_amaxes, 1)
+    for block in () if ALL_ROWS_KEY in by_key else crossing_blocks(rows, operand.height):
+        start, stop = (
+            (0, rows.total_rows) if operand.height is None else (block * operand.height, (block + 1) * operand.height)
+        )
         own = bits[max(0, start - rows.start) : max(0, min(stop, rows.stop) - rows.start)]
-        parts[block] = _of_blocks(own.amax(0) if own.shape[0] else bits.new_zeros(width), side.width)
-    if of_all and not (spec.per_tensor and parts):
-        parts[WHOLE] = _of_blocks(bits.reshape(-1), None)
-    return parts
+        by_key[block] = _block_amaxes(own.amax(0) if own.shape[0] else bits.new_zeros(width), operand.width)
+    if with_tensor_amax and not (spec.per_tensor and by_key):
+        by_key[TENSOR_KEY] = _block_amaxes(bits.reshape(-1), None)
+    return by_key
 
 
-def tensor_amax(agreed: Agreed) -> Tensor | None:
+def tensor_amax(synced_amaxes: SyncedAmaxes) -> Tensor | None:
     """Return the agreed amax of the whole weight, float32 [1, 1], or None if it was not computed."""
-    bits = agreed.get(WHOLE, agreed.get(0))
+    bits = synced_amaxes.get(TENSOR_KEY, synced_amaxes.get(0))
     return None if bits is None or bits.numel() != 1 else bits.view(torch.float32).view(1, 1)
 
 
 def quantize_shard(
-    x: Tensor, side: OperandSide, rows: RowShard, agreed: Agreed, factor: ScalarOverride
+    x: Tensor, operand: WeightOperand, rows: RowShard, synced_amaxes: SyncedAmaxes, factor: ScalarOverride
 ) -> OperandShard:
     """Quantize this rank's shard of an operand.
 
     Args:
         x: this rank's rows [n, K], float32, bfloat16 or float16.
-        side: the operand.
+        operand: the operand.
         rows: which rows these are.
-        agreed: amaxes that all ranks agreed on.
+        synced_amaxes: amaxes that all ranks agreed on.
         factor: delayed-scaling factor, as in `quantize`.
     """
-    spec, k = side.spec, x.shape[1]
-    cut = pieces(rows, side.height)
+    spec, k = operand.spec, x.shape[1]
+    cut = pieces(rows, operand.height)
     done = []
     for p in cut:
         piece = x[p.start - rows.start : p.stop - rows.start]
-        done.append(_piece(piece, side, p.block, p.crosses_shards, agreed, factor))
-    bytes_of_row = -(-side.columns(k) // 2) if spec.format.packed else side.columns(k)
-    codes = torch.zeros((rows.part, bytes_of_row), dtype=torch.uint8, device=x.device)
+        done.append(_piece(piece, operand, p.block, p.crosses_shards, synced_amaxes, factor))
+    bytes_of_row = -(-operand.columns(k) // 2) if spec.format.packed else operand.columns(k)
+    codes = torch.zeros((rows.rows_per_rank, bytes_of_row), dtype=torch.uint8, device=x.device)
     for p, (data, _, _) in zip(cut, done, strict=True):
         codes[p.start - rows.start : p.stop - rows.start] = data
     if not done:
         # Common scales follow from the agreed amaxes, so a rank without rows computes them from a row of zeros.
-        done = [_piece(x.new_zeros((1, k)), side, 0, side.height is None or spec.two_level, agreed, factor)]
+        done = [
+            _piece(x.new_zeros((1, k)), operand, 0, operand.height is None or spec.two_level, synced_amaxes, factor)
+        ]
     tensor_factor = done[0][2]
-    if side.height is None:
+    if operand.height is None:
         return OperandShard(codes, None, done[0][1], tensor_factor)
-    shape = most_block_rows(rows, side.height), bytes_of_scales(side, k)
+    shape = most_block_rows(rows, operand.height), bytes_of_scales(operand, k)
     scales = torch.zeros(shape, dtype=torch.uint8, device=x.device)
-    first = rows.start // side.height
+    first = rows.start // operand.height
     for p, (_, scale, _) in zip(cut, done, strict=False):
         assert isinstance(scale, Tensor)
         scales[p.block - first : p.block - first + scale.shape[0]] = scale.contiguous().view(torch.uint8)
@@ -240,112 +247,119 @@ def quantize_shard(
 
 
 def _piece(
-    x: Tensor, side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, factor: ScalarOverride
+    x: Tensor,
+    operand: WeightOperand,
+    block: int,
+    crosses_shards: bool,
+    synced_amaxes: SyncedAmaxes,
+    factor: ScalarOverride,
 ) -> tuple[Tensor, Tensor | float, Tensor | None]:
     """Quantize whole blocks, or part of one block row. Returns codes, scales, and the tensor factor of two-level
     scales.
     """
-    spec = side.spec
-    operand = x.t() if side.transposed else x
-    agreed_bits = _agreed_bits(side, block, crosses_shards, agreed, x.shape[0])
-    if spec.two_level and agreed_bits is not None:
-        wide = operand.to(torch.float32)
-        tensor = agreed[WHOLE].view(torch.float32)
-        q = reference.two_level(rotate(wide) if spec.hadamard else wide, spec, tensor, agreed_bits)
+    spec = operand.spec
+    oriented = x.t() if operand.transposed else x
+    synced_bits = _synced_bits(operand, block, crosses_shards, synced_amaxes, x.shape[0])
+    if spec.two_level and synced_bits is not None:
+        wide = oriented.to(torch.float32)
+        tensor = synced_amaxes[TENSOR_KEY].view(torch.float32)
+        q = reference.two_level(rotate(wide) if spec.hadamard else wide, spec, tensor, synced_bits)
     elif spec.two_level:
-        q = quantize(operand, spec, agreed[WHOLE].view(torch.float32).view(1, 1))
+        q = quantize(oriented, spec, synced_amaxes[TENSOR_KEY].view(torch.float32).view(1, 1))
     else:
-        q = quantize(operand, spec, None if agreed_bits is None else agreed_bits.view(torch.float32), factor=factor)
-    return *_as_the_weight(q, side), q.tensor_factor
+        q = quantize(oriented, spec, None if synced_bits is None else synced_bits.view(torch.float32), factor=factor)
+    return *_as_the_weight(q, operand), q.tensor_factor
 
 
-def _agreed_bits(side: OperandSide, block: int, crosses_shards: bool, agreed: Agreed, rows: int) -> Tensor | None:
+def _synced_bits(
+    operand: WeightOperand, block: int, crosses_shards: bool, synced_amaxes: SyncedAmaxes, rows: int
+) -> Tensor | None:
     """Return the agreed amax bits for `rows` rows from a block row on, in the operand's shape, or None."""
-    lines = agreed.get(ROWS)
-    if lines is not None and lines.numel():
-        assert side.height is not None
-        of_rows = lines[block : block + -(-rows // side.height)]
-        return of_rows.view((1, -1) if side.transposed else (-1, 1))
-    agreed_bits = agreed.get(block) if crosses_shards else None
-    return None if agreed_bits is None else agreed_bits.view((-1, 1) if side.transposed else (1, -1))
+    row_amaxes = synced_amaxes.get(ALL_ROWS_KEY)
+    if row_amaxes is not None and row_amaxes.numel():
+        assert operand.height is not None
+        block_amaxes = row_amaxes[block : block + -(-rows // operand.height)]
+        return block_amaxes.view((1, -1) if operand.transposed else (-1, 1))
+    synced_bits = synced_amaxes.get(block) if crosses_shards else None
+    return None if synced_bits is None else synced_bits.view((-1, 1) if operand.transposed else (1, -1))
 
 
-def _as_the_weight(q: Quantized, side: OperandSide) -> tuple[Tensor, Tensor | float]:
+def _as_the_weight(q: Quantized, operand: WeightOperand) -> tuple[Tensor, Tensor | float]:
     """Return the codes as bytes and the stored scales, both in the weight's layout."""
     scale = q.plain_scale() if isinstance(q.scale, Tensor) else q.scale
-    if q.transposed == side.transposed:
+    if q.transposed == operand.transposed:
         return q.data.view(torch.uint8), scale
     codes = q.stored_codes().t()
-    if side.spec.format.packed:
+    if operand.spec.format.packed:
         codes = pack(codes)
     return codes, scale.t() if isinstance(scale, Tensor) else scale
 
 
-def _of_blocks(line: Tensor, width: int | None) -> Tensor:
+def _block_amaxes(line: Tensor, width: int | None) -> Tensor:
     """Return the maximum of each block in a row of magnitude bits; subnormals count as 0 (`reference.block_bits`)."""
     if width is None or not line.numel():
-        top = line.amax().view(1) if line.numel() else line.new_zeros(0 if width else 1)
+        block_amax = line.amax().view(1) if line.numel() else line.new_zeros(0 if width else 1)
     else:
-        top = torch.nn.functional.pad(line, (0, -line.numel() % width)).view(-1, width).amax(1)
-    return torch.where(top < SMALLEST_NORMAL_BITS, 0, top)
+        block_amax = torch.nn.functional.pad(line, (0, -line.numel() % width)).view(-1, width).amax(1)
+    return torch.where(block_amax < SMALLEST_NORMAL_BITS, 0, block_amax)
 
 
-def _in_bytes(side: OperandSide) -> bool:
+def _in_bytes(operand: WeightOperand) -> bool:
     """True if a stored scale is one byte, not a float32."""
-    return side.spec.scale == "e8m0" or side.spec.two_level
+    return operand.spec.scale == "e8m0" or operand.spec.two_level
 
 
-def bytes_of_scales(side: OperandSide, k: int) -> int:
+def bytes_of_scales(operand: WeightOperand, k: int) -> int:
     """Return the bytes of the scales of one block row."""
-    return side.blocks(k) * (1 if _in_bytes(side) else 4)
+    return operand.blocks(k) * (1 if _in_bytes(operand) else 4)
 
 
-def buffer(side: OperandSide, rows: RowShard, k: int) -> tuple[int, int] | None:
+def scale_buffer_shape(operand: WeightOperand, rows: RowShard, k: int) -> tuple[int, int] | None:
     """Return the shape of a byte buffer for reordered scales, or None if the gathered scales are already in order."""
-    if side.height is None or rows.part % side.height == 0 or rows.part >= rows.all:
+    if operand.height is None or rows.rows_per_rank % operand.height == 0 or rows.rows_per_rank >= rows.total_rows:
         return None
-    return -(-rows.all // side.height), bytes_of_scales(side, k)
+    return -(-rows.total_rows // operand.height), bytes_of_scales(operand, k)
 
 
 @dataclass(frozen=True)
-class GatheredLayout:
-    """Layout of the gathered shards of one operand."""
+class OperandGather:
+    """This rank's input to the all-gather of one operand, and the assembly of the whole operand from its outputs."""
 
-    side: OperandSide
+    operand: WeightOperand
     shape: tuple[int, int]
     rows: RowShard
-    own: OperandShard
+    local_shard: OperandShard
     #: Largest magnitude of the weight, or None if not computed.
     amax: Tensor | None
-    #: All tensors above that another CUDA stream may have written.
-    written: Sequence[CrossStream] = ()
+    #: Records of writes to the tensors above, which another CUDA stream may have made.
+    write_events: Sequence[CrossStream] = ()
 
-    def operand(self, gathered: Sequence[Tensor], place: Tensor | None = None) -> Quantized:
+    def assemble(self, gathered: Sequence[Tensor], out: Tensor | None = None) -> Quantized:
         """Return the whole operand as a view of the gathered bytes.
 
         Args:
             gathered: codes of all ranks in rank order, and their scales if they are sent.
-            place: uint8 buffer in the shape of `buffer` for reordered scales; None allocates one.
+            out: uint8 buffer in the shape of `scale_buffer_shape` for reordered scales; None allocates one.
         """
-        for each in self.written:
+        for each in self.write_events:
             each.wait()
-        side, own, n = self.side, self.own, self.rows.all
-        data = gathered[0].view(-1, own.codes.shape[1])[:n].view(storage(side.spec.format))
-        scale = own.common
-        if own.scales is not None:
-            scale = self._scales(gathered[1].view(-1, own.scales.shape[1]), place)
-        shape = self.shape[::-1] if side.transposed else self.shape
-        return Quantized(data, scale, side.spec, shape, side.transposed, own.tensor_factor, self.amax)  # type: ignore[arg-type]
+        operand, shard, n = self.operand, self.local_shard, self.rows.total_rows
+        data = gathered[0].view(-1, shard.codes.shape[1])[:n].view(storage(operand.spec.format))
+        scale = shard.common
+        if shard.scales is not None:
+            scale = self._scales(gathered[1].view(-1, shard.scales.shape[1]), out)
+        shape = self.shape[::-1] if operand.transposed else self.shape
+        return Quantized(data, scale, operand.spec, shape, operand.transposed, shard.tensor_factor, self.amax)  # type: ignore[arg-type]
 
-    def _scales(self, every: Tensor, place: Tensor | None) -> Tensor:
-        height, most = self.side.height, every.shape[0] // self.rows.ranks
+    def _scales(self, every: Tensor, out: Tensor | None) -> Tensor:
+        height, most = self.operand.height, every.shape[0] // self.rows.ranks
         assert height is not None
-        shape = buffer(self.side, self.rows, self.shape[1])
+        shape = scale_buffer_shape(self.operand, self.rows, self.shape[1])
         if shape is None:
-            placed = every[: -(-self.rows.all // height)]
+            ordered = every[: -(-self.rows.total_rows // height)]
         else:
-            placed = torch.empty(shape, dtype=torch.uint8, device=every.device) if place is None else place
+            ordered = torch.empty(shape, dtype=torch.uint8, device=every.device) if out is None else out
             for rank in range(self.rows.ranks):
                 blocks = block_rows(self.rows.on(rank), height)
-                placed[blocks.start : blocks.stop] = every[rank * most : rank * most + len(blocks)]
-        return placed if _in_bytes(self.side) else placed.view(torch.float32)
+                ordered[blocks.start : blocks.stop] = every[rank * most : rank * most + len(blocks)]
+        return ordered if _in_bytes(self.operand) else ordered.view(torch.float32)

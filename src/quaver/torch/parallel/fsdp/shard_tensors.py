@@ -17,7 +17,7 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass
 from quaver.torch.parallel.comm import count_collective
 from quaver.torch.parallel.fsdp.amax_sync import GatheredWeightState
-from quaver.torch.parallel.fsdp.operands import GatheredLayout, buffer
+from quaver.torch.parallel.fsdp.operands import OperandGather, scale_buffer_shape
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import graph_task_id
 
@@ -42,40 +42,40 @@ class Shard(Tensor):
     """A weight, or one rank's rows of it, that fully_shard gathers as codes."""
 
     plain: Tensor
-    weight: GatheredWeightState
+    weight_state: GatheredWeightState
     shard_ops = frozenset(SHARD_OPS)
     eagerly = staticmethod(eagerly)
 
     @staticmethod
-    def __new__(cls, plain: Tensor, weight: GatheredWeightState) -> "Shard":
+    def __new__(cls, plain: Tensor, weight_state: GatheredWeightState) -> "Shard":
         shard: Shard = make_wrapper_subclass(
             cls,
             plain.size(),
             strides=plain.stride(),
             storage_offset=plain.storage_offset(),
-            dtype=cls.shown(plain, weight),
+            dtype=cls.reported_dtype(plain, weight_state),
             layout=plain.layout,
             device=plain.device,
             requires_grad=plain.requires_grad,
         )
-        shard.plain, shard.weight = plain, weight
+        shard.plain, shard.weight_state = plain, weight_state
         return shard
 
     def __init__(self, *_: object) -> None:
         pass
 
     @classmethod
-    def shown(cls, plain: Tensor, weight: Any) -> torch.dtype:
+    def reported_dtype(cls, plain: Tensor, weight_state: Any) -> torch.dtype:
         """Return the dtype that the tensor reports."""
         return plain.dtype
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Shard({self.weight.name}, {self.plain})"
+        return f"Shard({self.weight_state.name}, {self.plain})"
 
     @property
-    def model(self) -> Any:
+    def amax_sync(self) -> Any:
         """The `ModelAmaxSync` of the weight's model; an optimizer step on this shard invalidates its amaxes."""
-        return self.weight.model
+        return self.weight_state.amax_sync
 
     @property
     def data(self) -> Tensor:
@@ -87,7 +87,7 @@ class Shard(Tensor):
         # nn.Module assigns `.data` to change dtype or device, and fully_shard to move to its mesh. Without this setter
         # only the wrapper would change.
         plain = getattr(values, "plain", values).detach()
-        torch.Tensor.data.__set__(self, type(self)(plain, self.weight))  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__(self, type(self)(plain, self.weight_state))  # type: ignore[attr-defined]
         self.plain = plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -103,11 +103,11 @@ class Shard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        weight: list[GatheredWeightState] = []
+        weight_states: list[GatheredWeightState] = []
 
         def unwrapped(x: Any) -> Any:
             if isinstance(x, Shard):
-                weight.append(x.weight)
+                weight_states.append(x.weight_state)
                 return x.plain
             return x
 
@@ -118,13 +118,13 @@ class Shard(Tensor):
             return args[0]
         if function not in cls.shard_ops:
             return result
-        return _each(lambda x: cls(x, weight[0]) if isinstance(x, Tensor) else x, result)
+        return _each(lambda x: cls(x, weight_states[0]) if isinstance(x, Tensor) else x, result)
 
     # Called by a layer whose weight was prepared but never gathered by fully_shard: both methods raise.
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> NoReturn:
         raise ValueError(
-            f"{self.weight.name} was prepared by gather_quantized but is not managed by fully_shard: call "
+            f"{self.weight_state.name} was prepared by gather_quantized but is not managed by fully_shard: call "
             "fully_shard on the model, or on the module that contains this layer, before the first forward"
         )
 
@@ -135,53 +135,55 @@ class Shard(Tensor):
     # not fit.
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], "GatherMetadata"]:
-        weight = self.weight
-        weight.model.ensure_agreement(weight, mesh)
-        fsdp_parameter = weight.fsdp_parameter
+        weight_state = self.weight_state
+        weight_state.amax_sync.ensure_synced_amaxes(weight_state, mesh)
+        fsdp_parameter = weight_state.fsdp_parameter
         if fsdp_parameter is not None:
-            fsdp_parameter.check(weight.name)
-        key, factor = weight.factor()
-        names = _operands_to_gather(weight)
-        gathered_layouts = [weight.gathered_layout(name, mesh, key, factor) for name in names]
+            fsdp_parameter.check(weight_state.name)
+        key, factor = weight_state.factor()
+        gemms = _operands_to_gather(weight_state)
+        operand_gathers = [weight_state.operand_gather(gemm, mesh, key, factor) for gemm in gemms]
         inputs = [
             t
-            for gathered_layout in gathered_layouts
-            for t in (gathered_layout.own.codes, gathered_layout.own.scales)
+            for operand_gather in operand_gathers
+            for t in (operand_gather.local_shard.codes, operand_gather.local_shard.scales)
             if t is not None
         ]
         shapes = [t.shape for t in inputs]
-        if fsdp_parameter is not None and shapes != weight.last_input_shapes:
+        if fsdp_parameter is not None and shapes != weight_state.last_input_shapes:
             fsdp_parameter.forget_outputs()
-        weight.last_input_shapes = shapes
-        return tuple(inputs), GatherMetadata(gathered_layouts, key, mesh, _reader(weight))
+        weight_state.last_input_shapes = shapes
+        return tuple(inputs), GatherMetadata(operand_gathers, key, mesh, _current_pass(weight_state))
 
     def fsdp_post_all_gather(
         self, outputs: Sequence[Tensor], metadata: "GatherMetadata", dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        weight = self.weight
-        x = weight.values()
+        weight_state = self.weight_state
+        x = weight_state.values()
         assert x is not None
         if dtype is not x.dtype:
             raise ValueError(
-                f"{weight.name} is {x.dtype} and is computed in {dtype}, which this torch does not reveal "
+                f"{weight_state.name} is {x.dtype} and is computed in {dtype}, which this torch does not reveal "
                 "before it is quantized: give fully_shard no MixedPrecisionPolicy(param_dtype=...), or "
                 "convert the model's dtype"
             )
         gathered = list(outputs)
         if out is None:
-            buffers = _scale_buffers(weight, metadata.mesh, x.device)
-            wrapper = GatheredWeight(weight, dtype, x.device, GatheredOperands({}, metadata, buffers))
+            buffers = _scale_buffers(weight_state, metadata.mesh, x.device)
+            wrapper = GatheredWeight(weight_state, dtype, x.device, GatheredOperands({}, metadata, buffers))
         else:
             wrapper = getattr(out, "_local_tensor", out)
         contents = wrapper.contents
         contents.operands.clear()
         contents.gather_metadata = metadata
-        for gathered_layout in metadata.gathered_layouts:
-            tensors = [t for t in (gathered_layout.own.codes, gathered_layout.own.scales) if t is not None]
-            if gathered_layout.rows.ranks > 1:
+        for operand_gather in metadata.operand_gathers:
+            tensors = [
+                t for t in (operand_gather.local_shard.codes, operand_gather.local_shard.scales) if t is not None
+            ]
+            if operand_gather.rows.ranks > 1:
                 tensors = [gathered.pop(0) for _ in tensors]
-            contents.operands[gathered_layout.side.name] = gathered_layout.operand(
-                tensors, contents.buffers[gathered_layout.side.name]
+            contents.operands[operand_gather.operand.gemm] = operand_gather.assemble(
+                tensors, contents.buffers[operand_gather.operand.gemm]
             )
         if out is not None:
             return None
@@ -200,16 +202,16 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 class GatherMetadata(NamedTuple):
     """Data passed from `fsdp_pre_all_gather` to `fsdp_post_all_gather`."""
 
-    gathered_layouts: Sequence[GatheredLayout]
+    operand_gathers: Sequence[OperandGather]
     #: Key that identifies the delayed-scaling factor used for these codes.
-    key: float
+    factor_key: float
     mesh: Any
-    #: The pass that reads this gather: "forward", "backward" or "recomputation"; see `_reader`.
-    reader: str
+    #: The pass that reads this gather: "forward", "backward" or "recomputation"; see `_current_pass`.
+    current_pass: str
 
 
 class GatheredOperands:
-    """Contents of a gathered weight: operands by side, and scale buffers, which fully_shard frees with its own."""
+    """Contents of a gathered weight: operands by GEMM, and scale buffers, which fully_shard frees with its own."""
 
     __slots__ = ("buffers", "gather_metadata", "operands")
 
@@ -222,21 +224,21 @@ class GatheredOperands:
 class Gathered(Tensor):
     """A weight [N, K] without values, from which a layer requests quantized operands."""
 
-    weight: Any
+    weight_state: Any
     contents: Any
     eagerly = staticmethod(eagerly)
 
     @staticmethod
-    def __new__(cls, weight: Any, dtype: torch.dtype, device: torch.device, contents: Any) -> "Gathered":
-        wrapper: Gathered = make_wrapper_subclass(cls, torch.Size(weight.shape), dtype=dtype, device=device)
-        wrapper.weight, wrapper.contents = weight, contents
+    def __new__(cls, weight_state: Any, dtype: torch.dtype, device: torch.device, contents: Any) -> "Gathered":
+        wrapper: Gathered = make_wrapper_subclass(cls, torch.Size(weight_state.shape), dtype=dtype, device=device)
+        wrapper.weight_state, wrapper.contents = weight_state, contents
         return wrapper
 
     def __init__(self, *_: object) -> None:
         pass
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.weight.name}, {tuple(self.shape)})"
+        return f"{type(self).__name__}({self.weight_state.name}, {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -244,12 +246,12 @@ class Gathered(Tensor):
     ) -> Any:
         wrapper = next(x for x in args if isinstance(x, Gathered))
         if function in OF_NO_VALUES:
-            return cls(wrapper.weight, wrapper.dtype, wrapper.device, wrapper.contents)
+            return cls(wrapper.weight_state, wrapper.dtype, wrapper.device, wrapper.contents)
         if function is aten.zeros_like.default:
             # Zero gradient of a weight that did not contribute to the loss.
             return torch.zeros(wrapper.shape, dtype=wrapper.dtype, device=wrapper.device)
         raise ValueError(
-            f"{function} reads the weight of {wrapper.weight.name}, which is gathered only as codes, so only "
+            f"{function} reads the weight of {wrapper.weight_state.name}, which is gathered only as codes, so only "
             "the layer's own GEMMs can use it; leave the layer out with gather_quantized(model, skip=[...]), "
             "and revert no layer after gather_quantized"
         )
@@ -258,46 +260,47 @@ class Gathered(Tensor):
 class GatheredWeight(Gathered):
     """A gathered weight [N, K] with whole operands; implements `quaver.torch.linear.gemms.PrequantizedWeight`."""
 
-    weight: GatheredWeightState
+    weight_state: GatheredWeightState
     contents: GatheredOperands
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
-        if recipe is not self.weight.recipe:
+        if recipe is not self.weight_state.recipe:
             under = "no recipe" if recipe is None else f"{recipe!r}"
             raise ValueError(
-                f"{self.weight.name} runs under {under}, and its weight was gathered in the codes of "
-                f"{self.weight.recipe!r}: use that recipe, or leave the layer out with "
+                f"{self.weight_state.name} runs under {under}, and its weight was gathered in the codes of "
+                f"{self.weight_state.recipe!r}: use that recipe, or leave the layer out with "
                 "gather_quantized(model, skip=[...])"
             )
 
     def quantized_operand(self, call: Any, side: str) -> Quantized:
-        """Return the operand for a side ("fprop" or "dgrad"). Gather it now if the last gather lacks it or used another
+        """Return the operand of a GEMM ("fprop" or "dgrad"). Gather it now if the last gather lacks it or used another
         factor.
         """
-        weight, contents = self.weight, self.contents
+        weight_state, contents = self.weight_state, self.contents
         if side == "dgrad":
-            weight.model.in_backward = True
-        name = weight.side(side).name
-        written: float = call.factor_key
-        if name not in contents.operands or contents.gather_metadata.key != written:
-            self._fetch(name, written, call)
-        q = contents.operands[name]
+            weight_state.amax_sync.in_backward = True
+        gemm = weight_state.operand(side).gemm
+        factor_key: float = call.factor_key
+        if gemm not in contents.operands or contents.gather_metadata.factor_key != factor_key:
+            self._gather_now(gemm, factor_key, call)
+        q = contents.operands[gemm]
         if call.record and call.factors is not None and side == "fprop":
             amax.record(call.layer, amax.WEIGHT, q.amax)
-        return q.T if side == "dgrad" and weight.shared else q
+        return q.T if side == "dgrad" and weight_state.fprop_serves_dgrad else q
 
-    def _fetch(self, name: str, written: float, call: Any) -> None:
-        weight, contents = self.weight, self.contents
-        if name not in contents.operands:
-            weight.passes_needing_both.add(contents.gather_metadata.reader)
-        if contents.gather_metadata.key != written:
+    def _gather_now(self, gemm: str, factor_key: float, call: Any) -> None:
+        weight_state, contents = self.weight_state, self.contents
+        if gemm not in contents.operands:
+            weight_state.passes_needing_both.add(contents.gather_metadata.current_pass)
+        if contents.gather_metadata.factor_key != factor_key:
             contents.operands.clear()
         factor = None if call.factors is None else call.factors[1]
-        gathered_layout = weight.gathered_layout(name, contents.gather_metadata.mesh, written, factor)
-        contents.gather_metadata = contents.gather_metadata._replace(key=written)
+        operand_gather = weight_state.operand_gather(gemm, contents.gather_metadata.mesh, factor_key, factor)
+        contents.gather_metadata = contents.gather_metadata._replace(factor_key=factor_key)
         with torch.no_grad():
-            own = [t for t in (gathered_layout.own.codes, gathered_layout.own.scales) if t is not None]
-            contents.operands[name] = gathered_layout.operand([_gather(t, contents.gather_metadata.mesh) for t in own])
+            inputs = [t for t in (operand_gather.local_shard.codes, operand_gather.local_shard.scales) if t is not None]
+            outputs = [_gather(t, contents.gather_metadata.mesh) for t in inputs]
+            contents.operands[gemm] = operand_gather.assemble(outputs)
 
 
 def _gather(t: Tensor, mesh: Any) -> Tensor:
@@ -307,28 +310,35 @@ def _gather(t: Tensor, mesh: Any) -> Tensor:
     return every
 
 
-def _reader(weight: GatheredWeightState) -> str:
+def _current_pass(weight_state: GatheredWeightState) -> str:
     """Return the pass that needs the current gather: "forward", "backward" or "recomputation" of activations."""
-    if weight.fsdp_parameter is not None and weight.fsdp_parameter.in_backward:
+    if weight_state.fsdp_parameter is not None and weight_state.fsdp_parameter.in_backward:
         return "backward"
     return "forward" if graph_task_id() == -1 else "recomputation"
 
 
-def _operands_to_gather(weight: GatheredWeightState) -> list[str]:
-    """Return the operands to send in the current gather: only one if its buffers are freed before another pass reads
-    them.
+def _operands_to_gather(weight_state: GatheredWeightState) -> list[str]:
+    """Return the GEMMs whose operands the current gather sends: only one if its buffers are freed before another pass
+    reads them.
     """
-    if weight.shared:
+    if weight_state.fprop_serves_dgrad:
         return ["fprop"]
-    reader = _reader(weight)
-    if weight.fsdp_parameter is None or not weight.fsdp_parameter.for_one_pass or reader in weight.passes_needing_both:
+    current_pass = _current_pass(weight_state)
+    if (
+        weight_state.fsdp_parameter is None
+        or not weight_state.fsdp_parameter.for_one_pass
+        or current_pass in weight_state.passes_needing_both
+    ):
         return ["fprop", "dgrad"]
-    return ["dgrad" if reader == "backward" else "fprop"]
+    return ["dgrad" if current_pass == "backward" else "fprop"]
 
 
-def _scale_buffers(weight: GatheredWeightState, mesh: Any, device: torch.device) -> dict[str, Tensor | None]:
-    """Allocate buffers for the ordered scales of both sides, because a later gather may need the other one."""
-    shapes = {side.name: buffer(side, weight.rows(mesh), weight.shape[1]) for side in weight.sides}
+def _scale_buffers(weight_state: GatheredWeightState, mesh: Any, device: torch.device) -> dict[str, Tensor | None]:
+    """Allocate buffers for the ordered scales of both operands, because a later gather may need the other one."""
+    shapes = {
+        operand.gemm: scale_buffer_shape(operand, weight_state.rows(mesh), weight_state.shape[1])
+        for operand in weight_state.operands
+    }
     return {
         name: None if shape is None else torch.empty(shape, dtype=torch.uint8, device=device)
         for name, shape in shapes.items()

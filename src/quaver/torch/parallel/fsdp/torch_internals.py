@@ -170,10 +170,10 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 def local(parameter: Any) -> Tensor | None:
     """Return the local tensor of a sharded parameter, or None if it is not sharded."""
-    part: Tensor | None = getattr(parameter, "_local_tensor", None)
-    return part
+    shard: Tensor | None = getattr(parameter, "_local_tensor", None)
+    return shard
 
 
-def set_local(parameter: Any, part: Tensor) -> None:
+def set_local(parameter: Any, shard: Tensor) -> None:
     """Replace the local tensor of a sharded parameter."""
-    parameter._local_tensor = part
+    parameter._local_tensor = shard
