@@ -22,7 +22,7 @@ RECIPES = [None, *recipes.RECIPES]
 @pytest.fixture(autouse=True)
 def _closed() -> Iterator[None]:
     yield
-    assert active_context.split is None and not active_context.takes_weights
+    assert active_context.apply_override is None and not active_context.captures_wgrad
 
 
 def mlp(dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -22,7 +22,7 @@ def layer() -> qt.Linear:
 @pytest.fixture(autouse=True)
 def _no_layer_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests run and compile layers in this thread, and autocast warns of less after that."""
-    for name in ("compiled", "ever", "asked"):
+    for name in ("compiled", "ever_ran_layer", "layer_ran"):
         monkeypatch.setattr(active_context, name, False)
 
 
@@ -195,7 +195,7 @@ def test_a_body_that_runs_nothing_or_fails_does_not_warn() -> None:
 def test_an_empty_body_without_gradients_does_not_warn_where_a_layer_has_run(mode: type, layer: qt.Linear) -> None:
     """A validation over no batch, after training or after another validation."""
     for forward in (torch.enable_grad, mode):
-        active_context.ever = active_context.asked = False
+        active_context.ever_ran_layer = active_context.layer_ran = False
         with forward():
             in_one("mxfp8", layer)()
         for _ in range(2):

@@ -64,7 +64,7 @@ class weight_gradients:
             raise NotImplementedError(
                 "weight_gradients cannot be compiled: leave it out, or do not compile the code inside"
             )
-        if active_context.split is not None and not active_context.takes_weights:
+        if active_context.apply_override is not None and not active_context.captures_wgrad:
             raise ValueError(
                 "weight_gradients cannot be combined with a pipeline schedule that splits the backward: leave one "
                 "of them out"
@@ -74,13 +74,17 @@ class weight_gradients:
                 "DistributedDataParallel reduces the gradients of autograd, but weight_gradients bypasses "
                 "autograd: run the module without it, and all-reduce weight.main_grad"
             )
-        self._before.append((active_context.split, active_context.takes_weights, active_context.compiled))
-        active_context.split, active_context.takes_weights, active_context.compiled = self._divert, True, False
+        self._before.append((active_context.apply_override, active_context.captures_wgrad, active_context.compiled))
+        active_context.apply_override, active_context.captures_wgrad, active_context.compiled = (
+            self._divert,
+            True,
+            False,
+        )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         compiled = active_context.compiled
-        active_context.split, active_context.takes_weights, before = self._before.pop()
+        active_context.apply_override, active_context.captures_wgrad, before = self._before.pop()
         active_context.compiled = before or compiled
         if compiled and kind is None:
             raise ValueError(

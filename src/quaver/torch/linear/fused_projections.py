@@ -66,7 +66,9 @@ def _project(
     if planned is None:
         outputs = _run_unplanned(prologue, x, layers, recipe, return_input)
     else:
-        run: Any = apply if active_context.split is None else active_context.split(LinearFunction, apply)
+        run: Any = (
+            apply if active_context.apply_override is None else active_context.apply_override(LinearFunction, apply)
+        )
         outputs = run(planned[0], *planned[1])
     return outputs if then is None else _project(then[0], outputs, then[1], behind)
 
@@ -110,7 +112,7 @@ def _run_unplanned(
     setup = LinearSetup(prologue, tuple(layers), recipe, dtype, training, len(x), return_input)
     run: Any = LinearFunction.apply
     if not is_tracing():
-        run = apply if active_context.split is None else active_context.split(LinearFunction, apply)
+        run = apply if active_context.apply_override is None else active_context.apply_override(LinearFunction, apply)
     outputs: tuple[Tensor, ...]
     if not casting:
         outputs = run(setup, *x, *weights, *biases)

@@ -43,7 +43,7 @@ def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
     """
     recipe = in_force(layer.recipe)
     if not compiling:
-        active_context.asked = True
+        active_context.layer_ran = True
         state = layer._state
         # A forward inside backward is a recomputation. autocast has ended by then, so the recipe of the first forward
         # is reused.
@@ -272,7 +272,7 @@ class Linear(Quantizable, nn.Linear):
                 return stored_weight.linear(input, weight, bias, self)
             if training and not compiling and self._state.weights is not None:
                 weight_cache.expire(self, weight)
-            if not active_context.takes_weights or compiling or not training or input.dtype not in ops.DTYPES:
+            if not active_context.captures_wgrad or compiling or not training or input.dtype not in ops.DTYPES:
                 return F.linear(input, weight, bias)
             recipe = recipes.get("bf16")
         if not is_parameter and not compiling:
@@ -319,7 +319,9 @@ class Linear(Quantizable, nn.Linear):
                 y = plan.run_cached_plan(x, weight, bias, self)
                 if y is not None:
                     return y
-        run: Any = apply if active_context.split is None else active_context.split(LinearFunction, apply)
+        run: Any = (
+            apply if active_context.apply_override is None else active_context.apply_override(LinearFunction, apply)
+        )
         if not casting:
             return run(setup, x, weight, bias)[0]
         if x is not input:

@@ -297,7 +297,7 @@ def is_observed(layer: nn.Module) -> bool:
         now: bool = (
             counters.active.counters is not None
             or logs.writing != ()
-            or (active_context.split is not None and _needs_unplanned_wgrad(layer))
+            or (active_context.apply_override is not None and _needs_unplanned_wgrad(layer))
             or (selecting.depth() != 0 and selecting.is_active())
         )
     else:
@@ -308,7 +308,7 @@ def is_observed(layer: nn.Module) -> bool:
 
 def _needs_unplanned_wgrad(layer: nn.Module) -> bool:
     """Return True if wgrad is delayed or taken away in a way that planned kernels do not support."""
-    return active_context.takes_weights or bool(device.asked) or device_of(layer).type != "cpu"
+    return active_context.captures_wgrad or bool(device.asked) or device_of(layer).type != "cpu"
 
 
 def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module) -> LinearPlan | None:

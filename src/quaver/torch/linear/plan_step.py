@@ -140,7 +140,11 @@ class PlannedLinear:
         if run is None:
             return None
         try:
-            run_step = _apply if active_context.split is None else active_context.split(_PlannedLinearFunction, _apply)
+            run_step = (
+                _apply
+                if active_context.apply_override is None
+                else active_context.apply_override(_PlannedLinearFunction, _apply)
+            )
             y: Tensor = run_step(x, weight, bias, run)
         except torch.OutOfMemoryError as error:
             raise device.out_of_memory(x, 2) from error

@@ -51,7 +51,11 @@ def run_standalone(function: DifferentiatedOp, sentence: str, *x: Tensor | None)
         raise NotImplementedError(sentence)
     apply: Any = _StandaloneFunction.apply
     if not is_tracing():
-        apply = _apply if active_context.split is None else active_context.split(_StandaloneFunction, _apply)
+        apply = (
+            _apply
+            if active_context.apply_override is None
+            else active_context.apply_override(_StandaloneFunction, _apply)
+        )
     return apply(function, sentence, *x)
 
 

@@ -48,14 +48,14 @@ def split_backwards(inputs: Sequence[Any]) -> Iterator[None]:
             computes all gradients at once.
     """
     differentiable = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    before = active_context.split
-    active_context.split = (
+    before = active_context.apply_override
+    active_context.apply_override = (
         _SplitForward(differentiable).instead_of if differentiable and torch.is_grad_enabled() else None
     )
     try:
         yield
     finally:
-        active_context.split = before
+        active_context.apply_override = before
 
 
 class _SplitForward:

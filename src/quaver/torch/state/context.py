@@ -14,7 +14,7 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.state.history import roll, scaling_step
 from quaver.torch.state.layer_state import ReadLog, Replay, recomputing
-from quaver.torch.state.noise import order
+from quaver.torch.state.noise import layer_numbering
 
 # ---- autocast ----
 
@@ -24,16 +24,16 @@ class _ActiveContext(threading.local):
     #: (recipe, True inside autocast(enabled=False), number of open autocasts).
     now: tuple[Recipe | None, bool, int]
     #: True once a quantizable layer has read its recipe since this thread entered an outermost autocast.
-    asked = False
+    layer_ran = False
     #: True once a quantizable layer has read its recipe in any autocast of this thread, or before the first.
-    ever = False
+    ever_ran_layer = False
     #: True once a compiled layer has run in this thread; such layers do not read the recipe when they run.
     compiled = False
     #: Set while the forward of a pipeline stage runs: maps an autograd function and its `apply` to the function to call
     #: instead. Compiled code never reads it.
-    split: Callable[[type[torch.autograd.Function], Callable[..., Any]], Callable[..., Any]] | None = None
-    #: True if `split` takes weight gradients from autograd, including those of unquantized layers.
-    takes_weights = False
+    apply_override: Callable[[type[torch.autograd.Function], Callable[..., Any]], Callable[..., Any]] | None = None
+    #: True if `apply_override` takes weight gradients from autograd, including those of unquantized layers.
+    captures_wgrad = False
 
     def __init__(self) -> None:
         # Dynamo guards on instance attributes: setting `now` later would make the first autocast recompile.
@@ -85,12 +85,15 @@ class autocast(ContextDecorator):
     def __enter__(self) -> "autocast":
         before, entered = active_context.now, None
         if before[2] == 0:
-            order.next = 0
+            layer_numbering.next = 0
         if before[2] == 0 and not recomputing():
             rolls = self.enabled and torch.is_grad_enabled()
             if not is_tracing():
                 entered = scaling_step.enter(rolls, self.group, self.recipe), nodes() if rolls else -1
-                active_context.ever, active_context.asked = active_context.ever or active_context.asked, False
+                active_context.ever_ran_layer, active_context.layer_ran = (
+                    active_context.ever_ran_layer or active_context.layer_ran,
+                    False,
+                )
             elif rolls:
                 roll.roll_all(self.group, self.recipe)
         self._before.append((before, entered))
@@ -100,11 +103,11 @@ class autocast(ContextDecorator):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         active_context.now, entered = self._before.pop()
         if active_context.now[2] == 0:
-            order.next = None
+            layer_numbering.next = None
         if entered is not None:
             step, before = entered
             scaling_step.leave(step)
-            if kind is None and not active_context.asked and self._expects_layers() and ran(before):
+            if kind is None and not active_context.layer_ran and self._expects_layers() and ran(before):
                 warnings.warn(NOTHING_RAN.format(self.recipe), stacklevel=2)
 
     def _expects_layers(self) -> bool:
@@ -123,7 +126,7 @@ def ran(before: int) -> bool:
     Without gradients there is no trace, so a forward is assumed until the thread has run a quantizable layer. After
     that the body was more likely empty, such as a loop over no batches.
     """
-    return not active_context.ever if before < 0 else nodes() != before
+    return not active_context.ever_ran_layer if before < 0 else nodes() != before
 
 
 def nodes() -> int:
@@ -159,7 +162,7 @@ def recipe_in_force(own: Recipe | None) -> Recipe | None:
     Every quantizable layer calls this when it runs.
     """
     if not is_tracing():
-        active_context.asked = True
+        active_context.layer_ran = True
     return in_force(own)
 
 
@@ -215,16 +218,16 @@ class _RecomputeContext:
     def __init__(self, log: ReadLog) -> None:
         self.replay = Replay(log)
         self.active_context = active_context.now
-        self.taker = active_context.split if active_context.takes_weights else None
+        self.wgrad_override = active_context.apply_override if active_context.captures_wgrad else None
         self.before: list[Any] = []
 
     def __enter__(self) -> None:
-        self.before.append((active_context.now, active_context.split, active_context.takes_weights))
+        self.before.append((active_context.now, active_context.apply_override, active_context.captures_wgrad))
         active_context.now = self.active_context
-        if self.taker is not None:
-            active_context.split, active_context.takes_weights = self.taker, True
+        if self.wgrad_override is not None:
+            active_context.apply_override, active_context.captures_wgrad = self.wgrad_override, True
         self.replay.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self.replay.__exit__(*error)
-        active_context.now, active_context.split, active_context.takes_weights = self.before.pop()
+        active_context.now, active_context.apply_override, active_context.captures_wgrad = self.before.pop()

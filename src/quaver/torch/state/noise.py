@@ -13,7 +13,7 @@ from quaver.torch.state import layer_state
 from quaver.torch.state.layer_state import device_of, state_of
 
 
-class _Order(threading.local):
+class _LayerNumbering(threading.local):
     def __init__(self) -> None:
         #: Next number within this thread's outermost autocast, None outside. Always set, because Dynamo guards on
         #: instance attributes.
@@ -23,7 +23,7 @@ class _Order(threading.local):
 #: Numbers reserved for the matrices of a stack.
 STACK = 1 << 16
 #: Numbering of layers, started and ended by `autocast`.
-order = _Order()
+layer_numbering = _LayerNumbering()
 
 
 def assign_number(layer: nn.Module) -> None:
@@ -35,12 +35,12 @@ def assign_number(layer: nn.Module) -> None:
     state = state_of(layer)
     if state.serial is not None or layer.__dict__.get("qualified_name") is not None:
         return
-    if order.next is None:
+    if layer_numbering.next is None:
         state.serial = 0
     else:
-        state.serial = order.next
+        state.serial = layer_numbering.next
         # The full range, because a rank may have only some matrices of a stack.
-        order.next += STACK if state.members else 1
+        layer_numbering.next += STACK if state.members else 1
     count = layer._buffers.get("count")
     if count is not None:
         count[..., 2] = fresh_count(layer, count.device)[..., 2]

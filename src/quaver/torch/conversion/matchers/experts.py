@@ -207,7 +207,9 @@ def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None,
         return y
     refuse_transforms(x, weight, bias)
     with ops.without_autocast(device):
-        run: Any = apply if active_context.split is None else active_context.split(LinearFunction, apply)
+        run: Any = (
+            apply if active_context.apply_override is None else active_context.apply_override(LinearFunction, apply)
+        )
         (y,) = run(setup, x, weight, bias)
     return y
 

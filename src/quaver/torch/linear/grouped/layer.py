@@ -161,8 +161,8 @@ def apply(
         return y
     run: Any = (
         GroupedLinearFunction.apply
-        if active_context.split is None
-        else active_context.split(GroupedLinearFunction, GroupedLinearFunction.apply)
+        if active_context.apply_override is None
+        else active_context.apply_override(GroupedLinearFunction, GroupedLinearFunction.apply)
     )
     with ops.without_autocast(ops.autocast_device(weight)):
         y = run(setup, *input_tensors, weight, bias, offsets)

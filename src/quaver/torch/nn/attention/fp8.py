@@ -335,8 +335,8 @@ def attention_fp8(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: At
     numbers = float(call.scale), None if soft_cap is None else float(soft_cap), float(call.dropout)
     texts = spec.input.text, spec.grad_output.text
     apply: Any = _Fp8AttentionFunction.apply
-    if not is_tracing() and active_context.split is not None:
-        apply = active_context.split(_Fp8AttentionFunction, apply)
+    if not is_tracing() and active_context.apply_override is not None:
+        apply = active_context.apply_override(_Fp8AttentionFunction, apply)
     out: Tensor = apply(q, k, v, bias, sinks, hidden, runs, draw, numbers, texts, torch.is_grad_enabled())
     return out
 

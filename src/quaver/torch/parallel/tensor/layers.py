@@ -150,7 +150,7 @@ def _prepare_call(layer: Any, input: Tensor) -> ShardedLayerCall:
         ValueError: the layer or the input does not fit.
     """
     layout: Any = layout_of(layer)
-    if active_context.takes_weights and torch.is_grad_enabled():
+    if active_context.captures_wgrad and torch.is_grad_enabled():
         raise ValueError(
             f"{name_of(layer)} is sharded by {layout.name}, whose weight gradients go through autograd: "
             "weight_gradients does not support it; leave it out around this layer"
