@@ -47,7 +47,7 @@ def pretend(arch: int) -> None:
     triton.runtime.driver.set_active(stub_driver.Driver(arch))
     device._architecture = lambda _: arch  # type: ignore[assignment]
     launch.card = lambda device: (0, lambda: 0, lambda index: 0, nowhere)
-    device.asked |= {"triton", "native"}
+    device.forced_implementations |= {"triton", "native"}
     # What the device is asked for is asked as of a GPU: these are remembered there too.
     device.why_no_fp8 = lambda d, what: device._why_no_fp8(device.architecture(d))  # type: ignore[assignment]
     device.why_no_kernels = lambda d: "" if device.recorded_arch() else device._why_too_old(arch)  # type: ignore[assignment]

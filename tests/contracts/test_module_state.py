@@ -74,7 +74,7 @@ SAFE = {
     "torch.backends.gpu.quantize_launch:_places": OWN,
     "torch.backends.gpu.capture:rehearsed": "one thread rehearses a stream, and sets change in one step",
     "torch.backends.gpu.fused_quantize:_announced": WARNS,
-    "torch.backends.gpu.device:asked": "`only` is the process's, entered in one thread at a time",
+    "torch.backends.gpu.device:forced_implementations": "`only` is the process's, entered in one thread at a time",
     "torch.backends.gpu.device:_architecture": CACHED,
     "torch.backends.gpu.device:_why_no_fp8": CACHED,
     "torch.backends.gpu.device:_why_too_old": CACHED,

@@ -199,7 +199,7 @@ def _plan_call(
     assert a is not None
     if shape[-1] != features:
         shape = torch.Size((*shape[:-1], features))
-    if shape.numel() > (ON_HOST if first.is_cpu and not device.asked else LAUNCHES):
+    if shape.numel() > (ON_HOST if first.is_cpu and not device.forced_implementations else LAUNCHES):
         recomputes_input = prologue.recomputes_input and (c is None or c.rounding == "nearest")
         if recomputes_input or (a.per_tensor and may_fuse(first.dtype, first)):
             return None

@@ -433,7 +433,9 @@ def _version(call: LinearContext) -> int:
 def capturing(x: Tensor) -> bool:
     """Return True while a CUDA graph is captured or rehearsed; the weight cache is then neither read nor written."""
     # On a CPU nothing is captured except in tests that simulate a GPU.
-    return bool(not x.is_cpu or device.asked or capture.rehearsed) and capture.is_captured_or_rehearsed(x.device)
+    return bool(
+        not x.is_cpu or device.forced_implementations or capture.rehearsed
+    ) and capture.is_captured_or_rehearsed(x.device)
 
 
 def quantized_weight(call: LinearContext, weight: Tensor, side: str, spec: QuantSpec) -> Quantized:

@@ -308,7 +308,7 @@ def is_observed(layer: nn.Module) -> bool:
 
 def _needs_unplanned_wgrad(layer: nn.Module) -> bool:
     """Return True if wgrad is delayed or taken away in a way that planned kernels do not support."""
-    return active_context.captures_wgrad or bool(device.asked) or device_of(layer).type != "cpu"
+    return active_context.captures_wgrad or bool(device.forced_implementations) or device_of(layer).type != "cpu"
 
 
 def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module) -> LinearPlan | None:
@@ -322,7 +322,7 @@ def plan(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: 
     if recipe.dequantized_backward:
         # Planned kernels cannot multiply a quantized operand by an unquantized one.
         return LinearPlan(recipe, None)
-    if x.is_cuda or device.asked:
+    if x.is_cuda or device.forced_implementations:
         # Triton and the GPU modules are imported only if there is a GPU.
         if not device.why_no_fp8(x.device, "native"):
             from quaver.torch.linear import plan_gpu

@@ -185,7 +185,11 @@ def can_share_input(call: LinearContext, source: Tensor, y: Tensor) -> bool:
         return False
     if a.rounding != "nearest" or (c is not None and c.rounding != "nearest"):
         return False
-    if counters.active.counters is not None or ops.QUANTIZE.active is not ops.QUANTIZE.impls or device.asked:
+    if (
+        counters.active.counters is not None
+        or ops.QUANTIZE.active is not ops.QUANTIZE.impls
+        or device.forced_implementations
+    ):
         return False
     return not capturing(y)
 

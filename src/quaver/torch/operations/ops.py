@@ -38,14 +38,14 @@ GPU = "quaver.torch.backends.gpu"
 
 def no_kernels(x: Tensor, *_: Any) -> str:
     """Return why no kernel supports a tensor on this device, or ""."""
-    if x.is_cpu and not device.asked:
+    if x.is_cpu and not device.forced_implementations:
         return "the tensor is not on a GPU"
     return device.why_no_kernels(x.device)
 
 
 def on_host(x: Tensor) -> bool:
     """Return True if only plain torch runs on x: on a CPU in eager mode, unless a kernel was requested by name."""
-    return x.is_cpu and not device.asked and not is_tracing()
+    return x.is_cpu and not device.forced_implementations and not is_tracing()
 
 
 def chosen(operation: Operation, x: Tensor) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def _no_gemms(a: Quantized, *_: Any) -> str:
 
 
 def _reason_not_on_gpu(a: Quantized, *_: Any) -> str:
-    if a.data.is_cuda or (a.data.is_cpu and device.asked & {"native", "decoded"}):
+    if a.data.is_cuda or (a.data.is_cpu and device.forced_implementations & {"native", "decoded"}):
         return ""
     return "the operands are not on a GPU"
 
@@ -359,7 +359,7 @@ def _resolve(recipe: Recipe, x: Tensor) -> ResolvedOperations:
         return ResolvedOperations(recipe, QUANTIZE.eager, MATMUL.eager, None)
     picks = {QUANTIZE.pick(x, spec) for spec in specs}
     run = picks.pop() if len(picks) == 1 else QUANTIZE.eager
-    if x.is_cpu and not device.asked:
+    if x.is_cpu and not device.forced_implementations:
         operand = Quantized(x, 1.0, next(iter(specs)), (0, 0))
         return ResolvedOperations(recipe, run, MATMUL.pick(operand, operand, x.dtype, None))
     triton = QUANTIZE.named("triton")

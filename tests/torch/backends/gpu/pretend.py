@@ -32,8 +32,8 @@ def _resolve(recipe: Recipe, x: Tensor) -> ops.ResolvedOperations:
 @contextmanager
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors on a CPU take a GPU's way: interpreted kernels, and the scaled GEMM that torch has for CPUs."""
-    before = set(device.asked)
-    device.asked.update({"triton", "native"})
+    before = set(device.forced_implementations)
+    device.forced_implementations.update({"triton", "native"})
     patch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0, None))
     patch.setattr(ops, "_resolve", _resolve)
     # What one card's GEMMs take is not another's answer.
@@ -43,7 +43,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(amax, "saved_factors", lambda layer: amax._on_device(layer, layer.factor))
     ops._resolved.clear()
     yield
-    device.asked.intersection_update(before)
+    device.forced_implementations.intersection_update(before)
     ops._resolved.clear()
     # What a driver of this file has noted launches nothing for others.
     launch._forget()

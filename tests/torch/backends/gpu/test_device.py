@@ -52,13 +52,13 @@ def test_rocm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cpu_is_used_only_when_requested_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert device.why_no_fp8(cpu, name) and device.why_no_kernels(cpu)
-    monkeypatch.setattr(device, "asked", {name})
+    monkeypatch.setattr(device, "forced_implementations", {name})
     assert not device.why_no_fp8(cpu, name)
     assert bool(device.why_no_kernels(cpu)) == (name != "triton")
 
 
 def test_without_the_interpreter_a_cpu_runs_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "asked", {"triton"})
+    monkeypatch.setattr(device, "forced_implementations", {"triton"})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "TRITON_INTERPRET=1" in device.why_no_kernels(torch.device("cpu"))
 

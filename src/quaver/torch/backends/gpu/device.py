@@ -49,7 +49,7 @@ LEAST = DeviceTraits(99)
 #: First and last Triton version that the kernels are tested with.
 TRITON = (3, 6), (3, 9)
 #: Implementations requested by `quaver.torch.only`: they also run on a CPU when named, and never otherwise.
-asked: set[str] = set()
+forced_implementations: set[str] = set()
 #: Architectures that launches are recorded for, innermost last: see `quaver.torch.backends.gpu.launch.recording`.
 recorded: list[int | None] = [None]
 #: Caches of launches and plans, registered at import; a recording starts and ends with empty ones. If two threads fill
@@ -60,12 +60,12 @@ tables: list[dict[Any, Any]] = []
 @contextmanager
 def asking(name: str) -> Iterator[None]:
     """Let a GPU implementation that was requested by name accept CPU tensors while the context is open."""
-    added = {name} & {"triton", "native", "decoded"} - asked
-    asked.update(added)
+    added = {name} & {"triton", "native", "decoded"} - forced_implementations
+    forced_implementations.update(added)
     try:
         yield
     finally:
-        asked.difference_update(added)
+        forced_implementations.difference_update(added)
 
 
 def architecture(device: torch.device) -> int:
@@ -117,7 +117,7 @@ def why_no_fp8(device: torch.device, what: str) -> str:
 
 def _reason_not_on_gpu(device: torch.device, what: str) -> str:
     """Return why a device is no GPU, or ""; a CPU counts as one if the implementation was requested by name."""
-    passes = device.type == "cuda" or (device.type == "cpu" and what in asked)
+    passes = device.type == "cuda" or (device.type == "cpu" and what in forced_implementations)
     return "" if passes else "the tensor is not on a GPU"
 
 

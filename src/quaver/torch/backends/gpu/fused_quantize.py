@@ -90,7 +90,7 @@ WIDEST_PRODUCERS = 65535 * 64
 
 def reason_unsupported(x: Tensor, *_: Any) -> str:
     """Return why no kernel normalizes or activates this tensor, or ""."""
-    if x.is_cpu and not device.asked:
+    if x.is_cpu and not device.forced_implementations:
         return "the tensor is not on a GPU"
     why = device.why_no_kernels(x.device)
     if why:

@@ -171,7 +171,7 @@ def _forward_fake(
 
 
 def _on_host(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not gpu.asked
+    return x.device.type == "cpu" and not gpu.forced_implementations
 
 
 def _features(kernel_args: CustomOpArguments) -> tuple[Any, Any]:

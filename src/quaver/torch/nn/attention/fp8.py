@@ -327,7 +327,7 @@ def attention_fp8(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: At
             "recipe without attention=True"
         )
     # Kernels take ranges of visible keys; on a CPU the mask is a tensor that layers share.
-    by_runs = call.mask is None and (not q.is_cpu or bool(device.asked))
+    by_runs = call.mask is None and (not q.is_cpu or bool(device.forced_implementations))
     hidden, runs = (None, call.runs(q, k)) if by_runs else (call.hidden(q, k), None)
     bias, sinks, soft_cap = call.whole_bias(q, k), call.sinks, call.soft_cap
     refuse_transforms(q, k, v, bias, sinks)

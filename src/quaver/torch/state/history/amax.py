@@ -310,6 +310,6 @@ def views(layer: nn.Module) -> _BufferViews:
 
 def _launched(history: Tensor) -> bool:
     """Return True if kernels roll and record in a history: on a GPU, or under `only("triton")` on a CPU."""
-    if history.is_cpu and "triton" not in device.asked:
+    if history.is_cpu and "triton" not in device.forced_implementations:
         return False
     return not history.is_meta and not device.why_no_kernels(history.device)
