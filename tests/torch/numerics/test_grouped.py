@@ -8,7 +8,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, GroupOffsets
 from quaver.torch.numerics.quantized import Quantized, decode_scales, spread
-from quaver.torch.numerics.rounding import QUIET
+from quaver.torch.numerics.rounding import NO_NOISE
 from tests.close import assert_bitwise
 from tests.operands import SPECS, nasty
 
@@ -32,7 +32,7 @@ def offsets() -> GroupOffsets:
 
 
 def alone(x: Tensor, spec: QuantSpec, group: int, summed: bool, factors: Tensor | None) -> Quantized:
-    noise = QUIET if spec.rounding == "nearest" else DRAW.of(group)
+    noise = NO_NOISE if spec.rounding == "nearest" else DRAW.of(group)
     factor = None if factors is None else factors[group]
     return reference.quantize((x.t() if summed else x).contiguous(), spec, None, factor, noise)
 

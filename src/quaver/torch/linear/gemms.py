@@ -22,7 +22,7 @@ from quaver.torch.backends.cpu import decode
 from quaver.torch.backends.gpu import capture, device
 from quaver.torch.linear import stored_weight
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.numerics.rounding import QUIET, Noise, is_tracing
+from quaver.torch.numerics.rounding import NO_NOISE, Noise, is_tracing
 from quaver.torch.operations import ops, selecting
 from quaver.torch.state import counters, layer_state, weight_cache
 from quaver.torch.state.history import amax, scaling_step
@@ -199,7 +199,12 @@ class LinearContext:
         return self.quantize_unrecorded(x.t(), c, True, factor), None
 
     def quantize_unrecorded(
-        self, x: Tensor, spec: QuantSpec, transposed: bool, factor: Tensor | float | None = None, noise: Noise = QUIET
+        self,
+        x: Tensor,
+        spec: QuantSpec,
+        transposed: bool,
+        factor: Tensor | float | None = None,
+        noise: Noise = NO_NOISE,
     ) -> Quantized:
         """Quantize x without recording its amax or counting it.
 
@@ -364,7 +369,7 @@ def quantize(
 
 
 def _noise(layer: nn.Module, operand: str, spec: QuantSpec) -> Noise:
-    return QUIET if spec.rounding == "nearest" else draw(layer, operand)
+    return NO_NOISE if spec.rounding == "nearest" else draw(layer, operand)
 
 
 def _drawn(layer: nn.Module, operand: str, spec: QuantSpec) -> None:
@@ -502,7 +507,7 @@ def _quantize_weight(
     if side == "dgrad" and call.plan.weight:
         factor = None if call.factors is None else call.factors[amax.WEIGHT]
         if call.parts is not None:
-            return call.parts.quantize("weight", weight, spec, factor, QUIET), None
+            return call.parts.quantize("weight", weight, spec, factor, NO_NOISE), None
         return call.quantize(weight, spec, None, factor), None
     if side == "dgrad":
         return quantize(call, amax.WEIGHT, "weight.T", weight.t(), spec), None

@@ -19,7 +19,7 @@ from quaver.torch.linear.stored_weight import (
     is_stored_transposed,
     record_versions,
 )
-from quaver.torch.numerics.rounding import QUIET
+from quaver.torch.numerics.rounding import NO_NOISE
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import empty_parts, parts
 from quaver.torch.state import weight_cache
@@ -184,7 +184,7 @@ def _encoded(value: Tensor, spec: QuantSpec, transposed: bool) -> tuple[Tensor, 
         return empty_parts(value, spec, transposed and not spec.format.packed)[:3]
     value = value.detach() if transposed else value.detach().contiguous()
     value = value if value.dtype in ops.DTYPES else value.float()
-    return parts(ops.QUANTIZE(value, spec, None, None, QUIET), transposed)[:3]
+    return parts(ops.QUANTIZE(value, spec, None, None, NO_NOISE), transposed)[:3]
 
 
 def shape_of(layer: Any) -> tuple[int, ...]:

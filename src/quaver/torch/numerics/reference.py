@@ -8,7 +8,7 @@ from quaver.reference.numerics import FLT_MAX, NAN_CODE, TWO_LEVEL_MAX
 from quaver.torch.numerics.quantized import Quantized, ScalarOverride, pack, spread
 from quaver.torch.numerics.rounding import (
     INFINITY_BITS,
-    QUIET,
+    NO_NOISE,
     SMALLEST_NORMAL_BITS,
     EagerNoise,
     encode,
@@ -28,7 +28,7 @@ def quantize(
     spec: QuantSpec,
     amax: ScalarOverride = None,
     factor: ScalarOverride = None,
-    noise: EagerNoise | Tensor = QUIET,
+    noise: EagerNoise | Tensor = NO_NOISE,
     *_: object,
 ) -> Quantized:
     """Quantize one GEMM operand [rows, k]; see `quaver.reference.quantize`.

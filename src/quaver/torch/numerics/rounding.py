@@ -67,7 +67,7 @@ Noise = tuple[int, Tensor | int, Tensor | int]
 EagerNoise = tuple[int, int, Tensor | int]
 
 
-QUIET: EagerNoise = (0, 0, 0)
+NO_NOISE: EagerNoise = (0, 0, 0)
 
 
 _LOW = 0xFFFFFFFF

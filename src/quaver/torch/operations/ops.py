@@ -14,7 +14,7 @@ from quaver.torch.backends.cpu import quantize as fp8
 from quaver.torch.backends.gpu import device, fused_quantize
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized, ScalarOverride
-from quaver.torch.numerics.rounding import QUIET, Noise, is_tracing
+from quaver.torch.numerics.rounding import NO_NOISE, Noise, is_tracing
 from quaver.torch.operations import selecting
 from quaver.torch.operations.autograd import empty_parts, flat, joined, parts, restored
 from quaver.torch.operations.operation import Implementation, Operation, narrowed
@@ -65,7 +65,7 @@ def _quantize_traced(
     spec: QuantSpec,
     amax: ScalarOverride = None,
     factor: ScalarOverride = None,
-    noise: Noise = QUIET,
+    noise: Noise = NO_NOISE,
     number: Tensor | None = None,
     transposed: bool | None = None,
 ) -> Quantized:
@@ -207,8 +207,8 @@ def _two_calls(
     other: QuantSpec,
     amax: ScalarOverride = None,
     factor: ScalarOverride = None,
-    noise: Noise = QUIET,
-    other_noise: Noise = QUIET,
+    noise: Noise = NO_NOISE,
+    other_noise: Noise = NO_NOISE,
     *_hints: object,
 ) -> tuple[Quantized, Quantized]:
     q = QUANTIZE(x, spec, amax, factor, noise)
@@ -223,12 +223,12 @@ def _both_traced(
     other: QuantSpec,
     amax: Tensor | None = None,
     factor: ScalarOverride = None,
-    noise: Noise = QUIET,
-    other_noise: Noise = QUIET,
+    noise: Noise = NO_NOISE,
+    other_noise: Noise = NO_NOISE,
     number: Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:
     """Quantize x and its transpose while tracing, rounding to nearest; `number` as in `QUANTIZE.traced`."""
-    # Does not compare with QUIET, because Dynamo sees a default and the global that it names as two tuples.
+    # Does not compare with NO_NOISE, because Dynamo sees a default and the global that it names as two tuples.
     assert spec.rounding == other.rounding == "nearest"
     *q, data, scale, of_tensor = QUANTIZE_BOTH.operator(x, spec.text, other.text, amax, _float(factor), number)
     return joined(x, spec, False, *q), joined(x.t(), other, False, data, scale, of_tensor, q[3])

@@ -13,7 +13,7 @@ import quaver.torch as qt
 from quaver import E4M3, QuantSpec, recipes
 from quaver.torch.linear import gemms
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.numerics.rounding import QUIET
+from quaver.torch.numerics.rounding import NO_NOISE
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation
 from quaver.torch.state.layer_state import state_of
@@ -247,7 +247,7 @@ def test_a_history_continues_when_one_operand_has_no_kernel(frozen: bool) -> Non
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("noise", [(), (None, None, QUIET, QUIET)], ids=["left out", "given"])
+@pytest.mark.parametrize("noise", [(), (None, None, NO_NOISE, NO_NOISE)], ids=["left out", "given"])
 def test_two_operands_in_one_operator_compile_as_layers_ask_for_them(noise: tuple[Any, ...]) -> None:
     spec = QuantSpec(E4M3)
 

@@ -22,7 +22,7 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, ScalarOverride, spread
 from quaver.torch.numerics.rounding import (
     INFINITY_BITS,
-    QUIET,
+    NO_NOISE,
     SMALLEST_NORMAL_BITS,
     EagerNoise,
     encode_e2m1,
@@ -344,7 +344,7 @@ def two_level(
     spec: QuantSpec,
     amax: ScalarOverride = None,
     factor: object = None,
-    noise: EagerNoise = QUIET,
+    noise: EagerNoise = NO_NOISE,
     parts: int = 1,
 ) -> Quantized:
     """Quantize x with two-level scales; same bits as `quaver.torch.numerics.reference.quantize`.
@@ -421,7 +421,7 @@ def reason_e8m0(x: Tensor, spec: QuantSpec, *_: object) -> str:
 
 
 def e8m0(
-    x: Tensor, spec: QuantSpec, amax: ScalarOverride = None, factor: ScalarOverride = None, noise: object = QUIET
+    x: Tensor, spec: QuantSpec, amax: ScalarOverride = None, factor: ScalarOverride = None, noise: object = NO_NOISE
 ) -> Quantized:
     """Quantize x with E8M0 scales; same bits as `quaver.torch.numerics.reference.quantize`."""
     if x.numel() == 0 or amax is not None or factor is not None:

@@ -25,7 +25,7 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
 #: No noise: (seed, tensor id, count) of stochastic rounding.
-QUIET = (0, 0, 0)
+NO_NOISE = (0, 0, 0)
 #: dtypes that kernels read, and the longest side of a matrix: they index rows and columns in 32 bits, in whole blocks.
 READ, LONGEST_SIDE = (torch.float32, torch.bfloat16, torch.float16), 2**31 - 2**15
 Pair = tuple[Quantized | None, Quantized | None]
@@ -166,7 +166,7 @@ def quantize(
     spec: QuantSpec,
     amax: Tensor | float | None = None,
     factor: Tensor | float | None = None,
-    noise: Any = QUIET,
+    noise: Any = NO_NOISE,
     is_set: bool = False,
     newest: Tensor | None = None,
 ) -> Quantized:
@@ -196,8 +196,8 @@ def quantize_both(
     other: QuantSpec,
     amax: Tensor | float | None = None,
     factor: Tensor | float | None = None,
-    noise: Any = QUIET,
-    other_noise: Any = QUIET,
+    noise: Any = NO_NOISE,
+    other_noise: Any = NO_NOISE,
     is_set: bool = False,
     newest: Tensor | None = None,
     sums: bool = False,

@@ -26,7 +26,7 @@ from quaver.torch.linear.grouped.operands import (
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, WeightStack, in_lines, rows_of
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.numerics.rounding import QUIET
+from quaver.torch.numerics.rounding import NO_NOISE
 from quaver.torch.operations import ops
 from quaver.torch.state import weight_cache
 from quaver.torch.state.history import amax
@@ -358,7 +358,7 @@ class _HostRun:
     ) -> Quantized:
         """Quantize the operand of one group, and add its amax to the column's."""
         call = self.call
-        q = self.quantize(x, spec, None, call.factor(group, column), QUIET if noise is None else noise.of(group))
+        q = self.quantize(x, spec, None, call.factor(group, column), NO_NOISE if noise is None else noise.of(group))
         if call.factors is not None:
             amax_values[group] = float(q.amax)  # type: ignore[arg-type]
         call.note(operand, x, q)
