@@ -15,7 +15,7 @@ from quaver.torch import optim
 from quaver.torch.linear import plan
 from tests.close import assert_bitwise
 from tests.torch.beside import another_thread
-from tests.torch.operations.test_selecting import Logged
+from tests.torch.operations.test_selective_checkpoint import Logged
 
 RECIPES = ["delayed", "tensorwise", "mxfp8", "nvfp4"]
 K, T = 64, 32

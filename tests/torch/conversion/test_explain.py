@@ -13,7 +13,7 @@ from tests.recipes.test_text import Text
 
 GEMMS = ["fprop GEMM", "dgrad GEMM", "wgrad GEMM"]
 OPERANDS = ["input", "weight", "grad_output", "weight.T", "grad_output.T", "input.T"]
-NAMES = [impl.name for impl in ops.QUANTIZE.impls]
+NAMES = [impl.name for impl in ops.QUANTIZE.implementations]
 
 
 @pytest.mark.parametrize("shape", [(5, 48), (2, 3, 48), (48,), (0, 48)])
@@ -49,9 +49,9 @@ def test_the_named_implementation_runs(recipe: str, monkeypatch: pytest.MonkeyPa
     for op in (ops.QUANTIZE,):
         impls = [
             type(i)(i.name, lambda x, s, *a, i=i: (ran.add((str(s), i.name)), i.run(x, s, *a))[1], i.reason)
-            for i in op.impls
+            for i in op.implementations
         ]
-        monkeypatch.setattr(op, "active", impls)
+        monkeypatch.setattr(op, "enabled", impls)
     ops._resolved.clear()
     layer(x).sum().backward()
     ops._resolved.clear()

@@ -41,9 +41,9 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]
 
         return counting
 
-    impls = [Implementation(i.name, counted(i.run), i.reason) for i in ops.QUANTIZE.impls]
-    monkeypatch.setattr(ops.QUANTIZE, "impls", impls)
-    monkeypatch.setattr(ops.QUANTIZE, "active", impls)
+    impls = [Implementation(i.name, counted(i.run), i.reason) for i in ops.QUANTIZE.implementations]
+    monkeypatch.setattr(ops.QUANTIZE, "implementations", impls)
+    monkeypatch.setattr(ops.QUANTIZE, "enabled", impls)
     # A step that is decided beforehand asks no operation.
     known = vars(quantize)
     counting = {name: counted(known[name]) for name in ("quantize", "per_tensor")}

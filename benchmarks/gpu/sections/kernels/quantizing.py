@@ -61,12 +61,12 @@ class Work:
 
     def reason_unsupported(self, x: Tensor) -> str:
         """Why there is no kernel for it, or ""."""
-        impl = next(i for i in ops.QUANTIZE.impls if i.name == "triton")
+        impl = next(i for i in ops.QUANTIZE.implementations if i.name == "triton")
         return next((why for c in self.copies if (why := impl.reason(x, c.spec, None, None, NOISE))), "")
 
 
 def kernel() -> Callable[..., Quantized]:
-    return next(impl.run for impl in ops.QUANTIZE.impls if impl.name == "triton")
+    return next(impl.run for impl in ops.QUANTIZE.implementations if impl.name == "triton")
 
 
 def works() -> dict[str, Work]:

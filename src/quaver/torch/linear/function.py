@@ -18,7 +18,7 @@ from quaver.torch.linear.gemms import LinearContext
 from quaver.torch.linear.quantized_input import InputOp, LinearSetup, prepare_input, recomputed
 from quaver.torch.numerics.quantized import Quantized, rebuild_operand, split_operand
 from quaver.torch.numerics.rounding import is_tracing
-from quaver.torch.operations import ops, selecting
+from quaver.torch.operations import ops, selective_checkpoint
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, add, first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.state import counters
@@ -42,7 +42,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, setup: LinearSetup, *tensors: Tensor | None) -> Any:
         if setup.contexts:
             return _forward_planned(ctx, setup, tensors)
-        if not is_tracing() and selecting.depth() > 0:
+        if not is_tracing() and selective_checkpoint.dispatch_mode_depth() > 0:
             return _forward_checkpointed(ctx, setup, tensors)
         return _forward_unplanned(ctx, setup, tensors)
 
@@ -100,7 +100,7 @@ def _forward_unplanned(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> 
 
 
 #: `_forward_unplanned` under a selective checkpoint.
-_forward_checkpointed = selecting.hide_from_policies(_forward_unplanned)
+_forward_checkpointed = selective_checkpoint.hide_from_policies(_forward_unplanned)
 
 
 def _forward_planned(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ from quaver.torch.backends.gpu import capture, device
 from quaver.torch.linear import stored_weight
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import NO_NOISE, Noise, is_tracing
-from quaver.torch.operations import ops, selecting
+from quaver.torch.operations import ops, selective_checkpoint
 from quaver.torch.state import counters, layer_state, weight_cache
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import state_of
@@ -158,14 +158,14 @@ class LinearContext:
                 # Nothing else registers this use of the weight, and the cached dgrad operand must notice a changed
                 # weight.
                 weight_cache.expire(self.layer, weight)
-            if not self.traced and selecting.is_hidden():
-                return selecting.seen(high_precision, x, w, x.dtype, bias)
+            if not self.traced and selective_checkpoint.is_hidden():
+                return selective_checkpoint.seen(high_precision, x, w, x.dtype, bias)
             return high_precision(x, w, x.dtype, bias)
         assert b is not None
         if weight.is_cuda and (weight.shape[0] | weight.shape[1]) & 15:
             warn_once_features(self.layer, weight)
         wq = quantized_weight(self, weight, "fprop", b)
-        if not self.traced and selecting.is_hidden():
+        if not self.traced and selective_checkpoint.is_hidden():
             return ops.shown_matmul(x, wq, self.dtype, bias, self.recipe.fprop.fast_accum)
         return self.matmul(x, wq, self.dtype, bias, self.recipe.fprop.fast_accum)
 

@@ -20,7 +20,7 @@ from quaver.torch.backends.gpu import capture, device
 from quaver.torch.linear.gemms import LinearContext, quantized_weight
 from quaver.torch.linear.plan_step import CachedWeightOperands, Multiply, Operands, PlannedKernels, PlannedLinear, Scale
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations import ops, selecting
+from quaver.torch.operations import ops, selective_checkpoint
 from quaver.torch.operations.autograd import forward_level, transforms_active
 from quaver.torch.operations.ops import MATMUL, QUANTIZE, any_autocast_enabled
 from quaver.torch.state import counters, layer_state, weight_cache
@@ -272,8 +272,8 @@ def needs_slow_path(layer: nn.Module) -> bool:
     """
     return (
         is_observed(layer)
-        or QUANTIZE.active is not QUANTIZE.impls
-        or MATMUL.active is not MATMUL.impls
+        or QUANTIZE.enabled is not QUANTIZE.implementations
+        or MATMUL.enabled is not MATMUL.implementations
         or any_autocast_enabled()
         or transforms_active()
         or forward_level() >= 0
@@ -298,7 +298,7 @@ def is_observed(layer: nn.Module) -> bool:
             counters.active.counters is not None
             or logs.writing != ()
             or (active_context.apply_override is not None and _needs_unplanned_wgrad(layer))
-            or (selecting.depth() != 0 and selecting.is_active())
+            or (selective_checkpoint.dispatch_mode_depth() != 0 and selective_checkpoint.is_active())
         )
     else:
         now = True

@@ -187,7 +187,7 @@ def can_share_input(call: LinearContext, source: Tensor, y: Tensor) -> bool:
         return False
     if (
         counters.active.counters is not None
-        or ops.QUANTIZE.active is not ops.QUANTIZE.impls
+        or ops.QUANTIZE.enabled is not ops.QUANTIZE.implementations
         or device.forced_implementations
     ):
         return False
@@ -217,7 +217,7 @@ def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
     """Return True if kernels that compute and quantize in one launch may run for x and this operand dtype."""
     if ops.on_host(x) or x.dtype is not dtype or is_tracing():
         return False
-    allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.active)
+    allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.enabled)
     return allowed and counters.active.counters is None and not fused_quantize.reason_unsupported(x)
 
 

@@ -25,7 +25,7 @@ from quaver.torch.backends.gpu import capture
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
-from quaver.torch.operations.selecting import hide_from_policies
+from quaver.torch.operations.selective_checkpoint import hide_from_policies
 from quaver.torch.state import weight_cache
 from quaver.torch.state.weight_cache import storage_id
 

@@ -23,7 +23,7 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import first_derivative, transforms_active
 from quaver.torch.operations.operation import Implementation, Operation, row_by_row
-from quaver.torch.operations.selecting import hide_from_policies
+from quaver.torch.operations.selective_checkpoint import hide_from_policies
 from quaver.torch.state.context import active_context
 
 # ---- ops with a hand-written backward, run without linear layers behind them ----
@@ -285,7 +285,7 @@ class ActivationInputOp:
         self, *x: Tensor | None, implementation: int | None = None
     ) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
         assert x[0] is not None
-        run = ops.chosen(ACTIVATE, x[0]) if implementation is None else ACTIVATE.impls[implementation].run
+        run = ops.chosen(ACTIVATE, x[0]) if implementation is None else ACTIVATE.implementations[implementation].run
         y = run(self.name, self.options, x)
         if not self.eight_bits or x[0].dtype not in ops.DTYPES:
             return y, x
@@ -312,7 +312,9 @@ class ActivationInputOp:
         self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
     ) -> tuple[Tensor, ...]:
         run = (
-            ops.chosen(ACTIVATE_BACKWARD, g) if implementation is None else ACTIVATE_BACKWARD.impls[implementation].run
+            ops.chosen(ACTIVATE_BACKWARD, g)
+            if implementation is None
+            else ACTIVATE_BACKWARD.implementations[implementation].run
         )
         if not isinstance(saved[0], Quantized):
             return tuple(run(self.name, self.options, g, saved))

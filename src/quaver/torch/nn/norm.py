@@ -56,7 +56,7 @@ class Normalization:
         value, gamma, beta = x
         assert value is not None
         gamma, beta = gamma_and_beta(value, gamma, beta, self.zero_centered)
-        run = ops.chosen(NORMALIZE, value) if implementation is None else NORMALIZE.impls[implementation].run
+        run = ops.chosen(NORMALIZE, value) if implementation is None else NORMALIZE.implementations[implementation].run
         eps = float(self.eps_text) if is_tracing() else self.eps
         y, mean, factor = run(value, gamma, beta, self.normalization, eps)
         return y, (value, gamma, beta, mean, factor)
@@ -80,7 +80,7 @@ class Normalization:
         run = (
             ops.chosen(NORMALIZE_BACKWARD, x)
             if implementation is None
-            else NORMALIZE_BACKWARD.impls[implementation].run
+            else NORMALIZE_BACKWARD.implementations[implementation].run
         )
         of_x, of_gamma, of_beta = run(g, x, gamma, beta, mean, factor, self.normalization)
         return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta

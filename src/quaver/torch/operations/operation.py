@@ -164,11 +164,11 @@ class Operation(Generic[R]):
         parts: "Operation[Any] | None" = None,
     ) -> None:
         self.name = schema.partition("(")[0]
-        self.impls = (
+        self.implementations = (
             [Implementation("reference", implementations)] if callable(implementations) else list(implementations)
         )
         #: Implementations that `only` has left; a call tries them in order.
-        self.active = self.impls
+        self.enabled = self.implementations
         self.parts = parts
         #: Operator that a compiler sees.
         self.operator: Callable[..., Any] = self.eager
@@ -190,7 +190,7 @@ class Operation(Generic[R]):
         if is_tracing():
             return self.traced(*args)
         # Inlined copy of `eager`, which saves a frame.
-        for impl in self.active:
+        for impl in self.enabled:
             reason = impl.reason
             if reason is never or not reason(*args):
                 result: R = impl.run(*args)
@@ -203,7 +203,7 @@ class Operation(Generic[R]):
 
     def pick(self, *args: Any) -> Callable[..., R]:
         """Return the function that a call with these arguments runs, or one that raises if none supports it."""
-        for impl in self.active:
+        for impl in self.enabled:
             if not impl.reason(*args):
                 return impl.run
         return self._refuse
@@ -214,16 +214,18 @@ class Operation(Generic[R]):
 
     def named(self, name: str) -> Implementation:
         """Return the implementation of this name."""
-        return next(impl for impl in self.impls if impl.name == name)
+        return next(impl for impl in self.implementations if impl.name == name)
 
     def explain(self, *args: Any) -> list[tuple[str, str]]:
         """Return (implementation, "" or reason) pairs in order of preference; the first with "" runs."""
-        allowed = {impl.name for impl in self.active}
-        return [(i.name, i.reason(*args) if i.name in allowed else "switched off by only()") for i in self.impls]
+        allowed = {impl.name for impl in self.enabled}
+        return [
+            (i.name, i.reason(*args) if i.name in allowed else "switched off by only()") for i in self.implementations
+        ]
 
     def allows(self, name: str) -> bool:
         """Return True unless `only` has disabled the implementation of this name."""
-        return any(impl.name == name for impl in self.active)
+        return any(impl.name == name for impl in self.enabled)
 
 
 def _faked(fake: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -242,20 +244,20 @@ def narrowed(name: str, fallback: str | None = None) -> Iterator[None]:
     Raises:
         ValueError: no operation has an implementation of that name.
     """
-    known = list(dict.fromkeys(impl.name for operation in OPERATIONS for impl in operation.impls))
+    known = list(dict.fromkeys(impl.name for operation in OPERATIONS for impl in operation.implementations))
     if name not in known:
         raise ValueError(f"no implementation {name!r}; {suggest(name, known)}")
-    before = [(operation, operation.active) for operation in OPERATIONS]
+    before = [(operation, operation.enabled) for operation in OPERATIONS]
     for operation, _ in before:
         whole = operation.parts or operation
-        if any(impl.name == name for impl in whole.impls):
-            off = {impl.name for impl in whole.impls} - {name, fallback}
-            operation.active = [impl for impl in operation.impls if impl.name not in off]
+        if any(impl.name == name for impl in whole.implementations):
+            off = {impl.name for impl in whole.implementations} - {name, fallback}
+            operation.enabled = [impl for impl in operation.implementations if impl.name not in off]
     try:
         yield
     finally:
         for operation, active in before:
-            operation.active = active
+            operation.enabled = active
 
 
 @contextmanager
@@ -266,7 +268,7 @@ def traced_plainly(but: Sequence[str]) -> Iterator[None]:
     """
     before = [(operation, operation.traced) for operation in OPERATIONS if operation.name not in but]
     for operation, _ in before:
-        operation.traced = operation.impls[-1].run
+        operation.traced = operation.implementations[-1].run
     try:
         yield
     finally:

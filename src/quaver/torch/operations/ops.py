@@ -15,7 +15,7 @@ from quaver.torch.backends.gpu import device, fused_quantize
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized, ScalarOverride
 from quaver.torch.numerics.rounding import NO_NOISE, Noise, is_tracing
-from quaver.torch.operations import selecting
+from quaver.torch.operations import selective_checkpoint
 from quaver.torch.operations.autograd import empty_parts, flat, joined, parts, restored
 from quaver.torch.operations.operation import Implementation, Operation, narrowed
 from quaver.torch.state.context import active_context
@@ -50,7 +50,7 @@ def on_host(x: Tensor) -> bool:
 
 def chosen(operation: Operation, x: Tensor) -> Callable[..., Any]:
     """Return the function that runs an operation on x: the plain torch function itself where only that runs."""
-    return operation.impls[-1].run if on_host(x) else operation
+    return operation.implementations[-1].run if on_host(x) else operation
 
 
 #: Noise argument that marks a second quantization, in backward, of a tensor that forward has quantized. Otherwise a
@@ -156,7 +156,7 @@ def _matmul_traced(
 
 def _matmul_kernel(*args: Any) -> Tensor:
     active_context.compiled = True
-    with without_autocast(args[0].device.type), selecting.inside():
+    with without_autocast(args[0].device.type), selective_checkpoint.inside():
         return MATMUL.eager(restored(*args[:7]), restored(*args[7:14]), *args[14:])
 
 
@@ -192,7 +192,7 @@ MATMUL: Operation[Tensor] = Operation(
 def shown_matmul(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None, fast_accum: bool) -> Tensor:
     """Run MATMUL as torch.ops.quaver.matmul, which a selective checkpoint sees, as in compiled code."""
     operands, compiled = (*flat(a), *flat(b)), active_context.compiled
-    y: Tensor = selecting.shown(MATMUL.operator, *operands, dtype, bias, fast_accum)
+    y: Tensor = selective_checkpoint.shown(MATMUL.operator, *operands, dtype, bias, fast_accum)
     active_context.compiled = compiled
     # The checkpoint's cached result must not change, but an output may be written to.
     return y.clone()
@@ -366,9 +366,9 @@ def _resolve(recipe: Recipe, x: Tensor) -> ResolvedOperations:
     kernels = QUANTIZE.allows("triton") and any(not triton.reason(x, spec) for spec in specs)
     # Choosing again at each call takes as long as a launch.
     multiply, both = MATMUL.eager, QUANTIZE_BOTH.eager
-    if x.is_cuda and MATMUL.active is MATMUL.impls:
+    if x.is_cuda and MATMUL.enabled is MATMUL.implementations:
         multiply = MATMUL.named("decoded" if device.why_no_fp8(x.device, "native") else "native").run
-    if x.is_cuda and QUANTIZE.active is QUANTIZE.impls:
+    if x.is_cuda and QUANTIZE.enabled is QUANTIZE.implementations:
         both = QUANTIZE_BOTH.named("triton").run
     return ResolvedOperations(recipe, run, multiply, both if kernels else None)
 

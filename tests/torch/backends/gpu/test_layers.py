@@ -36,9 +36,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return Implementation(impl.name, run, impl.reason) if impl.name == "triton" else impl
 
     for op, name in ((ops.QUANTIZE, "quantize"), (ops.QUANTIZE_BOTH, "both")):
-        impls = [noting(name, impl) for impl in op.impls]
-        monkeypatch.setattr(op, "impls", impls)
-        monkeypatch.setattr(op, "active", impls)
+        impls = [noting(name, impl) for impl in op.implementations]
+        monkeypatch.setattr(op, "implementations", impls)
+        monkeypatch.setattr(op, "enabled", impls)
     ops._resolved.clear()
     yield asked
     ops._resolved.clear()
@@ -137,7 +137,7 @@ def test_a_captured_graph_neither_reads_nor_leaves_a_cached_weight(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized: list[tuple[int, ...]] = []
-    implementation = next(impl for impl in ops.QUANTIZE.impls if impl.name == "cpu")
+    implementation = next(impl for impl in ops.QUANTIZE.implementations if impl.name == "cpu")
 
     def counting(x: Tensor, *args: Any) -> Quantized:
         quantized.append(tuple(x.shape))
@@ -145,7 +145,7 @@ def test_a_captured_graph_neither_reads_nor_leaves_a_cached_weight(
         return operand
 
     impls = [Implementation("cpu", counting, implementation.reason)]
-    monkeypatch.setattr(ops.QUANTIZE, "active", impls)
+    monkeypatch.setattr(ops.QUANTIZE, "enabled", impls)
     ops._resolved.clear()
     layer, x = qt.Linear(48, 32, recipe=recipe), torch.randn(5, 48, requires_grad=True)
     of_weight = {(32, 48), (48, 32)}

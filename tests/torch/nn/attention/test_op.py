@@ -86,9 +86,9 @@ def blindly(call: AttentionCall) -> AttentionCall:
 def test_ragged_sequences_equal_each_alone(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if "without" in name:
         whole = backends.attend_sdpa
-        impl = next(impl for impl in op.ATTENTION.impls if impl.name == "sdpa")
+        impl = next(impl for impl in op.ATTENTION.implementations if impl.name == "sdpa")
         blind = Implementation("sdpa", lambda q, k, v, call: whole(q, k, v, blindly(call)), impl.reason)
-        monkeypatch.setattr(op.ATTENTION, "impls", [blind, *op.ATTENTION.impls[-1:]])
+        monkeypatch.setattr(op.ATTENTION, "implementations", [blind, *op.ATTENTION.implementations[-1:]])
     queries, keys = sum(OF_QUERIES), sum(OF_KEYS)
     shapes = (queries, H, D), (keys, 2, D), (keys, 2, DV)
     inputs = tuple(torch.randn(s, requires_grad=True) for s in shapes)
@@ -183,7 +183,7 @@ def test_only_leaves_an_operation_alone_that_has_no_such_implementation() -> Non
     with qt.only("cpu"):
         assert_bitwise(attention(q, k, v, soft_cap=2.0), y)
     with qt.only("sdpa"):
-        assert ops.MATMUL.active is ops.MATMUL.impls
+        assert ops.MATMUL.enabled is ops.MATMUL.implementations
         with pytest.raises(ValueError, match=r"no implementation of attention supports this call.*no soft cap"):
             attention(q, k, v, soft_cap=2.0)
 

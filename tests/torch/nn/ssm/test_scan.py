@@ -311,7 +311,7 @@ def test_transformers_scan() -> None:
 
 @pytest.mark.parametrize("name", scan.PACKAGES)
 def test_packages_are_chosen_by_name_alone_and_say_why_they_are_not_there(name: str) -> None:
-    assert [impl.name for impl in scan.SSD.impls] == ["recurrence", "chunked", *scan.PACKAGES]
+    assert [impl.name for impl in scan.SSD.implementations] == ["recurrence", "chunked", *scan.PACKAGES]
     said = name.replace("_", "-")
     with qt.only(name), pytest.raises(ValueError, match=rf"{said} (is not installed|runs on GPUs)"):
         ssd(**tensors())

@@ -20,7 +20,7 @@ from quaver.torch.linear.grouped.operands import GradientLike, GroupedContext, N
 from quaver.torch.linear.stored_weight import CODES, StackCodes
 from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, GroupOffsets, dtype_of_scales, multiple, slots
 from quaver.torch.numerics.quantized import Quantized, storage
-from quaver.torch.operations import ops, selecting
+from quaver.torch.operations import ops, selective_checkpoint
 from quaver.torch.operations.operation import Operation
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax
@@ -134,7 +134,7 @@ def _forward(
     k = cpu.features(call, weight)[1]
     rows = _rows(x, x_scale, x_factor, call.recipe.fprop.a, k)
     active_context.compiled = True
-    with ops.without_autocast(x.device.type), selecting.inside():
+    with ops.without_autocast(x.device.type), selective_checkpoint.inside():
         y, saved = backend.forward(call, rows, high, weight, bias, keeps)
     empty = y.new_empty(0, dtype=torch.uint8)
     parts = (empty, empty.clone(), y.new_empty(0, dtype=torch.float32), empty.clone())
@@ -331,7 +331,7 @@ def _backward(
             )
     like = GradientLike((groups, n, k), kernel_args.weight.dtype, kernel_args.transposed, (groups, n), bias_dtype)
     backend = cpu if ops.on_host(kernel_args.offsets) else device
-    with ops.without_autocast(g.device.type), selecting.inside():
+    with ops.without_autocast(g.device.type), selective_checkpoint.inside():
         of_x, of_weight, of_bias = backend.backward(call, g, weight, operands, needs, like)
     if number is not None and amax.GRAD_OUTPUT in call.amaxes:
         amax_values = torch.as_tensor(call.amaxes[amax.GRAD_OUTPUT], dtype=torch.float32, device=g.device)

@@ -32,7 +32,7 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
-from quaver.torch.operations.selecting import hide_from_policies
+from quaver.torch.operations.selective_checkpoint import hide_from_policies
 from quaver.torch.state import noise
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import state_of

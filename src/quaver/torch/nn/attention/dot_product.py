@@ -278,7 +278,7 @@ def explain_attention(
     runs = next((name for name, why in rows if not why), "nothing")
     others = tuple((name, why or f"{runs} comes first") for name, why in rows if name != runs)
     if spec is not None:
-        others += tuple((impl.name, f"recipe {recipe} quantizes attention") for impl in ATTENTION.impls)
+        others += tuple((impl.name, f"recipe {recipe} quantizes attention") for impl in ATTENTION.implementations)
     return AttentionExplanation(_how(wide, keys, values, call), runs, others)
 
 

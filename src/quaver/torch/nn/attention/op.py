@@ -122,7 +122,7 @@ def attention(
         and window is None is bias is None is alibi_slopes
         and sinks is None is soft_cap is None is cu_seqlens is None is chunk
         and (recipe is None or recipe.attention is None)
-        and ATTENTION.active is ATTENTION.impls
+        and ATTENTION.enabled is ATTENTION.implementations
         and (q.is_cpu or not backends.INSTALLED)
         and 0 <= dropout < 1
         and _plain(q, k, v)

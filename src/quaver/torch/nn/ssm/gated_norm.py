@@ -55,7 +55,9 @@ class GatedNormalization:
         value, gate, gamma = x
         assert value is not None
         run = (
-            ops.chosen(GATED_NORMALIZE, value) if implementation is None else GATED_NORMALIZE.impls[implementation].run
+            ops.chosen(GATED_NORMALIZE, value)
+            if implementation is None
+            else GATED_NORMALIZE.implementations[implementation].run
         )
         eps = float(self.eps_text) if is_tracing() else self.eps
         y, factor = run(value, gate, gamma, self.groups, eps, self.norm_before_gate)
@@ -73,7 +75,7 @@ class GatedNormalization:
         self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
     ) -> tuple[Tensor | None, ...]:
         operation = GATED_NORMALIZE_BACKWARD
-        run = ops.chosen(operation, g) if implementation is None else operation.impls[implementation].run
+        run = ops.chosen(operation, g) if implementation is None else operation.implementations[implementation].run
         return tuple(run(g, *saved, self.groups, self.norm_before_gate))
 
 

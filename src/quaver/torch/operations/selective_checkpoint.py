@@ -28,7 +28,7 @@ MODES = tuple(
     if hasattr(checkpoint, name)
 )
 #: Returns the number of dispatch modes active in this thread.
-depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+dispatch_mode_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _stack: Callable[[], Sequence[Any]] = getattr(dispatching, "_get_current_dispatch_mode_stack", lambda: ())
 _push: Callable[[Any], None] | None = getattr(dispatching, "_push_mode", None)
 _pop: Callable[[], Any] | None = getattr(dispatching, "_pop_mode", None)
@@ -46,7 +46,12 @@ _thread = _SelectionState()
 
 def is_active() -> bool:
     """Return True if a selective checkpoint observes this thread in eager mode."""
-    return depth() > 0 and _push is not None and _pop is not None and any(isinstance(m, MODES) for m in _stack())
+    return (
+        dispatch_mode_depth() > 0
+        and _push is not None
+        and _pop is not None
+        and any(isinstance(m, MODES) for m in _stack())
+    )
 
 
 def is_hidden() -> bool:
@@ -102,7 +107,7 @@ def _others(modes: Sequence[Any]) -> Sequence[Any]:
 def _instead(modes: Sequence[Any], hidden: Sequence[Any] = (), inside: Sequence[Any] = ()) -> Iterator[None]:
     """Replace the active modes by these, innermost first, while the context is open."""
     assert _push is not None and _pop is not None
-    before, replaced = (_thread.hidden, _thread.inside), [_pop() for _ in range(depth())]
+    before, replaced = (_thread.hidden, _thread.inside), [_pop() for _ in range(dispatch_mode_depth())]
     _thread.hidden, _thread.inside = hidden, inside
     for mode in reversed(modes):
         _push(mode)

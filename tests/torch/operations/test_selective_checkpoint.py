@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.operations import ops, selecting
+from quaver.torch.operations import ops, selective_checkpoint
 from tests.close import assert_bitwise
 
 aten = torch.ops.aten
@@ -160,7 +160,7 @@ def test_other_modes_see_the_same_calls(recipe: str) -> None:
             run(x.requires_grad_())
         seen.append([name for name in log.names if name in ("aten.mm.default", "aten.addmm.default")])
     assert seen[0] == seen[1] and len(seen[0]) == 3
-    assert not selecting.is_active() and not selecting.is_hidden()
+    assert not selective_checkpoint.is_active() and not selective_checkpoint.is_hidden()
 
 
 def test_modes_inside_a_checkpoint_see_the_same_calls_in_order() -> None:
@@ -238,12 +238,12 @@ def test_an_error_inside_leaves_the_modes_as_they_were() -> None:
         checkpoint(net, x[:, :3], use_reentrant=False, context_fn=contexts(POLICIES["all"]))
     forward, _ = contexts(POLICIES["all"])()
     with Logged() as outer, forward, Logged() as inner:
-        for run in (selecting.seen, selecting.shown):
+        for run in (selective_checkpoint.seen, selective_checkpoint.shown):
             with pytest.raises(ZeroDivisionError):
-                selecting.hide_from_policies(lambda run=run: run(lambda: 1 / 0))()
+                selective_checkpoint.hide_from_policies(lambda run=run: run(lambda: 1 / 0))()
             assert dispatching._get_current_dispatch_mode_stack() == [outer, forward, inner]
-            assert selecting.is_active() and not selecting.is_hidden()
-    assert not selecting.is_active()
+            assert selective_checkpoint.is_active() and not selective_checkpoint.is_hidden()
+    assert not selective_checkpoint.is_active()
 
 
 @pytest.mark.parametrize(
@@ -260,10 +260,10 @@ def test_an_error_inside_leaves_the_modes_as_they_were() -> None:
 def test_without_a_name_of_torchs_layers_are_seen_whole(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     modes = contexts(POLICIES["all"])()
     entered = [mode for mode in modes if owner is not checkpoints or type(mode).__name__ == name]
-    present = runpy.run_path(selecting.__file__)
+    present = runpy.run_path(selective_checkpoint.__file__)
     with monkeypatch.context() as without:
         without.delattr(owner, name)
-        absent = runpy.run_path(selecting.__file__)
+        absent = runpy.run_path(selective_checkpoint.__file__)
     for mode in entered:
         with mode:
             assert present["is_active"]() and not absent["is_active"]()
