@@ -277,7 +277,7 @@ def test_wide_products_are_sums_in_float32_rounded_once() -> None:
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_float32_is_judged_only_where_bf16_is_multiplied_into_it(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.cases.linear.speed.gemm.takes", lambda *_: runs)
+    monkeypatch.setattr("benchmarks.cases.linear.speed.gemm.brgemm_supports", lambda *_: runs)
     setup = Setup(
         features=8,
         dtype=torch.float32,

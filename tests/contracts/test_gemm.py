@@ -12,7 +12,7 @@ import quaver.torch as qt
 from quaver import reference
 from quaver.recipes.formats import E4M3
 from quaver.recipes.spec import GemmSpec, QuantSpec
-from quaver.torch.backends.cpu.decode import folds_exactly
+from quaver.torch.backends.cpu.decode import decodes_exactly_to_bf16
 from quaver.torch.numerics.reference import double
 from tests.close import assert_bitwise, assert_close
 from tests.operands import GEMMS, MAGNITUDES, factors
@@ -165,7 +165,7 @@ def test_a_process_that_lets_torch_round_float32_products_gets_the_same_precisio
     a, b = operands("normal", gemm, m, 512, 256)
     y = qt.matmul(a, b)
     assert_close("medium", y, exact(a, b), 1e-6)
-    if not (folds_exactly(a) and folds_exactly(b)):
+    if not (decodes_exactly_to_bf16(a) and decodes_exactly_to_bf16(b)):
         # Whatever this processor does with the setting: bf16 could not hold the values.
         with qt.only("reference"):
             assert_bitwise(y, qt.matmul(a, b))

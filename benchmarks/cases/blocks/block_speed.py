@@ -116,7 +116,7 @@ def measure_llama(quick: bool) -> list[Figure]:
         ours = nn.Sequential(*(blocks.ours(layer, size) for layer in plain))
         compared[f"quaver {name}"] = step_of(ours, x, g, RECIPES[name]())
     timings = interleave(compared, rounds=2 if quick else 5, steps=1)
-    runs = gemm.takes(tokens, size.dim, size.dim)
+    runs = gemm.brgemm_supports(tokens, size.dim, size.dim)
     target = at_most(HIGHEST[torch.get_num_threads() > 1]) if runs and not quick else None
     figures = []
     for name, timing in timings.items():

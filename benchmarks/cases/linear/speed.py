@@ -44,7 +44,7 @@ class Setup:
 
     def measure(self, quick: bool) -> list[Figure]:
         features, rounds = self.quick if quick else (self.features, self.rounds)
-        runs = quick or not self.needs_brgemm or gemm.takes(features, features, features)
+        runs = quick or not self.needs_brgemm or gemm.brgemm_supports(features, features, features)
         timings = interleave(subjects(features, self.dtype, self.recipes), rounds=rounds, steps=self.steps)
         judged = features == self.features and runs
         figures = [f for name, timing in timings.items() for f in self.figures(name, timing, judged)]

@@ -74,14 +74,14 @@ def _forward_unplanned(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> 
     # All layers read this operand, so its decoded values are cached meanwhile.
     shares = n > 1 and not is_tracing()
     if shares:
-        decode.mark(prepared_input.operand, decode.INPUT)
+        decode.cache_decoded(prepared_input.operand, decode.INPUT)
     try:
         for context, weight, bias in zip(contexts, weights, biases, strict=True):
             assert weight is not None
             outputs.append(shaped(context.output(prepared_input.operand, weight, bias), (*lead, weight.shape[0])))
     finally:
         if shares:
-            decode.unmark(prepared_input.operand)
+            decode.drop_decoded(prepared_input.operand)
     saved_input: tuple[Any, Any] = prepared_input.transposed, None
     if keeps_input and prepared_input.transposed is None:
         saved_input = contexts[0].transposed(prepared_input.matrix, prepared_input.operand)
@@ -136,7 +136,7 @@ def _run_planned(
         raise out_of_memory(y, 2) from error
     outputs, of_biases = [y] if setup.return_input else [], []
     if n > 1:
-        decode.mark(operands[0], decode.INPUT)
+        decode.cache_decoded(operands[0], decode.INPUT)
     try:
         for context, weight, bias in zip(contexts, weights, tensors[input_count + n :], strict=True):
             if context is not first:
@@ -145,7 +145,7 @@ def _run_planned(
             of_biases.append(bias is not None and bias.dtype)
     finally:
         if n > 1:
-            decode.unmark(operands[0])
+            decode.drop_decoded(operands[0])
     saved_input, scale = first.transposed(x, operands)
     # Only tensors; nothing has to be packed.
     values = (
@@ -274,7 +274,7 @@ def _gradients(context: CallContext, values: Sequence[Any], needs: Sequence[Any]
             saved_input, _ = recomputed(setup, saved, contexts[0])
     shares = n > 1 and not is_tracing()
     if shares:
-        decode.mark(saved_input[0], decode.INPUT)
+        decode.cache_decoded(saved_input[0], decode.INPUT)
     of_y = gs[0].reshape(-1, shape[-1]) if setup.return_input else None
     of_weights: list[Any] = [None] * n
     of_biases: list[Tensor | None] = [None] * n
@@ -290,7 +290,7 @@ def _gradients(context: CallContext, values: Sequence[Any], needs: Sequence[Any]
                 of_y = part if of_y is None else add(of_y, part)
     finally:
         if shares:
-            decode.unmark(saved_input[0])
+            decode.drop_decoded(saved_input[0])
     of_x: Sequence[Tensor | None] = (None,) * input_count
     if recomputed_input is not None and recomputed_input.gradients is not None:
         of_x = recomputed_input.gradients

@@ -249,7 +249,7 @@ class LinearContext:
             else:
                 gq = quantize(self, amax.GRAD_OUTPUT, "grad_output", g, a, False)
                 if need_input and need_weight and self.plan.grad_output and not self.traced and g.is_cpu:
-                    decode.mark(gq, decode.GRADIENT)
+                    decode.cache_decoded(gq, decode.GRADIENT)
         if need_bias:
             grad_bias = ops.bias_gradient(g, bias_dtype, gq.partial_sums if isinstance(gq, Quantized) else None)
         if need_input:

@@ -88,7 +88,7 @@ def _general_kernels(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> P
     def of_grad_output(g: Tensor, delayed: HostScaleFactors | None) -> Operands:
         q = _by_factor(fp8.quantize, g, c, delayed, amax.GRAD_OUTPUT)
         if plan.grad_output:
-            decode.mark(q, decode.GRADIENT)
+            decode.cache_decoded(q, decode.GRADIENT)
         return q, None, q.T if plan.grad_output else None, None, None
 
     def transposed_grad_output(g: Tensor) -> tuple[Quantized, None]:
@@ -113,7 +113,9 @@ def _general_kernels(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> P
         return entry, entry.planned_operands
 
     def of_output(data: Tensor, scale: Scale, right: Any, _: Scale, bias: Tensor | None) -> Tensor:
-        left = Quantized(data, scale, a, (tokens, k), mark=decode.thread.codes and decode.mark_of(data))
+        left = Quantized(
+            data, scale, a, (tokens, k), decode_cache_key=decode.thread.codes and decode.decode_cache_key_of(data)
+        )
         return matmul(left, right, dtype, bias)
 
     def of_gradient_of_input(left: Any, _: Scale, right: Any, __: Scale, bias: Tensor | None) -> Tensor:
@@ -121,7 +123,7 @@ def _general_kernels(recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> P
 
     def of_gradient(left: Any, _: Scale, data: Tensor, scale: Scale, __: Tensor | None) -> Tensor:
         right = Quantized(data, scale, f, (k, tokens), plan.input or min(k, tokens) > 1)  # type: ignore[arg-type]
-        right.mark = decode.thread.codes and decode.mark_of(data)
+        right.decode_cache_key = decode.thread.codes and decode.decode_cache_key_of(data)
         return matmul(left, right, dtype)
 
     return PlannedKernels(

@@ -41,7 +41,7 @@ def test_product_is_float64s_within_float32s_error(shape: tuple[int, int, int], 
         a = a.t().contiguous().t()
     if transposed[1]:
         b = b.t().contiguous().t()
-    y, exact = cpu_brgemm.product(a, b), a.double() @ b.double().t()
+    y, exact = cpu_brgemm.brgemm_matmul(a, b), a.double() @ b.double().t()
     assert y.dtype is torch.float32 and y.is_contiguous()
     assert (y - exact).norm() <= 5e-7 * exact.norm()
 
@@ -49,7 +49,7 @@ def test_product_is_float64s_within_float32s_error(shape: tuple[int, int, int], 
 def test_nan_infinity_and_an_outlier_stay_in_their_row() -> None:
     a, b = torch.randn(128, 64).bfloat16(), torch.randn(64, 64).bfloat16()
     a[3, 5], a[7, 1], a[9, 2] = torch.nan, torch.inf, 1e30
-    y = cpu_brgemm.product(a, b)
+    y = cpu_brgemm.brgemm_matmul(a, b)
     assert y[3].isnan().all() and y[7].isinf().all()
     others = [i for i in range(128) if i not in (3, 7)]
     torch.testing.assert_close(y[others], a[others].float() @ b.float().t(), rtol=1e-5, atol=1e-5)
@@ -69,11 +69,11 @@ def test_several_matrices_are_multiplied_by_some_rows_and_columns_of_others(shap
 
 
 def test_only_large_products_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_brgemm.takes(512, 512, 512)
+    assert cpu_brgemm.brgemm_supports(512, 512, 512)
     for shape in [(64, 512, 512), (512, 500, 512), (128, 128, 128)]:
-        assert not cpu_brgemm.takes(*shape), shape
+        assert not cpu_brgemm.brgemm_supports(*shape), shape
     monkeypatch.setattr(cpu_brgemm, "_functions", lambda: None)
-    assert not cpu_brgemm.takes(512, 512, 512)
+    assert not cpu_brgemm.brgemm_supports(512, 512, 512)
 
 
 def test_memory_passed_to_c_is_checked() -> None:
@@ -98,9 +98,9 @@ def test_blocks_are_compiled_for_few_sizes_for_any_token_count(
     w = torch.randn(64, 96).bfloat16()
     for tokens in range(128, 1500, 13):
         x, g = torch.randn(tokens, 96).bfloat16(), torch.randn(tokens, 64).bfloat16()
-        cpu_brgemm.product(x, w)
-        cpu_brgemm.product(g, w.t())
-        cpu_brgemm.product(torch.randn(tokens, 128).bfloat16().t(), x.t())
+        cpu_brgemm.brgemm_matmul(x, w)
+        cpu_brgemm.brgemm_matmul(g, w.t())
+        cpu_brgemm.brgemm_matmul(torch.randn(tokens, 128).bfloat16().t(), x.t())
     # Of wgrad: a last piece of 1 to 16 steps, the first or one that is added, and whole ones.
     assert len(sizes) <= 2 + 3 * 16, sorted(sizes)
 
@@ -146,9 +146,9 @@ def test_as_many_threads_work_as_torch_may_use(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gemm, "run_on_threads", lambda work, units, helpers: asked.append(helpers))
     for threads in (1, 2, 4, 32):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        cpu_brgemm.product(*operands(512, 512, 512))
+        cpu_brgemm.brgemm_matmul(*operands(512, 512, 512))
         # Too little for a second thread.
-        cpu_brgemm.product(*operands(128, 64, 512))
+        cpu_brgemm.brgemm_matmul(*operands(128, 64, 512))
     assert asked == [0, 0, 1, 0, 3, 0, 15, 0]
 
 

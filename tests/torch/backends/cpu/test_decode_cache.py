@@ -59,7 +59,7 @@ def test_marks_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     recipe = getattr(recipes, name)()
     torch.manual_seed(5)
     marked = run(layers(3, recipe), x, gs)
-    monkeypatch.setattr(repeated, "mark", lambda *_: None)
+    monkeypatch.setattr(repeated, "cache_decoded", lambda *_: None)
     torch.manual_seed(5)
     for one, other in zip(marked, run(layers(3, recipe), x, gs), strict=True):
         assert_bitwise(one, other)
@@ -75,10 +75,10 @@ def test_each_operand_is_decoded_once_a_direction(count: int, decoded: list[Quan
 
 def test_codes_written_between_two_calls_are_decoded_again() -> None:
     a, b = (qt.quantize(torch.randn(TOKENS, K), recipes.tensorwise().fprop.a) for _ in range(2))
-    repeated.mark(a, repeated.INPUT)
+    repeated.cache_decoded(a, repeated.INPUT)
     first = gemm.matmul(a, b, torch.bfloat16)
     assert_bitwise(gemm.matmul(a, b, torch.bfloat16), first)
-    repeated.unmark(a)
+    repeated.drop_decoded(a)
     a.data.view(torch.uint8).zero_()
     assert not gemm.matmul(a, b, torch.bfloat16).any()
 
@@ -90,13 +90,13 @@ def test_an_operand_evicted_from_the_decode_cache_is_decoded_again() -> None:
     expected = [gemm.matmul(q, c, torch.bfloat16) for q in (a, b)]
     of_transpose = gemm.matmul(a.T, b.T, torch.bfloat16)
     for q in (a, b):
-        repeated.mark(q, repeated.INPUT)
+        repeated.cache_decoded(q, repeated.INPUT)
         q.cached_transpose = None
     for _ in range(2):
         for q, y in zip((a, b), expected, strict=True):
             assert_bitwise(gemm.matmul(q, c, torch.bfloat16), y)
     # Both in one product: the left one's values must outlive decoding the right one.
-    b.mark = repeated.DecodeCacheKey(repeated.GRADIENT)
+    b.decode_cache_key = repeated.DecodeCacheKey(repeated.GRADIENT)
     assert_bitwise(gemm.matmul(a.T, b.T, torch.bfloat16), of_transpose)
     assert_bitwise(gemm.matmul(a, c, torch.bfloat16), expected[0])
     # Values in float32, which fp16 products read, are others.
@@ -109,13 +109,13 @@ def unmarked(q: Quantized) -> Quantized:
 
 def test_a_thread_reads_its_own_decoded_values() -> None:
     a, b = (qt.quantize(torch.randn(TOKENS, K), recipes.tensorwise().fprop.a) for _ in range(2))
-    repeated.mark(a, repeated.INPUT)
+    repeated.cache_decoded(a, repeated.INPUT)
     expected = gemm.matmul(a, b, torch.bfloat16)
     results: list[Tensor] = []
 
     def other() -> None:
         c = qt.quantize(torch.randn(TOKENS, K), recipes.tensorwise().fprop.a)
-        repeated.mark(c, repeated.INPUT)
+        repeated.cache_decoded(c, repeated.INPUT)
         gemm.matmul(c, b, torch.bfloat16)
         results.append(gemm.matmul(a, b, torch.bfloat16))
 
@@ -128,19 +128,19 @@ def test_a_thread_reads_its_own_decoded_values() -> None:
 
 def test_no_operand_is_marked_once_a_forward_has_ended_or_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    mark = repeated.mark
+    cache_decoded = repeated.cache_decoded
 
     def recorded(q: Any, slot: str) -> None:
-        mark(q, slot)
+        cache_decoded(q, slot)
         if slot == repeated.INPUT:
             seen.append(q)
 
-    monkeypatch.setattr(repeated, "mark", recorded)
+    monkeypatch.setattr(repeated, "cache_decoded", recorded)
     x, _ = tensors(2)
     modules = layers(2, recipes.tensorwise())
     project(IDENTITY_INPUT, (x.requires_grad_(),), modules)
-    assert len(seen) == 1 and repeated.mark_of(seen[0]) is None
+    assert len(seen) == 1 and repeated.decode_cache_key_of(seen[0]) is None
     modules[1].weight = nn.Parameter(torch.randn(N, K + 2, dtype=torch.bfloat16))
     with pytest.raises(Exception):  # noqa: B017
         project(IDENTITY_INPUT, (x,), modules)
-    assert all(repeated.mark_of(data) is None for data in seen)
+    assert all(repeated.decode_cache_key_of(data) is None for data in seen)

@@ -22,45 +22,45 @@ FOLD = (-50, 6)
 ROWS = (2.0**-60, 2.0**60)
 
 
-def decode(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
+def decode(q: Quantized, as_bf16: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
     """Decode an operand [rows, k]; return bf16 or float32 values, and the factor for the product.
 
     Block scales are multiplied into the values. Row scales and the tensor scale are returned as the factor. Returns
     None if the scales differ too much for that.
 
     Args:
-        half: True for bf16, False for float32.
+        as_bf16: True for bf16, False for float32.
         tiny: True if the operand is so small that the plain torch cast is fastest.
         slot: scratch buffer of `quaver.torch.backends.cpu.quantize` that the values may use.
     """
     if q.spec.two_level:
-        return _decode_two_level(q, half)
+        return _decode_two_level(q, as_bf16)
     if q.spec.scale == "unit":
         # Unit scales cannot represent NaN, so the values must.
         values = q.values()
-        return values.to(torch.bfloat16) if half else values, 1.0
+        return values.to(torch.bfloat16) if as_bf16 else values, 1.0
     if not isinstance(q.scale, Tensor):
         if not tiny and math.frexp(q.scale)[0] == 0.5 and 2.0 ** FOLD[0] <= q.scale <= 2.0 ** FOLD[1]:
             # Decoding multiplies by a power of two anyway, so the scale costs nothing here and saves a pass over the
             # product.
-            return _values(q, half, tiny, slot, q.scale), 1.0
-        return _values(q, half, tiny, slot), q.scale
+            return _values(q, as_bf16, tiny, slot, q.scale), 1.0
+        return _values(q, as_bf16, tiny, slot), q.scale
     if q.spec.block[1] is not None:
-        return _decode_blocks(q, half, tiny, slot)
+        return _decode_blocks(q, as_bf16, tiny, slot)
     if q.spec.power_of_two:
         # Decoding multiplies by a power of two anyway, so row scales cost nothing here and save two passes over the
         # product.
-        folded = _decode_blocks(q, half, tiny, slot)
+        folded = _decode_blocks(q, as_bf16, tiny, slot)
         if folded is not None:
             return folded
     scale = q.scales()
     low, high = torch.aminmax(scale)
     if not (ROWS[0] <= low.item() and high.item() <= ROWS[1]):
         return None
-    return _values(q, half, tiny, slot), spread(scale, q.spec.block, q.shape)
+    return _values(q, as_bf16, tiny, slot), spread(scale, q.spec.block, q.shape)
 
 
-def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, float] | None:
+def _decode_blocks(q: Quantized, as_bf16: bool, tiny: bool, slot: str) -> tuple[Tensor, float] | None:
     assert isinstance(q.scale, Tensor)
     # E8M0 code 0 becomes 0, because the data of that block are zeros.
     scale = (q.scale.to(torch.int32) << 23).view(torch.float32) if q.spec.scale == "e8m0" else q.scale
@@ -73,8 +73,8 @@ def _decode_blocks(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Ten
     if top - bottom > FOLD[1] - FOLD[0]:
         return None
     shift = 0 if FOLD[0] <= bottom and top <= FOLD[1] else top
-    values, left = _raw(q, half, tiny, slot)
-    factor = (scale * 2.0**-shift * left).to(values.dtype)
+    values, residual_scale = _raw(q, as_bf16, tiny, slot)
+    factor = (scale * 2.0**-shift * residual_scale).to(values.dtype)
     return _folded(q, values, factor), math.ldexp(1.0, shift)
 
 
@@ -83,7 +83,7 @@ def rescales_exactly(q: Quantized) -> bool:
     return q.spec.power_of_two or q.spec.scale == "two_level"
 
 
-def folds_exactly(q: Quantized) -> bool:
+def decodes_exactly_to_bf16(q: Quantized) -> bool:
     """Return True if the decoded matrix consists of bf16 values."""
     return q.spec.power_of_two or q.spec.two_level or q.spec.block[1] is None
 
@@ -102,43 +102,43 @@ def _folded(q: Quantized, values: Tensor, factor: Tensor) -> Tensor:
     return values
 
 
-def _decode_two_level(q: Quantized, half: bool) -> tuple[Tensor, float]:
+def _decode_two_level(q: Quantized, as_bf16: bool) -> tuple[Tensor, float]:
     assert isinstance(q.scale, Tensor) and q.tensor_factor is not None
-    factor = q.scale.view(torch.float8_e4m3fn).to(torch.bfloat16 if half else torch.float32)
-    return _folded(q, _pairs_of(q, half), factor), 1.0 / q.tensor_factor.item()
+    factor = q.scale.view(torch.float8_e4m3fn).to(torch.bfloat16 if as_bf16 else torch.float32)
+    return _folded(q, _pairs_of(q, as_bf16), factor), 1.0 / q.tensor_factor.item()
 
 
-def _pairs_of(q: Quantized, half: bool) -> Tensor:
+def _pairs_of(q: Quantized, as_bf16: bool) -> Tensor:
     """Return the values of packed codes in storage order, in bf16 or float32."""
     rows, columns = q.stored_shape
-    pairs = _e2m1_pairs(half).index_select(0, q.data.reshape(-1).to(torch.int32))
-    return pairs.view(torch.bfloat16 if half else torch.float32).view(rows, -1)[:, :columns].contiguous()
+    pairs = _e2m1_pairs(as_bf16).index_select(0, q.data.reshape(-1).to(torch.int32))
+    return pairs.view(torch.bfloat16 if as_bf16 else torch.float32).view(rows, -1)[:, :columns].contiguous()
 
 
 _pairs: dict[bool, Tensor] = {}
 
 
-def _e2m1_pairs(half: bool) -> Tensor:
+def _e2m1_pairs(as_bf16: bool) -> Tensor:
     """Return both E2M1 values of every byte, as one integer each: [256]."""
-    if half not in _pairs:
+    if as_bf16 not in _pairs:
         byte = torch.arange(256, dtype=torch.int64, device="cpu")
         values = torch.from_numpy(numerics.values(E2M1).copy())
         both = torch.stack([values[byte & 15], values[byte >> 4]], 1)
-        _pairs[half] = both.to(torch.bfloat16).view(torch.int32)[:, 0] if half else both.view(torch.int64)[:, 0]
-    return _pairs[half]
+        _pairs[as_bf16] = both.to(torch.bfloat16).view(torch.int32)[:, 0] if as_bf16 else both.view(torch.int64)[:, 0]
+    return _pairs[as_bf16]
 
 
-def _values(q: Quantized, half: bool, tiny: bool, slot: str, factor: float = 1.0) -> Tensor:
+def _values(q: Quantized, as_bf16: bool, tiny: bool, slot: str, factor: float = 1.0) -> Tensor:
     """Decode codes to bf16 or float32 values times a power of two, without scales.
 
     NaN codes need not be preserved, because their scale is NaN.
     """
-    raw, left = _raw(q, half, tiny, slot, factor)
-    values = raw if left == 1.0 else raw.mul_(scalar(left))
+    raw, residual_scale = _raw(q, as_bf16, tiny, slot, factor)
+    values = raw if residual_scale == 1.0 else raw.mul_(scalar(residual_scale))
     return values.t() if q.transposed else values
 
 
-def _raw(q: Quantized, half: bool, tiny: bool, slot: str, factor: float = 1.0) -> tuple[Tensor, float]:
+def _raw(q: Quantized, as_bf16: bool, tiny: bool, slot: str, factor: float = 1.0) -> tuple[Tensor, float]:
     """Convert codes to a wider dtype in storage order; return the values and the remaining power-of-two factor.
 
     FP8 codes are shifted into the bits of the wider dtype with their sign: E5M2 is the top byte of a float16; E5M2 and
@@ -146,24 +146,24 @@ def _raw(q: Quantized, half: bool, tiny: bool, slot: str, factor: float = 1.0) -
     """
     data, fmt = q.data, q.spec.format
     if fmt.packed:
-        return _pairs_of(q, half), factor
+        return _pairs_of(q, as_bf16), factor
     if fmt.name not in FLOAT8:
-        return _table(fmt, half).index_select(0, data.reshape(-1).to(torch.int32)).view(data.shape), factor
+        return _table(fmt, as_bf16).index_select(0, data.reshape(-1).to(torch.int32)).view(data.shape), factor
     if tiny:
         return data.float(), factor
-    if half and (fmt.name == "e4m3" or _is_finite(q)) and not _flushes_subnormals():
-        places, mask, lift = INTO_BF16[fmt.name]
+    if as_bf16 and (fmt.name == "e4m3" or _is_finite(q)) and not _flushes_subnormals():
+        shift, mask, lift = INTO_BF16[fmt.name]
         bits = _copied(data.view(torch.int8), torch.int16, slot)
-        values = bits.bitwise_left_shift_(_int16(places)).bitwise_and_(_int16(mask)).view(torch.bfloat16)
+        values = bits.bitwise_left_shift_(_int16(shift)).bitwise_and_(_int16(mask)).view(torch.bfloat16)
         return values, math.ldexp(factor, lift)
     if fmt.name == "e5m2":
-        if half:
+        if as_bf16:
             return _through_float32(data, slot, factor), 1.0
         bits, lift = _copied(data.view(torch.uint8), torch.int16, slot).bitwise_left_shift_(_int16(8)), 0
     else:
         bits, lift = _copied(data.view(torch.int8), torch.int16, slot), 8
         bits.bitwise_left_shift_(_int16(7)).bitwise_and_(_int16(-16385))
-    return _copied(bits.view(torch.float16), torch.bfloat16 if half else torch.float32, slot + ", wide"), math.ldexp(
+    return _copied(bits.view(torch.float16), torch.bfloat16 if as_bf16 else torch.float32, slot + ", wide"), math.ldexp(
         factor, lift
     )
 
@@ -210,10 +210,10 @@ def _copied(x: Tensor, dtype: torch.dtype, slot: str) -> Tensor:
 
 
 @cache
-def _table(fmt: Format, half: bool) -> Tensor:
+def _table(fmt: Format, as_bf16: bool) -> Tensor:
     """Return the values of all 256 codes of a format in bf16 or float32."""
     with torch.inference_mode(False):
-        return torch.from_numpy(numerics.values(fmt).copy()).to(torch.bfloat16 if half else torch.float32)
+        return torch.from_numpy(numerics.values(fmt).copy()).to(torch.bfloat16 if as_bf16 else torch.float32)
 
 
 @cache
@@ -244,13 +244,13 @@ INPUT, GRADIENT = "input", "gradient"
 class DecodeCacheKey:
     """Mark of an operand, shared with its transpose, that this thread reads again in the same call."""
 
-    __slots__ = ("half", "slot", "values")
+    __slots__ = ("as_bf16", "slot", "values")
 
     def __init__(self, slot: str) -> None:
         self.slot = slot
         #: Decoded values in storage order, in bf16 or float32, and the factor for the product.
         self.values: tuple[Tensor, float] | None = None
-        self.half = False
+        self.as_bf16 = False
 
 
 class _DecodeCache(threading.local):
@@ -263,7 +263,7 @@ class _DecodeCache(threading.local):
 thread = _DecodeCache()
 
 
-def mark(q: Any, slot: str) -> None:
+def cache_decoded(q: Any, slot: str) -> None:
     """Mark a large CPU operand, or codes from which this thread rebuilds operands; smaller ones are ignored."""
     data = q.data if isinstance(q, Quantized) else q
     if data is None or not data.is_cpu or data.numel() * 2 < quantize.SMALLEST:
@@ -271,37 +271,37 @@ def mark(q: Any, slot: str) -> None:
     if data is q:
         thread.codes = data, DecodeCacheKey(slot)
     else:
-        q.mark = DecodeCacheKey(slot)
+        q.decode_cache_key = DecodeCacheKey(slot)
 
 
-def unmark(q: Any) -> None:
+def drop_decoded(q: Any) -> None:
     """Remove the mark at the end of the call."""
     if isinstance(q, Quantized):
-        q.mark = None
+        q.decode_cache_key = None
     else:
         thread.codes = None
 
 
-def mark_of(codes: Tensor) -> DecodeCacheKey | None:
+def decode_cache_key_of(codes: Tensor) -> DecodeCacheKey | None:
     """Return the key under which this thread's current call caches the decoded values of codes, or None."""
     marked = thread.codes
     return marked[1] if marked is not None and marked[0] is codes else None
 
 
-def values_of(q: Quantized, half: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
+def values_of(q: Quantized, as_bf16: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
     """Decode an operand, or return its values from an earlier call if it is marked; `slot` is for unmarked operands."""
-    own = q.mark
-    if own is None or tiny:
-        return decode(q, half, tiny, slot)
-    assert isinstance(own, DecodeCacheKey)
-    if own.values is not None and own.half is half and thread.of.get(own.slot) is own:
-        values, factor = own.values
+    key = q.decode_cache_key
+    if key is None or tiny:
+        return decode(q, as_bf16, tiny, slot)
+    assert isinstance(key, DecodeCacheKey)
+    if key.values is not None and key.as_bf16 is as_bf16 and thread.of.get(key.slot) is key:
+        values, factor = key.values
         return values.t() if q.transposed else values, factor
     # The mark whose values are in the buffer becomes invalid.
-    thread.of.pop(own.slot, None)
-    result = decode(q, half, tiny, own.slot)
+    thread.of.pop(key.slot, None)
+    result = decode(q, as_bf16, tiny, key.slot)
     if result is not None and isinstance(result[1], float) and result[0].nbytes <= quantize.LARGEST:
         values = result[0].t() if q.transposed else result[0]
-        own.values, own.half = (values, result[1]), half
-        thread.of[own.slot] = own
+        key.values, key.as_bf16 = (values, result[1]), as_bf16
+        thread.of[key.slot] = key
     return result

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.cpu import quantize
-from quaver.torch.backends.cpu.decode import ROWS, decode, folds_exactly, rescales_exactly, values_of
+from quaver.torch.backends.cpu.decode import ROWS, decode, decodes_exactly_to_bf16, rescales_exactly, values_of
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 
@@ -100,12 +100,12 @@ STEP = 32
 FEWEST, SMALLEST = 128, 1 << 23
 
 
-def takes(m: int, n: int, k: int) -> bool:
+def brgemm_supports(m: int, n: int, k: int) -> bool:
     """Return True if brgemm supports a product [m, k] @ [n, k].T."""
     return m >= FEWEST and m * n * k >= SMALLEST and n % COLUMNS[-1] == 0 and _functions() is not None
 
 
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+def brgemm_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply a [m, k] @ b [n, k].T, both bf16 with any strides, n a multiple of 32; returns float32 [m, n].
 
     Products are exact. Sums of at most 512 of them are accumulated in float32, and then added in float32.
@@ -309,7 +309,7 @@ def narrow_matmul(a: Quantized, b: Quantized) -> Tensor:
 
 def _narrow_matmul(few: Quantized, wide: Quantized) -> Tensor:
     exact = few.shape[0] * wide.shape[0] <= EXACT
-    left = None if exact else decode(few, half=False, tiny=False, slot="left")
+    left = None if exact else decode(few, as_bf16=False, tiny=False, slot="left")
     if left is None:
         return reference.double(few) @ reference.double(wide).t()
     x = left[0]  # [m, k]
@@ -348,7 +348,7 @@ def _stored_rows(q: Quantized, start: int, stop: int) -> Quantized:
 
 def _times(x: Tensor, part: Quantized, piece: int) -> Tensor:
     """Multiply x [m, k] @ part [r, k].T; returns float64 [m, r]."""
-    decoded = decode(part, half=False, tiny=False, slot="right")
+    decoded = decode(part, as_bf16=False, tiny=False, slot="right")
     if decoded is None:
         # float32 cannot represent the products of scales that differ this much or are not finite.
         return x.double() @ reference.double(part).t()
@@ -408,7 +408,7 @@ def matmul(
             return _written(scaled_product(x, y, _of_rows(a), _of_rows(b), dtype, bias), out)
     if size == 0:
         return _written(reference.matmul(a, b, dtype, bias), out)
-    exact = folds_exactly(a) and folds_exactly(b)
+    exact = decodes_exactly_to_bf16(a) and decodes_exactly_to_bf16(b)
     if not exact and _rounds():
         return _written(reference.matmul(a, b, dtype, bias), out)
     if few <= NARROW or (few <= NARROW_LARGE[0] and max(m, n) * k >= NARROW_LARGE[1]):
@@ -416,18 +416,18 @@ def matmul(
         return _written((y if bias is None else y + bias).float().to(dtype), out)
     tiny = size <= SMALL
     # torch rounds the product to bf16 itself.
-    half = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
-    half = half and multiplies_bf16()
-    blocked = exact and not half and size >= SMALLEST and takes(m, n, k)
+    as_bf16 = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
+    as_bf16 = as_bf16 and multiplies_bf16()
+    blocked = exact and not as_bf16 and size >= SMALLEST and brgemm_supports(m, n, k)
     # Most operands are unmarked; deciding inline saves a Python call.
-    left = (decode if a.mark is None else values_of)(a, half or blocked, tiny, "left")
-    right = (decode if b.mark is None else values_of)(b, half or blocked, tiny, "right")
+    left = (decode if a.decode_cache_key is None else values_of)(a, as_bf16 or blocked, tiny, "left")
+    right = (decode if b.decode_cache_key is None else values_of)(b, as_bf16 or blocked, tiny, "right")
     if left is None or right is None:
         # float32 cannot represent the products of scales that differ this much or are not finite.
         return _written(reference.matmul(a, b, dtype, bias), out)
     if blocked:
-        y = product(left[0], right[0], out if dtype is torch.float32 else None)
-    elif half or dtype is torch.float32:
+        y = brgemm_matmul(left[0], right[0], out if dtype is torch.float32 else None)
+    elif as_bf16 or dtype is torch.float32:
         y = torch.mm(left[0], right[0].t(), out=out)
     else:
         y = torch.mm(left[0], right[0].t(), out=quantize.buffer("product", (m, n), torch.float32))

@@ -95,8 +95,8 @@ def quantize(
     transposed = not x.is_contiguous() and x.stride(1) != 1 and x.stride(0) == 1
     if not spec.per_tensor:
         return _blocks(x, spec, amax, transposed)
-    data, scale, top = per_tensor(x.t() if transposed else x, spec, amax, factor)
-    return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), transposed, None, top)
+    data, scale, measured_amax = per_tensor(x.t() if transposed else x, spec, amax, factor)
+    return Quantized(data, scale, spec, (x.shape[0], x.shape[1]), transposed, None, measured_amax)
 
 
 def per_tensor(
@@ -104,27 +104,27 @@ def per_tensor(
 ) -> tuple[Tensor, float, float]:
     """Quantize by a spec with one scale; return codes in storage order, decode scale and amax."""
     fmt, exact = spec.format, spec.power_of_two
-    top = wanted = host_amax(x)
+    measured_amax = scaling_amax = host_amax(x)
     if amax is not None:
-        wanted = float(amax)
+        scaling_amax = float(amax)
     e = float(factor) if factor is not None else 0.0
     if e == 0.0:
-        e = host_factor(wanted, fmt, exact)
+        e = host_factor(scaling_amax, fmt, exact)
     elif math.frexp(e)[0] != 0.5:
         # The caller's factor need not be a power of two; it may be an average.
         e, exact = float(np.float32(e)), False
-    if not (top < math.inf and wanted < math.inf):
+    if not (measured_amax < math.inf and scaling_amax < math.inf):
         scale = math.nan
     else:
         scale = 1.0 / e if exact else float(np.float32(1.0 / e))
-    clips = not top * e <= fmt.max
+    clips = not measured_amax * e <= fmt.max
     if not exact or x.dtype is torch.float16:
-        return _codes(x.float(), e, fmt, clips), scale, top
+        return _codes(x.float(), e, fmt, clips), scale, measured_amax
     if x.dtype is torch.bfloat16 and 1.0 <= e <= LIFT and not clips and x.numel() * x.itemsize >= SMALLEST:
-        return _lifted(x.detach(), math.frexp(e)[1] - 1, fmt), scale, top
+        return _lifted(x.detach(), math.frexp(e)[1] - 1, fmt), scale, measured_amax
     if clips or x.numel() * x.itemsize >= SMALLEST:
-        return _codes(x, scalar(e), fmt, clips), scale, top
-    return (x * scalar(e)).type(FLOAT8[fmt.name]), scale, top
+        return _codes(x, scalar(e), fmt, clips), scale, measured_amax
+    return (x * scalar(e)).type(FLOAT8[fmt.name]), scale, measured_amax
 
 
 def _codes(x: Tensor, e: Tensor | float, fmt: Format, clips: bool) -> Tensor:
@@ -254,15 +254,15 @@ def _powers_of_two(bits: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]
     fmt = spec.format
     low, high = (bound.item() for bound in torch.aminmax(bits))
     # Factors are at most 2**100.
-    place = bits.clamp(min=((127 - FACTOR_EXPONENTS[1] + fmt.emax) << 23) - 0x7FFFFF + fmt.max_mantissa)
-    place = place.add_(0x7FFFFF - fmt.max_mantissa - (fmt.emax << 23)).bitwise_and_(0x7F800000)
-    e, of_scale = ONE_BITS * 2 - place, place
+    exponent_bits = bits.clamp(min=((127 - FACTOR_EXPONENTS[1] + fmt.emax) << 23) - 0x7FFFFF + fmt.max_mantissa)
+    exponent_bits = exponent_bits.add_(0x7FFFFF - fmt.max_mantissa - (fmt.emax << 23)).bitwise_and_(0x7F800000)
+    e, of_scale = ONE_BITS * 2 - exponent_bits, exponent_bits
     if low == 0 or high >= INFINITY_BITS:
         known = usable(bits)
         e = torch.where(known, e, ONE_BITS)
         # Exponent fields 0 and 255 are themselves the E8M0 codes; a float32 scale is 1 or NaN.
         other = bits if spec.scale == "e8m0" else torch.where(bits == 0, ONE_BITS, bits | NAN_BITS)
-        of_scale = torch.where(known, place, other)
+        of_scale = torch.where(known, exponent_bits, other)
     scale = (of_scale >> 23).to(torch.uint8) if spec.scale == "e8m0" else of_scale.view(torch.float32)
     return e.view(torch.float32), scale, high < INFINITY_BITS
 

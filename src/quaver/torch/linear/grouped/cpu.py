@@ -183,7 +183,7 @@ def backward(
         elif quantizes and a is not None:
             gq = run.quantized(group, amax.GRAD_OUTPUT, "grad_output", part, a, noise, amax_values)
             if need_input and need_weight and plan.grad_output and g.is_cpu:
-                decode.mark(gq, decode.GRADIENT)
+                decode.cache_decoded(gq, decode.GRADIENT)
         if grad_b is not None:
             grad_b[group] = ops.bias_gradient(part, bias_dtype)
         if grad_x is not None:
