@@ -71,7 +71,7 @@ def in_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dty
         y.backward(torch.from_numpy(g).to(dtype))
     finally:
         counters.active.counters = None
-    kept = state_of(layer).weights.window
+    kept = state_of(layer).weights.entries
     operands = notes.operands | {"weight": kept["fprop"].quantized}
     if "dgrad" in kept:
         operands["weight.T"] = kept["dgrad"].quantized

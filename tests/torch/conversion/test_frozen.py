@@ -32,7 +32,7 @@ def no_hint_yet() -> Iterator[None]:
 
 
 def while_frozen(layer: nn.Module) -> dict[str, weight_cache.CachedWeight]:
-    return dict(state_of(layer).weights.while_frozen)
+    return dict(state_of(layer).weights.frozen_entries)
 
 
 def bare_write(layer: nn.Module) -> None:
@@ -88,14 +88,14 @@ def test_frozen_weights_contexts_nest_and_affect_only_their_layers() -> None:
 def test_cached_weights_of_an_accumulation_window_are_neither_used_nor_dropped() -> None:
     layer, x = qt.Linear(K, N, recipe="mxfp8"), torch.randn(T, K)
     layer(x).sum().backward()
-    before = dict(state_of(layer).weights.window)
+    before = dict(state_of(layer).weights.entries)
     assert before
     with torch.no_grad(), qt.frozen(layer):
         # It may be from before a bare write.
         assert_bitwise(layer(x), copy.deepcopy(layer)(x))
         assert while_frozen(layer)["fprop"] is not before["fprop"]
     layer(x).sum().backward()
-    assert state_of(layer).weights.window == before
+    assert state_of(layer).weights.entries == before
 
 
 @pytest.mark.parametrize("mode", MODES)

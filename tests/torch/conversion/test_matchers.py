@@ -238,9 +238,9 @@ def test_a_frozen_conv1d_is_quantized_once() -> None:
     for context in (torch.no_grad, torch.inference_mode):
         with qt.frozen(conv), context():
             a = conv(x)
-            while_frozen = weight_cache.buffer(conv).while_frozen["fprop"].quantized
+            while_frozen = weight_cache.cache_of(conv).frozen_entries["fprop"].quantized
             b = conv(x)
-            assert weight_cache.buffer(conv).while_frozen["fprop"].quantized is while_frozen
+            assert weight_cache.cache_of(conv).frozen_entries["fprop"].quantized is while_frozen
         assert_bitwise(a, plain)
         assert_bitwise(b, plain)
     conv(x).sum().backward()

@@ -137,7 +137,7 @@ def test_a_cached_weight_keeps_its_decoded_values_until_it_changes(recipe: str, 
 
     def kept() -> list[Tensor]:
         layer(x).float().square().sum().backward()
-        (entry,) = state_of(layer).weights.window.values()
+        (entry,) = state_of(layer).weights.entries.values()
         operand = entry.quantized
         return [operand.data] if operand.cached_transpose is None else [operand.data, operand.cached_transpose.data]
 

@@ -620,14 +620,14 @@ def test_the_cache_of_a_weight_is_freed_with_it() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert is_direct(layer(x))
-    (entry,) = state_of(layer).weights.window.values()
+    (entry,) = state_of(layer).weights.entries.values()
     assert entry.planned_operands is not None
     layer.to(torch.bfloat16)
-    assert not state_of(layer).weights.window
+    assert not state_of(layer).weights.entries
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
     assert is_direct(layer(x))
     # Nothing shows when it changes: it is quantized each time.
-    assert not state_of(layer).weights.window
+    assert not state_of(layer).weights.entries
 
 
 @torchs_own

@@ -275,7 +275,7 @@ def test_a_frozen_base_is_cached_over_micro_batches_and_quantized_after_a_step()
         entries = []
         for _ in range(3):
             layer(adapter(torch.randn(T, K))).sum().backward()
-            entries.append(state_of(layer).weights.window["fprop"])
+            entries.append(state_of(layer).weights.entries["fprop"])
         assert entries[0] is entries[1] is entries[2]
         optimizer.step()
         through_data(layer)
@@ -285,7 +285,7 @@ def test_a_frozen_base_is_cached_over_micro_batches_and_quantized_after_a_step()
 
 def quantized_by(layer: qt.Linear) -> object:
     """The cached fprop operand, which is another object after requantization."""
-    return state_of(layer).weights.window.get("fprop")
+    return state_of(layer).weights.entries.get("fprop")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -425,7 +425,7 @@ def test_a_forward_that_quantizes_nothing_still_invalidates_the_dgrad_cache(reci
     alone = replace(recipes.get(recipe), name="dgrad", fprop=plain, wgrad=plain)
     layer, x = qt.Linear(K, N, recipe=alone), torch.randn(T, K)
     trained(layer, x)
-    assert state_of(layer).weights.window, "nothing was kept, so nothing is tested"
+    assert state_of(layer).weights.entries, "nothing was kept, so nothing is tested"
     through_data(layer)
     without_gradients(layer)
     layer(x).sum().backward()

@@ -124,7 +124,7 @@ def test_a_forward_without_gradients_neither_keeps_nor_uses_nor_drops(
     with mode():
         for _ in range(3):
             layer(torch.randn(5, K))
-    assert of_weight(quantized) == 3 and not state_of(layer).weights.window
+    assert of_weight(quantized) == 3 and not state_of(layer).weights.entries
     forward_backward(layer)
     quantized.clear()
     with mode():
@@ -420,13 +420,13 @@ def test_a_requested_implementation_runs_on_cached_weights() -> None:
 def test_the_cache_is_in_no_copy_and_no_file() -> None:
     layer = layer_with("tensorwise")
     forward_backward(layer)
-    assert set(state_of(layer).weights.window) == {"fprop"}
+    assert set(state_of(layer).weights.entries) == {"fprop"}
     assert set(layer.state_dict()) == {"weight", "bias"}
     for twin in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
         assert state_of(twin).weights is None
     # torch copies the attributes of parametrized layers one by one.
     assert copy.deepcopy(state_of(layer)).weights is None
-    assert state_of(layer).weights.window
+    assert state_of(layer).weights.entries
 
 
 def test_the_cache_does_not_keep_a_parameter_alive() -> None:

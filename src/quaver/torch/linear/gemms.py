@@ -275,7 +275,7 @@ class LinearContext:
         """Run `_wgrad`, the last GEMM of a layer's backward, and mark the cached weight as used."""
         grad_weight = self._wgrad(g, saved_input, dtype)
         if not self.traced:
-            weight_cache.used(self.layer)
+            weight_cache.record_backward(self.layer)
         return grad_weight
 
     def _dgrad(self, g: Tensor | Quantized, weight: Tensor) -> Tensor:

@@ -339,7 +339,7 @@ class PlannedContext:
 
     def _of_weight(self, g: Operand, scale: Scale, transposed: tuple[Any, Scale]) -> Tensor:
         """Run wgrad on the transposed grad_output (grad_output itself if unquantized) and the saved input."""
-        self.entry.window.used = graph_task_id()
+        self.entry.parameter_version.last_backward_id = graph_task_id()
         wgrad, (saved_input, saved_scale) = self.step.kernels.wgrad, transposed
         return (
             torch.mm(g.t(), _matrix(saved_input)) if wgrad is None else wgrad(g, scale, saved_input, saved_scale, None)

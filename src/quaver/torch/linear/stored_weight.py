@@ -117,7 +117,7 @@ def codes(layer: nn.Module, weight: Tensor) -> Quantized:
         # A copy on the host, so it is read in every call.
         scale = scale.item()
     keeps = gathered is None and not capture.is_captured_or_rehearsed(weight.device)
-    cached = weight_cache.buffer(layer) if keeps else None
+    cached = weight_cache.cache_of(layer) if keeps else None
     q = None if cached is None else cached.codes
     if q is not None and _is_view_of(q, weight, scale, factor, spec):
         # Results derived from the codes would not follow a write to the codes.

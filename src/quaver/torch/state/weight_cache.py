@@ -41,7 +41,7 @@ class _OptimizerSteps:
     hooked = False
 
 
-#: Reentrant, because `buffer` is called while it is locked.
+#: Reentrant, because `cache_of` is called while it is locked.
 _lock = threading.RLock()
 
 
@@ -55,12 +55,12 @@ class _ParameterVersion:
     __slots__ = (
         "address",
         "in_parts",
+        "last_backward_id",
         "layout",
         "parameter",
         "place",
         "steps",
         "storage",
-        "used",
         "version",
         "while_frozen",
     )
@@ -86,9 +86,9 @@ class _ParameterVersion:
         self.while_frozen = while_frozen
         self.steps = _OptimizerSteps.replayed if while_frozen else _OptimizerSteps.count
         #: Number of the backward that last computed the weight's gradient; None before the first.
-        self.used: int | None = None
+        self.last_backward_id: int | None = None
 
-    def holds(self, weight: Tensor) -> bool:
+    def is_unchanged(self, weight: Tensor) -> bool:
         """Return True if the weight has not changed since, as far as can be seen."""
         parameter = weight
         if self.parameter != id(weight):
@@ -104,7 +104,7 @@ class _ParameterVersion:
             return False
         if self.while_frozen:
             return self.steps == _OptimizerSteps.replayed
-        if self.used is not None and parameter.grad is None and self.used != graph_task_id():
+        if self.last_backward_id is not None and parameter.grad is None and self.last_backward_id != graph_task_id():
             # Inside that backward the gradient may not be accumulated yet.
             self.parameter = 0
             return False
@@ -112,7 +112,7 @@ class _ParameterVersion:
 
 
 #: Open window of each parameter by id; an optimizer step clears them all.
-_windows: dict[int, _ParameterVersion] = {}
+_parameter_versions: dict[int, _ParameterVersion] = {}
 #: Window of operands that are not cached.
 _NONE = _ParameterVersion.__new__(_ParameterVersion)
 
@@ -120,15 +120,19 @@ _NONE = _ParameterVersion.__new__(_ParameterVersion)
 class CachedWeight:
     """A quantized weight with the key by which it is found; a forward passes it to its backward."""
 
-    __slots__ = ("factor", "planned_operands", "quantized", "spec", "window", "written")
+    __slots__ = ("factor", "parameter_version", "planned_operands", "quantized", "spec", "written")
 
     def __init__(
-        self, quantized: Any, window: _ParameterVersion = _NONE, spec: QuantSpec | None = None, factor: Any = 0.0
+        self,
+        quantized: Any,
+        parameter_version: _ParameterVersion = _NONE,
+        spec: QuantSpec | None = None,
+        factor: Any = 0.0,
     ) -> None:
         #: A `Quantized` or a `quaver.torch.numerics.grouped.WeightStack`; None once freed, since FSDP units hold no
         #: codes between forward and backward.
         self.quantized: Any = quantized
-        self.window = window
+        self.parameter_version = parameter_version
         self.spec = spec
         self.factor = factor
         #: Data derived by a plan, dropped together with the weight.
@@ -145,14 +149,14 @@ class CachedWeight:
 class _LayerCache:
     """Cached weights of one layer."""
 
-    __slots__ = ("codes", "forwards", "frozen", "now", "seen", "while_frozen", "window")
+    __slots__ = ("active_entries", "codes", "entries", "forwards", "frozen", "frozen_entries", "seen")
 
     def __init__(self) -> None:
         #: Entries by side ("fprop" or "dgrad"): those of the window, and those cached under `frozen`.
-        self.window: dict[str, CachedWeight] = {}
-        self.while_frozen: dict[str, CachedWeight] = {}
+        self.entries: dict[str, CachedWeight] = {}
+        self.frozen_entries: dict[str, CachedWeight] = {}
         #: The one of the two dicts that is in use.
-        self.now = self.window
+        self.active_entries = self.entries
         #: Number of open `frozen` contexts that cover the layer.
         self.frozen = 0
         #: Operand view of a weight that is stored as codes.
@@ -162,12 +166,12 @@ class _LayerCache:
         self.forwards = 0
 
     def drop(self) -> None:
-        self.window.clear()
-        self.while_frozen.clear()
+        self.entries.clear()
+        self.frozen_entries.clear()
         self.codes = None
 
 
-def buffer(layer: nn.Module) -> _LayerCache:
+def cache_of(layer: nn.Module) -> _LayerCache:
     """Return the cache of a layer, created if necessary."""
     state = state_of(layer)
     if state.weights is None:
@@ -195,8 +199,13 @@ def lookup(
             expire(layer, weight)
     elif not training:
         return None
-    entry = layer_cache.now.get(side)
-    if entry is None or entry.spec is not spec or entry.factor != factor or not entry.window.holds(weight):
+    entry = layer_cache.active_entries.get(side)
+    if (
+        entry is None
+        or entry.spec is not spec
+        or entry.factor != factor
+        or not entry.parameter_version.is_unchanged(weight)
+    ):
         return None
     return entry if entry.written is None else entry.written.on_current_stream(entry)
 
@@ -214,34 +223,40 @@ def begin(layer: nn.Module, weight: Tensor, training: bool = True) -> _Parameter
         _OptimizerSteps.hooked = True
         register_optimizer_step_pre_hook(_count)
         register_optimizer_step_post_hook(_count)
-    return _window(weight, while_frozen)
+    return _version_of(weight, while_frozen)
 
 
 def store(
-    layer: nn.Module, side: str, weight: Tensor, spec: QuantSpec, factor: Any, q: Any, window: _ParameterVersion | None
+    layer: nn.Module,
+    side: str,
+    weight: Tensor,
+    spec: QuantSpec,
+    factor: Any,
+    q: Any,
+    parameter_version: _ParameterVersion | None,
 ) -> CachedWeight | None:
     """Cache an operand in the window that `begin` returned; None if that was None."""
-    if window is None:
+    if parameter_version is None:
         return None
-    entry = CachedWeight(q, window, spec, factor)
+    entry = CachedWeight(q, parameter_version, spec, factor)
     if weight.is_cuda:
         from quaver.torch.backends.gpu.buffers import EntryByStream
 
         entry.written = EntryByStream(entry, weight.device)
-    layer_cache = buffer(layer)
-    (layer_cache.while_frozen if window.while_frozen else layer_cache.window)[side] = entry
+    layer_cache = cache_of(layer)
+    (layer_cache.frozen_entries if parameter_version.while_frozen else layer_cache.entries)[side] = entry
     return entry
 
 
-def _window(weight: Tensor, while_frozen: bool) -> _ParameterVersion:
+def _version_of(weight: Tensor, while_frozen: bool) -> _ParameterVersion:
     if while_frozen:
         return _ParameterVersion(weight, True)
     number = id(_parameter(weight))
-    before = _windows.get(number)
-    if before is not None and before.holds(weight):
+    before = _parameter_versions.get(number)
+    if before is not None and before.is_unchanged(weight):
         return before
-    window = _windows[number] = _ParameterVersion(weight, False, before)
-    return window
+    parameter_version = _parameter_versions[number] = _ParameterVersion(weight, False, before)
+    return parameter_version
 
 
 def can_cache(layer: nn.Module, weight: Tensor) -> bool:
@@ -278,22 +293,22 @@ def _parameter(weight: Tensor) -> Tensor:
     return weight if base is None else base
 
 
-def used(layer: nn.Module) -> None:
+def record_backward(layer: nn.Module) -> None:
     """Record that a backward has computed the weight's gradient; once that is gone, the weight may have changed."""
     layer_cache: _LayerCache | None = state_of(layer).weights
     if layer_cache is not None:
         task = graph_task_id()
         # Copied to a list, because another thread may add entries.
-        for entry in list(layer_cache.window.values()):
-            entry.window.used = task
+        for entry in list(layer_cache.entries.values()):
+            entry.parameter_version.last_backward_id = task
 
 
 def expire(layer: nn.Module, weight: Tensor) -> None:
     """End the layer's window if its gradient is gone; for forwards that do not use the cache."""
     layer_cache: _LayerCache | None = state_of(layer).weights
     if layer_cache is not None:
-        for entry in list(layer_cache.window.values()):
-            entry.window.holds(weight)
+        for entry in list(layer_cache.entries.values()):
+            entry.parameter_version.is_unchanged(weight)
 
 
 def refresh(model: nn.Module) -> None:
@@ -319,7 +334,7 @@ def free(layer: nn.Module) -> None:
     """Drop a layer's cached weight, including the codes that pending backwards would use."""
     layer_cache: _LayerCache | None = state_of(layer).weights
     if layer_cache is not None:
-        for entry in [*list(layer_cache.window.values()), *list(layer_cache.while_frozen.values())]:
+        for entry in [*list(layer_cache.entries.values()), *list(layer_cache.frozen_entries.values())]:
             entry.free()
         layer_cache.drop()
 
@@ -327,7 +342,7 @@ def free(layer: nn.Module) -> None:
 def _count(*_: object) -> None:
     with _lock:
         _OptimizerSteps.count += 1
-    _windows.clear()
+    _parameter_versions.clear()
 
 
 def count_step() -> None:
@@ -349,22 +364,22 @@ def frozen(layer: nn.Module) -> bool:
 def freeze(layer: nn.Module) -> None:
     """Enter `frozen` for a layer; entries of its window remain for later."""
     with _lock:
-        layer_cache = buffer(layer)
+        layer_cache = cache_of(layer)
         if not layer_cache.frozen:
             # A forward of another thread may have added entries after the last exit.
-            layer_cache.while_frozen.clear()
+            layer_cache.frozen_entries.clear()
         layer_cache.frozen += 1
-        layer_cache.now = layer_cache.while_frozen
+        layer_cache.active_entries = layer_cache.frozen_entries
 
 
 def thaw(layer: nn.Module) -> None:
     """Leave `frozen` for a layer; the last exit drops the entries cached meanwhile."""
     with _lock:
-        layer_cache = buffer(layer)
+        layer_cache = cache_of(layer)
         layer_cache.frozen = max(0, layer_cache.frozen - 1)
         if not layer_cache.frozen:
-            layer_cache.now = layer_cache.window
-            layer_cache.while_frozen.clear()
+            layer_cache.active_entries = layer_cache.entries
+            layer_cache.frozen_entries.clear()
 
 
 class _CacheHint:
@@ -382,7 +397,7 @@ def count_uncached_forward(layer: nn.Module, weight: Tensor) -> None:
     if _CacheHint.was_shown or not _can_be_seen(weight) or graph_task_id() != -1:
         return
     layer_cache, seen = (
-        buffer(layer),
+        cache_of(layer),
         (
             id(_parameter(weight)),
             weight._version,
@@ -390,7 +405,7 @@ def count_uncached_forward(layer: nn.Module, weight: Tensor) -> None:
             _OptimizerSteps.count,
         ),
     )
-    if any(entry.window.holds(weight) for entry in list(layer_cache.window.values())):
+    if any(entry.parameter_version.is_unchanged(weight) for entry in list(layer_cache.entries.values())):
         # The layer is training: this may be the first pass of a reentrant checkpoint.
         return
     layer_cache.forwards = layer_cache.forwards + 1 if layer_cache.seen == seen else 1

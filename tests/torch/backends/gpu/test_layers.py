@@ -150,12 +150,12 @@ def test_a_captured_graph_neither_reads_nor_leaves_a_cached_weight(
     layer, x = qt.Linear(48, 32, recipe=recipe), torch.randn(5, 48, requires_grad=True)
     of_weight = {(32, 48), (48, 32)}
     layer(x).sum().backward()
-    before = dict(state_of(layer).weights.window)
+    before = dict(state_of(layer).weights.entries)
     quantized.clear()
     monkeypatch.setattr(gemms, "capturing", lambda _: True)
     layer(x).sum().backward()
     assert sum(shape in of_weight for shape in quantized) == (1 if recipe == "tensorwise" else 2)
-    assert state_of(layer).weights.window == before
+    assert state_of(layer).weights.entries == before
     quantized.clear()
     monkeypatch.undo()
     ops._resolved.clear()

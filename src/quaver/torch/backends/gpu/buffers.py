@@ -150,7 +150,7 @@ class EntryByStream:
         own = self._entries.get(stream)
         if own is None:
             self._memory.wait()
-            own = type(entry)(_shallow_copy(self._quantized), entry.window, entry.spec, entry.factor)
+            own = type(entry)(_shallow_copy(self._quantized), entry.parameter_version, entry.spec, entry.factor)
             self._entries[stream] = own
         return own
 

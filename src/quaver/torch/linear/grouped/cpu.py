@@ -241,7 +241,7 @@ def _unquantized(
         if grad_w is None:
             return None
         if isinstance(call.owner, GroupedProduct):
-            weight_cache.used(call.owner.layer)
+            weight_cache.record_backward(call.owner.layer)
     return grad_x, grad_w, None
 
 
@@ -291,7 +291,7 @@ def _weights(
         elif later:
             grad[group].zero_()
     if isinstance(run.call.owner, GroupedProduct):
-        weight_cache.used(run.call.owner.layer)
+        weight_cache.record_backward(run.call.owner.layer)
     return like.in_parameter_layout(grad)
 
 

@@ -160,7 +160,7 @@ def _of_weight(
         one, other = (x, g) if like.transposed else (g, x)
         y = HIGH_SUMS(one, other, call.offsets, dtype)
     if isinstance(call.owner, GroupedProduct):
-        weight_cache.used(call.owner.layer)
+        weight_cache.record_backward(call.owner.layer)
     return y
 
 

@@ -315,7 +315,7 @@ def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
         b = plain(x, g.dtype).t() if wgrad.b is None else x
         grad_weight = product(call, wgrad, operands.of_wgrad(), b, weight_dtype)
         if ranks.is_quantizable:
-            weight_cache.used(ranks.layer)
+            weight_cache.record_backward(ranks.layer)
     if grad_input is not None:
         if column and not overlaps:
             grad_input = grad_input().to(call.dtype)
