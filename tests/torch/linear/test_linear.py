@@ -173,7 +173,7 @@ def test_backward_inside_torch_autocast_gives_the_same_bits(name: str) -> None:
     for inside in (False, True):
         layer.zero_grad()
         layer._buffers.pop("count", None)
-        state_of(layer).prepared = None
+        state_of(layer).buffers_recipe = None
         leaf = x.clone().requires_grad_()
         with qt.autocast(name), torch.autocast("cpu", torch.bfloat16):
             y = layer(leaf)

@@ -37,7 +37,7 @@ from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.nn.attention.dot_product import DotProductAttention
 from quaver.torch.operations import operation
-from quaver.torch.state.buffers import STATE, prepare
+from quaver.torch.state.buffers import STATE, create_state_buffers
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import LayerState, recomputing
@@ -364,7 +364,7 @@ def _convert_layer(module: nn.Module, kind: LinearMatcher, recipe: Recipe, name:
         count[..., 2] = fresh_count(module)[..., 2]
     amax.register(module)
     name_streams(module)
-    prepare(module, recipe)
+    create_state_buffers(module, recipe)
     return dropped
 
 

@@ -20,7 +20,7 @@ from quaver.torch.linear.quantized_input import InputOp, LinearSetup, may_fuse
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import refuse_transforms
-from quaver.torch.state.buffers import prepare
+from quaver.torch.state.buffers import create_state_buffers
 from quaver.torch.state.context import active_context
 from quaver.torch.state.layer_state import recomputing
 
@@ -101,8 +101,8 @@ def _run_unplanned(
             weight.check_recipe(layer, recipe)  # type: ignore[attr-defined]
         weights.append(weight)
         biases.append(bias)
-        if training and layer._state.prepared is not recipe:
-            prepare(layer, recipe)
+        if training and layer._state.buffers_recipe is not recipe:
+            create_state_buffers(layer, recipe)
     refuse_transforms(*x, *weights, *biases)
     for layer, weight in zip(layers, weights, strict=True):
         if stored_weight.are_codes(weight):
@@ -210,8 +210,8 @@ def _plan_call(
             return None
         if weight.__class__ is not nn.Parameter and is_prequantized(weight):
             return None
-        if layer._state.prepared is not recipe:
-            prepare(layer, recipe)
+        if layer._state.buffers_recipe is not recipe:
+            create_state_buffers(layer, recipe)
         step = plan.planned(shape, first, weight, bias, recipe, layer)
         if step is None or (step.kernels.aligned and capture.is_captured_or_rehearsed(step.device)):
             return None

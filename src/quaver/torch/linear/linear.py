@@ -28,7 +28,7 @@ from quaver.torch.operations import operation, ops
 from quaver.torch.operations.autograd import refuse_transforms
 from quaver.torch.operations.ops import without_autocast
 from quaver.torch.state import layer_state, weight_cache
-from quaver.torch.state.buffers import STATE, match_state, outlast, prepare, saving
+from quaver.torch.state.buffers import STATE, create_state_buffers, match_state, outlast, saving
 from quaver.torch.state.context import active_context, in_force
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import NEVER, LayerState, device_of, graph_task_id, state_of
@@ -236,7 +236,7 @@ class Linear(Quantizable, nn.Linear):
         amax.register(self)
         if recipe is not None:
             self.recipe = recipes.get(recipe)
-            prepare(self, self.recipe)
+            create_state_buffers(self, self.recipe)
         store_weight.begin(self)
         operation.register()
 
@@ -288,8 +288,8 @@ class Linear(Quantizable, nn.Linear):
                 return y
         elif not compiling:
             self._state.is_observed = None
-        if training and self._state.prepared is not recipe:
-            prepare(self, recipe)
+        if training and self._state.buffers_recipe is not recipe:
+            create_state_buffers(self, recipe)
         device = ops.autocast_device(input)
         casting = (
             torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in stored_weight.WEIGHTS

@@ -168,7 +168,7 @@ class PlannedLinear:
         """Return the context of one call, or None if the layer's scaling state requires the slow path."""
         if not self.delayed:
             return PlannedContext(self, layer, None)
-        factors = self.kernels.factors(layer, x) if layer._state.prepared is self.recipe else None  # type: ignore[union-attr]
+        factors = self.kernels.factors(layer, x) if layer._state.buffers_recipe is self.recipe else None  # type: ignore[union-attr]
         return None if factors is None else PlannedContext(self, layer, factors)
 
 

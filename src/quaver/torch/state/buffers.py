@@ -29,7 +29,7 @@ class _SavingState(threading.local):
 saving = _SavingState()
 
 
-def prepare(layer: nn.Module, recipe: Recipe) -> None:
+def create_state_buffers(layer: nn.Module, recipe: Recipe) -> None:
     """Create the buffers that a recipe stores state in; only training needs them."""
     if layer_state.replaying():
         # The first run has prepared the layer, and another recipe may have done so since.
@@ -39,14 +39,14 @@ def prepare(layer: nn.Module, recipe: Recipe) -> None:
         return
     if not is_tracing() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            return prepare(layer, recipe)
+            return create_state_buffers(layer, recipe)
     if recipe.delayed is not None:
-        amax.prepare(layer, recipe)
+        amax.create_history(layer, recipe)
     if recipe.stochastic:
         streams(layer)
         if layer._buffers.get("count") is None:
             layer.register_buffer("count", fresh_count(layer))
-    state_of(layer).prepared = recipe
+    state_of(layer).buffers_recipe = recipe
 
 
 def outlast(layer: nn.Module) -> None:

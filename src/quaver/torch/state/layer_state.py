@@ -28,11 +28,11 @@ class LayerState:
     __slots__ = (
         *("__weakref__", "agreed", "announced", "copied", "delayed", "drawn", "factors", "family", "initial", "last"),
         *(
+            "buffers_recipe",
             "members",
             "newest",
             "number",
             "pieces",
-            "prepared",
             "recorded_unsynchronized",
             "seen",
             "serial",
@@ -59,7 +59,7 @@ class LayerState:
         #: must save the same tensors. None if that forward saved nothing for backward.
         self.is_observed: bool | None = None
         #: Recipe for which the layer's buffers were created.
-        self.prepared: Recipe | None = None
+        self.buffers_recipe: Recipe | None = None
         #: Cached operands of the weight: see `quaver.torch.state.weight_cache`.
         self.weights: Any = None
         #: Delayed scaling (`quaver.torch.state.history`): number by which compiled code finds the layer, buffers as

@@ -14,7 +14,7 @@ from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.reference import operations
 from quaver.torch.linear.linear import Linear
-from quaver.torch.state.buffers import prepare
+from quaver.torch.state.buffers import create_state_buffers
 from quaver.torch.state.history import amax
 from quaver.torch.state.history import roll as rolling
 from quaver.torch.state.layer_state import state_of
@@ -318,7 +318,7 @@ def test_a_layer_registered_repeatedly_is_known_once() -> None:
     known = len(amax.layers())
     state_of(layer).number = None
     amax.register(layer)
-    prepare(layer, recipes.delayed())
+    create_state_buffers(layer, recipes.delayed())
     assert len(amax.layers()) == known
 
 

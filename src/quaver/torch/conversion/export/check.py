@@ -24,7 +24,7 @@ from quaver.torch.linear.stored_weight import CODE_DTYPES
 from quaver.torch.numerics.quantized import pack
 from quaver.torch.numerics.rounding import encode
 from quaver.torch.state import counters
-from quaver.torch.state.buffers import STATE, prepare
+from quaver.torch.state.buffers import STATE, create_state_buffers
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import LayerState, state_of
 
@@ -233,7 +233,7 @@ def with_recipes(
             if recipe.delayed is not None:
                 for name in STATE:
                     one.layer._buffers.pop(name, None)
-                prepare(one.layer, one.layer.recipe)
+                create_state_buffers(one.layer, one.layer.recipe)
                 assert known.static_scale is not None
                 one.layer.get_buffer("factor")[amax.INPUT] = 1.0 / known.static_scale
         yield

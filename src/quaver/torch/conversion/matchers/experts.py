@@ -26,7 +26,7 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import refuse_transforms
 from quaver.torch.state import weight_cache
-from quaver.torch.state.buffers import prepare
+from quaver.torch.state.buffers import create_state_buffers
 from quaver.torch.state.context import active_context
 
 # ---- experts that transformers decorates ----
@@ -113,8 +113,8 @@ class ExpertGemms:
 
     def __init__(self, module: Quantizable, names: Sequence[str], ends: Tensor, recipe: Recipe) -> None:
         self.module, self.names, self.ends, self.recipe = module, tuple(names), ends, recipe
-        if torch.is_grad_enabled() and module._state.prepared is not recipe:
-            prepare(module, recipe)
+        if torch.is_grad_enabled() and module._state.buffers_recipe is not recipe:
+            create_state_buffers(module, recipe)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         """Multiply sorted x [T, K] by each expert's matrix of the named parameter, and add its bias if the module
@@ -186,8 +186,8 @@ def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None,
     if not is_tracing():
         check_not_sharded(module, weight)
     training = torch.is_grad_enabled()
-    if training and module._state.prepared is not recipe:
-        prepare(module, recipe)
+    if training and module._state.buffers_recipe is not recipe:
+        create_state_buffers(module, recipe)
     device = ops.autocast_device(x)
     casting = torch.is_autocast_enabled(device) and x.dtype in ops.DTYPES and weight.dtype in ops.DTYPES
     if casting:

@@ -30,7 +30,7 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import operation, ops
 from quaver.torch.operations.autograd import refuse_transforms
 from quaver.torch.state import weight_cache
-from quaver.torch.state.buffers import STATE, prepare
+from quaver.torch.state.buffers import STATE, create_state_buffers
 from quaver.torch.state.context import active_context, recipe_in_force
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import LayerState
@@ -291,7 +291,7 @@ class GroupedLinear(Quantizable):
         amax.register(self)
         if recipe is not None:
             self.recipe = recipes.get(recipe)
-            prepare(self, self.recipe)
+            create_state_buffers(self, self.recipe)
         store_weight.begin(self)
         operation.register()
 
@@ -377,8 +377,8 @@ class GroupedLinear(Quantizable):
         if recipe is None:
             if training and not compiling and self._state.weights is not None:
                 weight_cache.expire(self, weight)
-        elif training and self._state.prepared is not recipe:
-            prepare(self, recipe)
+        elif training and self._state.buffers_recipe is not recipe:
+            create_state_buffers(self, recipe)
         owner, transposed = GroupedProduct(self), self.layout == "kn"
         if rows is None:
             return multiply(owner, x, weight, bias, offsets, recipe, transposed)

@@ -32,7 +32,7 @@ from quaver.torch.parallel.tensor.gemms import ShardLayout, TensorParallelComm
 from quaver.torch.parallel.tensor.partial import why_partial
 from quaver.torch.parallel.tensor.sequence import bare, local_parameters, tokens_of
 from quaver.torch.parallel.tensor.vocab import loss_over_ranks
-from quaver.torch.state.buffers import prepare
+from quaver.torch.state.buffers import create_state_buffers
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history.sync import check_agreement, describe_tensor
 from quaver.torch.state.layer_state import graph_task_id
@@ -207,8 +207,8 @@ def _prepare_call(layer: Any, input: Tensor) -> ShardedLayerCall:
         check_agreement(name, what, weight.device_mesh.get_group(), error=error)
     elif isinstance(error, Exception):
         raise error
-    if training and isinstance(layer, Quantizable) and layer._state.prepared is not recipe:
-        prepare(layer, recipe)
+    if training and isinstance(layer, Quantizable) and layer._state.buffers_recipe is not recipe:
+        create_state_buffers(layer, recipe)
     call = begin(layer, recipe, x, x.dtype, training)
     call.both = None
     call.parts = ranks = TensorParallelComm(

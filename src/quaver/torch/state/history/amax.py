@@ -71,7 +71,7 @@ class _BufferViews:
         self.amax_values: list[float] | None = None
 
 
-def prepare(layer: nn.Module, recipe: Recipe) -> None:
+def create_history(layer: nn.Module, recipe: Recipe) -> None:
     """Create the buffers that a delayed recipe needs, unless they exist."""
     assert recipe.delayed is not None
     state, length = state_of(layer), recipe.delayed.length
