@@ -52,7 +52,7 @@ class Notes:
     def __init__(self) -> None:
         self.operands: Operands = {}
 
-    def note(self, layer: object, operand: str, x: torch.Tensor, q: qt.Quantized) -> None:
+    def count(self, layer: object, operand: str, x: torch.Tensor, q: qt.Quantized) -> None:
         self.operands[operand] = q
 
 

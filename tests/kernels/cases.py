@@ -329,7 +329,7 @@ def _of_a_step() -> list[Case]:
     return [
         Case(name="roll", launch=rolled(delayed), exceptions={"wide loads": history, "wide stores": history}),
         Case(name="roll fp32", launch=rolled(most_recent), exceptions={"wide loads": history, "wide stores": history}),
-        Case(name="note", launch=lambda: roll_gpu.note(matrix(4, 3, FLOAT32), 1, number()), exceptions=one),
+        Case(name="note", launch=lambda: roll_gpu.record_amax(matrix(4, 3, FLOAT32), 1, number()), exceptions=one),
         Case(name="rope", launch=transposed(False, False), elements=2048),
         Case(name="rope back", launch=transposed(False, True), elements=2048),
         Case(name="rope interleaved", launch=transposed(True, False), elements=2048, exceptions=pairs),

@@ -85,7 +85,7 @@ def test_one_launch_rolls_every_layer_as_the_specification_does(options: dict[st
 @pytest.mark.parametrize("before", [0.0, 2.0])
 def test_nonfinite_amaxes_are_not_recorded(top: float, before: float) -> None:
     given = torch.full((4, 3), before, device=DEVICE)
-    gpu.note(given, 1, torch.tensor([[top]], device=DEVICE))
+    gpu.record_amax(given, 1, torch.tensor([[top]], device=DEVICE))
     expected = torch.full((4, 3), before)
     expected[0, 1] = max(before, top) if math.isfinite(top) else before
     assert_bitwise(given, expected)

@@ -364,7 +364,7 @@ def quantize(
     if record:
         amax.record(layer, column, q.amax, q.recorded_amax)
     if counters.active.counters is not None and not layer_state.replaying():
-        counters.active.counters.note(layer, operand, x, q)
+        counters.active.counters.count(layer, operand, x, q)
     return q
 
 

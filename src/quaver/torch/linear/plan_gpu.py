@@ -84,7 +84,7 @@ class DelayedState:
 
     def note(self, _: nn.Module, column: int, top: Tensor) -> None:
         """Record an amax that another layer's launch has measured."""
-        histories.note(self.history, column, top)
+        histories.record_amax(self.history, column, top)
 
     def in_backward(self, layer: nn.Module, g: Tensor) -> "DelayedState":
         history, newest = layer._buffers["history"], self.newest

@@ -391,9 +391,9 @@ def _backward(ctx: Any, saved: Sequence[Any], g: Tensor) -> Any:
 
 def _count(layer: nn.Module, recipe: Recipe, g: Tensor, factors: Any) -> None:
     """Report the grad_output operands to counters that were opened after the forward."""
-    note, a, c = counters.active.counters.note, recipe.dgrad.a, recipe.wgrad.a  # type: ignore[union-attr]
+    count, a, c = counters.active.counters.count, recipe.dgrad.a, recipe.wgrad.a  # type: ignore[union-attr]
     assert a is not None
     factor = None if factors is None else factors.factors[amax.GRAD_OUTPUT]
-    note(layer, "grad_output", g, ops.QUANTIZE(g, a, None, factor))
+    count(layer, "grad_output", g, ops.QUANTIZE(g, a, None, factor))
     if c is not None and not recipe.plan.grad_output:
-        note(layer, "grad_output.T", g.t(), ops.QUANTIZE(g.t(), c))
+        count(layer, "grad_output.T", g.t(), ops.QUANTIZE(g.t(), c))

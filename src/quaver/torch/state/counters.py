@@ -45,7 +45,7 @@ class Counters:
         self._names = {id(module): name for name, module in model.named_modules()}
         self.table: dict[str, dict[str, OperandCounts]] = defaultdict(lambda: defaultdict(OperandCounts))
 
-    def note(self, layer: nn.Module, operand: str, x: Tensor, q: Quantized, parameter: str = "weight") -> None:
+    def count(self, layer: nn.Module, operand: str, x: Tensor, q: Quantized, parameter: str = "weight") -> None:
         """Count one operand of the product with a parameter; x is the input of the quantization, before any Hadamard
         rotation.
         """

@@ -37,13 +37,13 @@ def trained(layer: qt.Linear, tokens: int = 20) -> list[Tensor]:
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The columns recorded by a separate launch."""
     recorded: list[int] = []
-    note: Callable[..., None] = roll_gpu.note
+    note: Callable[..., None] = roll_gpu.record_amax
 
     def counting(history: Tensor, column: int, top: Tensor) -> None:
         recorded.append(column)
         note(history, column, top)
 
-    monkeypatch.setattr(roll_gpu, "note", counting)
+    monkeypatch.setattr(roll_gpu, "record_amax", counting)
     return recorded
 
 

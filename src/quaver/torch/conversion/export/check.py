@@ -165,7 +165,7 @@ class _RecordedInputs:
     def __init__(self) -> None:
         self.seen: dict[tuple[nn.Module, str], float] = {}
 
-    def note(self, layer: nn.Module, operand: str, x: Tensor, q: Any, parameter: str = "weight") -> None:
+    def count(self, layer: nn.Module, operand: str, x: Tensor, q: Any, parameter: str = "weight") -> None:
         if operand == "input" and x.numel():
             key = layer, parameter
             self.seen[key] = max(self.seen.get(key, 0.0), float(x.detach().abs().max()))

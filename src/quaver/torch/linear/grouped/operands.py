@@ -131,7 +131,7 @@ class GroupedContext:
             and isinstance(self.owner, GroupedProduct)
             and not layer_state.replaying()
         ):
-            counters.active.counters.note(self.owner.layer, operand, x, q, self.owner.name)
+            counters.active.counters.count(self.owner.layer, operand, x, q, self.owner.name)
 
 
 def begin(

@@ -232,7 +232,7 @@ def record(layer: nn.Module, column: int, amax: Tensor | float | None, recorded_
     if not is_tracing() and _launched(history) and history.device == amax.device:
         from quaver.torch.state.history import roll_gpu as kernels
 
-        kernels.note(history, column, amax)
+        kernels.record_amax(history, column, amax)
         if history.is_cpu:
             views(layer).recorded = True
         return

@@ -187,7 +187,7 @@ def _roll_pass(
 _rolls = LaunchPlanCache(_roll_pass)
 
 
-def note(history: Tensor, column: int, top: Tensor) -> None:
+def record_amax(history: Tensor, column: int, top: Tensor) -> None:
     """Set history[0, column] to the maximum of itself and `top`, float32 of one element; ignores values that are not
     finite.
     """
