@@ -107,7 +107,7 @@ SAFE = {
     "torch.linear.store_weight:_stored": "a thread adds the layers that it makes",
     "torch.linear.store_weight:_known": "a thread looks up layers that another went through, and checks each",
     "torch.parallel.tensor.partial:_seen": "another thread's entry saves it one more walk of the same graph",
-    "torch.state.weight_cache:_parameter_versions": "what another thread drops or puts there costs one more quantization at most",
+    "torch.state.weight_cache:_parameter_versions": "a change by another thread costs one more quantization at most",
 }
 
 

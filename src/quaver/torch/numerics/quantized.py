@@ -90,7 +90,8 @@ class Quantized:
     #: Sums of the original matrix from the quantization kernel, float32 [blocks of rows, columns]; their sum is a bias
     #: gradient.
     partial_sums: Tensor | None = None
-    #: Key of the decoded values of a CPU operand that is read more than once in a call: see `quaver.torch.backends.cpu.decode`.
+    #: Key of the cached values of a CPU operand that is read more than once in a call: see
+    #: `quaver.torch.backends.cpu.decode`.
     decode_cache_key: object = None
 
     @property

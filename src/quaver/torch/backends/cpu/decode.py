@@ -232,17 +232,17 @@ def _flushes_subnormals() -> bool:
 
 
 # ---- decoded operands shared by several GEMMs ----
-# Query, key and value projections read the same input, and dgrad and wgrad the same gradient. The caller marks such an
-# operand; its decoded values stay in a scratch buffer until the next marked operand takes it. A mark is valid for one
-# object in one call. Codes that outlive a call, such as a weight's, are not marked, because they could change in
+# Query, key and value projections read the same input, and dgrad and wgrad the same gradient. The caller gives such an
+# operand a key; its decoded values stay in a scratch buffer until the next operand with a key takes it. A key is valid
+# for one object in one call. Codes that outlive a call, such as a weight's, get none, because they could change in
 # between.
 
-#: Scratch buffers of marked operands: a layer's input, and the gradient of its output.
+#: Scratch buffers of cached operands: a layer's input, and the gradient of its output.
 INPUT, GRADIENT = "input", "gradient"
 
 
 class DecodeCacheKey:
-    """Mark of an operand, shared with its transpose, that this thread reads again in the same call."""
+    """Cached values of an operand, shared with its transpose, that this thread reads again in the same call."""
 
     __slots__ = ("as_bf16", "slot", "values")
 
@@ -256,7 +256,7 @@ class DecodeCacheKey:
 class _DecodeCache(threading.local):
     def __init__(self) -> None:
         self.of: dict[str, DecodeCacheKey] = {}
-        #: Marked codes from which an operand is rebuilt for each product, and their mark.
+        #: Codes from which an operand is rebuilt for each product, and their key.
         self.codes: tuple[Tensor, DecodeCacheKey] | None = None
 
 
@@ -264,7 +264,7 @@ thread = _DecodeCache()
 
 
 def cache_decoded(q: Any, slot: str) -> None:
-    """Mark a large CPU operand, or codes from which this thread rebuilds operands; smaller ones are ignored."""
+    """Give a key to a large CPU operand, or to codes from which this thread rebuilds operands; ignore smaller ones."""
     data = q.data if isinstance(q, Quantized) else q
     if data is None or not data.is_cpu or data.numel() * 2 < quantize.SMALLEST:
         return
@@ -275,7 +275,7 @@ def cache_decoded(q: Any, slot: str) -> None:
 
 
 def drop_decoded(q: Any) -> None:
-    """Remove the mark at the end of the call."""
+    """Remove the key at the end of the call."""
     if isinstance(q, Quantized):
         q.decode_cache_key = None
     else:
@@ -284,12 +284,12 @@ def drop_decoded(q: Any) -> None:
 
 def decode_cache_key_of(codes: Tensor) -> DecodeCacheKey | None:
     """Return the key under which this thread's current call caches the decoded values of codes, or None."""
-    marked = thread.codes
-    return marked[1] if marked is not None and marked[0] is codes else None
+    cached = thread.codes
+    return cached[1] if cached is not None and cached[0] is codes else None
 
 
 def values_of(q: Quantized, as_bf16: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
-    """Decode an operand, or return its values from an earlier call if it is marked; `slot` is for unmarked operands."""
+    """Decode an operand, or return its values from an earlier call if it has a key; `slot` is for those without one."""
     key = q.decode_cache_key
     if key is None or tiny:
         return decode(q, as_bf16, tiny, slot)
@@ -297,7 +297,7 @@ def values_of(q: Quantized, as_bf16: bool, tiny: bool, slot: str) -> tuple[Tenso
     if key.values is not None and key.as_bf16 is as_bf16 and thread.of.get(key.slot) is key:
         values, factor = key.values
         return values.t() if q.transposed else values, factor
-    # The mark whose values are in the buffer becomes invalid.
+    # The key whose values are in the buffer becomes invalid.
     thread.of.pop(key.slot, None)
     result = decode(q, as_bf16, tiny, key.slot)
     if result is not None and isinstance(result[1], float) and result[0].nbytes <= quantize.LARGEST:

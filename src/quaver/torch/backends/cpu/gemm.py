@@ -419,7 +419,7 @@ def matmul(
     as_bf16 = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
     as_bf16 = as_bf16 and multiplies_bf16()
     blocked = exact and not as_bf16 and size >= SMALLEST and brgemm_supports(m, n, k)
-    # Most operands are unmarked; deciding inline saves a Python call.
+    # Most operands have no key; deciding inline saves a Python call.
     left = (decode if a.decode_cache_key is None else values_of)(a, as_bf16 or blocked, tiny, "left")
     right = (decode if b.decode_cache_key is None else values_of)(b, as_bf16 or blocked, tiny, "right")
     if left is None or right is None:
