@@ -37,11 +37,11 @@ def trained(layer: qt.Linear, tokens: int = 20) -> list[Tensor]:
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The columns recorded by a separate launch."""
     recorded: list[int] = []
-    note: Callable[..., None] = roll_gpu.record_amax
+    record_amax: Callable[..., None] = roll_gpu.record_amax
 
     def counting(history: Tensor, column: int, top: Tensor) -> None:
         recorded.append(column)
-        note(history, column, top)
+        record_amax(history, column, top)
 
     monkeypatch.setattr(roll_gpu, "record_amax", counting)
     return recorded

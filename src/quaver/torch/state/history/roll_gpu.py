@@ -187,20 +187,20 @@ def _roll_pass(
 _rolls = LaunchPlanCache(_roll_pass)
 
 
-def record_amax(history: Tensor, column: int, top: Tensor) -> None:
-    """Set history[0, column] to the maximum of itself and `top`, float32 of one element; ignores values that are not
+def record_amax(history: Tensor, column: int, amax: Tensor) -> None:
+    """Set history[0, column] to the maximum of itself and `amax`, float32 of one element; ignores values that are not
     finite.
     """
-    _notes((history,), column, own=(top,))
+    _record_launches((history,), column, own=(amax,))
 
 
-def _note_pass(tensors_in: Sequence[Any], column: int) -> LaunchPlan:
+def _record_plan(tensors_in: Sequence[Any], column: int) -> LaunchPlan:
     return LaunchPlan(
         tensors_in, (), [LaunchSpec(note_kernel, (1,), tensors_in, (column * tensors_in[0].stride(1),), {}, 1)]
     )
 
 
-_notes = LaunchPlanCache(_note_pass)
+_record_launches = LaunchPlanCache(_record_plan)
 
 
 def _versions(factors: Sequence[Tensor | None]) -> list[int]:
