@@ -75,11 +75,8 @@ class weight_gradients:
                 "autograd: run the module without it, and all-reduce weight.main_grad"
             )
         self._before.append((active_context.apply_override, active_context.captures_wgrad, active_context.compiled))
-        active_context.apply_override, active_context.captures_wgrad, active_context.compiled = (
-            self._divert,
-            True,
-            False,
-        )
+        active_context.apply_override, active_context.captures_wgrad = self._divert, True
+        active_context.compiled = False
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

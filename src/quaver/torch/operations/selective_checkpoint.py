@@ -46,12 +46,9 @@ _thread = _SelectionState()
 
 def is_active() -> bool:
     """Return True if a selective checkpoint observes this thread in eager mode."""
-    return (
-        dispatch_mode_depth() > 0
-        and _push is not None
-        and _pop is not None
-        and any(isinstance(m, MODES) for m in _stack())
-    )
+    if dispatch_mode_depth() == 0 or _push is None or _pop is None:
+        return False
+    return any(isinstance(m, MODES) for m in _stack())
 
 
 def is_hidden() -> bool:

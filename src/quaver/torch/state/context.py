@@ -90,10 +90,8 @@ class autocast(ContextDecorator):
             rolls = self.enabled and torch.is_grad_enabled()
             if not is_tracing():
                 entered = scaling_step.enter(rolls, self.group, self.recipe), nodes() if rolls else -1
-                active_context.ever_ran_layer, active_context.layer_ran = (
-                    active_context.ever_ran_layer or active_context.layer_ran,
-                    False,
-                )
+                active_context.ever_ran_layer = active_context.ever_ran_layer or active_context.layer_ran
+                active_context.layer_ran = False
             elif rolls:
                 roll.roll_all(self.group, self.recipe)
         self._before.append((before, entered))

@@ -441,7 +441,7 @@ def _as(comm: Any, kind: type, owner: CommCounter, fsdp_group: Collectives) -> A
     """Copy a fully_shard collective and change its class to one that counts."""
     counting = copy.copy(comm)
     counting.__class__ = kind
-    counting.owner, counting.unit = owner, fsdp_group
+    counting.owner, counting.fsdp_group = owner, fsdp_group
     return counting
 
 
@@ -470,8 +470,8 @@ def _scattering(kind: Any) -> type:
     ) -> Any:
         owner = (self.owner,)
         self.owner._see(input_tensor)
-        if self.unit.replicas is not None:
-            traffic.count("gradients", "reduce", output_tensor, self.unit.replicas, owner)
+        if self.fsdp_group.replicas is not None:
+            traffic.count("gradients", "reduce", output_tensor, self.fsdp_group.replicas, owner)
         with traffic.count_collective("gradients", "scatter", input_tensor, group, () if counts_itself else owner):
             return kind.__call__(self, output_tensor, input_tensor, group, op, async_op)
 
