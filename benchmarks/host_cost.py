@@ -128,7 +128,7 @@ def block_subjects(kind: str, dtype: torch.dtype, names: list[str]) -> dict[str,
 
 def settle(layer: qt.Linear, recipe: Recipe) -> None:
     """Give delayed scaling factors that are set, and have them read as on a GPU after some steps."""
-    amax.prepare(layer, recipe)
+    amax.create_history(layer, recipe)
     amax.saved_factors = lambda layer: amax._on_device(layer, layer._buffers["factor"])
     amax.is_set = lambda column, factors: factors.known_set[column]
     assert recipe.delayed is not None
