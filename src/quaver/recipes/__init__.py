@@ -17,7 +17,7 @@ from quaver.recipes.spec import (
     Recipe,
     ScaleKind,
     attention_spec,
-    flags,
+    check_flags,
     float32_scale,
     intern,
     recipe,
@@ -61,7 +61,7 @@ def per_tensor_gemms(format: str, power_of_two: bool, fast_accum: bool) -> tuple
     if format not in ("hybrid", "e4m3"):
         raise ValueError(f"format is {format!r}; give 'hybrid' (gradients in E5M2) or 'e4m3' (everything in E4M3)")
     scale = float32_scale(power_of_two)
-    flags(fast_accum=fast_accum)
+    check_flags(fast_accum=fast_accum)
     value = QuantSpec(E4M3, scale=scale)
     gradient = QuantSpec(E5M2 if format == "hybrid" else E4M3, scale=scale)
     return GemmSpec(value, value, fast_accum), GemmSpec(gradient, value), GemmSpec(gradient, value)
@@ -132,7 +132,7 @@ def mxfp8(*, weight_2d: bool = False, attention: bool = False) -> Recipe:
         weight_2d: True to scale weights in 32×32 blocks, so that one copy serves fprop and dgrad.
         attention: True to quantize attention too, in 1×32 blocks along the contraction axis.
     """
-    flags(weight_2d=weight_2d)
+    check_flags(weight_2d=weight_2d)
     weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else E4M3_1X32
     fprop, wgrad = GemmSpec(E4M3_1X32, weight), GemmSpec(E4M3_1X32, E4M3_1X32)
     return Recipe("mxfp8", fprop, fprop, wgrad, attention=attention_spec(attention, E4M3_1X32, E4M3_1X32))
@@ -154,7 +154,7 @@ def mxfp4(*, stochastic_rounding: bool = False, hadamard: bool = False, attentio
         hadamard: True to rotate groups of 16 along k of all operands of dgrad and wgrad, which spreads outliers.
         attention: True to quantize attention too, in eight bits as in `mxfp8`.
     """
-    flags(stochastic_rounding=stochastic_rounding, hadamard=hadamard)
+    check_flags(stochastic_rounding=stochastic_rounding, hadamard=hadamard)
     line = QuantSpec(E2M1, (1, 32), "e8m0")
     rotated = replace(line, hadamard=hadamard)
     gradient = replace(rotated, rounding="stochastic" if stochastic_rounding else "nearest")
@@ -210,7 +210,9 @@ def nvfp4(
         attention: True to quantize attention too, in eight bits as in `mxfp8`: E4M3 in 1×32 blocks, rounded to nearest.
             Four bits, stochastic rounding and rotation apply to linear layers only.
     """
-    flags(stochastic_rounding=stochastic_rounding, hadamard=hadamard, weight_2d=weight_2d, power_of_two=power_of_two)
+    check_flags(
+        stochastic_rounding=stochastic_rounding, hadamard=hadamard, weight_2d=weight_2d, power_of_two=power_of_two
+    )
     kind: ScaleKind = "two_level" if power_of_two else "two_level_fp32"
     line = QuantSpec(E2M1, (1, 16), kind)
     weight = QuantSpec(E2M1, (16, 16), kind) if weight_2d else line
@@ -236,7 +238,7 @@ def rowwise(*, power_of_two: bool = True, fast_accum: bool = True, attention: bo
         attention: True to quantize attention too, with one scale per row of each operand.
     """
     row = QuantSpec(E4M3, (1, None), float32_scale(power_of_two))
-    flags(fast_accum=fast_accum)
+    check_flags(fast_accum=fast_accum)
     plain = GemmSpec(row, row)
     fprop = GemmSpec(row, row, fast_accum)
     return Recipe("rowwise", fprop, plain, plain, attention=attention_spec(attention, row, row))

@@ -477,7 +477,7 @@ def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
     return build
 
 
-def flags(**values: object) -> None:
+def check_flags(**values: object) -> None:
     """Raise ValueError for values other than True and False, such as the string "false" from a command line."""
     for name, value in values.items():
         if not isinstance(value, bool):
@@ -486,13 +486,13 @@ def flags(**values: object) -> None:
 
 def float32_scale(power_of_two: bool) -> ScaleKind:
     """Return the kind of a float32 scale for a recipe's option `power_of_two`."""
-    flags(power_of_two=power_of_two)
+    check_flags(power_of_two=power_of_two)
     return "power_of_two" if power_of_two else "fp32"
 
 
 def attention_spec(wanted: bool, input: QuantSpec | None, grad_output: QuantSpec | None) -> AttentionSpec | None:
     """Return a spec that quantizes attention like a recipe's input and grad_output, or None if not `wanted`."""
-    flags(attention=wanted)
+    check_flags(attention=wanted)
     if not wanted:
         return None
     assert input is not None and grad_output is not None

@@ -39,11 +39,11 @@ from quaver.jax.operations.sharding import (
     gathered_shape,
     input_placement,
     partition_spec_of,
+    psum_like,
     shard_of_gradient,
-    shardings_inferred,
-    sum_like,
     varying,
     weight_placement,
+    with_auto_sharding,
 )
 from quaver.jax.state import buffers
 from quaver.jax.state.buffers import State
@@ -204,7 +204,7 @@ def linear(
         y = _linear(call, rows, w, bias, state)
         return y if len(shape) == 2 else y.reshape(*gathered_leading_shape(shape[:-1], placements[0]), y.shape[-1])
 
-    return shardings_inferred(
+    return with_auto_sharding(
         run_on_matrix, x, (*partition_spec_of(x)[:-1], partition_spec_of(w)[0 if isinstance(w, Quantized) else 1])
     )(x, w, bias, state)
 
@@ -298,13 +298,13 @@ def _backward(call: LinearContext, saved: Any, g: Any) -> tuple[Any, Any, Any, A
     if needs.input:
         summed = axes.outputs or call.input_placement is not None
         grad_x = gemms.dgrad(call, g, gq, saved_w, state, axes, jnp.float32 if summed else like_x.dtype)
-        grad_x = sum_like(shard_of_gradient(grad_x, call.input_placement), like_x).astype(like_x.dtype)
+        grad_x = psum_like(shard_of_gradient(grad_x, call.input_placement), like_x).astype(like_x.dtype)
     if needs.weight:
         summed = axes.tokens or call.weight_placement is not None
         grad_w = gemms.wgrad(call, g, gt, saved_x, jnp.float32 if summed else like_w.dtype)
-        grad_w = sum_like(shard_of_gradient(grad_w, call.weight_placement), like_w).astype(like_w.dtype)
+        grad_w = psum_like(shard_of_gradient(grad_w, call.weight_placement), like_w).astype(like_w.dtype)
     if needs.bias:
-        grad_bias = sum_like(g.sum(0, dtype=jnp.float32), like_bias).astype(like_bias.dtype)
+        grad_bias = psum_like(g.sum(0, dtype=jnp.float32), like_bias).astype(like_bias.dtype)
     return grad_x, grad_w, grad_bias, next_state(call, state, amaxes, gq, gt)
 
 

@@ -79,8 +79,8 @@ def fprop(
     weight_t_placement = None if call.weight_placement is None else call.weight_placement.T
     if gemm.a is None or gemm.b is None:
         high = (
-            all_gather_operand(_unquantized(call, x), call.input_placement),
-            all_gather_operand(_unquantized(call, w), call.weight_placement).T,
+            all_gather_operand(_require_unquantized(call, x), call.input_placement),
+            all_gather_operand(_require_unquantized(call, w), call.weight_placement).T,
         )
         return gemm_high_precision(*high, call.dtype, bias), None, None
     token_axes, (row_axes, k_axes) = (
@@ -115,7 +115,7 @@ def saved_input(
     if spec is None and call.recipe.dequantized_backward:
         assert xq is not None
         return xq
-    x = _unquantized(call, x)
+    x = _require_unquantized(call, x)
     if spec is None:
         return x
     tokens, inputs = axes_before_gather(call.input_placement, axes.tokens, axes.inputs)
@@ -127,7 +127,7 @@ def saved_weight(call: LinearContext, w: Array | Quantized, wq: Quantized | None
     if serves_dgrad(call.recipe):
         assert wq is not None
         return wq
-    return _unquantized(call, w)
+    return _require_unquantized(call, w)
 
 
 def serves_wgrad(recipe: Recipe) -> bool:
@@ -227,7 +227,7 @@ def gemm_high_precision(a: Array, b: Array, dtype: Any, bias: Array | None = Non
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
 
 
-def _unquantized(call: LinearContext, x: Array | Quantized) -> Array:
+def _require_unquantized(call: LinearContext, x: Array | Quantized) -> Array:
     if isinstance(x, Quantized):
         raise ValueError(
             f"{call.label}: recipe {call.recipe.name!r} needs this operand also in blocks other than those of "

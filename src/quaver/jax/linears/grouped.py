@@ -33,7 +33,7 @@ from quaver.jax.numerics.quantized import (
 from quaver.jax.numerics.rounding import forbid_second_derivative
 from quaver.jax.operations.native import decoded, scaled
 from quaver.jax.operations.ops import DTYPES, check_static_int, quantize
-from quaver.jax.operations.sharding import sum_like
+from quaver.jax.operations.sharding import psum_like
 from quaver.jax.state import buffers
 from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of
 from quaver.jax.state.context import recipe_in_force, state_reads_of
@@ -139,11 +139,11 @@ def _backward(call: LinearContext, saved: Any, g: Array) -> tuple[Any, ...]:
     weights = (
         jax.vmap(lambda q: q.T)(saved_w) if plan.weight else _experts(saved_w, recipe.dgrad.b, factor_of(state, WEIGHT))
     )
-    grad_x = sum_like(_matmul_per_token(gq, weights, layout), like_x).astype(like_x.dtype)
+    grad_x = psum_like(_matmul_per_token(gq, weights, layout), like_x).astype(like_x.dtype)
     gt = gq if plan.grad_output else _along_tokens(g, recipe.wgrad.a, layout, factor=factor, **_noise(call, state, 1))
     tokens = _columns_in_tiles(saved_x.T, layout) if plan.input else _operand(saved_x)
     gradients = _columns_in_tiles(gt.T, layout) if plan.grad_output else _operand(gt)
-    grad_w = sum_like(_sum_over_tokens(tokens, gradients, layout), like_w).astype(like_w.dtype)
+    grad_w = psum_like(_sum_over_tokens(tokens, gradients, layout), like_w).astype(like_w.dtype)
     return grad_x, grad_w, None, next_state(call, state, amaxes, gq, gt)
 
 

@@ -49,7 +49,7 @@ def encode(
     scale = scale_bits(top, spec)
     wide = jnp.expand_dims(scale, -1) if spec.block is not None else scale
     usable = (wide >= SMALLEST_NORMAL_BITS) & (wide <= LARGEST_SCALE_BITS)
-    divisor = lax.optimization_barrier(_float(jnp.where(usable, wide, W(0x3F800000))))
+    divisor = lax.optimization_barrier(_float_of_bits(jnp.where(usable, wide, W(0x3F800000))))
     inverse = lax.optimization_barrier(lax.div(lax.full_like(divisor, 1), divisor))
     blocks = jnp.where(usable, blocks, F(0))
     y = _product(blocks, inverse)
@@ -57,7 +57,7 @@ def encode(
         y = jnp.minimum(y, F(code.largest))
     u = None if noise is None else in_blocks(noise, spec.block)
     codes = _codes(y, blocks, spec, u)
-    return out_of_blocks(codes, x.shape), _float(scale).astype(SCALE_DTYPES[spec.scale])
+    return out_of_blocks(codes, x.shape), _float_of_bits(scale).astype(SCALE_DTYPES[spec.scale])
 
 
 def decode(codes: Array, scale: Array | None, spec: StateSpec) -> Array:
@@ -81,7 +81,7 @@ def scale_bits(amax: Array, spec: StateSpec) -> Array:
     """Return the bits of the scale for each amax's bits: int32; those of NaN if the amax is not finite. Exact."""
     finite = amax < INFINITY_BITS
     largest = lax.optimization_barrier(jnp.full(amax.shape, spec.of.largest, jnp.float32))
-    ratio = lax.div(_float(jnp.where(finite, amax, W(0))), largest)
+    ratio = lax.div(_float_of_bits(jnp.where(finite, amax, W(0))), largest)
     bits = lax.bitcast_convert_type(lax.optimization_barrier(ratio), jnp.int32)
     if spec.scale == "bfloat16":
         bits = (bits + W(0xFFFF)) & W(~0xFFFF)
@@ -152,7 +152,7 @@ def _product(x: Array, inverse: Array) -> Array:
     p = lax.bitcast_convert_type(_mantissa(factor) * _mantissa(of_inverse), jnp.int32)
     e = _binade(p) + binade + _binade(of_inverse)
     p = p & W(0x7FFFFF)
-    normal = _float(p | (jnp.clip(e, W(-126), W(127)) + W(127)) << W(23))
+    normal = _float_of_bits(p | (jnp.clip(e, W(-126), W(127)) + W(127)) << W(23))
     normal = jnp.where(e > W(127), F(np.inf), normal)
     nothing = (bits == W(0)) | (e < W(-150)) | ((e == W(-150)) & (p == W(0)))
     return jnp.where(nothing, F(0), jnp.where(e < W(-126), F(2.0**-126), normal))
@@ -164,7 +164,7 @@ def _binade(bits: Array) -> Array:
 
 def _mantissa(bits: Array) -> Array:
     """Return the mantissa in [1, 2) of a normal number."""
-    return _float((bits & W(0x7FFFFF)) | W(0x3F800000))
+    return _float_of_bits((bits & W(0x7FFFFF)) | W(0x3F800000))
 
 
 def _scaled(t: Array, scale: Array) -> Array:
@@ -185,7 +185,7 @@ def _scaled(t: Array, scale: Array) -> Array:
     count = count + ((rest > half) | ((rest == half) & ((count & W(1)) == W(1)))).astype(jnp.int32)
     # A subnormal's bits are its number of steps.
     tiny = (e <= W(-127)) & (magnitude_bits(t) != W(0)) & (bits_s != W(0))
-    return jnp.where(tiny, _float(count | (bits_t & W(-0x80000000))), whole)
+    return jnp.where(tiny, _float_of_bits(count | (bits_t & W(-0x80000000))), whole)
 
 
 def _halves(bits: Array) -> tuple[Array, Array]:
@@ -242,7 +242,7 @@ def _root(y: Array, top: int, u: Array | None) -> Array:
 
 def _mitchell(y: Array, halvings: int, u: Array | None) -> Array:
     bits = (lax.bitcast_convert_type(y, jnp.int32) >> W(halvings)) + W(32 * (halvings + 1) << 23)
-    c = _float(bits)
+    c = _float_of_bits(bits)
     if halvings == 1:
         # Linear from code 0 to 1, and from 1 to 2.
         twice = y * F(2)
@@ -331,5 +331,5 @@ def _narrowed(codes: Array, stored: Array) -> Array:
     return copysign(x, values)
 
 
-def _float(bits: Array) -> Array:
+def _float_of_bits(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)

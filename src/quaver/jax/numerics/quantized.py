@@ -159,7 +159,7 @@ class Quantized:
         """Return float32 [rows, k]: data × scale. After a Hadamard these are the rotated values, as the GEMM sees
         them.
         """
-        return over_blocks(self.values(), self.scales(), self.spec.block)
+        return scale_blocks(self.values(), self.scales(), self.spec.block)
 
 
 def as_bytes(retained: Any) -> Any:
@@ -189,7 +189,7 @@ def as_codes(retained: Any) -> Any:
 _FLOAT8 = tuple(FLOAT8.values())
 
 
-def over_blocks(x: Array, factor: Array, block: Block) -> Array:
+def scale_blocks(x: Array, factor: Array, block: Block) -> Array:
     """Multiply the elements of each block of x [rows, k] by the block's factor."""
     rows, k = x.shape
     if x.size == 0:

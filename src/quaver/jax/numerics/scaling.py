@@ -29,17 +29,19 @@ def block_bits(x: Array, spec: QuantSpec) -> Array:
         amax_bits = largest(magnitude_bits(x), (1,))
     else:
         amax_bits = lax.reduce_max(magnitude_bits(blocked(x, spec.block)), (1, 3))
-    return _normal(amax_bits)
+    return _flush_subnormal_bits(amax_bits)
 
 
-def _normal(bits: Array) -> Array:
+def _flush_subnormal_bits(bits: Array) -> Array:
     return where(lax.lt(bits, SMALLEST_NORMAL_BITS), 0, bits)
 
 
 def provided_amax_bits(amax: Array | float, shape: tuple[int, int]) -> Array:
     """Return the bits of a provided amax, in the shape of the scales."""
     a = jnp.asarray(amax, jnp.float32)
-    return _normal(magnitude_bits(jnp.broadcast_to(a.reshape(()), shape) if a.size == 1 else a.reshape(shape)))
+    return _flush_subnormal_bits(
+        magnitude_bits(jnp.broadcast_to(a.reshape(()), shape) if a.size == 1 else a.reshape(shape))
+    )
 
 
 def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array | float | None) -> "Factors":
@@ -66,7 +68,7 @@ def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array
         e = where(zero, 0, e)
     else:
         scale = where(finite, reciprocal(e), jnp.nan)
-    return e, scale, None, _float(measured) if spec.per_tensor else None
+    return e, scale, None, _float_of_bits(measured) if spec.per_tensor else None
 
 
 #: (encode factors, stored scales), [row blocks, k blocks]; (tensor factor of two-level scales, amax), [1, 1] or None.
@@ -81,7 +83,7 @@ def _two_level(blocks: Array, spec: QuantSpec, amax: Array | float | None) -> Fa
     else:
         big = _ratio(TWO_LEVEL_MAX, tensor)
     sixth = lax.optimization_barrier(lax.mul(big, np.float32(1 / 6)))
-    wanted = lax.mul(_float(blocks), sixth)
+    wanted = lax.mul(_float_of_bits(blocks), sixth)
     small = where(lax.gt(wanted, np.float32(E4M3.max)), E4M3.max, wanted).astype(jnp.float8_e4m3fn)
     small = lax.optimization_barrier(small)
     code = lax.bitcast_convert_type(small, jnp.uint8)
@@ -99,7 +101,7 @@ def _two_level(blocks: Array, spec: QuantSpec, amax: Array | float | None) -> Fa
     e = where(lax.eq(one_by, np.float32(0)), 0, lax.min(e, np.float32(FLT_MAX)))
     stored = where(lax.lt(blocks, INFINITY_BITS), code, 0x7F)
     tensor_factor = where(lax.lt(tensor, INFINITY_BITS), big, jnp.nan)
-    return where(isnan(one_by), one_by, e), stored, tensor_factor, _float(amax_bits)
+    return where(isnan(one_by), one_by, e), stored, tensor_factor, _float_of_bits(amax_bits)
 
 
 def _reciprocals() -> np.ndarray:
@@ -144,12 +146,12 @@ def reciprocal(e: Array) -> Array:
 
 def _ratio(most: float, bits: Array) -> Array:
     defined = usable(bits)
-    amax = _float(where(defined, bits, 0x3F800000))
+    amax = _float_of_bits(where(defined, bits, 0x3F800000))
     # A barrier keeps XLA from cancelling it against the reciprocal that follows.
     e = lax.optimization_barrier(lax.div(np.float32(most), amax))
     e = lax.clamp(np.finfo(np.float32).tiny, e, np.float32(FLT_MAX))
     return where(defined, e, 1)
 
 
-def _float(bits: Array) -> Array:
+def _float_of_bits(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)

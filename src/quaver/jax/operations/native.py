@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
-from quaver.jax.numerics.quantized import FLOAT8, Quantized, cut, isnan, over_blocks, padded, where
+from quaver.jax.numerics.quantized import FLOAT8, Quantized, cut, isnan, padded, scale_blocks, where
 from quaver.jax.numerics.rounding import SMALLEST_NORMAL_BITS, forbid_derivative, two_to_the
 from quaver.recipes.spec import QuantSpec
 
@@ -179,7 +179,7 @@ def decoded(q: Quantized) -> tuple[Array, Array]:
     values = q.values(dtype)
     if spec.two_level:
         blocks = lax.bitcast_convert_type(q.scale, jnp.float8_e4m3fn).astype(dtype)
-        return over_blocks(values, blocks, spec.block), _tensor_scale(q)
+        return scale_blocks(values, blocks, spec.block), _tensor_scale(q)
     if spec.block[1] is None:
         return values, per_row_scales(q.scales(), spec, q.shape[0])
     scale = per_row_scales(q.scales(), spec, q.shape[0])
@@ -188,7 +188,7 @@ def decoded(q: Quantized) -> tuple[Array, Array]:
     row_rescale = two_to_the(
         lax.clamp(np.int32(-126), lax.sub(np.int32(127 + MAX_SCALE_EXPONENT), binade), np.int32(126))
     )
-    blocks = over_blocks(values, lax.mul(scale, row_rescale).astype(dtype), (1, spec.block[1]))
+    blocks = scale_blocks(values, lax.mul(scale, row_rescale).astype(dtype), (1, spec.block[1]))
     return blocks, lax.div(np.float32(1), row_rescale)
 
 

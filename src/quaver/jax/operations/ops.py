@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from quaver.jax.numerics.quantized import Quantized, array, checked_float_dtype, over_blocks, pack
+from quaver.jax.numerics.quantized import Quantized, array, checked_float_dtype, pack, scale_blocks
 from quaver.jax.numerics.rounding import Place, encode, flush, forbid_derivative, rotate, uniform, widen
 from quaver.jax.numerics.scaling import factors
 from quaver.jax.operations import native
@@ -124,7 +124,7 @@ def _quantize(
         drawn = uniform(rows, k, seed, tensor_id, count, None if whole is None else (*at, whole))
         u = lax.optimization_barrier(drawn)
     e, scale, tensor_factor, tensor_amax = factors(x, spec, amax, factor)
-    data = encode(over_blocks(x, lax.optimization_barrier(e), spec.block), spec.format, u)
+    data = encode(scale_blocks(x, lax.optimization_barrier(e), spec.block), spec.format, u)
     if spec.format.packed:
         data = pack(data) if tensor_factor is None else _once(pack(data), tensor_factor)
     return Quantized(data, scale, tensor_factor, tensor_amax, spec, (rows, k))

@@ -152,13 +152,13 @@ def _check_shard_edges(
             )
 
 
-def sum_like(gradient: Array, primal: Any) -> Array:
+def psum_like(gradient: Array, primal: Any) -> Array:
     """Sum a gradient over the mesh axes over which its primal does not vary, so that every shard has the same."""
     axes = ordered(varying(gradient) - varying(primal))
     return lax.psum(gradient, axes) if axes else gradient
 
 
-def max_like(x: Array, like: Array) -> Array:
+def pmax_like(x: Array, like: Array) -> Array:
     """Return the maximum of x over the mesh axes over which `like` does not vary, with the type of `like`."""
     axes = ordered(varying(x) - varying(like))
     x = lax.pmax(x, axes) if axes else x
@@ -174,7 +174,7 @@ def partition_spec_of(x: Any) -> tuple[Any, ...]:
     return (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
 
 
-def shardings_inferred(function: Callable[..., Array], x: Any, out: tuple[Any, ...]) -> Callable[..., Array]:
+def with_auto_sharding(function: Callable[..., Array], x: Any, out: tuple[Any, ...]) -> Callable[..., Array]:
     """Wrap a function so that shardings inside are left to the compiler, on a mesh with explicit axes.
 
     The types cannot express the sharding of blocks and flattened axes.

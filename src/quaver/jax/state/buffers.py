@@ -30,7 +30,7 @@ from quaver.jax.numerics.quantized import array, where
 from quaver.jax.numerics.rounding import forbid_second_derivative, two_to_the
 from quaver.jax.numerics.scaling import encode_factor, exponent
 from quaver.jax.operations.ops import check_static_int
-from quaver.jax.operations.sharding import max_like
+from quaver.jax.operations.sharding import pmax_like
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX
 
@@ -112,7 +112,7 @@ def amaxes_of(state: State, *amaxes: Array | None) -> Array:
     If the state is the same on all shards, so is the result.
     """
     provided = [np.zeros(1, np.float32) if a is None else a.reshape(1) for a in amaxes]
-    return max_like(lax.concatenate(provided, 0), state["factor"])
+    return pmax_like(lax.concatenate(provided, 0), state["factor"])
 
 
 def record(state: State, amaxes: Array, recipe: Recipe) -> State:
