@@ -20,7 +20,7 @@ FILES = {
         "src/quaver/recipes/throwaway.py": '''"""A recipe that a test adds."""
 
 from quaver.recipes.formats import E4M3
-from quaver.recipes.spec import flags, recipe
+from quaver.recipes.spec import check_flags, recipe
 from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 
 
@@ -31,7 +31,7 @@ def throwaway(*, weight_2d: bool = False) -> Recipe:
     Args:
         weight_2d: the weight in 32x32 blocks.
     """
-    flags(weight_2d=weight_2d)
+    check_flags(weight_2d=weight_2d)
     line = QuantSpec(E4M3, (1, 32), "e8m0")
     weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else line
     return Recipe("throwaway", GemmSpec(line, weight), GemmSpec(line, weight), GemmSpec(line, line))
