@@ -159,7 +159,7 @@ def test_no_high_precision_copy_remains(name: str, recipe: str | None) -> None:
     assert not any(t.numel() == N * 128 and t.element_size() > 1 for t in kept)
     if state_of(one).weights is not None:
         rest = state_of(one).weights
-        assert not rest.window and rest.codes.decoded is None and rest.codes.data.data_ptr() == one.weight.data_ptr()
+        assert not rest.entries and rest.codes.decoded is None and rest.codes.data.data_ptr() == one.weight.data_ptr()
 
 
 @pytest.mark.parametrize("x", [torch.randn(3, K + 1), torch.tensor(1.0)], ids=["wrong width", "a number"])
