@@ -279,9 +279,9 @@ def place_on_a_machine(item: pytest.Item, gpu: bool, interpreting: bool) -> None
 @pytest.fixture(autouse=True)
 def _alike() -> None:
     """Fix the random seed, and let torch.empty return NaN (255 in bytes), so that unwritten elements are detected."""
-    if "quaver.torch.linear.plan" in sys.modules:
+    if "quaver.torch.linear.linear" in sys.modules:
         # Plans outlive a test, which may change what decided them.
-        sys.modules["quaver.torch.linear.plan"].plans.clear()
+        sys.modules["quaver.torch.linear.linear"].plans.clear()
     import numpy as np
     import torch
 

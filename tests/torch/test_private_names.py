@@ -159,7 +159,7 @@ def test_a_step_on_a_gpu_needs_the_private_gemm(monkeypatch: pytest.MonkeyPatch)
     from quaver.torch.linear import plan_gpu
 
     monkeypatch.delattr(torch, "_scaled_mm_v2")
-    assert plan_gpu.decide(torch.ones(16, 16), torch.ones(16, 16), None, recipes.get("rowwise")) is None
+    assert plan_gpu.build(torch.ones(16, 16), torch.ones(16, 16), None, recipes.get("rowwise")) is None
 
 
 def test_copies_one_by_one_are_the_copies_at_once() -> None:

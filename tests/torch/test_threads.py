@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.linear import plan
+from quaver.torch.linear import linear as linear_module
 from tests.close import assert_bitwise
 from tests.torch.beside import another_thread
 from tests.torch.operations.test_selective_checkpoint import Logged
@@ -82,7 +82,7 @@ def trained(block: nn.Module, recipe: str, around: Any) -> dict[str, Any]:
     dtype = next((p.dtype for p in block.parameters() if p.dtype is torch.bfloat16), torch.float32)
     left: dict[str, Any] = {}
     # What was decided for a shape, by whoever met it first.
-    plan.plans.clear()
+    linear_module.plans.clear()
     for step in range(4):
         draw = torch.Generator().manual_seed(step)
         x = torch.randn(2, T, K, generator=draw).to(dtype).requires_grad_()

@@ -121,7 +121,7 @@ def begins(module: nn.Module, ledger: Ledger, part: str, inputs: str = "") -> No
 
 @dataclass(frozen=True)
 class Watched:
-    """A prologue of `quaver.torch.linear.quantized_input` that tells what it keeps, and that it has run."""
+    """A prologue of `quaver.torch.linear.autograd` that tells what it keeps, and that it has run."""
 
     prologue: Any
     ledger: Ledger

@@ -52,9 +52,9 @@ def test_the_named_implementation_runs(recipe: str, monkeypatch: pytest.MonkeyPa
             for i in op.implementations
         ]
         monkeypatch.setattr(op, "enabled", impls)
-    ops._resolved.clear()
+    ops.clear_resolved()
     layer(x).sum().backward()
-    ops._resolved.clear()
+    ops.clear_resolved()
     assert ran == expected
 
 

@@ -30,11 +30,11 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("recipe", [None, "bf16", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("recorded", [True, False], ids=["with gradients", "without"])
-@pytest.mark.parametrize("tokens", [16, 512], ids=["an MLP as one function", "as two"])
+@pytest.mark.parametrize("tokens", [16, 512], ids=["chosen kernels", "the general plan"])
 def test_each_group_of_layers_asks_for_its_recipe_once(
     recipe: str | None, recorded: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether its step was decided beforehand or not."""
+    """With any plan."""
     assert 16 * 64 <= fused_projections.ON_HOST < 512 * 64
     block = qt.TransformerLayer(32, 4, 64, groups=2, activation="swiglu", normalization="RMSNorm", bias=False)
     asked, ask = Counter[tuple[nn.Module, ...]](), fused_projections._shared_recipe
@@ -56,7 +56,7 @@ def test_each_group_of_layers_asks_for_its_recipe_once(
 @pytest.mark.parametrize("recipe", [*recipes.RECIPES, None], ids=str)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_float64_is_never_quantized(block: str, recipe: str | None) -> None:
-    """Neither where a step was decided beforehand, nor what waits in eight bits."""
+    """Neither by a plan, nor as what backward saves in eight bits."""
     torch.manual_seed(0)
     layer = BLOCKS[block]().double()
     x = torch.randn(2, 6, 32, dtype=torch.float64, requires_grad=True)

@@ -18,9 +18,10 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.costs.ledger import saved_bytes
 from quaver.recipes.spec import GemmSpec
-from quaver.torch.linear import gemms, quantized_input
+from quaver.torch.linear import general
 from quaver.torch.linear import linear as linear_module
 from quaver.torch.linear.linear import Linear
+from quaver.torch.linear.plan import LinearCall
 from quaver.torch.state.history import roll
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise, assert_close
@@ -277,14 +278,13 @@ def test_a_frozen_weight_keeps_no_input(name: str, saved: list[Tensor]) -> None:
 def test_without_gradients_nothing_is_saved_or_recorded(name: str, mode: type, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = qt.Linear(32, 48)
     calls: list[str] = []
-    real = gemms.quantize
+    real = general.quantize
 
-    def spy(call: gemms.LinearContext, column: int, operand: str, *rest: Any) -> object:
+    def spy(call: LinearCall, column: int, operand: str, *rest: Any) -> object:
         calls.append(operand)
         return real(call, column, operand, *rest)
 
-    monkeypatch.setattr(gemms, "quantize", spy)
-    monkeypatch.setattr(quantized_input, "quantize", spy)
+    monkeypatch.setattr(general, "quantize", spy)
     x = torch.randn(16, 32)
     with qt.autocast(name), mode():
         y = layer(x)

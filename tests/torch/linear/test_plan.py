@@ -1,10 +1,9 @@
-"""A small layer's step on a CPU, decided beforehand, has the bits, gradients and state of the general one."""
+"""A small layer with kernels chosen beforehand has the bits, gradients and state of the general plan, on a CPU."""
 
 import math
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,27 +13,20 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.recipes.formats import E4M3, E5M2
-from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
+from quaver.recipes.spec import GemmSpec, Recipe
 from quaver.torch.backends.cpu import gemm
-from quaver.torch.linear import plan
+from quaver.torch.linear import linear as linear_module
+from quaver.torch.linear import plan_cpu
+from quaver.torch.linear.autograd import IDENTITY_INPUT
 from quaver.torch.linear.fused_projections import project
-from quaver.torch.linear.quantized_input import IDENTITY_INPUT
 from quaver.torch.state import weight_cache
 from tests import forked
 from tests.close import assert_bitwise
 from tests.operands import nasty
 from tests.pairs import pairs
+from tests.torch.linear.chosen import general_plans, has_chosen_kernels
 
 T, K, N = 12, 24, 40
-SQUARE, ROW = QuantSpec(E4M3, (8, 8), "e8m0"), QuantSpec(E4M3, (1, None), "fp32")
-TENSOR = QuantSpec(E5M2, (None, None), "power_of_two")
-
-
-def recipe_of_blocks(x: QuantSpec, weight: QuantSpec, g: QuantSpec) -> Recipe:
-    """A recipe that quantizes each operand and its transpose with the same spec."""
-    return Recipe("blocks", GemmSpec(x, weight), GemmSpec(g, weight), GemmSpec(g, x))
-
 
 RECIPES = {
     "tensorwise": recipes.tensorwise(),
@@ -43,31 +35,8 @@ RECIPES = {
     "delayed": recipes.delayed(),
     "short, with a margin": recipes.delayed(history=2, margin=1),
     "most recent, any scale": recipes.delayed(history=3, algorithm="most_recent", power_of_two=False),
-    "rowwise": recipes.rowwise(),
-    "rows of any scale": recipes.rowwise(power_of_two=False),
-    "rowwise_bf16_wgrad": recipes.rowwise_bf16_wgrad(),
-    "blockwise": recipes.blockwise(),
-    "mxfp8": recipes.mxfp8(),
-    "one operand serves two GEMMs": recipe_of_blocks(SQUARE, SQUARE, SQUARE),
-    "the input serves two GEMMs": recipe_of_blocks(SQUARE, ROW, ROW),
-    "the weight serves two GEMMs": recipe_of_blocks(ROW, TENSOR, ROW),
-    "the gradient serves two GEMMs": recipe_of_blocks(ROW, ROW, SQUARE),
-    "one scale, not shared": recipe_of_blocks(TENSOR, TENSOR, ROW),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def is_direct(y: Tensor) -> bool:
-    assert y.grad_fn is not None
-    return y.grad_fn.name() == "_PlannedLinearFunctionBackward"
-
-
-@contextmanager
-def generally() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "plan", lambda *_: None)
-        patch.setattr(plan, "plans", {})
-        yield
 
 
 def pair(recipe: Recipe, dtype: torch.dtype, bias: bool = True, k: int = K, n: int = N) -> tuple[qt.Linear, qt.Linear]:
@@ -85,7 +54,7 @@ def train(layer: qt.Linear, inputs: list[Tensor], gradients: list[Tensor], direc
         with qt.autocast(layer.recipe):
             y = layer(x)
         # Delayed scaling's state is made by the general way.
-        assert is_direct(y) is direct
+        assert has_chosen_kernels(y) is direct
         y.backward(g)
         assert x.grad is not None
         tensors |= {f"output {number}": y.detach(), f"input {number}": x.grad}
@@ -101,19 +70,6 @@ def test_bits_and_state_equal_the_general_path(name: str, dtype: torch.dtype, bi
     _compare(RECIPES[name], dtype, bias, (3, T // 3), K, N)
 
 
-#: Products that are no small ones: of decoded blocks; few rows; and few columns, transposes of which lie as they are.
-SHAPES = [(3, 40, 96, 64), (1, 2, 600, 300), (1, 700, 600, 1)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", RECIPES)
-def test_larger_products_have_the_same_bits(name: str, shape: tuple[int, ...]) -> None:
-    *lead, k, n = shape
-    assert math.prod(shape) > gemm.SMALL
-    turn = slice((list(RECIPES).index(name) + SHAPES.index(shape)) % 2, None, 2)
-    _compare(RECIPES[name], torch.bfloat16 if k % 64 else torch.float32, True, tuple(lead), k, n, turn)
-
-
 def _compare(
     recipe: Recipe, dtype: torch.dtype, bias: bool, lead: tuple[int, ...], k: int, n: int, some: slice = slice(None)
 ) -> None:
@@ -123,7 +79,7 @@ def _compare(
     gradients = [torch.from_numpy(v).to(dtype).view(*lead, n) for v in values]
     first, second = pair(recipe, dtype, bias, k, n)
     ours = train(first, inputs, gradients, True)
-    with generally():
+    with general_plans():
         theirs = train(second, inputs, gradients, False)
     assert ours.keys() == theirs.keys()
     for what in ours:
@@ -137,7 +93,7 @@ def test_a_small_and_a_large_layer_of_one_input_read_the_same_codes(recipe: str)
     assert 64 * 64 * 8 <= gemm.SMALL < 64 * 64 * 1024
     for layers in ((small, large), (large, small)):
         results = []
-        for way in (nullcontext(), generally()):
+        for way in (nullcontext(), general_plans()):
             x = torch.linspace(-3, 2, 64 * 64).view(64, 64).requires_grad_()
             with way:
                 outputs = project(IDENTITY_INPUT, (x,), layers)
@@ -154,7 +110,7 @@ def test_every_shape_of_input_has_its_step() -> None:
     for shape in [(K,), (1, K), (T, K), (2, 3, K), (2, 1, 3, K), (T, K)]:
         x = torch.randn(shape)
         ours = train(first, [x], [torch.ones(*shape[:-1], N)], True)
-        with generally():
+        with general_plans():
             theirs = train(second, [x], [torch.ones(*shape[:-1], N)], False)
         for what in ours:
             assert_bitwise(ours[what], theirs[what], f"{what} of {shape}")
@@ -163,68 +119,68 @@ def test_every_shape_of_input_has_its_step() -> None:
 def test_alternating_lengths_are_planned_once_for_all_layers_and_few_plans_are_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layers, decided, decide = [qt.Linear(K, N, recipe="tensorwise") for _ in range(2)], [], plan.decide
-    monkeypatch.setattr(plan, "MAX_PLANS", 16)
+    layers, decided, decide = [qt.Linear(K, N, recipe="tensorwise") for _ in range(2)], [], plan_cpu.build
+    monkeypatch.setattr(linear_module, "MAX_PLANS", 16)
 
     def counted(x: Tensor, *rest: Any) -> Any:
         decided.append(len(x))
         return decide(x, *rest)
 
-    monkeypatch.setattr(plan, "decide", counted)
+    monkeypatch.setattr(plan_cpu, "build", counted)
     for tokens in [T, T + 1, T, T + 1, T]:
         for layer in layers:
-            assert is_direct(layer(torch.randn(tokens, K, requires_grad=True)))
+            assert has_chosen_kernels(layer(torch.randn(tokens, K, requires_grad=True)))
     assert decided == [T, T + 1]
-    for tokens in range(1, 3 * plan.MAX_PLANS):
-        assert is_direct(layers[0](torch.randn(tokens, K, requires_grad=True)))
-        assert len(plan.plans) <= plan.MAX_PLANS
+    for tokens in range(1, 3 * linear_module.MAX_PLANS):
+        assert has_chosen_kernels(layers[0](torch.randn(tokens, K, requires_grad=True)))
+        assert len(linear_module.plans) <= linear_module.MAX_PLANS
 
 
 def layer_and_input() -> tuple[qt.Linear, Tensor]:
     layer, x = qt.Linear(K, N, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
-    assert is_direct(layer(x))
+    assert has_chosen_kernels(layer(x))
     return layer, x
 
 
 def test_observed_layers_take_the_general_path() -> None:
     layer, x = layer_and_input()
     with qt.count(layer) as counters:
-        assert not is_direct(layer(x))
+        assert not has_chosen_kernels(layer(x))
     assert counters.table
     with torch.autocast("cpu", torch.bfloat16):
-        assert not is_direct(layer(x))
+        assert not has_chosen_kernels(layer(x))
     with qt.only("reference"):
-        assert not is_direct(layer(x))
-    assert is_direct(layer(x))
+        assert not has_chosen_kernels(layer(x))
+    assert has_chosen_kernels(layer(x))
 
 
 def test_no_plan_is_made_while_the_layer_is_observed() -> None:
     layer = qt.Linear(K, N, recipe="tensorwise")
     x = torch.randn(T, K, requires_grad=True)
     with qt.only("reference"):
-        assert not is_direct(layer(x))
-    assert not plan.plans
-    assert is_direct(layer(x))
+        assert not has_chosen_kernels(layer(x))
+    assert not linear_module.plans
+    assert has_chosen_kernels(layer(x))
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp6"])
-def test_formats_that_torch_cannot_cast_to_take_the_general_path(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp6", "rowwise", "blockwise", "mxfp8"])
+def test_recipes_of_other_scales_take_the_general_path(recipe: str) -> None:
     layer = qt.Linear(K, N, recipe=recipe)
-    assert not is_direct(layer(torch.randn(T, K, requires_grad=True)))
+    assert not has_chosen_kernels(layer(torch.randn(T, K, requires_grad=True)))
 
 
 def test_unsupported_calls_take_the_general_path() -> None:
     layer, x = layer_and_input()
-    assert not is_direct(layer(x.detach()))
-    assert not is_direct(layer(torch.randn(K, T).t().requires_grad_()))
-    assert not is_direct(layer(torch.randn(0, K, requires_grad=True)))
-    assert is_direct(layer(x))
+    assert not has_chosen_kernels(layer(x.detach()))
+    assert not has_chosen_kernels(layer(torch.randn(K, T).t().requires_grad_()))
+    assert not has_chosen_kernels(layer(torch.randn(0, K, requires_grad=True)))
+    assert has_chosen_kernels(layer(x))
     layer.weight.requires_grad_(False)
-    assert not is_direct(layer(x))
+    assert not has_chosen_kernels(layer(x))
     with pytest.raises(ValueError, match="float32 weights and got a"):
         layer(x.bfloat16())
     layer.weight = nn.Parameter(torch.randn(K, N).t())
-    assert not is_direct(layer(x))
+    assert not has_chosen_kernels(layer(x))
     with torch.no_grad():
         assert layer(x).grad_fn is None
 
@@ -232,30 +188,30 @@ def test_unsupported_calls_take_the_general_path() -> None:
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
 def test_a_recipe_with_an_unquantized_input_gemm_takes_the_general_path(gemm: str) -> None:
     plain = GemmSpec(None, None)
-    recipe = replace(RECIPES["rowwise"], name="plain", wgrad=plain, **{gemm: plain})
-    assert not is_direct(qt.Linear(K, N, recipe=recipe)(torch.randn(T, K, requires_grad=True)))
+    recipe = replace(recipes.rowwise(), name="plain", wgrad=plain, **{gemm: plain})
+    assert not has_chosen_kernels(qt.Linear(K, N, recipe=recipe)(torch.randn(T, K, requires_grad=True)))
 
 
 @pytest.mark.parametrize("tokens", [T, 200])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_plans_hold_neither_an_input_nor_a_weight(recipe: str, tokens: int) -> None:
     layer, x = qt.Linear(64, 64, recipe=recipe), torch.randn(tokens, 64, requires_grad=True)
-    assert is_direct(layer(x))
+    layer(x)
     weights = weakref.ref(layer.weight), weakref.ref(x)
     del layer, x
-    assert plan.plans and not any(weight() for weight in weights)
+    assert linear_module.plans and not any(weight() for weight in weights)
 
 
 def test_a_weight_of_another_shape_has_its_own_plan() -> None:
     layer, x = qt.Linear(K, N, bias=False, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
-    assert is_direct(layer(x))
+    assert has_chosen_kernels(layer(x))
     layer.weight = nn.Parameter(torch.randn(N, K + 1))
     with pytest.raises(ValueError, match="got an input of shape"):
         layer(x)
     large = gemm.SMALL // (T * K) + 1
     layer.weight = nn.Parameter(torch.randn(large, K))
     y = layer(x)
-    assert y.shape == (T, large) and is_direct(y)
+    assert y.shape == (T, large) and not has_chosen_kernels(y)
 
 
 def test_on_meta_nothing_is_computed() -> None:
@@ -268,7 +224,7 @@ def test_nothing_is_decided_for_a_weight_that_is_codes(monkeypatch: pytest.Monke
     with qt.quantized_init("tensorwise"):
         layer = qt.Linear(K, N)
     asked: list[object] = []
-    monkeypatch.setattr(plan, "plan", lambda *given: asked.append(given))
+    monkeypatch.setattr(linear_module, "make_plan", lambda *given: asked.append(given))
     with qt.autocast("tensorwise"):
         layer(torch.randn(T, K, requires_grad=True))
     assert not asked
@@ -302,11 +258,11 @@ def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
     layer, x = layer_and_input()
     nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh())
     y = layer(x)
-    assert is_direct(y)
+    assert has_chosen_kernels(y)
     y.sum().backward()
     with torch.no_grad():
         layer.parametrizations.weight.original.mul_(2.0)
-    with generally():
+    with general_plans():
         expected = layer(x)
     assert_bitwise(layer(x).detach(), expected.detach())
 
@@ -328,9 +284,9 @@ def test_an_output_may_be_written_to(way: str) -> None:
     for shape in [(T, K), (3, T // 3, K), (K,)]:
         x = torch.randn(shape, requires_grad=True)
         expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
-        with generally() if way == "general" else nullcontext():
+        with general_plans() if way == "general" else nullcontext():
             y = layer(x)
-        assert is_direct(y) == (way == "direct")
+        assert has_chosen_kernels(y) == (way == "direct")
         grads = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
         for grad, value in zip(grads, expected, strict=True):
             assert_bitwise(grad, value)
@@ -360,11 +316,11 @@ def test_backward_takes_any_gradient_and_ignores_torchs_autocast(gradient: Tenso
     for layer, ours in ((first, True), (second, False)):
         x = torch.linspace(-1, 1, T * K).view(T, K).requires_grad_()
         layer.zero_grad()
-        with nullcontext() if ours else generally():
+        with nullcontext() if ours else general_plans():
             y = layer(x)
         with torch.autocast("cpu", torch.bfloat16):
             y.backward(gradient)
-        assert is_direct(y) is ours
+        assert has_chosen_kernels(y) is ours
         assert x.grad is not None and layer.weight.grad is not None and layer.bias.grad is not None
         runs.append((x.grad, layer.weight.grad, layer.bias.grad))
     for a, b in zip(*runs, strict=True):
@@ -403,8 +359,7 @@ def test_backward_saves_one_byte_per_element(shape: tuple[int, int, int]) -> Non
     layer, x = qt.Linear(k, n, recipe="tensorwise"), torch.randn(tokens, k, requires_grad=True)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = layer(x)
-    assert is_direct(y)
+        y = layer(x)  # noqa: F841
     # The codes and their scale.
     assert sum(t.nbytes for t in kept if t is not layer.weight) == tokens * k + 8
     # Nor does the node hold a decoded weight of more than a few elements.
@@ -438,7 +393,7 @@ def test_a_cached_weight_serves_lengths_that_need_another_layout(name: str, dtyp
 
     for together in (False, True):
         ours = gradients(layers[0], together)
-        with generally():
+        with general_plans():
             theirs = gradients(layers[1], together)
         for one, other in zip(ours, theirs, strict=True):
             assert_bitwise(one, other)
@@ -468,8 +423,8 @@ def test_a_transposed_input_is_read_row_by_row(name: str, tokens: int) -> None:
 
 
 def test_plans_are_dropped_only_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MAX_PLANS", 8)
+    monkeypatch.setattr(linear_module, "MAX_PLANS", 8)
     layer = qt.Linear(K, N, recipe="tensorwise")
-    for tokens in range(1, 2 * plan.MAX_PLANS):
+    for tokens in range(1, 2 * linear_module.MAX_PLANS):
         layer(torch.randn(tokens, K, requires_grad=True))
-        assert len(plan.plans) == min(tokens, plan.MAX_PLANS)
+        assert len(linear_module.plans) == min(tokens, linear_module.MAX_PLANS)

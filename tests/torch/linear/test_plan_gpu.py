@@ -15,14 +15,15 @@ from quaver import recipes
 from quaver.recipes.spec import GemmSpec, Recipe
 from quaver.torch.backends.gpu import block_scaled, scaled_mm
 from quaver.torch.backends.gpu.quantize_launch import SMALL
-from quaver.torch.linear import function, plan_gpu
-from quaver.torch.linear import plan as direct
-from quaver.torch.linear.plan_step import PlannedContext
+from quaver.torch.linear import autograd, plan_gpu
+from quaver.torch.linear import linear as linear_module
+from quaver.torch.linear.plan import LinearPlan
 from quaver.torch.operations import functional
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 from tests.torch.backends.gpu.cublaslt import torchs_own
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
+from tests.torch.linear.chosen import general_plans, has_chosen_kernels
 from tests.torch.operations.test_shared_inputs import Forgetful
 
 T, K, N = 32, 48, 64
@@ -55,24 +56,6 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def generally() -> Callable[[pytest.MonkeyPatch], None]:
-    def decide_nothing(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(direct, "plan", lambda *_: None)
-        patch.setattr(direct, "plans", {})
-
-    return decide_nothing
-
-
-def is_direct(y: Tensor) -> bool:
-    node = y.grad_fn
-    assert node is not None
-    while node.name().startswith("View"):
-        node = node.next_functions[0][0]
-        assert node is not None
-    return node.name() == "_PlannedLinearFunctionBackward"
-
-
 def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
     """Outputs, gradients and state of some steps; the weight changes after every other one."""
     tensors = []
@@ -81,7 +64,7 @@ def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
         x = value.clone().requires_grad_()
         with qt.autocast(layer.recipe):
             y = layer(x)
-        assert is_direct(y) is direct
+        assert has_chosen_kernels(y) is direct
         y.square().sum().backward()
         assert x.grad is not None
         tensors += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
@@ -96,7 +79,6 @@ def test_bits_and_state_equal_the_general_path(
     recipe: str,
     arch: int,
     bias: bool,
-    generally: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     become(arch, monkeypatch)
@@ -106,8 +88,7 @@ def test_bits_and_state_equal_the_general_path(
     second = qt.Linear(K, N, bias=bias, dtype=torch.bfloat16, recipe=recipe)
     second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
     ours = steps(first, xs, True)
-    with pytest.MonkeyPatch.context() as patch:
-        generally(patch)
+    with general_plans():
         theirs = steps(second, xs, False)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
@@ -162,7 +143,7 @@ def test_overwritten_shared_codes_are_not_reused(recipe: str, arch: int, monkeyp
         first(h)
         between()
         again = last(h)
-        assert is_direct(again)
+        assert has_chosen_kernels(again)
         assert_bitwise(again, expected)
 
 
@@ -176,26 +157,24 @@ def test_overwritten_shared_codes_are_not_reused(recipe: str, arch: int, monkeyp
     ],
 )
 def test_layers_of_one_input_have_the_bits_of_the_general_path(
-    recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A normalization before two layers, and an activation before one, of which the codes are kept: in one autograd
-    function, of which the last layer is and whose prologue is what comes before."""
+    """A normalization before two layers, and an activation before one, all with chosen kernels."""
     become(arch, monkeypatch)
-    run, decided = function._run_planned, []
+    begun, begin = [], linear_module.begin_planned
 
-    def recorded(setup: Any, *rest: Any) -> Any:
-        decided.append((len(setup.contexts), setup.prologue.__class__ is function.FusedMLPInput))
-        return run(setup, *rest)
+    def recorded(plan: LinearPlan, layer: Any, x: Tensor) -> Any:
+        begun.append(plan)
+        return begin(plan, layer, x)
 
-    monkeypatch.setattr(function, "_run_planned", recorded)
+    monkeypatch.setattr(linear_module, "begin_planned", recorded)
     first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
     second = copy.deepcopy(first)
     ours = trained(first)
-    assert decided == [(1, True), (2, False)] * 3
-    with pytest.MonkeyPatch.context() as patch:
-        generally(patch)
+    assert len(begun) == 3 * 3
+    with general_plans():
         theirs = trained(second)
-    assert decided == [(1, True), (2, False)] * 3
+    assert len(begun) == 3 * 3
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
 
@@ -235,7 +214,6 @@ def test_two_level_scaling_has_the_bits_of_the_general_path(
     tokens: int,
     k: int,
     n: int,
-    generally: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also with only the required gradients: only stochastic rounding advances the noise count."""
@@ -253,15 +231,14 @@ def test_two_level_scaling_has_the_bits_of_the_general_path(
         for which in ("both", "x", "weight", "both"):
             leaf = x.clone().requires_grad_()
             y = layer(leaf)
-            assert is_direct(y) is direct
+            assert has_chosen_kernels(y) is direct
             asked = {"x": (leaf,), "weight": (layer.weight,)}.get(which, (leaf, layer.weight))
             results += [y.detach(), *torch.autograd.grad(y.square().sum(), asked)]
             results += [b.clone() for b in layer.buffers()]
         return results
 
     ours = some(first, True)
-    with pytest.MonkeyPatch.context() as patch:
-        generally(patch)
+    with general_plans():
         theirs = some(second, False)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert_bitwise(a, b, str(number))
@@ -279,7 +256,7 @@ def test_two_level_scaling_runs_when_torch_fills_new_memory(monkeypatch: pytest.
         for on in (False, True):
             torch.use_deterministic_algorithms(on)
             y = layer(x)
-            assert is_direct(y)
+            assert has_chosen_kernels(y)
             grads.append(torch.autograd.grad(y.float().square().sum(), (x, layer.weight)))
     finally:
         torch.use_deterministic_algorithms(before)
@@ -317,7 +294,7 @@ def test_saved_tensors_may_be_offloaded_to_the_host(recipe: str, arch: int, monk
             with qt.autocast(recipe), hooks:
                 y = layer(leaf)
             # Delayed scaling measures first.
-            assert is_direct(y) or recipe == "delayed"
+            assert has_chosen_kernels(y) or recipe == "delayed"
             y.square().sum().backward()
             assert leaf.grad is not None
             tensors += [y.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())]
@@ -328,9 +305,7 @@ def test_saved_tensors_may_be_offloaded_to_the_host(recipe: str, arch: int, monk
 
 
 @pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
-def test_noise_of_one_gemm_advances_only_its_own_count(
-    gemm: str, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_of_one_gemm_advances_only_its_own_count(gemm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe of one's own that rounds at random for one GEMM of backward."""
     become(100, monkeypatch)
     nearest, random = recipes.nvfp4(stochastic_rounding=False), recipes.nvfp4()
@@ -340,16 +315,13 @@ def test_noise_of_one_gemm_advances_only_its_own_count(
     xs = [torch.randn(T, K).bfloat16()] * 2
     ours = steps(first, xs, True)
     assert first.count[:2].tolist() == [2 * (gemm == "dgrad"), 2 * (gemm == "wgrad")]
-    with pytest.MonkeyPatch.context() as patch:
-        generally(patch)
+    with general_plans():
         theirs = steps(second, xs, False)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert_bitwise(a, b, str(number))
 
 
-def test_noise_continues_over_steps_despite_other_calls_in_between(
-    generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_continues_over_steps_despite_other_calls_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other shapes by turns, a length without a plan, a second layer, evaluation, a checkpoint that runs the forward
     again, a micro-batch whose backward comes later; then another seed and other counts, a name, and a copy."""
     become(100, monkeypatch)
@@ -386,9 +358,8 @@ def test_noise_continues_over_steps_despite_other_calls_in_between(
         return [*results, *(b.clone() for layer in (*layers, again) for b in layer.buffers())]
 
     ours = program(layers)
-    assert is_direct(layers[0](x.clone().requires_grad_()))
-    with pytest.MonkeyPatch.context() as patch:
-        generally(patch)
+    assert has_chosen_kernels(layers[0](x.clone().requires_grad_()))
+    with general_plans():
         theirs = program(others)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert_bitwise(a, b, str(number))
@@ -397,7 +368,7 @@ def test_noise_continues_over_steps_despite_other_calls_in_between(
 @pytest.mark.parametrize("arch", [100, 120])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(
-    recipe: str, arch: int, generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as sm_120, and sm_100 with some versions of cuBLASLt: nothing is read once more to be turned."""
     calls = become(arch, monkeypatch, either=False)
@@ -413,8 +384,7 @@ def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(
     second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
     ours = steps(first, xs, True)
     assert calls
-    with pytest.MonkeyPatch.context() as patch:
-        generally(patch)
+    with general_plans():
         theirs = steps(second, xs, False)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -454,7 +424,7 @@ def test_two_forwards_before_their_backwards_keep_their_own_codes(
         y = layer(x)
         alone.append((y.detach().clone(), *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))))
     y1, y2 = layer(x1), layer(x2)
-    assert is_direct(y1)
+    assert has_chosen_kernels(y1)
     together = [torch.autograd.grad(y.float().square().sum(), (x, layer.weight)) for y, x in ((y1, x1), (y2, x2))]
     for (y, *grads), again, out in zip(alone, together, (y1, y2), strict=True):
         assert torch.equal(out, y)
@@ -466,7 +436,7 @@ def test_backward_counts_even_if_forward_did_not(recipe: str, arch: int, monkeyp
     become(arch, monkeypatch)
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
     y = layer(torch.randn(T, K).bfloat16().requires_grad_())
-    assert is_direct(y)
+    assert has_chosen_kernels(y)
     with qt.count(layer) as counters:
         y.sum().backward()
     elements = {name: counts.elements for name, counts in counters.table[""].items()}
@@ -480,7 +450,7 @@ def test_where_gemms_want_other_scales_than_kernels_write_nothing_is_decided(
 ) -> None:
     become(arch, monkeypatch)
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
-    assert not is_direct(layer(torch.randn(T, K).bfloat16().requires_grad_()))
+    assert not has_chosen_kernels(layer(torch.randn(T, K).bfloat16().requires_grad_()))
 
 
 @torchs_own
@@ -500,27 +470,27 @@ def test_where_gemms_want_other_scales_than_kernels_write_nothing_is_decided(
 def test_unplanned_calls_take_the_general_path(why: str) -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert is_direct(layer(x))
+    assert has_chosen_kernels(layer(x))
     if why == "no gradient of x":
-        assert not is_direct(layer(x.detach()))
+        assert not has_chosen_kernels(layer(x.detach()))
     elif why == "frozen weight":
         layer.weight.requires_grad_(False)
-        assert not is_direct(layer(x))
+        assert not has_chosen_kernels(layer(x))
     elif why == "no grad":
         with torch.no_grad():
             assert layer(x).grad_fn is None
     elif why == "odd tokens":
-        assert not is_direct(layer(x[:17]))
-        assert is_direct(layer(x))
+        assert not has_chosen_kernels(layer(x[:17]))
+        assert has_chosen_kernels(layer(x))
     elif why == "not contiguous":
-        assert not is_direct(layer(torch.randn(K, T).bfloat16().t().requires_grad_()))
+        assert not has_chosen_kernels(layer(torch.randn(K, T).bfloat16().t().requires_grad_()))
     elif why == "counted":
         with qt.count(layer) as counters:
-            assert not is_direct(layer(x))
+            assert not has_chosen_kernels(layer(x))
         assert counters is not None
     elif why == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
-            assert not is_direct(layer(x))
+            assert not has_chosen_kernels(layer(x))
     else:
         with pytest.raises(ValueError, match="bfloat16 weights and got a"):
             layer(x.float())
@@ -543,28 +513,24 @@ def test_a_weight_of_another_shape_has_its_own_plan(
     recipe: str,
     arch: int,
     features: int,
-    generally: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     become(arch, monkeypatch)
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert is_direct(layer(x))
+    assert has_chosen_kernels(layer(x))
     layer.weight = torch.nn.Parameter(torch.randn(features, K).bfloat16())
     y = layer(x)
-    assert is_direct(y) == (features % 16 == 0)
+    assert has_chosen_kernels(y) == (features % 16 == 0)
     grads = torch.autograd.grad(y.float().square().sum(), (x, layer.weight))
-    with pytest.MonkeyPatch.context() as patch:
-        generally(patch)
+    with general_plans():
         expected = layer(x)
         others = torch.autograd.grad(expected.float().square().sum(), (x, layer.weight))
     assert torch.equal(y, expected)
     assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
 
 
-def test_recipes_that_share_a_weight_operand_read_it_in_their_own_layouts(
-    generally: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_that_share_a_weight_operand_read_it_in_their_own_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     become(100, monkeypatch)
     first = recipes.mxfp8()
     square = GemmSpec(first.dgrad.a, recipes.mxfp8(weight_2d=True).dgrad.b)
@@ -580,8 +546,8 @@ def test_recipes_that_share_a_weight_operand_read_it_in_their_own_layouts(
         return torch.autograd.grad(y.float().square().sum(), x)[0]
 
     grads = [gradient(recipe) for recipe in (first, second, first)]
-    generally(monkeypatch)
-    expected = [gradient(recipe) for recipe in (first, second, first)]
+    with general_plans():
+        expected = [gradient(recipe) for recipe in (first, second, first)]
     assert not torch.equal(expected[0], expected[1])
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
@@ -591,14 +557,16 @@ def test_buffers_of_a_large_step_are_not_kept_for_its_shape() -> None:
     layer = qt.Linear(K, N, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(SMALL // K + 32 & -16, K).bfloat16().requires_grad_()
     y = layer(x)
-    assert is_direct(y)
+    assert has_chosen_kernels(y)
     y.sum().backward()
     # The first forward quantizes its input beside the weight.
     layer(x)
-    (plan,) = direct.plans.values()
-    places = [
-        place for cast in (plan.step.kernels.input, plan.step.kernels.grad_output) for place in cast.places.values()
+    (entry,) = linear_module.plans.values()
+    assert entry.plan is not None
+    quantizers = [
+        function.__closure__[0].cell_contents for function in (entry.plan.quantize_input, entry.plan.quantize_grad)
     ]
+    places = [place for quantizer in quantizers for place in quantizer.places.values()]
     assert len(places) == 2
     assert all(tensor is None or tensor.numel() <= 4 for tensors, _ in places for tensor in tensors)
 
@@ -608,24 +576,25 @@ def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch
     x = torch.randn(T, K).bfloat16().requires_grad_()
     for most, shares in ((T * K + N * K, True), (T * K + N * K - 1, False)):
         monkeypatch.setattr(plan_gpu, "TOGETHER", most)
-        direct.plans.clear()
+        linear_module.plans.clear()
         layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
-        assert is_direct(layer(x))
-        (plan,) = direct.plans.values()
-        assert (plan.step.kernels.shared is not None) is shares
+        assert has_chosen_kernels(layer(x))
+        (entry,) = linear_module.plans.values()
+        assert entry.plan is not None
+        assert (entry.plan.quantize_together is not None) is shares
 
 
 @torchs_own
 def test_the_cache_of_a_weight_is_freed_with_it() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert is_direct(layer(x))
+    assert has_chosen_kernels(layer(x))
     (entry,) = state_of(layer).weights.entries.values()
     assert entry.planned_operands is not None
     layer.to(torch.bfloat16)
     assert not state_of(layer).weights.entries
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
-    assert is_direct(layer(x))
+    assert has_chosen_kernels(layer(x))
     # Nothing shows when it changes: it is quantized each time.
     assert not state_of(layer).weights.entries
 
@@ -636,7 +605,7 @@ def test_an_output_may_be_written_to() -> None:
     x = torch.randn(2, T // 2, K).bfloat16().requires_grad_()
     expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
     y = layer(x)
-    assert is_direct(y)
+    assert has_chosen_kernels(y)
     grads = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
@@ -667,7 +636,7 @@ def test_out_of_memory_after_a_norm_gives_a_clear_error(monkeypatch: pytest.Monk
     block = qt.LayerNormLinear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     block(x)
-    quantize_input = PlannedContext.quantize_input
+    quantize_input = autograd._quantize
 
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -676,7 +645,7 @@ def test_out_of_memory_after_a_norm_gives_a_clear_error(monkeypatch: pytest.Monk
         monkeypatch.setattr(torch, "empty_like", full)
         return quantize_input(*arguments)
 
-    monkeypatch.setattr(PlannedContext, "quantize_input", in_want)
+    monkeypatch.setattr(autograd, "_quantize", in_want)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
         block(x)
 
@@ -687,19 +656,20 @@ def test_factors_on_another_device_take_the_general_path(name: str) -> None:
     """The general path moves them; a launch by address would read invalid memory."""
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="delayed")
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert is_direct(layer(x))
-    assert plan_gpu._delayed(layer, x) is not None
+    assert has_chosen_kernels(layer(x))
+    assert plan_gpu._delayed(layer, x, True) is not None
     layer.register_buffer(name, layer.get_buffer(name).to("meta"))
-    assert plan_gpu._delayed(layer, x) is None
+    assert plan_gpu._delayed(layer, x, True) is None
 
 
 @torchs_own
 def test_a_weight_on_another_device_has_no_decided_step() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert is_direct(layer(x))
+    assert has_chosen_kernels(layer(x))
     recipe, elsewhere = recipes.get("tensorwise"), layer.weight.to("meta")
-    assert direct.plan_key(x.shape, x, layer.weight, None, recipe) in direct.plans
-    assert direct.plan_key(x.shape, x, elsewhere, None, recipe) not in direct.plans
-    plan = direct.plan(x, elsewhere, None, recipe, layer)
-    assert plan is not None and plan.step is None
+    assert linear_module.plan_key(x.shape, x, layer.weight, None, recipe) in linear_module.plans
+    assert linear_module.plan_key(x.shape, x, elsewhere, None, recipe) not in linear_module.plans
+    key = linear_module.plan_key(x.shape, x, elsewhere, None, recipe)
+    entry = linear_module.make_plan(key, x, elsewhere, None, recipe, layer)
+    assert entry is not None and entry.plan is None

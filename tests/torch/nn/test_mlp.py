@@ -13,7 +13,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.recipes.formats import E4M3
 from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
-from quaver.torch.linear import function
+from quaver.torch.linear import autograd
 from quaver.torch.nn.activation import ACTIVATIONS
 from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
@@ -90,14 +90,14 @@ def test_recomputation_beside_the_gradients_changes_no_bit(
     for name in ("gate_proj", "up_proj", "down_proj"):
         getattr(mlp, name).weight.requires_grad_(name != frozen and frozen != "both")
     shared: list[bool] = []
-    call = function.RecomputedInput.__call__
+    call = autograd.RecomputedInput.__call__
 
     def recorded(self: Any, g: Tensor) -> Any:
         kept = call(self, g)
         shared.append(self.gradients is not None)
         return kept
 
-    monkeypatch.setattr(function.RecomputedInput, "__call__", recorded)
+    monkeypatch.setattr(autograd.RecomputedInput, "__call__", recorded)
     # More elements between the matrices than codes are kept of.
     assert_same_training(mlp, [whole, apart], recipe, inputs(96, 32, dtype=dtype))
     assert shared == [activation != "clamped_swiglu"] * len(shared)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.linear import gemms, plan, quantized_input
+from quaver.torch.linear import general, plan_cpu
 from quaver.torch.nn.norm import normalized_projections
 from tests.close import assert_bitwise
 from tests.pairs import pairs
@@ -71,15 +71,20 @@ def test_several_layers_share_one_quantized_input(recipe: Any, dtype: torch.dtyp
     assert_same_training(Several(dtype), [several_apart, several], recipe, inputs(2, 9, 48, dtype=dtype))
 
 
+#: Operands by column of a history.
+COLUMNS = ("input", "weight", "grad_output")
+
+
 @ALL
 def test_the_input_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(quantized_input, "quantize", lambda *a: seen.append(a[2]) or gemms.quantize(*a))
-    by_factor = plan._by_factor
-    monkeypatch.setattr(plan, "_by_factor", lambda *a: seen.append("input") or by_factor(*a))
+    seen: list[object] = []
+    # By the general plan, and by that of small layers.
+    quantize, by_factor = general.quantize, plan_cpu._quantize
+    monkeypatch.setattr(general, "quantize", lambda *a: seen.append(a[2]) or quantize(*a))
+    monkeypatch.setattr(plan_cpu, "_quantize", lambda *a: seen.append(COLUMNS[a[3]]) or by_factor(*a))
     with qt.autocast(recipe):
         several(Several(), torch.randn(4, 48, requires_grad=True))
-    assert seen == ["input"] * (recipes.get(recipe).fprop.a is not None)
+    assert seen.count("input") == (recipes.get(recipe).fprop.a is not None)
 
 
 @pytest.mark.parametrize("shape", [(0, 48), (1, 48), (2, 0, 48), (33, 48)])

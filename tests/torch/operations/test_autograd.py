@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.linear.autograd import IDENTITY_INPUT
 from quaver.torch.linear.fused_projections import project
 from quaver.torch.linear.grouped.layer import grouped_matmul
-from quaver.torch.linear.quantized_input import IDENTITY_INPUT
 from tests.torch.nn.attention.quantized import attention_fp8
 
 

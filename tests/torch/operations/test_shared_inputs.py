@@ -16,7 +16,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import quaver.torch as qt
 from quaver import E5M2, recipes
-from quaver.torch.backends.cpu import quantize
 from quaver.torch.backends.gpu import capture
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import functional, ops
@@ -142,13 +141,15 @@ def of_input(name: str) -> tuple[Any, Any]:
 
 
 @KINDS
-@pytest.mark.parametrize("way", ["decided", "general"])
-def test_both_ways_share(name: str, way: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The general way is taken where a weight is frozen, as under adapters."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_share_an_input_under_any_plan(
+    name: str, frozen: bool, counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with a frozen weight, as under adapters, have the general plan; it shares with no other plan."""
     net = model(name)
     for part in net:
-        part.k.weight.requires_grad_(way == "decided")
-        part.v.weight.requires_grad_(way == "decided")
+        part.k.weight.requires_grad_(not frozen)
+        part.v.weight.requires_grad_(not frozen)
 
     def scenario() -> list[Tensor]:
         other = copy.deepcopy(net)
@@ -157,9 +158,9 @@ def test_both_ways_share(name: str, way: str, counted: Counts, monkeypatch: pyte
         counted["taken"] = 0
         return [*first, *step(other, inputs().requires_grad_()), *state(other)]
 
-    # The general way's k is the first of its kind.
-    decides = all(s is None or not quantize.reason(inputs(), s) for s in recipes.get(name).operands().values())
-    alike(scenario, counted, 6 if way == "decided" or not decides else 4, monkeypatch)
+    # Small layers with one scale per tensor have a plan of their own.
+    per_tensor = all(spec is not None and spec.per_tensor for spec in recipes.get(name).operands().values())
+    alike(scenario, counted, 4 if frozen and per_tensor else 6, monkeypatch)
 
 
 @EACH
@@ -510,25 +511,16 @@ def test_a_capture_shares_nothing_with_eager_work(counted: Counts) -> None:
 
 def test_other_streams_share_nothing(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream is part of the cache key on a GPU; here a stand-in provides it."""
-    from quaver.torch.linear import plan_step as plans
+    from quaver.torch.linear import autograd
 
     layers = [qt.Linear(32, 16, recipe="tensorwise") for _ in range(2)]
     h, stream = inputs().requires_grad_() * 1.0, [1]
-    layers[0](h)
-    for plan in plans_of(h):
-        monkeypatch.setattr(plan, "gpu", 0)
-    monkeypatch.setattr(plans, "raw_stream", lambda _: stream[0])
+    monkeypatch.setattr(autograd, "stream_of", lambda _: stream[0])
     layers[0](h), layers[1](h)
     assert counted["taken"] == 1
     stream[0] = 2
     layers[0](h)
     assert counted["taken"] == 1
-
-
-def plans_of(h: Tensor) -> list[Any]:
-    from quaver.torch.linear import plan as direct
-
-    return [plan.step for plan in direct.plans.values() if plan.step is not None and plan.step.shape == h.shape]
 
 
 @KINDS

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.linear import plan
+from quaver.torch.linear import linear as linear_module
 from tests.close import assert_bitwise
 from tests.pairs import turns
+from tests.torch.linear.chosen import has_chosen_kernels
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -168,13 +169,11 @@ def test_micro_batches_accumulate_the_same_with_checkpointing(name: str, use_ree
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["_PlannedLinearFunctionBackward", "LinearFunctionBackward"], ids=["decided", "general"]
-)
-def test_codes_that_are_made_again_come_with_their_scale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chosen", [True, False], ids=["chosen kernels", "general plan"])
+def test_codes_that_are_made_again_come_with_their_scale(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards without gradients roll the histories between a forward and its backward: ones are 1 by any factor."""
-    if name == "LinearFunctionBackward":
-        monkeypatch.setattr(plan, "plan", lambda *_: None)
+    if not chosen:
+        monkeypatch.setattr(linear_module, "make_plan", lambda *_: None)
     tokens, recipe = 16, recipes.delayed()
     layer = qt.Linear(64, 64, bias=False)
     x = torch.ones(tokens, 64, requires_grad=True)
@@ -187,7 +186,7 @@ def test_codes_that_are_made_again_come_with_their_scale(name: str, monkeypatch:
     step(1.0, True)
     with qt.autocast(recipe):
         y = checkpoint(layer, x, use_reentrant=False)
-    assert y.grad_fn is not None and y.grad_fn.name() == name
+    assert has_chosen_kernels(y) is chosen
     for _ in range(3):
         step(1000.0, True)
         step(1000.0, False)

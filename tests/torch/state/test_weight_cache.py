@@ -24,7 +24,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.recipes.spec import GemmSpec
 from quaver.torch.backends.cpu import quantize as fp8
-from quaver.torch.linear import gemms
+from quaver.torch.linear import general
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 
@@ -514,7 +514,7 @@ def test_a_step_of_another_thread_while_a_weight_is_quantized_is_seen(
 
             return first_quantized
 
-        monkeypatch.setattr(gemms, "_quantize_weight", meanwhile(gemms._quantize_weight))
+        monkeypatch.setattr(general, "_quantize_weight", meanwhile(general._quantize_weight))
         monkeypatch.setattr(fp8, "quantize", meanwhile(fp8.quantize))
         if held:
             holding.__enter__()

@@ -18,7 +18,7 @@ from torch.optim import swa_utils
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.backends.cpu import quantize
-from quaver.torch.linear import plan
+from quaver.torch.linear import plan_cpu
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation
 from quaver.torch.state import weight_cache
@@ -44,13 +44,13 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]
     impls = [Implementation(i.name, counted(i.run), i.reason) for i in ops.QUANTIZE.implementations]
     monkeypatch.setattr(ops.QUANTIZE, "implementations", impls)
     monkeypatch.setattr(ops.QUANTIZE, "enabled", impls)
-    # A step that is decided beforehand asks no operation.
+    # The plan of small layers calls no operation.
     known = vars(quantize)
     counting = {name: counted(known[name]) for name in ("quantize", "per_tensor")}
-    monkeypatch.setattr(plan, "fp8", SimpleNamespace(**{**known, **counting}))
-    ops._resolved.clear()
+    monkeypatch.setattr(plan_cpu, "fp8", SimpleNamespace(**{**known, **counting}))
+    ops.clear_resolved()
     yield shapes
-    ops._resolved.clear()
+    ops.clear_resolved()
 
 
 def of_weight(shapes: list[tuple[int, ...]]) -> int:

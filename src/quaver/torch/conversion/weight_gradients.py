@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.linear.gemms import LATER
+from quaver.torch.linear.general import LATER
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, first_derivative

@@ -1,7 +1,7 @@
 """Linear layers that share an input, which a norm, an activation or the caller provides.
 
-`project` decides whether the layers can share the quantized input and whether planned steps apply. The computation
-itself is in `quaver.torch.linear.function`.
+`project` decides whether the layers can share the quantized input and finds their plans. The computation itself is in
+`quaver.torch.linear.autograd`.
 """
 
 from collections.abc import Sequence
@@ -12,107 +12,82 @@ from torch import Tensor, nn
 
 from quaver.recipes.spec import Recipe
 from quaver.torch.backends.gpu import capture, device
-from quaver.torch.linear import plan, stored_weight
-from quaver.torch.linear.function import FusedMLPInput, LinearFunction, apply
-from quaver.torch.linear.gemms import is_prequantized
+from quaver.torch.linear import linear, stored_weight
+from quaver.torch.linear.autograd import InputOp, LinearFunction, LinearSetup, eager_apply, may_fuse
+from quaver.torch.linear.general import is_prequantized
 from quaver.torch.linear.linear import Linear, dtype_sentence, recipe_of, weight_and_bias
-from quaver.torch.linear.quantized_input import InputOp, LinearSetup, may_fuse
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
-from quaver.torch.operations.autograd import refuse_transforms
+from quaver.torch.operations.autograd import forward_level, refuse_transforms, transforms_active
+from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.state.buffers import create_state_buffers
 from quaver.torch.state.context import active_context
 from quaver.torch.state.layer_state import recomputing
 
 
 def project(
-    prologue: InputOp,
-    x: Sequence[Tensor | None],
-    layers: Sequence[Linear],
-    return_input: bool = False,
-    then: tuple[InputOp, Sequence[Linear]] | None = None,
+    op: InputOp, x: Sequence[Tensor | None], layers: Sequence[Linear], return_input: bool = False
 ) -> tuple[Tensor, ...]:
-    """Run a prologue and all layers on its result; return their outputs, preceded by that result if `return_input`.
+    """Run an input operation and all layers on its result; return their outputs, preceded by that result if
+    `return_input`.
 
     The layers share one scaling history of their input, that of the first layer.
-
-    Args:
-        then: a second prologue that takes these outputs, and the layers after it, whose outputs are returned instead.
-            If all layers have planned steps, one autograd function runs both stages.
     """
-    return _project(prologue, x, layers, _shared_recipe(layers), return_input, then)
-
-
-def _project(
-    prologue: InputOp,
-    x: Sequence[Tensor | None],
-    layers: Sequence[Linear],
-    recipe: Recipe | None,
-    return_input: bool = False,
-    then: tuple[InputOp, Sequence[Linear]] | None = None,
-) -> tuple[Tensor, ...]:
-    """Run `project` for layers whose shared recipe is known."""
-    planned, behind = None, None if then is None else _shared_recipe(then[1])
+    recipe = _shared_recipe(layers)
+    planned = None
     if recipe is not None and not is_tracing():
         if not torch.is_grad_enabled():
             layers[0]._state.is_observed = None
-        elif not plan.needs_slow_path(layers[0]):
-            planned = _plan_call(prologue, x, layers, recipe, return_input)
-    if planned is not None and then is not None and behind is not None:
-        chained: Any = FusedMLPInput(planned[0], then[0])
-        both = _plan_call(chained, planned[1], then[1], behind)
-        planned, then = (planned, then) if both is None else (both, None)
-    outputs: tuple[Tensor, ...]
+        elif not linear.needs_general_plan(layers[0]):
+            planned = _plan_call(op, x, layers, recipe, return_input)
     if planned is None:
-        outputs = _run_unplanned(prologue, x, layers, recipe, return_input)
-    else:
-        run: Any = (
-            apply if active_context.apply_override is None else active_context.apply_override(LinearFunction, apply)
-        )
-        outputs = run(planned[0], *planned[1])
-    return outputs if then is None else _project(then[0], outputs, then[1], behind)
+        return _run_unplanned(op, x, layers, recipe, return_input)
+    run = eager_apply()
+    outputs: tuple[Tensor, ...] = run(planned[0], *planned[1])
+    return outputs
 
 
 def _run_unplanned(
-    prologue: InputOp,
+    op: InputOp,
     x: Sequence[Tensor | None],
     layers: Sequence[Linear],
     recipe: Recipe | None,
     return_input: bool,
 ) -> tuple[Tensor, ...]:
     if recipe is None or x[0] is None or x[0].dtype not in ops.DTYPES:
-        y = prologue(*x)
+        y = op(*x)
         each = [layer(y) for layer in layers]
         return (y, *each) if return_input else tuple(each)
     training = torch.is_grad_enabled()
-    kind = ops.autocast_device(x[0])
-    casting = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if casting else x[0].dtype
+    dtype, casting = x[0].dtype, False
+    if is_tracing() or any_autocast_enabled():
+        kind = ops.autocast_device(x[0])
+        casting = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if casting else dtype
     weights, biases = [], []
     for layer in layers:
         weight, bias = weight_and_bias(layer)
         if weight.__class__ is not nn.Parameter and is_prequantized(weight):
             if is_tracing():
                 prequantized: Any = weight.__class__
-                eager: tuple[Tensor, ...] = prequantized.eagerly(
-                    _run_unplanned, prologue, x, layers, recipe, return_input
-                )
+                eager: tuple[Tensor, ...] = prequantized.eagerly(_run_unplanned, op, x, layers, recipe, return_input)
                 return eager
             weight.check_recipe(layer, recipe)  # type: ignore[attr-defined]
         weights.append(weight)
         biases.append(bias)
         if training and layer._state.buffers_recipe is not recipe:
             create_state_buffers(layer, recipe)
-    refuse_transforms(*x, *weights, *biases)
+    if is_tracing() or transforms_active() or forward_level() >= 0:
+        refuse_transforms(*x, *weights, *biases)
     for layer, weight in zip(layers, weights, strict=True):
         if stored_weight.are_codes(weight):
             stored_weight.check_gradient(weight)
         elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))
-    setup = LinearSetup(prologue, tuple(layers), recipe, dtype, training, len(x), return_input)
+    setup = LinearSetup(op, tuple(layers), recipe, dtype, training, len(x), return_input)
     run: Any = LinearFunction.apply
     if not is_tracing():
-        run = apply if active_context.apply_override is None else active_context.apply_override(LinearFunction, apply)
+        run = eager_apply()
     outputs: tuple[Tensor, ...]
     if not casting:
         outputs = run(setup, *x, *weights, *biases)
@@ -171,7 +146,7 @@ def is_bare(*modules: nn.Module) -> bool:
     )
 
 
-#: Largest input in elements for which planned steps are preferred to a fused kernel, and to recomputation in backward.
+#: Largest input in elements for which chosen kernels are preferred to a fused kernel, and to recomputation in backward.
 #: Below it launches cost more than the memory traffic.
 LAUNCHES = 1 << 20
 #: The same limit for recomputation on a CPU, where nothing is launched.
@@ -179,15 +154,15 @@ ON_HOST = 1 << 14
 
 
 def _plan_call(
-    prologue: InputOp,
+    op: InputOp,
     x: Sequence[Tensor | None],
     layers: Sequence[Linear],
     recipe: Recipe,
     return_input: bool = False,
 ) -> tuple[LinearSetup, Sequence[Tensor | None]] | None:
-    """Return setup and tensors for `LinearFunction` if every layer has a planned step in this call.
+    """Return setup and tensors for `LinearFunction` if every layer has a plan with chosen kernels in this call.
 
-    Returns None if the state of a layer requires the slow path, or if a fused kernel or recomputation saves a large
+    Returns None if the state of a layer requires the general plan, or if a fused kernel or recomputation saves a large
     pass over memory.
     """
     first = x[0]
@@ -200,10 +175,10 @@ def _plan_call(
     if shape[-1] != features:
         shape = torch.Size((*shape[:-1], features))
     if shape.numel() > (ON_HOST if first.is_cpu and not device.forced_implementations else LAUNCHES):
-        recomputes_input = prologue.recomputes_input and (c is None or c.rounding == "nearest")
+        recomputes_input = op.recomputes_input and (c is None or c.rounding == "nearest")
         if recomputes_input or (a.per_tensor and may_fuse(first.dtype, first)):
             return None
-    runs, weights, biases = [], [], []
+    calls, weights, biases = [], [], []
     for layer in layers:
         weight, bias = weight_and_bias(layer)
         if not weight.requires_grad or weight.dtype is not first.dtype or not weight.is_contiguous():
@@ -212,14 +187,14 @@ def _plan_call(
             return None
         if layer._state.buffers_recipe is not recipe:
             create_state_buffers(layer, recipe)
-        step = plan.planned(shape, first, weight, bias, recipe, layer)
-        if step is None or (step.kernels.aligned and capture.is_captured_or_rehearsed(step.device)):
+        chosen = linear.planned(shape, first, weight, bias, recipe, layer)
+        if chosen is None or (chosen.aligned and capture.is_captured_or_rehearsed(first.device)):
             return None
-        run = step.run(first, layer)
-        if run is None:
+        call = linear.begin_planned(chosen, layer, first)
+        if call is None:
             return None
-        runs.append(run)
+        calls.append(call)
         weights.append(weight)
         biases.append(bias)
-    setup = LinearSetup(prologue, tuple(layers), recipe, first.dtype, True, len(x), return_input, runs)
+    setup = LinearSetup(op, tuple(layers), recipe, first.dtype, True, len(x), return_input, calls)
     return setup, (*x, *weights, *biases)

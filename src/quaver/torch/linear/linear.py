@@ -1,7 +1,7 @@
 """Linear layer y = x @ weight.T + bias whose three GEMMs quantize their operands by a recipe.
 
-`Linear` is a drop-in replacement of `nn.Linear`. It resolves the recipe, checks its arguments, and runs a cached
-`LinearPlan` if one applies (the fast path), else `quaver.torch.linear.function.LinearFunction`.
+`Linear` is a drop-in replacement of `nn.Linear`. It resolves the recipe, checks its arguments, finds the `LinearPlan`
+of its shapes and calls `quaver.torch.linear.autograd.LinearFunction`.
 """
 
 import copy
@@ -18,16 +18,17 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.torch.linear import plan as direct
-from quaver.torch.linear import store_weight, stored_weight
-from quaver.torch.linear.function import LinearFunction, apply
-from quaver.torch.linear.gemms import is_prequantized
-from quaver.torch.linear.quantized_input import IDENTITY_INPUT, LinearSetup
+from quaver.torch.backends.gpu import capture
+from quaver.torch.backends.gpu import device as gpu
+from quaver.torch.linear import general, plan_cpu, store_weight, stored_weight
+from quaver.torch.linear.autograd import IDENTITY_INPUT, LinearFunction, LinearSetup, apply, eager_apply
+from quaver.torch.linear.general import is_prequantized
+from quaver.torch.linear.plan import LinearCall, LinearPlan
 from quaver.torch.numerics.rounding import is_tracing
-from quaver.torch.operations import operation, ops
-from quaver.torch.operations.autograd import refuse_transforms
-from quaver.torch.operations.ops import without_autocast
-from quaver.torch.state import layer_state, weight_cache
+from quaver.torch.operations import operation, ops, selective_checkpoint
+from quaver.torch.operations.autograd import forward_level, refuse_transforms, transforms_active
+from quaver.torch.operations.ops import MATMUL, QUANTIZE, any_autocast_enabled, without_autocast
+from quaver.torch.state import counters, layer_state, weight_cache
 from quaver.torch.state.buffers import STATE, create_state_buffers, match_state, outlast, saving
 from quaver.torch.state.context import active_context, in_force
 from quaver.torch.state.history import amax, scaling_step
@@ -279,22 +280,29 @@ class Linear(Quantizable, nn.Linear):
             if is_foreign(weight):
                 raise ValueError(foreign_sentence(self, weight))
             check_not_sharded(self, weight)
-        plan: direct.LinearPlan | None = None
+        entry: PlanEntry | None = None
         if training and not compiling and not prequantized:
-            key = direct.plan_key(input.shape, input, weight, bias, recipe)
-            plan = direct.plans.get(key)
-            y = None if plan is None else plan.run_cached_plan(input, weight, bias, self)
-            if y is not None:
-                return y
+            key = plan_key(input.shape, input, weight, bias, recipe)
+            entry = plans.get(key)
+            call = run_planned(entry, input, weight, self)
+            if call is not None:
+                return _apply(call, input, weight, bias)
         elif not compiling:
             self._state.is_observed = None
         if training and self._state.buffers_recipe is not recipe:
             create_state_buffers(self, recipe)
-        device = ops.autocast_device(input)
-        casting = (
-            torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in stored_weight.WEIGHTS
-        )
-        x = input.to(torch.get_autocast_dtype(device)) if casting else input
+        x, device = input, ""
+        if (
+            (compiling or any_autocast_enabled())
+            and input.dtype in ops.DTYPES
+            and weight.dtype in stored_weight.WEIGHTS
+        ):
+            device = ops.autocast_device(input)
+            if torch.is_autocast_enabled(device):
+                x = input.to(torch.get_autocast_dtype(device))
+            else:
+                device = ""
+        casting = device != ""
         if x.dtype is not weight.dtype and not casting and not stored_weight.are_codes(weight):
             raise ValueError(dtype_sentence(self, x.dtype))
         packed = weight.dtype is stored_weight.PACKED
@@ -307,32 +315,39 @@ class Linear(Quantizable, nn.Linear):
             )
         if x.dtype not in ops.DTYPES:
             return _unquantized(self, x, weight, bias)
-        setup = LinearSetup(IDENTITY_INPUT, (self,), recipe, x.dtype, training)
         if compiling:
+            setup = LinearSetup(IDENTITY_INPUT, (self,), recipe, x.dtype, training)
             return LinearFunction.apply(setup, x, weight, bias)[0]
-        refuse_transforms(x, weight, bias)
-        # Inputs cast by autocast and weights stored as codes have no plan.
-        if training and plan is None and not prequantized and not casting and x.dtype is weight.dtype:
-            plan = direct.plan(x, weight, bias, recipe, self)
-            if plan is not None:
-                direct.store(key, plan)
-                y = plan.run_cached_plan(x, weight, bias, self)
-                if y is not None:
-                    return y
-        run: Any = (
-            apply if active_context.apply_override is None else active_context.apply_override(LinearFunction, apply)
-        )
+        if transforms_active() or forward_level() >= 0:
+            refuse_transforms(x, weight, bias)
+        # Inputs cast by autocast and weights stored as codes have no plan of their own.
+        if training and entry is None and not prequantized and not casting and x.dtype is weight.dtype:
+            entry = make_plan(key, x, weight, bias, recipe, self)
+            call = run_planned(entry, x, weight, self)
+            if call is not None:
+                return _apply(call, x, weight, bias)
+        call = general.begin(self, recipe, x, x.dtype, training)
         if not casting:
-            return run(setup, x, weight, bias)[0]
+            return _apply(call, x, weight, bias)
         if x is not input:
-            setup = setup._replace(source=weakref.ref(input))
+            call.source = weakref.ref(input)
         with ops.without_autocast(device):
-            return run(setup, x, weight, bias)[0]
+            return _apply(call, x, weight, bias)
 
     def extra_repr(self) -> str:
         own = "" if self.recipe is None else f", recipe={self.recipe}"
         own += "" if self.weight_spec is None else f", weight={self.weight_spec}"
         return super().extra_repr() + own
+
+
+def _apply(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Run `LinearFunction`, or what stands in for it where the backward is split or weight gradients are taken away."""
+    run = apply if active_context.apply_override is None else eager_apply()
+    try:
+        y: Tensor = run(call, x, weight, bias)
+    except torch.OutOfMemoryError as error:
+        raise gpu.out_of_memory(x, 2) from error
+    return y
 
 
 def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
@@ -401,6 +416,158 @@ def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) 
     return (
         stored_weight.linear(x, weight, bias, layer) if stored_weight.are_codes(weight) else F.linear(x, weight, bias)
     )
+
+
+# ---- choice of a plan ----
+
+#: Key of a plan: recipe (by identity), shapes, dtypes, devices, and dtype and requires_grad of the bias.
+PlanKey = tuple[
+    int, torch.Size, torch.dtype, torch.device, torch.Size, torch.dtype, torch.device, tuple[torch.dtype, bool] | None
+]
+
+
+class PlanEntry:
+    """Cached choice for one key: a plan with chosen kernels, or None if only the general plan runs these calls."""
+
+    __slots__ = ("plan", "recipe")
+
+    def __init__(self, recipe: Recipe, plan: LinearPlan | None) -> None:
+        #: Referenced so that its id, part of the key, is not reused.
+        self.recipe, self.plan = recipe, plan
+
+
+#: Maximum number of cached plans; the oldest are dropped first, so alternating sequence lengths keep their plans.
+MAX_PLANS = 1024
+#: Plans by key, shared by all layers: a new sequence length is planned once per weight shape, not once per layer.
+plans: dict[PlanKey, PlanEntry] = {}
+gpu.tables.append(plans)
+
+
+def plan_key(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> PlanKey:
+    """Return the key of the plan for inputs of `shape` with the dtype and device of `like`."""
+    bias_facts = None if bias is None else (bias.dtype, bias.requires_grad)
+    return id(recipe), shape, like.dtype, like.device, weight.shape, weight.dtype, weight.device, bias_facts
+
+
+def make_plan(
+    key: PlanKey, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module
+) -> PlanEntry | None:
+    """Choose a plan for inputs like x [..., k] and cache the choice; None if it cannot be made now."""
+    if needs_general_plan(layer) or capture.is_captured_or_rehearsed(x.device):
+        return None
+    entry = PlanEntry(recipe, _build(x, weight, bias, recipe))
+    for oldest in list(plans)[: max(0, len(plans) + 1 - MAX_PLANS)]:
+        # Another thread may have removed it already.
+        plans.pop(oldest, None)
+    plans[key] = entry
+    return entry
+
+
+def _build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> LinearPlan | None:
+    # A kernel launch would read addresses of the wrong device; torch's own GEMM raises the right error. Planned kernels
+    # cannot multiply a quantized operand by an unquantized one.
+    if x.device != weight.device or recipe.dequantized_backward:
+        return None
+    plan = None
+    if x.is_cuda or gpu.forced_implementations:
+        # Triton and the GPU modules are imported only if there is a GPU.
+        if not gpu.why_no_fp8(x.device, "native"):
+            from quaver.torch.linear import plan_gpu
+
+            plan = plan_gpu.build(x, weight, bias, recipe)
+        if plan is None and not ops.no_kernels(x):
+            from quaver.torch.linear import plan_emulated
+
+            plan = plan_emulated.build(x, weight, recipe)
+    elif x.is_cpu:
+        plan = plan_cpu.build(x, weight, recipe)
+    return plan
+
+
+def planned(
+    shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module
+) -> LinearPlan | None:
+    """Return the plan with chosen kernels for inputs of `shape` with dtype and device of `like`, made if necessary."""
+    key = plan_key(shape, like, weight, bias, recipe)
+    entry = plans.get(key)
+    if entry is None:
+        entry = make_plan(key, like.new_empty(shape), weight, bias, recipe, layer)
+    return None if entry is None else entry.plan
+
+
+def begin_planned(plan: LinearPlan, layer: nn.Module, x: Tensor) -> LinearCall | None:
+    """Begin a call with chosen kernels, or return None if the layer's scaling state requires the general plan."""
+    call = LinearCall(plan, layer, True, x.dtype)
+    if plan.factors is not None:
+        if layer._state.buffers_recipe is not plan.recipe:  # type: ignore[union-attr]
+            return None
+        call.factors = plan.factors(layer, x, True)
+        if call.factors is None:
+            return None
+        call.pending = scaling_step.pending(layer)
+    return call
+
+
+def run_planned(entry: PlanEntry | None, x: Tensor, weight: Tensor, layer: nn.Module) -> LinearCall | None:
+    """Begin a call with chosen kernels on an unchecked input, or return None if it needs the general plan."""
+    plan = None if entry is None else entry.plan
+    if (
+        plan is None
+        or not (x.requires_grad and weight.requires_grad and x.is_contiguous() and weight.is_contiguous())
+        or needs_general_plan(layer)
+        # The recipe was set after construction, so the noise counter is missing; `create_state_buffers` creates it.
+        or (plan.recipe.stochastic and layer._buffers.get("count") is None)
+        or (plan.aligned and (x.data_ptr() & 15 or capture.is_captured_or_rehearsed(x.device)))
+    ):
+        return None
+    return begin_planned(plan, layer, x)
+
+
+def needs_general_plan(layer: nn.Module) -> bool:
+    """Return True if a training forward of the layer needs the general plan.
+
+    True if the layer is observed (see `is_observed`), or while `only`, torch.autocast, torch.func or forward mode is
+    active.
+    """
+    return (
+        is_observed(layer)
+        or QUANTIZE.enabled is not QUANTIZE.implementations
+        or MATMUL.enabled is not MATMUL.implementations
+        or any_autocast_enabled()
+        or transforms_active()
+        or forward_level() >= 0
+    )
+
+
+def is_observed(layer: nn.Module) -> bool:
+    """Return True if something observes or changes this layer's forward so that only the general plan can run it.
+
+    Observers are counters, recomputation and selective checkpoints; the others are taking weight gradients away and
+    splitting the backward on a GPU, whose kernels reuse their buffers. Inside backward returns the answer of the
+    layer's last forward, because a recomputation must save the same tensors.
+    """
+    # Reads the state directly; `state_of` would cost a call.
+    logs = layer_state.state
+    state: Any = layer._state
+    if logs.replay is None:
+        if graph_task_id() != -1 and state.is_observed is not None:
+            known: bool = state.is_observed
+            return known
+        now: bool = (
+            counters.active.counters is not None
+            or logs.writing != ()
+            or (active_context.apply_override is not None and _needs_unplanned_wgrad(layer))
+            or (selective_checkpoint.dispatch_mode_depth() != 0 and selective_checkpoint.is_active())
+        )
+    else:
+        now = True
+    state.is_observed = now
+    return now
+
+
+def _needs_unplanned_wgrad(layer: nn.Module) -> bool:
+    """Return True if wgrad is delayed or taken away in a way that planned kernels do not support."""
+    return active_context.captures_wgrad or bool(gpu.forced_implementations) or device_of(layer).type != "cpu"
 
 
 # ---- weights split into several parameters ----

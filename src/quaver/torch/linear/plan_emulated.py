@@ -17,7 +17,7 @@ from quaver.torch.backends.gpu import emulation, fused_quantize
 from quaver.torch.backends.gpu.emulation import round_two
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE
 from quaver.torch.backends.gpu.scaled_mm import fills, finished, narrow, why_not_native, wide
-from quaver.torch.linear.plan_step import CachedWeightOperands, Multiply, Operands, PlannedKernels, PlannedLinear
+from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands, cached_operands
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state import weight_cache
@@ -45,7 +45,7 @@ def write_back_counts(layer: nn.Module, count: Tensor) -> None:
 
 # ---- kernels and steps ----
 
-#: Name of the weight's cache entry and of its operand layout (`PlannedKernels.form`).
+#: Name of the weight's cache entry.
 VALUES = "values"
 
 
@@ -76,7 +76,7 @@ def kernels(spec: QuantSpec | None, other: QuantSpec | None) -> Kernels | None:
 
 
 def reason_unsupported(recipe: Recipe, device: torch.device) -> str:
-    """Return why a recipe has no emulated planned step on this device, or "" if it has one; independent of shapes."""
+    """Return why a recipe has no emulated plan on this device, or "" if it has one; independent of shapes."""
     for name, gemm in recipe.gemms.items():
         if gemm.a is None or gemm.b is None:
             return f"{name} is not quantized"
@@ -94,8 +94,8 @@ def reason_unsupported(recipe: Recipe, device: torch.device) -> str:
     return f"no kernel writes bf16 values of {', '.join(lacking)}" if lacking else ""
 
 
-def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> PlannedLinear | None:
-    """Plan the step for inputs like x, or return None if only the slow path supports them."""
+def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
+    """Plan a layer for inputs like x [..., K], or return None if only the general plan supports them."""
     tokens, (n, k) = x.numel() // max(x.shape[-1], 1), weight.shape
     sides = tokens, n, k
     if x.numel() == 0 or any(side & 15 for side in sides) or max(sides) > LONGEST_SIDE or x.dtype is not weight.dtype:
@@ -107,72 +107,84 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pl
         or reason_unsupported(recipe, x.device)
     ):
         return None
-    of_input, of_grad_output = (
-        kernels(recipe.fprop.a, recipe.wgrad.b),
-        kernels(recipe.dgrad.a, recipe.wgrad.a),
-    )
-    of_weight = kernels(recipe.fprop.b, recipe.dgrad.b)
+    of_input, of_grad = kernels(recipe.fprop.a, recipe.wgrad.b), kernels(recipe.dgrad.a, recipe.wgrad.a)
+    of_weight, dtype = kernels(recipe.fprop.b, recipe.dgrad.b), x.dtype
     if x.is_cuda:
-        # The slow path, which issues this warning otherwise, may never run.
+        # The general plan, which issues this warning otherwise, may never run.
         fused_quantize.warn_once(recipe, x)
-    assert of_input is not None and of_grad_output is not None and of_weight is not None
+    assert of_input is not None and of_grad is not None and of_weight is not None
 
-    def quantized_input(x: Tensor, _: None) -> Operands:
+    def quantize_input(call: LinearCall, x: Tensor, save: bool) -> Operands:
         along, down, saved_values = of_input.values(x.detach().view(-1, x.shape[-1]), True)
         codes, scales = saved_values or (along if down is None else down, None)
         return along, None, codes, scales, None
 
-    def weight_row(
-        weight: Tensor, layer: nn.Module, _: None, forward: bool
-    ) -> tuple[weight_cache.CachedWeight, CachedWeightOperands]:
-        return _weight(weight, layer, recipe, of_weight, forward)
+    def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
+        return cached_operands(call, weight, 0.0) or _weight(call, weight, of_weight, True)
 
-    def decoded_input(codes: Tensor, scales: Tensor | None) -> Tensor:
-        return codes if scales is None else of_input.saved_values(codes, scales)
+    def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor, None]:
+        w = call.entry.planned_operands  # type: ignore[union-attr]
+        if w is None or w.recipe is not recipe:
+            w = _weight(call, weight, of_weight, False)
+        return w.dgrad, None
 
-    return PlannedLinear(
-        recipe,
-        x,
-        n,
-        PlannedKernels(
-            quantized_input,
-            _grad_output(of_grad_output),
-            weight_row,
-            None,
-            lambda *_: None,
-            _fprop(tokens, n, x.dtype),
-            _dgrad(tokens, k, x.dtype),
-            _wgrad(n, k, x.dtype, decoded_input),
-            True,
-            0,
-            form=VALUES,
-            cache_name=VALUES,
-            rounds_stochastically=True,
-            finish=lambda *products: _finished(products, x.dtype),
-        ),
+    def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype: Any) -> Operands:
+        return _quantize_grad(call, g, needs, of_grad)
+
+    fprop_narrow, dgrad_narrow, wgrad_narrow = (
+        dtype is torch.bfloat16 and fills(*shape) for shape in ((tokens, n), (tokens, k), (n, k))
+    )
+
+    def fprop(call: LinearCall, x: Tensor, _: None, w: Tensor, __: None, bias: Tensor | None) -> Tensor:
+        if fprop_narrow and (bias is None or bias.dtype is dtype):
+            return narrow(x, w, bias)
+        return finished(wide(x, w), dtype, bias)
+
+    def dgrad(call: LinearCall, g: Tensor, _: None, w: Tensor, __: None, bias: None) -> Tensor:
+        return narrow(g, w, None) if dgrad_narrow else wide(g, w)
+
+    def wgrad(call: LinearCall, g: Tensor, _: None, codes: Tensor, scales: Tensor | None, __: torch.dtype) -> Tensor:
+        x = codes if scales is None else of_input.saved_values(codes, scales)
+        return narrow(g.t(), x, None) if wgrad_narrow else wide(g.t(), x)
+
+    return LinearPlan(
+        recipe=recipe,
+        quantize_input=quantize_input,
+        transpose_input=_second,
+        quantize_weight=quantize_weight,
+        transpose_weight=transpose_weight,
+        quantize_grad=quantize_grad,
+        transpose_grad=_second,
+        fprop=fprop,
+        dgrad=dgrad,
+        wgrad=wgrad,
+        finish=lambda *products: _finished(products, dtype),
+        cache_name=VALUES,
+        aligned=True,
+        implementation=0,
     )
 
 
-def _grad_output(of_grad_output: Kernels) -> Callable[[Tensor, Any], Operands]:
-    def quantized(g: Tensor, launch_arguments: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
-        layer, recipe, (straight, transposed, *_) = launch_arguments
-        if not (straight or transposed):
-            return (None,) * 5
-        g = g.detach().view(-1, g.shape[-1])
-        noise = noise_of(layer, g.device) if recipe.stochastic else None
-        along, down, _ = of_grad_output.values(g, False, noise, straight, transposed)
-        if noise is not None and noise.counts is not layer._buffers.get("count"):
-            write_back_counts(layer, noise.counts)
-        return along, None, along if down is None else down, None, None
-
-    return quantized
+def _second(call: LinearCall, x: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
+    return operands[2], operands[3]
 
 
-def _weight(
-    weight: Tensor, layer: nn.Module, recipe: Recipe, of_weight: Kernels, forward: bool
-) -> tuple[weight_cache.CachedWeight, CachedWeightOperands]:
+def _quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], of_grad: Kernels) -> Operands:
+    """Round grad_output along rows and along columns, as far as gradients need them."""
+    straight, transposed, _ = needs
+    if not (straight or transposed):
+        return (None,) * 5
+    layer, g = call.layer, g.detach().view(-1, g.shape[-1])
+    noise = noise_of(layer, g.device) if call.recipe.stochastic else None
+    along, down, _ = of_grad.values(g, False, noise, straight, transposed)
+    if noise is not None and noise.counts is not layer._buffers.get("count"):
+        write_back_counts(layer, noise.counts)
+    return along, None, along if down is None else down, None, None
+
+
+def _weight(call: LinearCall, weight: Tensor, of_weight: Kernels, forward: bool) -> WeightOperands:
     """Return the weight's values, cached by a forward, or computed for one backward if the cache was dropped."""
-    spec, other = recipe.fprop.b, recipe.dgrad.b
+    layer, spec, other = call.layer, call.recipe.fprop.b, call.recipe.dgrad.b
     assert spec is not None and other is not None
     entry = weight_cache.lookup(layer, VALUES, weight, spec, 0.0, forward)
     q = None if entry is None else entry.quantized
@@ -184,39 +196,11 @@ def _weight(
         q = Quantized(along, 1.0, spec, (along.shape[0], along.shape[1]))
         q.cached_transpose = None if down is None else Quantized(down, 1.0, other, (down.shape[0], down.shape[1]))
         entry = weight_cache.store(layer, VALUES, weight, spec, 0.0, q, window) or weight_cache.CachedWeight(q)
-    entry.planned_operands = CachedWeightOperands(
-        q.data.t(), None, (q.cached_transpose or q).data, None, None, recipe, VALUES
-    )
-    return entry, entry.planned_operands
-
-
-def _fprop(m: int, n: int, dtype: torch.dtype) -> Multiply:
-    direct = dtype is torch.bfloat16 and fills(m, n)
-
-    def multiply(x: Tensor, _: None, w: Tensor, __: None, bias: Tensor | None) -> Tensor:
-        if direct and (bias is None or bias.dtype is dtype):
-            return narrow(x, w, bias)
-        return finished(wide(x, w), dtype, bias)
-
-    return multiply
-
-
-def _dgrad(m: int, n: int, dtype: torch.dtype) -> Multiply:
-    direct = dtype is torch.bfloat16 and fills(m, n)
-
-    def multiply(g: Tensor, _: Any, w: Tensor, __: Any, ___: Tensor | None) -> Tensor:
-        return narrow(g, w, None) if direct else wide(g, w)
-
-    return multiply
-
-
-def _wgrad(m: int, n: int, dtype: torch.dtype, decoded: Callable[[Tensor, Tensor | None], Tensor]) -> Multiply:
-    of_dgrad = _dgrad(m, n, dtype)
-
-    def multiply(g: Tensor, _: Any, x: Tensor, of_x: Any, ___: Tensor | None) -> Tensor:
-        return of_dgrad(g.t(), None, decoded(x, of_x), None, None)
-
-    return multiply
+    w = WeightOperands(q.data.t(), None, (q.cached_transpose or q).data, None, call.recipe)
+    entry.planned_operands = w
+    if forward:
+        call.entry = entry
+    return w
 
 
 def _finished(products: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor | None, ...]:

@@ -1,6 +1,6 @@
 """Planned GEMMs on a GPU: the kernels that write a layer's operands, and the native scaled GEMMs that multiply them.
 
-Kernels, arguments and bits are those of the slow path; they are looked up once per layer shape and input shape.
+Kernels, arguments and bits are those of the general plan; they are looked up once per layer shape and input shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,9 +39,9 @@ from quaver.torch.backends.gpu.scaled_mm import (
     scales,
 )
 from quaver.torch.backends.gpu.tensorwise import empty_codes
-from quaver.torch.linear.gemms import LinearContext, quantized_weight
+from quaver.torch.linear import general
+from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands, cached_operands
 from quaver.torch.linear.plan_emulated import noise_of, write_back_counts
-from quaver.torch.linear.plan_step import CachedWeightOperands, Multiply, Operands, PlannedKernels, PlannedLinear
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state import weight_cache
@@ -79,12 +79,6 @@ class DelayedState:
     version: int
     history: Tensor
     address: int
-    #: None, because the factor is not known on the host.
-    of_input: None = None
-
-    def note(self, _: nn.Module, column: int, top: Tensor) -> None:
-        """Record an amax that another layer's launch has measured."""
-        histories.record_amax(self.history, column, top)
 
     def in_backward(self, layer: nn.Module, g: Tensor) -> "DelayedState":
         history, newest = layer._buffers["history"], self.newest
@@ -101,7 +95,7 @@ def _with_newest(delayed: DelayedState, newest: list[Tensor | None]) -> DelayedS
     return replace(delayed, newest=newest, by_column=by_column)
 
 
-def _delayed(layer: nn.Module, x: Tensor) -> DelayedState | None:
+def _delayed(layer: nn.Module, x: Tensor, training: bool) -> DelayedState | None:
     """Return the delayed-scaling state, reused until a roll, load or move changes it.
 
     Returns None if the factors are on the host or on another device than x, because kernels get raw addresses.
@@ -135,10 +129,15 @@ def _delayed(layer: nn.Module, x: Tensor) -> DelayedState | None:
     return delayed
 
 
-def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> PlannedLinear | None:
-    """Plan the step for inputs like x, or return None if only the slow path supports them."""
+def _record_amax(call: LinearCall, column: int, top: Tensor) -> None:
+    """Record an amax that another layer's launch has measured."""
+    histories.record_amax(call.factors.history, column, top)
+
+
+def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> LinearPlan | None:
+    """Plan a layer for inputs like x [..., K], or return None if only the general plan supports them."""
     if not hasattr(torch, "_scaled_mm_v2"):
-        # `_scaled_mm_v2` is private; the slow path calls the public function.
+        # `_scaled_mm_v2` is private; the general plan calls the public function.
         return None
     tokens, (n, k) = x.numel() // max(x.shape[-1], 1), weight.shape
     if x.numel() == 0 or any(side & 15 for side in (tokens, n, k)) or 2 * k > fused_quantize.WIDEST_PRODUCERS:
@@ -171,59 +170,83 @@ def decide(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Pl
     fprop, dgrad = gemms["fprop"], gemms["dgrad"]
     assert fprop is not None and dgrad is not None
 
-    def of_weight(weight: Tensor, layer: nn.Module, delayed: DelayedState | None, forward: bool) -> Any:
-        return _weight(weight, layer, recipe, (fprop, dgrad), delayed, forward)
-
     of_input = RowColQuantizer(x.device, input_launch)
-    shared = None
+    quantize_input = _quantizer(of_input, recipe, amax.INPUT)
+    quantize_together = None
     if weight.dtype is x.dtype and x.numel() + weight.numel() <= TOGETHER:
         weight_launch = _plan_quantization(
             weight.detach(), recipe.fprop.b, recipe.dgrad.b, RequestedOperands(True, True, views=views)
         )
         if weight_launch is not None and can_share_launches(input_launch, weight_launch):
-            shared = _shared(
-                RowColQuantizer(x.device, input_launch, weight_launch), of_input, recipe, (fprop, dgrad), views
-            )
-    return PlannedLinear(
-        recipe,
-        x,
-        n,
-        PlannedKernels(
-            _cast(of_input, recipe, amax.INPUT),
-            _cast(RowColQuantizer(x.device, of_grad_output), recipe, amax.GRAD_OUTPUT),
-            of_weight,
-            shared,
-            _delayed,
-            _product(fprop, x.dtype, True),
-            _product(dgrad, x.dtype, True),
-            None if gemms["wgrad"] is None else _product(gemms["wgrad"], x.dtype, False),
-            True,
-            0,
-            levels=2 if recipe.fprop.a.two_level else 1,  # type: ignore[union-attr]
-            rounds_stochastically=recipe.stochastic,
-        ),
+            both = RowColQuantizer(x.device, input_launch, weight_launch)
+            quantize_together = _quantize_together(both, quantize_input, (fprop, dgrad), views)
+
+    def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
+        return _cached_weight(call, weight) or _weight(call, weight, (fprop, dgrad), True)
+
+    def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor, Any]:
+        w = call.entry.planned_operands  # type: ignore[union-attr]
+        if w is None or w.recipe is not recipe:
+            w = _weight(call, weight, (fprop, dgrad), False)
+        return w.dgrad, w.dgrad_scale
+
+    return LinearPlan(
+        recipe=recipe,
+        quantize_input=quantize_input,
+        transpose_input=_transpose_input,
+        quantize_weight=quantize_weight,
+        transpose_weight=transpose_weight,
+        quantize_grad=_quantizer(RowColQuantizer(x.device, of_grad_output), recipe, amax.GRAD_OUTPUT),
+        transpose_grad=_transpose_grad if gemms["wgrad"] is not None else _plain_grad,
+        fprop=_gemm_function(fprop, x.dtype, True),
+        dgrad=_gemm_function(dgrad, x.dtype, True),
+        wgrad=_plain_wgrad if gemms["wgrad"] is None else _wgrad_function(gemms["wgrad"], x.dtype),
+        factors=None if recipe.delayed is None else _delayed,
+        record_amax=_record_amax,
+        quantize_together=quantize_together,
+        aligned=True,
+        implementation=0,
     )
 
 
-def _cast(cast: RowColQuantizer, recipe: Recipe, column: int) -> Callable[[Tensor, Any], Operands]:
-    """Return a quantization that also gets the delayed-scaling arguments of its column, or its noise."""
+def _transpose_input(call: LinearCall, x: Tensor, operands: Operands) -> tuple[Tensor, Any]:
+    return (x if operands[2] is None else operands[2]), operands[3]
+
+
+def _transpose_grad(call: LinearCall, g: Tensor, operands: Operands) -> tuple[Tensor, Any]:
+    return operands[2], operands[3]
+
+
+def _plain_grad(call: LinearCall, g: Tensor, operands: Operands) -> tuple[Tensor, Any]:
+    return general.matrix(g).t(), None
+
+
+def _plain_wgrad(call: LinearCall, g: Tensor, _: Any, x: Tensor, __: Any, dtype: torch.dtype) -> Tensor:
+    return torch.mm(g, general.matrix(x))
+
+
+def _quantizer(cast: RowColQuantizer, recipe: Recipe, column: int) -> Callable[..., Operands]:
+    """Return `LinearPlan.quantize_input` or `quantize_grad`, by column, of kernels that write both operands."""
+    grad = column == amax.GRAD_OUTPUT
     if recipe.fprop.a is not None and recipe.fprop.a.two_level:
-        specs = (recipe.dgrad.a, recipe.wgrad.a) if column == amax.GRAD_OUTPUT else ()
+        specs = (recipe.dgrad.a, recipe.wgrad.a) if grad else ()
         random = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
         return _stochastic_cast(cast) if random else _two_level_cast(cast)
     if recipe.delayed is None:
-        return cast
+        return lambda call, x, *_: cast(x)
 
-    def delayed_cast(x: Tensor, launch_arguments: DelayedState) -> Operands:
-        return cast(x, launch_arguments.by_column[column])
+    def delayed_cast(call: LinearCall, x: Tensor, *_: Any) -> Operands:
+        if grad:
+            call.factors = call.factors.in_backward(call.layer, x)
+        return cast(x, call.factors.by_column[column])
 
     return delayed_cast
 
 
-def _two_level_cast(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
+def _two_level_cast(cast: RowColQuantizer) -> Callable[..., Operands]:
     """Return a quantization whose scales are lists [block scales, tensor factor]."""
 
-    def quantized(x: Tensor, _: None) -> Operands:
+    def quantized(call: LinearCall, x: Tensor, *_: Any) -> Operands:
         codes, scales, transposed_codes, transposed_scales, sums, inverse, transposed_inverse = cast(x)
         if transposed_codes is not None and torch.are_deterministic_algorithms_enabled():
             # Saved as bytes, because hooks of saved tensors fill new memory in deterministic mode, and packed4 cannot
@@ -234,16 +257,16 @@ def _two_level_cast(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
     return quantized
 
 
-def _stochastic_cast(cast: RowColQuantizer) -> Callable[[Tensor, Any], Operands]:
+def _stochastic_cast(cast: RowColQuantizer) -> Callable[..., Operands]:
     """Return a two-level quantization of grad_output with stochastic rounding; directions that no gradient needs are
     skipped.
     """
 
-    def quantized(x: Tensor, launch_arguments: tuple[nn.Module, Recipe, Sequence[bool]]) -> Operands:
-        layer, _, needs = launch_arguments
+    def quantized(call: LinearCall, x: Tensor, needs: Sequence[Any], _: Any) -> Operands:
+        layer = call.layer
         if not (needs[0] or needs[1]):
             return (None,) * 5
-        drawn = _noise_inputs(layer, cast.device)[needs[0], needs[1]]
+        drawn = _noise_inputs(layer, cast.device)[bool(needs[0]), bool(needs[1])]
         codes, scales, transposed_codes, transposed_scales, sums, inverse, transposed_inverse = cast(x, drawn)
         if drawn.factors is not layer._buffers.get("count"):
             write_back_counts(layer, drawn.factors)
@@ -282,7 +305,7 @@ def _noise_inputs(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bo
     return each
 
 
-def _product(gemm: ScaledGemmArguments, dtype: torch.dtype, cached: bool) -> Multiply:
+def _gemm_function(gemm: ScaledGemmArguments, dtype: torch.dtype, cached: bool) -> Callable[..., Tensor]:
     """Return a GEMM that does the work of torch.nn.functional.scaled_mm without its list handling.
 
     Args:
@@ -292,24 +315,37 @@ def _product(gemm: ScaledGemmArguments, dtype: torch.dtype, cached: bool) -> Mul
     saved = not cached and not views
     if len(a) == 2:
 
-        def multiply_packed4(left: Tensor, of_left: Any, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
+        def multiply_packed4(
+            _: LinearCall, left: Tensor, left_scale: Any, right: Tensor, right_scale: Any, bias: Tensor | None
+        ) -> Tensor:
             if saved and right.stride(0) != 1:
-                right, _ = _restore_layout(right, of_right, kind)
+                right = _restore_layout(right, right_scale, kind)[0]
             right = right if right.dtype is PACKED4 else right.view(PACKED4)
             # Scales are lists already.
             return torch._scaled_mm_v2(
-                left, right, of_left, a, a_swizzle, of_right, b, b_swizzle, bias, dtype, (), fast
+                left, right, left_scale, a, a_swizzle, right_scale, b, b_swizzle, bias, dtype, (), fast
             )
 
         return multiply_packed4
 
-    def multiply(left: Tensor, of_left: Tensor, right: Tensor, of_right: Any, bias: Tensor | None) -> Tensor:
+    def multiply(
+        _: LinearCall, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Any, bias: Tensor | None
+    ) -> Tensor:
         if saved and right.stride(0) != 1:
-            right, of_right = _restore_layout(right, of_right, kind)
-        scales = of_right if cached else [of_right]
-        return torch._scaled_mm_v2(left, right, [of_left], a, a_swizzle, scales, b, b_swizzle, bias, dtype, (), fast)
+            right, right_scale = _restore_layout(right, right_scale, kind)
+        scales = right_scale if cached else [right_scale]
+        return torch._scaled_mm_v2(left, right, [left_scale], a, a_swizzle, scales, b, b_swizzle, bias, dtype, (), fast)
 
     return multiply
+
+
+def _wgrad_function(gemm: ScaledGemmArguments, dtype: torch.dtype) -> Callable[..., Tensor]:
+    multiply = _gemm_function(gemm, dtype, False)
+
+    def wgrad(call: LinearCall, g: Tensor, g_scale: Any, x: Tensor, x_scale: Any, _: torch.dtype) -> Tensor:
+        return multiply(call, g, g_scale, x, x_scale, None)
+
+    return wgrad
 
 
 def _restore_layout(right: Tensor, of_right: Any, kind: ScaledGemmKind) -> tuple[Tensor, Any]:
@@ -376,21 +412,21 @@ def _operand(rows: int, k: int, spec: QuantSpec, like: Tensor, transposed: bool)
     return Quantized(codes, scale, spec, (rows, k), transposed)
 
 
-def _shared(
+def _quantize_together(
     both: RowColQuantizer,
-    of_input: RowColQuantizer,
-    recipe: Recipe,
+    quantize_input: Callable[..., Operands],
     gemms: tuple[ScaledGemmArguments, ScaledGemmArguments],
     views: bool,
-) -> Callable[
-    [Tensor, Tensor, nn.Module, DelayedState | None], tuple[Operands, weight_cache.CachedWeight, CachedWeightOperands]
-]:
+) -> Callable[[LinearCall, Tensor, Tensor], tuple[Operands, WeightOperands]]:
     """Return a function that quantizes an input and an uncached weight in shared launches."""
 
-    def shared(
-        x: Tensor, weight: Tensor, layer: nn.Module, delayed: DelayedState | None
-    ) -> tuple[Operands, weight_cache.CachedWeight, CachedWeightOperands]:
-        of_x = None if delayed is None else delayed.by_column[amax.INPUT]
+    def together(call: LinearCall, x: Tensor, weight: Tensor) -> tuple[Operands, WeightOperands]:
+        w = _cached_weight(call, weight)
+        if w is None and weight.data_ptr() & 15:
+            w = _weight(call, weight, gemms, True)
+        if w is not None:
+            return quantize_input(call, x), w
+        of_x = None if call.factors is None else call.factors.by_column[amax.INPUT]
         operands: list[Operands] = []
 
         def quantize_both(
@@ -401,10 +437,20 @@ def _shared(
             operands.append(written[:5])
             return _quantized(written[5:], spec, other, views, of_w is not None and of_w.launch_key[1])
 
-        entry, planned_operands = _weight(weight, layer, recipe, gemms, delayed, True, quantize_both)
-        return operands[0] if operands else of_input(x, of_x), entry, planned_operands
+        w = _weight(call, weight, gemms, True, quantize_both)
+        return (operands[0] if operands else quantize_input(call, x)), w
 
-    return shared
+    return together
+
+
+def _cached_weight(call: LinearCall, weight: Tensor) -> WeightOperands | None:
+    """Return the operands of the cached weight, and record its amax once per step."""
+    factors = call.factors
+    w = cached_operands(call, weight, 0.0 if factors is None else factors.version)
+    if w is not None and factors is not None and w.factors is not factors.factors:
+        amax.record(call.layer, amax.WEIGHT, call.entry.quantized.amax)  # type: ignore[union-attr]
+        w.factors = factors.factors
+    return w
 
 
 def _quantized(
@@ -425,31 +471,33 @@ def _quantized(
 
 
 def _weight(
+    call: LinearCall,
     weight: Tensor,
-    layer: nn.Module,
-    recipe: Recipe,
     gemms: tuple[ScaledGemmArguments, ScaledGemmArguments],
-    delayed: DelayedState | None,
     forward: bool,
     both: Callable[..., tuple[Quantized, Quantized]] | None = None,
-) -> tuple[weight_cache.CachedWeight, CachedWeightOperands]:
+) -> WeightOperands:
     """Return the weight's operands, cached by a forward, or computed for one backward if the cache was dropped.
 
     Args:
         both: quantizes the weight and its transpose in place of `ops.QUANTIZE_BOTH`.
     """
+    layer, recipe, delayed = call.layer, call.recipe, call.factors
     spec, other = recipe.fprop.b, recipe.dgrad.b
     assert spec is not None and other is not None
-    factors = None if delayed is None else delayed.factors
-    call = LinearContext(layer, recipe, weight, weight.dtype, forward, factors)
-    call.both = both or call.both
-    q = quantized_weight(call, weight, "fprop", spec)
-    transposed = q.T if recipe.plan.weight else quantized_weight(call, weight, "dgrad", other)
-    planned_operands = CachedWeightOperands(*_right(q, gemms[0]), *_right(transposed, gemms[1]), factors, recipe)
-    written: float = 0.0 if delayed is None else delayed.version
-    entry = weight_cache.lookup(layer, "fprop", weight, spec, written, forward) or weight_cache.CachedWeight(q)
-    entry.planned_operands = planned_operands
-    return entry, planned_operands
+    own = LinearCall(general.plan_for(recipe, weight), layer, forward, weight.dtype)
+    own.factors = None if delayed is None else delayed.factors
+    if both is not None:
+        own.operations = own.operations._replace(both=both)
+    q = general.quantized_weight(own, weight, "fprop", spec)
+    transposed = q.T if recipe.plan.weight else general.quantized_weight(own, weight, "dgrad", other)
+    w = WeightOperands(*_right(q, gemms[0]), *_right(transposed, gemms[1]), recipe, own.factors)
+    version: float = 0.0 if delayed is None else delayed.version
+    entry = weight_cache.lookup(layer, "fprop", weight, spec, version, forward) or weight_cache.CachedWeight(q)
+    entry.planned_operands = w
+    if forward:
+        call.entry = entry
+    return w
 
 
 def _right(q: Quantized, gemm: ScaledGemmArguments) -> tuple[Tensor, list[Tensor]]:

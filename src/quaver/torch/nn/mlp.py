@@ -178,11 +178,10 @@ class MLP(ComposedBlock):
     def _forward(self, x: Tensor) -> Any:
         parts: Any = self._modules
         first_projections = [parts[name] for name in self._first_projections]
-        then = self._prologue, (parts["down_proj"],)
-        if self.return_normalized:
-            normalized, *inner = normalized_projections(parts["norm"], x, first_projections, True)
-            return project(then[0], inner, then[1])[0], normalized
-        return normalized_projections(parts["norm"], x, first_projections, then=then)[0]
+        outputs = normalized_projections(parts["norm"], x, first_projections, self.return_normalized)
+        inner = outputs[1:] if self.return_normalized else outputs
+        (y,) = project(self._prologue, inner, (parts["down_proj"],))
+        return (y, outputs[0]) if self.return_normalized else y
 
     def extra_repr(self) -> str:
         narrow = ", eight_bit_activations=True" * self._prologue.eight_bits

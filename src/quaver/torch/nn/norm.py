@@ -15,9 +15,9 @@ from quaver.options import checks
 from quaver.recipes.spec import QuantSpec
 from quaver.recipes.text import check_name
 from quaver.torch.backends.gpu import fused_quantize
+from quaver.torch.linear.autograd import IDENTITY_INPUT
 from quaver.torch.linear.fused_projections import is_bare, project
 from quaver.torch.linear.linear import Linear
-from quaver.torch.linear.quantized_input import IDENTITY_INPUT, InputOp
 from quaver.torch.nn.activation import run_standalone
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
@@ -33,7 +33,7 @@ QK_NORM_SCOPES = ("head", "each_head", "all_heads")
 @dataclass(frozen=True)
 class Normalization:
     """Normalization as a function of x, weight and bias, usable as an input op of
-    `quaver.torch.linear.quantized_input`.
+    `quaver.torch.linear.autograd`.
 
     Backward saves x and the statistics of the rows.
     """
@@ -277,7 +277,6 @@ def normalized_projections(
     x: Tensor,
     layers: Sequence[Linear],
     return_input: bool = False,
-    then: tuple[InputOp, Sequence[Linear]] | None = None,
 ) -> tuple[Tensor, ...]:
     """Apply several linear layers to norm(x), which is quantized once for all of them.
 
@@ -286,24 +285,21 @@ def normalized_projections(
         x: [..., dim].
         layers: linear layers with dim input features.
         return_input: also return norm(x), as the first output.
-        then: an input op and linear layers applied to the outputs, as for `project`.
-    Returns:
-        The outputs of the layers, or of the layers in `then`.
     """
     over_ranks = getattr(type(layers[0]), "normed_over_ranks", None)
     if over_ranks is not None and norm is not None and not return_input:
         # Tensor-parallel layers whose ranks hold different tokens: the norm runs before the all-gather.
         outputs: tuple[Tensor, ...] | None = over_ranks(norm, x, layers)
         if outputs is not None:
-            return outputs if then is None else project(then[0], outputs, then[1])
+            return outputs
     if norm is None or norm.__class__.forward is not NormKind.forward or not is_bare(norm):
         y = x if norm is None else norm(x)
-        if len(layers) == 1 and not return_input and then is None:
+        if len(layers) == 1 and not return_input:
             return (layers[0](y),)
-        return project(IDENTITY_INPUT, (y,), layers, return_input, then)
+        return project(IDENTITY_INPUT, (y,), layers, return_input)
     assert isinstance(norm, NormKind)
     norm.check_input(x)
-    return project(norm.formula, (x, *norm.affine()), layers, return_input, then)
+    return project(norm.formula, (x, *norm.affine()), layers, return_input)
 
 
 NO_SECOND_DERIVATIVE = (

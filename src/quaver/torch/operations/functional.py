@@ -114,7 +114,7 @@ class Quantization(weakref.ref[Tensor]):
 
     #: Version and address of the tensor, factor, stream, and whatever else must be unchanged.
     conditions: tuple[Any, ...]
-    #: Recipe or planned step that quantized it.
+    #: `LinearPlan` that quantized it.
     by: Any
     #: Operand of fprop, and that of wgrad if it is another quantization (None until needed); None once the tensor has
     #: died.

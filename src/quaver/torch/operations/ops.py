@@ -317,11 +317,17 @@ def only(name: str) -> Iterator[None]:
     time.
     """
     with narrowed(name, _FALL_BACK.get(name)), device.asking(name):
-        _resolved.clear()
+        clear_resolved()
         try:
             yield
         finally:
-            _resolved.clear()
+            clear_resolved()
+
+
+def clear_resolved() -> None:
+    """Drop cached choices among implementations, when the implementations have changed."""
+    for cache in resolved_caches:
+        cache.clear()
 
 
 class ResolvedOperations(NamedTuple):
@@ -336,6 +342,8 @@ class ResolvedOperations(NamedTuple):
 
 
 _resolved: dict[Any, ResolvedOperations] = {}
+#: Caches of choices among implementations, which `only` clears.
+resolved_caches: list[dict[Any, Any]] = [_resolved]
 
 
 def resolve(recipe: Recipe, x: Tensor) -> ResolvedOperations:

@@ -41,7 +41,7 @@ class _SelectionState(threading.local):
     inside: Sequence[Any] = ()
 
 
-_thread = _SelectionState()
+thread = _SelectionState()
 
 
 def is_active() -> bool:
@@ -53,7 +53,7 @@ def is_active() -> bool:
 
 def is_hidden() -> bool:
     """Return True inside a function wrapped by `hide_from_policies`, under a selective checkpoint."""
-    return bool(_thread.hidden)
+    return bool(thread.hidden)
 
 
 def hide_from_policies(function: Callable[P, T]) -> Callable[P, T]:
@@ -72,7 +72,7 @@ def hide_from_policies(function: Callable[P, T]) -> Callable[P, T]:
 
 def seen(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """Run function(*args) visibly for all modes, inside a hidden function."""
-    with _instead(_thread.hidden):
+    with _instead(thread.hidden):
         return function(*args, **options)
 
 
@@ -81,7 +81,7 @@ def shown(operator: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
 
     Other modes see the operations of its kernel within `inside`.
     """
-    modes = _thread.hidden
+    modes = thread.hidden
     with _instead([mode for mode in modes if isinstance(mode, MODES)], inside=_others(modes)):
         return operator(*args, **options)
 
@@ -89,10 +89,10 @@ def shown(operator: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
 @contextmanager
 def inside() -> Iterator[None]:
     """Make operations visible to other modes in the kernel of a `shown` operator."""
-    if not _thread.inside:
+    if not thread.inside:
         yield
         return
-    with _instead(_thread.inside):
+    with _instead(thread.inside):
         yield
 
 
@@ -104,8 +104,8 @@ def _others(modes: Sequence[Any]) -> Sequence[Any]:
 def _instead(modes: Sequence[Any], hidden: Sequence[Any] = (), inside: Sequence[Any] = ()) -> Iterator[None]:
     """Replace the active modes by these, innermost first, while the context is open."""
     assert _push is not None and _pop is not None
-    before, replaced = (_thread.hidden, _thread.inside), [_pop() for _ in range(dispatch_mode_depth())]
-    _thread.hidden, _thread.inside = hidden, inside
+    before, replaced = (thread.hidden, thread.inside), [_pop() for _ in range(dispatch_mode_depth())]
+    thread.hidden, thread.inside = hidden, inside
     for mode in reversed(modes):
         _push(mode)
     try:
@@ -115,4 +115,4 @@ def _instead(modes: Sequence[Any], hidden: Sequence[Any] = (), inside: Sequence[
             _pop()
         for mode in reversed(replaced):
             _push(mode)
-        _thread.hidden, _thread.inside = before
+        thread.hidden, thread.inside = before

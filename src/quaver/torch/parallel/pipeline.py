@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from quaver.torch.conversion.weight_gradients import Context
-from quaver.torch.linear.gemms import LATER
+from quaver.torch.linear.general import LATER
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.operations.selective_checkpoint import hide_from_policies

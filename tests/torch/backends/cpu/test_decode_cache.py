@@ -11,8 +11,8 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.backends.cpu import decode as repeated
 from quaver.torch.backends.cpu import gemm
+from quaver.torch.linear.autograd import IDENTITY_INPUT
 from quaver.torch.linear.fused_projections import project
-from quaver.torch.linear.quantized_input import IDENTITY_INPUT
 from quaver.torch.numerics.quantized import Quantized
 from tests.close import assert_bitwise
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from quaver.recipes.spec import Recipe
 from quaver.torch.backends.gpu import capture, device, interpreter, launch, quantize, scaled_mm
 from quaver.torch.backends.gpu.launch import read_as
-from quaver.torch.linear import plan
+from quaver.torch.linear import linear as linear_module
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state.history import amax, roll_gpu
@@ -41,10 +41,10 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(scaled_mm, "_transposes", {})
     # As on a device, where nobody reads a factor.
     patch.setattr(amax, "saved_factors", lambda layer: amax._on_device(layer, layer.factor))
-    ops._resolved.clear()
+    ops.clear_resolved()
     yield
     device.forced_implementations.intersection_update(before)
-    ops._resolved.clear()
+    ops.clear_resolved()
     # What a driver of this file has noted launches nothing for others.
     launch._forget()
 
@@ -79,7 +79,7 @@ def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> 
 
     patch.setattr(scaled_mm, "_probe", probed)
     scaled_mm._choices.clear()
-    plan.plans.clear()
+    linear_module.plans.clear()
     scaled_mm._transposes.clear()
     return calls
 

@@ -11,9 +11,11 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import E4M3, QuantSpec, recipes
-from quaver.torch.linear import gemms
+from quaver.recipes.spec import Recipe
+from quaver.torch.linear import general
+from quaver.torch.linear.plan import LinearPlan
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.numerics.rounding import NO_NOISE
+from quaver.torch.numerics.rounding import NO_NOISE, is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation
 from quaver.torch.state.layer_state import state_of
@@ -39,9 +41,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         impls = [noting(name, impl) for impl in op.implementations]
         monkeypatch.setattr(op, "implementations", impls)
         monkeypatch.setattr(op, "enabled", impls)
-    ops._resolved.clear()
+    ops.clear_resolved()
     yield asked
-    ops._resolved.clear()
+    ops.clear_resolved()
 
 
 def run(layer: qt.Linear, recipe: str, tokens: int, steps: int = 2) -> list[Tensor]:
@@ -146,19 +148,19 @@ def test_a_captured_graph_neither_reads_nor_leaves_a_cached_weight(
 
     impls = [Implementation("cpu", counting, implementation.reason)]
     monkeypatch.setattr(ops.QUANTIZE, "enabled", impls)
-    ops._resolved.clear()
+    ops.clear_resolved()
     layer, x = qt.Linear(48, 32, recipe=recipe), torch.randn(5, 48, requires_grad=True)
     of_weight = {(32, 48), (48, 32)}
     layer(x).sum().backward()
     before = dict(state_of(layer).weights.entries)
     quantized.clear()
-    monkeypatch.setattr(gemms, "capturing", lambda _: True)
+    monkeypatch.setattr(general, "capturing", lambda _: True)
     layer(x).sum().backward()
     assert sum(shape in of_weight for shape in quantized) == (1 if recipe == "tensorwise" else 2)
     assert state_of(layer).weights.entries == before
     quantized.clear()
     monkeypatch.undo()
-    ops._resolved.clear()
+    ops.clear_resolved()
 
 
 #: Names of specs, one of each kind of result.
@@ -191,8 +193,8 @@ def test_a_warning_names_a_layer_with_unsupported_feature_counts(monkeypatch: py
     layer = qt.Linear(48, 30)
     layer.qualified_name = "blocks.0.out"
     with pytest.warns(UserWarning, match=r"blocks\.0\.out has a weight \[30, 48\]"):
-        gemms.warn_once_features(layer, layer.weight)
-    gemms.warn_once_features(layer, layer.weight)
+        general.warn_once_features(layer, layer.weight)
+    general.warn_once_features(layer, layer.weight)
 
 
 @torchs_own
@@ -260,22 +262,21 @@ def test_two_operands_in_one_operator_compile_as_layers_ask_for_them(noise: tupl
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-class CallOfAGPU(gemms.LinearContext):
-    """As one is made there: a compiler sees one operator for two operands."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        if self.traced:
-            self.both = ops.QUANTIZE_BOTH.traced
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
 def test_a_compiled_layer_reads_operands_once_as_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = qt.Linear(48, 32)
     cached_transpose = copy.deepcopy(layer)
     expected = run(layer, recipe, 5)
-    for where in ("quantized_input", "function"):
-        monkeypatch.setattr(f"quaver.torch.linear.{where}.LinearContext", CallOfAGPU)
+    plan_for = general.plan_for
+
+    def plan_of_a_gpu(recipe: Recipe, x: torch.Tensor) -> LinearPlan:
+        """As one is made there: a compiler sees one operator for two operands."""
+        plan = plan_for(recipe, x)
+        if is_tracing():
+            plan.operations = plan.operations._replace(both=ops.QUANTIZE_BOTH)  # type: ignore[union-attr, arg-type]
+        return plan
+
+    monkeypatch.setattr(general, "plan_for", plan_of_a_gpu)
     compiled = run(torch.compile(cached_transpose, fullgraph=True, backend="aot_eager"), recipe, 5)
     for one, other in zip(compiled, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

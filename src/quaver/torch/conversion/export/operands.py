@@ -23,7 +23,7 @@ from quaver.torch.conversion.matchers.experts import QuantizedLlama4Experts
 from quaver.torch.conversion.matchers.linears import kind_of, wrappers
 from quaver.torch.conversion.quantized_weights import ADDED
 from quaver.torch.linear import stored_weight
-from quaver.torch.linear.gemms import begin, is_prequantized, quantized_weight
+from quaver.torch.linear.general import begin, is_prequantized, quantized_weight
 from quaver.torch.linear.linear import Linear, Quantizable
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops

@@ -17,17 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.recipes.spec import Recipe
-from quaver.torch.linear.function import LinearFunction, apply
+from quaver.torch.linear import general
+from quaver.torch.linear.autograd import IDENTITY_INPUT, LinearFunction, LinearSetup, eager_apply
 from quaver.torch.linear.grouped.layer import check, multiply
 from quaver.torch.linear.grouped.operands import GroupedProduct
 from quaver.torch.linear.linear import Quantizable, check_not_sharded, recipe_of
-from quaver.torch.linear.quantized_input import IDENTITY_INPUT, LinearSetup
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import refuse_transforms
 from quaver.torch.state import weight_cache
 from quaver.torch.state.buffers import create_state_buffers
-from quaver.torch.state.context import active_context
 
 # ---- experts that transformers decorates ----
 
@@ -199,18 +198,15 @@ def product(module: Quantizable, x: Tensor, weight: Tensor, bias: Tensor | None,
         )
     if x.dtype not in ops.DTYPES:
         return F.linear(x, weight, bias)
-    layers: Any = (module,)
-    setup = LinearSetup(IDENTITY_INPUT, layers, recipe, x.dtype, training)
     y: Tensor
     if is_tracing():
+        layers: Any = (module,)
+        setup = LinearSetup(IDENTITY_INPUT, layers, recipe, x.dtype, training)
         (y,) = LinearFunction.apply(setup, x, weight, bias)
         return y
     refuse_transforms(x, weight, bias)
     with ops.without_autocast(device):
-        run: Any = (
-            apply if active_context.apply_override is None else active_context.apply_override(LinearFunction, apply)
-        )
-        (y,) = run(setup, x, weight, bias)
+        y = eager_apply()(general.begin(module, recipe, x, x.dtype, training), x, weight, bias)
     return y
 
 

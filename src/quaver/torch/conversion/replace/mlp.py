@@ -31,8 +31,8 @@ from quaver.torch.conversion.replace.compare import (
     reason_unsupported,
     rows,
 )
+from quaver.torch.linear.autograd import IDENTITY_INPUT
 from quaver.torch.linear.fused_projections import is_bare, project
-from quaver.torch.linear.quantized_input import IDENTITY_INPUT
 from quaver.torch.nn.activation import ACTIVATIONS, ActivationInputOp, option_values
 
 
@@ -69,7 +69,7 @@ class MLPFormula:
                 y = parts[name](y)
             y = down(y)
         else:
-            y = project(IDENTITY_INPUT, (x,), first_projections, then=(self.activated, (down,)))[0]
+            (y,) = project(self.activated, project(IDENTITY_INPUT, (x,), first_projections), (down,))
         for name in self.after:
             y = parts[name](y)
         return y + residual[0] if residual else y

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.cpu import decode, gemm, quantize
-from quaver.torch.linear.gemms import LATER, high_precision, plain
+from quaver.torch.linear.general import LATER, high_precision, plain
 from quaver.torch.linear.grouped.operands import (
     GradientLike,
     GroupedContext,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.spec import Recipe
-from quaver.torch.linear.function import pack, unpack
+from quaver.torch.linear.autograd import pack, unpack
 from quaver.torch.linear.grouped import cpu, gpu
 from quaver.torch.linear.grouped.cpu import WgradOperands
 from quaver.torch.linear.grouped.custom_ops import BACKWARD, FORWARD, OPERANDS, CustomOpArguments, text_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.spec import QuantSpec
-from quaver.torch.linear.gemms import LATER, plain
+from quaver.torch.linear.general import LATER, plain
 from quaver.torch.linear.grouped import cpu
 from quaver.torch.linear.grouped.cpu import WgradOperands, together
 from quaver.torch.linear.grouped.operands import (

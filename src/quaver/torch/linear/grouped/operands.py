@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.device import why_no_fp8
 from quaver.torch.linear import stored_weight
-from quaver.torch.linear.gemms import LATER, capturing
+from quaver.torch.linear.general import LATER, capturing
 from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, GroupOffsets, WeightStack
 from quaver.torch.numerics.quantized import Quantized, rebuild_operand, split_operand
 from quaver.torch.numerics.rounding import is_tracing

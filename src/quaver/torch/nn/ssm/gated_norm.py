@@ -33,7 +33,7 @@ NO_SECOND_DERIVATIVE = (
 @dataclass(frozen=True)
 class GatedNormalization:
     """Gated normalization as a function of x, gate and gamma, usable as an input op of
-    `quaver.torch.linear.quantized_input`.
+    `quaver.torch.linear.autograd`.
     """
 
     groups: int

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quaver.recipes.spec import Recipe
+from quaver.torch.linear import general
 from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass
 from quaver.torch.parallel.comm import count_collective
 from quaver.torch.parallel.fsdp.amax_sync import GatheredWeightState
@@ -258,7 +259,7 @@ class Gathered(Tensor):
 
 
 class GatheredWeight(Gathered):
-    """A gathered weight [N, K] with whole operands; implements `quaver.torch.linear.gemms.PrequantizedWeight`."""
+    """A gathered weight [N, K] with whole operands; implements `quaver.torch.linear.general.PrequantizedWeight`."""
 
     weight_state: GatheredWeightState
     contents: GatheredOperands
@@ -280,11 +281,11 @@ class GatheredWeight(Gathered):
         if side == "dgrad":
             weight_state.amax_sync.in_backward = True
         gemm = weight_state.operand(side).gemm
-        factor_key: float = call.factor_key
+        factor_key: float = general.factor_key(call)
         if gemm not in contents.operands or contents.gather_metadata.factor_key != factor_key:
             self._gather_now(gemm, factor_key, call)
         q = contents.operands[gemm]
-        if call.record and call.factors is not None and side == "fprop":
+        if call.training and call.factors is not None and side == "fprop":
             amax.record(call.layer, amax.WEIGHT, q.amax)
         return q.T if side == "dgrad" and weight_state.fprop_serves_dgrad else q
 

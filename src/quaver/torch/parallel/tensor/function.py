@@ -20,9 +20,17 @@ from torch import Tensor
 
 from quaver.recipes.spec import GemmSpec
 from quaver.torch.backends.gpu import fused_quantize
-from quaver.torch.linear.function import pack, shaped, unpack
-from quaver.torch.linear.gemms import LinearContext, high_precision, matrix, plain, quantize, quantized_weight
-from quaver.torch.linear.quantized_input import InputOp, cache_conditions, can_share_input, note
+from quaver.torch.linear.autograd import InputOp, pack, record_input, shaped, share_conditions, unpack
+from quaver.torch.linear.general import (
+    high_precision,
+    matrix,
+    plain,
+    plain_weight,
+    quantize,
+    quantized_weight,
+    transpose_input,
+)
+from quaver.torch.linear.plan import LinearCall, LinearPlan
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import functional, ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, add, first_derivative
@@ -128,7 +136,7 @@ class TensorParallelLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: LinearContext,
+        call: LinearCall,
         ranks: TensorParallelComm,
         local_weight: Tensor,
         x: Tensor,
@@ -137,9 +145,9 @@ class TensorParallelLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         fprop, y = call.recipe.fprop, matrix(x)
         overlaps = ranks.overlaps(y, local_weight, fprop)
-        shared = _enter(call, ranks, y, call.record and ctx.needs_input_grad[4], overlaps)
+        shared = _enter(call, ranks, y, call.training and ctx.needs_input_grad[4], overlaps)
         if fprop.b is None:
-            if call.record and ranks.is_quantizable:
+            if call.training and ranks.is_quantizable:
                 # No quantization looks at the weight here, so note the use for the weight cache.
                 weight_cache.expire(ranks.layer, ranks.parameter)
             of_weight: Tensor | Quantized = local_weight
@@ -211,7 +219,7 @@ def _product_of_all(x: Tensor, weight: Tensor, group: Any, batches: int) -> Tens
 
 
 def _enter(
-    call: LinearContext, ranks: TensorParallelComm, y: Tensor, save_input: bool, overlaps: bool
+    call: LinearCall, ranks: TensorParallelComm, y: Tensor, save_input: bool, overlaps: bool
 ) -> _QuantizedShardInput:
     """Quantize a layer's input and start its all-gather, once for all layers that read the same input the same way.
 
@@ -227,31 +235,36 @@ def _enter(
     if overlaps:
         of_wgrad = GatheredWgradInput()
         of_wgrad.users = int(save_input)
-        return _QuantizedShardInput(lambda: y, call.transposed(y, y)[0] if save_input else None, of_wgrad)
-    if source is not None and can_share_input(call, source, y):
-        conditions = cache_conditions(source, call, y)
-        conditions = ("in parts", ranks.layout, ranks.group, save_input, *conditions) if conditions else ()
+        return _QuantizedShardInput(lambda: y, _wgrad_input(call, y, y) if save_input else None, of_wgrad)
+    shared = None if source is None else share_conditions(call, source, y)
+    if shared is not None:
+        conditions = ("in parts", ranks.layout, ranks.group, save_input, *shared)
     shared_quantization = (
-        functional.lookup(source, conditions, call.recipe, functional.same_input_quantization)
+        functional.lookup(source, conditions, call.plan, LinearPlan.quantizes_like)
         if source is not None and conditions
         else None
     )
     if shared_quantization is not None and shared_quantization.operands is not None:
         shard_input, q = shared_quantization.operands
-        note((call,), q)
+        record_input((call,), q.amax)
     else:
         q = y if a is None else quantize(call, amax.INPUT, "input", y, a)
-        saved_input = call.transposed(y, q)[0] if save_input else None
+        saved_input = _wgrad_input(call, y, q) if save_input else None
         shard_input = _QuantizedShardInput(cache(ranks.gather("input", q)), saved_input, GatheredWgradInput())
         if source is not None and conditions:
-            functional.remember(source, conditions, call.recipe, (shard_input, q))
+            functional.remember(source, conditions, call.plan, (shard_input, q))
     shard_input.of_wgrad.users += save_input
     result: _QuantizedShardInput = shard_input
     return result
 
 
+def _wgrad_input(call: LinearCall, y: Tensor | None, q: Any) -> Tensor | Quantized:
+    """Return the wgrad operand of an input y with its fprop operand q."""
+    return transpose_input(call, y, (q, None, None, None, None))[0]
+
+
 def product(
-    call: LinearContext,
+    call: LinearCall,
     gemm: GemmSpec,
     a: Tensor | Quantized,
     b: Tensor | Quantized,
@@ -260,7 +273,7 @@ def product(
 ) -> Tensor:
     """Return a [m, k] @ b [n, k].T + bias, quantized if a is."""
     if isinstance(a, Quantized):
-        return call.matmul(a, b, dtype, bias, gemm.fast_accum)
+        return call.operations.matmul(a, b, dtype, bias, gemm.fast_accum)
     assert isinstance(b, Tensor)
     return plain_product(a, b, dtype, bias)
 
@@ -302,7 +315,7 @@ def backward(ctx: Any, tensors: Any, g: Tensor) -> tuple[Any, ...]:
         grad_input = scattered_product(g, local_weight.t(), ranks.group, ranks.batches)
     elif need_input and not overlaps:
         if dgrad.b is None:
-            of_weight: Tensor | Quantized = call.plain_weight(local_weight, g.dtype).t()
+            of_weight: Tensor | Quantized = plain_weight(call, local_weight, g.dtype).t()
         else:
             of_weight = quantized_weight(call, local_weight, "dgrad", dgrad.b)
         grad_input = product(call, dgrad, operands.of_dgrad(), of_weight, of_sums(call.dtype) if column else call.dtype)
@@ -328,14 +341,14 @@ class _ShardedGradOutput:
 
     def __init__(
         self,
-        call: LinearContext,
+        call: LinearCall,
         ranks: TensorParallelComm,
         g: Tensor,
         need_input: bool,
         need_weight: bool,
         whole: Tensor | None,
     ) -> None:
-        a, c, reuses = call.recipe.dgrad.a, call.recipe.wgrad.a, call.plan.grad_output
+        a, c, reuses = call.recipe.dgrad.a, call.recipe.wgrad.a, call.recipe.plan.grad_output
         self.reuses = reuses
         self.codes = self.transposed = self.plain = None
         if a is not None and (need_input or (need_weight and reuses)):
@@ -393,7 +406,7 @@ def _bias_gradient(ranks: TensorParallelComm, g: Tensor, dtype: torch.dtype) -> 
 class NormedLayerCall(NamedTuple):
     """One column layer of a fused norm."""
 
-    call: LinearContext
+    call: LinearCall
     ranks: TensorParallelComm
     #: This rank's weight, the tensor inside the DTensor.
     local_weight: Tensor
@@ -413,7 +426,7 @@ class TensorParallelNormLinearFunction(torch.autograd.Function):
         count, inputs = len(layers), tensors[:3]
         needs = ctx.needs_input_grad[2:]
         q, saved_input, saved = _enter_normed(
-            prologue, layers, inputs, layers[0].call.record and any(needs[3 : 3 + count])
+            prologue, layers, inputs, layers[0].call.training and any(needs[3 : 3 + count])
         )
         whole = cache(layers[0].ranks.gather("input", q))
         outputs = []
@@ -445,7 +458,7 @@ def _enter_normed(
     factor = None if call.factors is None else call.factors[amax.INPUT]
     is_set = call.factors is not None and amax.is_set(amax.INPUT, call.factors)
     ranks.check("input", x[0].shape[:-1].numel(), a, 0)
-    want_output, want_transposed = save_input and not call.plan.input, save_input and call.plan.input
+    want_output, want_transposed = save_input and not call.recipe.plan.input, save_input and call.recipe.plan.input
     fused = fused_quantize.operand(
         prologue, x, x[0].shape[-1], a, factor, is_set, want_output, want_transposed, ranks.agreed_of
     )
@@ -453,16 +466,16 @@ def _enter_normed(
         output, saved = prologue.forward(*x)
         y = matrix(output)
         q = quantize(call, amax.INPUT, "input", y, a)
-        saved_input = call.transposed(y, q)[0] if save_input else None
+        saved_input = _wgrad_input(call, y, q) if save_input else None
     else:
         result, q, transposed = fused
         saved = result.saved
-        if call.record and call.factors is not None:
+        if call.training and call.factors is not None:
             amax.record(call.layer, amax.INPUT, q.amax)
         saved_input = transposed
         if save_input and transposed is None:
-            saved_input = call.transposed(None if result.y is None else matrix(result.y), q)[0]
-    note([layer.call for layer in layers[1:]], q)
+            saved_input = _wgrad_input(call, None if result.y is None else matrix(result.y), q)
+    record_input([layer.call for layer in layers[1:]], q.amax)
     return q, saved_input, saved
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quaver.recipes.spec import GemmSpec, QuantSpec
-from quaver.torch.linear.gemms import LinearContext
 from quaver.torch.linear.linear import Quantizable
+from quaver.torch.linear.plan import LinearCall
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import Noise, magnitude_bits, part_of_uniform, rotate, rows_of_uniform
@@ -83,7 +83,7 @@ class TensorParallelComm:
     )
 
     def __init__(
-        self, layout: ShardLayout, call: LinearContext, parameter: Any, batches: int, rows: Sequence[int]
+        self, layout: ShardLayout, call: LinearCall, parameter: Any, batches: int, rows: Sequence[int]
     ) -> None:
         self.layer, self.layout = call.layer, layout
         #: The weight as a DTensor.
@@ -98,12 +98,12 @@ class TensorParallelComm:
         #: The input tensor before any cast; layers with the same input share its quantization.
         self.source: Tensor | None = None
         #: The recipe of the call, and the function that quantizes an operand.
-        self.recipe, self.run = call.recipe, call.quantize
+        self.recipe, self.run = call.recipe, call.operations.quantize
 
     def quantize(
         self, operand: str, x: Tensor, spec: QuantSpec, factor: Tensor | float | None, noise: Noise
     ) -> Quantized:
-        """Quantize this rank's shard of an operand; implements `quaver.torch.linear.gemms.OperandComm`."""
+        """Quantize this rank's shard of an operand; see `LinearCall.comm`."""
         axis = self.layout.axis(operand)
         if axis is None:
             return self.run(x, spec, None, factor, noise)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
+from quaver.torch.linear.autograd import may_fuse
 from quaver.torch.linear.fused_projections import is_bare
-from quaver.torch.linear.gemms import LinearContext, begin, is_prequantized
+from quaver.torch.linear.general import begin, is_prequantized
 from quaver.torch.linear.linear import Quantizable, dtype_sentence, recipe_of
-from quaver.torch.linear.quantized_input import may_fuse
+from quaver.torch.linear.plan import LinearCall
 from quaver.torch.nn.norm import NormKind
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import refuse_transforms
@@ -81,7 +82,7 @@ def _load(
 class ShardedLayerCall(NamedTuple):
     """Prepared inputs of one call of a tensor-parallel layer."""
 
-    call: LinearContext
+    call: LinearCall
     ranks: TensorParallelComm
     local_weight: Tensor
     #: Input cast to the dtype of the GEMMs.
@@ -210,8 +211,9 @@ def _prepare_call(layer: Any, input: Tensor) -> ShardedLayerCall:
     if training and isinstance(layer, Quantizable) and layer._state.buffers_recipe is not recipe:
         create_state_buffers(layer, recipe)
     call = begin(layer, recipe, x, x.dtype, training)
-    call.both = None
-    call.parts = ranks = TensorParallelComm(
+    # A scale that ranks share follows from their largest amax, so a matrix and its transpose are quantized apart.
+    call.operations = call.operations._replace(both=None)
+    call.comm = ranks = TensorParallelComm(
         layout, call, weight, max(1, math.prod(x.shape[:-2])), joined.rows(layer, weight.device_mesh.size())
     )
     ranks.source = input

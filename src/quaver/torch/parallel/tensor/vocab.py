@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quaver.recipes.text import check_name
 from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
-from quaver.torch.linear.gemms import is_prequantized
+from quaver.torch.linear.general import is_prequantized
 from quaver.torch.nn.loss import REDUCTIONS, LossConfig, added, chunk_of, scaled, why_no_targets
 from quaver.torch.operations import ops
 from quaver.torch.parallel import comm

@@ -1,0 +1,34 @@
+"""Which plan ran a layer's call, and how to run every call by the general one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from torch import Tensor
+
+from quaver.torch.linear import linear as linear_module
+from quaver.torch.linear.plan import LinearCall
+
+
+def has_chosen_kernels(y: Tensor) -> bool:
+    """Return True if the layer that computed y ran by a plan with chosen kernels, False if by the general one."""
+    node = y.grad_fn
+    assert node is not None
+    while node.name().startswith("View"):
+        node = node.next_functions[0][0]
+        assert node is not None
+    assert node.name() == "LinearFunctionBackward"
+    call = node.constants[0]  # type: ignore[attr-defined]
+    if isinstance(call, LinearCall):
+        return not call.plan.is_general
+    setup = call[0]
+    return bool(setup.calls)
+
+
+@contextmanager
+def general_plans() -> Iterator[None]:
+    """Run every call by the general plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_module, "make_plan", lambda *_: None)
+        patch.setattr(linear_module, "plans", {})
+        yield
