@@ -97,7 +97,7 @@ def watch(layer: nn.Module, ledger: Ledger) -> None:
     begins(mlp, ledger, NORMS, NORMS)
     for norm, beside in ((attention.norm, INTO_QKV), (mlp.norm, INTO_MLP)):
         norm.formula = Watched(norm.formula, ledger, NORMS, beside)
-    mlp._prologue = Watched(mlp._prologue, ledger, GATE_UP, INTO_DOWN)
+    mlp._input_op = Watched(mlp._input_op, ledger, GATE_UP, INTO_DOWN)
     tables = attention.rope.tables
 
     def named(*args: Any, **options: Any) -> Any:
@@ -121,25 +121,25 @@ def begins(module: nn.Module, ledger: Ledger, part: str, inputs: str = "") -> No
 
 @dataclass(frozen=True)
 class Watched:
-    """A prologue of `quaver.torch.linear.autograd` that tells what it keeps, and that it has run."""
+    """An input operation of `quaver.torch.linear.autograd` that tells what it keeps, and that it has run."""
 
-    prologue: Any
+    op: Any
     ledger: Ledger
     #: What it keeps, and what is kept beside that.
     own_part: str
     beside: str
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.prologue, name)
+        return getattr(self.op, name)
 
     def __call__(self, *x: Tensor | None) -> Tensor:
         self.ledger.part = self.own_part
-        y: Tensor = self.prologue(*x)
+        y: Tensor = self.op(*x)
         self.ledger.part = self.beside
         return y
 
     def forward(self, *x: Tensor | None, implementation: int | None = None) -> Any:
-        y, saved = self.prologue.forward(*x, implementation=implementation)
+        y, saved = self.op.forward(*x, implementation=implementation)
         self.ledger.name(self.own_part, (tensor for value in saved for tensor in split_operand(value)[0]))
         self.ledger.part = self.beside
         return y, saved

@@ -60,14 +60,8 @@ class InputOp(fused_quantize.QuantizingProducer, Protocol):
     def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
         """Recompute the input bit for bit; also return the result of `backward` for g if both share work."""
 
-    def backward(
-        self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
-    ) -> tuple[Any, ...]:
-        """Return the gradients of the prologue's inputs; `implementation` is as in `forward`.
-
-        Args:
-            needs: for a prologue that contains weight matrices, one flag per gradient; a flag may be `LATER`.
-        """
+    def backward(self, g: Tensor, saved: Sequence[Any], implementation: int | None = None) -> tuple[Any, ...]:
+        """Return the gradients of the operation's inputs; `implementation` is as in `forward`."""
 
 
 @dataclass(frozen=True)

@@ -308,9 +308,7 @@ class ActivationInputOp:
         *gradients, y = _plain_backward(self.name, self.options, g, saved, again=True)
         return y, tuple(gradients)
 
-    def backward(
-        self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
-    ) -> tuple[Tensor, ...]:
+    def backward(self, g: Tensor, saved: Sequence[Any], implementation: int | None = None) -> tuple[Tensor, ...]:
         run = (
             ops.chosen(ACTIVATE_BACKWARD, g)
             if implementation is None

@@ -151,7 +151,7 @@ class MLP(ComposedBlock):
             self.return_normalized = True
         # The input of an ungated activation is as wide as its output, whose codes would be saved as well: no gain.
         narrow = options.eight_bit_activations and gated
-        self._prologue = ActivationInputOp(
+        self._input_op = ActivationInputOp(
             activation, option_values(activation, options.activation_options or {}), narrow
         )
         self.register_module("norm", options.norm(dim))
@@ -180,11 +180,11 @@ class MLP(ComposedBlock):
         first_projections = [parts[name] for name in self._first_projections]
         outputs = normalized_projections(parts["norm"], x, first_projections, self.return_normalized)
         inner = outputs[1:] if self.return_normalized else outputs
-        (y,) = project(self._prologue, inner, (parts["down_proj"],))
+        (y,) = project(self._input_op, inner, (parts["down_proj"],))
         return (y, outputs[0]) if self.return_normalized else y
 
     def extra_repr(self) -> str:
-        narrow = ", eight_bit_activations=True" * self._prologue.eight_bits
+        narrow = ", eight_bit_activations=True" * self._input_op.eight_bits
         return f"activation={self.activation!r}{narrow}" + ", recompute=True" * self.recompute
 
 

@@ -73,9 +73,7 @@ class Normalization:
     def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
         raise AssertionError("what a norm made is kept")
 
-    def backward(
-        self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, g: Tensor, saved: Sequence[Any], implementation: int | None = None) -> tuple[Tensor | None, ...]:
         x, gamma, beta, mean, factor = saved
         run = (
             ops.chosen(NORMALIZE_BACKWARD, x)

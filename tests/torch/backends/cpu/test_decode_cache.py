@@ -139,8 +139,8 @@ def test_no_operand_is_marked_once_a_forward_has_ended_or_failed(monkeypatch: py
     x, _ = tensors(2)
     modules = layers(2, recipes.tensorwise())
     project(IDENTITY_INPUT, (x.requires_grad_(),), modules)
-    assert len(seen) == 1 and repeated.decode_cache_key_of(seen[0]) is None
+    assert len(seen) == 1 and seen[0].decode_cache_key is None
     modules[1].weight = nn.Parameter(torch.randn(N, K + 2, dtype=torch.bfloat16))
     with pytest.raises(Exception):  # noqa: B017
         project(IDENTITY_INPUT, (x,), modules)
-    assert all(repeated.decode_cache_key_of(data) is None for data in seen)
+    assert all(q.decode_cache_key is None for q in seen)

@@ -38,7 +38,7 @@ RECIPES = {
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Every prologue makes its result, which is then quantized."""
+    """Every input operation makes its result, which is then quantized."""
     kinds: list[Any] = [norm_module.Normalization, activation_module.ActivationInputOp]
     before = [kind.quantized for kind in kinds]
     for kind in kinds:

@@ -256,21 +256,14 @@ class DecodeCacheKey:
 class _DecodeCache(threading.local):
     def __init__(self) -> None:
         self.of: dict[str, DecodeCacheKey] = {}
-        #: Codes from which an operand is rebuilt for each product, and their key.
-        self.codes: tuple[Tensor, DecodeCacheKey] | None = None
 
 
 thread = _DecodeCache()
 
 
 def cache_decoded(q: Any, slot: str) -> None:
-    """Give a key to a large CPU operand, or to codes from which this thread rebuilds operands; ignore smaller ones."""
-    data = q.data if isinstance(q, Quantized) else q
-    if data is None or not data.is_cpu or data.numel() * 2 < quantize.SMALLEST:
-        return
-    if data is q:
-        thread.codes = data, DecodeCacheKey(slot)
-    else:
+    """Give a key to a large `Quantized` on a CPU; ignore smaller ones and other operands."""
+    if isinstance(q, Quantized) and q.data.is_cpu and q.data.numel() * 2 >= quantize.SMALLEST:
         q.decode_cache_key = DecodeCacheKey(slot)
 
 
@@ -278,14 +271,6 @@ def drop_decoded(q: Any) -> None:
     """Remove the key at the end of the call."""
     if isinstance(q, Quantized):
         q.decode_cache_key = None
-    else:
-        thread.codes = None
-
-
-def decode_cache_key_of(codes: Tensor) -> DecodeCacheKey | None:
-    """Return the key under which this thread's current call caches the decoded values of codes, or None."""
-    cached = thread.codes
-    return cached[1] if cached is not None and cached[0] is codes else None
 
 
 def values_of(q: Quantized, as_bf16: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:

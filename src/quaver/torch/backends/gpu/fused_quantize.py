@@ -51,14 +51,14 @@ WIDEST = 16384
 
 
 class FusedQuantizeResult(NamedTuple):
-    """Results of a prologue that quantizes its output."""
+    """Results of an operation that quantizes its output."""
 
     #: Output in high precision, or None if it was not requested.
     y: Tensor | None
     #: Output as an operand, or None if only the amax was measured.
     quantized: Quantized | None
     amax: Tensor | None
-    #: Tensors that the prologue's backward needs.
+    #: Tensors that the operation's backward needs.
     saved: tuple[Any, ...]
 
 
@@ -124,7 +124,7 @@ class QuantizingProducer(Protocol):
 
 
 def operand(
-    prologue: QuantizingProducer,
+    op: QuantizingProducer,
     x: Sequence[Tensor | None],
     width: int,
     spec: QuantSpec,
@@ -134,7 +134,7 @@ def operand(
     want_transpose: bool,
     agree: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[FusedQuantizeResult, Quantized, Quantized | None] | None:
-    """Run a prologue that quantizes its result [..., width] in the same pass, or return None if that saves nothing.
+    """Run an operation that quantizes its result [..., width] in the same pass, or return None if that saves nothing.
 
     Codes, scales and amax equal those of the same result quantized separately.
 
@@ -147,7 +147,7 @@ def operand(
         agree: maps the amax of this shard to that of the whole tensor.
 
     Returns:
-        The prologue's results, its operand, and the transpose if it was requested.
+        The operation's results, its operand, and the transpose if it was requested.
     """
     kind = mode(spec, is_set, width)
     whole = kind in ("amax", "tensor")
@@ -155,7 +155,7 @@ def operand(
     if not kind or (not whole and (want_output or want_transpose)) or (factor is not None and not whole):
         return None
     on_device = _on_device(factor, x[0]) if whole else None  # type: ignore[arg-type]
-    result = prologue.quantized(x, spec, on_device if kind == "tensor" else None, want_output, False)
+    result = op.quantized(x, spec, on_device if kind == "tensor" else None, want_output, False)
     if result is None:
         return None
     q = result.quantized
@@ -186,14 +186,14 @@ def cast(y: Tensor, spec: QuantSpec, factor: Tensor | None, amax: Tensor | None,
 
 
 def recomputed(
-    prologue: QuantizingProducer, saved: Sequence[Any], spec: QuantSpec, factor: Tensor | float | None, is_set: bool
+    op: QuantizingProducer, saved: Sequence[Any], spec: QuantSpec, factor: Tensor | float | None, is_set: bool
 ) -> Quantized | None:
-    """Recompute and quantize the transpose of a prologue's output in one pass over its saved tensors; None if that
+    """Recompute and quantize the transpose of an operation's output in one pass over its saved tensors; None if that
     takes two.
     """
     if mode(spec, is_set, 1) != "tensor":
         return None
-    result = prologue.quantized(saved, spec, _on_device(factor, saved[0]), False, True)
+    result = op.quantized(saved, spec, _on_device(factor, saved[0]), False, True)
     return None if result is None or result.quantized is None else result.quantized.T
 
 

@@ -189,7 +189,7 @@ class Experts(ComposedBlock):
         flags = {
             "codes_alone": self.codes_alone,
             "interleaved": self._activations.interleaved,
-            "eight_bit_activations": self._activations.prologue.eight_bits,
+            "eight_bit_activations": self._activations.op.eight_bits,
         }
         shown |= {name: value for name, value in flags.items() if value}
         return f"activation={self.activation!r}" + "".join(f", {name}={value}" for name, value in shown.items())

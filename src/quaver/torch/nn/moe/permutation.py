@@ -314,25 +314,25 @@ class ActivationRows:
     columns.
     """
 
-    prologue: ActivationInputOp
+    op: ActivationInputOp
     #: Columns alternate between gate and value, as in gpt-oss.
     interleaved: bool = False
 
     @property
     def recomputes_input(self) -> bool:
-        return self.prologue.recomputes_input
+        return self.op.recomputes_input
 
     def forward(self, *x: Tensor | None, spec: QuantSpec | None) -> tuple[Tensor | Quantized, Sequence[Any]]:
-        return self.prologue.forward(*self._parts(*x))
+        return self.op.forward(*self._parts(*x))
 
     def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
-        return self.prologue.recompute_input(saved)[0]
+        return self.op.recompute_input(saved)[0]
 
     def high(self, saved: Sequence[Any]) -> Tensor | None:
         raise AssertionError("activations are made in high precision")
 
     def backward(self, g: Tensor, saved: Sequence[Any], needs: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        gradients = self.prologue.backward(g, saved)
+        gradients = self.op.backward(g, saved)
         return (torch.stack(gradients, -1).flatten(1) if self.interleaved else gradients[0],)
 
     def _parts(self, *x: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -71,9 +71,7 @@ class GatedNormalization:
     def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
         raise AssertionError("what a norm made is kept")
 
-    def backward(
-        self, g: Tensor, saved: Sequence[Any], implementation: int | None = None, needs: Sequence[Any] = ()
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, g: Tensor, saved: Sequence[Any], implementation: int | None = None) -> tuple[Tensor | None, ...]:
         operation = GATED_NORMALIZE_BACKWARD
         run = ops.chosen(operation, g) if implementation is None else operation.implementations[implementation].run
         return tuple(run(g, *saved, self.groups, self.norm_before_gate))

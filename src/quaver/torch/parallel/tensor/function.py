@@ -422,11 +422,11 @@ class TensorParallelNormLinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, prologue: InputOp, layers: Sequence[NormedLayerCall], *tensors: Any) -> Any:
+    def forward(ctx: Any, norm: InputOp, layers: Sequence[NormedLayerCall], *tensors: Any) -> Any:
         count, inputs = len(layers), tensors[:3]
         needs = ctx.needs_input_grad[2:]
         q, saved_input, saved = _enter_normed(
-            prologue, layers, inputs, layers[0].call.training and any(needs[3 : 3 + count])
+            norm, layers, inputs, layers[0].call.training and any(needs[3 : 3 + count])
         )
         whole = cache(layers[0].ranks.gather("input", q))
         outputs = []
@@ -439,7 +439,7 @@ class TensorParallelNormLinearFunction(torch.autograd.Function):
         packed, layouts = pack([saved_input, *saved])
         ctx.save_for_backward(*(layer.local_weight for layer in layers), *packed)
         dtypes = [None if t is None else t.dtype for t in tensors[3:]]
-        ctx.constants = prologue, layers, layouts, inputs[0].shape, dtypes
+        ctx.constants = norm, layers, layouts, inputs[0].shape, dtypes
         return tuple(outputs)
 
     @staticmethod
@@ -449,7 +449,7 @@ class TensorParallelNormLinearFunction(torch.autograd.Function):
 
 
 def _enter_normed(
-    prologue: InputOp, layers: Sequence[NormedLayerCall], x: Sequence[Any], save_input: bool
+    norm: InputOp, layers: Sequence[NormedLayerCall], x: Sequence[Any], save_input: bool
 ) -> tuple[Quantized, Tensor | Quantized | None, Sequence[Any]]:
     """Run the norm and quantize its output. Returns codes, this rank's wgrad input, and the norm's saved tensors."""
     call, ranks = layers[0].call, layers[0].ranks
@@ -460,10 +460,10 @@ def _enter_normed(
     ranks.check("input", x[0].shape[:-1].numel(), a, 0)
     want_output, want_transposed = save_input and not call.recipe.plan.input, save_input and call.recipe.plan.input
     fused = fused_quantize.operand(
-        prologue, x, x[0].shape[-1], a, factor, is_set, want_output, want_transposed, ranks.agreed_of
+        norm, x, x[0].shape[-1], a, factor, is_set, want_output, want_transposed, ranks.agreed_of
     )
     if fused is None:
-        output, saved = prologue.forward(*x)
+        output, saved = norm.forward(*x)
         y = matrix(output)
         q = quantize(call, amax.INPUT, "input", y, a)
         saved_input = _wgrad_input(call, y, q) if save_input else None
@@ -480,7 +480,7 @@ def _enter_normed(
 
 
 def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
-    prologue, layers, layouts, shape, dtypes = ctx.constants
+    norm, layers, layouts, shape, dtypes = ctx.constants
     count, needs = len(layers), ctx.needs_input_grad[2:]
     saved_input, *saved = unpack(tensors[count:], layouts)
     of_wgrad = GatheredWgradInput()
@@ -499,5 +499,5 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
             of_y = part if of_y is None else add(of_y, part)
     of_x: Sequence[Any] = (None,) * 3
     if of_y is not None:
-        of_x = prologue.backward(of_y, saved, None, needs[:3])
+        of_x = norm.backward(of_y, saved)
     return None, None, *of_x, *of_weights, *of_biases
