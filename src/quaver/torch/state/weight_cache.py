@@ -293,11 +293,17 @@ def _parameter(weight: Tensor) -> Tensor:
     return weight if base is None else base
 
 
+def backward_id() -> int:
+    """Return the number of the running backward; -2 for a weight gradient that is computed after its backward."""
+    task = graph_task_id()
+    return -2 if task == -1 else task
+
+
 def record_backward(layer: nn.Module) -> None:
     """Record that a backward has computed the weight's gradient; once that is gone, the weight may have changed."""
     layer_cache: _LayerCache | None = state_of(layer).weights
     if layer_cache is not None:
-        task = graph_task_id()
+        task = backward_id()
         # Copied to a list, because another thread may add entries.
         for entry in list(layer_cache.entries.values()):
             entry.parameter_version.last_backward_id = task
