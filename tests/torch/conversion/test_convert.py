@@ -832,12 +832,15 @@ def test_the_share_counts_all_parameters_read_by_gemms(other: Callable[[], nn.Mo
 def test_a_weight_quantized_by_another_library_gives_a_clear_error() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    block = qt.LayerNormMLP(64, 64, recipe="mxfp8")
     qt.convert(model, "mxfp8")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    with pytest.raises(
-        ValueError, match=r"Linear\(64 → 64\) has a weight of class \w+.*call quaver.torch.revert\(model\) "
-    ):
-        model(torch.randn(4, 64))
+    for module in (model, block):
+        quantization.quantize_(module, quantization.Int8WeightOnlyConfig())
+        for x in (torch.randn(4, 64), torch.randn(4, 64, requires_grad=True)):
+            with pytest.raises(
+                ValueError, match=r"Linear\(64 → 64\) has a weight of class \w+.*call quaver.torch.revert\(model\) "
+            ):
+                module(x)
     qt.revert(model)
     with pytest.warns(UserWarning, match="changed nothing(.|\n)*quantized by another library"):
         qt.convert(model, "mxfp8")

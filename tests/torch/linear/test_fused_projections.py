@@ -13,6 +13,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.torch.linear import fused_projections
+from quaver.torch.linear.autograd import IDENTITY_INPUT
 from quaver.torch.linear.linear import Linear
 from tests.close import assert_close
 
@@ -50,6 +51,15 @@ def test_each_group_of_layers_asks_for_its_recipe_once(
     layers = [layer for layer in block.modules() if isinstance(layer, Linear)]
     assert {layer for group in asked for layer in group} <= set(layers) and len(asked) >= 2
     assert set(asked.values()) == {1}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+@pytest.mark.parametrize("width", [32, 128])
+def test_an_input_of_another_width_is_refused_before_a_kernel_reads_it(recipe: str, width: int) -> None:
+    layers = [qt.Linear(64, 16, recipe=recipe) for _ in range(2)]
+    for x in (torch.randn(8, width), torch.randn(8, width, requires_grad=True)):
+        with pytest.raises(ValueError, match=r"Linear\(64 → 16\) got an input of shape .*its last axis must be 64"):
+            fused_projections.project(IDENTITY_INPUT, (x,), layers)
 
 
 @pytest.mark.filterwarnings("ignore:torch.float64 is computed in high precision")

@@ -30,7 +30,6 @@ from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.state import counters, weight_cache
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax
-from quaver.torch.state.layer_state import graph_task_id
 
 # ---- fused input operations ----
 
@@ -363,7 +362,7 @@ def gradients(
 def _weight_gradient(call: LinearCall, g: Any, g_scale: Any, x: Any, x_scale: Any, *, dtype: torch.dtype) -> Tensor:
     """Run wgrad, the last GEMM of a layer's backward, and mark the cached weight as used."""
     if call.plan.operations is None:
-        call.entry.parameter_version.last_backward_id = graph_task_id()  # type: ignore[union-attr]
+        call.entry.parameter_version.last_backward_id = weight_cache.backward_id()  # type: ignore[union-attr]
     elif not call.traced:
         weight_cache.record_backward(call.layer)
     return call.plan.wgrad(call, g, g_scale, x, x_scale, dtype)
@@ -509,6 +508,12 @@ def _quantized_input(setup: LinearSetup, x: Sequence[Any], weight: Tensor, save:
     else:
         output, saved = setup.op.forward(*x)
     shape, dtype = output.shape, output.dtype
+    if shape[-1] != setup.layers[0].in_features:
+        # Kernels read rows of the planned width.
+        raise ValueError(
+            f"Linear({setup.layers[0].in_features} → {setup.layers[0].out_features}) got an input of shape "
+            f"{tuple(shape)}; its last axis must be {setup.layers[0].in_features}"
+        )
     y = output if dtype is setup.dtype else output.to(setup.dtype)
     calls = calls or _begin_all(setup, y)
     y = readable(calls[0].plan, y)

@@ -15,7 +15,7 @@ from quaver.torch.backends.gpu import capture, device
 from quaver.torch.linear import linear, stored_weight
 from quaver.torch.linear.autograd import InputOp, LinearFunction, LinearSetup, eager_apply, may_fuse
 from quaver.torch.linear.general import is_prequantized
-from quaver.torch.linear.linear import Linear, dtype_sentence, recipe_of, weight_and_bias
+from quaver.torch.linear.linear import Linear, check_weight, dtype_sentence, recipe_of, weight_and_bias
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import forward_level, refuse_transforms, transforms_active
@@ -73,6 +73,8 @@ def _run_unplanned(
                 eager: tuple[Tensor, ...] = prequantized.eagerly(_run_unplanned, op, x, layers, recipe, return_input)
                 return eager
             weight.check_recipe(layer, recipe)  # type: ignore[attr-defined]
+        elif weight.__class__ is not nn.Parameter and not is_tracing():
+            check_weight(layer, weight)
         weights.append(weight)
         biases.append(bias)
         if training and layer._state.buffers_recipe is not recipe:
@@ -183,7 +185,7 @@ def _plan_call(
         weight, bias = weight_and_bias(layer)
         if not weight.requires_grad or weight.dtype is not first.dtype or not weight.is_contiguous():
             return None
-        if weight.__class__ is not nn.Parameter and is_prequantized(weight):
+        if weight.__class__ is not nn.Parameter and weight.__class__ is not Tensor:
             return None
         if layer._state.buffers_recipe is not recipe:
             create_state_buffers(layer, recipe)

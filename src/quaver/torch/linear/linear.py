@@ -277,9 +277,7 @@ class Linear(Quantizable, nn.Linear):
                 return F.linear(input, weight, bias)
             recipe = recipes.get("bf16")
         if not is_parameter and not compiling:
-            if is_foreign(weight):
-                raise ValueError(foreign_sentence(self, weight))
-            check_not_sharded(self, weight)
+            check_weight(self, weight)
         entry: PlanEntry | None = None
         if training and not compiling and not prequantized:
             key = plan_key(input.shape, input, weight, bias, recipe)
@@ -291,18 +289,12 @@ class Linear(Quantizable, nn.Linear):
             self._state.is_observed = None
         if training and self._state.buffers_recipe is not recipe:
             create_state_buffers(self, recipe)
-        x, device = input, ""
-        if (
-            (compiling or any_autocast_enabled())
-            and input.dtype in ops.DTYPES
-            and weight.dtype in stored_weight.WEIGHTS
-        ):
+        x, casting = input, False
+        if compiling or any_autocast_enabled():
             device = ops.autocast_device(input)
-            if torch.is_autocast_enabled(device):
-                x = input.to(torch.get_autocast_dtype(device))
-            else:
-                device = ""
-        casting = device != ""
+            casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES
+            casting = casting and weight.dtype in stored_weight.WEIGHTS
+            x = input.to(torch.get_autocast_dtype(device)) if casting else input
         if x.dtype is not weight.dtype and not casting and not stored_weight.are_codes(weight):
             raise ValueError(dtype_sentence(self, x.dtype))
         packed = weight.dtype is stored_weight.PACKED
@@ -355,6 +347,13 @@ def dtype_sentence(layer: Linear, dtype: torch.dtype) -> str:
         f"Linear({layer.in_features} → {layer.out_features}) has {layer.weight.dtype} weights and got a {dtype} input; "
         "convert the input, or enter torch.autocast"
     )
+
+
+def check_weight(layer: Linear, weight: Tensor) -> None:
+    """Raise a ValueError if the weight is a tensor subclass of another library, or is sharded."""
+    if is_foreign(weight):
+        raise ValueError(foreign_sentence(layer, weight))
+    check_not_sharded(layer, weight)
 
 
 def is_foreign(weight: Tensor) -> bool:
