@@ -20,7 +20,7 @@ def has_chosen_kernels(y: Tensor) -> bool:
     assert node.name() == "LinearFunctionBackward"
     call = node.constants[0]  # type: ignore[attr-defined]
     if isinstance(call, LinearCall):
-        return not call.plan.is_general
+        return call.plan.operations is None
     setup = call[0]
     return bool(setup.calls)
 

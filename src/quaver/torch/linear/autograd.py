@@ -4,7 +4,7 @@
 
 x is quantized once and its operand goes to all GEMMs. The functions that quantize and multiply are those of each
 layer's `LinearPlan`. Saved for backward: the weights (a reference), the wgrad operand of x in 8 or 4 bits an element
-with its scales, and what `op` saves. If `op` can recompute x cheaply, the operand is not saved but quantized again. The
+with its scales, and what `op` saves. If `op` recomputes x (activations do, norms do not), the operand is not saved. The
 bits equal those of `op` followed by each layer separately.
 """
 
@@ -304,9 +304,6 @@ def _rebuild_calls(setup: LinearSetup, gs: Sequence[Tensor], factors: Sequence[A
 
 # ---- backward of one layer ----
 
-#: Value in `needs` for a weight gradient that is computed later. The backward may return a function in its place, which
-#: references only what it needs and accepts another `dtype` than the weight's.
-LATER = general.LATER
 #: Gradients of input, weight and bias; that of the weight is a function if it is needed `LATER`.
 Gradients = tuple[Tensor | None, Any, Tensor | None]
 
@@ -350,7 +347,7 @@ def gradients(
         if callable(saved_input):
             saved_input = saved_input(grad_input)
         gt, scale = plan.transpose_grad(call, g, operands)
-        if needs[1] is LATER:
+        if needs[1] is general.LATER:
             grad_weight = partial(_weight_gradient, call, gt, scale, *saved_input, dtype=weight_dtype)
         else:
             grad_weight = _weight_gradient(call, gt, scale, *saved_input, dtype=weight_dtype)
@@ -517,9 +514,6 @@ def _quantized_input(setup: LinearSetup, x: Sequence[Any], weight: Tensor, save:
     y = output if dtype is setup.dtype else output.to(setup.dtype)
     calls = calls or _begin_all(setup, y)
     y = readable(calls[0].plan, y)
-    if calls[0].plan.aligned:
-        # The kernels read rows, so a transposed view must be copied first.
-        y = y.contiguous()
     source = x[0] if setup.op is IDENTITY_INPUT else None
     try:
         if source is None or source.is_leaf:

@@ -66,14 +66,9 @@ def _plan(operations: ops.ResolvedOperations) -> LinearPlan:
         fprop=fprop,
         dgrad=dgrad,
         wgrad=wgrad,
-        factors=None if recipe.delayed is None else _factors,
         record_amax=record_amax,
         operations=operations,
     )
-
-
-def _factors(layer: nn.Module, _: Tensor, training: bool) -> Any:
-    return scaling_step.factors(layer, training)
 
 
 def record_amax(call: LinearCall, column: int, top: Any) -> None:

@@ -60,8 +60,8 @@ class LinearPlan:
     """Functions of one linear layer; a matrix and its transpose are quantized by one function or by two."""
 
     recipe: Recipe
-    #: (call, x [T, K], save) -> Operands; `save` if backward will read x. For fprop, and for wgrad if one read serves
-    #: both.
+    #: (call, x [T, K], save) -> Operands: x for fprop, and x.T for wgrad if one read serves both and `save` says that
+    #: backward will read it.
     quantize_input: Callable[..., Operands]
     #: (call, x, operands) -> the wgrad operand input.T [K, T] and its scale; x itself if wgrad is unquantized.
     transpose_input: Callable[..., tuple[Operand, Scale]]
@@ -92,16 +92,12 @@ class LinearPlan:
     aligned: bool = False
     #: (grad_input, grad_weight) as the GEMMs wrote them -> both in the dtype of the gradients; None if they are.
     finish: Callable[..., Sequence[Any]] | None = None
-    #: Index of the implementation that a fused input operation uses together with this plan; None chooses by tensor.
+    #: Index in `Operation.implementations` of the one that a fused input operation uses with this plan, -1 for plain
+    #: torch; None chooses by tensor.
     implementation: int | None = None
-    #: Implementations of quantization and GEMM that `general` calls; `both` quantizes a matrix and its transpose in one
-    #: call, or is None. None in other plans.
+    #: Implementations of quantization and GEMM that the general plan calls; `both` quantizes a matrix and its transpose
+    #: in one call, or is None. None in plans with chosen kernels.
     operations: ops.ResolvedOperations | None = None
-
-    @property
-    def is_general(self) -> bool:
-        """True if this plan runs any call of the recipe."""
-        return self.operations is not None
 
     def quantizes_like(self, other: "LinearPlan") -> bool:
         """Return True if the other plan quantizes an input to the same operands."""
@@ -161,6 +157,11 @@ class LinearCall:
             return q
         assert self.operations is not None
         return self.operations.quantize(x, spec, None, factor)
+
+
+def written_transpose(call: LinearCall, x: Tensor, operands: Operands) -> tuple[Operand, Scale]:
+    """Return the transposed operand that was written together with the operand, and its scale."""
+    return operands[2], operands[3]
 
 
 def cached_operands(call: LinearCall, weight: Tensor, factor_key: Any) -> WeightOperands | None:

@@ -15,7 +15,14 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.backends.cpu import quantize as fp8
 from quaver.torch.backends.cpu.gemm import REMEMBERED, SMALL, decoded, scaled_product
 from quaver.torch.linear import general
-from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands, cached_operands
+from quaver.torch.linear.plan import (
+    LinearCall,
+    LinearPlan,
+    Operands,
+    WeightOperands,
+    cached_operands,
+    written_transpose,
+)
 from quaver.torch.state import weight_cache
 from quaver.torch.state.history import amax, scaling_step
 
@@ -83,11 +90,11 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
     return LinearPlan(
         recipe=recipe,
         quantize_input=quantize_input,
-        transpose_input=_transposed,
+        transpose_input=written_transpose,
         quantize_weight=quantize_weight,
         transpose_weight=transpose_weight,
         quantize_grad=quantize_grad,
-        transpose_grad=_transposed,
+        transpose_grad=written_transpose,
         fprop=multiply,
         dgrad=multiply,
         wgrad=wgrad,
@@ -95,10 +102,6 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         record_amax=general.record_amax,
         implementation=-1,
     )
-
-
-def _transposed(call: LinearCall, x: Tensor, operands: Operands) -> tuple[Tensor, float]:
-    return operands[2], operands[3]
 
 
 def _factors(layer: Any, x: Tensor, training: bool) -> list[float] | None:

@@ -17,7 +17,14 @@ from quaver.torch.backends.gpu import emulation, fused_quantize
 from quaver.torch.backends.gpu.emulation import round_two
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE
 from quaver.torch.backends.gpu.scaled_mm import fills, finished, narrow, why_not_native, wide
-from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands, cached_operands
+from quaver.torch.linear.plan import (
+    LinearCall,
+    LinearPlan,
+    Operands,
+    WeightOperands,
+    cached_operands,
+    written_transpose,
+)
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.state import weight_cache
@@ -150,11 +157,11 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
     return LinearPlan(
         recipe=recipe,
         quantize_input=quantize_input,
-        transpose_input=_second,
+        transpose_input=written_transpose,
         quantize_weight=quantize_weight,
         transpose_weight=transpose_weight,
         quantize_grad=quantize_grad,
-        transpose_grad=_second,
+        transpose_grad=written_transpose,
         fprop=fprop,
         dgrad=dgrad,
         wgrad=wgrad,
@@ -163,10 +170,6 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         aligned=True,
         implementation=0,
     )
-
-
-def _second(call: LinearCall, x: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
-    return operands[2], operands[3]
 
 
 def _quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], of_grad: Kernels) -> Operands:

@@ -16,6 +16,7 @@ from quaver.torch.backends.gpu.buffers import PACKED4
 from quaver.torch.backends.gpu.quantize import family_of
 from quaver.torch.backends.gpu.quantize_launch import (
     TOGETHER,
+    DelayedInputs,
     QuantizeLaunch,
     RequestedOperands,
     RngInputs,
@@ -24,7 +25,6 @@ from quaver.torch.backends.gpu.quantize_launch import (
     can_share_launches,
     of_matrix,
 )
-from quaver.torch.backends.gpu.quantize_launch import DelayedInputs as OfMatrix
 from quaver.torch.backends.gpu.scaled_mm import (
     FAST,
     SCALING,
@@ -40,7 +40,14 @@ from quaver.torch.backends.gpu.scaled_mm import (
 )
 from quaver.torch.backends.gpu.tensorwise import empty_codes
 from quaver.torch.linear import general
-from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands, cached_operands
+from quaver.torch.linear.plan import (
+    LinearCall,
+    LinearPlan,
+    Operands,
+    WeightOperands,
+    cached_operands,
+    written_transpose,
+)
 from quaver.torch.linear.plan_emulated import noise_of, write_back_counts
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.operations import ops
@@ -73,7 +80,7 @@ class DelayedState:
     #: Result of `amax.newest` for each column: where a kernel writes the amax.
     newest: list[Tensor | None]
     #: Kernel arguments made of both, per column.
-    by_column: list[OfMatrix]
+    by_column: list[DelayedInputs]
     rolled: Tensor | None
     factor: Tensor
     version: int
@@ -197,7 +204,7 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
         quantize_weight=quantize_weight,
         transpose_weight=transpose_weight,
         quantize_grad=_quantizer(RowColQuantizer(x.device, of_grad_output), recipe, amax.GRAD_OUTPUT),
-        transpose_grad=_transpose_grad if gemms["wgrad"] is not None else _plain_grad,
+        transpose_grad=written_transpose if gemms["wgrad"] is not None else _plain_grad,
         fprop=_gemm_function(fprop, x.dtype, True),
         dgrad=_gemm_function(dgrad, x.dtype, True),
         wgrad=_plain_wgrad if gemms["wgrad"] is None else _wgrad_function(gemms["wgrad"], x.dtype),
@@ -211,10 +218,6 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
 
 def _transpose_input(call: LinearCall, x: Tensor, operands: Operands) -> tuple[Tensor, Any]:
     return (x if operands[2] is None else operands[2]), operands[3]
-
-
-def _transpose_grad(call: LinearCall, g: Tensor, operands: Operands) -> tuple[Tensor, Any]:
-    return operands[2], operands[3]
 
 
 def _plain_grad(call: LinearCall, g: Tensor, operands: Operands) -> tuple[Tensor, Any]:
