@@ -163,11 +163,12 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
         record, (operands, w) = None, _quantize(call, y, weight, save)
     else:
         operands, w, record = _quantize_shared(call, source, y, weight, save)
+    value = weight if call.comm is None else call.comm.local_weight
     if w is None:
-        w = plan.quantize_weight(call, weight)
+        w = plan.quantize_weight(call, value)
     output = plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
     # Only dgrad reads the weight; without it the weight may be modified before backward.
-    of_dgrad = weight if needs[1] else None
+    of_dgrad = value if needs[1] else None
     layout = None
     if save:
         saved, scale = plan.transpose_input(call, y, operands)
@@ -178,6 +179,8 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
     else:
         ctx.save_for_backward(of_dgrad)
     ctx.constants = call, layout, weight.dtype, None if bias is None else bias.dtype
+    if call.comm is not None:
+        return shaped(output, call.comm.shape(shape, output.shape[-1]))
     return output if len(shape) == 2 else shaped(output, (*shape[:-1], output.shape[-1]))
 
 
@@ -189,6 +192,8 @@ def _backward_one(ctx: Any, tensors: Sequence[Any], g: Tensor) -> Any:
     call, layout, weight_dtype, bias_dtype = ctx.constants
     needs = ctx.needs_input_grad[1:]
     saved_input = unflatten(tensors[1:], layout) if needs[1] else None
+    if saved_input is not None and call.plan.load_input is not None:
+        saved_input = call.plan.load_input(call, saved_input[0])
     grads = gradients(call, g, tensors[0], saved_input, needs, weight_dtype, bias_dtype)
     grad_input = grads[0]
     if grad_input is not None:
@@ -212,12 +217,15 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     inputs = _quantized_input(setup, tensors[:count], weights[0], save)
     calls, operands, outputs = inputs.calls, inputs.operands, [inputs.output] if setup.return_input else []
     traced, w, lead = is_tracing(), inputs.weight, inputs.shape[:-1]
+    values = weights
+    if calls[0].comm is not None:
+        values, lead = [call.comm.local_weight for call in calls], calls[0].comm.shape(inputs.shape, 0)[:-1]
     # All layers read this operand, so its decoded values are cached meanwhile.
     shares = n > 1 and not traced
     if shares:
         decode.cache_decoded(operands[0], decode.INPUT)
     try:
-        for call, weight, bias in zip(calls, weights, biases, strict=True):
+        for call, weight, bias in zip(calls, values, biases, strict=True):
             w = call.plan.quantize_weight(call, weight) if w is None else w
             y = call.plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
             outputs.append(shaped(y, (*lead, weight.shape[0])))
@@ -235,7 +243,7 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     # torch.compile passes tensors and plain values from forward to backward, but no objects.
     factors = [call.factors for call in calls] if traced else []
     rest, layouts = pack([*factors, *(inputs.saved if differentiated else ())])
-    ctx.save_for_backward(*(weights if differentiated else (None,) * n), *saved, *rest)
+    ctx.save_for_backward(*(values if differentiated else (None,) * n), *saved, *rest)
     dtypes = [weight.dtype for weight in weights], [None if b is None else b.dtype for b in biases]
     context = setup, None if traced else calls, inputs.shape, inputs.dtype, *dtypes
     ctx.constants = context, len(saved), layout, layouts
@@ -253,6 +261,8 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     if calls is None:
         calls, saved = _rebuild_calls(setup, of_layers, saved[:n]), saved[n:]
     saved_input: Any = None if layout == () else unflatten(tensors[n : n + size], layout)
+    if saved_input is not None and calls is not None and calls[0].plan.load_input is not None:
+        saved_input = calls[0].plan.load_input(calls[0], saved_input[0])
     need_input = any(needs[:count])
     recomputed: RecomputedInput | None = None
     if saved_input is None and any(needs[count : count + n]):
@@ -360,8 +370,6 @@ def _weight_gradient(call: LinearCall, g: Any, g_scale: Any, x: Any, x_scale: An
     """Run wgrad, the last GEMM of a layer's backward, and mark the cached weight as used."""
     if call.plan.operations is None:
         call.entry.parameter_version.last_backward_id = weight_cache.backward_id()  # type: ignore[union-attr]
-    elif not call.traced:
-        weight_cache.record_backward(call.layer)
     return call.plan.wgrad(call, g, g_scale, x, x_scale, dtype)
 
 
@@ -443,7 +451,8 @@ def share_conditions(call: LinearCall, source: Tensor, y: Tensor) -> tuple[Any, 
         return None
     factor = 0.0 if factors is None else factors[amax.INPUT]
     conditions = source._version, source.data_ptr(), factor, stream_of(source), source.shape, y.dtype
-    return (*conditions, source.stride()) if general_plan else conditions
+    key = None if call.comm is None else call.comm.key
+    return (*conditions, source.stride(), key) if general_plan else conditions
 
 
 def stream_of(x: Tensor) -> int:
@@ -495,8 +504,9 @@ class QuantizedInput(NamedTuple):
 def _quantized_input(setup: LinearSetup, x: Sequence[Any], weight: Tensor, save: bool) -> QuantizedInput:
     """Compute the layers' input and quantize it, in one kernel if there is one, else in two."""
     calls = setup.calls
-    if not calls and setup.op is not IDENTITY_INPUT and may_fuse(setup.dtype, x[0]):
-        calls = _begin_all(setup, x[0])
+    general_plan = not calls or calls[0].plan.operations is not None
+    if general_plan and setup.op is not IDENTITY_INPUT and may_fuse(setup.dtype, x[0]):
+        calls = calls or _begin_all(setup, x[0])
         fused = _fused(setup, x, save, calls)
         if fused is not None:
             return fused
@@ -546,14 +556,20 @@ def _fused(setup: LinearSetup, x: Sequence[Any], save: bool, calls: Sequence[Lin
     want_output = setup.return_input or (save and not first.recipe.plan.input)
     want_transpose = save and first.recipe.plan.input
     features = setup.layers[0].in_features
-    fused = fused_quantize.operand(setup.op, x, features, a, factor, is_set, want_output, want_transpose)
+    agree = None
+    if first.comm is not None:
+        agree = first.comm.agreed_of
+        first.comm.check("input", x[0].shape[:-1].numel(), a, 0)
+    fused = fused_quantize.operand(setup.op, x, features, a, factor, is_set, want_output, want_transpose, agree)
     if fused is None:
         return None
     result, q, transposed = fused
     record_input(calls, q.amax)
     shape = (*x[0].shape[:-1], q.shape[1])
     y = None if result.y is None else general.matrix(result.y)
-    operands = q, None, transposed, None, q.amax
+    operands: Operands = q, None, transposed, None, q.amax
+    if first.plan.gather_input is not None:
+        operands = first.plan.gather_input(first, y, operands, save)
     return QuantizedInput(calls, result.y, y, shape, x[0].dtype, operands, result.saved)
 
 

@@ -179,7 +179,7 @@ def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
         w = stored_weight.dequantized(call.layer, weight, call.dtype) if stored_weight.are_codes(weight) else weight
         if call.training and not call.traced and w is weight:
             # Nothing else registers this use of the weight, and the cached dgrad operand must notice a changed weight.
-            weight_cache.expire(call.layer, weight)
+            weight_cache.expire(call.layer, weight if call.comm is None else call.comm.parameter)
         return WeightOperands(w)
     assert b is not None
     if weight.is_cuda and (weight.shape[0] | weight.shape[1]) & 15:
@@ -385,9 +385,16 @@ def wgrad(call: LinearCall, g: Any, _: None, x: Any, __: None, dtype: torch.dtyp
     """
     if call.layer.__dict__.get("weight_spec") is not None:
         dtype = torch.float32
+    record_backward(call)
     if isinstance(g, Tensor):
         return high_precision(g, plain(x, g.dtype).t(), dtype)
     return call.operations.matmul(g, x, dtype, None, call.recipe.wgrad.fast_accum)
+
+
+def record_backward(call: LinearCall) -> None:
+    """Mark the cached weight as used by a backward that has come to its last GEMM."""
+    if not call.traced:
+        weight_cache.record_backward(call.layer)
 
 
 def plain(x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:

@@ -98,6 +98,11 @@ class LinearPlan:
     #: Implementations of quantization and GEMM that the general plan calls; `both` quantizes a matrix and its transpose
     #: in one call, or is None. None in plans with chosen kernels.
     operations: ops.ResolvedOperations | None = None
+    #: Of sharded layers: (call, x, operands, save) -> operands, starts the all-gather of an input that a fused kernel
+    #: has quantized.
+    gather_input: Callable[..., Operands] | None = None
+    #: Of sharded layers: (call, saved wgrad operand) -> operand and scale, starts its all-gather in backward.
+    load_input: Callable[..., tuple[Operand, Scale]] | None = None
 
     def quantizes_like(self, other: "LinearPlan") -> bool:
         """Return True if the other plan quantizes an input to the same operands."""
@@ -118,7 +123,8 @@ class LinearCall:
     pending: scaling_step.PendingBackward | None = None
     #: Weak reference to the caller's input if torch.autocast has cast it, so that layers recognize a shared input.
     source: Any = None
-    #: Communication for sharded operands, or None if the layer has whole operands.
+    #: `quaver.torch.parallel.tensor.gemms.TensorParallelComm` for sharded operands, or None if the layer
+    #: has whole operands.
     comm: Any = None
     #: Entry of the weight cache that fprop has read, or an entry of this call alone.
     entry: weight_cache.CachedWeight | None = None

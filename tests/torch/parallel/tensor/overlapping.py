@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel, comm
-from quaver.torch.parallel.tensor import function
+from quaver.torch.parallel.tensor import overlap as overlap_module
+from quaver.torch.parallel.tensor import plan as plan_module
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor.split import tokens
@@ -31,7 +32,7 @@ def mesh() -> Any:
 def seen(events: list[str]) -> Iterator[None]:
     """Write down what begins to travel, what is waited for, and which GEMM of a backward runs: that of tokens, a
     multiple of 96, or that of weights."""
-    count_async, product = comm.count_async, function.product
+    count_async, product = comm.count_async, plan_module._product
 
     def watched(kind: str, way: str, *args: Any) -> Any:
         wait = count_async(kind, way, *args)  # type: ignore[arg-type]
@@ -49,7 +50,7 @@ def seen(events: list[str]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "count_async", watched)
-        patch.setattr(function, "product", multiplied)
+        patch.setattr(plan_module, "_product", multiplied)
         yield
 
 
@@ -81,8 +82,8 @@ def gradients_travel_while_weights_gradients_are_computed(rank: int) -> None:
 def by_torch_itself() -> Iterator[None]:
     """On processors torch's operations are what torch puts in their place for tensors without values, as of 2.13."""
     library = torch.library.Library("symm_mem", "IMPL")
-    library.impl(function.GATHER, symmetric._fused_all_gather_matmul_fallback, "CPU")
-    library.impl(function.SCATTER, symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+    library.impl(overlap_module.GATHER, symmetric._fused_all_gather_matmul_fallback, "CPU")
+    library.impl(overlap_module.SCATTER, symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
     try:
         yield
     finally:
@@ -103,14 +104,14 @@ def products_are_the_plain_composition(rank: int) -> None:
                 generator = torch.Generator().manual_seed(rank)
                 x = torch.randn(batches * 4, 16, generator=generator).to(dtype)
                 weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(7)).to(dtype)
-                together, product = function.gathered_product(x, weight, group, batches)
+                together, product = overlap_module.gathered_product(x, weight, group, batches)
                 says = f"{dtype}, {batches} sequences"
                 assert_bitwise(together, whole(x, batches), says)
                 assert_bitwise(product, whole(x, batches) @ weight.t(), says)
                 for value in (0.0, torch.nan, torch.inf, 1e-40, 3e38):
                     y = torch.randn(batches * 8, 16, generator=generator).to(dtype)
                     y[5, 3] = value
-                    total = function.scattered_product(y, weight, group, batches)
+                    total = overlap_module.scattered_product(y, weight, group, batches)
                     parts = comm.scatter_sums((y @ weight.t()).float(), group, batches)()
                     assert_bitwise(total, parts.to(dtype), f"{says}, {value}")
 
@@ -127,7 +128,7 @@ def layers_within_gemms(rank: int) -> None:
     """Layers in high precision are those without the option, but that sums over ranks are rounded before; layers whose
     GEMMs are quantized, and those in float32, are the same bits."""
     with by_torch_itself(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(function, "reason_unsupported", lambda mesh: "")
+        patch.setattr(overlap_module, "reason_unsupported", lambda mesh: "")
         for recipe, dtype, bound in (
             ("bf16", torch.bfloat16, 2e-2),
             ("bf16", torch.float32, 0.0),
@@ -138,7 +139,7 @@ def layers_within_gemms(rank: int) -> None:
             for overlap in (False, True):
                 model = model_of(recipe, dtype, overlap)
                 counted = functools.partial(run_with, ran)
-                patch.setattr(function, "operation", counted)
+                patch.setattr(overlap_module, "operation", counted)
                 x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
                 x = tokens(x, rank, RANKS).clone().requires_grad_()
                 with CommCounter() as traffic:
@@ -146,7 +147,7 @@ def layers_within_gemms(rank: int) -> None:
                     y.float().square().sum().backward()
                 results.append((y.detach(), x.grad, *(p.grad.to_local() for p in model.parameters())))
                 sent = traffic.bytes["activations"]
-            assert sent > 0 and ran == ([function.GATHER, function.SCATTER] * 2 if bound else []), ran
+            assert sent > 0 and ran == ([overlap_module.GATHER, overlap_module.SCATTER] * 2 if bound else []), ran
             for number, (one, other) in enumerate(zip(*results, strict=True)):
                 says = f"{recipe}, {dtype}: {number}"
                 if bound:
@@ -156,7 +157,7 @@ def layers_within_gemms(rank: int) -> None:
 
 
 #: The module's own.
-OPERATION = function.operation
+OPERATION = overlap_module.operation
 
 
 def run_with(ran: list[str], name: str) -> Any:

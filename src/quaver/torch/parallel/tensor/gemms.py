@@ -79,15 +79,23 @@ class TensorParallelComm:
     """Process group and shard of one call of a tensor-parallel layer; quantizes its operands and communicates them."""
 
     __slots__ = (
-        *("batches", "group", "layer", "layout", "number", "parameter", "rank", "recipe", "rows", "run", "source"),
+        *("batches", "group", "key", "layer", "layout", "local_weight", "number", "of_wgrad", "parameter", "rank"),
+        *("recipe", "rows", "run"),
     )
 
     def __init__(
-        self, layout: ShardLayout, call: LinearCall, parameter: Any, batches: int, rows: Sequence[int]
+        self,
+        layout: ShardLayout,
+        call: LinearCall,
+        parameter: Any,
+        local_weight: Tensor,
+        batches: int,
+        rows: Sequence[int],
     ) -> None:
         self.layer, self.layout = call.layer, layout
-        #: The weight as a DTensor.
+        #: The weight as a DTensor, and this rank's shard of it.
         self.parameter: Tensor = parameter
+        self.local_weight = local_weight
         self.group = parameter.device_mesh.get_group()
         self.number = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
@@ -95,8 +103,10 @@ class TensorParallelComm:
         self.rows = rows
         #: Number of sequences stacked along the tokens.
         self.batches = batches
-        #: The input tensor before any cast; layers with the same input share its quantization.
-        self.source: Tensor | None = None
+        #: All-gather of the saved wgrad input, set by the forward; layers with the same input share it.
+        self.of_wgrad: Any = None
+        #: Other layers share the quantized input only if their key is the same.
+        self.key = layout, self.group, call.training and parameter.requires_grad
         #: The recipe of the call, and the function that quantizes an operand.
         self.recipe, self.run = call.recipe, call.operations.quantize
 

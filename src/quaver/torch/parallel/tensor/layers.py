@@ -5,6 +5,7 @@ is a generated subclass of the layer's original class, so that a style applies t
 """
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
-from quaver.torch.linear.autograd import may_fuse
+from quaver.torch.linear.autograd import LinearSetup, apply, may_fuse
 from quaver.torch.linear.fused_projections import is_bare
 from quaver.torch.linear.general import begin, is_prequantized
 from quaver.torch.linear.linear import Quantizable, dtype_sentence, recipe_of
@@ -23,12 +24,7 @@ from quaver.torch.linear.plan import LinearCall
 from quaver.torch.nn.norm import NormKind
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import refuse_transforms
-from quaver.torch.parallel.tensor import joined
-from quaver.torch.parallel.tensor.function import (
-    NormedLayerCall,
-    TensorParallelLinearFunction,
-    TensorParallelNormLinearFunction,
-)
+from quaver.torch.parallel.tensor import joined, plan
 from quaver.torch.parallel.tensor.gemms import ShardLayout, TensorParallelComm
 from quaver.torch.parallel.tensor.partial import why_partial
 from quaver.torch.parallel.tensor.sequence import bare, local_parameters, tokens_of
@@ -83,8 +79,6 @@ class ShardedLayerCall(NamedTuple):
     """Prepared inputs of one call of a tensor-parallel layer."""
 
     call: LinearCall
-    ranks: TensorParallelComm
-    local_weight: Tensor
     #: Input cast to the dtype of the GEMMs.
     x: Tensor
     #: Local tensors that receive the gradients of weight and bias.
@@ -95,9 +89,9 @@ class ShardedLayerCall(NamedTuple):
 @torch.compiler.disable
 def _forward(layer: Any, input: Tensor) -> Tensor:
     """Compute this rank's shard of the output; see `quaver.torch.parallel.tensor.gemms`."""
-    call, ranks, local_weight, x, weight, bias = _prepare_call(layer, input)
+    call, x, weight, bias = _prepare_call(layer, input)
     with ops.without_autocast(ops.autocast_device(input)):
-        y: Tensor = TensorParallelLinearFunction.apply(call, ranks, local_weight, x, weight, bias)
+        y: Tensor = apply(call, x, weight, bias)
     return y
 
 
@@ -130,11 +124,10 @@ def normed_over_ranks(norm: nn.Module, x: Tensor, layers: Sequence[Any]) -> tupl
     own: Any = norm
     own.check_input(x)
     local, calls = local_parameters(norm), [_prepare_call(layer, x) for layer in layers]
-    each = [NormedLayerCall(one.call, one.ranks, one.local_weight) for one in calls]
-    parameters = *(one.weight for one in calls), *(one.bias for one in calls)
-    outputs: tuple[Tensor, ...] = TensorParallelNormLinearFunction.apply(
-        own.formula, each, x, local.get("weight"), local.get("bias"), *parameters
-    )
+    inputs = x, local.get("weight"), local.get("bias")
+    each = [one.call for one in calls]
+    setup = LinearSetup(own.formula, tuple(layers), recipe, x.dtype, torch.is_grad_enabled(), len(inputs), calls=each)
+    outputs: tuple[Tensor, ...] = apply(setup, *inputs, *(one.weight for one in calls), *(one.bias for one in calls))
     return outputs
 
 
@@ -211,19 +204,19 @@ def _prepare_call(layer: Any, input: Tensor) -> ShardedLayerCall:
     if training and isinstance(layer, Quantizable) and layer._state.buffers_recipe is not recipe:
         create_state_buffers(layer, recipe)
     call = begin(layer, recipe, x, x.dtype, training)
-    # A scale that ranks share follows from their largest amax, so a matrix and its transpose are quantized apart.
-    call.operations = call.operations._replace(both=None)
-    call.comm = ranks = TensorParallelComm(
-        layout, call, weight, max(1, math.prod(x.shape[:-2])), joined.rows(layer, weight.device_mesh.size())
-    )
-    ranks.source = input
+    call.plan = plan.plan_for(recipe, x)
+    call.operations = call.plan.operations
+    if x is not input:
+        call.source = weakref.ref(input)
+    rows, batches = joined.rows(layer, weight.device_mesh.size()), max(1, math.prod(x.shape[:-2]))
+    call.comm = ranks = TensorParallelComm(layout, call, weight, local_weight, batches, rows)
     if training:
         ranks.check_gradient(local_weight, x.shape)
     with ops.without_autocast(device):
         of_weights = joined.routed([each.to_local() for each in weights])
         of_biases = [each.to_local() for each in biases]
         bias = None if not of_biases else of_biases[0] if len(of_biases) == 1 else torch.cat(of_biases)
-    return ShardedLayerCall(call, ranks, local_weight, x, of_weights, bias)
+    return ShardedLayerCall(call, x, of_weights, bias)
 
 
 def _check(layer: Any, local_weight: Tensor, x: Tensor) -> None:

@@ -11,14 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Autograd nodes whose backward yields complete gradients: sharded layers, `SequenceParallel` parameters, and DTensors.
-_SUMS = (
-    "TensorParallelLinearFunctionBackward",
-    "TensorParallelNormLinearFunctionBackward",
-    "_AllReduceGradBackward",
-    "_ToTorchTensor",
-    "_VocabEmbeddingFunctionBackward",
-)
+from quaver.torch.linear.plan import LinearCall
+
+#: Autograd nodes whose backward yields complete gradients: `SequenceParallel` parameters, DTensors and embeddings.
+_SUMS = ("_AllReduceGradBackward", "_ToTorchTensor", "_VocabEmbeddingFunctionBackward")
 #: Layers whose input graph was already checked.
 _seen: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
@@ -40,7 +36,7 @@ def why_partial(layer: nn.Module, name: str, x: Tensor) -> str:
     nodes, known = [x.grad_fn], {x.grad_fn}
     while nodes:
         node: Any = nodes.pop()
-        if node.name().startswith(_SUMS):
+        if node.name().startswith(_SUMS) or _is_sharded_linear(node):
             continue
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter):
@@ -65,3 +61,12 @@ def why_partial(layer: nn.Module, name: str, x: Tensor) -> str:
         f"{'; '.join(sorted(set(shown)))}. Their gradients would differ between ranks. Add {{{plan}}} to the plan, "
         "which sums them over the ranks, or leave these layers out of it"
     )
+
+
+def _is_sharded_linear(node: Any) -> bool:
+    """Return True if an autograd node is that of tensor-parallel linear layers."""
+    if node.name() != "LinearFunctionBackward":
+        return False
+    call = node.constants[0]
+    calls = (call,) if isinstance(call, LinearCall) else call[1] or ()
+    return any(call.comm is not None for call in calls)

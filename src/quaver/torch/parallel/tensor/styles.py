@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.nn.attention.multihead import MultiheadAttention
-from quaver.torch.parallel.tensor import function, joined
+from quaver.torch.parallel.tensor import joined, overlap
 from quaver.torch.parallel.tensor.gemms import ShardLayout
 from quaver.torch.parallel.tensor.layers import in_parts, layout_of, name_of
 from quaver.torch.parallel.tensor.sequence import OTHER_DROPOUTS, SequenceLayout, on_tokens, tokens_of
@@ -51,7 +51,7 @@ class _ShardedLinear(ParallelStyle):
 
     def _settle(self, mesh: Any) -> None:
         """Check once that GEMMs can overlap with communication; warn and disable overlap if they cannot."""
-        reason = function.reason_unsupported(mesh) if self.layout.overlap and not self._overlap_checked else ""
+        reason = overlap.reason_unsupported(mesh) if self.layout.overlap and not self._overlap_checked else ""
         self._overlap_checked = True
         if reason:
             if mesh.get_local_rank() == 0:

@@ -19,7 +19,7 @@ from quaver.torch.linear.general import is_prequantized
 from quaver.torch.nn.loss import REDUCTIONS, LossConfig, added, chunk_of, scaled, why_no_targets
 from quaver.torch.operations import ops
 from quaver.torch.parallel import comm
-from quaver.torch.parallel.tensor.function import of_sums, plain_product
+from quaver.torch.parallel.tensor.plan import of_sums, plain_product
 from quaver.torch.parallel.tensor.sequence import SequenceLayout, gathered
 from quaver.torch.state.history.sync import check_agreement, describe_tensor
 from quaver.torch.state.layer_state import graph_task_id
