@@ -119,28 +119,37 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
     """Quantize this rank's shard of grad_output and start its all-gathers."""
     need_input, need_weight, need_bias = needs
     ranks: TensorParallelComm = call.comm
-    recipe, of_dgrad, whole = call.recipe, None, None
+    recipe, whole = call.recipe, None
+    of_dgrad: Any = None
     if need_input and ranks.overlaps(g, ranks.local_weight, recipe.dgrad):
         of_dgrad = g
         if not ranks.layout.column:
             whole, of_dgrad = gathered_product(g, ranks.local_weight.t(), ranks.group, ranks.batches)
     q: Any = general.quantize_grad(call, g, (need_input, need_weight, False), None)[0]
-    pending = cache(ranks.gather("grad_output", q)) if isinstance(q, Quantized) else None
-    transposed: Any = None
-    if need_weight and recipe.wgrad.a is not None:
-        if recipe.plan.grad_output:
-            assert pending is not None
-            codes = pending
-            transposed = lambda: codes().T  # noqa: E731
-        else:
-            own = general.transpose_grad(call, g, (q, None, None, None, None))[0]
-            transposed = ranks.gather("grad_output.T", own)
-    needs_plain = (need_input and of_dgrad is None and pending is None) or (need_weight and transposed is None)
-    plain = (lambda: whole) if whole is not None else cache(ranks.gather("grad_output", g)) if needs_plain else None
-    if need_weight and transposed is None:
-        transposed = lambda: plain().t()  # type: ignore[misc] # noqa: E731
+    codes = plain = transposed = None
+    if isinstance(q, Quantized):
+        codes = cache(ranks.gather("grad_output", q))
+    if whole is not None:
+        # dgrad has gathered it already.
+        plain = cache(lambda: whole)
+    elif (need_weight and recipe.wgrad.a is None) or (need_input and of_dgrad is None and codes is None):
+        plain = cache(ranks.gather("grad_output", g))
+    if need_weight and recipe.wgrad.a is None:
+        transposed = _transposed(plain)
+    elif need_weight and recipe.plan.grad_output:
+        transposed = _transposed(codes)
+    elif need_weight:
+        own = general.transpose_grad(call, g, (q, None, None, None, None))[0]
+        transposed = ranks.gather("grad_output.T", own)
+    if of_dgrad is None:
+        of_dgrad = plain if codes is None else codes
     grad_bias = _bias_gradient(ranks, g, bias_dtype) if need_bias else None
-    return pending or plain if of_dgrad is None else of_dgrad, None, transposed, None, grad_bias
+    return of_dgrad, None, transposed, None, grad_bias
+
+
+def _transposed(pending: Any) -> comm.Pending:
+    """Return the transpose of a pending operand."""
+    return lambda: pending().T
 
 
 def transpose_grad(call: LinearCall, g: Tensor, operands: Operands) -> tuple[Any, None]:
