@@ -218,15 +218,15 @@ def expected_step(step: Step, ids: Any) -> tuple[Expected, Expected, Expected]:
     x = operand(step.x, r.fprop.a, "input")
     w = operand(step.w, r.fprop.b, "weight")
     y = product(x, w, step.bias)
-    xt = transposed(x) if r.plan.input else operand(step.x.T, r.wgrad.b, "input.T")
+    xt = transposed(x) if r.reuse.input else operand(step.x.T, r.wgrad.b, "input.T")
     if r.dequantized_backward and r.wgrad.b is None:
         xt = values(x).T
     g = operand(step.g, r.dgrad.a, "grad_output")
-    wt = transposed(w) if r.plan.weight else operand(step.w.T, r.dgrad.b, "weight.T")
+    wt = transposed(w) if r.reuse.weight else operand(step.w.T, r.dgrad.b, "weight.T")
     if r.dequantized_backward and r.dgrad.b is None:
         wt = values(w).T
     dx = product(g, wt)
-    gt = transposed(g) if r.plan.grad_output else operand(step.g.T, r.wgrad.a, "grad_output.T")
+    gt = transposed(g) if r.reuse.grad_output else operand(step.g.T, r.wgrad.a, "grad_output.T")
     return y, dx, product(gt, xt)
 
 

@@ -114,7 +114,7 @@ def test_every_operand_has_the_codes_and_scales_of_torchs(recipe: Recipe, dtype:
     args = x.astype(wide), w, qj.state.init(recipe), g.astype(wide)
     got, ours = step(*args)
     assert set(got) == set(expected)
-    assert ("weight.T" in got) != recipe.plan.weight
+    assert ("weight.T" in got) != recipe.reuse.weight
     for name, (codes, scales) in got.items():
         assert_bitwise(scales, expected[name].scales(), f"{name}, scales")
         assert_bitwise(codes, expected[name].codes(), f"{name}, codes")

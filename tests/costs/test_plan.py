@@ -32,8 +32,8 @@ def test_each_recipe_reuses_the_expected_operands(name: str) -> None:
 
 
 def test_square_blocks_use_one_weight_copy_for_both_gemms() -> None:
-    assert get("mxfp8", weight_2d=True).plan.weight
-    assert not get("nvfp4", weight_2d=False).plan.weight
+    assert get("mxfp8", weight_2d=True).reuse.weight
+    assert not get("nvfp4", weight_2d=False).reuse.weight
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -533,7 +533,7 @@ def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.Mon
         assert_bitwise(x.grad, other.grad)
     # Under delayed scaling each layer's factor is a tensor of its own.
     inputs = 3 if recipe.delayed is not None else 2
-    ways = 1 + (recipe.wgrad.b is not None and not recipe.plan.input)
+    ways = 1 + (recipe.wgrad.b is not None and not recipe.reuse.input)
     assert forward == inputs * ways + 3
     of_weights = {tuple(t.shape) for p in net.parameters() for t in (p, p.t())}
     assert not [t.shape for t in codes if tuple(t.shape) in of_weights]

@@ -305,9 +305,9 @@ def quantization(
 def copies(recipe: Recipe, gpu: Gpu) -> dict[str, list[QuantizedCopy]]:
     """Return the quantized copies that the GEMMs need of input [T, K], weight [N, K] and grad_output [T, N]."""
     wanted = {
-        "input": (recipe.fprop.a, recipe.wgrad.b, recipe.plan.input),
-        "weight": (recipe.fprop.b, recipe.dgrad.b, recipe.plan.weight),
-        "grad_output": (recipe.dgrad.a, recipe.wgrad.a, recipe.plan.grad_output),
+        "input": (recipe.fprop.a, recipe.wgrad.b, recipe.reuse.input),
+        "weight": (recipe.fprop.b, recipe.dgrad.b, recipe.reuse.weight),
+        "grad_output": (recipe.dgrad.a, recipe.wgrad.a, recipe.reuse.grad_output),
     }
     return {name: _copies(*row, gpu) for name, row in wanted.items()}
 

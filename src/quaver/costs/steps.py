@@ -88,7 +88,7 @@ class TrainingSetup:
 
     @property
     def narrow(self) -> bool:
-        return self.narrow_wire and self.recipe.plan.weight
+        return self.narrow_wire and self.recipe.reuse.weight
 
     def on_the_wire(self, parameters: float) -> float:
         """Return the bytes of `parameters` weights in an all-gather."""

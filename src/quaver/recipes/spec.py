@@ -251,7 +251,7 @@ class Recipe:
     #: True if any operand is quantized.
     quantizes: bool = field(init=False, repr=False, compare=False)
     #: Operands that backward reuses.
-    plan: OperandReuse = field(init=False, repr=False, compare=False)
+    reuse: OperandReuse = field(init=False, repr=False, compare=False)
     #: True if any operand is rounded stochastically; its layer then counts quantizations.
     stochastic: bool = field(init=False, repr=False, compare=False)
     #: The recipe as one unique line of text. Its hash is cached, unlike that of nested dataclasses, which would take
@@ -274,7 +274,7 @@ class Recipe:
         specs = [spec for spec in self.operands().values() if spec is not None]
         derived = {
             "quantizes": len(specs) > 0,
-            "plan": OperandReuse(
+            "reuse": OperandReuse(
                 input=reusable(self.fprop.a, self.wgrad.b),
                 weight=reusable(self.fprop.b, self.dgrad.b),
                 grad_output=reusable(self.dgrad.a, self.wgrad.a),

@@ -212,7 +212,7 @@ def test_backward_keeps_eight_bits_an_element(name: str) -> None:
     x, w, _, _ = operands((tokens,), k, n, jnp.bfloat16)
     state = qj.state.init(recipe)
     kept = kept_bytes(lambda x, w, state: qj.linear(x, w, recipe=recipe, state=state), x, w, state)
-    weight = k * n if recipe.plan.weight else w.nbytes
+    weight = k * n if recipe.reuse.weight else w.nbytes
     few = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + 2048
     assert kept <= saved_bytes(recipe, tokens, k) + weight + few
     assert kept < x.nbytes + w.nbytes or recipe.wgrad.b is None
@@ -242,7 +242,7 @@ def test_operands_that_are_quantized_already_are_used_as_they_are(name: str) -> 
             x, state
         )[0]
 
-    if recipe.plan.weight:
+    if recipe.reuse.weight:
         assert_bitwise(grad_x(wq), grad_x(w))
     else:
         with pytest.raises(ValueError, match="needs this operand also in blocks other than"):

@@ -31,7 +31,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("recipe", [None, "bf16", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("recorded", [True, False], ids=["with gradients", "without"])
-@pytest.mark.parametrize("tokens", [16, 512], ids=["chosen kernels", "the general plan"])
+@pytest.mark.parametrize("tokens", [16, 512], ids=["fast plan", "the general plan"])
 def test_each_group_of_layers_asks_for_its_recipe_once(
     recipe: str | None, recorded: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

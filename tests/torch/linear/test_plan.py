@@ -24,7 +24,7 @@ from tests import forked
 from tests.close import assert_bitwise
 from tests.operands import nasty
 from tests.pairs import pairs
-from tests.torch.linear.chosen import general_plans, has_chosen_kernels
+from tests.torch.linear.fast_plans import by_fast_plan, general_plans
 
 T, K, N = 12, 24, 40
 
@@ -54,7 +54,7 @@ def train(layer: qt.Linear, inputs: list[Tensor], gradients: list[Tensor], direc
         with qt.autocast(layer.recipe):
             y = layer(x)
         # Delayed scaling's state is made by the general way.
-        assert has_chosen_kernels(y) is direct
+        assert by_fast_plan(y) is direct
         y.backward(g)
         assert x.grad is not None
         tensors |= {f"output {number}": y.detach(), f"input {number}": x.grad}
@@ -129,58 +129,58 @@ def test_alternating_lengths_are_planned_once_for_all_layers_and_few_plans_are_c
     monkeypatch.setattr(plan_cpu, "build", counted)
     for tokens in [T, T + 1, T, T + 1, T]:
         for layer in layers:
-            assert has_chosen_kernels(layer(torch.randn(tokens, K, requires_grad=True)))
+            assert by_fast_plan(layer(torch.randn(tokens, K, requires_grad=True)))
     assert decided == [T, T + 1]
     for tokens in range(1, 3 * linear_module.MAX_PLANS):
-        assert has_chosen_kernels(layers[0](torch.randn(tokens, K, requires_grad=True)))
+        assert by_fast_plan(layers[0](torch.randn(tokens, K, requires_grad=True)))
         assert len(linear_module.plans) <= linear_module.MAX_PLANS
 
 
 def layer_and_input() -> tuple[qt.Linear, Tensor]:
     layer, x = qt.Linear(K, N, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
-    assert has_chosen_kernels(layer(x))
+    assert by_fast_plan(layer(x))
     return layer, x
 
 
 def test_observed_layers_take_the_general_path() -> None:
     layer, x = layer_and_input()
     with qt.count(layer) as counters:
-        assert not has_chosen_kernels(layer(x))
+        assert not by_fast_plan(layer(x))
     assert counters.table
     with torch.autocast("cpu", torch.bfloat16):
-        assert not has_chosen_kernels(layer(x))
+        assert not by_fast_plan(layer(x))
     with qt.only("reference"):
-        assert not has_chosen_kernels(layer(x))
-    assert has_chosen_kernels(layer(x))
+        assert not by_fast_plan(layer(x))
+    assert by_fast_plan(layer(x))
 
 
 def test_no_plan_is_made_while_the_layer_is_observed() -> None:
     layer = qt.Linear(K, N, recipe="tensorwise")
     x = torch.randn(T, K, requires_grad=True)
     with qt.only("reference"):
-        assert not has_chosen_kernels(layer(x))
+        assert not by_fast_plan(layer(x))
     assert not linear_module.plans
-    assert has_chosen_kernels(layer(x))
+    assert by_fast_plan(layer(x))
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp6", "rowwise", "blockwise", "mxfp8"])
 def test_recipes_of_other_scales_take_the_general_path(recipe: str) -> None:
     layer = qt.Linear(K, N, recipe=recipe)
-    assert not has_chosen_kernels(layer(torch.randn(T, K, requires_grad=True)))
+    assert not by_fast_plan(layer(torch.randn(T, K, requires_grad=True)))
 
 
 def test_unsupported_calls_take_the_general_path() -> None:
     layer, x = layer_and_input()
-    assert not has_chosen_kernels(layer(x.detach()))
-    assert not has_chosen_kernels(layer(torch.randn(K, T).t().requires_grad_()))
-    assert not has_chosen_kernels(layer(torch.randn(0, K, requires_grad=True)))
-    assert has_chosen_kernels(layer(x))
+    assert not by_fast_plan(layer(x.detach()))
+    assert not by_fast_plan(layer(torch.randn(K, T).t().requires_grad_()))
+    assert not by_fast_plan(layer(torch.randn(0, K, requires_grad=True)))
+    assert by_fast_plan(layer(x))
     layer.weight.requires_grad_(False)
-    assert not has_chosen_kernels(layer(x))
+    assert not by_fast_plan(layer(x))
     with pytest.raises(ValueError, match="float32 weights and got a"):
         layer(x.bfloat16())
     layer.weight = nn.Parameter(torch.randn(K, N).t())
-    assert not has_chosen_kernels(layer(x))
+    assert not by_fast_plan(layer(x))
     with torch.no_grad():
         assert layer(x).grad_fn is None
 
@@ -189,7 +189,7 @@ def test_unsupported_calls_take_the_general_path() -> None:
 def test_a_recipe_with_an_unquantized_input_gemm_takes_the_general_path(gemm: str) -> None:
     plain = GemmSpec(None, None)
     recipe = replace(recipes.rowwise(), name="plain", wgrad=plain, **{gemm: plain})
-    assert not has_chosen_kernels(qt.Linear(K, N, recipe=recipe)(torch.randn(T, K, requires_grad=True)))
+    assert not by_fast_plan(qt.Linear(K, N, recipe=recipe)(torch.randn(T, K, requires_grad=True)))
 
 
 @pytest.mark.parametrize("tokens", [T, 200])
@@ -204,14 +204,14 @@ def test_plans_hold_neither_an_input_nor_a_weight(recipe: str, tokens: int) -> N
 
 def test_a_weight_of_another_shape_has_its_own_plan() -> None:
     layer, x = qt.Linear(K, N, bias=False, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
-    assert has_chosen_kernels(layer(x))
+    assert by_fast_plan(layer(x))
     layer.weight = nn.Parameter(torch.randn(N, K + 1))
     with pytest.raises(ValueError, match="got an input of shape"):
         layer(x)
     large = gemm.SMALL // (T * K) + 1
     layer.weight = nn.Parameter(torch.randn(large, K))
     y = layer(x)
-    assert y.shape == (T, large) and not has_chosen_kernels(y)
+    assert y.shape == (T, large) and not by_fast_plan(y)
 
 
 def test_on_meta_nothing_is_computed() -> None:
@@ -258,7 +258,7 @@ def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
     layer, x = layer_and_input()
     nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh())
     y = layer(x)
-    assert has_chosen_kernels(y)
+    assert by_fast_plan(y)
     y.sum().backward()
     with torch.no_grad():
         layer.parametrizations.weight.original.mul_(2.0)
@@ -286,7 +286,7 @@ def test_an_output_may_be_written_to(way: str) -> None:
         expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
         with general_plans() if way == "general" else nullcontext():
             y = layer(x)
-        assert has_chosen_kernels(y) == (way == "direct")
+        assert by_fast_plan(y) == (way == "direct")
         grads = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
         for grad, value in zip(grads, expected, strict=True):
             assert_bitwise(grad, value)
@@ -320,7 +320,7 @@ def test_backward_takes_any_gradient_and_ignores_torchs_autocast(gradient: Tenso
             y = layer(x)
         with torch.autocast("cpu", torch.bfloat16):
             y.backward(gradient)
-        assert has_chosen_kernels(y) is ours
+        assert by_fast_plan(y) is ours
         assert x.grad is not None and layer.weight.grad is not None and layer.bias.grad is not None
         runs.append((x.grad, layer.weight.grad, layer.bias.grad))
     for a, b in zip(*runs, strict=True):

@@ -23,7 +23,7 @@ from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 from tests.torch.backends.gpu.cublaslt import torchs_own
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
-from tests.torch.linear.chosen import general_plans, has_chosen_kernels
+from tests.torch.linear.fast_plans import by_fast_plan, general_plans
 from tests.torch.operations.test_shared_inputs import Forgetful
 
 T, K, N = 32, 48, 64
@@ -64,7 +64,7 @@ def steps(layer: qt.Linear, xs: list[Tensor], direct: bool) -> list[Tensor]:
         x = value.clone().requires_grad_()
         with qt.autocast(layer.recipe):
             y = layer(x)
-        assert has_chosen_kernels(y) is direct
+        assert by_fast_plan(y) is direct
         y.square().sum().backward()
         assert x.grad is not None
         tensors += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
@@ -143,7 +143,7 @@ def test_overwritten_shared_codes_are_not_reused(recipe: str, arch: int, monkeyp
         first(h)
         between()
         again = last(h)
-        assert has_chosen_kernels(again)
+        assert by_fast_plan(again)
         assert_bitwise(again, expected)
 
 
@@ -159,15 +159,15 @@ def test_overwritten_shared_codes_are_not_reused(recipe: str, arch: int, monkeyp
 def test_layers_of_one_input_have_the_bits_of_the_general_path(
     recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A normalization before two layers, and an activation before one, all with chosen kernels."""
+    """A normalization before two layers, and an activation before one, all by fast plans."""
     become(arch, monkeypatch)
-    begun, begin = [], linear_module.begin_planned
+    begun, begin = [], linear_module.begin_call
 
     def recorded(plan: LinearPlan, layer: Any, x: Tensor) -> Any:
         begun.append(plan)
         return begin(plan, layer, x)
 
-    monkeypatch.setattr(linear_module, "begin_planned", recorded)
+    monkeypatch.setattr(linear_module, "begin_call", recorded)
     first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)
     second = copy.deepcopy(first)
     ours = trained(first)
@@ -231,7 +231,7 @@ def test_two_level_scaling_has_the_bits_of_the_general_path(
         for which in ("both", "x", "weight", "both"):
             leaf = x.clone().requires_grad_()
             y = layer(leaf)
-            assert has_chosen_kernels(y) is direct
+            assert by_fast_plan(y) is direct
             asked = {"x": (leaf,), "weight": (layer.weight,)}.get(which, (leaf, layer.weight))
             results += [y.detach(), *torch.autograd.grad(y.square().sum(), asked)]
             results += [b.clone() for b in layer.buffers()]
@@ -256,7 +256,7 @@ def test_two_level_scaling_runs_when_torch_fills_new_memory(monkeypatch: pytest.
         for on in (False, True):
             torch.use_deterministic_algorithms(on)
             y = layer(x)
-            assert has_chosen_kernels(y)
+            assert by_fast_plan(y)
             grads.append(torch.autograd.grad(y.float().square().sum(), (x, layer.weight)))
     finally:
         torch.use_deterministic_algorithms(before)
@@ -294,7 +294,7 @@ def test_saved_tensors_may_be_offloaded_to_the_host(recipe: str, arch: int, monk
             with qt.autocast(recipe), hooks:
                 y = layer(leaf)
             # Delayed scaling measures first.
-            assert has_chosen_kernels(y) or recipe == "delayed"
+            assert by_fast_plan(y) or recipe == "delayed"
             y.square().sum().backward()
             assert leaf.grad is not None
             tensors += [y.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())]
@@ -358,7 +358,7 @@ def test_noise_continues_over_steps_despite_other_calls_in_between(monkeypatch: 
         return [*results, *(b.clone() for layer in (*layers, again) for b in layer.buffers())]
 
     ours = program(layers)
-    assert has_chosen_kernels(layers[0](x.clone().requires_grad_()))
+    assert by_fast_plan(layers[0](x.clone().requires_grad_()))
     with general_plans():
         theirs = program(others)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -424,7 +424,7 @@ def test_two_forwards_before_their_backwards_keep_their_own_codes(
         y = layer(x)
         alone.append((y.detach().clone(), *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))))
     y1, y2 = layer(x1), layer(x2)
-    assert has_chosen_kernels(y1)
+    assert by_fast_plan(y1)
     together = [torch.autograd.grad(y.float().square().sum(), (x, layer.weight)) for y, x in ((y1, x1), (y2, x2))]
     for (y, *grads), again, out in zip(alone, together, (y1, y2), strict=True):
         assert torch.equal(out, y)
@@ -436,7 +436,7 @@ def test_backward_counts_even_if_forward_did_not(recipe: str, arch: int, monkeyp
     become(arch, monkeypatch)
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
     y = layer(torch.randn(T, K).bfloat16().requires_grad_())
-    assert has_chosen_kernels(y)
+    assert by_fast_plan(y)
     with qt.count(layer) as counters:
         y.sum().backward()
     elements = {name: counts.elements for name, counts in counters.table[""].items()}
@@ -450,7 +450,7 @@ def test_where_gemms_want_other_scales_than_kernels_write_nothing_is_decided(
 ) -> None:
     become(arch, monkeypatch)
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
-    assert not has_chosen_kernels(layer(torch.randn(T, K).bfloat16().requires_grad_()))
+    assert not by_fast_plan(layer(torch.randn(T, K).bfloat16().requires_grad_()))
 
 
 @torchs_own
@@ -470,27 +470,27 @@ def test_where_gemms_want_other_scales_than_kernels_write_nothing_is_decided(
 def test_unplanned_calls_take_the_general_path(why: str) -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert has_chosen_kernels(layer(x))
+    assert by_fast_plan(layer(x))
     if why == "no gradient of x":
-        assert not has_chosen_kernels(layer(x.detach()))
+        assert not by_fast_plan(layer(x.detach()))
     elif why == "frozen weight":
         layer.weight.requires_grad_(False)
-        assert not has_chosen_kernels(layer(x))
+        assert not by_fast_plan(layer(x))
     elif why == "no grad":
         with torch.no_grad():
             assert layer(x).grad_fn is None
     elif why == "odd tokens":
-        assert not has_chosen_kernels(layer(x[:17]))
-        assert has_chosen_kernels(layer(x))
+        assert not by_fast_plan(layer(x[:17]))
+        assert by_fast_plan(layer(x))
     elif why == "not contiguous":
-        assert not has_chosen_kernels(layer(torch.randn(K, T).bfloat16().t().requires_grad_()))
+        assert not by_fast_plan(layer(torch.randn(K, T).bfloat16().t().requires_grad_()))
     elif why == "counted":
         with qt.count(layer) as counters:
-            assert not has_chosen_kernels(layer(x))
+            assert not by_fast_plan(layer(x))
         assert counters is not None
     elif why == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
-            assert not has_chosen_kernels(layer(x))
+            assert not by_fast_plan(layer(x))
     else:
         with pytest.raises(ValueError, match="bfloat16 weights and got a"):
             layer(x.float())
@@ -518,10 +518,10 @@ def test_a_weight_of_another_shape_has_its_own_plan(
     become(arch, monkeypatch)
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert has_chosen_kernels(layer(x))
+    assert by_fast_plan(layer(x))
     layer.weight = torch.nn.Parameter(torch.randn(features, K).bfloat16())
     y = layer(x)
-    assert has_chosen_kernels(y) == (features % 16 == 0)
+    assert by_fast_plan(y) == (features % 16 == 0)
     grads = torch.autograd.grad(y.float().square().sum(), (x, layer.weight))
     with general_plans():
         expected = layer(x)
@@ -557,7 +557,7 @@ def test_buffers_of_a_large_step_are_not_kept_for_its_shape() -> None:
     layer = qt.Linear(K, N, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(SMALL // K + 32 & -16, K).bfloat16().requires_grad_()
     y = layer(x)
-    assert has_chosen_kernels(y)
+    assert by_fast_plan(y)
     y.sum().backward()
     # The first forward quantizes its input beside the weight.
     layer(x)
@@ -578,7 +578,7 @@ def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch
         monkeypatch.setattr(plan_gpu, "TOGETHER", most)
         linear_module.plans.clear()
         layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
-        assert has_chosen_kernels(layer(x))
+        assert by_fast_plan(layer(x))
         (entry,) = linear_module.plans.values()
         assert entry.plan is not None
         assert (entry.plan.quantize_together is not None) is shares
@@ -588,13 +588,13 @@ def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch
 def test_the_cache_of_a_weight_is_freed_with_it() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert has_chosen_kernels(layer(x))
+    assert by_fast_plan(layer(x))
     (entry,) = state_of(layer).weights.entries.values()
-    assert entry.planned_operands is not None
+    assert entry.fast_operands is not None
     layer.to(torch.bfloat16)
     assert not state_of(layer).weights.entries
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
-    assert has_chosen_kernels(layer(x))
+    assert by_fast_plan(layer(x))
     # Nothing shows when it changes: it is quantized each time.
     assert not state_of(layer).weights.entries
 
@@ -605,7 +605,7 @@ def test_an_output_may_be_written_to() -> None:
     x = torch.randn(2, T // 2, K).bfloat16().requires_grad_()
     expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
     y = layer(x)
-    assert has_chosen_kernels(y)
+    assert by_fast_plan(y)
     grads = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
@@ -656,7 +656,7 @@ def test_factors_on_another_device_take_the_general_path(name: str) -> None:
     """The general path moves them; a launch by address would read invalid memory."""
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="delayed")
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert has_chosen_kernels(layer(x))
+    assert by_fast_plan(layer(x))
     assert plan_gpu._delayed(layer, x, True) is not None
     layer.register_buffer(name, layer.get_buffer(name).to("meta"))
     assert plan_gpu._delayed(layer, x, True) is None
@@ -666,7 +666,7 @@ def test_factors_on_another_device_take_the_general_path(name: str) -> None:
 def test_a_weight_on_another_device_has_no_decided_step() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert has_chosen_kernels(layer(x))
+    assert by_fast_plan(layer(x))
     recipe, elsewhere = recipes.get("tensorwise"), layer.weight.to("meta")
     assert linear_module.plan_key(x.shape, x, layer.weight, None, recipe) in linear_module.plans
     assert linear_module.plan_key(x.shape, x, elsewhere, None, recipe) not in linear_module.plans

@@ -163,7 +163,7 @@ def test_noise_on_the_input_is_the_forwards(reused: bool) -> None:
     quiet = QuantSpec(E4M3, (1, 1) if reused else (1, None))
     noisy = replace(quiet, rounding="stochastic")
     recipe = Recipe("noisy", GemmSpec(noisy, quiet), GemmSpec(quiet, quiet), GemmSpec(quiet, noisy))
-    assert recipe.plan.input is reused
+    assert recipe.reuse.input is reused
     assert_same_training(qt.MLP(48, 64), [apart, whole], recipe, inputs(9, 48))
 
 

@@ -15,7 +15,7 @@ from quaver import recipes
 from quaver.torch.linear import linear as linear_module
 from tests.close import assert_bitwise
 from tests.pairs import turns
-from tests.torch.linear.chosen import has_chosen_kernels
+from tests.torch.linear.fast_plans import by_fast_plan
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -169,7 +169,7 @@ def test_micro_batches_accumulate_the_same_with_checkpointing(name: str, use_ree
     )
 
 
-@pytest.mark.parametrize("chosen", [True, False], ids=["chosen kernels", "general plan"])
+@pytest.mark.parametrize("chosen", [True, False], ids=["fast plan", "general plan"])
 def test_codes_that_are_made_again_come_with_their_scale(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards without gradients roll the histories between a forward and its backward: ones are 1 by any factor."""
     if not chosen:
@@ -186,7 +186,7 @@ def test_codes_that_are_made_again_come_with_their_scale(chosen: bool, monkeypat
     step(1.0, True)
     with qt.autocast(recipe):
         y = checkpoint(layer, x, use_reentrant=False)
-    assert has_chosen_kernels(y) is chosen
+    assert by_fast_plan(y) is chosen
     for _ in range(3):
         step(1000.0, True)
         step(1000.0, False)

@@ -28,7 +28,7 @@ def test_each_operand_is_counted_under_its_name(recipe: str) -> None:
     with qt.count(model) as counted:
         model(x).sum().backward()
     r = recipes.get(recipe)
-    reuse = r.plan
+    reuse = r.reuse
     expected = {"input": 8 * 32, "weight": 32 * 16, "grad_output": 8 * 16}
     if not reuse.weight:
         expected["weight.T"] = 32 * 16

@@ -62,7 +62,7 @@ def of_weight(shapes: list[tuple[int, ...]]) -> int:
 
 def per_step(recipe: str) -> int:
     """The weight and, where its codes do not serve dgrad, its transpose."""
-    return 1 if recipes.get(recipe).plan.weight else 2
+    return 1 if recipes.get(recipe).reuse.weight else 2
 
 
 def layer_with(recipe: str, **options: Any) -> qt.Linear:
@@ -108,7 +108,7 @@ def test_a_weight_is_quantized_once_per_optimizer_step_for_all_micro_batches(
         assert of_weight(quantized) == per_step(recipe)
 
 
-@pytest.mark.parametrize("recipe", [name for name in QUANTIZING if recipes.get(name).plan.weight])
+@pytest.mark.parametrize("recipe", [name for name in QUANTIZING if recipes.get(name).reuse.weight])
 def test_dgrad_uses_the_codes_of_fprop(recipe: str, quantized: list[tuple[int, ...]]) -> None:
     layer = layer_with(recipe)
     forward_backward(layer)

@@ -315,7 +315,7 @@ def next_state(call: LinearContext, state: State, amaxes: Any, gq: Any, gt: Any)
         seen = buffers.amaxes_of(state, *amaxes, None if gq is None else gq.amax)
         after = buffers.record(after, seen, call.recipe)
     if call.recipe.stochastic:
-        own = gq, None if call.recipe.plan.grad_output else gt
+        own = gq, None if call.recipe.reuse.grad_output else gt
         drawn = [q is not None and q.spec.rounding == "stochastic" for q in own]
         after["count"] = after["count"] + jnp.asarray(drawn, jnp.float32)
     return after

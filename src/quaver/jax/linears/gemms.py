@@ -109,7 +109,7 @@ def saved_input(
     It is fprop's operand if wgrad can use it, else input.T [K, T] quantized for wgrad, else the input.
     """
     spec = call.recipe.wgrad.b
-    if call.recipe.plan.input:
+    if call.recipe.reuse.input:
         assert xq is not None
         return xq
     if spec is None and call.recipe.dequantized_backward:
@@ -132,12 +132,12 @@ def saved_weight(call: LinearContext, w: Array | Quantized, wq: Quantized | None
 
 def serves_wgrad(recipe: Recipe) -> bool:
     """Return True if wgrad can use fprop's quantized input, as codes or dequantized."""
-    return recipe.plan.input or (recipe.dequantized_backward and recipe.wgrad.b is None)
+    return recipe.reuse.input or (recipe.dequantized_backward and recipe.wgrad.b is None)
 
 
 def serves_dgrad(recipe: Recipe) -> bool:
     """Return True if dgrad can use fprop's quantized weight, as codes or dequantized."""
-    return recipe.plan.weight or (recipe.dequantized_backward and recipe.dgrad.b is None)
+    return recipe.reuse.weight or (recipe.dequantized_backward and recipe.dgrad.b is None)
 
 
 def quantized_gradient(
@@ -147,7 +147,7 @@ def quantized_gradient(
     None.
     """
     recipe = call.recipe
-    shared = recipe.plan.grad_output
+    shared = recipe.reuse.grad_output
     forward = transposed = None
     if recipe.dgrad.a is not None and (need_input or (need_weight and shared)):
         forward = _gradient(call, g, "grad_output", recipe.dgrad.a, axes.tokens, axes.outputs, state)
@@ -212,7 +212,7 @@ def wgrad(call: LinearContext, g: Array, gq: Quantized | None, saved: Array | Qu
         values = values.dequantize().astype(g.dtype) if isinstance(values, Quantized) else values
         return gemm_high_precision(values.T, g.T, dtype)
     assert gq is not None
-    if call.recipe.plan.input:
+    if call.recipe.reuse.input:
         operand = all_gather_operand(saved, call.input_placement).T
     else:
         operand = all_gather_operand(saved, None if call.input_placement is None else call.input_placement.T)

@@ -121,16 +121,16 @@ def _forward(call: LinearContext, x: Any, w: Any, sizes: Any, state: Any) -> tup
         x = x if recipe.wgrad.b is not None else xq.dequantize().astype(x.dtype)
         values = jnp.swapaxes(jax.vmap(lambda q: q.dequantize())(wq), 1, 2).astype(w.dtype)
         argument_w = argument_w if recipe.dgrad.b is not None else values
-    saved_x = xq if recipe.plan.input else _along_tokens(x, recipe.wgrad.b, layout, factor=factor_of(state, INPUT))
+    saved_x = xq if recipe.reuse.input else _along_tokens(x, recipe.wgrad.b, layout, factor=factor_of(state, INPUT))
     # JAX neither copies nor stacks a residual that is an argument.
-    saved_w = wq if recipe.plan.weight else argument_w
+    saved_w = wq if recipe.reuse.weight else argument_w
     amaxes = None if recipe.delayed is None else (xq.amax, wq.amax.max())
     return y, (as_bytes(saved_x), as_bytes(saved_w), layout, amaxes, state, without_elements(x), without_elements(w))
 
 
 def _backward(call: LinearContext, saved: Any, g: Array) -> tuple[Any, ...]:
     saved_x, saved_w, layout, amaxes, state, like_x, like_w = saved
-    recipe, plan, factor = call.recipe, call.recipe.plan, factor_of(state, GRAD_OUTPUT)
+    recipe, plan, factor = call.recipe, call.recipe.reuse, factor_of(state, GRAD_OUTPUT)
     g, saved_x, saved_w = forbid_second_derivative(call.label, (g, saved_x, saved_w))
     saved_x, saved_w = as_codes(saved_x), as_codes(saved_w)
     if "count" in state:

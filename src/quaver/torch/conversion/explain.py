@@ -397,7 +397,7 @@ def _accumulation(fast: bool, reasons: list[tuple[str, str]], device: torch.devi
 
 def _reused(operand: str, recipe: Recipe) -> bool:
     """Return True if the GEMM reuses the transposed codes of an operand that an earlier GEMM quantized."""
-    reuse = recipe.plan
+    reuse = recipe.reuse
     return {"weight.T": reuse.weight, "grad_output.T": reuse.grad_output, "input.T": reuse.input}.get(operand, False)
 
 

@@ -53,7 +53,7 @@ class InputOp(fused_quantize.QuantizingProducer, Protocol):
         """Compute the input outside of autograd; return it and the tensors that backward needs.
 
         Args:
-            implementation: before planned layers, the index of the implementation to run, else None.
+            implementation: the index of the implementation to run before layers with fast plans, else None.
         """
 
     def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
@@ -102,7 +102,7 @@ class LinearSetup(NamedTuple):
     #: Number of tensors that the operation takes.
     input_count: int = 1
     return_input: bool = False
-    #: Call of each layer, if all have plans with chosen kernels; empty for general plans, whose calls begin later.
+    #: Call of each layer, if all have fast plans; empty for general plans, whose calls begin later.
     calls: Sequence[LinearCall] = ()
 
 
@@ -160,9 +160,9 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
     source = x if call.source is None else call.source()
     # Only tensors of the graph are shared.
     if source is None or source.is_leaf:
-        record, (operands, w) = None, _quantize(call, y, weight, save)
+        shared, (operands, w) = None, _quantize(call, y, weight, save)
     else:
-        operands, w, record = _quantize_shared(call, source, y, weight, save)
+        operands, w, shared = _quantize_shared(call, source, y, weight, save)
     value = weight if call.comm is None else call.comm.local_weight
     if w is None:
         w = plan.quantize_weight(call, value)
@@ -172,8 +172,8 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
     layout = None
     if save:
         saved, scale = plan.transpose_input(call, y, operands)
-        if record is not None:
-            _share_transpose(record, operands, saved)
+        if shared is not None:
+            _share_transpose(shared, operands, saved)
         tensors, layout = flatten(saved, scale)
         ctx.save_for_backward(of_dgrad, *tensors)
     else:
@@ -210,7 +210,7 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     weights, biases = tensors[count : count + n], tensors[count + n :]
     differentiated = any(needs[1 : 1 + count])
     # No recomputation with stochastic rounding (noise is drawn once), nor if the operation saves nothing for its
-    # gradients, nor for chosen kernels: their inputs are small, and recomputing costs launches.
+    # gradients, nor for fast plans: their inputs are small, and recomputing costs launches.
     recomputes = not setup.calls and setup.op.recomputes_input and differentiated
     recomputes = recomputes and (c is None or c.rounding == "nearest")
     save = setup.training and not recomputes and any(needs[1 + count : 1 + count + n])
@@ -234,11 +234,11 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
         if shares:
             decode.drop_decoded(operands[0])
     saved: Sequence[Any] = (None,)
-    layout: Any = ()
+    layout: Any = NOTHING_SAVED
     if save:
         operand, scale = calls[0].plan.transpose_input(calls[0], inputs.matrix, operands)
-        if inputs.record is not None:
-            _share_transpose(inputs.record, operands, operand)
+        if inputs.shared is not None:
+            _share_transpose(inputs.shared, operands, operand)
         saved, layout = flatten(operand, scale)
     # torch.compile passes tensors and plain values from forward to backward, but no objects.
     factors = [call.factors for call in calls] if traced else []
@@ -260,7 +260,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     of_layers, weights, saved = gs[-n:], tensors[:n], unpack(tensors[n + size :], layouts)
     if calls is None:
         calls, saved = _rebuild_calls(setup, of_layers, saved[:n]), saved[n:]
-    saved_input: Any = None if layout == () else unflatten(tensors[n : n + size], layout)
+    saved_input: Any = None if layout == NOTHING_SAVED else unflatten(tensors[n : n + size], layout)
     if saved_input is not None and calls is not None and calls[0].plan.load_input is not None:
         saved_input = calls[0].plan.load_input(calls[0], saved_input[0])
     need_input = any(needs[:count])
@@ -382,7 +382,7 @@ def _count_grad(call: LinearCall, g: Tensor) -> None:
     if factors is not None:
         factor = (factors if factors.__class__ is list else factors.factors)[amax.GRAD_OUTPUT]
     count(call.layer, "grad_output", g, ops.QUANTIZE(g, a, None, factor))
-    if c is not None and not call.recipe.plan.grad_output:
+    if c is not None and not call.recipe.reuse.grad_output:
         count(call.layer, "grad_output.T", g.t(), ops.QUANTIZE(g.t(), c))
 
 
@@ -429,11 +429,11 @@ def _quantize_shared(
     return operands, w, functional.remember(source, conditions, plan, operands)
 
 
-def _share_transpose(record: functional.Quantization, operands: Operands, transposed: Any) -> None:
+def _share_transpose(shared: functional.Quantization, operands: Operands, transposed: Any) -> None:
     """Remember the wgrad operand too, so that no other layer quantizes it again."""
     # Where wgrad reads x itself, remembering it would extend its lifetime.
     if operands[2] is None and isinstance(transposed, Quantized):
-        record.operands = (*operands[:2], transposed, *operands[3:])
+        shared.operands = (*operands[:2], transposed, *operands[3:])
 
 
 def share_conditions(call: LinearCall, source: Tensor, y: Tensor) -> tuple[Any, ...] | None:
@@ -498,7 +498,7 @@ class QuantizedInput(NamedTuple):
     #: Operands of the first weight, if the same launches quantized it.
     weight: WeightOperands | None = None
     #: Record through which other layers with the same input reuse the operands; None if they may not.
-    record: functional.Quantization | None = None
+    shared: functional.Quantization | None = None
 
 
 def _quantized_input(setup: LinearSetup, x: Sequence[Any], weight: Tensor, save: bool) -> QuantizedInput:
@@ -527,13 +527,13 @@ def _quantized_input(setup: LinearSetup, x: Sequence[Any], weight: Tensor, save:
     source = x[0] if setup.op is IDENTITY_INPUT else None
     try:
         if source is None or source.is_leaf:
-            record, (operands, w) = None, _quantize(calls[0], y, weight, save)
+            shared, (operands, w) = None, _quantize(calls[0], y, weight, save)
         else:
-            operands, w, record = _quantize_shared(calls[0], source, y, weight, save)
+            operands, w, shared = _quantize_shared(calls[0], source, y, weight, save)
     except torch.OutOfMemoryError as error:
         raise out_of_memory(output, 2) from error
     record_input(calls[1:], operands[4])
-    return QuantizedInput(calls, output, y, shape, dtype, operands, saved, w, record)
+    return QuantizedInput(calls, output, y, shape, dtype, operands, saved, w, shared)
 
 
 def _begin_all(setup: LinearSetup, y: Tensor) -> list[LinearCall]:
@@ -553,8 +553,8 @@ def _fused(setup: LinearSetup, x: Sequence[Any], save: bool, calls: Sequence[Lin
     first, a = calls[0], setup.recipe.fprop.a
     assert a is not None
     factor, is_set = _known_factor(first)
-    want_output = setup.return_input or (save and not first.recipe.plan.input)
-    want_transpose = save and first.recipe.plan.input
+    want_output = setup.return_input or (save and not first.recipe.reuse.input)
+    want_transpose = save and first.recipe.reuse.input
     features = setup.layers[0].in_features
     agree = None
     if first.comm is not None:
@@ -590,7 +590,7 @@ def recompute(setup: LinearSetup, saved: Sequence[Any], call: LinearCall, g: Ten
     `InputOp.recompute_input` returns them.
     """
     c = setup.recipe.wgrad.b
-    if c is not None and call.recipe.plan.input and may_fuse(setup.dtype, saved[0]):
+    if c is not None and call.recipe.reuse.input and may_fuse(setup.dtype, saved[0]):
         q = fused_quantize.recomputed(setup.op, saved, c, *_known_factor(call))
         if q is not None:
             return (q, None), None
@@ -636,6 +636,10 @@ def shaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
 #: Reshapes a fresh tensor without autograd treating it as a view, as torch.matmul does with its products. With a plain
 #: view, compiled layers would refuse in-place writes to their outputs.
 _reshaped: Any = getattr(torch.ops.aten, "_unsafe_view", torch.Tensor.view)
+
+
+#: Layout of a call that saves no input.
+NOTHING_SAVED = "nothing saved"
 
 
 def flatten(operand: Any, scale: Any) -> tuple[Sequence[Any], Any]:

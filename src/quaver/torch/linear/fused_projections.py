@@ -34,20 +34,20 @@ def project(
     The layers share one scaling history of their input, that of the first layer.
     """
     recipe = _shared_recipe(layers)
-    planned = None
+    fast = None
     if recipe is not None and not is_tracing():
         if not torch.is_grad_enabled():
             layers[0]._state.is_observed = None
         elif not linear.needs_general_plan(layers[0]):
-            planned = _plan_call(op, x, layers, recipe, return_input)
-    if planned is None:
-        return _run_unplanned(op, x, layers, recipe, return_input)
+            fast = _begin_fast_calls(op, x, layers, recipe, return_input)
+    if fast is None:
+        return _run_general(op, x, layers, recipe, return_input)
     run = eager_apply()
-    outputs: tuple[Tensor, ...] = run(planned[0], *planned[1])
+    outputs: tuple[Tensor, ...] = run(fast[0], *fast[1])
     return outputs
 
 
-def _run_unplanned(
+def _run_general(
     op: InputOp,
     x: Sequence[Tensor | None],
     layers: Sequence[Linear],
@@ -70,7 +70,7 @@ def _run_unplanned(
         if weight.__class__ is not nn.Parameter and is_prequantized(weight):
             if is_tracing():
                 prequantized: Any = weight.__class__
-                eager: tuple[Tensor, ...] = prequantized.eagerly(_run_unplanned, op, x, layers, recipe, return_input)
+                eager: tuple[Tensor, ...] = prequantized.eagerly(_run_general, op, x, layers, recipe, return_input)
                 return eager
             weight.check_recipe(layer, recipe)  # type: ignore[attr-defined]
         elif weight.__class__ is not nn.Parameter and not is_tracing():
@@ -148,21 +148,21 @@ def is_bare(*modules: nn.Module) -> bool:
     )
 
 
-#: Largest input in elements for which chosen kernels are preferred to a fused kernel, and to recomputation in backward.
+#: Largest input in elements for which fast plans are preferred to a fused kernel, and to recomputation in backward.
 #: Below it launches cost more than the memory traffic.
 LAUNCHES = 1 << 20
 #: The same limit for recomputation on a CPU, where nothing is launched.
 ON_HOST = 1 << 14
 
 
-def _plan_call(
+def _begin_fast_calls(
     op: InputOp,
     x: Sequence[Tensor | None],
     layers: Sequence[Linear],
     recipe: Recipe,
     return_input: bool = False,
 ) -> tuple[LinearSetup, Sequence[Tensor | None]] | None:
-    """Return setup and tensors for `LinearFunction` if every layer has a plan with chosen kernels in this call.
+    """Return setup and tensors for `LinearFunction` if every layer has a fast plan in this call.
 
     Returns None if the state of a layer requires the general plan, or if a fused kernel or recomputation saves a large
     pass over memory.
@@ -189,10 +189,10 @@ def _plan_call(
             return None
         if layer._state.buffers_recipe is not recipe:
             create_state_buffers(layer, recipe)
-        chosen = linear.planned(shape, first, weight, bias, recipe, layer)
+        chosen = linear.fast_plan(shape, first, weight, bias, recipe, layer)
         if chosen is None or (chosen.aligned and capture.is_captured_or_rehearsed(first.device)):
             return None
-        call = linear.begin_planned(chosen, layer, first)
+        call = linear.begin_call(chosen, layer, first)
         if call is None:
             return None
         calls.append(call)

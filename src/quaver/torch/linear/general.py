@@ -116,7 +116,7 @@ def transpose_input(call: LinearCall, x: Tensor | None, operands: Operands) -> t
     if transposed is not None:
         return transposed, None
     c = call.recipe.wgrad.b
-    if call.recipe.plan.input:
+    if call.recipe.reuse.input:
         return q.T, None
     if c is None and call.recipe.dequantized_backward:
         return q, None
@@ -130,7 +130,7 @@ def recomputed_input(call: LinearCall, x: Tensor) -> tuple[Tensor | Quantized, N
     """
     a, c = call.recipe.fprop.a, call.recipe.wgrad.b
     factor = None if call.factors is None else call.factors[amax.INPUT]
-    if call.recipe.plan.input:
+    if call.recipe.reuse.input:
         assert a is not None
         return call.quantize_unrecorded(x, a, False, factor).T, None
     if c is None and call.recipe.dequantized_backward:
@@ -214,7 +214,7 @@ def quantized_weight(call: LinearCall, weight: Tensor, side: str, spec: QuantSpe
     if weight.__class__ is not nn.Parameter and is_prequantized(weight):
         prequantized: Quantized = weight.quantized_operand(call, side)  # type: ignore[attr-defined]
         return prequantized
-    shared = side == "dgrad" and call.recipe.plan.weight
+    shared = side == "dgrad" and call.recipe.reuse.weight
     q = None if call.entry is None else call.entry.quantized
     if shared and q is not None:
         return q.T
@@ -222,7 +222,7 @@ def quantized_weight(call: LinearCall, weight: Tensor, side: str, spec: QuantSpe
         transposed, call.transposed_weight = call.transposed_weight, None
         return transposed
     if weight.dtype in stored_weight.CODES:
-        return stored_weight.operand(layer, weight, side == "dgrad", call.recipe.plan.weight, spec, call)
+        return stored_weight.operand(layer, weight, side == "dgrad", call.recipe.reuse.weight, spec, call)
     if call.traced:
         if shared:
             factor = None if call.factors is None else call.factors[amax.WEIGHT]
@@ -239,21 +239,21 @@ def quantized_weight(call: LinearCall, weight: Tensor, side: str, spec: QuantSpe
     if q is None:
         window = weight_cache.begin(layer, parameter, call.training) if keeps else None
         q, other = _quantize_weight(call, weight, side, spec)
-        if other is not None and call.recipe.plan.weight:
+        if other is not None and call.recipe.reuse.weight:
             q.cached_transpose = other
         entry = (
             weight_cache.store(layer, cache_name, parameter, spec, key, q, window)
             if keeps
             else weight_cache.CachedWeight(q)
         )
-        if other is not None and not call.recipe.plan.weight:
+        if other is not None and not call.recipe.reuse.weight:
             dgrad_entry = weight_cache.store(layer, "dgrad", parameter, other.spec, key, other, window)
             call.transposed_weight = other if dgrad_entry is None else None
         if not call.training and entry is None:
             weight_cache.count_uncached_forward(layer, parameter)
     elif call.training and call.factors is not None and side == "fprop":
         amax.record(layer, amax.WEIGHT, q.amax)
-    if call.recipe.plan.weight:
+    if call.recipe.reuse.weight:
         call.entry = entry
     return q.T if shared else q
 
@@ -267,7 +267,7 @@ def _quantize_weight(
         # Cached tensors must not be inference tensors, because other modes read them too.
         with torch.inference_mode(False), torch.no_grad():
             return _quantize_weight(call, weight, side, spec)
-    if side == "dgrad" and call.recipe.plan.weight:
+    if side == "dgrad" and call.recipe.reuse.weight:
         factor = None if call.factors is None else call.factors[amax.WEIGHT]
         if call.comm is not None:
             return call.comm.quantize("weight", weight, spec, factor, NO_NOISE), None
@@ -331,7 +331,7 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
     """Quantize grad_output for dgrad, and for wgrad if one read of g serves both."""
     need_input, need_weight, need_bias = needs
     a, c = call.recipe.dgrad.a, call.recipe.wgrad.a
-    if a is None or not (need_input or (need_weight and call.recipe.plan.grad_output)):
+    if a is None or not (need_input or (need_weight and call.recipe.reuse.grad_output)):
         return g, None, None, None, None
     if need_input and need_weight and c is not None and both_at_once(call, a, c):
         sums = need_bias and bias_dtype in ops.DTYPES
@@ -340,7 +340,7 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
         grad_bias = None if sums is None or not need_bias else ops.bias_gradient(g, bias_dtype, sums)
         return q, None, transposed, None, grad_bias
     q = quantize(call, amax.GRAD_OUTPUT, "grad_output", g, a, False)
-    if need_input and need_weight and call.recipe.plan.grad_output and not call.traced and g.is_cpu:
+    if need_input and need_weight and call.recipe.reuse.grad_output and not call.traced and g.is_cpu:
         decode.cache_decoded(q, decode.GRADIENT)
     return q, None, None, None, None
 
@@ -353,7 +353,7 @@ def transpose_grad(call: LinearCall, g: Tensor, operands: Operands) -> tuple[Ten
         return transposed, None
     if c is None:
         return g.t(), None
-    if call.recipe.plan.grad_output:
+    if call.recipe.reuse.grad_output:
         return q.T, None
     return quantize(call, amax.GRAD_OUTPUT, "grad_output.T", g.t(), c, True), None
 

@@ -176,7 +176,7 @@ class Quantizable(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
     ) -> None:
-        _join(self, state_dict, prefix)
+        _concatenate_pieces(self, state_dict, prefix)
         match_state(self, state_dict, prefix, missing)
         store_weight.adapt(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
@@ -185,15 +185,15 @@ class Quantizable(nn.Module):
             store_weight.register_stored_weight(self)
 
 
-def _join(layer: nn.Module, state_dict: Any, prefix: str) -> None:
+def _concatenate_pieces(layer: nn.Module, state_dict: Any, prefix: str) -> None:
     """Concatenate the pieces of a weight and bias in a state dict into the single tensors that this layer has.
 
     `quaver.torch.parallel.ColwiseParallel` saves the pieces, such as q, k and v, as `weight.<name>`; pieces without
     names are numbered.
     """
-    matrices = state_of(layer).pieces
+    pieces = state_of(layer).pieces
     for name in ("weight", "bias"):
-        keys = [f"{prefix}{name}.{piece}" for piece in matrices]
+        keys = [f"{prefix}{name}.{piece}" for piece in pieces]
         if not keys:
             numbered = map(f"{prefix}{name}.{{}}".format, itertools.count())
             keys = [*itertools.takewhile(state_dict.__contains__, numbered)]
@@ -282,9 +282,9 @@ class Linear(Quantizable, nn.Linear):
         if training and not compiling and not prequantized:
             key = plan_key(input.shape, input, weight, bias, recipe)
             entry = plans.get(key)
-            call = run_planned(entry, input, weight, self)
+            call = begin_fast_call(entry, input, weight, self)
             if call is not None:
-                return _apply(call, input, weight, bias)
+                return _run_one(call, input, weight, bias)
         elif not compiling:
             self._state.is_observed = None
         if training and self._state.buffers_recipe is not recipe:
@@ -315,16 +315,16 @@ class Linear(Quantizable, nn.Linear):
         # Inputs cast by autocast and weights stored as codes have no plan of their own.
         if training and entry is None and not prequantized and not casting and x.dtype is weight.dtype:
             entry = make_plan(key, x, weight, bias, recipe, self)
-            call = run_planned(entry, x, weight, self)
+            call = begin_fast_call(entry, x, weight, self)
             if call is not None:
-                return _apply(call, x, weight, bias)
+                return _run_one(call, x, weight, bias)
         call = general.begin(self, recipe, x, x.dtype, training)
         if not casting:
-            return _apply(call, x, weight, bias)
+            return _run_one(call, x, weight, bias)
         if x is not input:
             call.source = weakref.ref(input)
         with ops.without_autocast(device):
-            return _apply(call, x, weight, bias)
+            return _run_one(call, x, weight, bias)
 
     def extra_repr(self) -> str:
         own = "" if self.recipe is None else f", recipe={self.recipe}"
@@ -332,7 +332,7 @@ class Linear(Quantizable, nn.Linear):
         return super().extra_repr() + own
 
 
-def _apply(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run_one(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Run `LinearFunction`, or what stands in for it where the backward is split or weight gradients are taken away."""
     run = apply if active_context.apply_override is None else eager_apply()
     try:
@@ -426,7 +426,7 @@ PlanKey = tuple[
 
 
 class PlanEntry:
-    """Cached choice for one key: a plan with chosen kernels, or None if only the general plan runs these calls."""
+    """Cached choice for one key: a fast plan, or None if only the general plan runs these calls."""
 
     __slots__ = ("plan", "recipe")
 
@@ -483,10 +483,10 @@ def _build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Li
     return plan
 
 
-def planned(
+def fast_plan(
     shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module
 ) -> LinearPlan | None:
-    """Return the plan with chosen kernels for inputs of `shape` with dtype and device of `like`, made if necessary."""
+    """Return the fast plan for inputs of `shape` with dtype and device of `like`, made if necessary."""
     key = plan_key(shape, like, weight, bias, recipe)
     entry = plans.get(key)
     if entry is None:
@@ -494,8 +494,8 @@ def planned(
     return None if entry is None else entry.plan
 
 
-def begin_planned(plan: LinearPlan, layer: nn.Module, x: Tensor) -> LinearCall | None:
-    """Begin a call with chosen kernels, or return None if the layer's scaling state requires the general plan."""
+def begin_call(plan: LinearPlan, layer: nn.Module, x: Tensor) -> LinearCall | None:
+    """Begin a call by a fast plan, or return None if the layer's scaling state requires the general plan."""
     call = LinearCall(plan, layer, True, x.dtype)
     if plan.factors is not None:
         if layer._state.buffers_recipe is not plan.recipe:  # type: ignore[union-attr]
@@ -507,8 +507,8 @@ def begin_planned(plan: LinearPlan, layer: nn.Module, x: Tensor) -> LinearCall |
     return call
 
 
-def run_planned(entry: PlanEntry | None, x: Tensor, weight: Tensor, layer: nn.Module) -> LinearCall | None:
-    """Begin a call with chosen kernels on an unchecked input, or return None if it needs the general plan."""
+def begin_fast_call(entry: PlanEntry | None, x: Tensor, weight: Tensor, layer: nn.Module) -> LinearCall | None:
+    """Begin a call by a fast plan on an unchecked input, or return None if it needs the general plan."""
     plan = None if entry is None else entry.plan
     if (
         plan is None
@@ -519,7 +519,7 @@ def run_planned(entry: PlanEntry | None, x: Tensor, weight: Tensor, layer: nn.Mo
         or (plan.aligned and (x.data_ptr() & 15 or capture.is_captured_or_rehearsed(x.device)))
     ):
         return None
-    return begin_planned(plan, layer, x)
+    return begin_call(plan, layer, x)
 
 
 def needs_general_plan(layer: nn.Module) -> bool:
@@ -555,7 +555,7 @@ def is_observed(layer: nn.Module) -> bool:
         now: bool = (
             counters.active.counters is not None
             or logs.writing != ()
-            or (active_context.apply_override is not None and _needs_unplanned_wgrad(layer))
+            or (active_context.apply_override is not None and _wgrad_needs_general_plan(layer))
             or (selective_checkpoint.dispatch_mode_depth() != 0 and selective_checkpoint.is_active())
         )
     else:
@@ -564,8 +564,8 @@ def is_observed(layer: nn.Module) -> bool:
     return now
 
 
-def _needs_unplanned_wgrad(layer: nn.Module) -> bool:
-    """Return True if wgrad is delayed or taken away in a way that planned kernels do not support."""
+def _wgrad_needs_general_plan(layer: nn.Module) -> bool:
+    """Return True if wgrad is delayed or taken away in a way that fast plans do not support."""
     return active_context.captures_wgrad or bool(gpu.forced_implementations) or device_of(layer).type != "cpu"
 
 

@@ -96,7 +96,7 @@ class LinearPlan:
     #: torch; None chooses by tensor.
     implementation: int | None = None
     #: Implementations of quantization and GEMM that the general plan calls; `both` quantizes a matrix and its transpose
-    #: in one call, or is None. None in plans with chosen kernels.
+    #: in one call, or is None. None in fast plans.
     operations: ops.ResolvedOperations | None = None
     #: Of sharded layers: (call, x, operands, save) -> operands, starts the all-gather of an input that a fused kernel
     #: has quantized.
@@ -145,7 +145,7 @@ class LinearCall:
         #: True under torch.compile: operations are opaque and nothing is cached between calls.
         self.traced = traced
         self.recipe: Recipe = plan.recipe
-        #: Implementations that the general plan calls; None in a call with chosen kernels.
+        #: Implementations that the general plan calls; None in a call by a fast plan.
         self.operations: Any = plan.operations
 
     def quantize_unrecorded(
@@ -180,7 +180,7 @@ def cached_operands(call: LinearCall, weight: Tensor, factor_key: Any) -> Weight
     entry = weight_cache.lookup(call.layer, plan.cache_name, weight, plan.recipe.fprop.b, factor_key)  # type: ignore[arg-type]
     if entry is None:
         return None
-    operands: WeightOperands | None = entry.planned_operands
+    operands: WeightOperands | None = entry.fast_operands
     if operands is None or operands.recipe is not plan.recipe:
         return None
     call.entry = entry

@@ -31,7 +31,7 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
     """Plan a layer for inputs like x [..., K], or return None if it is large or the recipe has other scales."""
     specs = [spec for spec in recipe.operands().values() if spec is not None]
     a, b, c = recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a
-    if not 0 < x.numel() * weight.shape[0] <= SMALL or a is None or b is None or c is None or not all(recipe.plan):
+    if not 0 < x.numel() * weight.shape[0] <= SMALL or a is None or b is None or c is None or not all(recipe.reuse):
         return None
     if any(not spec.per_tensor or fp8.reason(x, spec) for spec in specs):
         return None
@@ -66,7 +66,7 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         # Small weights are decoded once and cached; larger ones are decoded in each GEMM.
         values = decoded(q) if q.data.numel() <= REMEMBERED else q.data
         assert values is not None
-        w = entry.planned_operands = WeightOperands(values.t(), q.scale, values, q.scale, recipe, factors)
+        w = entry.fast_operands = WeightOperands(values.t(), q.scale, values, q.scale, recipe, factors)
         if forward:
             call.entry = entry
             if factors is not None:
@@ -74,7 +74,7 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         return w
 
     def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor, float]:
-        w = call.entry.planned_operands  # type: ignore[union-attr]
+        w = call.entry.fast_operands  # type: ignore[union-attr]
         if w is None or w.recipe is not recipe:
             w = new_weight(call, weight, False)
         return w.dgrad, w.dgrad_scale

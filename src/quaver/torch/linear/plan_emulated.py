@@ -130,7 +130,7 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         return cached_operands(call, weight, 0.0) or _weight(call, weight, of_weight, True)
 
     def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor, None]:
-        w = call.entry.planned_operands  # type: ignore[union-attr]
+        w = call.entry.fast_operands  # type: ignore[union-attr]
         if w is None or w.recipe is not recipe:
             w = _weight(call, weight, of_weight, False)
         return w.dgrad, None
@@ -200,7 +200,7 @@ def _weight(call: LinearCall, weight: Tensor, of_weight: Kernels, forward: bool)
         q.cached_transpose = None if down is None else Quantized(down, 1.0, other, (down.shape[0], down.shape[1]))
         entry = weight_cache.store(layer, VALUES, weight, spec, 0.0, q, window) or weight_cache.CachedWeight(q)
     w = WeightOperands(q.data.t(), None, (q.cached_transpose or q).data, None, call.recipe)
-    entry.planned_operands = w
+    entry.fast_operands = w
     if forward:
         call.entry = entry
     return w

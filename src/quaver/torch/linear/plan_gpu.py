@@ -192,7 +192,7 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
         return _cached_weight(call, weight) or _weight(call, weight, (fprop, dgrad), True)
 
     def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor, Any]:
-        w = call.entry.planned_operands  # type: ignore[union-attr]
+        w = call.entry.fast_operands  # type: ignore[union-attr]
         if w is None or w.recipe is not recipe:
             w = _weight(call, weight, (fprop, dgrad), False)
         return w.dgrad, w.dgrad_scale
@@ -493,11 +493,11 @@ def _weight(
     if both is not None:
         own.operations = own.operations._replace(both=both)
     q = general.quantized_weight(own, weight, "fprop", spec)
-    transposed = q.T if recipe.plan.weight else general.quantized_weight(own, weight, "dgrad", other)
+    transposed = q.T if recipe.reuse.weight else general.quantized_weight(own, weight, "dgrad", other)
     w = WeightOperands(*_right(q, gemms[0]), *_right(transposed, gemms[1]), recipe, own.factors)
     version: float = 0.0 if delayed is None else delayed.version
     entry = weight_cache.lookup(layer, "fprop", weight, spec, version, forward) or weight_cache.CachedWeight(q)
-    entry.planned_operands = w
+    entry.fast_operands = w
     if forward:
         call.entry = entry
     return w

@@ -64,7 +64,7 @@ class LayerState:
         self.weights: Any = None
         #: Delayed scaling (`quaver.torch.state.history`): number by which compiled code finds the layer, buffers as
         #: numpy views, views of the newest amaxes for kernels, (stack, index) of the launch that rolls the history, and
-        #: the factors of the last call with chosen kernels.
+        #: the factors of the last call by a fast plan.
         self.number: Tensor | None = None
         self.views: Any = None
         self.newest: Any = None
@@ -81,7 +81,7 @@ class LayerState:
         self.stage: int | None = None
         #: Noise streams, with the name or serial they were derived from: see `quaver.torch.state.noise`.
         self.streams: tuple[Any, dict[str, Tensor], dict[str, Any]] | None = None
-        #: Noise arguments of a layer with chosen kernels on a GPU.
+        #: Noise arguments of a layer with a fast plan on a GPU.
         self.drawn: Any = None
         #: Rows of each matrix by name if the weight concatenates several, such as gate and up.
         self.pieces: dict[str, int] = {}

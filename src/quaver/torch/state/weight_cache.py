@@ -120,7 +120,7 @@ _NONE = _ParameterVersion.__new__(_ParameterVersion)
 class CachedWeight:
     """A quantized weight with the key by which it is found; a forward passes it to its backward."""
 
-    __slots__ = ("factor", "parameter_version", "planned_operands", "quantized", "spec", "written")
+    __slots__ = ("factor", "fast_operands", "parameter_version", "quantized", "spec", "written")
 
     def __init__(
         self,
@@ -136,14 +136,14 @@ class CachedWeight:
         self.spec = spec
         self.factor = factor
         #: Data derived by a plan, dropped together with the weight.
-        self.planned_operands: Any = None
+        self.fast_operands: Any = None
         #: `quaver.torch.backends.gpu.buffers.EntryByStream` for weights on a GPU.
         self.written: Any = None
 
     def free(self) -> None:
         if self.written is not None:
             self.written.free()
-        self.quantized = self.planned_operands = self.spec = self.written = None
+        self.quantized = self.fast_operands = self.spec = self.written = None
 
 
 class _LayerCache:

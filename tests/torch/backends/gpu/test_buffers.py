@@ -61,11 +61,11 @@ def test_streams_do_not_share_derived_codes(streams: Streams) -> None:
     assert entry.quantized is not None
     # A transpose that is written when a GEMM first asks for it, on this stream.
     entry.quantized.T.data = entry.quantized.T.data.clone()
-    entry.planned_operands = "operands"
+    entry.fast_operands = "operands"
     streams.now = 2
     reader = weight_cache.lookup(layer, "fprop", weight, spec, 0.0)
     assert reader is not None and reader.quantized is not None
-    assert reader.planned_operands is None and reader.quantized.T.data.data_ptr() == reader.quantized.data.data_ptr()
+    assert reader.fast_operands is None and reader.quantized.T.data.data_ptr() == reader.quantized.data.data_ptr()
 
 
 def test_readers_are_freed_with_their_source(streams: Streams) -> None:

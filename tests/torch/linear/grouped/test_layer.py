@@ -153,7 +153,7 @@ def test_a_weight_is_quantized_once_per_step_for_any_number_of_micro_batches(
     monkeypatch.setattr(cpu._HostRun, "_all", noted_all)
     layer = qt.GroupedLinear(G, K, N, recipe=recipe)
     optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
-    sides = 1 if recipes.get(recipe).plan.weight else 2
+    sides = 1 if recipes.get(recipe).reuse.weight else 2
     for step in range(2):
         quantized.clear()
         with qt.autocast(recipe="bf16"):

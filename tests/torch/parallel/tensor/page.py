@@ -18,7 +18,7 @@ LAYOUTS = [ShardLayout(column, sequence) for column in (True, False) for sequenc
 
 def operands(recipe: Recipe, layout: ShardLayout) -> list[tuple[str, object, int]]:
     """The operands that are in parts and are quantized by themselves, with their specs and the axis in parts."""
-    gemms, plan = recipe, recipe.plan
+    gemms, plan = recipe, recipe.reuse
     each = [
         ("input", gemms.fprop.a, True),
         ("weight", gemms.fprop.b, True),

@@ -141,10 +141,10 @@ class _Split(torch.autograd.Function):
         fprop, dgrad, wgrad = (none,) * 3 if recipe is None else (recipe.fprop, recipe.dgrad, recipe.wgrad)
         y = x.reshape(-1, x.shape[-1])
         a = layer.quantize("input", y, fprop.a)
-        of_wgrad = a.T if recipe is not None and recipe.plan.input else layer.quantize("input.T", y.t(), wgrad.b)
+        of_wgrad = a.T if recipe is not None and recipe.reuse.input else layer.quantize("input.T", y.t(), wgrad.b)
         b = layer.quantize("weight", weight.detach(), fprop.b)
         of_dgrad: Any = None
-        if recipe is None or not recipe.plan.weight:
+        if recipe is None or not recipe.reuse.weight:
             of_dgrad = layer.quantize("weight.T", weight.detach().t(), dgrad.b)
         else:
             of_dgrad = b.T
@@ -160,7 +160,7 @@ class _Split(torch.autograd.Function):
         grad_x = product(a, of_dgrad, g.dtype, layer.ranks if layer.column else 1, None, layer.pieces)
         c = (
             a.T
-            if layer.recipe is not None and layer.recipe.plan.grad_output
+            if layer.recipe is not None and layer.recipe.reuse.grad_output
             else layer.quantize("grad_output.T", h.t(), wgrad.a)
         )
         grad_weight = product(c, of_wgrad, layer.weight.dtype, 1)

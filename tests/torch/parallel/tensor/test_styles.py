@@ -253,7 +253,7 @@ def tokens_travel_in_eight_bits(rank: int) -> None:
     assert whole == 3 * 512 * 256 * 2
     for name, share in SHARES.items():
         # Where no operand serves two GEMMs the gradient travels for each of them.
-        twice = not recipes.get(name).plan.grad_output and name != "bf16"
+        twice = not recipes.get(name).reuse.grad_output and name != "bf16"
         assert gathered(name) <= share * whole * (4 / 3 if twice else 1), f"{name}: {gathered(name) / whole}"
 
 

@@ -2,7 +2,7 @@
 
 A capture must load no kernel, probe no GEMM and create nothing that later work uses: the driver refuses the first two,
 and memory allocated by a graph is filled only at replay. So all that a capture launches must have run before. A capture
-also chooses other code than eager work: it neither reads the weight cache nor has chosen kernels. A rehearsal runs
+also chooses other code than eager work: it neither reads the weight cache nor has fast plans. A rehearsal runs
 eagerly but makes the same choices, so that afterwards all kernels, GEMMs and buffers of the capture exist.
 
 Source: CUDA's programming guide, "Prohibited and Unhandled Operations" of stream capture.

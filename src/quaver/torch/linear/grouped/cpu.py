@@ -65,7 +65,7 @@ def forward(
         bias: [groups, N].
     """
     recipe, bounds = call.recipe, call.offsets.bounds()
-    spec, c, plan = recipe.fprop.a, recipe.wgrad.b, recipe.plan
+    spec, c, plan = recipe.fprop.a, recipe.wgrad.b, recipe.reuse
     if isinstance(x, Tensor) and not recipe.quantizes and bias is None and call.codes is None:
         y = all_groups(call, x, weight.transpose(1, 2))
         if y is not None:
@@ -126,11 +126,11 @@ def recomputed(call: GroupedContext, x: Tensor | Quantized, high: Tensor | None)
             continue
         q = rows_of(x, start, end) if isinstance(x, Quantized) else None
         factor = call.factor(group, amax.INPUT)
-        if recipe.plan.input or c is None:
+        if recipe.reuse.input or c is None:
             if q is None:
                 assert a is not None and values is not None
                 q = run.quantize(values[start:end], a, None, factor)
-            parts[group] = q.T if recipe.plan.input else q
+            parts[group] = q.T if recipe.reuse.input else q
         else:
             part = plain(q, call.dtype) if values is None else values[start:end]  # type: ignore[arg-type]
             parts[group] = run.quantize(part.t(), c, None, factor)
@@ -152,7 +152,7 @@ def backward(
         like: shapes and dtypes of the gradients of weight and bias.
     """
     need_input, need_weight, need_bias = needs
-    recipe, plan, bounds = call.recipe, call.recipe.plan, call.offsets.bounds()
+    recipe, plan, bounds = call.recipe, call.recipe.reuse, call.offsets.bounds()
     a, c = recipe.dgrad.a, recipe.wgrad.a
     unquantized = _unquantized(call, g, weight, saved_stacks, needs, like)
     if unquantized is not None:
@@ -381,7 +381,7 @@ class _HostRun:
 
     def expert(self, weight: Tensor, group: int, side: str) -> Quantized:
         """Return a group's weight [N, K] for fprop, or its transpose [K, N] for dgrad."""
-        call, plan = self.call, self.call.recipe.plan
+        call, plan = self.call, self.call.recipe.reuse
         shared = side == "dgrad" and plan.weight
         saved_stacks = stack(call, weight, "fprop" if shared else side)
         q = saved_stacks.parts[group]

@@ -197,7 +197,7 @@ class OperandBytes(NamedTuple):
     def of(recipe: Recipe, rows: Any, groups: Any, k: Any) -> "OperandBytes":
         spec, consumed = recipe.saved_input, recipe.wgrad.b is None
         assert spec is not None
-        of_rows = recipe.plan.input or consumed
+        of_rows = recipe.reuse.input or consumed
         tokens = rows + (15 * groups if spec.hadamard else 0)
         # Scale blocks are counted as (tokens, K) for rows, and as (K, tokens) for transposes.
         along, across = spec.block[0 if of_rows else 1], spec.block[1 if of_rows else 0]

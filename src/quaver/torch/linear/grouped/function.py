@@ -134,7 +134,7 @@ def _needs(ctx: Any, setup: GroupedSetup) -> tuple[bool, bool]:
 
 def _reads_high(recipe: Recipe) -> bool:
     """Return True if wgrad needs other values of the rows than fprop's operand."""
-    return not recipe.plan.input and (recipe.wgrad.b is not None or not recipe.dequantized_backward)
+    return not recipe.reuse.input and (recipe.wgrad.b is not None or not recipe.dequantized_backward)
 
 
 def _bias_dtype(bias: Tensor | None) -> torch.dtype:
@@ -243,9 +243,9 @@ def _traced_backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, 
     )
     recipe = setup.recipe
     drawn = []
-    if recipe.dgrad.a is not None and (of_rows or (need_weight and recipe.plan.grad_output)):
+    if recipe.dgrad.a is not None and (of_rows or (need_weight and recipe.reuse.grad_output)):
         drawn += [OPERANDS[1][0]] if recipe.dgrad.a.rounding != "nearest" else []
-    if recipe.wgrad.a is not None and need_weight and not recipe.plan.grad_output:
+    if recipe.wgrad.a is not None and need_weight and not recipe.reuse.grad_output:
         drawn += [OPERANDS[1][1]] if recipe.wgrad.a.rounding != "nearest" else []
     _remember(setup, drawn, ends)
     input_gradients = _input_gradients(setup, of_x, saved, needs)
@@ -294,7 +294,7 @@ def _drawn(setup: GroupedSetup, keeps: bool, x: Tensor | Quantized) -> list[str]
     a, c, drawn = setup.recipe.fprop.a, setup.recipe.wgrad.b, []
     if a is not None and a.rounding != "nearest" and isinstance(x, Tensor):
         drawn.append(OPERANDS[0][0])
-    if keeps and c is not None and c.rounding != "nearest" and not setup.recipe.plan.input:
+    if keeps and c is not None and c.rounding != "nearest" and not setup.recipe.reuse.input:
         drawn.append(OPERANDS[0][1])
     return drawn
 

@@ -44,7 +44,7 @@ def forward(
 ) -> tuple[Tensor, WgradOperands | None]:
     """Compute y [T, N] and the wgrad operands; see `cpu.forward`."""
     recipe, offsets = call.recipe, call.offsets
-    spec, c, plan = recipe.fprop.a, recipe.wgrad.b, recipe.plan
+    spec, c, plan = recipe.fprop.a, recipe.wgrad.b, recipe.reuse
     values = x if isinstance(x, Tensor) else high
     n, grouped_operand = cpu.features(call, weight)[0], None
     if spec is None:
@@ -82,7 +82,7 @@ def recomputed(call: GroupedContext, x: Tensor | Quantized, high: Tensor | None)
     if recipe.saved_input is None:
         return WgradOperands(rows=x if values is None else values)
     factors = None if call.factors is None else call.factors[:, amax.INPUT]
-    if recipe.plan.input or c is None:
+    if recipe.reuse.input or c is None:
         assert a is not None
         grouped_operand = (
             grouped.from_quantized(x, offsets)
@@ -90,7 +90,7 @@ def recomputed(call: GroupedContext, x: Tensor | Quantized, high: Tensor | None)
             else grouped.quantize(x, a, offsets, False, factors)
         )
         return WgradOperands(
-            grouped_operand=grouped.transposed(grouped_operand, offsets) if recipe.plan.input else grouped_operand
+            grouped_operand=grouped.transposed(grouped_operand, offsets) if recipe.reuse.input else grouped_operand
         )
     if values is None:
         assert isinstance(x, Quantized)
@@ -108,7 +108,7 @@ def backward(
 ) -> tuple[Tensor | None, Any, Tensor | None]:
     """Return the needed gradients of rows, weight and bias; see `cpu.backward`."""
     need_input, need_weight, need_bias = needs
-    recipe, plan, offsets = call.recipe, call.recipe.plan, call.offsets
+    recipe, plan, offsets = call.recipe, call.recipe.reuse, call.offsets
     a, c = recipe.dgrad.a, recipe.wgrad.a
     grad_x = grad_b = grouped_operand = None
     of_weight: Any = None
@@ -195,7 +195,7 @@ def _weights(call: GroupedContext, weight: Tensor, side: str, spec: QuantSpec | 
 
 def _quantized(call: GroupedContext, weight: Tensor, side: str, spec: QuantSpec) -> WeightStack:
     owner, groups = call.owner, weight.shape[0]
-    shared, transposed = side == "dgrad" and call.recipe.plan.weight, side == "dgrad"
+    shared, transposed = side == "dgrad" and call.recipe.reuse.weight, side == "dgrad"
     layer = owner.layer if isinstance(owner, GroupedProduct) else None
     if torch.is_inference_mode_enabled() and layer is not None and weight_cache.can_cache(layer, weight):
         # Cached tensors must not be inference tensors, because other modes read them too.

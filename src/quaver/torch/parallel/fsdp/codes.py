@@ -186,7 +186,7 @@ class GatheredCodes(Gathered):
     def quantized_operand(self, call: Any, side: str) -> Quantized:
         transposed = side == "dgrad"
         spec = (call.recipe.dgrad if transposed else call.recipe.fprop).b
-        return stored_weight.operand(call.layer, self, transposed, call.recipe.plan.weight, spec, call)
+        return stored_weight.operand(call.layer, self, transposed, call.recipe.reuse.weight, spec, call)
 
 
 def _as_dtensor(parameter: DTensor, part: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def weight_operands(recipe: Recipe) -> tuple[WeightOperand, ...]:
     """Return the weight operands of a recipe; only one if fprop's codes also serve dgrad."""
     assert recipe.fprop.b is not None and recipe.dgrad.b is not None
     first = WeightOperand("fprop", recipe.fprop.b)
-    return (first,) if recipe.plan.weight else (first, WeightOperand("dgrad", recipe.dgrad.b))
+    return (first,) if recipe.reuse.weight else (first, WeightOperand("dgrad", recipe.dgrad.b))
 
 
 class RowShard(NamedTuple):

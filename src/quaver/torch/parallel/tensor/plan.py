@@ -136,7 +136,7 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
         plain = cache(ranks.gather("grad_output", g))
     if need_weight and recipe.wgrad.a is None:
         transposed = _transposed(plain)
-    elif need_weight and recipe.plan.grad_output:
+    elif need_weight and recipe.reuse.grad_output:
         transposed = _transposed(codes)
     elif need_weight:
         own = general.transpose_grad(call, g, (q, None, None, None, None))[0]

@@ -10,8 +10,8 @@ from quaver.torch.linear import linear as linear_module
 from quaver.torch.linear.plan import LinearCall
 
 
-def has_chosen_kernels(y: Tensor) -> bool:
-    """Return True if the layer that computed y ran by a plan with chosen kernels, False if by the general one."""
+def by_fast_plan(y: Tensor) -> bool:
+    """Return True if the layer that computed y ran by a fast plan, False if by the general one."""
     node = y.grad_fn
     assert node is not None
     while node.name().startswith("View"):
