@@ -16,13 +16,12 @@ from quaver.recipes.text import html_lines, html_table
 from quaver.reference.attention import MASKS
 from quaver.torch.backends.gpu.device import architecture
 from quaver.torch.conversion.matchers.linears import kind_of
-from quaver.torch.linear.grouped.cpu import together
 from quaver.torch.linear.grouped.layer import GroupedLinear, check, grouped_matmul
 from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_SUMS
 from quaver.torch.linear.linear import Linear, Quantizable
 from quaver.torch.nn.attention import AttentionExplanation, DotProductAttention, explain_attention
 from quaver.torch.nn.attention.dot_product import reason_unsupported
-from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, multiple
+from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, by_rows, multiple
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import empty_parts, joined
@@ -213,7 +212,7 @@ def _row_of_all_groups(row: ExplanationRow, recipe: Recipe, x: Tensor) -> Explan
     if ops.on_host(x) or row.how == UNQUANTIZED or row.what.startswith("weight") or row.runs == "nothing":
         return row
     spec = recipe.fprop.a if row.what == "input" else recipe.dgrad.a if row.what == "grad_output" else None
-    if spec is not None and together(spec):
+    if spec is not None and by_rows(spec):
         return row
     return replace(row, runs="torch, all groups at once", passed_over=())
 

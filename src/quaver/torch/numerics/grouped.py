@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.quantized import Quantized, decode_scales, pack, unpack, values_of
+from quaver.torch.numerics.quantized import Quantized, decode_scales, pack, spread, unpack, values_of
 from quaver.torch.numerics.rounding import (
     INFINITY_BITS,
     SMALLEST_NORMAL_BITS,
@@ -47,6 +47,10 @@ class GroupOffsets:
     @property
     def groups(self) -> int:
         return self.ends.shape[0]
+
+    def has_rows(self) -> Tensor:
+        """Return bool [groups], True for groups that have rows; does not synchronize."""
+        return torch.diff(self.ends, prepend=self.ends.new_zeros(1)) > 0
 
     def bounds(self) -> list[tuple[int, int]]:
         """Return (first row, row after the last) of each group.
@@ -169,19 +173,9 @@ class GroupedOperand:
         return self.data.shape[0], self.k
 
 
-class WeightStack:
-    """Weights of all groups, one operand [rows, k] each; None until needed, since a group without tokens needs none."""
-
-    __slots__ = ("amax", "parts", "unread", "whole")
-
-    def __init__(self, parts: Sequence[Quantized | None], whole: Quantized | None = None) -> None:
-        self.parts = list(parts)
-        #: Amax of each group of `whole`, float32 [groups], if one scale serves a group.
-        self.amax: Tensor | None = None
-        #: All weights in one operand on a GPU, concatenated by rows, with scales per row.
-        self.whole = whole
-        #: Groups whose operands were quantized together with others, but not used or counted yet.
-        self.unread: set[int] = set()
+def by_rows(spec: QuantSpec) -> bool:
+    """Return True if rows of all groups can be quantized at once: no two rows share a scale or noise."""
+    return spec.block[0] == 1 and spec.rounding == "nearest" and not spec.two_level
 
 
 def in_lines(t: Tensor) -> bool:
@@ -198,71 +192,6 @@ def rows_of(q: Quantized, start: int, end: int) -> Quantized:
     if isinstance(scale, Tensor) and height is not None:
         scale = q.plain_scale()[start // height : -(-end // height)]
     return Quantized(q.data[start:end], scale, q.spec, (end - start, q.shape[1]), tensor_factor=q.tensor_factor)
-
-
-# ---- operands saved for backward on a CPU, one per group ----
-
-
-def dtype_of_scales(spec: QuantSpec) -> torch.dtype:
-    """Return the dtype in which stored scales are saved for backward on a CPU.
-
-    Power-of-two scales are saved as float8_e8m0fnu, which is exact for all of them (2**-127 to 2**126, and NaN).
-    Otherwise a float32 per 16 elements would be a fifth of the saved bytes.
-    """
-    if spec.scale == "power_of_two" and not spec.per_tensor:
-        return torch.float8_e8m0fnu
-    return torch.uint8 if spec.scale == "e8m0" or spec.two_level else torch.float32
-
-
-class DeferredGroupArguments(NamedTuple):
-    """Layout that `rebuild_groups` needs besides the tensors."""
-
-    spec: QuantSpec
-    #: Shape of each group's operand and whether it is stored transposed; None for groups without tokens.
-    parts: Sequence[tuple[tuple[int, int], bool] | None]
-    #: True if the scales are stored transposed.
-    transposed: bool
-    #: Axis along which the scales of all groups are concatenated, and the length of each.
-    dim: int
-    sizes: list[int]
-
-
-def split_groups(parts: Sequence[Quantized | None]) -> tuple[list[Tensor | None], DeferredGroupArguments] | None:
-    """Convert operands of one spec to tensors: all scales in one uint8 tensor, and the codes of each group.
-
-    Returns None if scales are saved as they are stored.
-    """
-    full = [q for q in parts if q is not None]
-    if not full or dtype_of_scales(full[0].spec) is not torch.float8_e8m0fnu:
-        return None
-    # All in the storage order of the first, because the transpose of a single token may be stored differently.
-    transposed = full[0].transposed
-    scales: list[Any] = [q.scale if q.transposed is transposed else q.scale.t() for q in full]  # type: ignore[union-attr]
-    shapes = [scale.shape for scale in scales]
-    # Scales are (k, blocks of tokens) or (blocks of tokens, blocks of k), so one side is equal for all groups.
-    dim = 0 if all(shape[1] == shapes[0][1] for shape in shapes) else 1
-    # One concatenation; separate calls per group would cost more than the copies.
-    codes = torch.cat(scales, dim).to(torch.float8_e8m0fnu).view(torch.uint8)
-    places = [None if q is None else (q.shape, q.transposed) for q in parts]
-    layout = DeferredGroupArguments(full[0].spec, places, transposed, dim, [shape[dim] for shape in shapes])
-    return [codes, *(None if q is None else q.data for q in parts)], layout
-
-
-def rebuild_groups(tensors: Sequence[Tensor | None], layout: DeferredGroupArguments) -> list[Quantized | None]:
-    """Rebuild the operands that `split_groups` has converted, with float32 scales."""
-    codes, *data = tensors
-    assert codes is not None
-    spec, places, all_transposed, dim, sizes = layout
-    scales = iter(codes.view(torch.float8_e8m0fnu).to(torch.float32).split(sizes, dim))
-    parts: list[Quantized | None] = []
-    for t, of in zip(data, places, strict=True):
-        if t is None or of is None:
-            parts.append(None)
-            continue
-        shape, transposed = of
-        scale = next(scales)
-        parts.append(Quantized(t, scale if transposed is all_transposed else scale.t(), spec, shape, transposed))
-    return parts
 
 
 # ---- quantization ----
@@ -321,7 +250,7 @@ def quantize(
     segments = _segments(offsets, slots, spec, summed)
     blocks = _segment_bits(_across(magnitude_bits(y), width), segments)
     e, scale, factor, top = _scales(blocks, spec, segments, factors)
-    data = encode(y * _along(_spread(e, width, y.shape[1]), segments), spec, u)
+    data = encode(y * _along(spread(e, (1, width), (len(e), y.shape[1])), segments), spec, u)
     k = y.shape[0 if summed else 1]
     if summed:
         data = pack(data.t()) if spec.format.packed else data.t().contiguous()
@@ -373,7 +302,8 @@ def slot_scales(operand: GroupedOperand) -> Tensor:
 def dequantized(operand: GroupedOperand, offsets: GroupOffsets) -> Tensor:
     """Return the dequantized rows, float32 [slots, k]."""
     stored, factor = row_scales(operand, offsets)
-    return values(operand) * _spread(decode_scales(stored, operand.spec, factor), operand.spec.block[1], operand.k)
+    scales = decode_scales(stored, operand.spec, factor)
+    return values(operand) * spread(scales, (1, operand.spec.block[1]), (len(scales), operand.k))
 
 
 def values(operand: GroupedOperand) -> Tensor:
@@ -476,11 +406,6 @@ def _along(of_segments: Tensor, segments: BlockSegments) -> Tensor:
     if segments.of_slot is None:
         return of_segments.repeat_interleave(segments.height, 0)
     return of_groups(of_segments, segments.of_slot)
-
-
-def _spread(of_blocks: Tensor, width: int | None, k: int) -> Tensor:
-    """Expand [segments, blocks of k] to [segments, k], or to a shape that broadcasts to it."""
-    return of_blocks if width in (None, 1) else of_blocks.repeat_interleave(width, 1)[:, :k]
 
 
 def _uniform(draw: GroupedNoise, slots: GroupSlots, k: int, spec: QuantSpec, summed: bool) -> Tensor:

@@ -129,7 +129,7 @@ class CachedWeight:
         spec: QuantSpec | None = None,
         factor: Any = 0.0,
     ) -> None:
-        #: A `Quantized` or a `quaver.torch.numerics.grouped.WeightStack`; None once freed, since FSDP units hold no
+        #: A `Quantized`, or on a CPU the list of those of a grouped layer; None once freed, since FSDP units hold no
         #: codes between forward and backward.
         self.quantized: Any = quantized
         self.parameter_version = parameter_version

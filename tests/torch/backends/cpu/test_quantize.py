@@ -70,20 +70,3 @@ def test_unsupported_inputs_use_another_implementation() -> None:
     spec = QuantSpec.parse(SPECS[0])
     assert torch.equal(quantize.e8m0(x, spec, amax=2.0).scale, reference.quantize(x, spec, amax=2.0).scale)  # type: ignore[arg-type]
     assert quantize.e8m0(x[:0], spec).shape == (0, 64)
-
-
-@pytest.mark.parametrize("name", ["fprop.a", "fprop.b"])
-def test_each_part_has_its_own_tensor_factor(name: str) -> None:
-    """A tensor factor does not depend on other parts."""
-    torch.manual_seed(0)
-    spec = RECIPES["nvfp4"]().operands()[name]
-    assert spec is not None
-    parts = torch.randn(5, 48, 80) * torch.tensor([1.0, 1e-3, 0.0, 300.0, 1.0]).view(5, 1, 1)
-    parts[3, 2, 1] = torch.inf
-    whole = quantize.two_level(parts.view(-1, 80), spec, parts=5)
-    each = [quantize.two_level(part, spec) for part in parts]
-    wanted = torch.cat([q.data for q in each]), torch.cat([q.scale for q in each])  # type: ignore[misc]
-    assert torch.equal(whole.data, wanted[0]) and torch.equal(whole.scale, wanted[1])  # type: ignore[arg-type]
-    factors, theirs = whole.tensor_factor, torch.cat([q.tensor_factor for q in each])  # type: ignore[misc]
-    assert factors is not None and torch.equal(factors.isnan(), theirs.isnan())
-    assert torch.equal(factors.nan_to_num(0), theirs.nan_to_num(0)) and len(factors.unique()) > 2

@@ -12,8 +12,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 import quaver.torch as qt
 from quaver import E4M3, E5M2, QuantSpec, recipes
 from quaver.torch.backends.gpu import device, grouped_mm
-from quaver.torch.linear.grouped.gpu import _in_rows
 from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_SUMS
+from quaver.torch.linear.grouped.products import stacked
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets
 from quaver.torch.numerics.quantized import Quantized, decode_scales, unpack, unswizzle, values_of
@@ -167,9 +167,9 @@ def operands(spec: QuantSpec = ROWS, n: int = N, k: int = K) -> tuple[GroupedOpe
     torch.manual_seed(0)
     x, w = torch.randn(T, k) * torch.logspace(-3, 3, T)[:, None], torch.randn(G, n, k)
     offsets = GroupOffsets(ENDS, T)
-    stack = _in_rows([reference.quantize(one, spec) for one in w], torch.device("cpu"))
-    assert stack.whole is not None
-    return grouped.quantize(x, spec, offsets, False), stack.whole, offsets
+    stack = stacked([reference.quantize(one, spec) for one in w])
+    assert stack is not None
+    return grouped.quantize(x, spec, offsets, False), stack, offsets
 
 
 def transposes(spec: QuantSpec = ROWS, n: int = N, k: int = 48) -> tuple[GroupedOperand, GroupedOperand]:
@@ -217,12 +217,12 @@ def test_groups_of_several_tiles_find_their_scales(calls: list[Call]) -> None:
     x, g = torch.randn(520, 64), torch.randn(520, 272)
     for spec in (SPECS["mx"], SPECS["nv"]):
         a, b = grouped.quantize(g, spec, offsets, True), grouped.quantize(x, spec, offsets, True)
-        stack = _in_rows([reference.quantize(one, spec) for one in torch.randn(3, 144, 64)], torch.device("cpu"))
+        stack = stacked([reference.quantize(one, spec) for one in torch.randn(3, 144, 64)])
         rows = grouped.quantize(x, spec, offsets, False)
         results = []
         for name in ("reference", "native"):
             with qt.only(name):
-                y = GROUPED_MATMUL(rows, stack.whole, offsets, 144, torch.bfloat16, None, False)
+                y = GROUPED_MATMUL(rows, stack, offsets, 144, torch.bfloat16, None, False)
                 results.append((GROUPED_SUMS(a, b, torch.bfloat16, False), y))
         for ours, expected in zip(*results, strict=True):
             torch.testing.assert_close(ours, expected, rtol=2.0**-6, atol=2.0**-6)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.linear.grouped import gpu
+from quaver.torch.linear.grouped.products import DeviceGroups
 from quaver.torch.numerics.grouped import GroupOffsets
 from tests.close import assert_bitwise, assert_close
 from tests.torch.linear.grouped.test_function import STEPS, K, N, Permuted, ends, layer_of, rows, steps_of
@@ -29,11 +29,11 @@ def test_it_trains_as_one_group_after_the_other(name: str, monkeypatch: pytest.M
     with qt.only("reference"):
         expected = steps_of(layers[0], layers[0])
     calls: list[Any] = []
-    forward = gpu.forward
-    monkeypatch.setattr(gpu, "forward", lambda *args: calls.append(args) or forward(*args))
+    multiply = DeviceGroups.multiply
+    monkeypatch.setattr(DeviceGroups, "multiply", lambda *args: calls.append(args) or multiply(*args))
     with qt.only("decoded"):
         ours = steps_of(layers[1], layers[1])
-    assert len(calls) == len(STEPS)
+    assert len(calls) == 2 * len(STEPS)
     state = len(list(layers[0].buffers()))
     for i, (tensor, wanted) in enumerate(zip(ours, expected, strict=True)):
         if i % (4 + state) < 4:
@@ -98,15 +98,15 @@ def test_compiled_layers_have_eager_bits_there_too(recipe: Any) -> None:
 
 def test_weights_are_quantized_once_a_step() -> None:
     layer, quantized = layer_of("mxfp8"), list[str]()
-    quantize = gpu._quantized
+    quantize = DeviceGroups._quantized
 
-    def recorded(call: Any, weight: Tensor, side: str, spec: Any) -> Any:
+    def recorded(run: Any, weight: Tensor, side: str) -> Any:
         quantized.append(side)
-        return quantize(call, weight, side, spec)
+        return quantize(run, weight, side)
 
     optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
     with pytest.MonkeyPatch.context() as patch, qt.only("decoded"):
-        patch.setattr(gpu, "_quantized", recorded)
+        patch.setattr(DeviceGroups, "_quantized", recorded)
         for _ in range(2):
             quantized.clear()
             for batch in range(3):

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import quaver.torch as qt
 from quaver import recipes
 from quaver.recipes.spec import GemmSpec, Recipe
-from quaver.torch.linear.grouped import cpu
+from quaver.torch.linear.grouped import products
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.grouped import GroupOffsets
 from tests.close import assert_bitwise
@@ -132,27 +133,21 @@ def test_torchs_grouped_gemm_changes_no_bit(
     x, w, g = (torch.randn(shape, generator=draw) for shape in ((T, k), (G, n, k), (T, n)))
     x[3, 2], x[44, 1], w[2, 5, 3], g[50, 4] = float("inf"), float("nan"), -0.0, float("-inf")
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
-    whole, results = cpu.all_groups, []
-    taken: list[bool] = []
-
-    def recorded(*args: Any) -> Tensor | None:
-        y = whole(*args)
-        taken.append(y is not None)
-        return y
-
-    for way in (recorded, lambda *args: None):
-        monkeypatch.setattr(cpu, "all_groups", way)
-        for sizes in ((5, 0, 40, 17), (0, 0, 0, 0)):
-            one, other = (t.clone().to(dtype).requires_grad_() for t in (x, w))
-            y = qt.grouped_matmul(one, other, ends(sizes), recipe="bf16")
-            y.backward(g.to(dtype))
-            assert one.grad is not None and other.grad is not None and not y[sum(sizes) :].any()
-            results.append([y.detach(), one.grad, other.grad.contiguous()])
+    calls: list[Any] = []
+    grouped_mm = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *args, **how: calls.append(args) or grouped_mm(*args, **how))
+    for sizes in ((5, 0, 40, 17), (0, 0, 0, 0)):
+        one, other = (t.clone().to(dtype).requires_grad_() for t in (x, w))
+        y = qt.grouped_matmul(one, other, ends(sizes), recipe="bf16")
+        y.backward(g.to(dtype))
+        assert one.grad is not None and other.grad is not None and not y[sum(sizes) :].any()
+        for group, (start, end) in enumerate(GroupOffsets(ends(sizes), T).bounds()):
+            part, matrix, of_y = one[start:end].detach(), other[group].detach(), g[start:end].to(dtype)
+            assert_bitwise(y[start:end].detach(), F.linear(part, matrix))
+            assert_bitwise(one.grad[start:end], of_y @ matrix)
+            assert_bitwise(other.grad[group].contiguous(), (of_y.t() @ part).contiguous())
     lines = not any(size * dtype.itemsize % 16 for size in features)
-    assert taken and all(taken) is lines
-    for ours, expected in zip(results[:2], results[2:], strict=True):
-        for tensor, wanted in zip(ours, expected, strict=True):
-            assert_bitwise(tensor, wanted)
+    assert (len(calls) == 6) is lines
 
 
 @pytest.mark.parametrize("name", ["mxfp6", "mxfp4"])
@@ -160,21 +155,11 @@ def test_rows_that_leave_the_cache_are_quantized_group_by_group_to_the_same_code
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = grouped(SIZES[0], RECIPES[name])
-    monkeypatch.setattr(cpu, "CACHED", 0)
-    # The processor's own implementation works in pieces.
-    calls: list[int] = []
-    quantized = cpu._HostRun.quantized
-
-    def recorded(run: Any, group: int, column: int, operand: str, *rest: Any) -> Any:
-        calls.append(operand in ("input", "grad_output"))
-        return quantized(run, group, column, operand, *rest)
-
-    monkeypatch.setattr(cpu._HostRun, "quantized", recorded)
+    monkeypatch.setattr(products, "CACHED", 0)
     with qt.only("reference"):
         results = grouped(SIZES[0], RECIPES[name])
     for tensor, wanted in zip(results, expected, strict=True):
         assert_bitwise(tensor, wanted)
-    assert sum(calls) == 2 * 3
 
 
 def test_rows_without_a_group_have_no_effect() -> None:
@@ -244,14 +229,14 @@ def test_without_gradients_nothing_is_quantized_for_them(
 ) -> None:
     """torch says what an operand needs as if gradients were never switched off."""
     kept: list[bool] = []
-    forward = cpu.forward
+    forward = products.forward
 
     def recorded(*args: Any) -> Any:
         y, operands = forward(*args)
         kept.append(operands is not None)
         return y, operands
 
-    monkeypatch.setattr(cpu, "forward", recorded)
+    monkeypatch.setattr(products, "forward", recorded)
     x, w, _ = tensors()
     expected = qt.grouped_matmul(x, w, ends(SIZES[0]), recipe=recipe)
     with off():

@@ -14,7 +14,8 @@ from benchmarks.measuring.memory import kept_bytes
 from quaver import recipes
 from quaver.recipes.formats import E4M3, E5M2
 from quaver.recipes.spec import Block, QuantSpec
-from quaver.torch.numerics.grouped import rebuild_groups, split_groups
+from quaver.torch.linear.grouped.saved import SavedLayout
+from quaver.torch.numerics.grouped import GroupOffsets
 from quaver.torch.numerics.quantized import Quantized
 from tests.close import assert_bitwise
 
@@ -25,14 +26,27 @@ NOT_FINITE = (torch.nan, -torch.nan, torch.inf, -torch.inf)
 SIZES = (5, 0, 1, 130, 64, 0)
 
 
+def saved_and_read(
+    parts: list[Quantized | None], sizes: tuple[int, ...], consumed: bool = False
+) -> tuple[tuple[Tensor, ...], Any]:
+    """The tensors saved for operands of all groups, and the operands read from them."""
+    of = next(q for q in parts if q is not None)
+    offsets = GroupOffsets(torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32), sum(sizes))
+    rows = consumed or of.spec.transposable
+    layout = SavedLayout(of.spec, consumed, rows, offsets.rows, len(sizes), of.shape[1 if consumed else 0])
+    taken = layout.flat(parts)
+    for padded, exact in zip(layout.flat(parts, padded=True), taken, strict=True):
+        assert torch.equal(padded[: len(exact)], exact)
+    return taken, layout.operand(taken, offsets)
+
+
 def test_all_stored_scales_are_restored() -> None:
     """The bits of each power of two that an encode factor's bounds admit; NaN stays NaN."""
     spec = QuantSpec(E4M3, (1, None))
     scales = torch.tensor([[2.0**-p] for p in range(-126, 128)] + [[torch.nan], [-torch.nan]], dtype=torch.float64)
     q = Quantized(torch.zeros(len(scales), 3).to(torch.float8_e4m3fn), scales.float(), spec, (len(scales), 3))
-    taken = split_groups([None, q, None])
-    assert taken is not None and taken[0][0] is not None and taken[0][0].nbytes == len(scales)
-    again = rebuild_groups(*taken)
+    taken, again = saved_and_read([None, q, None], (0, len(scales), 0), consumed=True)
+    assert taken[1].nbytes == len(scales)
     assert again[0] is again[2] is None and again[1] is not None and isinstance(again[1].scale, Tensor)
     assert_bitwise(again[1].scale, q.scale)
 
@@ -59,9 +73,7 @@ def test_scales_of_hard_values_are_read_as_they_were_stored(fmt: Any, block: Blo
         for part in x.split(SIZES):
             q = qt.quantize(part.t(), spec) if len(part) else None
             parts.append(q.T if q is not None and spec.transposable else q)
-    taken = split_groups(parts)
-    assert taken is not None
-    for q, again in zip(parts, rebuild_groups(*taken), strict=True):
+    for q, again in zip(parts, saved_and_read(parts, SIZES, spec.transposable)[1], strict=True):
         assert (q is None) is (again is None)
         if q is not None and again is not None:
             assert_bitwise(again.scale, q.scale)
@@ -80,8 +92,12 @@ def test_scales_of_hard_values_are_read_as_they_were_stored(fmt: Any, block: Blo
     ids=str,
 )
 def test_other_scales_stay_unchanged(spec: QuantSpec) -> None:
-    assert split_groups([qt.quantize(torch.randn(32, 16), spec)]) is None
-    assert split_groups([None, None]) is None
+    q = qt.quantize(torch.randn(32, 16).t(), spec)
+    taken, (again,) = saved_and_read([q], (32,))
+    assert taken[1].nbytes == (4 if isinstance(q.scale, float) else q.scale.nbytes)
+    scales = (again.scale, q.scale) if isinstance(q.scale, Tensor) else map(torch.tensor, (again.scale, q.scale))
+    assert_bitwise(*(scale.contiguous() for scale in scales))
+    assert_bitwise(again.dequantize(), q.dequantize())
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])

@@ -340,18 +340,9 @@ def reason_two_level(x: Tensor, spec: QuantSpec, *_: object) -> str:
 
 
 def two_level(
-    x: Tensor,
-    spec: QuantSpec,
-    amax: ScalarOverride = None,
-    factor: object = None,
-    noise: EagerNoise = NO_NOISE,
-    parts: int = 1,
+    x: Tensor, spec: QuantSpec, amax: ScalarOverride = None, factor: object = None, noise: EagerNoise = NO_NOISE
 ) -> Quantized:
-    """Quantize x with two-level scales; same bits as `quaver.torch.numerics.reference.quantize`.
-
-    Args:
-        parts: number of equal row ranges of x, each with its own tensor factor: float32 [parts, 1].
-    """
+    """Quantize x with two-level scales; same bits as `quaver.torch.numerics.reference.quantize`."""
     if x.numel() == 0:
         return reference.quantize(x, spec, amax)
     shape = (x.shape[0], spec.padded(x.shape[1]))
@@ -363,9 +354,9 @@ def two_level(
         x = torch.cat([rotate_rows(piece.float()) for piece in _pieces(x, spec)])
     block = spec.block[::-1] if transposed else spec.block
     blocks = torch.cat([_largest(piece, block) for piece in _pieces(x, spec)])
-    top = blocks.view(parts, -1).amax(1, keepdim=True)
+    top = blocks.view(1, -1).amax(1, keepdim=True)
     tensor = top if amax is None else reference.override_bits(amax, top)
-    e, stored, tensor_factor = reference.two_levels(blocks.view(parts, -1), tensor, spec)
+    e, stored, tensor_factor = reference.two_levels(blocks.view(1, -1), tensor, spec)
     e, stored = e.view_as(blocks), stored.view_as(blocks)
     data = _few_bit_codes(x, e, spec, block, shape, noise, transposed)
     if transposed:

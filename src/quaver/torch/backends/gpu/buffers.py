@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu import capture
-from quaver.torch.numerics.grouped import WeightStack
 from quaver.torch.numerics.quantized import Quantized
 
 # ---- buffer specs ----
@@ -133,8 +132,7 @@ class EntryByStream:
         self._stream = capture.stream_of(device)
         # Copied before this stream derives anything from it.
         self._quantized = _shallow_copy(entry.quantized)
-        operand = self._quantized.whole if isinstance(self._quantized, WeightStack) else self._quantized
-        self._memory = CrossStream(_tensors_of(operand), device)
+        self._memory = CrossStream(_tensors_of(self._quantized), device)
         #: Entries by stream handle.
         self._entries: dict[int, Any] = {}
 
@@ -161,13 +159,7 @@ class EntryByStream:
 
 
 def _shallow_copy(q: Any) -> Any:
-    """Copy a `Quantized` with its transpose, or a `WeightStack`, sharing tensors; changes to the copy do not affect
-    `q`.
-    """
-    if isinstance(q, WeightStack):
-        stack = WeightStack(q.parts, None if q.whole is None else _shallow_copy(q.whole))
-        stack.amax = q.amax
-        return stack
+    """Copy a `Quantized` with its transpose, sharing tensors; changes to the copy do not affect `q`."""
     copied = copy.copy(q)
     if q.cached_transpose is not None:
         copied.cached_transpose = copy.copy(q.cached_transpose)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from quaver.recipes.spec import Recipe
 from quaver.torch.linear import general
 from quaver.torch.linear.autograd import IDENTITY_INPUT, LinearFunction, LinearSetup, eager_apply
+from quaver.torch.linear.grouped.call import GroupedProduct
 from quaver.torch.linear.grouped.layer import check, multiply
-from quaver.torch.linear.grouped.operands import GroupedProduct
 from quaver.torch.linear.linear import Quantizable, check_not_sharded, recipe_of
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops

@@ -1,7 +1,12 @@
-"""Grouped linear layer: y[t] = x[t] @ weight[e].T + bias[e] for rows sorted by group, quantized by a recipe.
+"""Grouped linear layer: rows x [T, K] sorted by group, and a weight [N, K] and a bias [N] for each group.
+
+    fprop   y[t]      = x[t] @ weight[e].T + bias[e]     row t belongs to group e
+    dgrad   grad_x[t] = grad_y[t] @ weight[e]
+    wgrad   grad_w[e] = sum of grad_y[t] ⊗ x[t] over its rows
 
 `grouped_matmul` is the function and `GroupedLinear` the layer; both run `quaver.torch.linear.grouped.function`. Each
-group has the state that a `Linear` in its place would have.
+group is quantized separately, with the bits of a linear layer of that group alone, and has the state that a `Linear` in
+its place would have.
 """
 
 import math
@@ -16,14 +21,9 @@ from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance
 from quaver.torch.linear import store_weight, stored_weight
+from quaver.torch.linear.grouped.call import GroupedProduct, NoiseSource
 from quaver.torch.linear.grouped.function import GroupedLinearFunction, GroupedSetup
-from quaver.torch.linear.grouped.operands import (
-    IDENTITY_ROWS,
-    GroupedProduct,
-    NoiseSource,
-    PrequantizedRows,
-    RowInputOp,
-)
+from quaver.torch.linear.grouped.operands import RowInputOp, given_rows
 from quaver.torch.linear.linear import Quantizable, check_not_sharded, recipe_of
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
@@ -36,13 +36,6 @@ from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import LayerState
 
 # ---- grouped_matmul ----
-# One GEMM per group: rows of x are sorted by group, and each group is multiplied by its own matrix.
-#
-#     fprop   y[t]      = x[t] @ w[e].T + b[e]             token t belongs to group e
-#     dgrad   grad_x[t] = grad_y[t] @ w[e]
-#     wgrad   grad_w[e] = sum of grad_y[t] ⊗ x[t] over its tokens
-#
-# The tokens and the weight of each group are quantized separately, with the bits of a linear layer of that group alone.
 
 #: Example of `offsets` for error messages.
 OFFSETS = "group_sizes.cumsum(0, dtype=torch.int32)"
@@ -107,75 +100,46 @@ def grouped_matmul(
 
 def multiply(
     owner: NoiseSource | GroupedProduct,
-    x: Tensor | Quantized,
+    x: Any,
     weight: Tensor,
     bias: Tensor | None,
     offsets: Tensor,
     recipe: Recipe | None,
     transposed: bool = False,
+    rows: RowInputOp | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Run `grouped_matmul` for checked arguments, with the owner of its noise and scaling state.
 
     Args:
+        x: rows [T, K] in high precision or quantized; or the tensors from which `rows` computes them.
         transposed: True if the weight is stored as [groups, K, N].
-
-    Raises:
-        ValueError: dtypes do not fit.
+        dtype: of the products; None is that of torch.autocast, or of the rows, or of the weight.
     """
-    quantized = isinstance(x, Quantized)
     device = ops.autocast_device(weight)
-    casting = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if casting else (_plain(owner, weight) if quantized else x.dtype)  # type: ignore[union-attr]
-    if isinstance(x, Quantized):
-        rows, input_tensors = PrequantizedRows.of(x)
-        return apply(owner, rows, input_tensors, weight, bias, offsets, recipe, dtype, transposed)
-    return apply(owner, IDENTITY_ROWS, [x.to(dtype)], weight, bias, offsets, recipe, dtype, transposed)
-
-
-def apply(
-    owner: NoiseSource | GroupedProduct,
-    rows: RowInputOp,
-    input_tensors: Sequence[Tensor | None],
-    weight: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    recipe: Recipe | None,
-    dtype: torch.dtype,
-    transposed: bool = False,
-) -> Tensor:
-    """Run the grouped products for rows that `rows` computes from the tensors `input_tensors`, in `dtype`.
-
-    Args:
-        transposed: True if the weight is stored as [groups, K, N].
-    """
-    if not is_tracing():
-        refuse_transforms(*input_tensors, weight, bias, sentence=NO_TRANSFORMS)
+    if dtype is None:
+        own = x.dtype if isinstance(x, Tensor) else weight.dtype
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else own
+    if rows is None:
+        rows, x = given_rows(x, dtype)
+    traced = is_tracing()
+    if not traced:
+        refuse_transforms(*x, weight, bias, sentence=NO_TRANSFORMS)
     followed = recipe or recipes.get("bf16")
     if not followed.quantizes:
         weight = weight if weight.dtype in stored_weight.CODES else weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    setup = GroupedSetup(rows, len(input_tensors), owner, followed, dtype, torch.is_grad_enabled(), transposed)
+    setup = GroupedSetup(rows, len(x), owner, followed, dtype, torch.is_grad_enabled(), transposed)
+    apply: Any = GroupedLinearFunction.apply
     y: Tensor
-    if is_tracing():
-        y = GroupedLinearFunction.apply(setup, *input_tensors, weight, bias, offsets)
+    if traced:
+        y = GroupedLinearFunction.apply(setup, *x, weight, bias, offsets)
         return y
-    run: Any = (
-        GroupedLinearFunction.apply
-        if active_context.apply_override is None
-        else active_context.apply_override(GroupedLinearFunction, GroupedLinearFunction.apply)
-    )
-    with ops.without_autocast(ops.autocast_device(weight)):
-        y = run(setup, *input_tensors, weight, bias, offsets)
+    if active_context.apply_override is not None:
+        apply = active_context.apply_override(GroupedLinearFunction, apply)
+    with ops.without_autocast(device):
+        y = apply(setup, *x, weight, bias, offsets)
     return y
-
-
-def _plain(owner: NoiseSource | GroupedProduct, weight: Tensor) -> torch.dtype:
-    """Return the weight's dtype in high precision."""
-    if weight.dtype not in stored_weight.CODES:
-        return weight.dtype
-    assert isinstance(owner, GroupedProduct)
-    dtype: torch.dtype = owner.layer.__dict__["weight_dtype"]
-    return dtype
 
 
 def check(x: Tensor | Quantized, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe | None) -> None:
@@ -281,8 +245,8 @@ class GroupedLinear(Quantizable):
         super().__init__()
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.layout, self.seed = layout, seed
-        lies = (out_features, in_features) if layout == "nk" else (in_features, out_features)
-        self.weight = nn.Parameter(torch.empty((groups, *lies), dtype=dtype, device=device))
+        shape = (out_features, in_features) if layout == "nk" else (in_features, out_features)
+        self.weight = nn.Parameter(torch.empty((groups, *shape), dtype=dtype, device=device))
         if bias:
             self.bias = nn.Parameter(torch.empty((groups, out_features), dtype=dtype, device=device))
         else:
@@ -338,15 +302,15 @@ class GroupedLinear(Quantizable):
         """
         if not isinstance(x, Quantized):
             check_instance("GroupedLinear", "x", x, Tensor, "torch.randn(tokens, in_features)")
-        return self._run(x, None, (), offsets)
+        return self._run(x, None, offsets)
 
     def project(self, rows: RowInputOp, input_tensors: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
         """Run `forward` for rows that `rows` computes from the tensors `input_tensors` inside the same autograd
         function.
         """
-        return self._run(None, rows, input_tensors, offsets)
+        return self._run(input_tensors, rows, offsets)
 
-    def _run(self, x: Any, rows: RowInputOp | None, input_tensors: Sequence[Tensor | None], offsets: Tensor) -> Tensor:
+    def _run(self, x: Any, rows: RowInputOp | None, offsets: Tensor) -> Tensor:
         compiling, training = is_tracing(), torch.is_grad_enabled()
         recipe = recipe_of(self, compiling)
         weight, bias = self.weight, self.bias
@@ -355,22 +319,11 @@ class GroupedLinear(Quantizable):
         if self.weight_spec is not None:
             stored_weight.check_uncast(self, weight)
             stored_weight.check_gradient(weight)
-        self._check(x, offsets)
+        self._check(None if rows is not None else x, offsets)
         if isinstance(x, Quantized):
             check_codes(x, recipe)
-        if recipe is not None and not recipe.quantizes:
-            recipe = None
-        device = ops.autocast_device(weight)
-        casting = torch.is_autocast_enabled(device)
-        plain = self.weight_dtype or weight.dtype
-        if isinstance(x, Tensor):
-            casting = casting and x.dtype in ops.DTYPES
-            if x.dtype is not plain and not casting and self.weight_spec is None:
-                raise ValueError(
-                    f"{self._named()} has {weight.dtype} weights and got a {x.dtype} input; convert the input, or "
-                    "enter torch.autocast"
-                )
-        dtype = torch.get_autocast_dtype(device) if casting else x.dtype if isinstance(x, Tensor) else plain
+        recipe = None if recipe is None or not recipe.quantizes else recipe
+        dtype = self._dtype(x, weight)
         if dtype not in ops.DTYPES:
             self._refuse_dtype(dtype, recipe)
             recipe = None
@@ -379,10 +332,21 @@ class GroupedLinear(Quantizable):
                 weight_cache.expire(self, weight)
         elif training and self._state.buffers_recipe is not recipe:
             create_state_buffers(self, recipe)
-        owner, transposed = GroupedProduct(self), self.layout == "kn"
-        if rows is None:
-            return multiply(owner, x, weight, bias, offsets, recipe, transposed)
-        return apply(owner, rows, input_tensors, weight, bias, offsets, recipe, dtype, transposed)
+        return multiply(GroupedProduct(self), x, weight, bias, offsets, recipe, self.layout == "kn", rows, dtype)
+
+    def _dtype(self, x: Any, weight: Tensor) -> torch.dtype:
+        """Return the dtype of the products; raise ValueError if rows and weight differ outside of torch.autocast."""
+        device, plain = ops.autocast_device(weight), self.weight_dtype or weight.dtype
+        is_tensor = isinstance(x, Tensor)
+        if torch.is_autocast_enabled(device) and (not is_tensor or x.dtype in ops.DTYPES):
+            return torch.get_autocast_dtype(device)
+        if is_tensor and x.dtype is not plain and self.weight_spec is None:
+            raise ValueError(
+                f"{self._named()} has {weight.dtype} weights and got a {x.dtype} input; convert the input, or enter "
+                "torch.autocast"
+            )
+        dtype: torch.dtype = x.dtype if is_tensor else plain
+        return dtype
 
     def _named(self) -> str:
         name: str | None = self.__dict__.get("qualified_name")

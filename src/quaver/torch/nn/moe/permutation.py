@@ -18,6 +18,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.recipes.text import check_instance
 from quaver.reference.moe import check_permute, check_unpermute, rows_of, why_not_rows
 from quaver.torch.nn.activation import ActivationInputOp
+from quaver.torch.numerics.grouped import by_rows
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
@@ -270,7 +271,7 @@ def moves(spec: QuantSpec | None) -> bool:
     """Return True if quantizing tokens and then gathering them gives the same operand as quantizing each group's
     rows.
     """
-    return spec is not None and spec.block[0] == 1 and spec.rounding == "nearest" and not spec.two_level
+    return spec is not None and by_rows(spec)
 
 
 @dataclass(frozen=True)
