@@ -214,6 +214,12 @@ def spread(blocks: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
     for dim in (0, 1):
         width = block[dim]
         if width is not None and width > 1 and blocks.shape[dim] > 0:
+            if shape[dim] % width and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+                # Inductor 2.13 loses a partial block where it fuses a division of indices by the width.
+                full = blocks.new_full((shape[dim] // width,), width, dtype=torch.int64)
+                repeats = pad(full, (0, 1), value=shape[dim] % width)
+                blocks = blocks.repeat_interleave(repeats, dim, output_size=shape[dim])
+                continue
             blocks = blocks.repeat_interleave(min(width, shape[dim]), dim).narrow(dim, 0, shape[dim])
     return blocks
 
