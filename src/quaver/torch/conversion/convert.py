@@ -144,7 +144,7 @@ def convert(
     _update_hooks(model)
     scaling_step.together(with_history(model))
     _warn(model, choice, converter, report)
-    operation.register()
+    operation.register_flop_formulas()
     return report
 
 

@@ -5,8 +5,8 @@
     wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
 
 Also used while something observes single quantizations or GEMMs (counters, `only`, selective checkpoints) and for
-torch.compile, which sees each of them as one opaque operator. Backward saves the quantized operand (8 or 4 bits an
-element), and the input in high precision only if the recipe requires it.
+torch.compile, which sees each of them as one opaque operator. The forward saves the quantized wgrad operand (8 or 4
+bits an element), or the input itself if the recipe leaves wgrad unquantized.
 """
 
 import warnings
@@ -28,7 +28,7 @@ from quaver.torch.operations import ops, selective_checkpoint
 from quaver.torch.state import counters, layer_state, weight_cache
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import state_of
-from quaver.torch.state.noise import draw, drawn
+from quaver.torch.state.noise import advance_count, draw
 
 #: Value in `needs` for a weight gradient that is computed later. The backward may return a function in its place, which
 #: references only what it needs and accepts another `dtype` than the weight's.
@@ -436,7 +436,7 @@ def quantize(
     Args:
         column: column of the operand in the scaling history.
         operand: name of the operand, for example "weight.T".
-        transposed: as in `QUANTIZE.traced`.
+        transposed: True if x is a transposed view; used under torch.compile only, which cannot see that.
     """
     layer, factor = call.layer, None if call.factors is None else call.factors[column]
     noise, record = _noise(layer, operand, spec), call.training and factor is not None
@@ -449,7 +449,7 @@ def quantize(
         q = call.operations.quantize(x, spec, None, factor, noise)
     else:
         q = call.operations.quantize(x, spec, None, factor, noise, *_hints(call, column, x))
-    _drawn(layer, operand, spec)
+    _advance_count(layer, operand, spec)
     if record:
         amax.record(layer, column, q.amax, q.recorded_amax)
     if counters.active.counters is not None and not layer_state.replaying():
@@ -461,9 +461,9 @@ def _noise(layer: nn.Module, operand: str, spec: QuantSpec) -> Noise:
     return NO_NOISE if spec.rounding == "nearest" else draw(layer, operand)
 
 
-def _drawn(layer: nn.Module, operand: str, spec: QuantSpec) -> None:
+def _advance_count(layer: nn.Module, operand: str, spec: QuantSpec) -> None:
     if spec.rounding != "nearest":
-        drawn(layer, operand)
+        advance_count(layer, operand)
 
 
 def _hints(call: LinearCall, column: int, x: Tensor) -> tuple[bool, Tensor | None]:
@@ -507,7 +507,7 @@ def quantize_both(
         q, transposed = call.operations.both(x, spec, other, None, factor, noise, transposed_noise, *hints, sums)
     if record:
         amax.record(layer, column, q.amax, q.recorded_amax)
-    _drawn(layer, operand, spec)
+    _advance_count(layer, operand, spec)
     if not shared:
-        _drawn(layer, operand + ".T", other)
+        _advance_count(layer, operand + ".T", other)
     return q, transposed

@@ -238,8 +238,8 @@ class Linear(Quantizable, nn.Linear):
         if recipe is not None:
             self.recipe = recipes.get(recipe)
             create_state_buffers(self, self.recipe)
-        store_weight.begin(self)
-        operation.register()
+        store_weight.store_if_quantized_init(self)
+        operation.register_flop_formulas()
 
     def reset_parameters(self) -> None:
         """Initialize weight and bias as nn.Linear does."""

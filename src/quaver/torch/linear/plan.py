@@ -4,10 +4,10 @@
     dgrad   grad_input  [T, K] = grad_output   [T, N] @ weight.T [K, N].T
     wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
 
-A `LinearPlan` is made once per recipe, shape, dtype and device, and shared by all layers. `quaver.torch.linear.general`
-makes the plan that runs any recipe on any device; the other builders choose kernels and layouts beforehand, since in a
-small layer those choices take most of the time. All plans give the same bits. A `LinearCall` is the state of one call
-of a layer; `quaver.torch.linear.autograd` runs it.
+A fast `LinearPlan` is made once per recipe, shape, dtype and device: its builder chooses kernels and layouts
+beforehand, since in a small layer those choices take most of the time. The general plan (`quaver.torch.linear.general`)
+is made once per recipe and runs any call on any device. All plans give the same bits, and all layers share them. A
+`LinearCall` is the state of one call of a layer; `quaver.torch.linear.autograd` runs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +65,8 @@ class LinearPlan:
     quantize_input: Callable[..., Operands]
     #: (call, x, operands) -> the wgrad operand input.T [K, T] and its scale; x itself if wgrad is unquantized.
     transpose_input: Callable[..., tuple[Operand, Scale]]
-    #: (call, weight [N, K]) -> WeightOperands, and sets `call.entry`.
+    #: (call, weight [N, K]) -> WeightOperands. Fast plans, and the general one if dgrad reuses the codes, set
+    #: `call.entry`.
     quantize_weight: Callable[..., WeightOperands]
     #: (call, weight) -> the dgrad operand weight.T [K, N] and its scale.
     transpose_weight: Callable[..., tuple[Operand, Scale]]
@@ -154,7 +155,7 @@ class LinearCall:
         """Quantize x without recording its amax or counting it.
 
         Args:
-            transposed: as in `QUANTIZE.traced`.
+            transposed: True if x is a transposed view; used under torch.compile only, which cannot see that.
             noise: used under torch.compile only, to distinguish this quantization from an earlier one of the same
                 tensor.
         """

@@ -93,7 +93,7 @@ class _Construction(threading.local):
 construction = _Construction()
 
 
-def begin(layer: Any) -> None:
+def store_if_quantized_init(layer: Any) -> None:
     """Quantize the weight of a new layer if it is constructed under `quantized_init`."""
     if construction.now is not None:
         store(layer, *construction.now)

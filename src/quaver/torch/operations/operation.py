@@ -27,7 +27,7 @@ from quaver.torch.numerics.rounding import is_tracing
 FORMULAS: dict[Any, Callable[..., int]] = {}
 
 
-def register() -> None:
+def register_flop_formulas() -> None:
     """Register the missing formulas with torch's FLOP counter, if it has been imported (importing it would import
     Triton).
 
@@ -230,7 +230,7 @@ class Operation(Generic[R]):
 
 def _faked(fake: Callable[..., Any], *args: Any, **options: Any) -> Any:
     # Calls traced now may be counted later.
-    register()
+    register_flop_formulas()
     return fake(*args, **options)
 
 

@@ -62,7 +62,7 @@ def draw(layer: nn.Module, operand: str) -> Noise:
     return seed, stream, number
 
 
-def drawn(layer: nn.Module, operand: str, by: Tensor | int = 1, first: int = 0) -> None:
+def advance_count(layer: nn.Module, operand: str, by: Tensor | int = 1, first: int = 0) -> None:
     """Advance the count of an operand, except while a forward is recomputed.
 
     Args:

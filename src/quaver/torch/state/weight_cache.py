@@ -32,12 +32,12 @@ storage_id: Callable[[Any], int] = (
 
 
 class _OptimizerSteps:
-    """Number of optimizer steps since a weight was first cached, counted at begin and end, and number of replayed
-    steps.
+    """Number of begins and ends of optimizer steps since a weight was first cached, and of steps that CUDA graphs have
+    replayed.
     """
 
     count = 0
-    replayed = 0
+    graph_replays = 0
     hooked = False
 
 
@@ -84,7 +84,7 @@ class _ParameterVersion:
         self.version = weight._version
         #: True under `frozen`; then only replayed steps end the window.
         self.while_frozen = while_frozen
-        self.steps = _OptimizerSteps.replayed if while_frozen else _OptimizerSteps.count
+        self.steps = _OptimizerSteps.graph_replays if while_frozen else _OptimizerSteps.count
         #: Number of the backward that last computed the weight's gradient; None before the first.
         self.last_backward_id: int | None = None
 
@@ -103,7 +103,7 @@ class _ParameterVersion:
         ):
             return False
         if self.while_frozen:
-            return self.steps == _OptimizerSteps.replayed
+            return self.steps == _OptimizerSteps.graph_replays
         if self.last_backward_id is not None and parameter.grad is None and self.last_backward_id != graph_task_id():
             # Inside that backward the gradient may not be accumulated yet.
             self.parameter = 0
@@ -355,7 +355,7 @@ def count_step() -> None:
     """Count an optimizer step that no hook has seen, such as a replayed one."""
     _count()
     with _lock:
-        _OptimizerSteps.replayed += 1
+        _OptimizerSteps.graph_replays += 1
 
 
 # ---- `quaver.torch.frozen` ----

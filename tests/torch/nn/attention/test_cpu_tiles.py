@@ -238,7 +238,7 @@ def test_gradients_have_no_derivative() -> None:
 def test_products_are_counted_as_torch_counts_attention() -> None:
     x = operands(2, 128, 4, 2, 32)
     # As layers do when they are made.
-    operation.register()
+    operation.register_flop_formulas()
     with FlopCounterMode(display=False) as counter:
         attention(*x).sum().backward()
     assert counter.get_total_flops() == (4 + 10) * 2 * 4 * 128 * 128 * 32

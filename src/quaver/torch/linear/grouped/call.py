@@ -158,7 +158,7 @@ class GroupedCall(LinearCall):
                 for column, amaxes in self.amaxes.items():
                     amax.record_each(owner.layer, column, amaxes, owner.first)
             for operand in self.drawn:
-                noise.drawn(owner.layer, operand, self.offsets.has_rows(), owner.first)
+                noise.advance_count(owner.layer, operand, self.offsets.has_rows(), owner.first)
         self.amaxes.clear()
         self.drawn.clear()
 

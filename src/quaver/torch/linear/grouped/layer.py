@@ -256,8 +256,8 @@ class GroupedLinear(Quantizable):
         if recipe is not None:
             self.recipe = recipes.get(recipe)
             create_state_buffers(self, self.recipe)
-        store_weight.begin(self)
-        operation.register()
+        store_weight.store_if_quantized_init(self)
+        operation.register_flop_formulas()
 
     def _begin(self, serial: int | None, groups: int) -> None:
         self.__dict__["_state"] = LayerState(serial)
