@@ -436,7 +436,7 @@ def quantize(
     Args:
         column: column of the operand in the scaling history.
         operand: name of the operand, for example "weight.T".
-        transposed: True if x is a transposed view; used under torch.compile only, which cannot see that.
+        transposed: used under torch.compile only: True if x is a transposed view of a row-major matrix.
     """
     layer, factor = call.layer, None if call.factors is None else call.factors[column]
     noise, record = _noise(layer, operand, spec), call.training and factor is not None

@@ -155,7 +155,7 @@ class LinearCall:
         """Quantize x without recording its amax or counting it.
 
         Args:
-            transposed: True if x is a transposed view; used under torch.compile only, which cannot see that.
+            transposed: used under torch.compile only: True if x is a transposed view of a row-major matrix.
             noise: used under torch.compile only, to distinguish this quantization from an earlier one of the same
                 tensor.
         """
