@@ -28,7 +28,7 @@ REUSED = {
 
 @pytest.mark.parametrize("name", REUSED)
 def test_each_recipe_reuses_the_expected_operands(name: str) -> None:
-    assert get(name).plan == REUSED[name]
+    assert get(name).reuse == REUSED[name]
 
 
 def test_square_blocks_use_one_weight_copy_for_both_gemms() -> None:

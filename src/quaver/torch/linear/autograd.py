@@ -515,11 +515,13 @@ def _quantized_input(setup: LinearSetup, x: Sequence[Any], weight: Tensor, save:
     else:
         output, saved = setup.op.forward(*x)
     shape, dtype = output.shape, output.dtype
-    if shape[-1] != setup.layers[0].in_features:
+    first = setup.layers[0]
+    # A module with several matrices of its own has no in_features.
+    if shape[-1] != getattr(first, "in_features", shape[-1]):
         # Kernels read rows of the planned width.
         raise ValueError(
-            f"Linear({setup.layers[0].in_features} → {setup.layers[0].out_features}) got an input of shape "
-            f"{tuple(shape)}; its last axis must be {setup.layers[0].in_features}"
+            f"Linear({first.in_features} → {first.out_features}) got an input of shape {tuple(shape)}; its last axis "
+            f"must be {first.in_features}"
         )
     y = output if dtype is setup.dtype else output.to(setup.dtype)
     calls = calls or _begin_all(setup, y)
