@@ -11,8 +11,6 @@ from torch.nn.functional import pad
 from quaver.recipes.formats import Format
 from quaver.recipes.spec import Block, QuantSpec
 from quaver.reference.numerics import NAN_CODE
-from quaver.torch.numerics.rounding import FLOAT8 as FLOAT8
-from quaver.torch.numerics.rounding import is_tracing
 
 # ---- swizzling: the scale order 32_4_4 of Blackwell's GEMMs for narrow blocks ----
 # Scales are stored in tiles of 128 rows and 4 blocks of k, 512 bytes each. Within a tile the rows r, r + 32, r + 64 and
@@ -42,8 +40,10 @@ def unswizzle(flat: Tensor, rows: int, blocks: int) -> Tensor:
 
 #: A given amax or encode factor: a device tensor, a float on the host, or None to measure it.
 ScalarOverride = Tensor | float | None
-#: Creates a tensor subclass without memory of its own; None if torch lacks it.
+#: make_wrapper_subclass creates a tensor subclass without memory of its own; None if torch lacks it. FLOAT8 has torch's
+#: dtypes of the FP8 formats.
 make_wrapper_subclass: Any = getattr(torch.Tensor, "_make_wrapper_subclass", None)
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def storage(fmt: Format) -> torch.dtype:
@@ -214,12 +214,6 @@ def spread(blocks: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
     for dim in (0, 1):
         width = block[dim]
         if width is not None and width > 1 and blocks.shape[dim] > 0:
-            if shape[dim] % width and is_tracing() and not torch.compiler.is_exporting():
-                # Inductor 2.13 loses a partial block where it fuses a division of indices by the width.
-                full = blocks.new_full((shape[dim] // width,), width, dtype=torch.int64)
-                repeats = pad(full, (0, 1), value=shape[dim] % width)
-                blocks = blocks.repeat_interleave(repeats, dim, output_size=shape[dim])
-                continue
             blocks = blocks.repeat_interleave(min(width, shape[dim]), dim).narrow(dim, 0, shape[dim])
     return blocks
 

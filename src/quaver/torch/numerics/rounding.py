@@ -25,9 +25,7 @@ from quaver.reference.numerics import (
     TENSOR_EXPONENTS,
     WEYL,
 )
-
-#: torch's dtypes of the FP8 formats.
-FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+from quaver.torch.numerics.quantized import FLOAT8
 
 # ---- Hadamard rotation ----
 
