@@ -82,7 +82,7 @@ def same_inside(operation: Operation[Any], *args: Any) -> None:
 
 
 def test_attention_in_eight_bits_counts_the_products_that_it_computes() -> None:
-    counting.register()
+    counting.register_flop_formulas()
     spec = recipes.mxfp8(attention=True).attention
     assert spec is not None
     q, k, v = (torch.randn(2, heads, 16, size) for heads, size in ((4, 32), (2, 32), (2, 64)))
@@ -95,7 +95,7 @@ def test_attention_in_eight_bits_counts_the_products_that_it_computes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, False)])
 def test_a_head_and_its_loss_count_all_chunks(needs: tuple[bool, bool], dtype: torch.dtype) -> None:
-    counting.register()
+    counting.register_flop_formulas()
     x, weight, targets = torch.randn(T, K).to(dtype), torch.randn(N, K).to(dtype), torch.randint(0, N, (T,))
     rule = -100, 0.0, 0.0, 0.0
     same_inside(chunked.LINEAR_CROSS_ENTROPY, x, weight, None, targets, None, dtype, *rule, 8, *needs, False)
@@ -111,7 +111,7 @@ def test_torchs_scaled_gemms_are_counted() -> None:
     """What a GPU runs; here on meta, and of one scale on this CPU."""
     a, b = torch.randn(T, K).to(torch.float8_e4m3fn), torch.randn(N, K).to(torch.float8_e4m3fn)
     one, by_tensor = torch.ones(()), ScalingType.TensorWise
-    counting.register()
+    counting.register_flop_formulas()
 
     def run(device: str) -> Tensor:
         left, right = a.to(device), b.to(device).t()
@@ -153,5 +153,5 @@ def test_a_formula_that_torch_has_stays(monkeypatch: pytest.MonkeyPatch) -> None
         return 7
 
     monkeypatch.setitem(flop_registry, torch.ops.aten._scaled_mm_v2, torchs)
-    counting.register()
+    counting.register_flop_formulas()
     assert flop_registry[torch.ops.aten._scaled_mm_v2] is torchs
