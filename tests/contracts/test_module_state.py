@@ -95,7 +95,6 @@ SAFE = {
     "torch.linear.linear:_warned": WARNS,
     "torch.linear.linear:plans": SAME,
     "torch.linear.general:_plans": SAME,
-    "torch.parallel.tensor.plan:_plans": SAME,
     "torch.operations.operation:FORMULAS": "filled while modules are imported",
     "torch.operations.operation:OPERATIONS": "filled while modules are imported",
     "torch.operations.ops:_resolved": "an entry holds the recipe whose identity it has; `only` is the process's",

@@ -1,6 +1,6 @@
 """Plant each fault and see if tests and golden cases catch it: `python -m tests.faults [--only NAME] [--tests]`.
 
-The same tests first pass on an unedited copy of the sources. A run of all takes about half an hour on two cores. With
+The same tests first pass on an unedited copy of the sources. A run of all takes more than an hour on two cores. With
 `--tests` the golden corpus is left out.
 """
 

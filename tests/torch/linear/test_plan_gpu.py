@@ -561,11 +561,8 @@ def test_buffers_of_a_large_step_are_not_kept_for_its_shape() -> None:
     y.sum().backward()
     # The first forward quantizes its input beside the weight.
     layer(x)
-    (entry,) = linear_module.plans.values()
-    assert entry.plan is not None
-    quantizers = [
-        function.__closure__[0].cell_contents for function in (entry.plan.quantize_input, entry.plan.quantize_grad)
-    ]
+    (plan,) = linear_module.plans.values()
+    quantizers = [function.__closure__[0].cell_contents for function in (plan.quantize_input, plan.quantize_grad)]
     places = [place for quantizer in quantizers for place in quantizer.places.values()]
     assert len(places) == 2
     assert all(tensor is None or tensor.numel() <= 4 for tensors, _ in places for tensor in tensors)
@@ -579,9 +576,8 @@ def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch
         linear_module.plans.clear()
         layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
         assert by_fast_plan(layer(x))
-        (entry,) = linear_module.plans.values()
-        assert entry.plan is not None
-        assert (entry.plan.quantize_together is not None) is shares
+        (plan,) = linear_module.plans.values()
+        assert (plan.quantize_together is not None) is shares
 
 
 @torchs_own
@@ -657,9 +653,9 @@ def test_factors_on_another_device_take_the_general_path(name: str) -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="delayed")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert by_fast_plan(layer(x))
-    assert plan_gpu._delayed(layer, x, True) is not None
+    assert plan_gpu._delayed(layer, x) is not None
     layer.register_buffer(name, layer.get_buffer(name).to("meta"))
-    assert plan_gpu._delayed(layer, x, True) is None
+    assert plan_gpu._delayed(layer, x) is None
 
 
 @torchs_own
@@ -671,5 +667,5 @@ def test_a_weight_on_another_device_has_no_decided_step() -> None:
     assert linear_module.plan_key(x.shape, x, layer.weight, None, recipe) in linear_module.plans
     assert linear_module.plan_key(x.shape, x, elsewhere, None, recipe) not in linear_module.plans
     key = linear_module.plan_key(x.shape, x, elsewhere, None, recipe)
-    entry = linear_module.make_plan(key, x, elsewhere, None, recipe, layer)
-    assert entry is not None and entry.plan is None
+    plan = linear_module.make_plan(key, x, elsewhere, None, recipe, layer)
+    assert plan is not None and plan.operations is not None

@@ -160,7 +160,7 @@ def test_other_modes_see_the_same_calls(recipe: str) -> None:
             run(x.requires_grad_())
         seen.append([name for name in log.names if name in ("aten.mm.default", "aten.addmm.default")])
     assert seen[0] == seen[1] and len(seen[0]) == 3
-    assert not selective_checkpoint.is_active() and not selective_checkpoint.is_hidden()
+    assert not selective_checkpoint.is_active() and not selective_checkpoint.thread.hidden
 
 
 def test_modes_inside_a_checkpoint_see_the_same_calls_in_order() -> None:
@@ -242,7 +242,7 @@ def test_an_error_inside_leaves_the_modes_as_they_were() -> None:
             with pytest.raises(ZeroDivisionError):
                 selective_checkpoint.hide_from_policies(lambda run=run: run(lambda: 1 / 0))()
             assert dispatching._get_current_dispatch_mode_stack() == [outer, forward, inner]
-            assert selective_checkpoint.is_active() and not selective_checkpoint.is_hidden()
+            assert selective_checkpoint.is_active() and not selective_checkpoint.thread.hidden
     assert not selective_checkpoint.is_active()
 
 

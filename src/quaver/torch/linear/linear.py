@@ -278,11 +278,11 @@ class Linear(Quantizable, nn.Linear):
             recipe = recipes.get("bf16")
         if not is_parameter and not compiling:
             check_weight(self, weight)
-        entry: PlanEntry | None = None
+        plan: LinearPlan | None = None
         if training and not compiling and not prequantized:
             key = plan_key(input.shape, input, weight, bias, recipe)
-            entry = plans.get(key)
-            call = begin_fast_call(entry, input, weight, self)
+            plan = plans.get(key)
+            call = begin_fast_call(plan, input, weight, self)
             if call is not None:
                 return _run_one(call, input, weight, bias)
         elif not compiling:
@@ -313,9 +313,9 @@ class Linear(Quantizable, nn.Linear):
         if transforms_active() or forward_level() >= 0:
             refuse_transforms(x, weight, bias)
         # Inputs cast by autocast and weights stored as codes have no plan of their own.
-        if training and entry is None and not prequantized and not casting and x.dtype is weight.dtype:
-            entry = make_plan(key, x, weight, bias, recipe, self)
-            call = begin_fast_call(entry, x, weight, self)
+        if training and plan is None and not prequantized and not casting and x.dtype is weight.dtype:
+            plan = make_plan(key, x, weight, bias, recipe, self)
+            call = begin_fast_call(plan, x, weight, self)
             if call is not None:
                 return _run_one(call, x, weight, bias)
         call = general.begin(self, recipe, x, x.dtype, training)
@@ -425,20 +425,11 @@ PlanKey = tuple[
 ]
 
 
-class PlanEntry:
-    """Cached choice for one key: a fast plan, or None if only the general plan runs these calls."""
-
-    __slots__ = ("plan", "recipe")
-
-    def __init__(self, recipe: Recipe, plan: LinearPlan | None) -> None:
-        #: Referenced so that its id, part of the key, is not reused.
-        self.recipe, self.plan = recipe, plan
-
-
 #: Maximum number of cached plans; the oldest are dropped first, so alternating sequence lengths keep their plans.
 MAX_PLANS = 1024
-#: Plans by key, shared by all layers: a new sequence length is planned once per weight shape, not once per layer.
-plans: dict[PlanKey, PlanEntry] = {}
+#: Plans by key, shared by all layers: a new sequence length is planned once per weight shape, not once per layer. The
+#: general plan where there is no fast one. A plan references its recipe, so that the id in the key is not reused.
+plans: dict[PlanKey, LinearPlan] = {}
 gpu.tables.append(plans)
 
 
@@ -450,16 +441,16 @@ def plan_key(shape: torch.Size, like: Tensor, weight: Tensor, bias: Tensor | Non
 
 def make_plan(
     key: PlanKey, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module
-) -> PlanEntry | None:
+) -> LinearPlan | None:
     """Choose a plan for inputs like x [..., k] and cache the choice; None if it cannot be made now."""
     if needs_general_plan(layer) or capture.is_captured_or_rehearsed(x.device):
         return None
-    entry = PlanEntry(recipe, _build(x, weight, bias, recipe))
+    plan = _build(x, weight, bias, recipe) or general.plan_for(recipe, x)
     for oldest in list(plans)[: max(0, len(plans) + 1 - MAX_PLANS)]:
         # Another thread may have removed it already.
         plans.pop(oldest, None)
-    plans[key] = entry
-    return entry
+    plans[key] = plan
+    return plan
 
 
 def _build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> LinearPlan | None:
@@ -488,10 +479,8 @@ def fast_plan(
 ) -> LinearPlan | None:
     """Return the fast plan for inputs of `shape` with dtype and device of `like`, made if necessary."""
     key = plan_key(shape, like, weight, bias, recipe)
-    entry = plans.get(key)
-    if entry is None:
-        entry = make_plan(key, like.new_empty(shape), weight, bias, recipe, layer)
-    return None if entry is None else entry.plan
+    plan = plans.get(key) or make_plan(key, like.new_empty(shape), weight, bias, recipe, layer)
+    return None if plan is None or plan.operations is not None else plan
 
 
 def begin_call(plan: LinearPlan, layer: nn.Module, x: Tensor) -> LinearCall | None:
@@ -500,18 +489,18 @@ def begin_call(plan: LinearPlan, layer: nn.Module, x: Tensor) -> LinearCall | No
     if plan.factors is not None:
         if layer._state.buffers_recipe is not plan.recipe:  # type: ignore[union-attr]
             return None
-        call.factors = plan.factors(layer, x, True)
+        call.factors = plan.factors(layer, x)
         if call.factors is None:
             return None
         call.pending = scaling_step.pending(layer)
     return call
 
 
-def begin_fast_call(entry: PlanEntry | None, x: Tensor, weight: Tensor, layer: nn.Module) -> LinearCall | None:
+def begin_fast_call(plan: LinearPlan | None, x: Tensor, weight: Tensor, layer: nn.Module) -> LinearCall | None:
     """Begin a call by a fast plan on an unchecked input, or return None if it needs the general plan."""
-    plan = None if entry is None else entry.plan
     if (
         plan is None
+        or plan.operations is not None
         or not (x.requires_grad and weight.requires_grad and x.is_contiguous() and weight.is_contiguous())
         or needs_general_plan(layer)
         # The recipe was set after construction, so the noise counter is missing; `create_state_buffers` creates it.

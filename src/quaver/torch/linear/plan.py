@@ -79,7 +79,7 @@ class LinearPlan:
     dgrad: Callable[..., Tensor]
     #: (call, a, its scale, b, its scale, dtype): dtype of the gradient, for plans whose GEMM can write any.
     wgrad: Callable[..., Tensor]
-    #: (layer, x, training) -> encode factors of delayed scaling, or None if only the general plan can read them; None
+    #: (layer, x) -> encode factors of delayed scaling, or None if only the general plan can read them; None
     #: without delayed scaling.
     factors: Callable[..., Any] | None = None
     #: (call, column, amax): records an amax that another layer has measured, under delayed scaling.

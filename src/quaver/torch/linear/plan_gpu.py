@@ -102,7 +102,7 @@ def _with_newest(delayed: DelayedState, newest: list[Tensor | None]) -> DelayedS
     return replace(delayed, newest=newest, by_column=by_column)
 
 
-def _delayed(layer: nn.Module, x: Tensor, training: bool) -> DelayedState | None:
+def _delayed(layer: nn.Module, x: Tensor) -> DelayedState | None:
     """Return the delayed-scaling state, reused until a roll, load or move changes it.
 
     Returns None if the factors are on the host or on another device than x, because kernels get raw addresses.

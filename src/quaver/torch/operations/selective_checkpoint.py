@@ -51,11 +51,6 @@ def is_active() -> bool:
     return any(isinstance(m, MODES) for m in _stack())
 
 
-def is_hidden() -> bool:
-    """Return True inside a function wrapped by `hide_from_policies`, under a selective checkpoint."""
-    return bool(thread.hidden)
-
-
 def hide_from_policies(function: Callable[P, T]) -> Callable[P, T]:
     """Wrap a function so that selective checkpoints see only operations of `seen` or `shown`; other modes see all."""
 

@@ -26,36 +26,28 @@ from quaver.torch.parallel import comm
 from quaver.torch.parallel.tensor.gemms import TensorParallelComm
 from quaver.torch.parallel.tensor.overlap import gathered_product, scattered_product
 
-#: Plans by recipe and, off the CPU, device and dtype.
-_plans: dict[Any, LinearPlan] = {}
-ops.resolved_caches.append(_plans)
-
 
 def plan_for(recipe: Recipe, x: Tensor) -> LinearPlan:
     """Return the plan of tensor-parallel layers for inputs like x."""
-    key = id(recipe) if x.is_cpu else (id(recipe), x.device, x.dtype)
-    plan = _plans.get(key)
-    if plan is None:
-        of_one = general.plan_for(recipe, x)
-        assert of_one.operations is not None
-        plan = _plans[key] = replace(
-            of_one,
-            # A scale that ranks share follows from their largest amax, so a matrix and its transpose are quantized
-            # separately.
-            operations=of_one.operations._replace(both=None),
-            quantize_input=quantize_input,
-            transpose_input=transpose_input,
-            gather_input=gather_input,
-            load_input=load_input,
-            quantize_weight=quantize_weight,
-            quantize_grad=quantize_grad,
-            transpose_grad=transpose_grad,
-            fprop=fprop,
-            dgrad=dgrad,
-            wgrad=wgrad,
-            finish=finish,
-        )
-    return plan
+    plan = general.plan_for(recipe, x)
+    assert plan.operations is not None
+    return replace(
+        plan,
+        # A scale that ranks share follows from their largest amax, so a matrix and its transpose are quantized
+        # separately.
+        operations=plan.operations._replace(both=None),
+        quantize_input=quantize_input,
+        transpose_input=transpose_input,
+        gather_input=gather_input,
+        load_input=load_input,
+        quantize_weight=quantize_weight,
+        quantize_grad=quantize_grad,
+        transpose_grad=transpose_grad,
+        fprop=fprop,
+        dgrad=dgrad,
+        wgrad=wgrad,
+        finish=finish,
+    )
 
 
 # ---- input ----
