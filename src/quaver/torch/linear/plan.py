@@ -91,7 +91,8 @@ class LinearPlan:
     cache_name: str = "fprop"
     #: True if the kernels need addresses that are multiples of 16 bytes, and may overwrite their buffers later.
     aligned: bool = False
-    #: (grad_input, grad_weight) as the GEMMs wrote them -> both in the dtype of the gradients; None if they are.
+    #: (grad_input, grad_weight) as the GEMMs gave them -> both in the dtype of the gradients, sums over ranks awaited;
+    #: None if they are.
     finish: Callable[..., Sequence[Any]] | None = None
     #: Index in `Operation.implementations` of the one that a fused input operation uses with this plan, -1 for plain
     #: torch; None chooses by tensor.

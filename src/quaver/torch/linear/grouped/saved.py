@@ -5,9 +5,9 @@
     factor    factors of two-level scales, by group
     flags     for each group: 1 if its operand is stored transposed (CPU only)
 
-Sizes depend only on the numbers of rows and groups. On a CPU codes and scales of the groups are concatenated as bytes;
-torch.compile gets buffers large enough for any distribution of rows. On a GPU they are the tensors of a
-`GroupedOperand`.
+Under torch.compile and on a GPU, sizes depend only on the numbers of rows and groups. On a CPU codes and scales of the
+groups are concatenated as bytes; torch.compile gets buffers large enough for any distribution of rows. On a GPU they
+are the tensors of a `GroupedOperand`.
 """
 
 from collections.abc import Sequence

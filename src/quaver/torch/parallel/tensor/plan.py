@@ -1,11 +1,12 @@
 """Plan of a tensor-parallel linear layer: the general plan with communication around its GEMMs.
 
-    Column   y = gather(x) @ weight.T + bias            grad_x = sum over ranks (gather(g) @ weight)
+    Column   y = gather(x) @ weight.T + bias            grad_x = sum over ranks (g @ weight)
     Row      y = sum over ranks (x @ weight.T) + bias   grad_x = gather(g) @ weight
 
-All-gathers send codes and scales; they begin as soon as an operand is quantized, and the GEMM that reads it waits for
-them. Sums are in float32 and rounded once. Backward saves only this rank's shard of the wgrad input and gathers it
-again. Codes, scales and noise are those of a single process. So are the GEMM results, except for the order of sums over
+All-gathers send codes and scales, or values that the recipe does not quantize; they begin as soon as an operand is
+quantized, and the GEMM that reads it waits for them: an operand is a function that waits. A tensor in its place means
+that the GEMM itself communicates (`overlap`). Sums are in float32 and rounded once, except with overlap. The forward
+saves only this rank's shard of the wgrad input, and backward gathers it again. Codes, scales and noise are those of a single process. So are the GEMM results, except for the order of sums over
 ranks.
 """
 
