@@ -6,8 +6,8 @@
 All-gathers send codes and scales, or values that the recipe does not quantize; they begin as soon as an operand is
 quantized, and the GEMM that reads it waits for them: an operand is a function that waits. A tensor in its place means
 that the GEMM itself communicates (`overlap`). Sums are in float32 and rounded once, except with overlap. The forward
-saves only this rank's shard of the wgrad input, and backward gathers it again. Codes, scales and noise are those of a single process. So are the GEMM results, except for the order of sums over
-ranks.
+saves only this rank's shard of the wgrad input, and backward gathers it again. Codes, scales and noise are those of a
+single process. So are the GEMM results, except for the order of sums over ranks.
 """
 
 from collections.abc import Sequence
