@@ -125,8 +125,9 @@ def transpose_input(call: LinearCall, x: Tensor | None, operands: Operands) -> t
 
 
 def recomputed_input(call: LinearCall, x: Tensor) -> tuple[Tensor | Quantized, None]:
-    """Return what `transpose_input` returns for an x that backward has recomputed, without recording or counting it
-    again.
+    """Return what `transpose_input` returns for an x that backward has recomputed.
+
+    Codes that the forward has made are neither recorded nor counted again; an input.T that it left out is counted.
     """
     a, c = call.recipe.fprop.a, call.recipe.wgrad.b
     factor = None if call.factors is None else call.factors[amax.INPUT]
