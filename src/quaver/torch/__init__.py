@@ -51,6 +51,7 @@ from quaver.torch.nn.transformer import TransformerLayer
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import dequantize, matmul, quantize
 from quaver.torch.operations.ops import only
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state.context import autocast, checkpoint
 from quaver.torch.state.counters import count
 from quaver.torch.state.weight_cache import refresh
@@ -79,6 +80,7 @@ __all__ = [
     "MultiheadAttention",
     "PagedKVCache",
     "Quantized",
+    "QuantizedTensor",
     "RMSNorm",
     "RelativePositionBias",
     "Report",

@@ -40,9 +40,11 @@ def unswizzle(flat: Tensor, rows: int, blocks: int) -> Tensor:
 
 #: A given amax or encode factor: a device tensor, a float on the host, or None to measure it.
 ScalarOverride = Tensor | float | None
-#: make_wrapper_subclass creates a tensor subclass without memory of its own; None if torch lacks it. FLOAT8 has torch's
-#: dtypes of the FP8 formats.
+#: Create a tensor subclass without memory of its own; None if torch lacks it.
 make_wrapper_subclass: Any = getattr(torch.Tensor, "_make_wrapper_subclass", None)
+#: `__torch_function__` of a subclass whose operations return what `__torch_dispatch__` returns, unchanged.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+#: torch's dtypes of the FP8 formats.
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -214,6 +216,12 @@ def spread(blocks: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
     for dim in (0, 1):
         width = block[dim]
         if width is not None and width > 1 and blocks.shape[dim] > 0:
+            if shape[dim] % width and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+                # Inductor 2.13 loses a partial block where it fuses a division of indices by the width.
+                full = blocks.new_full((shape[dim] // width,), width, dtype=torch.int64)
+                repeats = pad(full, (0, 1), value=shape[dim] % width)
+                blocks = blocks.repeat_interleave(repeats, dim, output_size=shape[dim])
+                continue
             blocks = blocks.repeat_interleave(min(width, shape[dim]), dim).narrow(dim, 0, shape[dim])
     return blocks
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quaver.reference.optimizer_state import StateSpec
-from quaver.torch.numerics.quantized import make_wrapper_subclass
+from quaver.torch.numerics.quantized import make_wrapper_subclass, no_torch_function
 from quaver.torch.optim import codes
 
 #: Elements a chunk, for encoding and for norms. Chunks are larger on GPUs, where each one costs launches.
@@ -186,7 +186,7 @@ class QuantizedGradient(Tensor):
         return self.dequantize().__reduce_ex__(protocol)
 
     #: Results of operations are plain tensors, not instances of this class.
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
