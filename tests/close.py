@@ -82,6 +82,7 @@ def _array(x: Any) -> np.ndarray:
         import torch
 
         x = x.detach().cpu()
+        x = x.dequantize() if type(x).__name__ == "QuantizedTensor" else x
         narrow = x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
         return (x.float() if narrow else x).numpy()
     return np.asarray(x)

@@ -26,7 +26,7 @@ from benchmarks.acceptance import open_loop, optimizer_bytes
 from benchmarks.measuring import machine, results
 from quaver.recipes.text import shown
 from quaver.reference.optimizer_state import PRESETS, Preset, StateSpec
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.linear.linear import Linear
 from quaver.torch.optim import Optimizer
 from quaver.train import TrainConfig
@@ -165,7 +165,7 @@ def nudge(model: torch.nn.Module, optimizer: Optimizer, seed: int) -> None:
         noise = (torch.rand(p.shape, generator=random) * 2 - 1) * NUDGE
         if p in stored:
             state = optimizer.state[p]
-            store_weight.write(stored[p], state["master"].add_(noise))
+            stored_weight.write(stored[p], state["master"].add_(noise))
             # Measured anew before the first step.
             state.pop("amax", None)
         else:

@@ -104,9 +104,9 @@ SAFE = {
     "torch.conversion.replace.mamba_packing:_cu_seqlens": "two threads make the same of one version",
     "torch.numerics.rounding:_keys": "functools keeps it consistent, and a copy from the host is waited for",
     "torch.nn.attention.rope_scaling:parse": CACHED,
-    "torch.linear.store_weight:_hooked": "two threads may hook the same check twice",
-    "torch.linear.store_weight:_stored": "a thread adds the layers that it makes",
-    "torch.linear.store_weight:_known": "a thread looks up layers that another went through, and checks each",
+    "torch.linear.stored_weight:_hooked": "two threads may hook the same check twice",
+    "torch.linear.stored_weight:_stored": "a thread adds the layers that it makes",
+    "torch.linear.stored_weight:_known": "a thread looks up layers that another went through, and checks each",
     "torch.parallel.tensor.partial:_seen": "another thread's entry saves it one more walk of the same graph",
     "torch.state.weight_cache:_parameter_versions": "a change by another thread costs one more quantization at most",
 }

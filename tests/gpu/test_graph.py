@@ -14,6 +14,7 @@ import quaver.torch as qt
 from quaver.recipes import RECIPES, get
 from quaver.torch import optim
 from quaver.torch.backends.gpu import launch
+from quaver.torch.quantized_tensor import memory_of
 from quaver.train.config import TrainConfig
 from quaver.train.torch.learner import TorchLearner
 
@@ -192,7 +193,7 @@ def test_captured_steps_of_an_optimizer_equal_the_eager_ones(preset: str, rule: 
     assert int(twins[0][1].skipped) == int(twins[1][1].skipped) == 1
     pairs = zip(twins[0][0].named_parameters(), twins[1][0].parameters(), strict=True)
     for (name, p), q in pairs:
-        assert torch.equal(p.view(torch.uint8), q.view(torch.uint8)), name
+        assert torch.equal(memory_of(p).view(torch.uint8), memory_of(q).view(torch.uint8)), name
         ours, theirs = twins[0][1].state[p], twins[1][1].state[q]
         for key, value in theirs.items():
             assert torch.equal(ours[key], value), f"{name}: {key}"

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -657,3 +658,18 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
     for a, b in zip(operands[:2], operands[3:1:-1] if bias else operands[2:], strict=True):
         arguments = (*a, *b, torch.bfloat16, torch.randn(16) if bias else None)
         torch.library.opcheck(torch.ops.quaver.matmul.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("name, k", [("mxfp8", 80), ("blockwise", 300), ("nvfp4", 40)])
+def test_compiled_values_of_partial_blocks_are_those_of_eager_mode(name: str, k: int) -> None:
+    """Inductor fuses the repetition of scales with what reads them."""
+    torch.compiler.reset()
+    spec = recipes.get(name).fprop.b
+    assert spec is not None
+    q = qt.quantize(torch.randn(48, k), replace(spec, rounding="nearest", hadamard=False))
+
+    def values(data: Tensor, scale: Tensor, factor: Tensor | None) -> Tensor:
+        return qt.dequantize(qt.Quantized(data, scale, q.spec, q.shape, False, factor))
+
+    tensors = q.data, q.scale, q.tensor_factor
+    assert_bitwise(torch.compile(values, fullgraph=True)(*tensors), values(*tensors))  # type: ignore[arg-type]

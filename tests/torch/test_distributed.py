@@ -363,7 +363,30 @@ def groups_of_rows(rank: int) -> None:
             assert_bitwise(p.full_tensor().detach(), q.detach(), f"{name}: {what}")
 
 
+def stored_weights_under_ddp(rank: int) -> None:
+    """They begin as rank 0's, and train as one model."""
+    for recipe in ("delayed", "mxfp8", "blockwise", "nvfp4"):
+        torch.manual_seed(rank)
+        with qt.quantized_init(recipe):
+            net = nn.Sequential(qt.Linear(32, 48), qt.Linear(48, 16))
+        torch.manual_seed(0)
+        with qt.quantized_init(recipe):
+            first = qt.Linear(32, 48)
+        wrapped = DistributedDataParallel(net)
+        assert torch.equal(net[0].weight, first.weight), recipe
+        optimizer = qt.optim.AdamW(net.parameters(), lr=1e-2)
+        for step in range(2):
+            with qt.autocast(recipe):
+                wrapped(data(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, p in net.named_parameters():
+            value = p.dequantize() if isinstance(p, qt.QuantizedTensor) else p
+            assert_bitwise(*gathered(value.detach()), f"{recipe}: {name}")
+
+
 CASES = [
+    stored_weights_under_ddp,
     groups_of_rows,
     made_in_another_order,
     a_root_that_is_not_called,

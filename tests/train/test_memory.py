@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quaver.reference.optimizer_state import PRESETS
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.train import config as optimizer_name
 from quaver.train import config as recipe_name
 from quaver.train import memory
@@ -42,11 +43,12 @@ def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> N
     first, *later = recipe_name.parts(recipe)
     learner = TorchLearner(config, first.recipe, 256)
     learner.step(torch.randint(256, (1, 1, 17)).numpy(), 1e-3)
-    parameters = list(learner.model.parameters())
+    trained = list(learner.model.parameters())
+    parameters = [t for p in trained for t in (p.tensors() if isinstance(p, QuantizedTensor) else (p,))]
     scales = [value for name, value in learner.model.named_buffers() if name.endswith("weight_scale")]
     own = learner.optimizer
-    gradients = [getattr(p.grad, "contents", None) for p in parameters]
-    gradients = [t for p, g in zip(parameters, gradients, strict=True) for t in (g.codes if g else (p.grad,))]
+    gradients = [getattr(p.grad, "contents", None) for p in trained]
+    gradients = [t for p, g in zip(trained, gradients, strict=True) for t in (g.codes if g else (p.grad,))]
     states = [t for state in own.state.values() for name, t in state.items() if name not in ("step", "amax")]
     expected = memory.trained(MODELS[model], 256, optimizer, first.recipe, config.dtype, codes=not later)
     assert expected.weight == bytes_of([*parameters, *scales])

@@ -136,7 +136,7 @@ def uninstall() -> None:
 # ---- missing names ----
 # Public names of other libraries that Quaver does not provide, each with the alternative for the error message.
 
-_CODES = "Quaver has no tensor subclasses: `quaver.torch.quantize` returns codes with their scales"
+_CODES = "`quaver.torch.quantize` returns codes with their scales, and `quaver.torch.QuantizedTensor` stores a weight"
 _RECIPES = "a `quaver.Recipe` defines how each operand is quantized, and `quaver.Rules` of which layer"
 _COMMUNICATION = "communication uses torch's collectives, by the styles of `quaver.torch.parallel`"
 _OFFLOAD = "use `torch.autograd.graph.save_on_cpu` to save tensors for backward on the host"

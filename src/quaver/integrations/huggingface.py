@@ -24,9 +24,10 @@ from quaver.recipes.conversion import ModuleRule, Rules
 from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.convert import convert, revert
 from quaver.torch.conversion.quantized_weights import load_scaling_state_dict, quantize_weights, scaling_state_dict
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.parallel import sync_amax_histories
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state.counters import Counters, count
 
 # ---- Trainer callback: logs saturation and saves the scaling state ----
@@ -372,25 +373,28 @@ class QuaverQuantizer(HfQuantizer):
         return True
 
 
-def _as_bytes(model: nn.Module) -> dict[Quantizable, nn.Parameter]:
-    """Replace stored weights by empty parameters in the folder's layout; return the original ones."""
-    stored_weights: dict[Quantizable, nn.Parameter] = {}
+def _as_bytes(model: nn.Module) -> dict[Quantizable, QuantizedTensor]:
+    """Replace stored weights by empty parameters and buffers in the folder's layout; return the original ones."""
+    stored_weights: dict[Quantizable, QuantizedTensor] = {}
     for layer in model.modules():
         if isinstance(layer, Quantizable) and layer.weight_spec is not None:
-            weight = layer._parameters["weight"]
+            weight: Any = layer._parameters["weight"]
             assert weight is not None
             stored_weights[layer] = weight
-            empty = torch.empty((*weight.shape, 1), dtype=torch.uint8, device=weight.device)
-            layer._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
+            empty, scales = torch.empty_like(weight.codes, dtype=torch.uint8), stored_weight.scales_of(layer)
+            layer._parameters["weight"] = nn.Parameter(empty.unsqueeze(-1), requires_grad=False)
+            for name, scale in scales.items():
+                layer.register_buffer(name, torch.empty_like(scale))
     return stored_weights
 
 
-def _as_codes(stored_weights: dict[Quantizable, nn.Parameter]) -> None:
-    """Convert the loaded bytes back to parameters of codes."""
+def _as_codes(stored_weights: dict[Quantizable, QuantizedTensor]) -> None:
+    """Convert the loaded bytes back to stored weights."""
     for layer, weight in stored_weights.items():
-        codes = layer._parameters["weight"].detach().squeeze(-1).view(weight.dtype)  # type: ignore[union-attr]
-        layer._parameters["weight"] = nn.Parameter(codes, requires_grad=weight.requires_grad)
-        store_weight.register_stored_weight(layer)
+        codes = layer.get_parameter("weight").detach().squeeze(-1).view(weight.codes.dtype)
+        scale, factor = (layer._buffers.pop(name, None) for name in stored_weight.SCALES)
+        assert scale is not None
+        layer.weight = nn.Parameter(weight.like(codes, scale, factor), requires_grad=weight.requires_grad)
 
 
 def _fix_history_layout(model: nn.Module) -> None:

@@ -8,7 +8,6 @@ in this file; `over_codes` raises for a version that lacks one.
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 if find_spec("peft") is None:
@@ -18,9 +17,8 @@ import peft
 from peft import LoraConfig
 from peft.tuners import lora
 
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.linear.linear import Linear
-from quaver.torch.linear.stored_weight import SCALES
 
 __all__ = ["LoraOverCodes", "over_codes"]
 
@@ -48,7 +46,7 @@ class LoraOverCodes(lora.Linear):
             _check_config(config)
         super().__init__(base_layer, adapter_name, config, *args, **kwargs)
         #: The base's state before the first merge: its weight, scales, and attributes with its recipe; else None.
-        self._codes: tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]] | None = None
+        self._codes: tuple[nn.Parameter, dict[str, Any]] | None = None
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
         """Add or update an adapter as PEFT does, after checking its config."""
@@ -70,7 +68,7 @@ class LoraOverCodes(lora.Linear):
             return
         merged = len(self.merged_adapters)
         self._codes = _state_of_base(base)
-        store_weight.restore(base)
+        stored_weight.restore(base)
         base.recipe = None
         try:
             super().merge(safe_merge, adapter_names)
@@ -93,18 +91,15 @@ class LoraOverCodes(lora.Linear):
     def _restore_codes(self) -> None:
         assert self._codes is not None
         base: Any = self.get_base_layer()
-        weight, scales, attributes = self._codes
+        weight, attributes = self._codes
         self._codes = None
         # The module may have been moved or cast in the meantime.
         device, dtype = base.weight.device, base.weight.dtype
-        if weight.device != device:
-            codes = weight.detach().view(torch.uint8).to(device).view(weight.dtype)
-            weight = nn.Parameter(codes, requires_grad=weight.requires_grad)
+        if weight.device != device or weight.dtype is not dtype:
+            weight = nn.Parameter(weight.detach().to(device, dtype), requires_grad=weight.requires_grad)
         base.__dict__.update(attributes, weight_dtype=dtype)
         base._parameters["weight"] = weight
-        for name, scale in scales.items():
-            base.register_buffer(name, scale.to(device))
-        store_weight.register_stored_weight(base)
+        stored_weight.register_stored_weight(base)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """Return the adapter's weight update in float32; rounding to the weight's dtype then happens once (twice
@@ -151,10 +146,9 @@ def _is_stored(layer: nn.Module) -> bool:
     return isinstance(layer, Linear) and layer.weight_spec is not None
 
 
-def _state_of_base(base: Any) -> tuple[nn.Parameter, dict[str, Tensor], dict[str, Any]]:
-    scales = {name: base._buffers[name] for name in SCALES if base._buffers.get(name) is not None}
-    attributes = {name: base.__dict__[name] for name in store_weight.ABOUT}
-    return base._parameters["weight"], scales, attributes | {"recipe": base.recipe}
+def _state_of_base(base: Any) -> tuple[nn.Parameter, dict[str, Any]]:
+    attributes = {name: base.__dict__[name] for name in stored_weight.ABOUT if name in base.__dict__}
+    return base._parameters["weight"], attributes | {"recipe": base.recipe}
 
 
 def _check_config(config: LoraConfig) -> None:

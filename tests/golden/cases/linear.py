@@ -54,7 +54,11 @@ def note(record: Record, model: nn.Module, fixed: bool = False, **outputs: Tenso
     """
     record.sum(**outputs)
     record.sum(**{f"grad of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None})
-    for name, buffer in model.named_buffers():
+    buffers = dict(model.named_buffers())
+    for name, p in model.named_parameters():
+        if isinstance(p, qt.QuantizedTensor):
+            buffers |= {f"{name}_scale": p.scale} | ({} if p.factor is None else {f"{name}_factor": p.factor})
+    for name, buffer in buffers.items():
         exact = name.endswith("count") or (fixed and name.endswith(("history", "factor")))
         (record.exact if exact else record.sum)(**{f"buffer {name}": buffer})
     record.keys(model.state_dict())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
+from quaver.torch.quantized_tensor import memory_of
 from tests.close import assert_bitwise
 
 Run = Callable[[nn.Module, Tensor], Any]
@@ -53,12 +54,13 @@ def assert_same_training(
 
 def kept_bytes(block: nn.Module, run: Callable[[], Tensor]) -> int:
     """Bytes of activations that autograd keeps: each storage once, parameters not at all."""
-    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    parameters = {memory_of(p).untyped_storage().data_ptr() for p in block.parameters()}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        storage = memory_of(tensor).untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = tensor.detach()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -19,6 +19,7 @@ from quaver.torch.optim.rules import AdamRule
 from quaver.torch.optim.step import compiled, noise
 from quaver.torch.optim.step import step as pieces
 from quaver.torch.optim.step.step import ParameterTensors, RngKey, StepConfig
+from quaver.torch.quantized_tensor import memory_of
 from tests.kernels.optim.test_step import SQUARES
 
 #: One compiled piece; two of them; one and a remainder; none; one of each size and a remainder.
@@ -74,7 +75,7 @@ def test_compiled_steps_are_eager_ones_bit_for_bit(preset: str, recipe: Recipe |
 
 
 def same(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
-    a, b = (t.detach().reshape(-1).view(torch.uint8) for t in (a, b))
+    a, b = (memory_of(t.detach()).reshape(-1).view(torch.uint8) for t in (a, b))
     wrong = (a != b).nonzero()
     assert not len(wrong), f"{name}: byte {wrong[0].item()} of {len(wrong)} that differ"
 

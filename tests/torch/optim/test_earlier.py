@@ -13,8 +13,9 @@ import quaver.torch as qt
 from quaver.reference import optim as reference
 from quaver.reference.optimizer_state import PRESETS, StateSpec
 from quaver.torch import optim
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.optim.state_conversion import FIRST_FORM_PRESETS, packed, saved_preset
+from quaver.torch.quantized_tensor import memory_of
 from tests.torch.optim.test_loading import full_weight, layer_of, run, through_a_file
 
 FIRST = {True: StateSpec(code="int8_softsign"), False: StateSpec(code="uint8_root", stochastic=True, floor=True)}
@@ -26,10 +27,10 @@ STEPS = {"lean": 2.0**-7, "balanced": 2.0**-15}
 
 def value_and_half(p: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Codes' numbers, or bfloat16's, and half of the step at their power of two: float64, found by neighbours."""
-    if store_weight.holds_codes(p):
-        layer: Any = store_weight.owner(p)
+    if stored_weight.holds_codes(p):
+        layer: Any = stored_weight.owner(p)
         fmt = layer.weight_spec.format
-        number = p.detach().view(torch.float8_e4m3fn).double().numpy()
+        number = memory_of(p).detach().view(torch.float8_e4m3fn).double().numpy()
         power = np.maximum(np.floor(np.log2(np.maximum(np.abs(number), 1e-300))), fmt.emin)
         return number, 2.0 ** (power - fmt.mantissa_bits - 1)
     number = p.detach().double().numpy()
@@ -38,9 +39,9 @@ def value_and_half(p: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def bits_of(p: Tensor) -> int:
     """A power of two is this power of two of halves of its step."""
-    if not store_weight.holds_codes(p):
+    if not stored_weight.holds_codes(p):
         return 8
-    layer: Any = store_weight.owner(p)
+    layer: Any = stored_weight.owner(p)
     return int(layer.weight_spec.format.mantissa_bits) + 1
 
 
@@ -98,7 +99,7 @@ def test_they_are_read_as_they_were_written_and_converted(kind: str, preset: str
     if "weight" in meant:
         scale = 1.0
         weight = full_weight(optimizer, layer.weight).double().numpy()
-        if store_weight.holds_codes(layer.weight):
+        if stored_weight.holds_codes(layer.weight):
             number, _ = value_and_half(layer.weight)
             dequantized = qt.dequantize_weights(layer)
             del dequantized

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver.torch import optim
+from quaver.torch.quantized_tensor import QuantizedTensor, memory_of
 
 PRESETS = ["float32", "exact", "balanced", "lean"]
 
@@ -34,7 +35,7 @@ def state_of(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(
         torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
-        for a, b in zip(ours, theirs, strict=True)
+        for a, b in zip(map(memory_of, ours), map(memory_of, theirs), strict=True)
     )
 
 
@@ -205,6 +206,7 @@ def test_a_step_in_backward_is_clipped_by_the_norm_of_the_step_before() -> None:
         reference.zero_grad()
         norm = own
         for p, r in zip(model.parameters(), twin.parameters(), strict=True):
+            p, r = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (p, r))
             torch.testing.assert_close(p.detach().float(), r.detach().float(), rtol=1e-5, atol=1e-7)
 
 

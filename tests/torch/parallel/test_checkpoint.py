@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.parallel import Checkpoint, ColwiseParallel, RowwiseParallel, gather_quantized, sync_amax_histories
+from quaver.torch.quantized_tensor import memory_of
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 
@@ -335,7 +336,8 @@ def other_recipes(rank: int) -> None:
     twin = net("tensorwise")
     twin.load_state_dict({name: of_whole[name] for name in twin.state_dict()})
     qt.quantize_weights(twin, "tensorwise")
-    assert_bitwise(codes.up.weight.view(torch.uint8), twin.up.weight.view(torch.uint8), "quantized as it is loaded")
+    same = [memory_of(each.up.weight).view(torch.uint8) for each in (codes, twin)]
+    assert_bitwise(*same, "quantized as it is loaded")
 
 
 class Stateful:

@@ -25,6 +25,7 @@ from quaver import recipes
 from quaver.recipes.spec import GemmSpec
 from quaver.torch.backends.cpu import quantize as fp8
 from quaver.torch.linear import general
+from quaver.torch.quantized_tensor import memory_of
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 
@@ -537,7 +538,8 @@ def test_a_direct_write_to_codes_or_scales_is_seen(recipe: str) -> None:
         for name in ("weight_scale", "weight"):
             with torch.set_grad_enabled(training):
                 layer(x)
-                view = (layer.weight if name == "weight" else layer.weight_scale).detach().view(torch.uint8).numpy()
+                written = memory_of(layer.weight) if name == "weight" else layer.weight_scale
+                view = written.detach().view(torch.uint8).numpy()
                 # A sign, a nibble or a power of two.
                 view ^= 0x08 if name == "weight" else 0
                 if name == "weight_scale":

@@ -58,6 +58,11 @@ def stored(recipe: str) -> nn.Module:
     return nn.Sequential(base, nn.ReLU(), qt.Linear(K, N, recipe=recipe))
 
 
+def in_high_precision(p: Tensor) -> bool:
+    """Return True for parameters that are not stored in eight bits."""
+    return p.dtype is torch.float32 and not isinstance(p, qt.QuantizedTensor)
+
+
 def normed(recipe: str) -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(qt.Linear(K, N, recipe=recipe)))
 
@@ -108,7 +113,7 @@ class Walk:
         action()
 
     def weights(self) -> list[Tensor]:
-        return [p for p in self.net.parameters() if p.dtype is torch.float32]
+        return [p for p in self.net.parameters() if in_high_precision(p)]
 
     def x(self) -> Tensor:
         return torch.randn(*self.random.choice([(2, T), (1, T), (2, 17)]), K)
@@ -234,7 +239,7 @@ class Walk:
             raise AssertionError("a write between forward and backward went unseen")
 
     def do_functional_call(self) -> None:
-        tensors = {n: p.detach() * 1.5 for n, p in self.net.named_parameters() if p.dtype is torch.float32}
+        tensors = {n: p.detach() * 1.5 for n, p in self.net.named_parameters() if in_high_precision(p)}
         if self.random.random() < 0.5:
             tensors = {name: nn.Parameter(t) for name, t in tensors.items()}
         x, other = self.x(), self.fresh()
@@ -271,7 +276,7 @@ class Walk:
         """A weight that a backward reads."""
         linears = [module for module in self.net.modules() if isinstance(module, qt.Linear)]
         given = [layer._parameters.get("weight") for layer in linears]
-        return next((p for p in given if p is not None and p.dtype is torch.float32), None)
+        return next((p for p in given if p is not None and in_high_precision(p)), None)
 
     def optimize(self, step: Callable[[], Any]) -> None:
         """A step, or the sentence that refuses it."""
@@ -353,7 +358,7 @@ class Walk:
     def do_exchange(self) -> None:
         for module in self.net.modules():
             for name, p in list(module._parameters.items()):
-                if p is not None and p.dtype is torch.float32:
+                if p is not None and in_high_precision(p):
                     module._parameters[name] = nn.Parameter(p.detach() * -1.25, requires_grad=p.requires_grad)
         self.begin()
 
@@ -440,7 +445,7 @@ class Walk:
         average = self.fresh()
         for _ in range(2):
             for own, theirs in zip(self.net.parameters(), average.parameters(), strict=True):
-                if own.dtype is torch.float32:
+                if in_high_precision(own):
                     theirs.detach().lerp_(own.detach() + 0.5, 0.1)
             x = self.x()
             with torch.no_grad():

@@ -32,7 +32,7 @@ from quaver.torch.conversion.matchers.swap_class import exchange, restore_class
 from quaver.torch.conversion.replace.blocks import Blocks, have_mixers_call, place, remove_overrides
 from quaver.torch.conversion.replace.mixer import bypassed
 from quaver.torch.conversion.report import Implementations, Report, ReportRow, bytes_saved_per_token
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.nn.attention.dot_product import DotProductAttention
@@ -160,7 +160,7 @@ def revert(model: nn.Module) -> list[str]:
         attention.recipe = None
     for name, module in model.named_modules():
         if isinstance(module, Quantizable) and module.weight_spec is not None:
-            store_weight.restore(module)
+            stored_weight.restore(module)
         if isinstance(module, GroupedLinear) and module.recipe is not None:
             module.forget()
             names.append(name)

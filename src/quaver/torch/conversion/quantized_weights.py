@@ -20,11 +20,13 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.recipes.text import check_instance
 from quaver.torch.conversion.convert import convert
 from quaver.torch.conversion.matchers.linears import wrappers
-from quaver.torch.linear import store_weight, stored_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.linear import Linear, Quantizable
 from quaver.torch.linear.stored_weight import SCALES
 from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.operations import ops
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state import weight_cache
 from quaver.torch.state.buffers import STATE, saving
 from quaver.torch.state.layer_state import state_of
@@ -53,12 +55,12 @@ class quantized_init(ContextDecorator):
         self._before: list[tuple[QuantSpec, bool] | None] = []
 
     def __enter__(self) -> "quantized_init":
-        self._before.append(store_weight.construction.now)
-        store_weight.construction.now = self.spec, self.keep_initial
+        self._before.append(stored_weight.construction.now)
+        stored_weight.construction.now = self.spec, self.keep_initial
         return self
 
     def __exit__(self, *_: object) -> None:
-        store_weight.construction.now = self._before.pop()
+        stored_weight.construction.now = self._before.pop()
 
 
 def initial_value(weight: Tensor | nn.Module) -> Tensor | None:
@@ -114,9 +116,9 @@ def quantize_weights(
             continue
         before, spec = _bytes(layer), _spec(chosen)
         if layer.weight_spec is not None and layer.weight_spec != spec:
-            store_weight.restore(layer)
+            stored_weight.restore(layer)
         if layer.weight_spec is None:
-            store_weight.store(layer, spec)
+            stored_weight.store(layer, spec)
             weight_cache.drop(layer)
         saved.before += before
         saved.after += _bytes(layer)
@@ -137,7 +139,7 @@ def dequantize_weights(model: nn.Module) -> list[str]:
         (name, m) for name, m in model.named_modules() if isinstance(m, Quantizable) and m.weight_spec is not None
     ]
     for _, layer in stored:
-        store_weight.restore(layer)
+        stored_weight.restore(layer)
     return [name for name, _ in stored]
 
 
@@ -161,7 +163,7 @@ class Saved:
 
 def _spec(recipe: str | Recipe) -> QuantSpec:
     recipe = recipes.get(recipe)
-    spec = store_weight.weight_spec(recipe)
+    spec = stored_weight.weight_spec(recipe)
     if spec is None:
         raise ValueError(f"recipe {recipe} quantizes no weight; give one that does, such as 'mxfp8'")
     return spec
@@ -170,7 +172,7 @@ def _spec(recipe: str | Recipe) -> QuantSpec:
 def _layer(weight: Tensor | nn.Module) -> nn.Module:
     if isinstance(weight, nn.Module):
         return weight
-    layer = store_weight.owner(weight)
+    layer = stored_weight.owner(weight)
     if layer is None:
         raise ValueError(
             "this tensor is not the weight of a layer created under quantized_init; give its parameter, or the layer"
@@ -184,21 +186,22 @@ def _unsupported(layer: Linear | GroupedLinear, recipe: Recipe, owners: Counter[
     if recipe.fprop.b is None:
         return f"recipe {recipe} quantizes no weight"
     if recipe.fprop.b.format.name not in stored_weight.CODE_DTYPES:
-        return f"recipe {recipe} has weights in {recipe.fprop.b.format}, {store_weight.NO_DTYPE}"
+        return f"recipe {recipe} has weights in {recipe.fprop.b.format}, {stored_weight.NO_DTYPE}"
     if weight is None:
         return "its weight is computed by a parametrization"
     if owners[id(weight)] > 1:
         return "its weight is shared with another module"
     if layer in read:
         return "nn.MultiheadAttention reads its weight without calling it where no recipe quantizes"
-    if weight.dtype not in stored_weight.WEIGHTS:
+    if weight.dtype not in ops.DTYPES:
         return f"its weight is {weight.dtype}"
     return ""
 
 
 def _bytes(layer: nn.Module) -> int:
-    tensors: list[Any] = [layer._parameters["weight"], *(layer._buffers.get(name) for name in stored_weight.SCALES)]
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    weight: Any = layer._parameters["weight"]
+    tensors = weight.tensors() if isinstance(weight, QuantizedTensor) else [weight]
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 # ---- frozen weights: quantized once for many forwards ----
@@ -320,7 +323,11 @@ def fill(layer: Linear | GroupedLinear, function: Callable[[Tensor], Any]) -> No
         if name.rstrip("0123456789").endswith("bias"):
             nn.init.zeros_(p)
             continue
-        value = p if layer.weight_spec is None else torch.empty_like(p, dtype=layer.weight_dtype)
+        value = (
+            p
+            if layer.weight_spec is None
+            else torch.empty(stored_weight.shape_of(layer), dtype=layer.weight_dtype, device=p.device)
+        )
         for matrix in (value,) if isinstance(layer, Linear) else layer.matrices(value):
             function(matrix)
         if value is not p and not value.is_meta:

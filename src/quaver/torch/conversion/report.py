@@ -18,6 +18,7 @@ from quaver.recipes.text import html_table
 from quaver.torch.conversion.explain import fprop_runs
 from quaver.torch.conversion.replace.blocks import ReplaceableModule
 from quaver.torch.linear.linear import Quantizable
+from quaver.torch.quantized_tensor import memory_of
 from quaver.torch.state.weight_cache import storage_id
 
 # ---- check a converted model by running its forward once ----
@@ -137,9 +138,10 @@ class _WeightReadWatcher(TorchFunctionMode):
             for parameter in layer.parameters():
                 owners = owners_of[id(parameter)]
                 if parameter.dim() > 1 and not any(owner in converted and owner is not layer for owner in owners):
-                    start = int(parameter.storage_offset())
-                    place = self.weights.setdefault(storage_id(parameter.untyped_storage()), [])
-                    place.append((start, start + parameter.numel(), name, [layer, *owners]))
+                    memory = memory_of(parameter)
+                    start = int(memory.storage_offset())
+                    place = self.weights.setdefault(storage_id(memory.untyped_storage()), [])
+                    place.append((start, start + memory.numel(), name, [layer, *owners]))
 
     @contextmanager
     def module_hooks(self) -> Iterator[None]:

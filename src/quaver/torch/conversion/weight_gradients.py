@@ -15,6 +15,7 @@ from quaver.torch.linear.general import LATER
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, first_derivative
+from quaver.torch.quantized_tensor import memory_of
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history.roll import active_wrapper
 
@@ -97,7 +98,7 @@ class weight_gradients:
         """
         while self._waiting:
             weight, compute_gradient = self._waiting.pop(0)
-            if not weight.untyped_storage().nbytes() and weight.numel() and not weight.is_meta:
+            if not memory_of(weight).untyped_storage().nbytes() and weight.numel() and not weight.is_meta:
                 raise ValueError(
                     "the gradient of a weight was deferred, but fully_shard has freed the weight: leave out "
                     "later=True there"

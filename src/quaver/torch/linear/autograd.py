@@ -20,13 +20,14 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.backends.cpu import decode
 from quaver.torch.backends.gpu import capture, device, fused_quantize
 from quaver.torch.backends.gpu.device import out_of_memory
-from quaver.torch.linear import general
+from quaver.torch.linear import general, stored_weight
 from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands
 from quaver.torch.numerics.quantized import Quantized, of_host, rebuild_operand, split_operand
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import functional, ops, selective_checkpoint
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, add, first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state import counters, weight_cache
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax
@@ -178,7 +179,8 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
         ctx.save_for_backward(of_dgrad, *tensors)
     else:
         ctx.save_for_backward(of_dgrad)
-    ctx.constants = call, layout, weight.dtype, None if bias is None else bias.dtype
+    weight_dtype = torch.float32 if weight.__class__ is QuantizedTensor else weight.dtype
+    ctx.constants = call, layout, weight_dtype, None if bias is None else bias.dtype
     if call.comm is not None:
         return shaped(output, call.comm.shape(shape, output.shape[-1]))
     return output if len(shape) == 2 else shaped(output, (*shape[:-1], output.shape[-1]))
@@ -244,7 +246,7 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     factors = [call.factors for call in calls] if traced else []
     rest, layouts = pack([*factors, *(inputs.saved if differentiated else ())])
     ctx.save_for_backward(*(values if differentiated else (None,) * n), *saved, *rest)
-    dtypes = [weight.dtype for weight in weights], [None if b is None else b.dtype for b in biases]
+    dtypes = [stored_weight.gradient_dtype(w) for w in weights], [None if b is None else b.dtype for b in biases]
     context = setup, None if traced else calls, inputs.shape, inputs.dtype, *dtypes
     ctx.constants = context, len(saved), layout, layouts
     return tuple(outputs)

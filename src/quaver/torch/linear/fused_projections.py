@@ -20,6 +20,7 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import forward_level, refuse_transforms, transforms_active
 from quaver.torch.operations.ops import any_autocast_enabled
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state.buffers import create_state_buffers
 from quaver.torch.state.context import active_context
 from quaver.torch.state.layer_state import recomputing
@@ -82,7 +83,7 @@ def _run_general(
     if is_tracing() or transforms_active() or forward_level() >= 0:
         refuse_transforms(*x, *weights, *biases)
     for layer, weight in zip(layers, weights, strict=True):
-        if stored_weight.are_codes(weight):
+        if isinstance(weight, QuantizedTensor):
             stored_weight.check_gradient(weight)
         elif not casting and weight.dtype is not dtype:
             raise ValueError(dtype_sentence(layer, dtype))
@@ -111,7 +112,7 @@ def _shared_recipe(layers: Sequence[Linear]) -> Recipe | None:
         if layer.__class__ is not Linear and not _is_over(layer):
             return None
         if layer.weight_spec is not None and not is_prequantized(weight := weight_and_bias(layer)[0]):
-            stored_weight.check_uncast(layer, weight)
+            stored_weight.check_stored(layer, weight)
         own = recipe_of(layer, compiling)
         if own is None or own.fprop.a is None or (recipe is not None and own is not recipe):
             return None

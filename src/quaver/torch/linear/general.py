@@ -25,6 +25,7 @@ from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOpe
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import NO_NOISE, Noise, is_tracing
 from quaver.torch.operations import ops, selective_checkpoint
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state import counters, layer_state, weight_cache
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import state_of
@@ -177,7 +178,7 @@ def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
     """Return the fprop operand of the weight [N, K]: quantized, or in high precision if the recipe leaves it so."""
     b = call.recipe.fprop.b
     if call.recipe.fprop.a is None:
-        w = stored_weight.dequantized(call.layer, weight, call.dtype) if stored_weight.are_codes(weight) else weight
+        w = stored_weight.plain_values(weight, call.dtype)
         if call.training and not call.traced and w is weight:
             # Nothing else registers this use of the weight, and the cached dgrad operand must notice a changed weight.
             weight_cache.expire(call.layer, weight if call.comm is None else call.comm.parameter)
@@ -204,7 +205,7 @@ def plain_weight(call: LinearCall, weight: Tensor, dtype: torch.dtype) -> Tensor
         spec = call.recipe.fprop.b
         assert spec is not None
         return plain(quantized_weight(call, weight, "fprop", spec), dtype)
-    return stored_weight.dequantized(call.layer, weight, dtype) if stored_weight.are_codes(weight) else weight
+    return stored_weight.plain_values(weight, dtype)
 
 
 def quantized_weight(call: LinearCall, weight: Tensor, side: str, spec: QuantSpec) -> Quantized:
@@ -222,8 +223,8 @@ def quantized_weight(call: LinearCall, weight: Tensor, side: str, spec: QuantSpe
     if side == "dgrad" and call.transposed_weight is not None:
         transposed, call.transposed_weight = call.transposed_weight, None
         return transposed
-    if weight.dtype in stored_weight.CODES:
-        return stored_weight.operand(layer, weight, side == "dgrad", call.recipe.reuse.weight, spec, call)
+    if isinstance(weight, QuantizedTensor):
+        return stored_weight.operand(weight, side == "dgrad", call.recipe.reuse.weight, spec, call)
     if call.traced:
         if shared:
             factor = None if call.factors is None else call.factors[amax.WEIGHT]
@@ -381,11 +382,7 @@ def dgrad(call: LinearCall, g: Any, _: None, weight: Any, __: None, bias: None) 
 
 
 def wgrad(call: LinearCall, g: Any, _: None, x: Any, __: None, dtype: torch.dtype) -> Tensor:
-    """Compute g.T [N, T] @ x.T [K, T].T in dtype; the gradient of a stored quantized weight is float32, which autograd
-    rounds to the dtype of the parameter's gradient.
-    """
-    if call.layer.__dict__.get("weight_spec") is not None:
-        dtype = torch.float32
+    """Compute g.T [N, T] @ x.T [K, T].T in dtype."""
     record_backward(call)
     if isinstance(g, Tensor):
         return high_precision(g, plain(x, g.dtype).t(), dtype)

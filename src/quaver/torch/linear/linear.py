@@ -20,7 +20,7 @@ from quaver import recipes
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu import capture
 from quaver.torch.backends.gpu import device as gpu
-from quaver.torch.linear import general, plan_cpu, store_weight, stored_weight
+from quaver.torch.linear import general, plan_cpu, stored_weight
 from quaver.torch.linear.autograd import IDENTITY_INPUT, LinearFunction, LinearSetup, apply, eager_apply
 from quaver.torch.linear.general import is_prequantized
 from quaver.torch.linear.plan import LinearCall, LinearPlan
@@ -28,6 +28,7 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import operation, ops, selective_checkpoint
 from quaver.torch.operations.autograd import forward_level, refuse_transforms, transforms_active
 from quaver.torch.operations.ops import MATMUL, QUANTIZE, any_autocast_enabled, without_autocast
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state import counters, layer_state, weight_cache
 from quaver.torch.state.buffers import STATE, create_state_buffers, match_state, outlast, saving
 from quaver.torch.state.context import active_context, in_force
@@ -97,18 +98,32 @@ class Quantizable(nn.Module):
         frame = inspect.currentframe()
         reader = None if frame is None else frame.f_back
         if reader is not None and reader.f_globals.get("__name__", "").partition(".")[0] == "peft":
-            warnings.warn(store_weight.ADAPTED, stacklevel=2)
+            warnings.warn(stored_weight.ADAPTED, stacklevel=2)
         dtype: torch.dtype = self.__dict__["weight_dtype"]
         return dtype
 
+    def __getattr__(self, name: str) -> Any:
+        if name in stored_weight.SCALES:
+            scales = stored_weight.scales_of(self)
+            if name in scales:
+                return scales[name]
+        return super().__getattr__(name)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in stored_weight.SCALES and name not in self._buffers and name in stored_weight.scales_of(self):
+            raise AttributeError(
+                f"{name} is part of the layer's QuantizedTensor: assign a weight, which has its scales, or call "
+                "layer.set_weight(value) with a value in high precision"
+            )
         if name == "weight":
             # FSDP2 sets the same parameter object after each all-gather, so neither identity nor version shows new
             # values.
             weight_cache.free(self)
-            if self.weight_spec is not None and hasattr(value, "device_mesh"):
-                stored_weight.versions_unknown(self)
         super().__setattr__(name, value)
+        if name == "weight" and isinstance(value, QuantizedTensor) and not stored_weight.is_prepared(self):
+            self.__dict__.update(weight_spec=value.spec, weight_dtype=value.dtype)
+            self.__dict__.setdefault("keep_initial", False)
+            stored_weight.register_stored_weight(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move and cast the parameters; histories and counts keep their dtype and, unless they were on meta, their
@@ -121,7 +136,7 @@ class Quantizable(nn.Module):
             if self.weight_spec is None:
                 super()._apply(fn, recurse)
             else:
-                store_weight.moved(self, fn, super()._apply)
+                stored_weight.moved(self, fn, super()._apply)
         finally:
             # Restore the buffers even if the move raises.
             self._buffers.update(moved_buffers)
@@ -138,22 +153,21 @@ class Quantizable(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return store_weight.packed({**self.__dict__, "_state": copy.copy(state_of(self))})
+        return stored_weight.unprepared(self, {**self.__dict__, "_state": copy.copy(state_of(self))})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizable":
         # A parametrized module has its own `__deepcopy__`, which would share this layer's private state.
         copied: Quantizable = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(Quantizable.__getstate__(self), memo))
-        store_weight.share_parameter(self, copied, memo)
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(store_weight.unpacked(state))
+        super().__setstate__(state)
         if self.recipe is not None:
             self.recipe = recipes.get(self.recipe)
         if self.weight_spec is not None:
-            store_weight.register_stored_weight(self)
+            stored_weight.register_stored_weight(self)
         outlast(self)
         amax.register(self)
         name_streams(self)
@@ -164,9 +178,9 @@ class Quantizable(nn.Module):
             for name in STATE:
                 destination.pop(prefix + name, None)
             if self.weight_spec is not None:
-                store_weight.decode(self, destination, prefix, saving.decoded)
+                stored_weight.decode(self, destination, prefix, saving.decoded)
             return
-        store_weight.codes_to_bytes(destination, prefix + "weight")
+        stored_weight.codes_to_bytes(destination, prefix + "weight")
         key = prefix + "history"
         if key in destination:
             warn_unsynchronized_history(self)
@@ -178,11 +192,11 @@ class Quantizable(nn.Module):
     ) -> None:
         _concatenate_pieces(self, state_dict, prefix)
         match_state(self, state_dict, prefix, missing)
-        store_weight.adapt(self, state_dict, prefix, args[-1])
+        stored_weight.adapt(self, state_dict, prefix, missing, args[-1])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *args)
         outlast(self)
         if self.weight_spec is not None:
-            store_weight.register_stored_weight(self)
+            stored_weight.register_stored_weight(self)
 
 
 def _concatenate_pieces(layer: nn.Module, state_dict: Any, prefix: str) -> None:
@@ -238,7 +252,7 @@ class Linear(Quantizable, nn.Linear):
         if recipe is not None:
             self.recipe = recipes.get(recipe)
             create_state_buffers(self, self.recipe)
-        store_weight.store_if_quantized_init(self)
+        stored_weight.store_if_quantized_init(self)
         operation.register_flop_formulas()
 
     def reset_parameters(self) -> None:
@@ -246,13 +260,13 @@ class Linear(Quantizable, nn.Linear):
         if self.weight_spec is None:
             super().reset_parameters()
         else:
-            store_weight.reset(self)
+            stored_weight.reset(self)
 
     def set_weight(self, value: Tensor) -> None:
         """Overwrite the weight in place with `value` [out_features, in_features]; a stored quantized weight is
         quantized again.
         """
-        store_weight.write(self, value)
+        stored_weight.write(self, value)
 
     def forward(self, input: Tensor) -> Tensor:
         compiling = is_tracing()
@@ -262,15 +276,15 @@ class Linear(Quantizable, nn.Linear):
         is_parameter = weight.__class__ is nn.Parameter
         prequantized = not is_parameter and is_prequantized(weight)
         if self.weight_spec is not None and not prequantized:
-            stored_weight.check_uncast(self, weight)
+            stored_weight.check_stored(self, weight)
         if prequantized:
             if compiling:
                 eager: Tensor = weight.__class__.eagerly(Linear.forward, self, input)  # type: ignore[attr-defined]
                 return eager
             weight.check_recipe(self, recipe)  # type: ignore[attr-defined]
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
-            if not (is_parameter and weight.dtype in ops.DTYPES) and stored_weight.are_codes(weight):
-                return stored_weight.linear(input, weight, bias, self)
+            if isinstance(weight, QuantizedTensor):
+                return stored_weight.linear(input, weight, bias)
             if training and not compiling and self._state.weights is not None:
                 weight_cache.expire(self, weight)
             if not active_context.captures_wgrad or compiling or not training or input.dtype not in ops.DTYPES:
@@ -279,7 +293,8 @@ class Linear(Quantizable, nn.Linear):
         if not is_parameter and not compiling:
             check_weight(self, weight)
         plan: LinearPlan | None = None
-        if training and not compiling and not prequantized:
+        plannable = not prequantized and self.weight_spec is None
+        if training and not compiling and plannable:
             key = plan_key(input.shape, input, weight, bias, recipe)
             plan = plans.get(key)
             call = begin_fast_call(plan, input, weight, self)
@@ -292,15 +307,13 @@ class Linear(Quantizable, nn.Linear):
         x, casting = input, False
         if compiling or any_autocast_enabled():
             device = ops.autocast_device(input)
-            casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES
-            casting = casting and weight.dtype in stored_weight.WEIGHTS
+            casting = torch.is_autocast_enabled(device) and input.dtype in ops.DTYPES and weight.dtype in ops.DTYPES
             x = input.to(torch.get_autocast_dtype(device)) if casting else input
-        if x.dtype is not weight.dtype and not casting and not stored_weight.are_codes(weight):
-            raise ValueError(dtype_sentence(self, x.dtype))
-        packed = weight.dtype is stored_weight.PACKED
-        if packed or (compiling and weight.dtype in stored_weight.CODES):
+        if isinstance(weight, QuantizedTensor):
             stored_weight.check_gradient(weight)
-        if x.dim() == 0 or x.size(-1) != (self.in_features if packed else weight.size(-1)):
+        elif x.dtype is not weight.dtype and not casting:
+            raise ValueError(dtype_sentence(self, x.dtype))
+        if x.dim() == 0 or x.size(-1) != weight.size(-1):
             raise ValueError(
                 f"Linear({self.in_features} → {self.out_features}) got an input of shape {tuple(x.shape)}; "
                 f"its last axis must be {self.in_features}"
@@ -313,7 +326,7 @@ class Linear(Quantizable, nn.Linear):
         if transforms_active() or forward_level() >= 0:
             refuse_transforms(x, weight, bias)
         # Inputs cast by autocast and weights stored as codes have no plan of their own.
-        if training and plan is None and not prequantized and not casting and x.dtype is weight.dtype:
+        if training and plan is None and plannable and not casting and x.dtype is weight.dtype:
             plan = make_plan(key, x, weight, bias, recipe, self)
             call = begin_fast_call(plan, x, weight, self)
             if call is not None:
@@ -401,20 +414,12 @@ def warn_unsynchronized_history(layer: nn.Module) -> None:
 
 
 def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dtype in stored_weight.CODES:
-        name = layer.__dict__.get("qualified_name") or f"Linear({layer.in_features} → {layer.out_features})"
-        raise ValueError(
-            f"{name} got a {x.dtype} input: the model casts it to the dtype of this layer's weight, as T5 does "
-            f"before 'wo', and the weight is stored as codes; leave it out, quantize_weights(..., skip=[{name!r}])"
-        )
     if "float64" not in _warned:
         _warned.add("float64")
         warnings.warn(
             f"{x.dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
         )
-    return (
-        stored_weight.linear(x, weight, bias, layer) if stored_weight.are_codes(weight) else F.linear(x, weight, bias)
-    )
+    return stored_weight.linear(x, weight, bias) if isinstance(weight, QuantizedTensor) else F.linear(x, weight, bias)
 
 
 # ---- choice of a plan ----

@@ -1,180 +1,119 @@
-"""Layer weights stored only as codes of eight or four bits: the parameter holds the codes, buffers hold the scales.
+"""Layer weights stored in eight or four bits: create, write, move, save, load and multiply by them.
 
-    weight         codes: a float8 dtype [N, K], or float4_e2m1fn_x2 [N, ceil(K / 2)], uint8 in a state dict
+The weight of a linear layer [N, K], and of a grouped layer [groups, N, K] or [groups, K, N], is a `QuantizedTensor`,
+which has the scales. In a state dict it is
+
+    weight         codes: uint8 [..., N, bytes of a row, 1]
     weight_scale   decode scales of its blocks, as `Quantized.scale`
     weight_factor  factor of two-level scales, as `Quantized.tensor_factor`
 
-A stack of matrices [groups, N, K] has codes [groups, N, K] and scales [groups, ...]. If the layer stores its matrices
-transposed, codes and scales are transposed too, except four-bit codes, which always run along K.
+`gather_quantized` replaces it by a shard of the codes and puts the scales into buffers of the layer with these names;
+the weight that fully_shard gathers is a `QuantizedTensor` again.
 
 GEMMs read the codes directly. Operands with other codes (another recipe, a transpose with other blocks, no recipe) are
 computed from the dequantized weight and dropped after use. The gradient is float32, set by `Tensor.grad_dtype`;
-four-bit codes, two to a byte, have no gradient.
+four-bit codes have no gradient.
 """
 
+import threading
+import weakref
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from quaver.recipes.spec import QuantSpec
-from quaver.torch.backends.gpu import capture
+from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.selective_checkpoint import hide_from_policies
+from quaver.torch.quantized_tensor import QuantizedTensor, dequantized, unwrap
 from quaver.torch.state import weight_cache
-from quaver.torch.state.weight_cache import storage_id
+from quaver.torch.state.layer_state import state_of
 
-#: dtype of four-bit codes, two to a byte.
-PACKED = torch.float4_e2m1fn_x2
-#: dtype of the parameter by format. Integer dtypes would be unsafe: torch averages them silently in copies of a model.
-CODE_DTYPES = {**FLOAT8, "e2m1": PACKED}
+#: dtypes of codes by format, in files and in shards of weights.
+CODE_DTYPES = {**FLOAT8, "e2m1": torch.float4_e2m1fn_x2}
 CODES = tuple(CODE_DTYPES.values())
-#: Weight dtypes that torch.autocast accepts: high precision and codes.
-WEIGHTS = (*ops.DTYPES, *CODES)
-#: Buffers of a layer whose weight is stored as codes.
+#: Names of the scales in a state dict.
 SCALES = ("weight_scale", "weight_factor")
+#: Attributes that only such a layer has.
+ABOUT = ("weight_spec", "weight_dtype", "keep_initial")
+#: Attribute of a parameter that a layer no longer uses: name of the function that replaced it.
+REPLACED = "quaver_replaced_by"
+#: Part of the error message for formats that cannot be stored.
+NO_DTYPE = f"for whose codes torch has no dtype; weights can be stored as codes in {', '.join(CODE_DTYPES)}"
+#: Warning for a PEFT method applied to codes without `quaver.integrations.peft.over_codes`.
+ADAPTED = (
+    "PEFT adds an adapter of its own to weights that are stored as codes: it trains, but cannot be merged into them. "
+    "For LoRA call get_peft_model(model, quaver.integrations.peft.over_codes(config)); for another method call "
+    "quaver.torch.dequantize_weights(model) first"
+)
+FOUR_BITS = (
+    "a weight that is stored in four bits has no gradient, because two codes share an element: freeze it with "
+    "weight.requires_grad_(False), or dequantize_weights(model) to train it"
+)
+COMPILED_GRADIENT = (
+    "torch.compile rounds the float32 gradient of a stored weight to the parameter's dtype: without fullgraph such "
+    "layers run in eager mode; use a stored weight of a float32 layer, or freeze it with weight.requires_grad_(False)"
+)
 
 
-def are_codes(weight: Tensor) -> bool:
-    """Return True if the weight is stored as codes, including those that fully_shard has gathered."""
-    return weight.dtype in CODES or hasattr(weight, "gathered_codes")
+class ShardedStoredWeight(Protocol):
+    """Interface of the codes of a weight, or of one rank's rows of them, that `gather_quantized` makes."""
+
+    @property
+    def plain(self) -> Tensor:
+        """The codes."""
+
+    @property
+    def layer_of_codes(self) -> "nn.Module | None":
+        """Layer whose weight these codes are."""
+
+    @property
+    def name_of_codes(self) -> str:
+        """Name of that layer in its model."""
+
+    def as_bytes(self, parameter: Tensor) -> Tensor:
+        """View the codes as uint8, in the parameter's layout."""
+
+    def with_bytes(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
+        """Return a parameter like this one with other bytes, in the form that `as_bytes` returns."""
 
 
-def check_uncast(layer: nn.Module, weight: Tensor) -> None:
-    """Raise ValueError if a stored weight arrives as values instead of codes."""
-    if not are_codes(weight):
-        name = layer.__dict__.get("qualified_name") or type(layer).__name__
-        raise ValueError(
-            f"{name}: the weight is stored as codes, {layer.weight_spec}, but came as {weight.dtype}: the codes "
-            "were cast as if they were numbers, as fully_shard does under MixedPrecisionPolicy(param_dtype=...). Call "
-            "quaver.torch.parallel.gather_quantized(model) before fully_shard, or leave param_dtype out"
-        )
+def divided(weight: Any) -> ShardedStoredWeight | None:
+    """Return the parameter (or its local shard) as `ShardedStoredWeight`, or None if it is not one."""
+    if hasattr(weight, "layer_of_codes"):
+        of_whole: ShardedStoredWeight = weight
+        return of_whole
+    if not hasattr(weight, "device_mesh"):
+        return None
+    with torch.no_grad():
+        part: Any = weight.to_local()
+    return part if hasattr(part, "layer_of_codes") else None
 
 
-def record_versions(layer: nn.Module) -> None:
-    """Record that the current codes and scales belong together; called by every function that writes both."""
-    weight = layer._parameters.get("weight")
-    if weight.__class__ is nn.Parameter and layer.__dict__.get("versions", ()) is not None:
-        layer.__dict__["versions"] = _versions(layer, weight)
+def holds_codes(weight: Tensor) -> bool:
+    """Return True if the parameter is stored as codes, sharded or not."""
+    return isinstance(weight, QuantizedTensor) or divided(weight) is not None
 
 
-def versions_unknown(layer: nn.Module) -> None:
-    """Exclude a sharded weight from `check_scales`, because fully_shard gathers it into different memory each time."""
-    layer.__dict__["versions"] = None
+def scales_of(layer: nn.Module) -> dict[str, Tensor]:
+    """Return the scales of a layer's stored weight by their name in a state dict."""
+    weight: Any = layer._parameters.get("weight")
+    scales = {name: layer._buffers.get(name) for name in SCALES}
+    if isinstance(weight, QuantizedTensor):
+        scales = {"weight_scale": weight.scale, "weight_factor": weight.factor}
+    return {name: scale for name, scale in scales.items() if scale is not None}
 
 
-def check_scales(layer: nn.Module, weight: Tensor) -> None:
-    """Check that codes were not replaced without their scales, as `b.weight.copy_(a.weight)` does.
-
-    A write through `.data` does not change a tensor's version, so it goes undetected.
-
-    Raises:
-        ValueError: the codes changed since the last check, and a scale did not.
-    """
-    if weight.__class__ is not nn.Parameter or is_tracing():
-        return
-    before = layer.__dict__.get("versions")
-    if before is None or before == (now := _versions(layer, weight)):
-        return
-    if now[0] != before[0] and any(one == other for one, other in zip(now[1:], before[1:], strict=True)):
-        name = layer.__dict__.get("qualified_name") or type(layer).__name__
-        raise ValueError(
-            f"{name}: the codes of a quantized weight were copied or replaced without their scales. Call "
-            "layer.load_state_dict(other.state_dict()), which carries both, or layer.set_weight(value) with a "
-            "high-precision value"
-        )
-    layer.__dict__["versions"] = now
-
-
-def _versions(layer: nn.Module, weight: Tensor) -> list[tuple[int, int]]:
-    """Return (address, version) of the codes and of each scale."""
-    scales = (layer._buffers.get(name) for name in SCALES)
-    return [
-        (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
-        for tensor in (weight, *scales)
-        if tensor is not None
-    ]
-
-
-def codes(layer: nn.Module, weight: Tensor) -> Quantized:
-    """Return the weight's codes and scales as an operand."""
-    gathered = getattr(weight, "gathered_codes", None)
-    weight = weight if gathered is None else gathered
-    check_scales(layer, weight)
-    spec: QuantSpec = layer.__dict__["weight_spec"]
-    scale: Any = layer._buffers["weight_scale"]
-    factor = layer._buffers.get("weight_factor")
-    shape: tuple[int, int] = layer.out_features, layer.in_features  # type: ignore[assignment]
-    if is_tracing():
-        # Operators take packed codes as they are: see `torch.ops.quaver.code_bytes`.
-        return Quantized(weight.detach(), scale, spec, shape, False, factor)
-    if spec.per_tensor and scale.is_cpu and scale.is_floating_point():
-        # A copy on the host, so it is read in every call.
-        scale = scale.item()
-    keeps = gathered is None and not capture.is_captured_or_rehearsed(weight.device)
-    cached = weight_cache.cache_of(layer) if keeps else None
-    q = None if cached is None else cached.codes
-    if q is not None and _is_view_of(q, weight, scale, factor, spec):
-        # Results derived from the codes would not follow a write to the codes.
-        q.decoded = q.cached_transpose = None
-        return q
-    q = Quantized(weight.detach().view(storage(spec.format)), scale, spec, shape, False, factor)
-    if cached is not None:
-        cached.codes = q
-    return q
-
-
-def _is_view_of(q: Quantized, weight: Tensor, scale: Tensor | float, factor: Tensor | None, spec: QuantSpec) -> bool:
-    """Return True if the operand is a view of these codes and has these scales."""
-    same = q.scale is scale or (isinstance(scale, float) and q.scale.__class__ is float and q.scale == scale)
-    return bool(
-        q.spec is spec
-        and same
-        and q.tensor_factor is factor
-        and q.data.data_ptr() == weight.data_ptr()
-        and storage_id(q.data.untyped_storage()) == storage_id(weight.untyped_storage())
-    )
-
-
-def operand(layer: nn.Module, weight: Tensor, transposed: bool, reuses: bool, spec: QuantSpec, call: Any) -> Quantized:
-    """Return the weight or its transpose as an operand in the recipe's spec.
-
-    Args:
-        layer, weight: the layer and its codes.
-        transposed: True for dgrad.
-        reuses: True if dgrad reads the transpose of fprop's operand.
-        spec: spec of the recipe.
-        call: context whose `quantize_unrecorded` quantizes.
-    """
-    q = codes(layer, weight)
-    same = q.spec is spec or q.spec == spec
-    if same and (reuses or not transposed):
-        return q.T if transposed else q
-    value = _values(q)
-    if transposed and reuses:
-        fprop_operand: Quantized = call.quantize_unrecorded(value, spec, False)
-        return fprop_operand.T
-    quantized: Quantized = call.quantize_unrecorded(value.t() if transposed else value, spec, transposed)
-    return quantized
-
-
-def dequantized(layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight [N, K] (or a stack in the layer's layout) in high precision; the caller drops it after use."""
-    if weight.dim() == 2:
-        return _values(codes(layer, weight)).to(dtype)
-    stack_info = stack_codes(layer)
-    matrices = weight.transpose(1, 2) if stack_info.transposed and weight.dtype is not PACKED else weight
-    each = [stack_info.values(matrices, group).to(dtype) for group in range(weight.shape[0])]
-    value = torch.stack(each) if each else weight.new_empty((0, *stack_info.shape(matrices)), dtype=dtype)
-    return value.transpose(1, 2).contiguous() if stack_info.transposed else value
-
-
-# ---- stacks of matrices [groups, N, K], possibly transposed views of [groups, K, N] ----
+def is_prepared(layer: nn.Module) -> bool:
+    """Return True if `gather_quantized` has prepared the stored weight, which fully_shard may have gathered now."""
+    return SCALES[0] in layer._buffers
 
 
 def is_stored_transposed(layer: nn.Module) -> bool:
@@ -182,70 +121,85 @@ def is_stored_transposed(layer: nn.Module) -> bool:
     return layer.__dict__.get("layout") == "kn"
 
 
-class StackCodes(NamedTuple):
-    """Scales and layout of a stack of codes."""
-
-    spec: QuantSpec
-    #: Decode scales [groups, ...], and the factors of two-level scales [groups, ...].
-    scale: Tensor
-    factor: Tensor | None
-    #: True if stored as [groups, K, N]; never for four-bit codes.
-    transposed: bool
-    #: Number of columns K.
-    columns: int
-
-    def shape(self, weight: Tensor) -> tuple[int, int]:
-        """Return (N, K) of one matrix."""
-        n, k = weight.shape[1:]
-        return (n, self.columns) if weight.dtype is PACKED else (n, k)
-
-    def of(self, weight: Tensor, group: int) -> Quantized:
-        """Return codes and scales of one group as an operand [N, K]."""
-        scale: Any = self.scale[group]
-        factor, data = self.factor, weight.detach()[group]
-        transposed = self.transposed and weight.dtype is not PACKED
-        if self.spec.per_tensor and scale.is_cpu and scale.is_floating_point():
-            scale = scale.item()
-        stored = (data.t() if transposed else data).view(storage(self.spec.format))
-        of_group = None if factor is None else factor[group]
-        return Quantized(stored, scale, self.spec, self.shape(weight), transposed, of_group)
-
-    def values(self, weight: Tensor, group: int) -> Tensor:
-        """Return the float32 matrix [N, K] of one group; the caller drops it after use."""
-        return _values(self.of(weight, group))
-
-    def operand(self, weight: Tensor, group: int, transposed: bool, spec: QuantSpec, quantize: Any) -> Quantized:
-        """Return one group's matrix [N, K] or its transpose as an operand in the recipe's spec."""
-        q = self.of(weight, group)
-        if not transposed and q.spec == spec:
-            return q
-        value = _values(q)
-        quantized: Quantized = quantize(value.t() if transposed else value, spec, None, None)
-        return quantized
+def shape_of(layer: Any) -> tuple[int, ...]:
+    """Return the shape of a layer's weight in high precision, in the layer's layout."""
+    weight = layer._parameters["weight"]
+    shape = (layer.out_features, layer.in_features)
+    if weight.dim() == 2:
+        return shape
+    return weight.shape[0], *(shape[::-1] if is_stored_transposed(layer) else shape)
 
 
-def stack_codes(layer: Any) -> StackCodes:
-    """Return the scales and layout of a layer's stack of codes."""
-    check_scales(layer, layer._parameters["weight"])
-    buffers = layer._buffers
-    spec, scale, factor = layer.__dict__["weight_spec"], buffers["weight_scale"], buffers.get("weight_factor")
-    return StackCodes(spec, scale, factor, is_stored_transposed(layer), layer.in_features)
+# ---- GEMMs ----
 
 
-def _values(q: Quantized) -> Tensor:
-    if q.data.dtype is PACKED:
-        q = replace(q, data=ops.CODE_BYTES(q.data))
-    return q.dequantize()
+def check_stored(layer: nn.Module, weight: Tensor) -> None:
+    """Raise ValueError if the weight of a layer with stored weights was replaced by another tensor."""
+    if not isinstance(weight, QuantizedTensor):
+        name = layer.__dict__.get("qualified_name") or type(layer).__name__
+        raise ValueError(
+            f"{name}: the weight is stored quantized, {layer.weight_spec}, and was replaced by a {weight.dtype} "
+            "parameter without scales: assign the weight of another such layer, or call layer.set_weight(value) with "
+            "a value in high precision. Before fully_shard, which replaces it so, call "
+            "quaver.torch.parallel.gather_quantized(model)"
+        )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
-    """Compute F.linear for a weight stored as codes; backward dequantizes the weight again."""
+def check_gradient(weight: Tensor) -> None:
+    """Raise if a stored weight cannot have its gradient: of four-bit codes, or one that torch.compile would round.
+
+    Raises:
+        ValueError: four-bit codes require a gradient.
+        NotImplementedError: under torch.compile, which gives a gradient the parameter's dtype; the caller then runs
+            eagerly.
+    """
+    if not (weight.requires_grad and torch.is_grad_enabled()) or not isinstance(weight, QuantizedTensor):
+        return
+    if weight.spec.format.packed:
+        raise ValueError(FOUR_BITS)
+    if is_tracing() and weight.dtype is not torch.float32:
+        raise NotImplementedError(COMPILED_GRADIENT)
+
+
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of a weight gradient: the parameter's, float32 for a stored weight."""
+    return torch.float32 if isinstance(weight, QuantizedTensor) else weight.dtype
+
+
+def operand(weight: QuantizedTensor, transposed: bool, reuses: bool, spec: QuantSpec, call: Any) -> Quantized:
+    """Return the weight or its transpose as an operand in the recipe's spec.
+
+    Args:
+        transposed: True for dgrad.
+        reuses: True if dgrad reads the transpose of fprop's operand.
+        spec: spec of the recipe.
+        call: context whose `quantize_unrecorded` quantizes.
+    """
+    q = unwrap(weight)
+    same = q.spec is spec or q.spec == spec
+    if same and (reuses or not transposed):
+        return q.T if transposed else q
+    value = q.dequantize()
+    if transposed and reuses:
+        fprop_operand: Quantized = call.quantize_unrecorded(value, spec, False)
+        return fprop_operand.T
+    quantized: Quantized = call.quantize_unrecorded(value.t() if transposed else value, spec, transposed)
+    return quantized
+
+
+def plain_values(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of a stored weight, which the caller drops after use; any other weight unchanged."""
+    return dequantized(weight, dtype) if isinstance(weight, QuantizedTensor) else weight
+
+
+def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """Compute F.linear for a stored weight; backward dequantizes the weight again."""
     check_gradient(weight)
     device = ops.autocast_device(x)
     casting = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64
     dtype = torch.get_autocast_dtype(device) if casting else x.dtype
     with ops.without_autocast(device):
-        y: Tensor = _Unquantized.apply(x.to(dtype), weight, None if bias is None else bias.to(dtype), layer)
+        y: Tensor = _Unquantized.apply(x.to(dtype), weight, None if bias is None else bias.to(dtype))
     return y
 
 
@@ -254,43 +208,402 @@ class _Unquantized(torch.autograd.Function):
 
     @staticmethod
     @hide_from_policies
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.layer = layer
-        return F.linear(x, dequantized(layer, weight, x.dtype), bias)
+        return F.linear(x, plain_values(weight, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        need_input, need_weight, need_bias, _ = ctx.needs_input_grad
-        of_x = g @ dequantized(ctx.layer, weight, g.dtype) if need_input else None
+        need_input, need_weight, need_bias = ctx.needs_input_grad
+        of_x = g @ plain_values(weight, g.dtype) if need_input else None
         g2, of_weight = g.reshape(-1, g.shape[-1]), None
         if need_weight:
             of_weight = (g2.t() @ x.reshape(-1, x.shape[-1])).float()
-        return of_x, of_weight, g2.sum(0) if need_bias else None, None
+        return of_x, of_weight, g2.sum(0) if need_bias else None
 
 
-def check_gradient(weight: Tensor) -> None:
-    """Raise if the codes cannot have a gradient: four-bit codes never, eight-bit codes not under torch.compile.
+# ---- create and write ----
+
+
+class _Construction(threading.local):
+    """Arguments of the active `quantized_init`: spec of new weights, and whether initial values are kept."""
+
+    now: tuple[QuantSpec, bool] | None = None
+
+
+construction = _Construction()
+
+
+def store_if_quantized_init(layer: Any) -> None:
+    """Quantize the weight of a new layer if it is constructed under `quantized_init`."""
+    if construction.now is not None:
+        store(layer, *construction.now)
+
+
+def weight_spec(recipe: Recipe) -> QuantSpec | None:
+    """Return the spec for storing the weights of a recipe: fprop's, without stochastic rounding and rotation.
 
     Raises:
-        ValueError: four-bit codes require a gradient.
-        NotImplementedError: under torch.compile, which would round the gradient; the caller then runs eagerly.
+        ValueError: torch has no dtype for the codes of this format.
     """
-    if not (weight.requires_grad and torch.is_grad_enabled()):
+    spec = recipe.fprop.b
+    if spec is not None and spec.format.name not in CODE_DTYPES:
+        raise ValueError(
+            f"recipe {recipe.name!r} has weights in {spec.format}, {NO_DTYPE}: use it without quantized_init, with "
+            "weights in high precision"
+        )
+    return None if spec is None else replace(spec, rounding="nearest", hadamard=False)
+
+
+def store(layer: Any, spec: QuantSpec, keep_initial: bool = False) -> None:
+    """Replace a layer's weight by a QuantizedTensor.
+
+    Raises:
+        ValueError: the weight is not float32, bfloat16 or float16.
+    """
+    weight = layer.weight
+    if weight.dtype not in ops.DTYPES:
+        raise ValueError(
+            f"{type(layer).__name__}({layer.in_features} → {layer.out_features}) has {weight.dtype} weights; only "
+            "float32, bfloat16 and float16 ones are quantized: convert the layer, or make it outside of quantized_init"
+        )
+    layer.__dict__["keep_initial"] = keep_initial
+    if keep_initial:
+        _keep_initial(layer, weight)
+    stored = QuantizedTensor.from_tensor(weight.detach(), spec, is_stored_transposed(layer))
+    setattr(weight, REPLACED, "quantize_weights")
+    layer.weight = nn.Parameter(stored, requires_grad=not spec.format.packed and weight.requires_grad)
+
+
+def narrow_gradient(layer: Any) -> None:
+    """Make the gradient of a stored weight `weight_dtype` instead of float32."""
+    layer.__dict__["nominal_gradient"] = True
+    if layer.weight_spec is not None:
+        register_stored_weight(layer)
+
+
+def restore(layer: Any) -> None:
+    """Replace the codes by a weight in the original dtype."""
+    weight = layer.weight
+    setattr(weight, REPLACED, "dequantize_weights")
+    layer._parameters["weight"] = nn.Parameter(whole(layer).dequantize(), requires_grad=weight.requires_grad)
+    for name in SCALES:
+        layer._buffers.pop(name, None)
+    for name in ABOUT:
+        layer.__dict__.pop(name, None)
+    state_of(layer).initial = None
+    _stored.discard(layer)
+    weight_cache.drop(layer)
+
+
+@torch.no_grad()
+def write(layer: Any, value: Tensor) -> None:
+    """Quantize a new value [N, K] into the codes and scales, in place.
+
+    Raises:
+        ValueError: the value has another shape.
+    """
+    if value.shape != shape_of(layer):
+        raise ValueError(
+            f"{type(layer).__name__}({layer.in_features} → {layer.out_features}) got a weight of shape "
+            f"{tuple(value.shape)}; it must be {shape_of(layer)}"
+        )
+    if layer.weight_spec is None or isinstance(layer.weight, QuantizedTensor):
+        layer.weight.copy_(value)
         return
-    if weight.dtype is PACKED:
-        raise ValueError(FOUR_BITS)
-    if is_tracing():
-        raise NotImplementedError(COMPILED_GRADIENT)
+    stored = QuantizedTensor.from_tensor(value.to(layer.weight.device), layer.weight_spec, is_stored_transposed(layer))
+    layer.weight.copy_(stored.codes.view(CODE_DTYPES[stored.spec.format.name]))
+    layer.weight_scale.copy_(stored.scale)
+    if stored.factor is not None:
+        layer.weight_factor.copy_(stored.factor)
 
 
-FOUR_BITS = (
-    "a weight that is stored in four bits has no gradient, because two codes share an element: freeze it with "
-    "weight.requires_grad_(False), or dequantize_weights(model) to train it"
-)
-COMPILED_GRADIENT = (
-    "torch.compile rounds the gradient of an eight-bit weight to eight bits: without fullgraph such layers run in "
-    "eager mode; for inference freeze the weight with weight.requires_grad_(False)"
-)
+@torch.no_grad()
+def reset(layer: nn.Linear) -> None:
+    """Initialize weight and bias as nn.Linear does."""
+    dtype, biased = layer.__dict__["weight_dtype"], layer.bias is not None
+    fresh = nn.Linear(layer.in_features, layer.out_features, biased, device=layer.weight.device, dtype=dtype)
+    fill(layer, fresh.weight)
+    if layer.bias is not None:
+        layer.bias.copy_(fresh.bias)
+
+
+@torch.no_grad()
+def fill(layer: Any, value: Tensor) -> None:
+    """Write an initial value, and save it if the layer keeps initial values."""
+    if layer.__dict__["keep_initial"]:
+        _keep_initial(layer, value)
+    if not value.is_meta:
+        write(layer, value)
+
+
+def _keep_initial(layer: nn.Module, value: Tensor) -> None:
+    if not value.is_meta:
+        state_of(layer).initial = value.detach().to("cpu", copy=True)
+
+
+# ---- state dicts ----
+
+
+def adapt(layer: Any, state_dict: Any, prefix: str, missing: list[str], errors: list[str]) -> None:
+    """Prepare a state dict for loading: join codes and scales, and quantize values for a stored weight; report a
+    quantized checkpoint for an ordinary weight.
+    """
+    key = prefix + "weight"
+    loaded, spec = state_dict.get(key), layer.__dict__.get("weight_spec")
+    if loaded is None or isinstance(loaded, QuantizedTensor):
+        return
+    weight, codes = layer._parameters["weight"], loaded.dtype is torch.uint8 or loaded.dtype in CODES
+    if spec is None:
+        if codes:
+            errors.append(
+                f"{key} is quantized in the checkpoint ({loaded.dtype}) and not in this model; make the model under "
+                "quantized_init(recipe), or call quantize_weights(model, recipe) before loading"
+            )
+            for name in ("weight", *SCALES):
+                state_dict.pop(prefix + name, None)
+    elif codes:
+        if loaded.dtype is torch.uint8:
+            loaded = loaded.squeeze(-1) if loaded.dim() > weight.dim() else loaded
+            state_dict[key] = loaded.view(CODE_DTYPES[spec.format.name])
+        # The saved initial value does not belong to these codes.
+        state_of(layer).initial = None
+        _refuse_others(layer, state_dict, prefix, errors)
+        if isinstance(weight, QuantizedTensor):
+            _join_scales(layer, state_dict, prefix, missing, errors)
+    elif loaded.shape == shape_of(layer):
+        if layer.__dict__["keep_initial"]:
+            _keep_initial(layer, loaded)
+        stored = QuantizedTensor.from_tensor(loaded.detach(), spec, is_stored_transposed(layer))
+        state_dict[key] = stored
+        if not isinstance(weight, QuantizedTensor):
+            codes_to_bytes(state_dict, key)
+            state_dict[key] = stored.codes.view(CODE_DTYPES[spec.format.name])
+
+
+def _join_scales(layer: Any, state_dict: Any, prefix: str, missing: list[str], errors: list[str]) -> None:
+    """Replace codes and scales in a state dict by one QuantizedTensor; load neither if one of them does not fit."""
+    weight: QuantizedTensor = layer._parameters["weight"]
+    loaded = {name: state_dict.pop(prefix + name, None) for name in ("weight", *SCALES)}
+    expected = {"weight": weight.codes, **scales_of(layer)}
+    complete = True
+    for name, tensor in expected.items():
+        value = loaded[name]
+        if value is None:
+            missing.append(prefix + name)
+        elif value.shape != tensor.shape:
+            errors.append(
+                f"size mismatch for {prefix}{name}: copying a param with shape {value.shape} from checkpoint, the "
+                f"shape in current model is {tensor.shape}."
+            )
+        complete = complete and value is not None and value.shape == tensor.shape
+    if not complete:
+        # torch would report a missing weight; what is wrong has been said.
+        state_dict[prefix + "weight"] = weight.detach()
+        return
+    codes = loaded["weight"].detach().view(weight.codes.dtype)
+    state_dict[prefix + "weight"] = weight.like(codes, loaded["weight_scale"], loaded["weight_factor"])
+
+
+def _refuse_others(layer: nn.Linear, state_dict: Any, prefix: str, errors: list[str]) -> None:
+    """Report codes or scales of another dtype than the layer's, which a copy would convert as numbers."""
+    expected_dtypes: dict[str, Any] = {name: scale.dtype for name, scale in scales_of(layer).items()}
+    expected_dtypes["weight"] = CODE_DTYPES[layer.__dict__["weight_spec"].format.name]
+    for name, dtype in expected_dtypes.items():
+        loaded = state_dict.get(prefix + name)
+        if dtype is not None and loaded is not None and loaded.dtype is not dtype:
+            errors.append(
+                f"{prefix}{name} is {loaded.dtype} in the checkpoint and {dtype} here, because it was quantized by "
+                "another recipe; make the model under quantized_init of that recipe, or call quantize_weights(model, "
+                "that recipe)"
+            )
+            state_dict.pop(prefix + name)
+
+
+def decode(layer: Any, state_dict: Any, prefix: str, decoded: dict[nn.Module, Tensor]) -> None:
+    """Replace codes and scales in a state dict by the dequantized weight.
+
+    Args:
+        decoded: weights dequantized so far, by layer; this one is added, so that a layer with two names has one value.
+
+    Raises:
+        ValueError: the weight is sharded.
+    """
+    weight = layer._parameters["weight"]
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is not None:
+        raise ValueError(
+            f"{prefix}weight is stored as codes sharded over {mesh}; take the state dict before sharding the model, or "
+            "keep weights in high precision"
+        )
+    if layer not in decoded:
+        with torch.no_grad():
+            decoded[layer] = whole(layer).dequantize()
+    state_dict[prefix + "weight"] = decoded[layer]
+    for name in SCALES:
+        state_dict.pop(prefix + name, None)
+
+
+def codes_to_bytes(state_dict: Any, key: str) -> None:
+    """Replace a stored weight in a state dict by the bytes of its codes [..., 1], and add its scales.
+
+    Every version of safetensors accepts bytes, and nn.Linear rejects the additional axis.
+    """
+    weight = state_dict.get(key)
+    if weight is None:
+        return
+    if isinstance(weight, QuantizedTensor):
+        prefix = key.removesuffix("weight")
+        state_dict[key] = weight.codes.detach().view(torch.uint8).unsqueeze(-1)
+        state_dict[prefix + "weight_scale"] = weight.scale
+        if weight.factor is not None:
+            state_dict[prefix + "weight_factor"] = weight.factor
+        return
+    part = divided(weight)
+    if part is not None:
+        state_dict[key] = part.as_bytes(weight).unsqueeze(-1)
+
+
+# ---- moves and copies ----
+
+
+def moved(layer: Any, fn: Any, apply: Any) -> None:
+    """Run `Module._apply` for a layer with stored weight: codes and scales change device but not dtype.
+
+    Args:
+        fn: function that is applied to tensors.
+        apply: the module's own `_apply`, without the buffers of `SCALES`.
+    """
+    weight: Any = layer._parameters["weight"]
+    part = divided(weight)
+    if part is not None:
+        _move_shard(layer, weight, part, fn, apply)
+        return
+    layer._parameters["weight"] = None
+    try:
+        apply(fn)
+        with torch.no_grad():
+            data = fn(weight.detach())
+    finally:
+        layer._parameters["weight"] = weight
+    gradient, weight.grad = weight.grad, None
+    if _takes(weight, data):
+        weight.data = data
+    else:
+        weight = nn.Parameter(data, requires_grad=weight.requires_grad)
+    layer._parameters["weight"] = weight
+    layer.__dict__["weight_dtype"] = weight.dtype
+    register_stored_weight(layer)
+    if gradient is not None and (data.is_meta or not gradient.is_meta):
+        weight.grad = gradient.to(data.device, weight.grad_dtype)
+
+
+def _move_shard(layer: Any, weight: Any, part: ShardedStoredWeight, fn: Any, apply: Any) -> None:
+    # A change of floating dtype leaves integers unchanged.
+    layer._parameters["weight"] = nn.Parameter(part.as_bytes(weight), requires_grad=False)
+    try:
+        apply(fn)
+        data = layer._parameters["weight"].detach()
+    finally:
+        layer._parameters["weight"] = weight
+    probe = torch.empty(0, dtype=layer.__dict__["weight_dtype"], device=weight.device)
+    layer.__dict__["weight_dtype"] = fn(probe).dtype
+    layer._parameters["weight"] = part.with_bytes(weight, data)
+
+
+#: True if a parameter accepts other data in place; without that private torch function, data of the same device.
+_takes: Any = getattr(torch, "_has_compatible_shallow_copy_type", lambda weight, data: weight.device == data.device)
+
+
+def whole(layer: Any) -> Any:
+    """Return the stored weight of a layer as a QuantizedTensor, also if `gather_quantized` has prepared it."""
+    weight = layer._parameters["weight"]
+    part = divided(weight)
+    if part is None:
+        return weight
+    spec, scales = layer.weight_spec, scales_of(layer)
+    return QuantizedTensor(
+        part.plain.view(storage(spec.format)),
+        scales["weight_scale"],
+        spec,
+        factor=scales.get("weight_factor"),
+        dtype=layer.weight_dtype,
+        columns=layer.in_features,
+        transposed=is_stored_transposed(layer),
+    )
+
+
+def unprepared(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer's state for copies and pickles, in which a weight that `gather_quantized` prepared is whole."""
+    weight = layer._parameters.get("weight")
+    if weight is None or divided(weight) is None:
+        return state
+    parameters = {**state["_parameters"], "weight": nn.Parameter(whole(layer), requires_grad=weight.requires_grad)}
+    buffers = {name: buffer for name, buffer in state["_buffers"].items() if name not in SCALES}
+    return {**state, "_parameters": parameters, "_buffers": buffers}
+
+
+# ---- attributes that torch does not copy with a parameter ----
+
+#: Layers with stored weights. Weak references to the parameters would make `torch.utils.swap_tensors` fail.
+_stored: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def register_stored_weight(layer: Any) -> None:
+    """Set the gradient dtype of a new stored weight, and register its layer."""
+    weight = layer._parameters["weight"]
+    if not isinstance(weight, QuantizedTensor):
+        return
+    nominal = layer.__dict__["weight_dtype"] if layer.__dict__.get("nominal_gradient") else None
+    if nominal is not None or weight.grad_dtype is not torch.float32:
+        weight.grad_dtype = nominal or torch.float32
+    if not _hooked:
+        _hooked.append(register_optimizer_step_pre_hook(_refuse_optimizer))
+    _stored.add(layer)
+
+
+_hooked: list[Any] = []
+#: Layer by the id of its stored weight, as `_owners` returns it; ignored once the layer has another parameter.
+_known: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
+
+
+def owner(weight: Tensor) -> nn.Module | None:
+    """Return the layer that a stored weight belongs to, or None."""
+    part = divided(weight)
+    if part is not None:
+        return part.layer_of_codes
+    layer = _known.get(id(weight))
+    if layer is None or layer not in _stored or layer._parameters.get("weight") is not weight:
+        # Rebuild the table once for the parameters looked up next; other threads may do the same.
+        owners = _owners()
+        _known.clear()
+        _known.update(owners)
+        layer = owners.get(id(weight))
+    return layer
+
+
+def without_layer(weights: Iterable[Tensor]) -> list[Tensor]:
+    """Return the trained stored weights that belong to no layer."""
+    of_codes = [weight for weight in weights if isinstance(weight, QuantizedTensor) and weight.requires_grad]
+    owners = _owners() if of_codes else {}
+    return [weight for weight in of_codes if id(weight) not in owners]
+
+
+def _owners() -> dict[int, nn.Module]:
+    """Return layers with stored weights by the id of their parameter."""
+    return {id(layer._parameters.get("weight")): layer for layer in list(_stored)}
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise if an optimizer that does not support stored weights would write to codes."""
+    if getattr(optimizer, "writes_quantized_weights", False):
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None and holds_codes(p):
+                raise ValueError(
+                    f"{type(optimizer).__name__} got a weight that is stored as codes and would write to the codes; "
+                    "let it step a high-precision copy, and call layer.set_weight(copy) after that"
+                )

@@ -386,7 +386,7 @@ _warned: set[str] = set()
 
 def _weight_of(layer: nn.Linear | nn.Embedding) -> Tensor:
     """Return a head's weight; warn if it has a recipe, which is ignored here."""
-    if stored_weight.are_codes(layer.weight):
+    if stored_weight.holds_codes(layer.weight):
         raise ValueError("the head's weight is stored in eight bits or fewer; dequantize_weights(head) first")
     recipe = recipe_in_force(layer.recipe) if isinstance(layer, Linear) else None
     if recipe is not None and recipe.quantizes and "head" not in _warned:

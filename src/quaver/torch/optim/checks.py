@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quaver.torch.linear.store_weight import REPLACED, without_layer
+from quaver.torch.linear.stored_weight import REPLACED, without_layer
 
 #: Unsupported options of torch's optimizers: the reason and what to do instead, shown if they are True.
 TORCHS = {

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quaver.reference.optimizer_state import StateSpec
+from quaver.torch.linear.stored_weight import gradient_dtype
 from quaver.torch.optim.checks import check_gradient
 from quaver.torch.optim.quantized_gradient import QuantizedGradient, local_quantized, norm_of
 from quaver.torch.optim.step import layout
+from quaver.torch.quantized_tensor import memory_of
 
 # ---- storage of gradients ----
 
@@ -60,7 +62,7 @@ class Gradients:
             taker.remove()
         if isinstance(kind, StateSpec):
             self._watch(p, kind, needs_matrix)
-        elif kind == "bfloat16" and p.element_size() != 2 and layout.local(p) is p:
+        elif kind == "bfloat16" and gradient_dtype(p).itemsize != 2 and layout.local(p) is memory_of(p):
             self._narrow.add(p)
             self._watch(p, kind)
 

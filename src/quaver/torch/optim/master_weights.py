@@ -20,7 +20,7 @@ from torch import Tensor
 from quaver.recipes.spec import QuantSpec
 from quaver.reference.optim import NOISE_BITS
 from quaver.reference.optimizer_state import Preset, StateSpec
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.linear.stored_weight import is_stored_transposed
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import decode_scales, spread
@@ -91,8 +91,8 @@ class WeightFormat:
 
 def weight_format_of(p: Tensor, preset: Preset) -> WeightFormat:
     """Return the format of a parameter's weight under a preset."""
-    if store_weight.holds_codes(p):
-        owner = store_weight.owner(p)
+    if stored_weight.holds_codes(p):
+        owner = stored_weight.owner(p)
         if owner is None:
             raise ValueError(
                 f"a parameter of {p.dtype} belongs to no layer of quaver.torch: make it by quantized_init or "

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.torch.linear import store_weight
-from quaver.torch.linear.stored_weight import record_versions
+from quaver.torch.linear import stored_weight
 from quaver.torch.operations.ops import no_kernels
 from quaver.torch.optim import master_weights
 from quaver.torch.optim.checks import (
@@ -31,6 +30,7 @@ from quaver.torch.optim.state_format import LazyStates, OptimizerBase, groups_of
 from quaver.torch.optim.step import gpu, layout, ranks
 from quaver.torch.optim.step.compiled import CompiledSteps
 from quaver.torch.optim.step.step import ParameterStepResult, RngKey, StepConfig, begin
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state.history.sync import check_agreement
 
 #: Largest number of elements whose steps may be in progress together, because some of them are copies.
@@ -217,8 +217,10 @@ class Optimizer(OptimizerBase):
         self._launch(launches, apply_step)
         ranks.gather_scales(stepping_parameters)
         for p in parameters:
-            if store_weight.holds_codes(p) and (layer := store_weight.owner(p)) is not None:
-                record_versions(layer)
+            if stored_weight.holds_codes(p):
+                if isinstance(p, QuantizedTensor):
+                    # Its codes were written, which autograd and caches must notice.
+                    torch.autograd.graph.increment_version(p)
                 self._stepped[p] = layout.versions(p)
 
     def _follow_writes(self, p: Tensor, config: StepConfig) -> None:
@@ -244,7 +246,7 @@ class Optimizer(OptimizerBase):
 
     def _written(self, p: Tensor) -> bool:
         """True if a weight stored as codes may have been written since this optimizer stepped it."""
-        return store_weight.holds_codes(p) and self._stepped.get(p) != layout.versions(p)
+        return stored_weight.holds_codes(p) and self._stepped.get(p) != layout.versions(p)
 
     def _compare_ranks(self, parameters: list[Tensor]) -> None:
         """Check that ranks which share parameters agree: options at the first step; gradients and new groups in steps
@@ -255,7 +257,7 @@ class Optimizer(OptimizerBase):
         """
         every = [p for group in self.param_groups for p in group["params"]]
         groups = list(dict.fromkeys(group for p in every for group in layout.sharing(p)))
-        communicates = self.nonfinite != "keep" or any(store_weight.holds_codes(p) for p in every)
+        communicates = self.nonfinite != "keep" or any(stored_weight.holds_codes(p) for p in every)
         if not groups or (self._compared and not communicates):
             return
         stepping = {id(p) for p in parameters}
@@ -268,7 +270,9 @@ class Optimizer(OptimizerBase):
         ]
         if self._compared != len(self.param_groups):
             # Scales of stored weights are exchanged in the order of parameters, so that order must match too.
-            in_codes = [f"{part.name_of_codes}.weight" for part in map(store_weight.divided, every) if part is not None]
+            in_codes = [
+                f"{part.name_of_codes}.weight" for part in map(stored_weight.divided, every) if part is not None
+            ]
             options = [
                 {name: _option(value) for name, value in group.items() if name != "params"}
                 for group in self.param_groups
@@ -349,7 +353,7 @@ class Optimizer(OptimizerBase):
         for _, p in numbered:
             if not self.state[p]:
                 self.state[p] = self.first_state(p, group)
-            if store_weight.holds_codes(p):
+            if stored_weight.holds_codes(p):
                 self._follow_writes(p, self.config(p, group))
         rule = self.rule(group, preset_of(group["preset"]))
         self._check_rate(group, [p for _, p in numbered])
@@ -439,7 +443,7 @@ class Optimizer(OptimizerBase):
         fine = [
             p
             for p in parameters
-            if self.config(p, group).weight_format.kind == "residual8" and store_weight.holds_codes(p)
+            if self.config(p, group).weight_format.kind == "residual8" and stored_weight.holds_codes(p)
         ]
         if fine and not self._resolution:
             here = [p for p in fine if layout.local(p).is_cpu and layout.local(p).numel()]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.reference.optimizer_state import PRESETS, Preset
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.optim import codes, master_weights, state_conversion
 from quaver.torch.optim.checks import check_group
 from quaver.torch.optim.gradients import Gradients
@@ -47,7 +47,7 @@ class OptimizerBase(torch.optim.Optimizer):
     def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
         """Return the preset of a parameter: that of its group, or "float32" for vectors and small tensors."""
         small = p.dim() < 2 or p.numel() < SMALL
-        return PRESETS["float32"] if small and not store_weight.holds_codes(p) else preset_of(group["preset"])
+        return PRESETS["float32"] if small and not stored_weight.holds_codes(p) else preset_of(group["preset"])
 
     def config(self, p: Tensor, group: Mapping[str, Any]) -> StepConfig:
         """Return a parameter's step configuration: rule, and formats of weight, states and gradient."""

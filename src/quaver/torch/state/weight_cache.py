@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from quaver.recipes.spec import QuantSpec
 from quaver.recipes.text import check_instance
-from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.layer_state import graph_task_id, state_of
 
 #: Returns the identity of a storage: its C++ object, or its address if torch does not expose that.
@@ -149,7 +148,7 @@ class CachedWeight:
 class _LayerCache:
     """Cached weights of one layer."""
 
-    __slots__ = ("active_entries", "codes", "entries", "forwards", "frozen", "frozen_entries", "seen")
+    __slots__ = ("active_entries", "entries", "forwards", "frozen", "frozen_entries", "seen")
 
     def __init__(self) -> None:
         #: Entries by side ("fprop" or "dgrad"): those of the window, and those cached under `frozen`.
@@ -159,8 +158,6 @@ class _LayerCache:
         self.active_entries = self.entries
         #: Number of open `frozen` contexts that cover the layer.
         self.frozen = 0
-        #: Operand view of a weight that is stored as codes.
-        self.codes: Quantized | None = None
         #: Weight that forwards without gradients have quantized, and how many forwards in a row.
         self.seen: tuple[int, ...] = ()
         self.forwards = 0
@@ -168,7 +165,6 @@ class _LayerCache:
     def drop(self) -> None:
         self.entries.clear()
         self.frozen_entries.clear()
-        self.codes = None
 
 
 def cache_of(layer: nn.Module) -> _LayerCache:

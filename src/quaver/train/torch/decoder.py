@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver.recipes.conversion import ConversionReport
 from quaver.recipes.spec import Recipe
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
+from quaver.torch.linear.linear import Quantizable
 from quaver.torch.nn.attention.kv_cache import KVCache, PagedKVCache
 from quaver.torch.nn.attention.latent import LatentConfig
 from quaver.torch.nn.attention.rope import RotaryEmbedding
@@ -263,15 +264,16 @@ def prepare(
     if chosen.weights(recipe, config.dtype, codes) == "codes":
         assert chosen.preset is not None
         for name in report.converted:
-            layer, spec = model.get_submodule(name), store_weight.weight_spec(recipe)
+            layer, spec = model.get_submodule(name), stored_weight.weight_spec(recipe)
             assert spec is not None
             # The state beside the codes starts from the value before quantization.
-            store_weight.store(layer, spec, keep_initial=True)
+            stored_weight.store(layer, spec, keep_initial=True)
             if in_parts and chosen.preset.gradient == "bfloat16":
                 layer.bfloat16()
     if chosen.others(config.dtype) == "bfloat16":
         for module in model.modules():
-            if isinstance(module, nn.Linear | qt.GroupedLinear) and module.weight.dtype is torch.float32:
+            stored = isinstance(module, Quantizable) and module.weight_spec is not None
+            if isinstance(module, nn.Linear | qt.GroupedLinear) and module.weight.dtype is torch.float32 and not stored:
                 module.weight = nn.Parameter(module.weight.detach().bfloat16())
     return report
 
@@ -409,7 +411,7 @@ class Balance:
 
 def in_bf16(model: Decoder, seed: int) -> Decoder | None:
     """Return a copy of the model under bf16, to compare routing; None if weights exist only as codes."""
-    if any(store_weight.holds_codes(p) for p in model.parameters()):
+    if any(stored_weight.holds_codes(p) for p in model.parameters()):
         return None
     plain = copy.deepcopy(model).eval()
     change_layers(plain, recipe_name.find_recipe("bf16"), seed)

@@ -18,9 +18,10 @@ import quaver.torch as qt
 from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.quantized_weights import drop_initial_value, frozen
 from quaver.torch.cuda_graph import CapturedStep
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.linear.stored_weight import CODES, SCALES
 from quaver.torch.optim import Optimizer
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.train import config as optimizer_name
 from quaver.train import config as recipe_name
 from quaver.train.checkpoint import BFLOAT16, CheckpointError, SavedCheckpoint
@@ -63,6 +64,8 @@ def finite(value: Any) -> bool:
         return all(map(finite, value))
     if isinstance(value, DTensor):  # all ranks take part and get the same answer
         value = value.full_tensor()
+    if isinstance(value, QuantizedTensor):
+        value = value.dequantize()
     if isinstance(value, torch.Tensor) and value.dtype in CODES:
         value = value.float()
     return not isinstance(value, torch.Tensor) or bool(torch.isfinite(value).all())
@@ -255,7 +258,7 @@ def begin(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, Optimizer):
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if store_weight.holds_codes(p):
+                if stored_weight.holds_codes(p):
                     optimizer.state[p] = optimizer.first_state(p, group)
         drop_initial_value(model)
 

@@ -17,6 +17,7 @@ import quaver.torch as qt
 from quaver import recipes, reference
 from quaver.torch.conversion.export.check import divergence, log_probabilities, with_exported_weights
 from quaver.torch.conversion.export.operands import FUSED, Reader, disassemble
+from quaver.torch.quantized_tensor import memory_of
 from tests.close import assert_bitwise
 from tests.torch.conversion.export.page import PAGE
 from tests.torch.conversion.export.served import HELD, WIDTH, dense, model, tokens
@@ -113,7 +114,7 @@ def test_weights_stored_only_as_codes_are_exported_unchanged(tmp_path: Path) -> 
     with qt.quantized_init("mxfp8"):
         layer = qt.Linear(WIDTH, WIDTH)
     trained = nn.Sequential(layer)
-    codes = layer.weight.detach().clone().view(torch.uint8)
+    codes = memory_of(layer.weight.detach().clone()).view(torch.uint8)
     qt.export(trained, tmp_path / "without recipe")
     with qt.autocast("mxfp8"):
         qt.export(trained, tmp_path / "under one", check=torch.randn(4, WIDTH))

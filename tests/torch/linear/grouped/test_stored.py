@@ -14,7 +14,6 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.reference.optimizer_state import Preset, StateSpec
 from quaver.torch import optim
-from quaver.torch.linear import stored_weight
 from tests.close import assert_bitwise, assert_close
 
 G, N, K, T = 3, 96, 64, 70
@@ -45,7 +44,7 @@ def rows(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 def value(of: qt.GroupedLinear, dtype: torch.dtype = torch.float32) -> Tensor:
-    return stored_weight.dequantized(of, of.weight, dtype)
+    return of.weight.dequantize().to(dtype)
 
 
 def run(of: nn.Module, name: str | None, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -63,13 +62,11 @@ def run(of: nn.Module, name: str | None, seed: int = 0, dtype: torch.dtype = tor
 @LAYOUTS
 def test_codes_match_each_linears_initial_values(name: str, layout: str) -> None:
     one, each = layer(name, layout, torch.bfloat16), linears(name, torch.bfloat16)
-    beside = stored_weight.stack_codes(one)
-    matrices = one.weight if one.weight.dtype is stored_weight.PACKED else one.matrices(one.weight)
     for group, single in enumerate(each):
-        ours, expected = beside.of(matrices, group), stored_weight.codes(single, single.weight)
+        ours, expected = one.weight.unwrap(group), single.weight.unwrap()
         assert_bitwise(ours.codes(), expected.codes())
         assert_bitwise(torch.as_tensor(ours.scales()), torch.as_tensor(expected.scales()))
-    held = one.weight.numel() * one.weight.element_size() + sum(b.numel() * b.element_size() for b in one.buffers())
+    held = one.weight.nbytes + sum(b.numel() * b.element_size() for b in one.buffers())
     spec = recipes.get(name).fprop.b
     assert spec is not None and held <= G * N * K * spec.format.bits / 8 * 1.07
     initial = qt.initial_value(one)
@@ -109,10 +106,8 @@ def test_they_train_as_linears_in_codes_do(name: str, layout: str) -> None:
             for stepper in steppers:
                 stepper.step()
                 stepper.zero_grad()
-        beside = stored_weight.stack_codes(one)
         for group, single in enumerate(each):
-            ours = beside.values(one.matrices(one.weight), group)
-            assert_bitwise(ours, stored_weight.dequantized(single, single.weight, torch.float32))
+            assert_bitwise(one.weight.unwrap(group).dequantize(), single.weight.unwrap().dequantize())
 
 
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
@@ -193,7 +188,7 @@ def through_a_file(of: qt.GroupedLinear) -> qt.GroupedLinear:
     file = io.BytesIO()
     torch.save(of.state_dict(), file)
     file.seek(0)
-    with qt.quantized_init("nvfp4" if of.weight.dtype is stored_weight.PACKED else "mxfp8"):
+    with qt.quantized_init("nvfp4" if of.weight.spec.format.packed else "mxfp8"):
         other = qt.GroupedLinear(G, K, N, layout=of.layout)
     other.load_state_dict(torch.load(file))
     return other
@@ -201,7 +196,7 @@ def through_a_file(of: qt.GroupedLinear) -> qt.GroupedLinear:
 
 def from_high_precision(of: qt.GroupedLinear) -> qt.GroupedLinear:
     """The state dict of the layer that it was made of."""
-    with qt.quantized_init("nvfp4" if of.weight.dtype is stored_weight.PACKED else "mxfp8"):
+    with qt.quantized_init("nvfp4" if of.weight.spec.format.packed else "mxfp8"):
         other = qt.GroupedLinear(G, K, N, layout=of.layout)
     other.load_state_dict(layer(None, of.layout).state_dict())
     return other
@@ -226,7 +221,7 @@ def test_copies_have_the_codes(name: str, layout: str, config: Callable[[Any], q
 def test_moves_never_cast_codes(layout: str) -> None:
     one = layer("mxfp8", layout)
     other = copy.deepcopy(one).to(torch.float16)
-    assert other.weight.dtype is torch.float8_e4m3fn and other.weight_dtype is torch.float16
+    assert other.weight.codes.dtype is torch.float8_e4m3fn and other.weight_dtype is torch.float16
     assert_bitwise(value(other), value(one))
     assert copy.deepcopy(one).to("meta").weight_scale.is_meta
 
@@ -238,7 +233,7 @@ def test_models_are_converted_to_codes_and_back(name: str, layout: str) -> None:
     saved = qt.quantize_weights(model, name, skip=["head"])
     one: Any = model["experts"]
     assert saved.layers == ["experts"] and saved.after <= saved.before * (0.26 if name == "nvfp4" else 0.51)
-    held = one.weight.detach().view(torch.uint8).clone()
+    held = one.weight.codes.view(torch.uint8).clone()
     expected = value(layer(name, layout, torch.bfloat16), torch.bfloat16)
     assert_bitwise(value(one, torch.bfloat16), expected)
     plain = qt.plain_state_dict(model)
@@ -247,7 +242,7 @@ def test_models_are_converted_to_codes_and_back(name: str, layout: str) -> None:
     assert qt.dequantize_weights(model) == ["experts"]
     assert_bitwise(one.weight.detach(), expected)
     qt.quantize_weights(model, name, skip=["head"])
-    assert torch.equal(one.weight.view(torch.uint8), held)
+    assert torch.equal(one.weight.codes.view(torch.uint8), held)
     assert qt.revert(model) == ["experts"]
     assert one.recipe is None and one.weight_spec is None and not list(one.buffers())
     assert_bitwise(one.weight.detach(), expected)
@@ -279,8 +274,9 @@ def test_codes_that_were_cast_as_numbers_are_refused(name: str) -> None:
         for part in module.modules():
             weight = part._parameters.get("weight")
             if weight is not None:
-                part._parameters["weight"] = nn.Parameter(weight.detach().to(torch.bfloat16), requires_grad=False)
-        with pytest.raises(ValueError, match=r"came as torch.bfloat16.*gather_quantized\(model\) before fully_shard"):
+                stored = weight.codes if isinstance(weight, qt.QuantizedTensor) else weight
+                part._parameters["weight"] = nn.Parameter(stored.detach().to(torch.bfloat16), requires_grad=False)
+        with pytest.raises(ValueError, match=r"(came as|replaced by a) torch.bfloat16.*gather_quantized\(model\)"):
             module(*given)
 
 

@@ -26,8 +26,7 @@ from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.reference.optimizer_state import PRESETS
 from quaver.torch import optim
-from quaver.torch.linear import store_weight
-from quaver.torch.linear.stored_weight import dequantized
+from quaver.torch.linear import stored_weight
 from quaver.torch.optim.step import layout
 from quaver.torch.parallel import Checkpoint, gather_quantized, sync_amax_histories
 from tests import two_ranks
@@ -105,6 +104,8 @@ def everything(net: Any, optimizer: Any) -> dict[str, Tensor]:
     every = dict(net.named_buffers())
     for name, p in net.named_parameters():
         every[name] = layout.local(p).detach()
+        if isinstance(p, qt.QuantizedTensor):
+            every[f"{name}_scale"] = p.scale
         every |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
     return every
 
@@ -305,7 +306,7 @@ def rolls_back(name: str, preset: str, sizes: tuple[int, int, int] = SIZES) -> C
         for alone in (True, False):
             net, other = network(name, sizes, dtype), network(name, sizes, dtype)
             for layer in (other[0], other[2]):
-                layer.set_weight(8 * dequantized(layer, layer.weight, torch.float32))
+                layer.set_weight(8 * layer.weight.unwrap().dequantize())
             net, other = (net, other) if alone else (on_ranks(net), on_ranks(other))
             optimizer = optim.AdamW(net.parameters(), lr=1e-3, preset=preset)
             losses = losses_of(net, optimizer, range(2), alone)
@@ -376,11 +377,15 @@ def frozen_beside_learning(rank: int) -> None:
         net[2].weight.requires_grad_(False)
         losses += losses_of(net, optimizer, range(2, 4), alone)
         net[2].weight.requires_grad_(True)
-        ends.append(losses + losses_of(net, optimizer, range(4, 6), alone))
-    assert ends[1] == ends[0]
-    net[0].weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="was frozen when gather_quantized prepared it: fully_shard would round"):
-        net(torch.ones(4, 96))
+        losses += losses_of(net, optimizer, range(4, 6), alone)
+        # It was frozen when gather_quantized prepared it.
+        net[0].weight.requires_grad_(True)
+        net(torch.ones(4, 96)).sum().backward()
+        gradient = net[0].weight.grad
+        assert gradient is not None
+        ends.append((losses, gradient))
+    assert ends[1][0] == ends[0][0]
+    assert_bitwise(layout.local(ends[1][1]), layout.local(of_parts(ends[0][1] * two_ranks.world(), net[0].weight)))
 
 
 def not_finite(rank: int) -> None:
@@ -518,11 +523,13 @@ def wrong_hands(rank: int) -> None:
     with pytest.raises(ValueError, match="'msamp' has one scale for the whole parameter"):
         optim.AdamW([weight], preset="msamp")
     with pytest.raises(ValueError, match="stored as codes sharded over"):
-        store_weight.decode(net[0], {}, "0.", {})
+        stored_weight.decode(net[0], {}, "0.", {})
     plain = network("tensorwise")
     fully_shard(plain)
-    with pytest.raises(ValueError, match="was passed directly to fully_shard, which rounds gradients to its dtype"):
+    with pytest.raises(ValueError, match="was passed directly to fully_shard, which shards its values"):
         optim.AdamW(plain.parameters())
+    with pytest.raises(ValueError, match=r"without scales.*gather_quantized\(model\)"):
+        plain(torch.ones(4, 96))
 
 
 def two_models(rank: int) -> None:
@@ -671,11 +678,11 @@ def test_a_prepared_layer_is_copied_and_moved_as_any_other(tmp_path: Path) -> No
     gathers = gather_quantized(net)
     assert gathers.stored == ["0", "2"]
     assert net[0].weight.requires_grad and net[0].weight.dtype is torch.float32
-    assert store_weight.owner(net[0].weight) is net[0]
+    assert stored_weight.owner(net[0].weight) is net[0]
     copied = copy.deepcopy(net)
     x = torch.ones(4, 96)
     assert_bitwise(copied(x), plain(x), "a copy is not prepared")
-    assert copied[0].weight.dtype is torch.float8_e4m3fn and store_weight.owner(copied[0].weight) is copied[0]
+    assert isinstance(copied[0].weight, qt.QuantizedTensor) and stored_weight.owner(copied[0].weight) is copied[0]
     torch.save(net, tmp_path / "net.pt")
     assert_bitwise(torch.load(tmp_path / "net.pt", weights_only=False)(x), plain(x), "read again")
     for key, value in plain.state_dict().items():

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from quaver.compat.transformer_engine.common import recipe as recipes
+from quaver.torch import quantized_tensor
 from quaver.torch.conversion.quantized_weights import quantized_init
-from quaver.torch.linear.stored_weight import CODES
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.context import autocast as ours
 from quaver.torch.state.context import in_force
@@ -142,7 +142,7 @@ class FP8GlobalStateManager:
 
 class _AnyOfCodes(type):
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, Quantized) or (isinstance(value, torch.Tensor) and value.dtype in CODES)
+        return isinstance(value, Quantized | quantized_tensor.QuantizedTensor)
 
 
 class QuantizedTensor(metaclass=_AnyOfCodes):

@@ -19,10 +19,11 @@ from quaver import recipes
 from quaver.recipes.spec import Delayed, GemmSpec, QuantSpec, Recipe
 from quaver.torch.conversion.export.layouts import Inputs, Scheme
 from quaver.torch.conversion.export.operands import Decoded, Reader, StoredOperand, is_stored_transposed
+from quaver.torch.linear import stored_weight
 from quaver.torch.linear.linear import Quantizable
-from quaver.torch.linear.stored_weight import CODE_DTYPES
-from quaver.torch.numerics.quantized import pack
+from quaver.torch.numerics.quantized import pack, storage
 from quaver.torch.numerics.rounding import encode
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state import counters
 from quaver.torch.state.buffers import STATE, create_state_buffers
 from quaver.torch.state.history import amax
@@ -215,7 +216,7 @@ def with_exported_weights(collected: Sequence[StoredOperand], reader: Reader) ->
             one = each[0]
             weights = [joined([reader.decoded(piece.prefix) for piece in part.pieces]) for part in each]
             spec = one.spec
-            if not one.of_experts and spec.format.name in CODE_DTYPES:
+            if not one.of_experts and spec.format.name in stored_weight.CODE_DTYPES:
                 _store_codes(one.layer, weights[0], spec)
             else:
                 _store_values(one, [weight.dense() for weight in weights])
@@ -262,16 +263,17 @@ def _store_codes(layer: Any, weight: Decoded, spec: QuantSpec) -> None:
     """Replace a layer's weight by codes and scales, stored as by `quaver.torch.quantized_init`."""
     current = layer._parameters["weight"]
     codes = encode(weight.values.to(current.device), spec, None)
-    codes = (pack(codes) if spec.format.packed else codes).view(CODE_DTYPES[spec.format.name])
+    codes = (pack(codes) if spec.format.packed else codes).view(storage(spec.format))
     scale = weight.scales if weight.stored is None else weight.stored.view(torch.uint8)
     counts = spec.blocks(*weight.values.shape)
     # A file format may repeat a scale per row where Quaver stores it once per block.
     scale = scale[:: -(-scale.shape[0] // counts[0]), :: -(-scale.shape[1] // counts[1])]
-    layer.__dict__.update(weight_spec=spec, weight_dtype=layer.weight_dtype or current.dtype, keep_initial=False)
-    layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
-    layer._buffers["weight_scale"] = scale.contiguous().to(current.device)
-    if weight.factor is not None:
-        layer._buffers["weight_factor"] = weight.factor.reshape(1, 1).to(current.device)
+    dtype = layer.weight_dtype or current.dtype
+    factor = None if weight.factor is None else weight.factor.reshape(1, 1).to(current.device)
+    stored = QuantizedTensor(
+        codes, scale.contiguous().to(current.device), spec, factor=factor, dtype=dtype, columns=weight.values.shape[1]
+    )
+    layer.weight = nn.Parameter(stored, requires_grad=False)
 
 
 def _store_values(one: StoredOperand, dense: Sequence[Tensor]) -> None:

@@ -27,6 +27,7 @@ from quaver.torch.linear.general import begin, is_prequantized, quantized_weight
 from quaver.torch.linear.linear import Linear, Quantizable
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state.context import in_force
 from quaver.torch.state.history import amax
 
@@ -87,7 +88,7 @@ class StoredOperand:
     def rows(self) -> int:
         """Number of output features of the layer or of one expert."""
         if not self.of_experts:
-            return int(self.layer.out_features)  # type: ignore[arg-type]
+            return int(self.layer.out_features)
         return int(upright(self.layer, self.last).shape[1])
 
     @torch.no_grad()
@@ -103,7 +104,8 @@ class StoredOperand:
             scales, shape = torch.cat([row_scales(q) for q in each]), (self.stack * self.rows, matrices.shape[2])
             return Quantized(torch.cat([q.data for q in each]), scales, replace(spec, block=(1, spec.block[1])), shape)
         if self.recipe is None or self.recipe.fprop.b is None:
-            return stored_weight.codes(self.layer, weight)
+            assert isinstance(weight, QuantizedTensor)
+            return weight.unwrap()
         dtype = self.layer.weight_dtype or weight.dtype
         call = begin(self.layer, self.recipe, torch.empty((0, 0), dtype=dtype, device=weight.device), dtype, False)
         return quantized_weight(call, weight, "fprop", self.recipe.fprop.b)
@@ -281,10 +283,7 @@ def _others(model: nn.Module, collected: set[str]) -> dict[str, Tensor]:
             for added in ADDED:
                 state.pop(prefix + added, None)
             if module.weight_spec is not None and f"{prefix}weight" not in collected:
-                assert module.weight_dtype is not None
-                state[f"{prefix}weight"] = stored_weight.dequantized(
-                    module, module.get_parameter("weight"), module.weight_dtype
-                )
+                state[f"{prefix}weight"] = stored_weight.whole(module).dequantize()
     state = {name: value for name, value in state.items() if name not in collected}
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -418,14 +417,8 @@ def _lookup_names(parted: Mapping[str, Tensor], family: str, module_name: str) -
 
 def store_operand(layer: Quantizable, q: Quantized) -> None:
     """Replace a layer's weight by an operand's codes and scales, stored as by `quaver.torch.quantized_init`."""
-    q, current = q.upright(), layer.get_parameter("weight")
-    codes = q.data.detach().view(stored_weight.CODE_DTYPES[q.spec.format.name])
-    dtype = layer.weight_dtype or current.dtype
-    layer.__dict__.update(weight_spec=q.spec, weight_dtype=dtype, keep_initial=False)
-    layer._parameters["weight"] = nn.Parameter(codes, requires_grad=False)
-    layer._buffers["weight_scale"] = q.scale if isinstance(q.scale, Tensor) else q.scales().to(codes.device)
-    if q.tensor_factor is not None:
-        layer._buffers["weight_factor"] = q.tensor_factor
+    dtype = layer.weight_dtype or layer.get_parameter("weight").dtype
+    layer.weight = nn.Parameter(QuantizedTensor.from_quantized(q, dtype), requires_grad=False)
 
 
 #: Last names of projections that servers fuse into one weight, which then has one scheme and one tensor factor. From

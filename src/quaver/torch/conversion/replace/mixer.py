@@ -38,7 +38,6 @@ from quaver.torch.conversion.replace.compare import (
     wide,
 )
 from quaver.torch.conversion.replace.mamba_packing import cu_seqlens_of, last_starts
-from quaver.torch.linear import stored_weight
 from quaver.torch.linear.fused_projections import is_bare, project
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.nn.activation import ACTIVATIONS
@@ -232,10 +231,7 @@ def layers_quantize(module: nn.Module) -> bool:
     for layer in module._modules.values():
         if isinstance(layer, Quantizable):
             recipe = recipe_in_force(layer.recipe)
-            weight = layer._parameters.get("weight")
-            if (recipe is not None and recipe.quantizes) or (
-                weight is not None and weight.dtype in stored_weight.CODES
-            ):
+            if layer.weight_spec is not None or (recipe is not None and recipe.quantizes):
                 return True
     return False
 

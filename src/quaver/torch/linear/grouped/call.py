@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.torch.linear import general, stored_weight
+from quaver.torch.linear import general
 from quaver.torch.linear.plan import LinearCall
+from quaver.torch.linear.stored_weight import gradient_dtype
 from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state import counters, layer_state, noise, weight_cache
 from quaver.torch.state.history import amax, scaling_step
 
@@ -74,26 +76,23 @@ class GroupedCall(LinearCall):
         weight: Tensor,
         bias_dtype: torch.dtype,
         transposed: bool,
-        codes: stored_weight.StackCodes | None = None,
     ) -> None:
         """
         Args:
             owner: owner of noise and state, or None inside an operator, which receives them as arguments.
             like: tensor whose device selects the implementations.
             dtype: dtype of the products and of the gradient of their input.
-            weight: in the layer's layout, [groups, K, N] if `transposed`; four-bit codes are always [groups, N, K].
+            weight: in the layer's layout, [groups, K, N] if `transposed`.
             bias_dtype: dtype of the bias and of its gradient.
-            codes: scales and layout of a weight that is stored as codes; None reads those of the owner.
         """
         layer: Any = owner.layer if isinstance(owner, GroupedProduct) else None
         super().__init__(general.plan_for(recipe, like), layer, training, dtype, is_tracing())
         self.owner, self.offsets, self.transposed, self.bias_dtype = owner, offsets, transposed, bias_dtype
-        stored = weight.dtype in stored_weight.CODES
-        self.codes = stored_weight.stack_codes(layer) if stored and codes is None else codes
-        weight = self.view(weight)
-        n, k = weight.shape[1:] if self.codes is None else self.codes.shape(weight)
+        #: The weight if it is stored in eight or four bits.
+        self.stored = weight if isinstance(weight, QuantizedTensor) else None
+        n, k = weight.shape[1:] if not transposed else (weight.shape[2], weight.shape[1])
         #: (groups, N, K), and dtype of the weight's gradient.
-        self.weight_shape, self.weight_dtype = (weight.shape[0], n, k), torch.float32 if stored else weight.dtype
+        self.weight_shape, self.weight_dtype = (weight.shape[0], n, k), gradient_dtype(weight)
         #: Returns the noise of all groups for the name of an operand.
         self.draw: Callable[[str], GroupedNoise] | None = None
         if owner is not None:
@@ -122,8 +121,8 @@ class GroupedCall(LinearCall):
         return self
 
     def view(self, weight: Tensor) -> Tensor:
-        """View a weight as [groups, N, K]."""
-        return weight.transpose(1, 2) if self.transposed and weight.dtype is not stored_weight.PACKED else weight
+        """View a weight in high precision as [groups, N, K]; a stored one stays in its layout."""
+        return weight.transpose(1, 2) if self.transposed and self.stored is None else weight
 
     def factor(self, group: int, column: int) -> Any:
         """Return the encode factor of a group, or None without delayed scaling."""
@@ -185,7 +184,7 @@ def weights(call: GroupedCall, weight: Tensor, side: str, quantize: Callable[[],
 
 def _entry(call: GroupedCall, weight: Tensor, side: str, quantize: Callable[[], Any]) -> weight_cache.CachedWeight:
     owner, gemm = call.owner, call.recipe.gemms[side]
-    if not isinstance(owner, GroupedProduct) or call.codes is not None or general.capturing(weight):
+    if not isinstance(owner, GroupedProduct) or call.stored is not None or general.capturing(weight):
         return weight_cache.CachedWeight(quantize())
     key = f"{side} {owner.name}", weight, gemm.b, call.host_factors or general.factor_key(call)
     entry = weight_cache.lookup(owner.layer, *key, call.training)  # type: ignore[arg-type]

@@ -15,12 +15,12 @@ from quaver.torch.backends.gpu import device as gpu
 from quaver.torch.linear.grouped import products
 from quaver.torch.linear.grouped.call import GroupedCall, NoiseSource
 from quaver.torch.linear.grouped.saved import SavedLayout
-from quaver.torch.linear.stored_weight import CODES, PACKED, StackCodes
 from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets
-from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
 from quaver.torch.operations import ops, selective_checkpoint
 from quaver.torch.operations.autograd import flat, restored
 from quaver.torch.operations.operation import Operation
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax
 
@@ -74,7 +74,7 @@ class CustomOpArguments(NamedTuple):
 
     def features(self) -> tuple[Any, Any]:
         """Return N and K."""
-        if self.weight_spec and self.weight.dtype is PACKED:
+        if self.weight_spec and self.weight.dtype not in FLOAT8.values():
             return self.weight.shape[1], self.columns
         n, k = self.weight.shape[1:]
         return (k, n) if self.transposed else (n, k)
@@ -94,10 +94,11 @@ def arguments(call: GroupedCall, weight: Tensor, direction: int) -> CustomOpArgu
         direction: 0 for forward, 1 for backward.
     """
     owner: Any = call.owner
-    recipe, codes = call.recipe, call.codes
+    recipe, stored = call.recipe, call.stored
     spec, columns, scale, factor = "", 0, None, None
-    if codes is not None:
-        spec, columns, scale, factor = codes.spec.text, codes.columns, codes.scale, codes.factor
+    if stored is not None:
+        spec, columns, scale, factor = stored.spec.text, stored.columns, stored.scale, stored.factor
+        weight = stored.codes
     streams = counts = None
     seed, name = 0, ""
     if recipe.stochastic and isinstance(owner, NoiseSource):
@@ -116,13 +117,19 @@ def _call(
     args: CustomOpArguments, like: Tensor, direction: int, bias_dtype: torch.dtype = torch.float32
 ) -> tuple[GroupedCall, Tensor]:
     """Build the call that eager mode would use, and view the weight as [groups, N, K]."""
-    offsets, on_host, codes = GroupOffsets(args.offsets, like.shape[0]), ops.on_host(args.offsets), None
+    offsets, on_host, weight = GroupOffsets(args.offsets, like.shape[0]), ops.on_host(args.offsets), args.weight
     if args.weight_spec:
         assert args.weight_scale is not None
         spec = QuantSpec.parse(args.weight_spec)
-        factor = args.weight_factor if spec.two_level else None
-        codes = StackCodes(spec, args.weight_scale, factor, args.transposed, args.columns)
-    of_weight = args.weight, bias_dtype, args.transposed, codes
+        weight = QuantizedTensor(
+            weight.view(storage(spec.format)),
+            args.weight_scale,
+            spec,
+            factor=args.weight_factor if spec.two_level else None,
+            columns=args.columns,
+            transposed=args.transposed,
+        )
+    of_weight = weight, bias_dtype, args.transposed
     call = GroupedCall(None, parsed(args.recipe), offsets, like, args.dtype, True, *of_weight)
     if args.factors is not None:
         call.factors = args.factors.tolist() if on_host else args.factors
@@ -132,7 +139,7 @@ def _call(
     elif args.streams is not None and args.counts is not None:
         numbers = [(t.tolist() if on_host else t) for t in (args.streams, args.counts)]
         call.draw = lambda operand: GroupedNoise(args.seed, *(t[OPERANDS[direction].index(operand)] for t in numbers))
-    return call, call.view(args.weight)
+    return call, call.view(weight)
 
 
 def flat_rows(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -228,7 +235,7 @@ def _backward_fake(g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     needs, bias_dtype, args = rest[4], rest[5], CustomOpArguments(*rest[8:])
     (n, k), groups, dtype = args.features(), args.weight.shape[0], args.weight.dtype
     shapes = (g.shape[0], k), (groups, *((k, n) if args.transposed else (n, k))), (groups, n)
-    dtypes = args.dtype, torch.float32 if dtype in CODES else dtype, bias_dtype
+    dtypes = args.dtype, torch.float32 if args.weight_spec else dtype, bias_dtype
     results = zip(needs, shapes, dtypes, strict=True)
     return tuple(g.new_empty(s if need else (0,), dtype=d if need else torch.float32) for need, s, d in results)
 

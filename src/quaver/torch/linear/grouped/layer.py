@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance
-from quaver.torch.linear import store_weight, stored_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.linear.grouped.call import GroupedProduct, NoiseSource
 from quaver.torch.linear.grouped.function import GroupedLinearFunction, GroupedSetup
 from quaver.torch.linear.grouped.operands import RowInputOp, given_rows
@@ -29,6 +29,7 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import operation, ops
 from quaver.torch.operations.autograd import refuse_transforms
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state import weight_cache
 from quaver.torch.state.buffers import STATE, create_state_buffers
 from quaver.torch.state.context import active_context, recipe_in_force
@@ -127,7 +128,7 @@ def multiply(
         refuse_transforms(*x, weight, bias, sentence=NO_TRANSFORMS)
     followed = recipe or recipes.get("bf16")
     if not followed.quantizes:
-        weight = weight if weight.dtype in stored_weight.CODES else weight.to(dtype)
+        weight = weight if isinstance(weight, QuantizedTensor) else weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     setup = GroupedSetup(rows, len(x), owner, followed, dtype, torch.is_grad_enabled(), transposed)
     apply: Any = GroupedLinearFunction.apply
@@ -256,7 +257,7 @@ class GroupedLinear(Quantizable):
         if recipe is not None:
             self.recipe = recipes.get(recipe)
             create_state_buffers(self, self.recipe)
-        store_weight.store_if_quantized_init(self)
+        stored_weight.store_if_quantized_init(self)
         operation.register_flop_formulas()
 
     def _begin(self, serial: int | None, groups: int) -> None:
@@ -268,9 +269,9 @@ class GroupedLinear(Quantizable):
         if self.weight_spec is None:
             fill(self.matrices(self.weight), self.bias)
             return
-        value = torch.empty(store_weight.shape_of(self), dtype=self.weight_dtype, device=self.weight.device)
+        value = torch.empty(stored_weight.shape_of(self), dtype=self.weight_dtype, device=self.weight.device)
         fill(self.matrices(value), self.bias)
-        store_weight.fill(self, value)
+        stored_weight.fill(self, value)
 
     def matrices(self, weight: Tensor) -> Tensor:
         """View a weight in the layer's layout as [groups, N, K], and the other way round."""
@@ -280,7 +281,7 @@ class GroupedLinear(Quantizable):
         """Overwrite the weight in place with a value in the layer's layout; a stored quantized weight is quantized
         again.
         """
-        store_weight.write(self, value)
+        stored_weight.write(self, value)
 
     def forget(self) -> None:
         """Remove the layer's own recipe and the state that it has recorded."""
@@ -317,7 +318,7 @@ class GroupedLinear(Quantizable):
         if weight.__class__ is not nn.Parameter and not compiling:
             check_not_sharded(self, weight)
         if self.weight_spec is not None:
-            stored_weight.check_uncast(self, weight)
+            stored_weight.check_stored(self, weight)
             stored_weight.check_gradient(weight)
         self._check(None if rows is not None else x, offsets)
         if isinstance(x, Quantized):

@@ -29,6 +29,7 @@ from quaver.torch.numerics.grouped import GroupedOperand, by_rows, in_lines, row
 from quaver.torch.numerics.quantized import Quantized, pack
 from quaver.torch.numerics.rounding import NO_NOISE
 from quaver.torch.operations import ops
+from quaver.torch.quantized_tensor import unwrap
 from quaver.torch.state import counters, weight_cache
 from quaver.torch.state.history import amax
 
@@ -135,8 +136,13 @@ def _quantized_matrix(call: GroupedCall, weight: Tensor, group: int, side: str, 
     transposed = side == "dgrad" and not call.recipe.reuse.weight
     spec = call.recipe.gemms["dgrad" if transposed else "fprop"].b
     assert spec is not None
-    if call.codes is not None:
-        return call.codes.operand(weight, group, transposed, spec, quantize)
+    if call.stored is not None:
+        stored = unwrap(call.stored, group)
+        if not transposed and stored.spec == spec:
+            return stored
+        value = stored.dequantize()
+        quantized: Quantized = quantize(value.t() if transposed else value, spec, None, None)
+        return quantized
     w = weight.detach()[group]
     q: Quantized = quantize(w.t() if transposed else w, spec, None, call.factor(group, amax.WEIGHT))
     return q
@@ -192,7 +198,7 @@ class HostGroups:
     def multiply(self, a: Any, weight: Tensor, side: str, bias: Tensor | None) -> Tensor:
         """Compute fprop or dgrad of rows, which are operands or unquantized; rows of no group give zeros."""
         call, unquantized = self.call, isinstance(a, Tensor)
-        if unquantized and bias is None and call.codes is None and not self._dequantizes(side):
+        if unquantized and bias is None and call.stored is None and not self._dequantizes(side):
             of_all = self._grouped_mm(a, weight.transpose(1, 2) if side == "fprop" else weight, call.dtype)
             if of_all is not None:
                 return of_all
@@ -295,7 +301,7 @@ class HostGroups:
         if self._dequantizes(side):
             w = plain(self._expert(weight, group, "fprop"), dtype)
         else:
-            w = weight[group] if call.codes is None else call.codes.values(weight, group).to(dtype)
+            w = weight[group] if call.stored is None else unwrap(call.stored, group).dequantize().to(dtype)
         return w.t() if side == "dgrad" else w
 
     def _expert(self, weight: Tensor, group: int, side: str) -> Quantized:
@@ -316,7 +322,7 @@ class HostGroups:
         call, spec = self.call, self.call.recipe.fprop.b
         if spec is None or spec.rounding != "nearest" or spec.two_level or self._quantize is reference.quantize:
             return False
-        if call.codes is not None or call.factors is not None or counters.active.counters is not None:
+        if call.stored is not None or call.factors is not None or counters.active.counters is not None:
             return False
         if spec.block[0] is None or weight.shape[1] % spec.block[0] or not weight.is_contiguous():
             return False
@@ -330,7 +336,7 @@ class HostGroups:
     def _quantized(self, weight: Tensor, group: int, side: str) -> Quantized:
         call, shared = self.call, side == "dgrad" and self.call.recipe.reuse.weight
         q = _quantized_matrix(call, weight, group, side, self._quantize)
-        if call.codes is None and not shared:
+        if call.stored is None and not shared:
             w = weight.detach()[group]
             call.note("weight" if side == "fprop" else "weight.T", w if side == "fprop" else w.t(), q)
         return q
@@ -372,8 +378,8 @@ class DeviceGroups:
             if side == "dgrad" and call.recipe.dequantized_backward:
                 q = self._weights(weight, "fprop")
                 w = q.dequantize().view(weight.shape[0], -1, q.shape[1]).to(a.dtype)
-            elif call.codes is not None:
-                w = torch.stack([call.codes.values(weight, group).to(a.dtype) for group in range(weight.shape[0])])
+            elif call.stored is not None:
+                w = torch.stack([unwrap(call.stored, group).dequantize().to(a.dtype) for group in range(w.shape[0])])
             return HIGH_MATMUL(a, w.transpose(1, 2) if side == "dgrad" else w, offsets, call.dtype, bias)
         b, columns = self._weights(weight, side), call.weight_shape[2 if side == "dgrad" else 1]
         y = GROUPED_MATMUL(a, b, offsets, columns, call.dtype, bias, call.recipe.gemms[side].fast_accum)
@@ -412,13 +418,14 @@ class DeviceGroups:
         assert spec is not None
         if shared and fprop is not None and fprop.quantized is not None:
             return _transpose_stack(fprop.quantized, groups, spec)
-        w = weight.detach() if side == "fprop" or shared else weight.detach().transpose(1, 2)
-        if call.codes is None and by_rows(spec) and w.is_contiguous() and w.numel():
-            return ops.QUANTIZE(w.flatten(0, 1), spec)
+        if call.stored is None and by_rows(spec):
+            w = weight.detach() if side == "fprop" or shared else weight.detach().transpose(1, 2)
+            if w.is_contiguous() and w.numel():
+                return ops.QUANTIZE(w.flatten(0, 1), spec)
         operands = [_quantized_matrix(call, weight, group, side, ops.QUANTIZE) for group in range(groups)]
         matrices = stacked([q.T for q in operands] if shared else operands)
-        if matrices is not None and call.codes is None and call.factors is not None:
-            each = [torch.as_tensor(q.amax, dtype=torch.float32, device=w.device) for q in operands]
+        if matrices is not None and call.stored is None and call.factors is not None:
+            each = [torch.as_tensor(q.amax, dtype=torch.float32, device=weight.device) for q in operands]
             matrices.amax = torch.cat([top.reshape(1) for top in each])
         return matrices
 

@@ -156,7 +156,7 @@ class Experts(ComposedBlock):
         down: Any = self._modules["down_proj"]
         own = down.weight_dtype or down.weight.dtype
         if down.weight_spec is not None:
-            stored_weight.check_uncast(down, down.weight)
+            stored_weight.check_stored(down, down.weight)
             if x.dtype is not own:
                 raise ValueError(
                     f"experts have weights stored as codes of {own} and got {x.dtype} tokens; convert the tokens, "

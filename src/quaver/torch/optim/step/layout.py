@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quaver.recipes.spec import QuantSpec
-from quaver.torch.linear import store_weight
-from quaver.torch.linear.stored_weight import CODES, dequantized
+from quaver.torch.linear import stored_weight
+from quaver.torch.linear.stored_weight import scales_of
 from quaver.torch.optim import master_weights
 from quaver.torch.optim.quantized_gradient import unwrapped
 from quaver.torch.optim.step.noise import ShardPosition
 from quaver.torch.optim.step.step import ParameterTensors, StepConfig
+from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state.layer_state import state_of
 
 # ---- stacks ----
@@ -70,9 +71,11 @@ def together(each: list[Tensor], p: Tensor) -> Tensor:
 
 
 def local(t: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, unwrapped from `gather_quantized`'s classes; any other tensor
-    unchanged.
+    """Return this rank's shard of a DTensor, unwrapped from `gather_quantized`'s classes, or the codes of a
+    QuantizedTensor; any other tensor unchanged.
     """
+    if isinstance(t, QuantizedTensor):
+        return t.codes
     if not isinstance(t, DTensor):
         return t
     part = t.to_local()
@@ -168,16 +171,10 @@ def agreed(finite: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
 def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
     """Raise a ValueError if a sharded parameter cannot be stepped shard by shard."""
     cuts = shardings(p)
-    if isinstance(p, DTensor) and p.dtype in CODES and p.dim() == 3:
+    if isinstance(p, DTensor) and stored_weight.owner(p) is not None and not stored_weight.holds_codes(p):
         raise ValueError(
-            f"a stack of matrices of {p.dtype} was passed to fully_shard, which rounds gradients to its "
-            "dtype: call quaver.torch.dequantize_weights(model) before fully_shard, or leave it out with "
-            "ignored_params="
-        )
-    if isinstance(p, DTensor) and p.dtype in CODES:
-        raise ValueError(
-            f"a parameter of {p.dtype} was passed directly to fully_shard, which rounds gradients to its "
-            "dtype: call quaver.torch.parallel.gather_quantized(model) before fully_shard"
+            f"a stored weight of shape {tuple(p.shape)} was passed directly to fully_shard, which shards its values: "
+            "call quaver.torch.parallel.gather_quantized(model) before fully_shard"
         )
     if not cuts:
         return
@@ -214,12 +211,13 @@ def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
 
 def value_of(p: Tensor) -> Tensor:
     """Return this rank's shard of the weight in float32."""
-    if not store_weight.holds_codes(p):
+    if not stored_weight.holds_codes(p):
         return local(p).detach().float()
-    layer: Any = store_weight.owner(p)
+    layer: Any = stored_weight.owner(p)
     assert layer is not None
     if not shardings(p):
-        return dequantized(layer, local(p), torch.float32)
+        value: Tensor = stored_weight.whole(layer).dequantize(torch.float32)
+        return value
     weight_format, (codes, scale) = in_own_rows(p, master_weights.WeightFormat("residual", layer.weight_spec))
     assert weight_format.code_spec is not None
     return master_weights.values(weight_format.code_spec, codes, scale)
@@ -231,7 +229,7 @@ def initial_of(p: Tensor, config: StepConfig) -> Tensor | None:
     """
     if config.weight_format.code_spec is None or not config.weight_format.states:
         return None
-    owner = store_weight.owner(p)
+    owner = stored_weight.owner(p)
     initial = None if owner is None else state_of(owner).initial
     if initial is None:
         return None
@@ -244,9 +242,9 @@ def weight_of(p: Tensor, config: StepConfig) -> list[Tensor]:
     weight = [local(p).detach()]
     spec = config.weight_format.code_spec
     if spec is not None:
-        owner = store_weight.owner(p)
+        owner = stored_weight.owner(p)
         assert owner is not None
-        scale: Any = owner._buffers["weight_scale"]
+        scale: Any = scales_of(owner)["weight_scale"]
         every = spec.block[0] is None or is_stack(p, spec)
         weight.append(scale if every else scale[block_rows(place(p), spec.block[0])])  # type: ignore[arg-type]
     return weight
@@ -254,9 +252,10 @@ def weight_of(p: Tensor, config: StepConfig) -> list[Tensor]:
 
 def versions(p: Tensor) -> list[tuple[int, int]]:
     """Return (data pointer, version) of a stored weight's codes and scales, to detect writes that autograd tracks."""
-    owner = store_weight.owner(p)
-    scale = None if owner is None else owner._buffers["weight_scale"]
-    tensors = [t for t in (local(p), scale) if t is not None]
+    owner = stored_weight.owner(p)
+    scale = None if owner is None else scales_of(owner)["weight_scale"]
+    # Operations of a QuantizedTensor change its version, and kernels that of its codes.
+    tensors = [t for t in (p, local(p), scale) if t is not None]
     return [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
 
 
@@ -313,7 +312,7 @@ def num_leading_dims(p: Tensor, needs_matrix: bool) -> int:
         needs_matrix: the rule needs a whole matrix at once.
     """
     last, cuts = max(p.dim() - 1, 0), shardings(p)
-    if needs_matrix or not p.numel() or store_weight.holds_codes(p) or any(dim for dim, _ in cuts):
+    if needs_matrix or not p.numel() or stored_weight.holds_codes(p) or any(dim for dim, _ in cuts):
         return last
     leading = last
     while leading > 1 and prod(p.shape[leading:]) < SHORT:

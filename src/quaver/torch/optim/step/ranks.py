@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
+from quaver.torch.linear.stored_weight import scales_of
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.optim import master_weights
 from quaver.torch.optim.step import layout
@@ -220,11 +221,9 @@ def gather_scales(all_of_them: Sequence[SteppingParameter]) -> None:
 
 def _scale(one: SteppingParameter) -> Tensor:
     """Return the scales of the whole weight."""
-    owner = store_weight.owner(one.p)
+    owner = stored_weight.owner(one.p)
     assert owner is not None
-    scale = owner._buffers["weight_scale"]
-    assert scale is not None
-    return scale
+    return scales_of(owner)["weight_scale"]
 
 
 def _sent(one: SteppingParameter) -> Tensor:

@@ -1,12 +1,12 @@
 """FSDP2 for weights stored only as codes: a rank's rows are codes and are gathered unchanged.
 
 Codes are viewed as bytes for the all-gather. torch would otherwise cast codes as numbers if a `MixedPrecisionPolicy`
-has another dtype, and gloo does not support float8. Scales stay in the layer's buffers, complete on every rank. An
+has another dtype, and gloo does not support float8. Scales move to buffers of the layer, complete on every rank. An
 optimizer of `quaver.torch.optim` writes the scales of a rank's own rows and exchanges them at the end of a step.
 
-fully_shard requires the gradients of a unit to have one dtype, that of the parameter. So the shard of a trainable
-weight reports the high-precision dtype that its codes represent, and the gathered weight reports the dtype of its
-gradient.
+The gathered weight is a `QuantizedTensor`. fully_shard requires the gradients of a unit to have one dtype, that of the
+parameter. So a shard reports the high-precision dtype that its codes represent, and the gathered weight reports the
+dtype of its gradient.
 """
 
 import weakref
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quaver.recipes.spec import Recipe
-from quaver.torch.linear import stored_weight
-from quaver.torch.linear.stored_weight import CODES
-from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.parallel.fsdp.shard_tensors import SHARD_OPS, Gathered, Shard
+from quaver.torch.linear.stored_weight import CODE_DTYPES, CODES, is_stored_transposed, scales_of
+from quaver.torch.numerics.quantized import storage
+from quaver.torch.parallel.fsdp.shard_tensors import Shard
 from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters, set_local
+from quaver.torch.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
@@ -36,9 +35,9 @@ class StoredShardInfo:
     def __init__(self, layer: nn.Module, name: str, root: nn.Module) -> None:
         weight: Any = layer._parameters["weight"]
         self.layer, self.root, self.name = weakref.ref(layer), weakref.ref(root), name
-        #: Shape of the whole weight's codes.
-        self.shape: torch.Size = weight.shape
-        self.codes: torch.dtype = weight.dtype
+        #: Number of rows of the whole weight.
+        self.rows: int = weight.shape[0]
+        self.codes: torch.dtype = CODE_DTYPES[weight.spec.format.name]
         #: True if the weight required gradients when it was prepared.
         self.trainable: bool = weight.requires_grad
         #: fully_shard's object for the weight; None before the first gather or if this torch has other internals.
@@ -53,7 +52,7 @@ class StoredShardInfo:
         return dtype
 
     def check(self) -> None:
-        """Raise a ValueError before a gather if fully_shard would silently corrupt the weight or its gradient."""
+        """Raise a ValueError before a gather if fully_shard would silently corrupt the weight."""
         layer, root = self.layer(), self.root()
         if layer is None:
             return
@@ -64,45 +63,25 @@ class StoredShardInfo:
                     self.fsdp_parameter = fsdp_parameter
         if self.fsdp_parameter is not None:
             self.fsdp_parameter.check(self.name)
-        weight = layer._parameters["weight"]
-        if not self.trainable and weight is not None and weight.requires_grad:
-            raise ValueError(
-                f"{self.name} is stored only as codes, and was frozen when gather_quantized prepared it: "
-                "fully_shard would round its gradient to their dtype. Let it require a gradient before "
-                "gather_quantized, and freeze it afterwards if it shall be trained later"
-            )
+
+    def quantized(self, codes: Tensor, dtype: torch.dtype) -> QuantizedTensor:
+        """Return the gathered codes with the scales of the layer as a weight that reports `dtype`."""
+        layer: Any = self.layer()
+        spec, scales = layer.weight_spec, scales_of(layer)
+        return QuantizedTensor(
+            codes[: self.rows].view(storage(spec.format)),
+            scales["weight_scale"],
+            spec,
+            factor=scales.get("weight_factor"),
+            dtype=dtype,
+            columns=layer.in_features,
+            transposed=is_stored_transposed(layer),
+        )
 
 
 class CodeShard(Shard):
-    """Codes of a frozen weight, or of one rank's rows of it."""
-
-    # Moves between devices view the codes as integers.
-    shard_ops = frozenset({*SHARD_OPS, aten.view.dtype})
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:  # type: ignore[override]
-        info: Any = self.weight_state
-        info.check()
-        own = self.plain.view(torch.uint8)
-        rows = -(-info.shape[0] // mesh.size())
-        if own.shape[0] == rows:
-            return (own,), None
-        part = torch.zeros((rows, *own.shape[1:]), dtype=torch.uint8, device=own.device)
-        part[: own.shape[0]] = own
-        return (part,), None
-
-    def fsdp_post_all_gather(  # type: ignore[override]
-        self, outputs: Sequence[Tensor], sent: None, dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        if out is not None:
-            # The output views the same buffer, which has been filled again.
-            return None
-        info: Any = self.weight_state
-        return outputs[0][: info.shape[0]].view(self.plain.dtype), ()
-
-
-class LearningCodes(CodeShard):
-    """Codes of a trainable weight, or of one rank's rows; implements
-    `quaver.torch.linear.store_weight.ShardedStoredWeight`.
+    """Codes of a stored weight, or of one rank's rows of it; implements
+    `quaver.torch.linear.stored_weight.ShardedStoredWeight`.
     """
 
     @classmethod
@@ -129,7 +108,7 @@ class LearningCodes(CodeShard):
     def with_bytes(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
         info: Any = self.weight_state
         own = data.to_local() if isinstance(data, DTensor) else data
-        shard = LearningCodes(own.view(info.codes), info)
+        shard = CodeShard(own.view(info.codes), info)
         if not isinstance(parameter, DTensor):
             return nn.Parameter(shard, requires_grad=parameter.requires_grad)
         if parameter.device == own.device and parameter.dtype is shard.dtype:
@@ -141,7 +120,7 @@ class LearningCodes(CodeShard):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        shard = next((x for x in args if isinstance(x, LearningCodes) and x.plain.dtype in CODES), None)
+        shard = next((x for x in args if isinstance(x, CodeShard) and x.plain.dtype in CODES), None)
         options = dict(kwargs or {})
         if shard is None:
             return super().__torch_dispatch__(function, types, args, options)
@@ -158,35 +137,27 @@ class LearningCodes(CodeShard):
             options["dtype"] = shard.plain.dtype
         return super().__torch_dispatch__(function, types, args, options)
 
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:  # type: ignore[override]
+        info: Any = self.weight_state
+        info.check()
+        own = self.plain.view(torch.uint8)
+        rows = -(-info.rows // mesh.size())
+        if own.shape[0] == rows:
+            return (own,), None
+        part = torch.zeros((rows, *own.shape[1:]), dtype=torch.uint8, device=own.device)
+        part[: own.shape[0]] = own
+        return (part,), None
+
     def fsdp_post_all_gather(  # type: ignore[override]
         self, outputs: Sequence[Tensor], sent: None, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         info: Any = self.weight_state
-        codes = outputs[0][: info.shape[0]].view(self.plain.dtype)
-        if out is not None:
-            gathered: Any = getattr(out, "_local_tensor", out)
-            gathered.contents[:] = [codes]
-            return None
-        return GatheredCodes(info, dtype, codes.device, [codes]), ()
-
-
-class GatheredCodes(Gathered):
-    """A weight [N, K] gathered as codes; implements `quaver.torch.linear.general.PrequantizedWeight`."""
-
-    contents: list[Tensor]
-
-    @property
-    def gathered_codes(self) -> Tensor:
-        """The codes in their storage dtype."""
-        return self.contents[0]
-
-    def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
-        """Accept any recipe: codes that do not match its operands are dequantized and quantized again."""
-
-    def quantized_operand(self, call: Any, side: str) -> Quantized:
-        transposed = side == "dgrad"
-        spec = (call.recipe.dgrad if transposed else call.recipe.fprop).b
-        return stored_weight.operand(call.layer, self, transposed, call.recipe.reuse.weight, spec, call)
+        gathered = info.quantized(outputs[0], dtype)
+        if out is None:
+            return gathered, ()
+        # Backward has saved this weight; its codes may lie elsewhere now.
+        getattr(out, "_local_tensor", out).set_tensors(gathered)
+        return None
 
 
 def _as_dtensor(parameter: DTensor, part: Tensor) -> Tensor:
@@ -199,17 +170,15 @@ def _as_dtensor(parameter: DTensor, part: Tensor) -> Tensor:
 
 
 def shard_codes(layer: nn.Module, name: str, root: nn.Module) -> None:
-    """Replace the weight of a layer by a tensor that fully_shard gathers as bytes."""
-    parameter = layer._parameters["weight"]
-    assert parameter is not None
-    info = _stored[layer] = StoredShardInfo(layer, name, root)
-    layer._parameters["weight"] = nn.Parameter(_shard(parameter.detach(), info), requires_grad=info.trainable)
+    """Replace the weight of a layer by a tensor that fully_shard gathers as bytes, and its scales by buffers."""
+    weight: Any = layer._parameters["weight"]
+    info: Any = StoredShardInfo(layer, name, root)
+    _stored[layer] = info
+    scales, codes = scales_of(layer), weight.codes.detach().view(info.codes)
+    layer._parameters["weight"] = nn.Parameter(CodeShard(codes, info), requires_grad=info.trainable)
+    for scale_name, scale in scales.items():
+        layer.register_buffer(scale_name, scale)
     layer.register_load_state_dict_post_hook(_shard_again)
-
-
-def _shard(codes: Tensor, info: StoredShardInfo) -> CodeShard:
-    weight: Any = info
-    return (LearningCodes if info.trainable else CodeShard)(codes, weight)
 
 
 #: State of each prepared layer; a copied layer is not prepared.
@@ -218,13 +187,13 @@ _stored: "weakref.WeakKeyDictionary[nn.Module, StoredShardInfo]" = weakref.WeakK
 
 def _shard_again(layer: nn.Module, _: object) -> None:
     """Wrap the weight again after a state dict was loaded, which may have replaced the parameter."""
-    info = _stored.get(layer)
+    info: Any = _stored.get(layer)
     if info is None:
         return
     parameter: Any = layer._parameters["weight"]
     part = local(parameter)
     if part is None and not isinstance(parameter, CodeShard):
-        shard = _shard(parameter.detach(), info)
+        shard = CodeShard(parameter.detach(), info)
         layer._parameters["weight"] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
     elif part is not None and not isinstance(part, CodeShard):
-        set_local(parameter, _shard(part, info))
+        set_local(parameter, CodeShard(part, info))

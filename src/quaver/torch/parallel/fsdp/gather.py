@@ -175,8 +175,11 @@ def _choose_gathers(
     sharing_counts = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     unused = set(patterns)
     for name, layer in model.named_modules():
-        if isinstance(layer, GroupedLinear):
-            report.in_high_precision[name] = _stack_reason(layer, name)
+        if isinstance(layer, GroupedLinear) and layer.weight_spec is None:
+            report.in_high_precision[name] = "a stack of matrices is gathered unchanged"
+        elif isinstance(layer, GroupedLinear):
+            _check_frozen_stack(layer, name)
+            report.stored.append(name)
         if not isinstance(layer, Linear):
             continue
         fits = {pattern for pattern in patterns if fnmatch(name, pattern)}
@@ -208,15 +211,14 @@ def _choose_gathers(
     return report, amax_sync
 
 
-def _stack_reason(layer: GroupedLinear, name: str) -> str:
-    """Return why a grouped weight is gathered unchanged. Raise a ValueError if it is stored as trainable codes."""
-    if layer.weight_spec is not None and layer.weight.requires_grad:
+def _check_frozen_stack(layer: GroupedLinear, name: str) -> None:
+    """Raise a ValueError if a stored stack of matrices is trained, which optimizers do not support on shards."""
+    if layer.weight.requires_grad:
         raise ValueError(
-            f"{name}.weight is a trainable stack of matrices stored as codes, whose gradients fully_shard "
-            "would round: call quaver.torch.dequantize_weights(model), freeze it, or leave it out with "
+            f"{name}.weight is a trainable stack of matrices stored as codes, which optimizers cannot step "
+            "in shards: call quaver.torch.dequantize_weights(model), freeze it, or leave it out with "
             "fully_shard's ignored_params"
         )
-    return "a stack of matrices is gathered unchanged"
 
 
 def _check_unsharded(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Tensor subclasses by which fully_shard gathers a weight as codes; the only tensor subclasses in Quaver, with `codes`.
+"""Tensor subclasses by which fully_shard gathers a weight as codes; `codes` has those of weights stored in codes.
 
 `Shard` holds one rank's rows in high precision. Optimizers, gradient clipping and checkpoints use it like any tensor.
 fully_shard calls `fsdp_pre_all_gather` of the local tensor of a DTensor, and gathers the codes that it returns instead
@@ -19,6 +19,7 @@ from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass
 from quaver.torch.parallel.comm import count_collective
 from quaver.torch.parallel.fsdp.amax_sync import GatheredWeightState
 from quaver.torch.parallel.fsdp.operands import OperandGather, scale_buffer_shape
+from quaver.torch.quantized_tensor import PIN_MEMORY, TO_COPY
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import graph_task_id
 
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 #: Operations whose result is again a Shard: those that fully_shard and nn.Module apply to parameters.
 SHARD_OPS = {
     *(aten.empty_like.default, aten.new_zeros.default, aten.new_empty.default, aten.slice.Tensor, aten.copy_.default),
-    *(aten.view.default, aten.as_strided.default, aten._to_copy.default, aten._pin_memory.default, aten.alias.default),
+    *(aten.view.default, aten.as_strided.default, TO_COPY, PIN_MEMORY, aten.alias.default),
     *(aten.split.Tensor, aten.clone.default, aten.detach.default, aten.t.default, aten.reshape.default),
 }
 #: Operations that a gathered weight without values supports.

@@ -126,7 +126,7 @@ def _check(experts: Any, style: str, mesh: Any) -> None:
             f"{mesh.size()} ranks cannot share {experts.experts} experts: give a multiple of {mesh.size()} of them, or "
             "a mesh dimension that divides them"
         )
-    if any(p.dtype in stored_weight.CODES for p in experts.parameters()):
+    if any(map(stored_weight.holds_codes, experts.parameters())):
         raise ValueError(
             "these experts' weights are stored only as codes: call quaver.torch.dequantize_weights(model) first"
         )

@@ -343,7 +343,7 @@ def _check(module: nn.Module, style: _ShardedLinear, mesh: Any, placements: dict
             "linear layers in the plan, such as {'mlp.up_proj': ColwiseParallel(), 'mlp.down_proj': RowwiseParallel()}"
         )
     weight: Any = module._parameters["weight"]
-    if weight.dtype in stored_weight.CODES:
+    if stored_weight.holds_codes(weight):
         raise ValueError(
             f"{name} has a weight stored only as codes, and {layout.name} needs one in high precision: call "
             "quaver.torch.dequantize_weights(model) first"

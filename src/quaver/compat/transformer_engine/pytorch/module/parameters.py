@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quaver.compat import extra_state
 from quaver.torch.conversion.quantized_weights import fill
 from quaver.torch.conversion.weight_gradients import weight_gradients
-from quaver.torch.linear import store_weight
+from quaver.torch.linear import stored_weight
 from quaver.torch.nn.parameter_names import AliasedParameters
 from quaver.torch.operations.ops import DTYPES, autocast_device
 
@@ -109,7 +109,7 @@ class Module(AliasedParameters):
         if options.main_grad or options.later:
             self.__dict__["taker"] = weight_gradients(main_grad=options.main_grad, later=options.later)
         for name in gemms:
-            store_weight.narrow_gradient(self._modules[name])
+            stored_weight.narrow_gradient(self._modules[name])
         self.rename(names, gemms)
         self.fill()
 
