@@ -209,6 +209,15 @@ def test_a_given_factor_gives_the_same_codes(spec: QuantSpec) -> None:
             agree(x, spec, None, f"{name}, factor {factor}", stored_quickly, factor=factor)
 
 
+def test_a_factor_is_refused_where_a_tensor_has_no_single_float32_scale() -> None:
+    x = nasty((16, 32))["normal"]
+    others = [s for s in EVERY.values() if not s.per_tensor or s.scale not in ("fp32", "power_of_two")]
+    for spec in [*others, QuantSpec(E4M3, scale="e8m0")]:
+        for quantize, value in ((reference.quantize, x), (qt.quantize, torch.tensor(x)), (qj.quantize, jnp.asarray(x))):
+            with pytest.raises(ValueError, match="one fp32 or power-of-two scale per tensor"):
+                quantize(value, spec, factor=2.0)
+
+
 @pytest.mark.usefixtures("hardly_optimized")
 @pytest.mark.parametrize("spec", list(_one_of_each_kind()))
 def test_eager_and_compiled_calls_store_the_same_codes(spec: QuantSpec) -> None:

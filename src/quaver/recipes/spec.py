@@ -98,6 +98,14 @@ class QuantSpec:
         """Return the number of stored columns for k columns."""
         return -(-k // 16) * 16 if self.hadamard else k
 
+    def check_factor(self, factor: object) -> None:
+        """Raise ValueError if an encode factor is passed, but the operand has no single float32 scale to set by it."""
+        if factor is not None and not (self.per_tensor and self.scale in ("fp32", "power_of_two")):
+            raise ValueError(
+                f"quantize: factor is for specs with one fp32 or power-of-two scale per tensor, and this is {self}; "
+                "leave factor out, or give amax"
+            )
+
     def __str__(self) -> str:
         return self.text
 

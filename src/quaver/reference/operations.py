@@ -69,7 +69,8 @@ def quantize(
             returned unchanged.
         spec: format, block, kind of scale and rounding of the operand.
         amax: [blocks of rows, blocks of k], or [1, 1] of the tensor for two-level scales; None measures it.
-        factor: encode factor of delayed scaling, used instead of the one computed from amax; 0 is unset.
+        factor: encode factor of delayed scaling, used instead of the one computed from amax; 0 is unset. Only for specs
+            with one fp32 or power-of-two scale per tensor.
         seed, tensor_id, count: Philox stream of stochastic rounding.
 
     Returns:
@@ -78,8 +79,9 @@ def quantize(
         with an infinity or NaN has scale NaN whatever amax or factor was given.
 
     Raises:
-        ValueError: x is quantized by another spec, or is not a matrix.
+        ValueError: x is quantized by another spec, or is not a matrix, or factor is passed for other scales.
     """
+    spec.check_factor(factor)
     if isinstance(x, Quantized):
         if x.spec != spec:
             raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")

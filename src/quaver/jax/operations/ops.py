@@ -40,7 +40,8 @@ def quantize(
             returned unchanged.
         spec: how to quantize.
         amax: [row blocks, k blocks], or the tensor's [1, 1] for two-level scales, or one number; None measures it.
-        factor: encode factor of delayed scaling, which replaces the one that amax implies; 0 means unset.
+        factor: encode factor of delayed scaling, which replaces the one that amax implies; 0 means unset. Only for
+            specs with one fp32 or power-of-two scale per tensor.
         seed: 64-bit Python int, the key of stochastic rounding's Philox stream.
         tensor_id, count: further inputs of that stream.
         place: (first row, first column, columns of the whole) if x is a shard of an operand, as under shard_map; it
@@ -48,13 +49,15 @@ def quantize(
     Returns:
         The quantized operand. A block whose amax (measured or passed) is infinite or NaN has scale NaN.
     Raises:
-        ValueError: x is not a matrix, has another dtype, or is quantized with another spec.
+        ValueError: x is not a matrix, has another dtype, or is quantized with another spec, or factor is passed for
+            other scales.
         NotImplementedError: its derivative is requested; see `linear`.
     Exact: the bits of `quaver.reference.quantize`, eager and under jit. Bounded if scales are not powers of two: scales
         within an ulp, codes within a step, and subnormals (also scales) count as 0 on a CPU. Rotated operands have an
         exception (`quaver.jax.numerics.rounding.rotate`).
     """
     check_instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
+    spec.check_factor(factor)
     if isinstance(x, Quantized):
         if x.spec != spec:
             raise ValueError(f"the operand is quantized as {x.spec}, but {spec} is required; dequantize() it first")

@@ -39,17 +39,20 @@ def quantize(
             is returned unchanged.
         spec: format, block, kind of scale and rounding of the operand.
         amax: [blocks of rows, blocks of k], or [1, 1] of the tensor for two-level scales; None measures it.
-        factor: encode factor of delayed scaling, used instead of the one computed from amax; 0 is unset.
+        factor: encode factor of delayed scaling, used instead of the one computed from amax; 0 is unset. Only for specs
+            with one fp32 or power-of-two scale per tensor.
         seed, tensor_id, count: Philox stream of stochastic rounding.
 
     Returns:
         The quantized operand. A block whose amax (measured or given) is infinite or NaN has scale NaN.
 
     Raises:
-        ValueError: x is not a matrix, has another dtype, or is quantized by another spec.
+        ValueError: x is not a matrix, has another dtype, or is quantized by another spec, or factor is passed for other
+            scales.
         TypeError: x is neither a tensor nor quantized, or spec is not a QuantSpec.
     """
     check_instance("quantize", "spec", spec, QuantSpec, "quaver.recipes.get('mxfp8').fprop.a")
+    spec.check_factor(factor)
     if isinstance(x, Quantized):
         if x.spec != spec:
             raise ValueError(f"the operand is quantized as {x.spec} and {spec} was asked for; dequantize() it first")

@@ -412,11 +412,11 @@ def reason_e8m0(x: Tensor, spec: QuantSpec, *_: object) -> str:
 
 
 def e8m0(
-    x: Tensor, spec: QuantSpec, amax: ScalarOverride = None, factor: ScalarOverride = None, noise: object = NO_NOISE
+    x: Tensor, spec: QuantSpec, amax: ScalarOverride = None, factor: object = None, noise: object = NO_NOISE
 ) -> Quantized:
     """Quantize x with E8M0 scales; same bits as `quaver.torch.numerics.reference.quantize`."""
-    if x.numel() == 0 or amax is not None or factor is not None:
-        return reference.quantize(x, spec, amax, factor)
+    if x.numel() == 0 or amax is not None:
+        return reference.quantize(x, spec, amax)
     x, (rows, k), fmt = x.detach(), x.shape, spec.format
     _, nk = spec.blocks(rows, k)
     data = torch.empty((rows, (k + 1) // 2 if fmt.packed else k), dtype=torch.uint8, device="cpu")
