@@ -78,6 +78,44 @@ def test_layers_of_one_model_do_not_share_noise_under_autocast() -> None:
         assert numbers.min() == 0 and len(set(numbers.tolist())) == len(numbers)
 
 
+class Interrupted(nn.Module):
+    """Raises once, after the first of its layers has run."""
+
+    raised = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.raised:
+            self.raised = True
+            raise RuntimeError("interrupted")
+        return x
+
+
+def interrupted_linears() -> nn.Module:
+    return nn.Sequential(qt.Linear(D, D), Interrupted(), qt.Linear(D, D))
+
+
+def interrupted_mlp() -> nn.Module:
+    mlp, raising = qt.MLP(D, D), Interrupted()
+    mlp.down_proj.register_forward_pre_hook(lambda _, args: raising(*args))
+    return mlp
+
+
+def interrupted_groups() -> nn.Module:
+    model, raising = Grouped(), Interrupted()
+    model.two.register_forward_pre_hook(lambda _, args: (raising(args[0]), args[1]))
+    return model
+
+
+@pytest.mark.parametrize("build", [interrupted_linears, interrupted_mlp, interrupted_groups])
+def test_layers_do_not_share_noise_after_a_forward_that_raised(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        trained(model, range(1))
+    trained(model, range(1))
+    numbers = torch.cat([b[..., 2].reshape(-1) for n, b in model.named_buffers() if n.endswith("count")])
+    assert len(numbers) > 1 and len(set(numbers.tolist())) == len(numbers)
+
+
 def test_compiled_code_draws_the_noise_of_eager_code() -> None:
     torch._dynamo.reset()
     model = built(linears)

@@ -55,9 +55,9 @@ def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
             if state.last is not NEVER:
                 recipe = state.last
         state.last = recipe
-        if recipe is not None and state.serial is None and recipe.stochastic:
-            # Needed without gradients too: a reentrant checkpoint enables them only in backward, after autocast has
-            # ended.
+        if recipe is not None and recipe.stochastic:
+            # Needed in each forward, because the layer reserves its number in this autocast. Without gradients too: a
+            # reentrant checkpoint enables them only in backward, after autocast has ended.
             assign_number(layer)
     return recipe
 

@@ -29,21 +29,21 @@ layer_numbering = _LayerNumbering()
 def assign_number(layer: nn.Module) -> None:
     """Number a layer at its first use, in the order of use within the outermost autocast; 0 outside of one.
 
-    So a model that is built again draws the same noise. A stack reserves `STACK` numbers, the first of them for its
-    matrices.
+    So a model that is built again draws the same noise. A layer with a number from an earlier autocast reserves it in
+    this one, for example if the first forward of its model raised. A stack reserves `STACK` numbers, the first of them
+    for its matrices.
     """
-    state = state_of(layer)
-    if state.serial is not None or layer.__dict__.get("qualified_name") is not None:
+    if layer.__dict__.get("qualified_name") is not None:
         return
-    if layer_numbering.next is None:
-        state.serial = 0
-    else:
-        state.serial = layer_numbering.next
+    state, following = state_of(layer), layer_numbering.next
+    if state.serial is None:
+        state.serial = following or 0
+        count = layer._buffers.get("count")
+        if count is not None:
+            count[..., 2] = fresh_count(layer, count.device)[..., 2]
+    if following is not None:
         # The full range, because a rank may have only some matrices of a stack.
-        layer_numbering.next += STACK if state.members else 1
-    count = layer._buffers.get("count")
-    if count is not None:
-        count[..., 2] = fresh_count(layer, count.device)[..., 2]
+        layer_numbering.next = max(following, state.serial + (STACK if state.members else 1))
 
 
 def draw(layer: nn.Module, operand: str) -> Noise:
