@@ -208,13 +208,13 @@ def _backward_one(ctx: Any, tensors: Sequence[Any], g: Tensor) -> Any:
 
 
 def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
-    n, count, needs, c = len(setup.layers), setup.input_count, ctx.needs_input_grad, setup.recipe.saved_input
+    n, count, needs = len(setup.layers), setup.input_count, ctx.needs_input_grad
     weights, biases = tensors[count : count + n], tensors[count + n :]
     differentiated = any(needs[1 : 1 + count])
-    # No recomputation with stochastic rounding (noise is drawn once), nor if the operation saves nothing for its
-    # gradients, nor for fast plans: their inputs are small, and recomputing costs launches.
+    # No recomputation if the operation saves nothing for its gradients, nor for fast plans: their inputs are small, and
+    # recomputing costs launches.
     recomputes = not setup.calls and setup.op.recomputes_input and differentiated
-    recomputes = recomputes and (c is None or c.rounding == "nearest")
+    recomputes = recomputes and general.can_recompute(setup.recipe)
     save = setup.training and not recomputes and any(needs[1 + count : 1 + count + n])
     inputs = _quantized_input(setup, tensors[:count], weights[0], save)
     calls, operands, outputs = inputs.calls, inputs.operands, [inputs.output] if setup.return_input else []

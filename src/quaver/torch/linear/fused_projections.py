@@ -14,7 +14,7 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.backends.gpu import capture, device
 from quaver.torch.linear import linear, stored_weight
 from quaver.torch.linear.autograd import InputOp, LinearFunction, LinearSetup, eager_apply, may_fuse
-from quaver.torch.linear.general import is_prequantized
+from quaver.torch.linear.general import can_recompute, is_prequantized
 from quaver.torch.linear.linear import Linear, check_weight, dtype_sentence, recipe_of, weight_and_bias
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
@@ -173,13 +173,13 @@ def _begin_fast_calls(
         return None
     if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
         return None
-    a, c, shape, features = recipe.fprop.a, recipe.wgrad.b, first.shape, layers[0].in_features
+    a, shape, features = recipe.fprop.a, first.shape, layers[0].in_features
     assert a is not None
     if shape[-1] != features:
         shape = torch.Size((*shape[:-1], features))
     if shape.numel() > (ON_HOST if first.is_cpu and not device.forced_implementations else LAUNCHES):
-        recomputes_input = op.recomputes_input and (c is None or c.rounding == "nearest")
-        if recomputes_input or (a.per_tensor and may_fuse(first.dtype, first)):
+        recomputes = op.recomputes_input and can_recompute(recipe)
+        if recomputes or (a.per_tensor and may_fuse(first.dtype, first)):
             return None
     calls, weights, biases = [], [], []
     for layer in layers:

@@ -125,6 +125,12 @@ def transpose_input(call: LinearCall, x: Tensor | None, operands: Operands) -> t
     return x if c is None else quantize(call, amax.INPUT, "input.T", x.t(), c, True), None
 
 
+def can_recompute(recipe: Recipe) -> bool:
+    """Return True if backward may quantize a recomputed input; with stochastic rounding noise is drawn once."""
+    spec = recipe.saved_input
+    return spec is None or spec.rounding == "nearest"
+
+
 def recomputed_input(call: LinearCall, x: Tensor) -> tuple[Tensor | Quantized, None]:
     """Return what `transpose_input` returns for an x that backward has recomputed.
 

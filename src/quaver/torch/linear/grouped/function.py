@@ -3,7 +3,8 @@
     rows = op(inputs)     y[t] = rows[t] @ weight[e].T + bias[e]        row t belongs to group e
 
 Saved for backward: the weight (a reference), the wgrad operand of the rows in 8 or 4 bits an element with its scales
-(see `saved`), and what `op` saves. If `op` can recompute the rows, their operand is not saved but quantized again.
+(see `saved`), and what `op` saves. If `op` can recompute the rows, their operand is not saved but quantized again,
+unless it is rounded stochastically.
 torch.compile sees the products as two opaque operators, and the layer's state as tensors of the graph.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.linear.autograd import pack, unpack
+from quaver.torch.linear.general import can_recompute
 from quaver.torch.linear.grouped import products
 from quaver.torch.linear.grouped.call import GroupedCall, GroupedProduct, NoiseSource
 from quaver.torch.linear.grouped.custom_ops import BACKWARD, FORWARD, OPERANDS, arguments, flat_rows
@@ -77,7 +79,8 @@ def _forward(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
     weight, bias, ends = tensors[count:]
     need_rows, need_weight = setup.training and any(needs[1 : count + 1]), setup.training and bool(needs[count + 1])
     x, saved = rows.forward(*tensors[:count], spec=recipe.fprop.a)
-    save = need_weight and not rows.recomputes_input
+    recomputes = rows.recomputes_input and can_recompute(recipe)
+    save = need_weight and not recomputes
     high = rows.high(saved) if save and _reads_high(x, recipe) else None
     like, bias_dtype = x if isinstance(x, Tensor) else x.data, torch.float32 if bias is None else bias.dtype
     call = _call(setup, ends, like, setup.training, weight, bias_dtype).begin()
@@ -96,7 +99,7 @@ def _forward(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
     if save and recipe.saved_input is None:
         operand = (x if high is None else high,)
     # torch.compile passes tensors and plain values from forward to backward, but no objects.
-    of_rows = saved if need_rows or (need_weight and rows.recomputes_input) else ()
+    of_rows = saved if need_rows or (need_weight and recomputes) else ()
     packed, layouts = pack([call.factors if call.traced else None, *operand, *of_rows])
     # Without dgrad the weight may be modified before backward.
     of_graph = (weight, ends) if call.traced else (weight if need_rows else None, None)
