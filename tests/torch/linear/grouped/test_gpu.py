@@ -42,6 +42,20 @@ def test_it_trains_as_one_group_after_the_other(name: str, monkeypatch: pytest.M
             assert_bitwise(tensor.contiguous(), wanted.contiguous(), f"state {i}")
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_it_counts_what_one_group_after_the_other_counts(name: str) -> None:
+    tables = []
+    for implementation in ("reference", "decoded"):
+        layer, (x, g) = layer_of(EVERY[name]), rows(0)
+        with torch.no_grad():
+            x[3, 2], x[40, 5] = float("inf"), 1e-30
+        with qt.only(implementation), qt.count(layer) as counters:
+            layer(x, ends((5, 3, 40, 19))).backward(g)
+        tables.append({operand: counts for operands in counters.table.values() for operand, counts in operands.items()})
+    assert tables[0] == tables[1]
+    assert bool(tables[0]) is EVERY[name].quantizes
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "bf16"])
 def test_bf16_layers_do_not_synchronize_with_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [layer_of(name, dtype=torch.bfloat16) for _ in range(2)]

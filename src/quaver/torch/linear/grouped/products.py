@@ -25,7 +25,7 @@ from quaver.torch.linear.general import LATER, high_precision, plain
 from quaver.torch.linear.grouped.call import GroupedCall, outside_inference, weights
 from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_SUMS, HIGH_MATMUL, HIGH_SUMS
 from quaver.torch.numerics import grouped, reference
-from quaver.torch.numerics.grouped import GroupedOperand, by_rows, in_lines, rows_of
+from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, by_rows, in_lines, rows_of
 from quaver.torch.numerics.quantized import Quantized, pack
 from quaver.torch.numerics.rounding import NO_NOISE
 from quaver.torch.operations import ops
@@ -131,6 +131,21 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.numel() < 2 else x.contiguous()
 
 
+def _quantize_each(
+    call: GroupedCall, column: int, operand: str, x: Tensor, spec: QuantSpec, summed: bool, noise: GroupedNoise | None,
+    quantize: Any,
+) -> list[Quantized | None]:  # fmt: skip
+    """Quantize the rows of each group by themselves, None without rows, and report them to the counters."""
+    parts = list[Quantized | None]([None] * call.offsets.groups)
+    for group, (start, end) in enumerate(call.offsets.bounds()):
+        if end > start:
+            part = x[start:end].t() if summed else x[start:end]
+            of_group = call.factor(group, column), NO_NOISE if noise is None else noise.of(group)
+            parts[group] = quantize(part, spec, None, *of_group)
+            call.note(operand, part, parts[group])  # type: ignore[arg-type]
+    return parts
+
+
 def _quantized_matrix(call: GroupedCall, weight: Tensor, group: int, side: str, quantize: Any) -> Quantized:
     """Quantize a group's weight [N, K]; for dgrad its transpose [K, N], unless both share codes."""
     transposed = side == "dgrad" and not call.recipe.reuse.weight
@@ -175,17 +190,9 @@ class HostGroups:
             q = self._quantize(x, spec)
             call.note(operand, x[:last], rows_of(q, 0, last))
             return self.split(q)
-        parts, amaxes = list[Quantized | None]([None] * len(self.bounds)), [0.0] * len(self.bounds)
-        for group, (start, end) in enumerate(self.bounds):
-            if start == end:
-                continue
-            part = x[start:end].t() if summed else x[start:end]
-            q = self._quantize(
-                part, spec, None, call.factor(group, column), NO_NOISE if noise is None else noise.of(group)
-            )
-            call.note(operand, part, q)
-            parts[group], amaxes[group] = q, 0.0 if call.factors is None else float(q.amax)
-        call.record(operand, column, amaxes)
+        parts = _quantize_each(call, column, operand, x, spec, summed, noise, self._quantize)
+        if call.factors is not None:
+            call.record(operand, column, [0.0 if q is None else float(q.amax) for q in parts])  # type: ignore[arg-type]
         return parts
 
     def split(self, q: Quantized) -> list[Quantized | None]:
@@ -358,6 +365,9 @@ class DeviceGroups:
     def quantize(self, column: int, operand: str, x: Tensor, spec: QuantSpec, summed: bool = False) -> GroupedOperand:
         """Quantize the rows of all groups; see `HostGroups.quantize`."""
         call, noise = self.call, self.call.noise(operand, spec)
+        if operand and counters.active.counters is not None:
+            # Each group by itself has the same codes, and counting may wait for the sizes of the groups.
+            _quantize_each(call, column, operand, _in_rows(x), spec, summed, noise, ops.QUANTIZE)
         if by_rows(spec) and not summed and x.numel():
             return self.split(ops.QUANTIZE(x if x.stride(-1) == 1 else x.contiguous(), spec))
         factors = None if call.factors is None else call.factors[:, column]
@@ -418,11 +428,19 @@ class DeviceGroups:
         assert spec is not None
         if shared and fprop is not None and fprop.quantized is not None:
             return _transpose_stack(fprop.quantized, groups, spec)
-        if call.stored is None and by_rows(spec):
+        w, name = weight, ""
+        if call.stored is None:
             w = weight.detach() if side == "fprop" or shared else weight.detach().transpose(1, 2)
-            if w.is_contiguous() and w.numel():
-                return ops.QUANTIZE(w.flatten(0, 1), spec)
+            # Codes that fprop and dgrad share are counted once.
+            name = "" if shared else "weight" if side == "fprop" else "weight.T"
+        if call.stored is None and by_rows(spec) and w.is_contiguous() and w.numel():
+            q = ops.QUANTIZE(w.flatten(0, 1), spec)
+            call.note(name, w.flatten(0, 1), q)
+            return q
         operands = [_quantized_matrix(call, weight, group, side, ops.QUANTIZE) for group in range(groups)]
+        if name and counters.active.counters is not None:
+            for matrix, of_group in zip(w, operands, strict=True):
+                call.note(name, matrix, of_group)
         matrices = stacked([q.T for q in operands] if shared else operands)
         if matrices is not None and call.stored is None and call.factors is not None:
             each = [torch.as_tensor(q.amax, dtype=torch.float32, device=weight.device) for q in operands]
