@@ -267,7 +267,9 @@ def transposed(operand: GroupedOperand, offsets: GroupOffsets) -> GroupedOperand
     codes = unpack(operand.data, operand.shape[1]) if spec.format.packed else operand.data.view(torch.uint8)
     codes = slots.take(codes).t()
     data = pack(codes) if spec.format.packed else codes.contiguous().view(operand.data.dtype)
-    return GroupedOperand(data, operand.scale, operand.factor, spec, True, slots, slots.count, operand.amax)
+    # Scales of rows move with the rows; others have one place per block or group in both layouts.
+    scale = slots.take(operand.scale) if spec.block[0] == 1 else operand.scale
+    return GroupedOperand(data, scale, operand.factor, spec, True, slots, slots.count, operand.amax)
 
 
 def from_quantized(q: Quantized, offsets: GroupOffsets) -> GroupedOperand:

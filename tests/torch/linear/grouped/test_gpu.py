@@ -100,7 +100,9 @@ def test_computed_codes_and_rows_take_the_same_path(recipe: str, recomputes_inpu
         assert_close(recipe, ours, expected, 1e-6)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4", RECIPES["mxfp8, dequantized"]], ids=str)
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "mxfp8", "nvfp4", RECIPES["mxfp8, dequantized"], RECIPES["squares of 1"]], ids=str
+)
 def test_compiled_layers_have_eager_bits_there_too(recipe: Any) -> None:
     torch._dynamo.reset()
     eager, compiled = layer_of(recipe), layer_of(recipe)

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.recipes.spec import GemmSpec, Recipe
+from quaver.recipes.formats import E4M3
+from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.linear.grouped import products
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.grouped import GroupOffsets
@@ -29,12 +30,20 @@ def dequantizing(name: str, **left: GemmSpec) -> Recipe:
     return Recipe(f"dequantized {name}", **gemms, dequantized_backward=True)
 
 
+def in_squares(side: int) -> Recipe:
+    """A recipe whose operands are all quantized in square blocks, so that backward transposes those of the forward."""
+    spec = QuantSpec(E4M3, (side, side))
+    return Recipe(f"squares of {side}", *[GemmSpec(spec, spec)] * 3)
+
+
 RECIPES: dict[str, Recipe] = {name: recipes.get(name) for name in recipes.RECIPES if name != "delayed"}
 RECIPES |= {
     "tensorwise, dequantized": dequantizing("tensorwise", dgrad=HIGH, wgrad=HIGH),
     "mxfp8, dequantized": dequantizing("mxfp8", dgrad=HIGH, wgrad=HIGH),
     "rowwise, wgrad dequantized": dequantizing("rowwise", wgrad=HIGH),
     "nvfp4, dgrad dequantized": dequantizing("nvfp4", dgrad=HIGH),
+    "squares of 1": in_squares(1),
+    "squares of 16": in_squares(16),
 }
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 every_size = pytest.mark.parametrize("sizes", SIZES, ids=str)

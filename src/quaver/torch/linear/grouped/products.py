@@ -429,14 +429,12 @@ class DeviceGroups:
         if shared and fprop is not None and fprop.quantized is not None:
             return _transpose_stack(fprop.quantized, groups, spec)
         w, name = weight, ""
-        if call.stored is None:
-            w = weight.detach() if side == "fprop" or shared else weight.detach().transpose(1, 2)
-            # Codes that fprop and dgrad share are counted once.
-            name = "" if shared else "weight" if side == "fprop" else "weight.T"
-        if call.stored is None and by_rows(spec) and w.is_contiguous() and w.numel():
-            q = ops.QUANTIZE(w.flatten(0, 1), spec)
-            call.note(name, w.flatten(0, 1), q)
-            return q
+        if call.stored is None and not shared:
+            w, name = (weight.detach(), "weight") if side == "fprop" else (weight.detach().transpose(1, 2), "weight.T")
+            if by_rows(spec) and w.is_contiguous() and w.numel():
+                q = ops.QUANTIZE(w.flatten(0, 1), spec)
+                call.note(name, w.flatten(0, 1), q)
+                return q
         operands = [_quantized_matrix(call, weight, group, side, ops.QUANTIZE) for group in range(groups)]
         if name and counters.active.counters is not None:
             for matrix, of_group in zip(w, operands, strict=True):
