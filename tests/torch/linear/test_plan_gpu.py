@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from quaver.torch.linear import autograd, plan_gpu
 from quaver.torch.linear import linear as linear_module
 from quaver.torch.linear.plan import LinearPlan
 from quaver.torch.operations import functional
+from quaver.torch.state import weight_cache
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 from tests.torch.backends.gpu.cublaslt import torchs_own
-from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
+from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 from tests.torch.linear.fast_plans import by_fast_plan, general_plans
 from tests.torch.operations.test_shared_inputs import Forgetful
 
@@ -242,6 +244,40 @@ def test_two_level_scaling_has_the_bits_of_the_general_path(
         theirs = some(second, False)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert_bitwise(a, b, str(number))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch"), [("rowwise", 90), ("mxfp8", 100), ("nvfp4(weight_2d=False, stochastic_rounding=False)", 100)]
+)
+def test_backward_quantizes_only_its_own_operand_of_a_weight_that_was_freed(
+    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FSDP2 frees weights between forward and backward."""
+    become(arch, monkeypatch)
+    driver = Driver(monkeypatch, runs=True)
+    layer = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    spec = recipes.get(recipe).dgrad.b
+    assert spec is not None
+    x = torch.randn(T, K).bfloat16()
+
+    def launched(run: Callable[[], object]) -> int:
+        driver.launched.clear()
+        run()
+        return len(driver.launched)
+
+    counts, grads = [], []
+    for freed in (False, False, True):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        assert by_fast_plan(y)
+        if freed:
+            weight_cache.free(layer)
+        backward = partial(torch.autograd.grad, y.sum(), (leaf, layer.weight))
+        counts.append(launched(lambda backward=backward: grads.append(backward())))
+    with qt.only("triton"):
+        assert 0 < counts[2] - counts[1] == launched(lambda: qt.quantize(layer.weight.t(), spec))
+    for a, b in zip(*grads[1:], strict=True):
+        assert_bitwise(a, b)
 
 
 def test_two_level_scaling_runs_when_torch_fills_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,12 +189,13 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
             quantize_together = _quantize_together(both, quantize_input, (fprop, dgrad), views)
 
     def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
-        return _cached_weight(call, weight) or _weight(call, weight, (fprop, dgrad), True)
+        return _cached_weight(call, weight) or _weight(call, weight, (fprop, dgrad))
 
     def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor, Any]:
         w = call.entry.fast_operands  # type: ignore[union-attr]
         if w is None or w.recipe is not recipe:
-            w = _weight(call, weight, (fprop, dgrad), False)
+            # The cache was dropped since the forward, as FSDP2 does: dgrad's operand serves this backward alone.
+            return _right(_quantized_weight(_general_call(call, weight, False), weight, "dgrad"), dgrad)
         return w.dgrad, w.dgrad_scale
 
     return LinearPlan(
@@ -426,7 +427,7 @@ def _quantize_together(
     def together(call: LinearCall, x: Tensor, weight: Tensor) -> tuple[Operands, WeightOperands]:
         w = _cached_weight(call, weight)
         if w is None and weight.data_ptr() & 15:
-            w = _weight(call, weight, gemms, True)
+            w = _weight(call, weight, gemms)
         if w is not None:
             return quantize_input(call, x), w
         of_x = None if call.factors is None else call.factors.by_column[amax.INPUT]
@@ -440,7 +441,7 @@ def _quantize_together(
             operands.append(written[:5])
             return _quantized(written[5:], spec, other, views, of_w is not None and of_w.launch_key[1])
 
-        w = _weight(call, weight, gemms, True, quantize_both)
+        w = _weight(call, weight, gemms, quantize_both)
         return (operands[0] if operands else quantize_input(call, x)), w
 
     return together
@@ -477,30 +478,39 @@ def _weight(
     call: LinearCall,
     weight: Tensor,
     gemms: tuple[ScaledGemmArguments, ScaledGemmArguments],
-    forward: bool,
     both: Callable[..., tuple[Quantized, Quantized]] | None = None,
 ) -> WeightOperands:
-    """Return the weight's operands, cached by a forward, or computed for one backward if the cache was dropped.
+    """Return the weight's operands, and cache them for the backward.
 
     Args:
         both: quantizes the weight and its transpose in place of `ops.QUANTIZE_BOTH`.
     """
     layer, recipe, delayed = call.layer, call.recipe, call.factors
-    spec, other = recipe.fprop.b, recipe.dgrad.b
-    assert spec is not None and other is not None
-    own = LinearCall(general.plan_for(recipe, weight), layer, forward, weight.dtype)
-    own.factors = None if delayed is None else delayed.factors
+    spec = recipe.fprop.b
+    assert spec is not None
+    own = _general_call(call, weight, True)
     if both is not None:
         own.operations = own.operations._replace(both=both)
-    q = general.quantized_weight(own, weight, "fprop", spec)
-    transposed = q.T if recipe.reuse.weight else general.quantized_weight(own, weight, "dgrad", other)
+    q = _quantized_weight(own, weight, "fprop")
+    transposed = q.T if recipe.reuse.weight else _quantized_weight(own, weight, "dgrad")
     w = WeightOperands(*_right(q, gemms[0]), *_right(transposed, gemms[1]), recipe, own.factors)
     version: float = 0.0 if delayed is None else delayed.version
-    entry = weight_cache.lookup(layer, "fprop", weight, spec, version, forward) or weight_cache.CachedWeight(q)
-    entry.fast_operands = w
-    if forward:
-        call.entry = entry
+    call.entry = weight_cache.lookup(layer, "fprop", weight, spec, version) or weight_cache.CachedWeight(q)
+    call.entry.fast_operands = w
     return w
+
+
+def _general_call(call: LinearCall, weight: Tensor, training: bool) -> LinearCall:
+    """Return a call by the general plan, which quantizes weights with the same factors."""
+    own = LinearCall(general.plan_for(call.recipe, weight), call.layer, training, weight.dtype)
+    own.factors = None if call.factors is None else call.factors.factors
+    return own
+
+
+def _quantized_weight(call: LinearCall, weight: Tensor, gemm: str) -> Quantized:
+    spec = call.recipe.gemms[gemm].b
+    assert spec is not None
+    return general.quantized_weight(call, weight, gemm, spec)
 
 
 def _right(q: Quantized, gemm: ScaledGemmArguments) -> tuple[Tensor, list[Tensor]]:
