@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -660,16 +659,26 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
         torch.library.opcheck(torch.ops.quaver.matmul.default, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("name, k", [("mxfp8", 80), ("blockwise", 300), ("nvfp4", 40)])
-def test_compiled_values_of_partial_blocks_are_those_of_eager_mode(name: str, k: int) -> None:
+#: The first operand of each format, block and kind of scale whose blocks divide k.
+BLOCK_FORMATS = {
+    (spec.format, spec.block, spec.scale): spec
+    for spec in reversed(SPECS)
+    if spec.block[1] is not None and spec.rounding == "nearest" and not spec.hadamard
+}
+
+
+@pytest.mark.parametrize("spec", BLOCK_FORMATS.values(), ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compiled_values_of_partial_blocks_are_those_of_eager_mode(spec: QuantSpec, transposed: bool) -> None:
     """Inductor fuses the repetition of scales with what reads them."""
     torch.compiler.reset()
-    spec = recipes.get(name).fprop.b
-    assert spec is not None
-    q = qt.quantize(torch.randn(48, k), replace(spec, rounding="nearest", hadamard=False))
+    rows, k = 40, 2 * (spec.block[1] or 1) + 20
+    x = torch.randn(rows, k) * torch.logspace(-3, 3, k)
+    # Columns that are contiguous are stored as such.
+    q = qt.quantize(x.t().contiguous().t() if transposed else x, spec)
 
     def values(data: Tensor, scale: Tensor, factor: Tensor | None) -> Tensor:
-        return qt.dequantize(qt.Quantized(data, scale, q.spec, q.shape, False, factor))
+        return qt.dequantize(qt.Quantized(data, scale, q.spec, q.shape, q.transposed, factor))
 
-    tensors = q.data, q.scale, q.tensor_factor
-    assert_bitwise(torch.compile(values, fullgraph=True)(*tensors), values(*tensors))  # type: ignore[arg-type]
+    tensors: Any = q.data, q.scale, q.tensor_factor
+    assert_bitwise(torch.compile(values, fullgraph=True)(*tensors), values(*tensors))

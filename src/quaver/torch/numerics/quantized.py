@@ -216,13 +216,12 @@ def spread(blocks: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
     for dim in (0, 1):
         width = block[dim]
         if width is not None and width > 1 and blocks.shape[dim] > 0:
-            if shape[dim] % width and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-                # Inductor 2.13 loses a partial block where it fuses a division of indices by the width.
-                full = blocks.new_full((shape[dim] // width,), width, dtype=torch.int64)
-                repeats = pad(full, (0, 1), value=shape[dim] % width)
-                blocks = blocks.repeat_interleave(repeats, dim, output_size=shape[dim])
-                continue
-            blocks = blocks.repeat_interleave(min(width, shape[dim]), dim).narrow(dim, 0, shape[dim])
+            blocks = blocks.repeat_interleave(min(width, shape[dim]), dim)
+            if blocks.shape[dim] != shape[dim]:
+                # Inductor 2.13 loses a partial last block where it divides an index by the width in a fused loop. A
+                # strided view makes it write whole blocks to memory first.
+                size = (*blocks.shape[:dim], shape[dim], *blocks.shape[dim + 1 :])
+                blocks = blocks.as_strided(size, blocks.stride())
     return blocks
 
 
