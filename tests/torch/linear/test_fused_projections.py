@@ -1,5 +1,6 @@
 """Several layers of one input."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -51,6 +52,47 @@ def test_each_group_of_layers_asks_for_its_recipe_once(
     layers = [layer for layer in block.modules() if isinstance(layer, Linear)]
     assert {layer for group in asked for layer in group} <= set(layers) and len(asked) >= 2
     assert set(asked.values()) == {1}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("tokens", [16, 512], ids=["fast plan", "the general plan"])
+@pytest.mark.parametrize("read", [(0,), (1, 3), (2,), ()], ids=str)
+def test_layers_whose_output_nothing_reads_have_no_gradient(recipe: str, tokens: int, read: tuple[int, ...]) -> None:
+    """As if each layer had been called by itself. Output 0 is the input of the layers."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Linear(64, 16, recipe=recipe) for _ in range(3)])
+    results = []
+    for together in (True, False):
+        own: Any = copy.deepcopy(layers)
+        x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = x * 2.0
+        if together:
+            outputs = fused_projections.project(IDENTITY_INPUT, (y,), list(own), return_input=True)
+        else:
+            outputs = (y, *(layer(y) for layer in own))
+        loss = sum(outputs[i].square().sum() for i in read)
+        if together:
+            # The backward of a function that returns no gradient does not make the output a used one.
+            loss = loss + Blocked.apply(outputs[1]).sum()
+        if read or together:
+            loss.backward()
+        results.append([x.grad, *(p.grad for p in own.parameters()), *(b.clone() for b in own.buffers())])
+    assert [g is None for g in results[0]] == [g is None for g in results[1]]
+    for a, b in zip(*results, strict=True):
+        if a is not None:
+            assert_close("", a, b, 1e-6)
+
+
+class Blocked(torch.autograd.Function):
+    """Identity without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> None:
+        return None
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])

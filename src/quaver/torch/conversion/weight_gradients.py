@@ -175,6 +175,9 @@ class Context:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
 
+    def set_materialize_grads(self, _: bool) -> None:
+        """Do nothing: the function around this one gets zeros for undefined gradients."""
+
 
 class _DivertedFunction(torch.autograd.Function):
     """Autograd function that runs another one and routes the gradients of its weights to `weight_gradients`.

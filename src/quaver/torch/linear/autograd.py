@@ -124,15 +124,20 @@ class LinearFunction(torch.autograd.Function):
             if selective_checkpoint.dispatch_mode_depth() > 0:
                 return _forward_one_hidden(ctx, call, *tensors)
             return _forward_one(ctx, call, *tensors)
-        if not is_tracing() and selective_checkpoint.dispatch_mode_depth() > 0:
+        if is_tracing():
+            return _forward(ctx, call, tensors)
+        # The gradient of an output that nothing reads is None, and its layer has no GEMMs in backward.
+        ctx.set_materialize_grads(False)
+        if selective_checkpoint.dispatch_mode_depth() > 0:
             return _forward_hidden(ctx, call, tensors)
         return _forward(ctx, call, tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gs: Tensor) -> Any:
+    def backward(ctx: Any, *gs: Any) -> Any:
         one = ctx.constants[0].__class__ is LinearCall
-        if (one or not is_tracing()) and any_autocast_enabled():
-            with ops.without_autocast(ops.autocast_device(gs[0])):
+        given = next((g for g in gs if g is not None), None)
+        if given is not None and (one or not is_tracing()) and any_autocast_enabled():
+            with ops.without_autocast(ops.autocast_device(given)):
                 return first_derivative(_backward_one if one else _backward, ctx, NO_DOUBLE_BACKWARD, *gs)
         return first_derivative(_backward_one if one else _backward, ctx, NO_DOUBLE_BACKWARD, *gs)
 
@@ -256,18 +261,19 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
 _forward_hidden = selective_checkpoint.hide_from_policies(_forward)
 
 
-def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
     (setup, calls, shape, dtype, weight_dtypes, bias_dtypes), size, layout, layouts = ctx.constants
     n, count, needs = len(setup.layers), setup.input_count, ctx.needs_input_grad[1:]
     of_layers, weights, saved = gs[-n:], tensors[:n], unpack(tensors[n + size :], layouts)
     if calls is None:
         calls, saved = _rebuild_calls(setup, of_layers, saved[:n]), saved[n:]
-    saved_input: Any = None if layout == NOTHING_SAVED else unflatten(tensors[n : n + size], layout)
+    used = any(g is not None for g in of_layers)
+    saved_input: Any = unflatten(tensors[n : n + size], layout) if used and layout != NOTHING_SAVED else None
     if saved_input is not None and calls is not None and calls[0].plan.load_input is not None:
         saved_input = calls[0].plan.load_input(calls[0], saved_input[0])
     need_input = any(needs[:count])
     recomputed: RecomputedInput | None = None
-    if saved_input is None and any(needs[count : count + n]):
+    if used and saved_input is None and any(needs[count : count + n]):
         once = n == 1 and need_input and needs[count] is True and not setup.return_input
         # Counters expect operands in the order in which a single layer quantizes them.
         if once and ops.on_host(of_layers[0]) and counters.active.counters is None:
@@ -277,12 +283,16 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     shares = n > 1 and saved_input is not None and not is_tracing()
     if shares:
         decode.cache_decoded(saved_input[0], decode.INPUT)
-    grad_y = general.matrix(gs[0]) if setup.return_input else None
+    grad_y = general.matrix(gs[0]) if setup.return_input and gs[0] is not None else None
     grad_weights: list[Any] = [None] * n
     grad_biases: list[Tensor | None] = [None] * n
     # Same order as autograd's accumulation: last computed first.
     try:
         for i in range(n - 1, -1, -1):
+            if of_layers[i] is None:
+                if calls[i].pending is not None:
+                    calls[i].pending.finish()
+                continue
             needed = need_input, needs[count + i], needs[count + n + i]
             part, grad_weights[i], grad_biases[i] = gradients(
                 calls[i], of_layers[i], weights[i], saved_input, needed, weight_dtypes[i], bias_dtypes[i]
@@ -296,8 +306,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     grad_inputs: Sequence[Tensor | None] = (None,) * count
     if recomputed is not None and recomputed.gradients is not None:
         grad_inputs = recomputed.gradients
-    elif need_input:
-        assert grad_y is not None
+    elif need_input and grad_y is not None:
         # With `return_input` grad_y may be the caller's tensor, which resize_ must not change.
         grad_y = grad_y.view(*shape) if setup.return_input else shaped(grad_y, shape)
         grad_inputs = setup.op.backward(grad_y, saved, calls[0].plan.implementation)
