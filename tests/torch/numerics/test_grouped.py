@@ -31,16 +31,16 @@ def offsets() -> GroupOffsets:
     return GroupOffsets(torch.tensor(SIZES, dtype=torch.int32).cumsum(0, dtype=torch.int32), T)
 
 
-def alone(x: Tensor, spec: QuantSpec, group: int, summed: bool, factors: Tensor | None) -> Quantized:
+def alone(x: Tensor, spec: QuantSpec, group: int, for_wgrad: bool, factors: Tensor | None) -> Quantized:
     noise = NO_NOISE if spec.rounding == "nearest" else DRAW.of(group)
     factor = None if factors is None else factors[group]
-    return reference.quantize((x.t() if summed else x).contiguous(), spec, None, factor, noise)
+    return reference.quantize((x.t() if for_wgrad else x).contiguous(), spec, None, factor, noise)
 
 
 def part_of(laid: GroupedOperand, places: GroupOffsets, group: int, q: Quantized) -> tuple[Tensor, Tensor]:
     """Values and decode scales [rows, k] of one group."""
     values, (start, end) = grouped.values(laid), places.bounds()[group]
-    if laid.summed:
+    if laid.for_wgrad:
         first = int(laid.slots.ends[group] - laid.slots.filled[group])
         stop = first + q.shape[1]
         scales = grouped.slot_scales(laid)[first:stop].t()
@@ -52,19 +52,19 @@ def part_of(laid: GroupedOperand, places: GroupOffsets, group: int, q: Quantized
     return values, spread(scales, along, q.shape).expand(q.shape)
 
 
-@pytest.mark.parametrize("summed", [False, True], ids=["rows", "summed"])
+@pytest.mark.parametrize("for_wgrad", [False, True], ids=["rows", "for_wgrad"])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_operand_of_a_group_depends_on_its_rows_alone(name: str, summed: bool) -> None:
+def test_the_operand_of_a_group_depends_on_its_rows_alone(name: str, for_wgrad: bool) -> None:
     spec, places = SPECS[name], offsets()
     delayed = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
     for k in (40, 33):
         for factors in (None, torch.tensor([0.0, 2.0, 4.0, 0.5])) if delayed else (None,):
             x = rows(k)
-            laid = grouped.quantize(x, spec, places, summed, factors, DRAW)
+            laid = grouped.quantize(x, spec, places, for_wgrad, factors, DRAW)
             for group, (start, end) in enumerate(places.bounds()):
                 if start == end:
                     continue
-                q = alone(x[start:end], spec, group, summed, factors)
+                q = alone(x[start:end], spec, group, for_wgrad, factors)
                 values, scales = part_of(laid, places, group, q)
                 assert_bitwise(values[:, : q.shape[1]].contiguous(), q.values().contiguous())
                 expected = spread(q.scales(), spec.block, q.shape).expand(q.shape)

@@ -17,7 +17,7 @@ from quaver.reference.attention import MASKS
 from quaver.torch.backends.gpu.device import architecture
 from quaver.torch.conversion.matchers.linears import kind_of
 from quaver.torch.linear.grouped.layer import GroupedLinear, check, grouped_matmul
-from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_SUMS
+from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_WGRAD
 from quaver.torch.linear.linear import Linear, Quantizable
 from quaver.torch.nn.attention import AttentionExplanation, DotProductAttention, explain_attention
 from quaver.torch.nn.attention.dot_product import reason_unsupported
@@ -227,7 +227,7 @@ def _gemm_of_all_groups(
     like = offsets.ends
     if name == "wgrad":
         sides = (_slot_operand(like, side, rows, offsets) for side, rows in ((spec.a, n), (spec.b, k)))
-        reasons = GROUPED_SUMS.explain(*sides, dtype, spec.fast_accum)
+        reasons = GROUPED_WGRAD.explain(*sides, dtype, spec.fast_accum)
     else:
         columns, deep = (n, k) if name == "fprop" else (k, n)
         one = torch.empty(1, dtype=torch.float32, device=like.device)

@@ -151,7 +151,7 @@ class GroupedOperand:
     No block spans two groups. The axis that is divided by group (rows or tokens) has its blocks in `segments`.
     """
 
-    #: Rows to be summed over k, [slots, k]; or if `summed`, transposes to be summed over slots, [k, slots]. Four-bit
+    #: Rows to be summed over k, [slots, k]; or if `for_wgrad`, transposes to be summed over slots, [k, slots]. Four-bit
     #: codes are packed two to a byte along the contraction axis.
     data: Tensor
     #: Stored scales, [segments, blocks of k] in both cases.
@@ -160,7 +160,7 @@ class GroupedOperand:
     factor: Tensor | None
     spec: QuantSpec
     #: True if products sum over slots.
-    summed: bool
+    for_wgrad: bool
     slots: GroupSlots
     #: Length of the contraction axis in codes.
     k: int
@@ -225,7 +225,7 @@ def quantize(
     x: Tensor,
     spec: QuantSpec,
     offsets: GroupOffsets,
-    summed: bool,
+    for_wgrad: bool,
     factors: Tensor | None = None,
     draw: GroupedNoise | None = None,
 ) -> GroupedOperand:
@@ -234,35 +234,35 @@ def quantize(
     Codes and scales of each group equal those of `reference.quantize` on its rows alone.
 
     Args:
-        summed: False quantizes rows, to be summed over k; True quantizes transposes, to be summed over rows.
+        for_wgrad: False quantizes rows, to be summed over k; True quantizes transposes, to be summed over rows.
         factors: encode factors of delayed scaling, float32 [groups]; 0 is unset.
         draw: noise for stochastic rounding.
     """
-    width = spec.block[0 if summed else 1]
-    slots = offsets.slots(multiple(spec) if summed else 1)
+    width = spec.block[0 if for_wgrad else 1]
+    slots = offsets.slots(multiple(spec) if for_wgrad else 1)
     y = slots.take(x.detach()).to(torch.float32)
     if spec.hadamard:
-        y = transposed_rotate(y) if summed else rotate(y)
+        y = transposed_rotate(y) if for_wgrad else rotate(y)
     u = None
     if spec.rounding == "stochastic":
         assert draw is not None
-        y, u = flush(y), _uniform(draw, slots, y.shape[1], spec, summed)
-    segments = _segments(offsets, slots, spec, summed)
+        y, u = flush(y), _uniform(draw, slots, y.shape[1], spec, for_wgrad)
+    segments = _segments(offsets, slots, spec, for_wgrad)
     blocks = _segment_bits(_across(magnitude_bits(y), width), segments)
     e, scale, factor, top = _scales(blocks, spec, segments, factors)
     data = encode(y * _along(spread(e, (1, width), (len(e), y.shape[1])), segments), spec, u)
-    k = y.shape[0 if summed else 1]
-    if summed:
+    k = y.shape[0 if for_wgrad else 1]
+    if for_wgrad:
         data = pack(data.t()) if spec.format.packed else data.t().contiguous()
     elif spec.format.packed:
         data = pack(data)
-    return GroupedOperand(data, scale, factor, spec, summed, slots, k, top)
+    return GroupedOperand(data, scale, factor, spec, for_wgrad, slots, k, top)
 
 
 def transposed(operand: GroupedOperand, offsets: GroupOffsets) -> GroupedOperand:
     """Transpose rows quantized in square blocks: same codes and scales."""
     spec = operand.spec
-    assert spec.transposable and not operand.summed
+    assert spec.transposable and not operand.for_wgrad
     slots = offsets.slots(multiple(spec))
     codes = unpack(operand.data, operand.shape[1]) if spec.format.packed else operand.data.view(torch.uint8)
     codes = slots.take(codes).t()
@@ -287,7 +287,7 @@ def from_quantized(q: Quantized, offsets: GroupOffsets) -> GroupedOperand:
 
 def row_scales(operand: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Tensor | None]:
     """Return the stored scales of rows, [T, blocks of k], and the factors of two-level scales, [T, 1] or None."""
-    assert not operand.summed
+    assert not operand.for_wgrad
     segments = _segments(offsets, operand.slots, operand.spec, False)
     factor = None if operand.factor is None else of_groups(operand.factor, operand.slots.group)
     return _along(operand.scale, segments), factor
@@ -295,7 +295,7 @@ def row_scales(operand: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, 
 
 def slot_scales(operand: GroupedOperand) -> Tensor:
     """Return the decode scales of an operand that is summed over slots, float32 [slots, blocks of k]."""
-    assert operand.summed
+    assert operand.for_wgrad
     segments = _segments(None, operand.slots, operand.spec, True)
     factor = None if operand.factor is None else of_groups(operand.factor, segments.group)
     return _along(decode_scales(operand.scale, operand.spec, factor), segments)
@@ -329,14 +329,14 @@ class BlockSegments(NamedTuple):
     groups: int
 
 
-def _segments(offsets: GroupOffsets | None, slots: GroupSlots, spec: QuantSpec, summed: bool) -> BlockSegments:
-    groups, height = slots.groups, spec.block[1 if summed else 0]
+def _segments(offsets: GroupOffsets | None, slots: GroupSlots, spec: QuantSpec, for_wgrad: bool) -> BlockSegments:
+    groups, height = slots.groups, spec.block[1 if for_wgrad else 0]
     if height == 1:
         return BlockSegments(None, None, 1, slots.group, groups)
     if height is None:
         of_group = torch.arange(groups, dtype=torch.int64, device=slots.group.device)
         return BlockSegments(groups, slots.group, 0, of_group, groups)
-    if summed:
+    if for_wgrad:
         return BlockSegments(slots.count // height, None, height, slots.group[::height], groups)
     # The same blocks as those of the transposes of these rows.
     assert offsets is not None
@@ -410,12 +410,12 @@ def _along(of_segments: Tensor, segments: BlockSegments) -> Tensor:
     return of_groups(of_segments, segments.of_slot)
 
 
-def _uniform(draw: GroupedNoise, slots: GroupSlots, k: int, spec: QuantSpec, summed: bool) -> Tensor:
+def _uniform(draw: GroupedNoise, slots: GroupSlots, k: int, spec: QuantSpec, for_wgrad: bool) -> Tensor:
     """Return the uniform number in [0, 1) for each element's stochastic rounding, float32 [slots, k]."""
     device = slots.group.device
     streams, counts = (of_groups(_numbers(n, device), slots.group) for n in (draw.streams, draw.counts))
     columns = torch.arange(k, dtype=torch.int64, device=device)
-    if summed:
+    if for_wgrad:
         padded = (slots.sizes + 15) // 16 * 16 if spec.hadamard else slots.sizes
         index = columns * of_groups(padded, slots.group).unsqueeze(1) + slots.place.unsqueeze(1)
     else:

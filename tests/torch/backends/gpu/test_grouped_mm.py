@@ -12,7 +12,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 import quaver.torch as qt
 from quaver import E4M3, E5M2, QuantSpec, recipes
 from quaver.torch.backends.gpu import device, grouped_mm
-from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_SUMS
+from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_WGRAD
 from quaver.torch.linear.grouped.products import stacked
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets
@@ -52,7 +52,7 @@ def stand_in(calls: list[Call]) -> Any:
         output_dtype: torch.dtype,
         use_fast_accum: bool,
     ) -> Tensor:
-        kind, summed = KINDS[tuple(kind_a)], b.dim() == 2
+        kind, for_wgrad = KINDS[tuple(kind_a)], b.dim() == 2
         assert kind_a == kind_b and swizzle_a == swizzle_b and output_dtype is torch.bfloat16
         assert swizzle_a == (
             None if kind == "row" else [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE][: len(kind_a)]
@@ -64,24 +64,24 @@ def stand_in(calls: list[Call]) -> Any:
         assert a.stride(1) == 1 and a.stride(0) % 16 == 0 and a.data_ptr() % 16 == 0, "mat1 row by row"
         assert b.stride(-2) == 1 and b.stride(-1) % 16 == 0 and b.data_ptr() % 16 == 0, "mat2 transposed"
         groups = offs.shape[0]
-        assert offs.dtype is torch.int32 and (summed or b.shape[0] == groups)
+        assert offs.dtype is torch.int32 and (for_wgrad or b.shape[0] == groups)
         for scale, matrix in ((scale_a, a), (scale_b, b)):
-            check_scales(kind, scale, matrix, groups, summed, matrix is a)
-        y = product(kind, a, b, scale_a, scale_b, offs.tolist(), summed)
-        calls.append((kind, summed, use_fast_accum))
+            check_scales(kind, scale, matrix, groups, for_wgrad, matrix is a)
+        y = product(kind, a, b, scale_a, scale_b, offs.tolist(), for_wgrad)
+        calls.append((kind, for_wgrad, use_fast_accum))
         return y.to(torch.bfloat16)
 
     return scaled_grouped_mm
 
 
-def check_scales(kind: str, scales: list[Tensor], matrix: Tensor, groups: int, summed: bool, left: bool) -> None:
+def check_scales(kind: str, scales: list[Tensor], matrix: Tensor, groups: int, for_wgrad: bool, left: bool) -> None:
     scale, rows = scales[0], matrix.shape[0] if left else matrix.shape[-1]
     if kind == "row":
         assert scale.dtype is torch.float32 and scale.is_contiguous()
-        assert scale.shape == ((groups * rows,) if summed else (rows,) if left else (groups, rows))
+        assert scale.shape == ((groups * rows,) if for_wgrad else (rows,) if left else (groups, rows))
         return
     assert scale.dtype is (torch.float8_e8m0fnu if kind == "mx" else torch.float8_e4m3fn)
-    if summed or left:
+    if for_wgrad or left:
         assert scale.dim() == 2 and scale.shape[0] >= rows
     else:
         k = matrix.shape[1] * (2 if kind == "nv" else 1)
@@ -92,23 +92,23 @@ def check_scales(kind: str, scales: list[Tensor], matrix: Tensor, groups: int, s
 
 
 def product(
-    kind: str, a: Tensor, b: Tensor, of_a: list[Tensor], of_b: list[Tensor], ends: list[int], summed: bool
+    kind: str, a: Tensor, b: Tensor, of_a: list[Tensor], of_b: list[Tensor], ends: list[int], for_wgrad: bool
 ) -> Tensor:
     """Each group's own scaled GEMM, its scales where that begins to read them."""
     n = b.shape[-1]
-    y = torch.full((len(ends), a.shape[0], n) if summed else (a.shape[0], n), float("nan"))
+    y = torch.full((len(ends), a.shape[0], n) if for_wgrad else (a.shape[0], n), float("nan"))
     start, at = 0, [0, 0]
     for group, end in enumerate(ends):
         left, right = (
-            (a[:, cut(kind, start, end)], b[cut(kind, start, end)].t()) if summed else (a[start:end], b[group].t())
+            (a[:, cut(kind, start, end)], b[cut(kind, start, end)].t()) if for_wgrad else (a[start:end], b[group].t())
         )
         if end > start:
             sides = [
-                dequantized(kind, codes, scale, at, i, group, summed, (start, end))
+                dequantized(kind, codes, scale, at, i, group, for_wgrad, (start, end))
                 for i, (codes, scale) in enumerate(((left, of_a), (right, of_b)))
             ]
             result = sides[0] @ sides[1].t()
-            y[group if summed else slice(start, end)] = result.float()
+            y[group if for_wgrad else slice(start, end)] = result.float()
         start = end
     return y
 
@@ -120,12 +120,12 @@ def cut(kind: str, start: int, end: int) -> slice:
 
 
 def dequantized(
-    kind: str, codes: Tensor, scales: list[Tensor], at: list[int], side: int, group: int, summed: bool, rows: Any
+    kind: str, codes: Tensor, scales: list[Tensor], at: list[int], side: int, group: int, for_wgrad: bool, rows: Any
 ) -> Tensor:
     """Codes [rows, k] times the scales of one group, float64."""
     if kind == "row":
         flat = scales[0].reshape(-1)
-        first = group * codes.shape[0] if summed or side else rows[0]
+        first = group * codes.shape[0] if for_wgrad or side else rows[0]
         return codes.contiguous().view(torch.float8_e4m3fn).double() * flat[first : first + codes.shape[0], None]
     packed = kind == "nv"
     count, k = codes.shape[0], codes.shape[1] * (2 if packed else 1)
@@ -133,7 +133,7 @@ def dequantized(
     across = -(-k // width)
     size = tall * (-(-across // 4) * 4)
     flat = scales[0].view(torch.uint8).reshape(-1)
-    if side and not summed:
+    if side and not for_wgrad:
         flat = scales[0][group].view(torch.uint8)
         first = 0
     else:
@@ -201,10 +201,10 @@ def test_one_call_multiplies_all_groups(kind: str, k: int, calls: list[Call]) ->
 def test_one_call_sums_over_all_groups(kind: str, calls: list[Call]) -> None:
     a, b = transposes(SPECS[kind])
     with qt.only("reference"):
-        expected = GROUPED_SUMS(a, b, torch.bfloat16, False)
+        expected = GROUPED_WGRAD(a, b, torch.bfloat16, False)
         assert not calls
     with qt.only("native"):
-        y = GROUPED_SUMS(a, b, torch.bfloat16, False)
+        y = GROUPED_WGRAD(a, b, torch.bfloat16, False)
     assert calls == [(kind, True, False)] * 2, "a probe, and the call itself"
     assert not y[1].any(), "a group without tokens"
     torch.testing.assert_close(y, expected, rtol=2.0**-7, atol=1e-4)
@@ -223,7 +223,7 @@ def test_groups_of_several_tiles_find_their_scales(calls: list[Call]) -> None:
         for name in ("reference", "native"):
             with qt.only(name):
                 y = GROUPED_MATMUL(rows, stack, offsets, 144, torch.bfloat16, None, False)
-                results.append((GROUPED_SUMS(a, b, torch.bfloat16, False), y))
+                results.append((GROUPED_WGRAD(a, b, torch.bfloat16, False), y))
         for ours, expected in zip(*results, strict=True):
             torch.testing.assert_close(ours, expected, rtol=2.0**-6, atol=2.0**-6)
 
@@ -273,7 +273,7 @@ def test_unsupported_inputs_run_elsewhere_and_say_why(calls: list[Call], monkeyp
         assert "no grouped GEMM" in why(*operands(QuantSpec(E5M2)))
         assert "no grouped GEMM" in why(*operands(QuantSpec(E4M3, (1, 128))))
         odd = transposes(n=24)
-        assert "multiples of 16" in dict(GROUPED_SUMS.explain(*odd, torch.bfloat16, False))["native"]
+        assert "multiples of 16" in dict(GROUPED_WGRAD.explain(*odd, torch.bfloat16, False))["native"]
         assert "whole blocks of 32" in why(*operands(SPECS["mx"], k=144))
         assert why(*operands(SPECS["mx"], k=160)) == ""
         monkeypatch.setattr(grouped_mm, "KINDS", AS_TORCH_HAS_THEM)

@@ -27,13 +27,13 @@ SIZES = (5, 0, 1, 130, 64, 0)
 
 
 def saved_and_read(
-    parts: list[Quantized | None], sizes: tuple[int, ...], consumed: bool = False
+    parts: list[Quantized | None], sizes: tuple[int, ...], fprop_rows: bool = False
 ) -> tuple[tuple[Tensor, ...], Any]:
     """The tensors saved for operands of all groups, and the operands read from them."""
     of = next(q for q in parts if q is not None)
     offsets = GroupOffsets(torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32), sum(sizes))
-    rows = consumed or of.spec.transposable
-    layout = SavedLayout(of.spec, consumed, rows, offsets.rows, len(sizes), of.shape[1 if consumed else 0])
+    rows = fprop_rows or of.spec.transposable
+    layout = SavedLayout(of.spec, fprop_rows, rows, offsets.rows, len(sizes), of.shape[1 if fprop_rows else 0])
     taken = layout.flat(parts)
     for padded, exact in zip(layout.flat(parts, padded=True), taken, strict=True):
         assert torch.equal(padded[: len(exact)], exact)
@@ -45,7 +45,7 @@ def test_all_stored_scales_are_restored() -> None:
     spec = QuantSpec(E4M3, (1, None))
     scales = torch.tensor([[2.0**-p] for p in range(-126, 128)] + [[torch.nan], [-torch.nan]], dtype=torch.float64)
     q = Quantized(torch.zeros(len(scales), 3).to(torch.float8_e4m3fn), scales.float(), spec, (len(scales), 3))
-    taken, again = saved_and_read([None, q, None], (0, len(scales), 0), consumed=True)
+    taken, again = saved_and_read([None, q, None], (0, len(scales), 0), fprop_rows=True)
     assert taken[1].nbytes == len(scales)
     assert again[0] is again[2] is None and again[1] is not None and isinstance(again[1].scale, Tensor)
     assert_bitwise(again[1].scale, q.scale)

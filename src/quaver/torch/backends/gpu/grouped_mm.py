@@ -324,8 +324,8 @@ def _why_not(a: QuantSpec, b: QuantSpec, device: torch.device, n: int, dtype: to
     return f"the output has {n} columns; it takes multiples of 16" if n % 16 else ""
 
 
-def _tried(device: torch.device, name: str, summed: bool, fast_accum: bool) -> str:
-    key = device, name, summed, fast_accum
+def _tried(device: torch.device, name: str, for_wgrad: bool, fast_accum: bool) -> str:
+    key = device, name, for_wgrad, fast_accum
     if key not in _probes and capture.capturing(device):
         return "a CUDA graph is being captured before any call has tried it: run a step first"
     return probe(*key)
@@ -458,9 +458,9 @@ def _with_factor(name: str, blocks: Tensor, factor: Tensor | None) -> list[Tenso
     return [blocks.view(torch.float8_e4m3fn), (1.0 / factor).reshape(-1).contiguous()]
 
 
-def probe(device: torch.device, name: str, summed: bool, fast_accum: bool) -> str:
+def probe(device: torch.device, name: str, for_wgrad: bool, fast_accum: bool) -> str:
     """Probe a small product with an empty group and tokens of no group, once; return "" or why it is not used."""
-    key = device, name, summed, fast_accum
+    key = device, name, for_wgrad, fast_accum
     if key not in _probes:
         _probes[key] = _probe(*key)
     return _probes[key]
@@ -474,18 +474,18 @@ SPECS = {
 }
 
 
-def _probe(device: torch.device, name: str, summed: bool, fast_accum: bool) -> str:
+def _probe(device: torch.device, name: str, for_wgrad: bool, fast_accum: bool) -> str:
     generator, spec = torch.Generator("cpu").manual_seed(0), SPECS[name]
     x, w = (
         torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu").mul_(
             torch.rand(rows, columns, generator=generator, dtype=torch.float32, device="cpu").add_(0.5)
         )
-        for rows, columns in ((48, 288), (48, 32) if summed else (3 * 32, 288))
+        for rows, columns in ((48, 288), (48, 32) if for_wgrad else (3 * 32, 288))
     )
     offsets = GroupOffsets(torch.tensor([21, 21, 40], dtype=torch.int32, device=device), 48)
-    a = grouped.quantize(x.to(device), spec, offsets, summed)
+    a = grouped.quantize(x.to(device), spec, offsets, for_wgrad)
     try:
-        if summed:
+        if for_wgrad:
             b = grouped.quantize(w.to(device), spec, offsets, True)
             y, expected = sums(a, b, torch.bfloat16, fast_accum), sums_group_by_group(a, b, torch.float32)
         else:

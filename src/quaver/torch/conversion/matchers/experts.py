@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quaver.recipes.spec import Recipe
 from quaver.torch.linear import general
 from quaver.torch.linear.autograd import IDENTITY_INPUT, LinearFunction, LinearSetup, eager_apply
-from quaver.torch.linear.grouped.call import GroupedProduct
+from quaver.torch.linear.grouped.call import LayerGroups
 from quaver.torch.linear.grouped.layer import check, multiply
 from quaver.torch.linear.linear import Quantizable, check_not_sharded, recipe_of
 from quaver.torch.numerics.rounding import is_tracing
@@ -128,7 +128,7 @@ class ExpertGemms:
         if not is_tracing():
             check_not_sharded(self.module, weight)
         check(x, weight.transpose(1, 2) if transposed else weight, self.ends, bias, self.recipe)
-        owner = GroupedProduct(self.module, name, self.names.index(name) * self.ends.shape[0])
+        owner = LayerGroups(self.module, name, self.names.index(name) * self.ends.shape[0])
         return multiply(owner, x, weight, bias, self.ends, self.recipe, transposed)
 
 

@@ -39,7 +39,7 @@ class NoiseSource:
         return GroupedNoise(self.seed, streams, [int(self.count)] * groups)
 
 
-class GroupedProduct(NamedTuple):
+class LayerGroups(NamedTuple):
     """One product of a layer: a range of consecutive groups of one parameter."""
 
     layer: nn.Module
@@ -67,7 +67,7 @@ class GroupedCall(LinearCall):
 
     def __init__(
         self,
-        owner: NoiseSource | GroupedProduct | None,
+        owner: NoiseSource | LayerGroups | None,
         recipe: Recipe,
         offsets: GroupOffsets,
         like: Tensor,
@@ -85,7 +85,7 @@ class GroupedCall(LinearCall):
             weight: in the layer's layout, [groups, K, N] if `transposed`.
             bias_dtype: dtype of the bias and of its gradient.
         """
-        layer: Any = owner.layer if isinstance(owner, GroupedProduct) else None
+        layer: Any = owner.layer if isinstance(owner, LayerGroups) else None
         super().__init__(general.plan_for(recipe, like), layer, training, dtype, is_tracing())
         self.owner, self.offsets, self.transposed, self.bias_dtype = owner, offsets, transposed, bias_dtype
         #: The weight if it is stored in eight or four bits.
@@ -107,7 +107,7 @@ class GroupedCall(LinearCall):
     def begin(self) -> "GroupedCall":
         """Join the current step of delayed scaling."""
         owner = self.owner
-        if isinstance(owner, GroupedProduct) and self.recipe.delayed is not None:
+        if isinstance(owner, LayerGroups) and self.recipe.delayed is not None:
             factors: Any = scaling_step.factors(owner.layer, self.training)
             factors = factors[owner.first : owner.first + self.offsets.groups]
             if not isinstance(factors, Tensor):
@@ -139,7 +139,7 @@ class GroupedCall(LinearCall):
     def note(self, operand: str, x: Tensor, q: Quantized) -> None:
         """Report an operand of one or several groups to the counters, if there are any; "" is not reported."""
         owner = self.owner
-        if counters.active.counters is None or not operand or not isinstance(owner, GroupedProduct):
+        if counters.active.counters is None or not operand or not isinstance(owner, LayerGroups):
             return
         if not layer_state.replaying():
             counters.active.counters.count(owner.layer, operand, x, q, owner.name)
@@ -152,7 +152,7 @@ class GroupedCall(LinearCall):
     def finish(self) -> None:
         """Write the amaxes and noise counters that the call has collected to its layer."""
         owner = self.owner
-        if isinstance(owner, GroupedProduct):
+        if isinstance(owner, LayerGroups):
             if self.training and self.factors is not None:
                 for column, amaxes in self.amaxes.items():
                     amax.record_each(owner.layer, column, amaxes, owner.first)
@@ -184,7 +184,7 @@ def weights(call: GroupedCall, weight: Tensor, side: str, quantize: Callable[[],
 
 def _entry(call: GroupedCall, weight: Tensor, side: str, quantize: Callable[[], Any]) -> weight_cache.CachedWeight:
     owner, gemm = call.owner, call.recipe.gemms[side]
-    if not isinstance(owner, GroupedProduct) or call.stored is not None or general.capturing(weight):
+    if not isinstance(owner, LayerGroups) or call.stored is not None or general.capturing(weight):
         return weight_cache.CachedWeight(quantize())
     key = f"{side} {owner.name}", weight, gemm.b, call.host_factors or general.factor_key(call)
     entry = weight_cache.lookup(owner.layer, *key, call.training)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.linear.autograd import pack, unpack
 from quaver.torch.linear.general import can_recompute
 from quaver.torch.linear.grouped import products
-from quaver.torch.linear.grouped.call import GroupedCall, GroupedProduct, NoiseSource
+from quaver.torch.linear.grouped.call import GroupedCall, LayerGroups, NoiseSource
 from quaver.torch.linear.grouped.custom_ops import BACKWARD, FORWARD, OPERANDS, arguments, flat_rows
 from quaver.torch.linear.grouped.operands import RowInputOp
 from quaver.torch.linear.grouped.saved import SavedLayout
@@ -39,7 +39,7 @@ class GroupedSetup(NamedTuple):
     rows: RowInputOp
     #: Number of tensors that `rows` takes.
     input_count: int
-    owner: NoiseSource | GroupedProduct
+    owner: NoiseSource | LayerGroups
     recipe: Recipe
     #: dtype of the products.
     dtype: torch.dtype
@@ -178,7 +178,7 @@ def _traced_backward(
     if len(operand) < 4:
         operand = (*flat_rows(operand[0] if operand else g), None)
     number, first = None, 0
-    if isinstance(owner, GroupedProduct):
+    if isinstance(owner, LayerGroups):
         number, first = None if call.factors is None else state_of(owner.layer).number, owner.first
     needed = [bool(need) for need in needs]
     grads = BACKWARD.operator(g, *operand, needed, call.bias_dtype, number, first, *arguments(call, weight, 1))

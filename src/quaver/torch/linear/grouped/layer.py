@@ -21,7 +21,7 @@ from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance
 from quaver.torch.linear import stored_weight
-from quaver.torch.linear.grouped.call import GroupedProduct, NoiseSource
+from quaver.torch.linear.grouped.call import LayerGroups, NoiseSource
 from quaver.torch.linear.grouped.function import GroupedLinearFunction, GroupedSetup
 from quaver.torch.linear.grouped.operands import RowInputOp, given_rows
 from quaver.torch.linear.linear import Quantizable, check_not_sharded, recipe_of
@@ -100,7 +100,7 @@ def grouped_matmul(
 
 
 def multiply(
-    owner: NoiseSource | GroupedProduct,
+    owner: NoiseSource | LayerGroups,
     x: Any,
     weight: Tensor,
     bias: Tensor | None,
@@ -333,7 +333,7 @@ class GroupedLinear(Quantizable):
                 weight_cache.expire(self, weight)
         elif training and self._state.buffers_recipe is not recipe:
             create_state_buffers(self, recipe)
-        return multiply(GroupedProduct(self), x, weight, bias, offsets, recipe, self.layout == "kn", rows, dtype)
+        return multiply(LayerGroups(self), x, weight, bias, offsets, recipe, self.layout == "kn", rows, dtype)
 
     def _dtype(self, x: Any, weight: Tensor) -> torch.dtype:
         """Return the dtype of the products; raise ValueError if rows and weight differ outside of torch.autocast."""

@@ -2,7 +2,7 @@
 
 rows [T, K]  = op(inputs), sorted by group, in high precision or as codes
 GROUPED_MATMUL  y [T, N]         of rows and a matrix of each group
-GROUPED_SUMS    y [groups, N, K] of transposes, summed over each group's rows
+GROUPED_WGRAD    y [groups, N, K] of transposes, summed over each group's rows
 """
 
 from collections.abc import Sequence
@@ -142,7 +142,7 @@ GROUPED_MATMUL: Operation[Tensor] = Operation(
 )
 #: Transposed operands multiplied per group and summed over its tokens: (one, other, dtype, fast_accum) -> [groups, n,
 #: k].
-GROUPED_SUMS: Operation[Tensor] = Operation(
+GROUPED_WGRAD: Operation[Tensor] = Operation(
     "grouped_sums",
     [
         _of("native", "sums", "reason_sums", _no_gemms),
@@ -161,8 +161,8 @@ HIGH_MATMUL: Operation[Tensor] = Operation(
         _of("group by group", "high_group_by_group"),
     ],
 )
-#: Unquantized `GROUPED_SUMS`: (a [T, n], b [T, k], offsets, dtype) -> [groups, n, k], summed over each group's rows.
-HIGH_SUMS: Operation[Tensor] = Operation(
+#: Unquantized `GROUPED_WGRAD`: (a [T, n], b [T, k], offsets, dtype) -> [groups, n, k], summed over each group's rows.
+HIGH_WGRAD: Operation[Tensor] = Operation(
     "grouped_high_sums",
     [
         _of("torch", "high_sums", "reason_high_sums"),

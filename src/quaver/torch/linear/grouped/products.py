@@ -23,7 +23,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.cpu import gemm
 from quaver.torch.linear.general import LATER, high_precision, plain
 from quaver.torch.linear.grouped.call import GroupedCall, outside_inference, weights
-from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_SUMS, HIGH_MATMUL, HIGH_SUMS
+from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_WGRAD, HIGH_MATMUL, HIGH_WGRAD
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, by_rows, in_lines, rows_of
 from quaver.torch.numerics.quantized import Quantized, pack
@@ -93,12 +93,12 @@ def backward(
         needs: one flag per gradient; `LATER` for weight or bias returns a function that takes the gradient's `dtype`.
     """
     (need_input, need_weight, need_bias), recipe, run = needs, call.recipe, backend(call)
-    a, c, a_t = recipe.dgrad.a, recipe.wgrad.a, recipe.reuse.grad_output
+    a, c, reuses_grad = recipe.dgrad.a, recipe.wgrad.a, recipe.reuse.grad_output
     rows: Any = g
-    if a is not None and (need_input or (need_weight and a_t)):
+    if a is not None and (need_input or (need_weight and reuses_grad)):
         rows = run.quantize(amax.GRAD_OUTPUT, "grad_output", g, a)
     # A gradient that is computed later may be requested in float32.
-    grad_b: Any = run.sum_rows(g, torch.float32 if need_bias is LATER else call.bias_dtype) if need_bias else None
+    grad_b: Any = run.bias_gradient(g, torch.float32 if need_bias is LATER else call.bias_dtype) if need_bias else None
     grad_x = grad_w = None
     if need_input:
         assert weight is not None
@@ -106,7 +106,9 @@ def backward(
     if need_weight:
         transposed: Any = g
         if c is not None:
-            transposed = run.transpose(rows) if a_t else run.quantize(amax.GRAD_OUTPUT, "grad_output.T", g, c, True)
+            transposed = (
+                run.transpose(rows) if reuses_grad else run.quantize(amax.GRAD_OUTPUT, "grad_output.T", g, c, True)
+            )
         grad_w = partial(_weight_gradient, run, transposed, saved, dtype=call.weight_dtype)
     if grad_b is not None:
         grad_b = partial(grad_b.to, dtype=call.bias_dtype) if need_bias is LATER else grad_b
@@ -115,7 +117,7 @@ def backward(
 
 def _weight_gradient(run: "HostGroups | DeviceGroups", g: Any, saved: Any, *, dtype: torch.dtype) -> Tensor:
     """Run wgrad; returns the gradient in the layout of the parameter."""
-    y = run.sums(g, saved, dtype)
+    y = run.wgrad(g, saved, dtype)
     if run.call.layer is not None:
         weight_cache.record_backward(run.call.layer)
     return y
@@ -132,14 +134,14 @@ def _in_rows(x: Tensor) -> Tensor:
 
 
 def _quantize_each(
-    call: GroupedCall, column: int, operand: str, x: Tensor, spec: QuantSpec, summed: bool, noise: GroupedNoise | None,
-    quantize: Any,
+    call: GroupedCall, column: int, operand: str, x: Tensor, spec: QuantSpec, for_wgrad: bool,
+    noise: GroupedNoise | None, quantize: Any,
 ) -> list[Quantized | None]:  # fmt: skip
     """Quantize the rows of each group by themselves, None without rows, and report them to the counters."""
     parts = list[Quantized | None]([None] * call.offsets.groups)
     for group, (start, end) in enumerate(call.offsets.bounds()):
         if end > start:
-            part = x[start:end].t() if summed else x[start:end]
+            part = x[start:end].t() if for_wgrad else x[start:end]
             of_group = call.factor(group, column), NO_NOISE if noise is None else noise.of(group)
             parts[group] = quantize(part, spec, None, *of_group)
             call.note(operand, part, parts[group])  # type: ignore[arg-type]
@@ -174,9 +176,9 @@ class HostGroups:
         self._quantize, self._matmul = call.operations.quantize, call.operations.matmul
 
     def quantize(
-        self, column: int, operand: str, x: Tensor, spec: QuantSpec, summed: bool = False
+        self, column: int, operand: str, x: Tensor, spec: QuantSpec, for_wgrad: bool = False
     ) -> list[Quantized | None]:
-        """Quantize rows x [T, k] of each group, or their transposes [k, rows] if `summed`, and record their amaxes.
+        """Quantize rows x [T, k] of each group, or their transposes [k, rows] if `for_wgrad`, and record their amaxes.
 
         Args:
             column: column of the operand in the scaling history.
@@ -186,11 +188,16 @@ class HostGroups:
         noise = call.noise(operand, spec)
         # At once it takes 0.1 to 0.7 of the time with kernels, but twice as long with torch operations once the
         # temporaries exceed the cache.
-        if by_rows(spec) and not summed and (self._quantize is not reference.quantize or x.numel() <= CACHED) and last:
+        if (
+            by_rows(spec)
+            and not for_wgrad
+            and (self._quantize is not reference.quantize or x.numel() <= CACHED)
+            and last
+        ):
             q = self._quantize(x, spec)
             call.note(operand, x[:last], rows_of(q, 0, last))
             return self.split(q)
-        parts = _quantize_each(call, column, operand, x, spec, summed, noise, self._quantize)
+        parts = _quantize_each(call, column, operand, x, spec, for_wgrad, noise, self._quantize)
         if call.factors is not None:
             call.record(operand, column, [0.0 if q is None else float(q.amax) for q in parts])  # type: ignore[arg-type]
         return parts
@@ -227,7 +234,7 @@ class HostGroups:
             call.record("weight", amax.WEIGHT, amaxes)
         return y
 
-    def sums(self, g: Any, x: Any, dtype: torch.dtype) -> Tensor:
+    def wgrad(self, g: Any, x: Any, dtype: torch.dtype) -> Tensor:
         """Compute wgrad of operands [N, rows] and [K, rows]; or of unquantized g [T, N], and rows [T, K] that are
         dequantized if they are codes.
         """
@@ -252,7 +259,7 @@ class HostGroups:
                 self._gemm("wgrad", grad[group], g[group], x[group])
         return y
 
-    def sum_rows(self, g: Tensor, dtype: torch.dtype) -> Tensor:
+    def bias_gradient(self, g: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum g [T, N] over each group's rows; returns [groups, N]."""
         total = g.new_zeros((len(self.bounds), g.shape[1]), dtype=dtype)
         for group, (start, end) in enumerate(self.bounds):
@@ -362,16 +369,18 @@ class DeviceGroups:
     def __init__(self, call: GroupedCall) -> None:
         self.call = call
 
-    def quantize(self, column: int, operand: str, x: Tensor, spec: QuantSpec, summed: bool = False) -> GroupedOperand:
+    def quantize(
+        self, column: int, operand: str, x: Tensor, spec: QuantSpec, for_wgrad: bool = False
+    ) -> GroupedOperand:
         """Quantize the rows of all groups; see `HostGroups.quantize`."""
         call, noise = self.call, self.call.noise(operand, spec)
         if operand and counters.active.counters is not None:
             # Each group by itself has the same codes, and counting may wait for the sizes of the groups.
-            _quantize_each(call, column, operand, _in_rows(x), spec, summed, noise, ops.QUANTIZE)
-        if by_rows(spec) and not summed and x.numel():
+            _quantize_each(call, column, operand, _in_rows(x), spec, for_wgrad, noise, ops.QUANTIZE)
+        if by_rows(spec) and not for_wgrad and x.numel():
             return self.split(ops.QUANTIZE(x if x.stride(-1) == 1 else x.contiguous(), spec))
         factors = None if call.factors is None else call.factors[:, column]
-        q = grouped.quantize(x, spec, call.offsets, summed, factors, noise)
+        q = grouped.quantize(x, spec, call.offsets, for_wgrad, factors, noise)
         call.record(operand, column, q.amax)
         return q
 
@@ -397,7 +406,7 @@ class DeviceGroups:
             call.record("weight", amax.WEIGHT, b.amax.where(offsets.has_rows(), 0.0))
         return y
 
-    def sums(self, g: Any, x: Any, dtype: torch.dtype) -> Tensor:
+    def wgrad(self, g: Any, x: Any, dtype: torch.dtype) -> Tensor:
         """Compute wgrad of operands [N, rows] and [K, rows]; or of unquantized g [T, N], and rows [T, K] that are
         dequantized if they are codes.
         """
@@ -407,10 +416,10 @@ class DeviceGroups:
         # Swapped operands give the gradient in the transposed layout of the parameter.
         one, other = (x, g) if self.call.transposed else (g, x)
         if unquantized:
-            return HIGH_SUMS(one, other, offsets, dtype)
-        return GROUPED_SUMS(one, other, dtype, self.call.recipe.wgrad.fast_accum)
+            return HIGH_WGRAD(one, other, offsets, dtype)
+        return GROUPED_WGRAD(one, other, dtype, self.call.recipe.wgrad.fast_accum)
 
-    def sum_rows(self, g: Tensor, dtype: torch.dtype) -> Tensor:
+    def bias_gradient(self, g: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum g [T, N] over each group's rows in float32; returns [groups, N]."""
         offsets = self.call.offsets
         total = torch.zeros((offsets.groups + 1, g.shape[1]), dtype=torch.float32, device=g.device)

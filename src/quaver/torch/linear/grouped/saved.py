@@ -39,9 +39,9 @@ class SavedLayout(NamedTuple):
 
     spec: QuantSpec
     #: True if the operands are rows exactly as fprop read them, which backward decodes; else [K, rows].
-    consumed: bool
-    #: True if a CPU stores them by rows: `consumed` ones, and transposed views of fprop's.
-    of_rows: bool
+    fprop_rows: bool
+    #: True if a CPU stores them by rows: `fprop_rows` ones, and transposed views of fprop's.
+    stored_by_rows: bool
     rows: Any
     groups: Any
     k: Any
@@ -52,20 +52,20 @@ class SavedLayout(NamedTuple):
 
     @staticmethod
     def by(recipe: Recipe, rows: Any, groups: Any, k: Any) -> "SavedLayout":
-        spec, consumed = recipe.saved_input, recipe.wgrad.b is None
+        spec, fprop_rows = recipe.saved_input, recipe.wgrad.b is None
         assert spec is not None
-        return SavedLayout(spec, consumed, recipe.reuse.input or consumed, rows, groups, k)
+        return SavedLayout(spec, fprop_rows, recipe.reuse.input or fprop_rows, rows, groups, k)
 
     def sizes(self) -> tuple[Any, Any]:
         """Return the numbers of bytes of codes and scales that suffice for any sizes of the groups, on a CPU."""
         spec, rows, groups, k = self.spec, self.rows, self.groups, self.k
         tokens = rows + (15 * groups if spec.hadamard else 0)
         # Scale blocks are counted as (tokens, K) for rows, and as (K, tokens) for transposes.
-        along, across = spec.block[0 if self.of_rows else 1], spec.block[1 if self.of_rows else 0]
+        along, across = spec.block[0 if self.stored_by_rows else 1], spec.block[1 if self.stored_by_rows else 0]
         blocks = (groups if along is None else tokens // along + groups) * (1 if across is None else -(-k // across))
         data = tokens * k
         if spec.format.packed:
-            data = tokens * ((k + 1) // 2) if self.of_rows else (tokens + groups) // 2 * k
+            data = tokens * ((k + 1) // 2) if self.stored_by_rows else (tokens + groups) // 2 * k
         return data, blocks * dtype_of_scales(spec).itemsize
 
     def shapes(self, on_host: bool) -> tuple[tuple[tuple[Any, ...], ...], tuple[torch.dtype, ...]]:
@@ -76,9 +76,9 @@ class SavedLayout(NamedTuple):
             shapes = ((data,), (scales,), (groups if spec.two_level else 0,), (groups,))
             return shapes, (torch.uint8, torch.uint8, torch.float32, torch.uint8)
         count = slots(self.rows, groups, multiple(spec))
-        lines, deep = (self.rows, k) if self.consumed else (k, count)
-        height, width = spec.block if self.consumed else spec.block[::-1]
-        segments = groups if height is None else self.rows if self.consumed and height == 1 else count // height
+        lines, deep = (self.rows, k) if self.fprop_rows else (k, count)
+        height, width = spec.block if self.fprop_rows else spec.block[::-1]
+        segments = groups if height is None else self.rows if self.fprop_rows and height == 1 else count // height
         narrow = torch.uint8 if spec.scale == "e8m0" or spec.two_level else torch.float32
         return (
             (lines, (deep + 1) // 2 if spec.format.packed else deep),
@@ -114,9 +114,9 @@ class SavedLayout(NamedTuple):
         data, scales, factors, flags = tensors
         spec, kind = self.spec, dtype_of_scales(self.spec)
         if not ops.on_host(offsets.ends):
-            places = offsets.slots(1 if self.consumed else multiple(spec))
-            deep, factor = self.k if self.consumed else places.count, factors if spec.two_level else None
-            return GroupedOperand(data, scales, factor, spec, not self.consumed, places, deep)
+            places = offsets.slots(1 if self.fprop_rows else multiple(spec))
+            deep, factor = self.k if self.fprop_rows else places.count, factors if spec.two_level else None
+            return GroupedOperand(data, scales, factor, spec, not self.fprop_rows, places, deep)
         scales = scales.view(kind)
         scales = scales.to(torch.float32) if kind is torch.float8_e8m0fnu else scales
         at, after, parts = 0, 0, list[Quantized | None]()
@@ -124,7 +124,7 @@ class SavedLayout(NamedTuple):
             if start == end:
                 parts.append(None)
                 continue
-            shape = (end - start, self.k) if self.consumed else (self.k, spec.padded(end - start))
+            shape = (end - start, self.k) if self.fprop_rows else (self.k, spec.padded(end - start))
             blocks = spec.blocks(*shape)
             lines, columns = shape[::-1] if transposed else shape
             columns = (columns + 1) // 2 if spec.format.packed else columns
