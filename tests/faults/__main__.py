@@ -1,7 +1,7 @@
-"""Plant each fault and see if tests and golden cases catch it: `python -m tests.faults [--only NAME] [--tests]`.
+"""Plant each fault and check that tests and golden cases catch it: `python -m tests.faults [--only NAME] [--tests]`.
 
-The same tests first pass on an unedited copy of the sources. A run of all takes more than an hour on two cores. With
-`--tests` the golden corpus is left out.
+Runs the tests of `make test` in the fault's files, up to the first failure; slow tests are left out. They must first
+pass on an unedited copy of the sources. `--tests` leaves out the golden corpus.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from tests.golden.__main__ import differences, run
 
 
 def run_tests(tests: tuple[str, ...], tree: Path) -> bool:
-    """Return True if the tests pass with a tree's sources.
+    """Return True if the tests that are not slow pass with a tree's sources.
 
     Raises:
         RuntimeError: pytest could not run them.
@@ -32,7 +32,8 @@ def run_tests(tests: tuple[str, ...], tree: Path) -> bool:
     imported = subprocess.run([sys.executable, "-c", where], env=environment, stdout=subprocess.PIPE, check=True)
     if not imported.stdout.decode().startswith(str(tree)):
         raise RuntimeError(f"{imported.stdout.decode().strip()} is imported, not the copy in {tree}")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
+    options = ["-q", "-x", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     result = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if result.returncode not in (0, 1):
         raise RuntimeError(f"pytest could not run {tests}:\n{result.stdout.decode()[-2000:]}")
