@@ -12,7 +12,9 @@ from quaver.reference.optimizer_state import CODES, StateSpec
 from quaver.torch.optim import codes
 from tests.states import KINDS, drawn, every_spec
 
-SHAPES = ((9, 200), (0, 5), (5, 0), (7,), (), (2, 64), (2, 3, 70))
+#: Rows that end in a partial block.
+RAGGED = (9, 200)
+SHAPES = (RAGGED, (0, 5), (5, 0), (7,), (), (2, 64), (2, 3, 70))
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray:
@@ -40,7 +42,9 @@ def assert_expanded(
 @pytest.mark.parametrize("code", CODES)
 def test_torch_writes_and_reads_the_same_codes_as_numpy(code: str, kind: str) -> None:
     rng = np.random.default_rng(0)
-    for spec, shape in product((spec for spec in every_spec() if spec.code == code), SHAPES):
+    # Normal values have every shape, hard ones the shape that has all kinds of blocks.
+    shapes = SHAPES if kind == "normal" else (RAGGED,)
+    for spec, shape in product((spec for spec in every_spec() if spec.code == code), shapes):
         x = drawn(kind, shape, rng)
         if not spec.of.signed:
             x = np.abs(x)

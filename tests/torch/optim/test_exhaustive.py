@@ -215,7 +215,7 @@ def test_a_cut_along_any_dimensions_draws_the_words_of_the_whole() -> None:
         assert torch.equal(drawn.view(part), own), (shape, start, part)
 
 
-@pytest.mark.parametrize("exponent", [0, 1, 127, 253, 254, 255])
+@pytest.mark.parametrize("exponent", [0, 127, 254, 255])
 def test_a_remainder_keeps_all_mantissas(exponent: int) -> None:
     """All of 2**23 of subnormals, numbers of both signs, the largest, which round to infinity, and NaN."""
     bits = torch.arange(1 << 23, dtype=torch.int32) | (exponent << 23)

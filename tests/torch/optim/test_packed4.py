@@ -16,6 +16,7 @@ from quaver.torch.optim.rules import AdamRule, LionRule, SGDRule
 from quaver.torch.optim.step import compiled, noise
 from quaver.torch.optim.step.step import ParameterTensors, StepConfig, compute_step, write_results
 from tests.kernels.optim.test_step import BLOCKWISE, BLOCKWISE_ANY, MXFP8, SQUARES, TENSORWISE
+from tests.pairs import pairs
 
 LEAN, EXACT = PRESETS["lean"], PRESETS["exact"]
 ROWS, COLUMNS, SEED = 128, 256, 0x9E3779B97F4A7C15
@@ -86,9 +87,7 @@ def piece(config: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor
     ) if config.predicts_scale else None  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", [False, True], ids=["numbers", "not finite"])
-@pytest.mark.parametrize("keep", [None, True, False])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(("name", "keep", "bad"), pairs(WAYS, (None, True, False), (False, True)), ids=lambda x: str(x))
 def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool | None, bad: bool) -> None:
     config = WAYS[name]
     told = None if keep is None else torch.tensor(keep)

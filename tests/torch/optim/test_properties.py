@@ -14,6 +14,7 @@ from quaver.torch import optim
 from quaver.torch.optim import master_weights
 from quaver.torch.optim.step import step as pieces
 from quaver.torch.quantized_tensor import QuantizedTensor, memory_of
+from tests.pairs import pairs
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 #: Rates beside decays; lr * decay near 1 leaves nothing of a weight, where float32 rounds by what it was.
@@ -48,9 +49,7 @@ def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     return master_weights.read(config.weight_format, optimizer.parts_of_weight(p, config))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("preset", ["balanced", "lean"])
+@pytest.mark.parametrize(("preset", "rule", "recipe"), pairs(("balanced", "lean"), RULES, RECIPES))
 def test_a_step_does_not_depend_on_the_chunk_size(
     preset: str, rule: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,9 +93,10 @@ def test_a_remainder_keeps_every_float32_and_a_gemm_reads_its_nan() -> None:
     assert bool((error <= (weight.bfloat16().double() - weight.double()).abs()[finite]).all())
 
 
-@pytest.mark.parametrize("preset", ["float32", "exact", "balanced", "lean", "msamp", "coat"])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("bad", "rule", "preset"),
+    pairs((float("nan"), float("inf")), RULES, ("float32", "exact", "balanced", "lean", "msamp", "coat")),
+)
 def test_state_touched_by_a_nonfinite_gradient_is_read_as_nonfinite(
     bad: float, rule: str, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Test that our optimizers equal torch's in float32, and follow float32 within the precision of their codes."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -148,8 +149,13 @@ def test_a_gradient_with_a_square_beyond_float32_leaves_weights_finite(
     assert (p[2:] < 0).all()
 
 
-@pytest.mark.parametrize("preset", optim.PRESETS)
-@pytest.mark.parametrize("recipe", ["none", "bfloat16", "tensorwise", "rowwise", "blockwise", "mxfp8", "mxfp8 2d"])
+@pytest.mark.parametrize(
+    ("recipe", "preset"),
+    [
+        *product(("none", "bfloat16", "tensorwise"), optim.PRESETS),
+        *product(("rowwise", "blockwise", "mxfp8", "mxfp8 2d"), ("exact", "balanced", "lean", "coat")),
+    ],
+)
 def test_every_preset_follows_float32(recipe: str, preset: str) -> None:
     torch.manual_seed(0)
     layer = qt.Linear(160, 136, bias=False, dtype=torch.bfloat16 if recipe == "bfloat16" else torch.float32)

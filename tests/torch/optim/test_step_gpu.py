@@ -89,13 +89,16 @@ def test_steps_by_the_kernel_match_plain_torch(rule: Any, preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "preset"),
-    [(optim.AdamW, "lean"), (optim.AdamW, "balanced"), (optim.AdamW, "float32"), (optim.Lion, "lean")],
-)
-@pytest.mark.parametrize(
-    "recipe",
-    [recipes.blockwise(), recipes.mxfp8(weight_2d=True), recipes.mxfp8()],
-    ids=["blockwise", "mxfp8 squares", "mxfp8"],
+    ("recipe", "rule", "preset"),
+    [
+        (recipes.blockwise(), optim.AdamW, "lean"),
+        (recipes.blockwise(), optim.Lion, "lean"),
+        (recipes.mxfp8(weight_2d=True), optim.AdamW, "balanced"),
+        (recipes.mxfp8(weight_2d=True), optim.AdamW, "lean"),
+        (recipes.mxfp8(), optim.AdamW, "float32"),
+        (recipes.mxfp8(), optim.AdamW, "lean"),
+    ],
+    ids=["blockwise-AdamW", "blockwise-Lion", "squares-balanced", "squares-lean", "rows-float32", "rows-lean"],
 )
 def test_weights_with_scales_of_blocks_step_by_the_kernel(recipe: Any, preset: str, rule: Any) -> None:
     """All parameters except one with scales per row of 32, which torch steps."""
