@@ -16,6 +16,7 @@ import quaver.torch as qt
 from quaver.torch import RotaryEmbedding, apply_rotary
 from quaver.torch.nn.attention.rope import CACHED_TABLES
 from tests.close import assert_bitwise, assert_close
+from tests.torch.test_compile import WITHOUT_CODE
 
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True])
 FRACTION = pytest.mark.parametrize("fraction", [1.0, 0.5])
@@ -253,10 +254,10 @@ def operand(case: str) -> Tensor:
 
 
 @cache
-def of_both() -> list[dict[str, tuple[Tensor, Tensor]]]:
-    """By case the outputs and gradients of eager mode and of compiled code, in two steps: one graph for three tests."""
+def of_both(backend: str) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """Outputs and gradients in eager mode and compiled, by case, of two steps: one graph for three tests."""
     several = Several()
-    compiled, steps = torch.compile(several, fullgraph=True), []
+    compiled, steps = torch.compile(several, fullgraph=True, backend=backend), []
     for starts in (torch.tensor([0, 5, 7]), torch.tensor([3, 5, 8])):
         given = {case: operand(case) for case in COMPILED}
         gradients = [torch.randn_like(x) for x in given.values()]
@@ -271,24 +272,31 @@ def of_both() -> list[dict[str, tuple[Tensor, Tensor]]]:
     return steps
 
 
-def assert_compiled_bits(cases: set[str]) -> None:
-    for step in of_both():
+def assert_compiled_bits(cases: set[str], backend: str) -> None:
+    for step in of_both(backend):
         chosen = {name: both for name, both in step.items() if name.split(",")[0] in cases}
         assert len(chosen) == 2 * len(cases)
         for name, (eager, compiled) in chosen.items():
             assert_bitwise(compiled, eager, name)
 
 
-def test_compiled_bits_equal_eager_bits() -> None:
-    assert_compiled_bits(set(COMPILED) - {"float32", "ragged"})
+#: Inductor up to its C++, whose thirteen programs take fifteen seconds; a whole layer's graph compiles to the end.
+BACKENDS = pytest.mark.parametrize("backend", [WITHOUT_CODE, pytest.param("inductor", marks=pytest.mark.slow)])
 
 
-def test_compiled_bits_of_float32_equal_eager_bits() -> None:
-    assert_compiled_bits({"float32"})
+@BACKENDS
+def test_compiled_bits_equal_eager_bits(backend: str) -> None:
+    assert_compiled_bits(set(COMPILED) - {"float32", "ragged"}, backend)
 
 
-def test_compiled_ragged_bits_equal_eager_bits() -> None:
-    assert_compiled_bits({"ragged"})
+@BACKENDS
+def test_compiled_bits_of_float32_equal_eager_bits(backend: str) -> None:
+    assert_compiled_bits({"float32"}, backend)
+
+
+@BACKENDS
+def test_compiled_ragged_bits_equal_eager_bits(backend: str) -> None:
+    assert_compiled_bits({"ragged"}, backend)
 
 
 def test_decoding_compiles_once_for_all_offsets() -> None:
