@@ -62,8 +62,8 @@ def test_attention_of_more_families_is_placed_and_equal(family: str, monkeypatch
 
 #: Every expert sees every token: where a rounding sends one elsewhere, two models differ by chance.
 TO_ALL = {family: {"num_experts_per_tok": 4} for family in ("deepseek_v3", "llama4_text", "gpt_oss")}
-#: A ReLU is on or off by a rounding: two steps' distances differ by 0.5 to 1.8 by chance, so that many are summed.
-STEPS = {"t5": 32}
+#: Steps, two for the other families: a ReLU that a rounding switches makes single steps of T5 differ by 0.5 to 1.8.
+STEPS = {"t5": 16, "zamba2": 4}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,7 +73,7 @@ def test_a_bf16_family_is_as_close_to_float32_as_transformers(family: str) -> No
     exact, ours = copy.deepcopy(plain).float(), copy.deepcopy(plain)
     assert all(row.block for row in qt.convert(ours, "bf16", blocks=True).blocks)
     squares = torch.zeros(2, 2)
-    for seed in range(STEPS.get(family, 4)):
+    for seed in range(STEPS.get(family, 2)):
         expected = step(exact, seed=seed)
         for of, model in zip(squares, (plain, ours), strict=True):
             results = step(model, seed=seed)
