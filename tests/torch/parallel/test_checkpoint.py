@@ -500,13 +500,13 @@ def what_it_puts_out(rank: int) -> None:
 
 
 def read_by_others(rank: int) -> None:
-    """What two ranks wrote, in each parallelism on this number of ranks: the same state, and the same outputs."""
-    ways: dict[int, list[Way]] = {1: [alone, by_fsdp], 3: [by_fsdp, by_copies], 4: [by_fsdp, by_both]}
-    for recipe in RECIPES if two_ranks.world() == 1 else ("delayed", "mxfp8", "nvfp4"):
-        expected, y = torch.load(two_ranks.folder() / f"{recipe}.pt")
-        for way in ways[two_ranks.world()]:
-            if way is by_both and recipe == "nvfp4":
-                continue
+    """Load what two ranks saved, in each parallelism on this number of ranks: state and outputs are the same."""
+    # Three ranks have shards of uneven rows.
+    ways: dict[int, list[Way]] = {1: [alone, by_fsdp], 3: [by_fsdp, by_copies], 4: [by_both]}
+    few = {alone: RECIPES, by_both: ["delayed", "mxfp8"]}
+    for way in ways[two_ranks.world()]:
+        for recipe in few.get(way, ["delayed", "mxfp8", "nvfp4"]):
+            expected, y = torch.load(two_ranks.folder() / f"{recipe}.pt")
             of, says = run(recipe, way, seed=4), f"{recipe}, {way.__name__} on {two_ranks.world()}"
             Checkpoint(*of).load(folder_of(recipe, by_fsdp, 2))
             assert_same(everything(of), expected, says)

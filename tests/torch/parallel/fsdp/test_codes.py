@@ -621,7 +621,7 @@ SPECIAL: list[Case] = [
 CASES: dict[int, list[Case]] = {
     2: [
         *(learns(name, "lean") for name in LEARN),
-        *(learns(name, "balanced", steps=2) for name in LEARN),
+        *(learns(name, "balanced", steps=2) for name in ("delayed", "blockwise", "mxfp8, 2-D")),
         learns("tensorwise", "lean", micro=2),
         learns("mxfp8", "lean", steps=2, reshard_after_forward=False),
         *(goes_on("tensorwise", "lean"), goes_on("blockwise", "balanced")),
@@ -630,12 +630,8 @@ CASES: dict[int, list[Case]] = {
     ],
     3: [
         *(learns(name, "lean", sizes=LOW) for name in ("tensorwise", "blockwise", "rowwise", "mxfp8, 2-D")),
-        *(
-            learns(name, "lean", rule, steps=2)
-            for name in ("tensorwise", "blockwise")
-            for rule in (optim.Lion, optim.SGD)
-        ),
-        learns("rowwise", "lean", optim.SGD, steps=2),
+        learns("tensorwise", "lean", optim.Lion, steps=2),
+        learns("blockwise", "lean", optim.SGD, steps=2),
         learns("tensorwise", "exact", steps=2),
         learns("blockwise", "coat", optim.Adam, steps=2),
         rolls_back("tensorwise", "lean", LOW),

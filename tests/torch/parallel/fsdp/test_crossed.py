@@ -16,7 +16,7 @@ from tests.torch.parallel.fsdp.test_operands import RECIPES
 from tests.torch.parallel.fsdp.training import Case, adam
 
 #: Of every recipe, whose 20 losses beside one process are in `tensor/test_mesh.py`.
-STEPS = 3
+STEPS = dict.fromkeys(RECIPES, 2) | {"delayed": 3}
 #: Steps of the slow tests.
 LONG = 20
 _OWN = [name for name in recipes.RECIPES if name != "bf16"]
@@ -93,7 +93,7 @@ def crossed_refusals(rank: int) -> None:
 
 
 CASES: list[Case] = [
-    *(crossed_of(name, STEPS) for name in _OWN),
+    *(crossed_of(name, STEPS[name]) for name in _OWN),
     *(crossed_of(name, 5, before=crossed.hostile) for name in ("tensorwise", "rowwise", "nvfp4")),
     *(crossed_of("mxfp8", 2, **{name: True}) for name in ("sequence", "in_bf16", "replicas")),
     crossed_of("mxfp8", 2, after_forward=False),

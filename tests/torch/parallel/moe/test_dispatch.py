@@ -97,25 +97,26 @@ def transposed(q: Any) -> Any:
 
 
 def gradients_come_back(rank: int) -> None:
-    """There and back, each with its gradient, in codes or not, bit for bit what one process has."""
+    """Send rows there and back, in codes or not: rows and gradients have the bits of one process."""
     wires: list[tuple[QuantSpec | None, QuantSpec | torch.dtype | None]]
     wires = [(spec, None) for spec in specs()]
     wires += [(None, None), (specs()[0], ROWS), (None, ROWS), (specs()[0], torch.float32), (ROWS, torch.bfloat16)]
-    for matrix in matrices(two_ranks.world()):
+    for number, matrix in enumerate(matrices(two_ranks.world())):
         case = Case(matrix, rank)
-        for dtype in (torch.float32, torch.bfloat16):
-            for spec, of_gradients in wires:
-                says = f"{spec}, {of_gradients}, {dtype}, {matrix}"
-                x, g = hard(sum(case.sizes), 2, dtype), hard(sum(case.sizes), 3, dtype)
-                own = x[case.own].clone().requires_grad_()
-                y = dispatch.all_to_all(own, case.splits, spec, gradients=of_gradients)
-                z = dispatch.all_to_all(y * 3, case.splits.back, spec, gradients=of_gradients)
-                z.backward(g[case.own])
-                there = through(x, spec, dtype)
-                assert_bitwise(y.detach(), there[case.came], says)
-                assert_bitwise(z.detach(), through(there * 3, spec, dtype)[case.own], says)
-                back = through(g, of_gradients or dtype, dtype) * 3
-                assert_bitwise(own.grad, through(back, of_gradients or dtype, dtype)[case.own], f"gradient of {says}")
+        for at, (spec, of_gradients) in enumerate(wires):
+            # Both dtypes in turn.
+            dtype = (torch.float32, torch.bfloat16)[(number + at) % 2]
+            says = f"{spec}, {of_gradients}, {dtype}, {matrix}"
+            x, g = hard(sum(case.sizes), 2, dtype), hard(sum(case.sizes), 3, dtype)
+            own = x[case.own].clone().requires_grad_()
+            y = dispatch.all_to_all(own, case.splits, spec, gradients=of_gradients)
+            z = dispatch.all_to_all(y * 3, case.splits.back, spec, gradients=of_gradients)
+            z.backward(g[case.own])
+            there = through(x, spec, dtype)
+            assert_bitwise(y.detach(), there[case.came], says)
+            assert_bitwise(z.detach(), through(there * 3, spec, dtype)[case.own], says)
+            back = through(g, of_gradients or dtype, dtype) * 3
+            assert_bitwise(own.grad, through(back, of_gradients or dtype, dtype)[case.own], f"gradient of {says}")
 
 
 def through(x: Tensor, by: QuantSpec | torch.dtype | None, dtype: torch.dtype) -> Tensor:

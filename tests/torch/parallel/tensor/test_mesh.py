@@ -26,8 +26,9 @@ from tests.torch.parallel.tensor.split import tokens
 from tests.torch.parallel.tensor.test_styles import batch, block_of, net, split
 from tests.two_ranks import RANKS
 
-#: Of a layer without a recipe and of every recipe; and in the slow tests.
-STEPS, LONG = (dict.fromkeys(("none", *recipes.RECIPES), steps) for steps in (4, 20))
+#: Steps without a recipe and by recipe, more for one with histories; and in the slow tests.
+STEPS, LONG = (dict.fromkeys(("none", *recipes.RECIPES), steps) for steps in (2, 20))
+STEPS["delayed"] = 4
 
 
 def as_one_process(rank: int) -> None:
