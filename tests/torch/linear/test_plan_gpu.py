@@ -314,7 +314,7 @@ def from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
     return x.to(device, copy=True)
 
 
-@pytest.mark.parametrize(("recipe", "arch"), DECIDED)
+@pytest.mark.parametrize(("recipe", "arch"), dict(DECIDED).items())
 def test_saved_tensors_may_be_offloaded_to_the_host(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In deterministic mode, which every test runs in: torch fills what it allocates, and of four-bit codes it fills
     none."""

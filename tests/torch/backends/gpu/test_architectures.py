@@ -79,7 +79,7 @@ def test_cached_facts_about_a_gpu_end_with_it(monkeypatch: pytest.MonkeyPatch) -
             assert scaled_mm._choices
 
 
-@pytest.mark.parametrize(("recipe", "arch"), EVERY)
+@pytest.mark.parametrize(("recipe", "arch"), PAIRS)
 def test_explain_says_which_gemms_are_native_and_why_the_others_are_not(
     recipe: str, arch: int, gpu: Callable[[int], list[list[str]]]
 ) -> None:
