@@ -198,8 +198,8 @@ def turns() -> list[Any]:
             if turn and (not end or quickly != "inductor"):
                 # Eight seconds.
                 rows.append(pytest.param(name, way, "inductor", Net, marks=pytest.mark.slow))
-            # Two layers show a compiler nothing that one does not, but where what they keep is compiled to the end.
-            kind = Net if end else Small
+            # Two layers only where the compiler writes all code of what they save, and has no history to compile.
+            kind = Net if end and not keeps_state(name) else Small
             # Two seconds of tracing what a recipe of its kind has traced, that way or another.
             slow = [] if quick else [pytest.mark.slow]
             rows.append(pytest.param(name, way, quickly if end else WITHOUT_CODE, kind, marks=slow))
