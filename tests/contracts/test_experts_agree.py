@@ -76,6 +76,7 @@ def test_gradients_of_routes_agree() -> None:
 CASES = list(itertools.product((33, 0), (4, 16), (3, 1), (16, 1), (2, None)))
 
 
+@pytest.mark.usefixtures("hardly_optimized")
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 def test_rows_places_sums_and_their_gradients_have_the_same_bits(dtype: Any) -> None:
     kind = torch.float32 if dtype is np.float32 else torch.bfloat16
@@ -124,6 +125,7 @@ def test_sums_have_the_same_bits_in_a_program() -> None:
 MOVED = {(s.block, s.scale, s.format.packed, s.hadamard): n for n, s in reversed(SPECS.items()) if not why_not_rows(s)}
 
 
+@pytest.mark.usefixtures("hardly_optimized")
 @pytest.mark.parametrize("name", MOVED.values())
 def test_codes_that_move_have_the_same_bits(name: str) -> None:
     spec, rng = SPECS[name], np.random.default_rng(0)

@@ -98,15 +98,6 @@ stored_quickly = jax.jit(
 )
 
 
-@pytest.fixture
-def hardly_optimized() -> Iterator[None]:
-    """Compile each operation as a separate program with little optimization."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def same(got: tuple[Any, Any, Any], expected: reference.Quantized, case: str, exact: bool = False) -> None:
     """Bit for bit; unless all is exact, scales that are no powers of two may be an ulp off, and then codes a step."""
     scales, codes, values = (np.asarray(x) for x in got)
