@@ -53,10 +53,9 @@ def test_the_formula_matches_the_documentation(kind: str) -> None:
     np.testing.assert_allclose(layer.apply(variables, x, memory), expected, rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("kind", ["T5's decoder", "Llama"])
-def test_it_trains_quantized(kind: str) -> None:
+def test_it_trains_quantized() -> None:
     with te.autocast(enabled=True, recipe=MXFP8BlockScaling()):
-        layer, variables, x, memory = layer_of(kind)
+        layer, variables, x, memory = layer_of("T5's decoder")
         high, loss = layer.apply(variables, x, memory), lambda v: (layer.apply(v, x, memory) ** 2).mean()
         gradients = jax.grad(loss)(variables)
     plainly = layer.apply(variables, x, memory)
