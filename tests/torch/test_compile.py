@@ -45,13 +45,14 @@ def keeps_state(recipe: str | Recipe) -> bool:
     return of.delayed is not None or of.stochastic
 
 
-ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 KINDS = kinds()
 
 
 def some(*stateless: str) -> Any:
-    """Kinds that keep state, and some of the others: those that the quick tests of a claim leave out, two seconds of
-    tracing each, are slow, and quick under other claims, so that each kind is under three of five at least."""
+    """Quick cases for the kinds that keep state and for these; the other kinds, seconds of tracing each, are slow.
+
+    Each kind is quick in one test at least, and in `test_one_graph_with_the_bits_of_eager_mode`.
+    """
     names = [n for n in KINDS if recipes.get(n).quantizes]
     quick = {name for name in names if keeps_state(name)} | set(stateless)
     assert quick <= set(names)
@@ -297,7 +298,7 @@ def test_options_too(recipe: Recipe) -> None:
     assert_trained_alike(results[1], results[0])
 
 
-@some("tensorwise", "rowwise_bf16_wgrad", "mxfp4")
+@some("tensorwise")
 def test_under_torch_autocast(name: str) -> None:
     nets = [Small(torch.float32)]
     nets.append(copy.deepcopy(nets[0]))
@@ -321,7 +322,7 @@ def test_compiling_again_would_be_seen() -> None:
         train(net, lambda x: next(calls)(x), 4)
 
 
-@ALL
+@pytest.mark.parametrize("name", KINDS)
 def test_eval_and_no_grad(name: str) -> None:
     net = Small()
     x = torch.randn(6, 64, dtype=torch.bfloat16)
@@ -333,7 +334,7 @@ def test_eval_and_no_grad(name: str) -> None:
     assert not list(net.buffers())
 
 
-@some("rowwise_bf16_wgrad", "blockwise")
+@some("rowwise_bf16_wgrad")
 def test_a_layer_used_twice(name: str) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -357,7 +358,7 @@ def test_a_layer_used_twice(name: str) -> None:
     assert_trained_alike(results[1], results[0])
 
 
-@some("tensorwise", "rowwise", "mxfp4")
+@some("mxfp4")
 def test_checkpoint_inside(name: str) -> None:
     class Checkpointed(Small):
         def forward(self, x: Tensor) -> Tensor:
@@ -388,7 +389,7 @@ class Blocks(nn.Module):
         return x
 
 
-@some("rowwise", "blockwise")
+@some("rowwise")
 def test_blocks_compiled_one_by_one_stay_below_the_recompile_limit(name: str) -> None:
     nets = [Blocks(12)]
     nets.append(copy.deepcopy(nets[0]))
@@ -400,7 +401,7 @@ def test_blocks_compiled_one_by_one_stay_below_the_recompile_limit(name: str) ->
     assert_trained_alike(results[1], results[0])
 
 
-@some("rowwise_bf16_wgrad", "blockwise", "mxfp4")
+@some("blockwise", "rowwise_bf16_wgrad")
 def test_token_counts_may_vary(name: str) -> None:
     net = Small()
     qt.convert(net, name)
