@@ -37,7 +37,8 @@ def stepped(shape: tuple[int, int], preset: str, rule: Any, setting: Setting) ->
 
 def states(layer: nn.Module, optimizer: Any) -> list[Tensor]:
     p = next(layer.parameters())
-    return [p.detach(), *layer.buffers(), *optimizer.state[p].values()]
+    weight = p.tensors() if isinstance(p, qt.QuantizedTensor) else [p.detach()]
+    return [*weight, *layer.buffers(), *optimizer.state[p].values()]
 
 
 def compare(name: str, preset: str, rule: Any, setting: Setting, findings: Findings) -> None:
