@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 import quaver.torch as qt
 from benchmarks.measuring import machine, results
 from quaver.reference.optimizer_state import PRESETS
-from quaver.torch.linear.linear import Linear
 from quaver.torch.optim import AdamW
 from quaver.torch.optim.quantized_gradient import QuantizedGradient
 from quaver.torch.optim.step.step import CHUNK_ELEMENTS
@@ -96,10 +95,9 @@ def counted(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> tuple[flo
     weight = model[0].weight
     own = optimizer.state[weight]
     gradient = weight.grad.tensors() if isinstance(weight.grad, QuantizedGradient) else [weight.grad]
-    buffers = [model[0].weight_scale] if isinstance(model[0], Linear) and model[0].weight_spec is not None else []
     moments = [tensors for name, tensors in own.items() if name.startswith("exp_avg")]
     beside = [t for name, t in own.items() if isinstance(t, Tensor) and not name.startswith("exp_avg") and t.dim()]
-    parts = ([weight, *buffers], beside, gradient, moments)
+    parts = ([weight], beside, gradient, moments)
     total = weight.numel()
     return tuple(sum(size_of(t) for t in each) / total for each in parts)  # type: ignore[return-value]
 
