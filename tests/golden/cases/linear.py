@@ -56,7 +56,8 @@ def note(record: Record, model: nn.Module, fixed: bool = False, **outputs: Tenso
     record.sum(**{f"grad of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None})
     buffers = dict(model.named_buffers())
     for name, p in model.named_parameters():
-        if isinstance(p, qt.QuantizedTensor):
+        # An earlier commit has the scales in buffers.
+        if isinstance(p, getattr(qt, "QuantizedTensor", ())):
             buffers |= {f"{name}_scale": p.scale} | ({} if p.factor is None else {f"{name}_factor": p.factor})
     for name, buffer in buffers.items():
         exact = name.endswith("count") or (fixed and name.endswith(("history", "factor")))
