@@ -2,7 +2,7 @@
 
 It reports the shape [N, K] and the dtype that it dequantizes to, and holds
 
-    codes    a float8 dtype [N, K], uint8 [N, ceil(K / 2)] of packed four-bit codes
+    codes    a float8 dtype [N, K]; uint8 [N, K] of other formats, [N, ceil(K / 2)] of packed four-bit codes
     scale    decode scales of the blocks, as `Quantized.scale`: [ceil(N / rows of a block), ceil(K / columns)]
     factor   factor [1, 1] of two-level scales, as `Quantized.tensor_factor`, or None
     spec     the `QuantSpec` of the operand [N, K]
@@ -19,15 +19,16 @@ run along K.
     x.copy_(w), torch.equal, torch.dequantize     reads the values
     split, chunk, narrow, w[a:b] of whole blocks  views of the rows, or of the matrices of a stack
     torch.cat of rows or of stacks                codes and scales one after the other
-    empty_like                                    codes and scales without values
+    empty_like                                    codes and scales without values; plain in a dtype that holds no values
     as_strided to its own shape                   the same tensor
     view(-1)                                      a copy of the values that cannot be written, for DDP's broadcasts
-    zeros_like, ones_like, new_zeros, new_empty   plain tensors, for gradients and optimizer states
+    zeros_like, full_like, new_zeros, new_empty   plain tensors, for gradients and optimizer states; also ones
+    pin_memory, record_stream                     of codes and scales
     any other                                     NotImplementedError
 
 There is no fallback that dequantizes: an operation that this table lacks, such as an optimizer's in-place arithmetic or
-a collective, would otherwise read or write values without their codes. A layer reads `unwrap` once and its kernels see
-plain tensors.
+a collective, would otherwise read or write values without their codes. A layer calls `unwrap` for each GEMM, and its
+kernels see plain tensors.
 """
 
 import copy
@@ -54,7 +55,7 @@ class QuantizedTensor(Tensor):
     """A matrix [N, K], or a stack of them, stored as codes and scales; it reports the dtype that it dequantizes to.
 
     Args:
-        codes: float8 [N, K], or uint8 [N, ceil(K / 2)] of a packed format; of a stack [G, ...].
+        codes: float8 [N, K]; uint8 [N, K] of other formats, [N, ceil(K / 2)] of packed ones; of a stack [G, ...].
         scale: decode scales of the blocks, never a float on the host.
         spec: spec of the operand [N, K]; rounds to nearest and does not rotate.
         factor: float32 [1, 1] for two-level scales, else None.
@@ -62,8 +63,7 @@ class QuantizedTensor(Tensor):
         columns: K of packed codes; None for an even K.
         transposed: True if the tensor reports [G, K, N], and codes that are not packed have that shape.
 
-    Raises:
-        ValueError: the spec rotates or rounds stochastically, or codes, scale and factor do not fit it.
+    Nothing is checked here, because every operation makes one: use `from_tensor` and `from_quantized`.
     """
 
     codes: Tensor

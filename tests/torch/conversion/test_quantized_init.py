@@ -413,7 +413,7 @@ def test_codes_that_are_loaded_leave_no_initial_value_behind(name: str) -> None:
 def test_a_scale_that_is_written_by_itself_is_seen(name: str) -> None:
     one, x = layer(name), torch.randn(3, K)
     before = one(x)
-    scale = one.weight_factor if hasattr(one, "weight_factor") else one.weight_scale
+    scale = one.weight_factor if hasattr(one, "weight_factor") else one.weight.scale
     with torch.no_grad():
         scale.add_(1) if scale.dtype is torch.uint8 else scale.mul_(2)
     assert not torch.equal(one(x), before)
@@ -509,7 +509,7 @@ def test_codes_and_scales_that_are_both_copied_are_read() -> None:
     one, other, x = layer("mxfp8"), layer("mxfp8", seed=1), torch.randn(3, K)
     with torch.no_grad():
         one.weight.codes.copy_(other.weight.codes)
-        one.weight_scale.copy_(other.weight_scale)
+        one.weight.scale.copy_(other.weight.scale)
         one.bias.copy_(other.bias)
     assert_bitwise(one(x), other(x))
 

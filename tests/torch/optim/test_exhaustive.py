@@ -245,7 +245,7 @@ def test_residuals_of_all_codes_become_finer_without_a_loss(recipe: str) -> None
         data = torch.arange(256, dtype=torch.uint8).view(-1, 1).repeat(1, 256)
         data = torch.where(data.view(torch.float8_e4m3fn).isnan(), 0, data).view(torch.float8_e4m3fn)
         residual = torch.arange(-128, 128)
-        weight = (data, layer.weight_scale)
+        weight = (data, layer.weight.scale)
     # Below nothing there is no magnitude.
     residual = torch.where(data.float() == 0, residual.clamp(min=0), residual).to(torch.int8).contiguous()
     old = WeightFormat("residual8", spec, True)

@@ -178,6 +178,19 @@ def test_the_initial_value_that_a_layer_keeps_begins_the_master(preset: str, bou
     assert float((codes != memory_of(layer.weight).view(torch.uint8)).float().mean()) < 0.01
 
 
+def test_the_initial_value_of_a_weight_that_was_written_since_is_ignored() -> None:
+    with qt.quantized_init("mxfp8", keep_initial="cpu"):
+        layer, other = qt.Linear(160, 192), qt.Linear(160, 192)
+    for write in (lambda: layer.weight.copy_(other.weight), lambda: layer.set_weight(torch.ones(192, 160))):
+        with torch.no_grad():
+            write()
+        expected = layer.weight.dequantize()
+        optimizer = optim.AdamW(layer.parameters(), lr=0.0, weight_decay=0.0, preset="float32")
+        layer.weight.grad = torch.zeros(192, 160)
+        optimizer.step()
+        assert torch.equal(layer.weight.dequantize(), expected)
+
+
 @pytest.mark.parametrize("preset", ["exact", "lean"])
 def test_memory_in_another_order_takes_the_same_steps(preset: str) -> None:
     weight = torch.randn(64, 32, 3, 3, generator=torch.Generator().manual_seed(0))

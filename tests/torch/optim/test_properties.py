@@ -66,7 +66,7 @@ def test_a_step_does_not_depend_on_the_chunk_size(
             optimizer.step()
         states = optimizer.state[layer.weight].values()
         ends.append(
-            [memory_of(layer.weight).view(torch.uint8), layer.weight_scale, kept(optimizer, layer.weight), *states]
+            [memory_of(layer.weight).view(torch.uint8), layer.weight.scale, kept(optimizer, layer.weight), *states]
         )
     for a, b in zip(*ends, strict=True):
         assert torch.equal(a, b)

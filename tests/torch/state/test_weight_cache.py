@@ -538,16 +538,16 @@ def test_a_direct_write_to_codes_or_scales_is_seen(recipe: str) -> None:
         for name in ("weight_scale", "weight"):
             with torch.set_grad_enabled(training):
                 layer(x)
-                written = memory_of(layer.weight) if name == "weight" else layer.weight_scale
+                written = memory_of(layer.weight) if name == "weight" else layer.weight.scale
                 view = written.detach().view(torch.uint8).numpy()
                 # A sign, a nibble or a power of two.
                 view ^= 0x08 if name == "weight" else 0
                 if name == "weight_scale":
-                    layer.weight_scale.data = layer.weight_scale.clone()
-                    if layer.weight_scale.dtype is torch.uint8:
-                        layer.weight_scale.numpy()[:] += 1
+                    layer.weight.scale.data = layer.weight.scale.clone()
+                    if layer.weight.scale.dtype is torch.uint8:
+                        layer.weight.scale.numpy()[:] += 1
                     else:
-                        layer.weight_scale.numpy()[:] *= 2
+                        layer.weight.scale.numpy()[:] *= 2
                 assert_bitwise(layer(x), fresh(layer)(x), f"{name}, {training}")
 
 
@@ -558,7 +558,7 @@ def test_a_direct_write_to_a_scale_is_seen() -> None:
     layer.requires_grad_(False)
     x = torch.randn(T, K)
     y = layer(x)
-    layer.weight_scale.numpy()[:] *= 2  # type: ignore[operator]
+    layer.weight.scale.numpy()[:] *= 2  # type: ignore[operator]
     assert_bitwise(layer(x), y * 2)
 
 

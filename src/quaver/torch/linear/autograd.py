@@ -3,9 +3,9 @@
     x = op(inputs)        y_i = x @ weight_i.T + bias_i
 
 x is quantized once and its operand goes to all GEMMs. The functions that quantize and multiply are those of each
-layer's `LinearPlan`. Saved for backward: the weights (a reference), the wgrad operand of x in 8 or 4 bits an element
-with its scales, and what `op` saves. If `op` recomputes x (activations do, norms do not), the operand is not saved. The
-bits equal those of `op` followed by each layer separately.
+layer's `LinearPlan`. Saved for backward: the weights (a reference), the wgrad operand of x (8 or 4 bits an element with
+scales, or x itself if the recipe leaves wgrad unquantized), and what `op` saves. If backward recomputes x, as most
+activations let it, the operand is not saved. The bits equal those of `op` followed by each layer separately.
 """
 
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ class LinearSetup(NamedTuple):
     #: Number of tensors that the operation takes.
     input_count: int = 1
     return_input: bool = False
-    #: Call of each layer, if all have fast plans; empty for general plans, whose calls begin later.
+    #: Call of each layer, if all have fast or tensor-parallel plans; empty for general plans, whose calls begin later.
     calls: Sequence[LinearCall] = ()
 
 
@@ -115,7 +115,7 @@ class LinearFunction(torch.autograd.Function):
 
     Takes a `LinearCall`, x, weight and bias (or None), and returns y [..., n]. Or takes a `LinearSetup`, the inputs of
     its operation, the weights and the biases (or None), and returns the output of each layer, preceded by the layers'
-    input if `return_input`. Saves plain tensors only, no wrapper subclasses.
+    input if `return_input`. Saves plain tensors, and a stored weight as the `QuantizedTensor` that it is.
     """
 
     @staticmethod
@@ -499,7 +499,7 @@ class QuantizedInput(NamedTuple):
     calls: Sequence[LinearCall]
     #: The input as the operation computed it, or None if the kernel wrote codes only.
     output: Tensor | None
-    #: The input as a matrix [tokens, features] in the dtype of the GEMMs.
+    #: The input in the dtype of the GEMMs: a matrix [tokens, features], or [..., features] for aligned plans.
     matrix: Tensor | None
     shape: Sequence[int]
     dtype: torch.dtype

@@ -32,7 +32,7 @@ def project(
     """Run an input operation and all layers on its result; return their outputs, preceded by that result if
     `return_input`.
 
-    The layers share one scaling history of their input, that of the first layer.
+    All layers quantize their input by the scaling history of the first one.
     """
     recipe = _shared_recipe(layers)
     fast = None

@@ -6,7 +6,7 @@
 
 Also used while something observes single quantizations or GEMMs (counters, `only`, selective checkpoints) and for
 torch.compile, which sees each of them as one opaque operator. The forward saves the quantized wgrad operand (8 or 4
-bits an element), or the input itself if the recipe leaves wgrad unquantized.
+bits an element), or the input itself if the recipe leaves wgrad unquantized, or fprop's codes that wgrad dequantizes.
 """
 
 import warnings
@@ -204,9 +204,7 @@ def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor | Quantiz
 
 
 def plain_weight(call: LinearCall, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the unquantized dgrad operand [N, K]: the weight, or the dequantized fprop operand if the recipe says
-    so.
-    """
+    """Return the weight [N, K] for an unquantized dgrad; the dequantized fprop operand if the recipe says so."""
     if call.recipe.dequantized_backward:
         spec = call.recipe.fprop.b
         assert spec is not None

@@ -103,6 +103,7 @@ class Quantizable(nn.Module):
         return dtype
 
     def __getattr__(self, name: str) -> Any:
+        # torch.distributed.checkpoint looks up each key of a state dict as an attribute.
         if name in stored_weight.SCALES:
             scales = stored_weight.scales_of(self)
             if name in scales:
@@ -110,11 +111,6 @@ class Quantizable(nn.Module):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in stored_weight.SCALES and name not in self._buffers and name in stored_weight.scales_of(self):
-            raise AttributeError(
-                f"{name} is part of the layer's QuantizedTensor: assign a weight, which has its scales, or call "
-                "layer.set_weight(value) with a value in high precision"
-            )
         if name == "weight":
             # FSDP2 sets the same parameter object after each all-gather, so neither identity nor version shows new
             # values.
@@ -227,8 +223,9 @@ class Linear(Quantizable, nn.Linear):
             outermost autocast is entered, or in the forward of a converted model, so run the model in one of them.
         seed: seed of stochastic rounding.
 
-    The input is [..., in_features] in float32, bfloat16 or float16, and has the weight's dtype unless torch.autocast is
-    active. Any number of tokens is accepted, including zero. float64 runs unquantized, with a warning.
+    The input is [..., in_features] in float32, bfloat16 or float16. It has the weight's dtype, unless torch.autocast is
+    active or the weight is stored in eight bits. Any number of tokens is accepted, including zero. float64 runs
+    unquantized, with a warning.
 
     Codes and scales equal those of `quaver.reference` bit for bit. Outputs and gradients in float32 have a relative RMS
     error of at most 1e-6 against the same products in float64.
@@ -465,7 +462,7 @@ def _build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Li
         return None
     plan = None
     if x.is_cuda or gpu.forced_implementations:
-        # Triton and the GPU modules are imported only if there is a GPU.
+        # Triton and the kernels' modules are imported only if there is a GPU.
         if not gpu.why_no_fp8(x.device, "native"):
             from quaver.torch.linear import plan_gpu
 

@@ -74,7 +74,8 @@ class LinearPlan:
     quantize_grad: Callable[..., Operands]
     #: (call, g, operands) -> the wgrad operand grad_output.T [N, T] and its scale.
     transpose_grad: Callable[..., tuple[Operand, Scale]]
-    #: (call, a [m, k], its scale, b [n, k], its scale, bias or None) -> a @ b.T + bias.
+    #: (call, a [m, k], its scale, b, its scale, bias or None) -> a @ b.T + bias for b [n, k]. The functions of a fast
+    #: plan return right-hand operands as [k, n], in which the GEMM that it calls takes them.
     fprop: Callable[..., Tensor]
     dgrad: Callable[..., Tensor]
     #: (call, a, its scale, b, its scale, dtype): dtype of the gradient, for plans whose GEMM can write any.

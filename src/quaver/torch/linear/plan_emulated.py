@@ -3,7 +3,7 @@
 Codes are not written. One kernel reads a matrix and rounds it to the values of its codes, once along rows and once
 along columns. A bf16 GEMM reads either direction, so nothing is transposed. Backward saves the input's codes and
 scales, as with native GEMMs, and decodes them in one launch. A cached weight holds values, two bytes an element for
-each direction with its own values.
+each direction with its own values. Blocks that a transpose shares are saved as values.
 """
 
 from collections.abc import Callable, Sequence

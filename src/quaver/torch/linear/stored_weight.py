@@ -3,16 +3,16 @@
 The weight of a linear layer [N, K], and of a grouped layer [groups, N, K] or [groups, K, N], is a `QuantizedTensor`,
 which has the scales. In a state dict it is
 
-    weight         codes: uint8 [..., N, bytes of a row, 1]
+    weight         codes as bytes, with an axis of one at the end: uint8 [N, bytes of a row, 1]
     weight_scale   decode scales of its blocks, as `Quantized.scale`
     weight_factor  factor of two-level scales, as `Quantized.tensor_factor`
 
-`gather_quantized` replaces it by a shard of the codes and puts the scales into buffers of the layer with these names;
-the weight that fully_shard gathers is a `QuantizedTensor` again.
+`gather_quantized` replaces it by its codes, which fully_shard shards, and puts the scales into buffers of the layer
+with these names; the weight that fully_shard gathers is a `QuantizedTensor` again.
 
 GEMMs read the codes directly. Operands with other codes (another recipe, a transpose with other blocks, no recipe) are
-computed from the dequantized weight and dropped after use. The gradient is float32, set by `Tensor.grad_dtype`;
-four-bit codes have no gradient.
+computed from the dequantized weight and dropped after use. The gradient is float32, set by `Tensor.grad_dtype`, unless
+`narrow_gradient` makes it the dtype of the weight; four-bit codes have no gradient.
 """
 
 import threading
@@ -36,7 +36,7 @@ from quaver.torch.quantized_tensor import QuantizedTensor, dequantized, unwrap
 from quaver.torch.state import weight_cache
 from quaver.torch.state.layer_state import state_of
 
-#: dtypes of codes by format, in files and in shards of weights.
+#: dtypes of codes by format, in a loaded state dict and in shards of weights.
 CODE_DTYPES = {**FLOAT8, "e2m1": torch.float4_e2m1fn_x2}
 CODES = tuple(CODE_DTYPES.values())
 #: Names of the scales in a state dict.
@@ -300,7 +300,7 @@ def restore(layer: Any) -> None:
 
 @torch.no_grad()
 def write(layer: Any, value: Tensor) -> None:
-    """Quantize a new value [N, K] into the codes and scales, in place.
+    """Write a new value into the weight, in place; a stored one is quantized.
 
     Raises:
         ValueError: the value has another shape.
@@ -605,5 +605,6 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
             if p.grad is not None and holds_codes(p):
                 raise ValueError(
                     f"{type(optimizer).__name__} got a weight that is stored as codes and would write to the codes; "
-                    "let it step a high-precision copy, and call layer.set_weight(copy) after that"
+                    "use an optimizer of quaver.torch.optim, or step a high-precision copy and call "
+                    "layer.set_weight(copy) after that"
                 )

@@ -274,18 +274,6 @@ QUANTIZE_BOTH: Operation[tuple[Quantized, Quantized]] = Operation(
 )
 
 
-def _code_bytes(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8).clone()
-
-
-def _code_bytes_fake(codes: Tensor) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=torch.uint8)
-
-
-#: Packed four-bit codes as bytes, because Inductor does not support float4 on a CPU.
-CODE_BYTES: Operation[Tensor] = Operation("code_bytes(Tensor codes) -> Tensor", _code_bytes, fake=_code_bytes_fake)
-
-
 def _plain_sum(g: Tensor, dtype: torch.dtype) -> Tensor:
     return g.sum(0, dtype=torch.float32).to(dtype)
 

@@ -223,7 +223,7 @@ def test_moves_never_cast_codes(layout: str) -> None:
     other = copy.deepcopy(one).to(torch.float16)
     assert other.weight.codes.dtype is torch.float8_e4m3fn and other.weight_dtype is torch.float16
     assert_bitwise(value(other), value(one))
-    assert copy.deepcopy(one).to("meta").weight_scale.is_meta
+    assert copy.deepcopy(one).to("meta").weight.scale.is_meta
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "nvfp4"])

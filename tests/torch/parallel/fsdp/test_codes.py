@@ -406,7 +406,7 @@ def not_finite(rank: int) -> None:
                     layout.local(p.grad)[299 - place.global_offset[0], 3] = float("nan")
                 optimizer.step()
                 optimizer.zero_grad()
-                scales.append(net[0].weight_scale)
+                scales.append(stored_weight.scales_of(net[0])["weight_scale"])
             assert scales[0].isnan().any(), name
             assert_bitwise(scales[1], scales[0], f"{name}, {preset}")
     net = on_ranks(network("tensorwise"))
@@ -675,6 +675,10 @@ def test_a_prepared_layer_is_copied_and_moved_as_any_other(tmp_path: Path) -> No
     assert gathers.stored == ["0", "2"]
     assert net[0].weight.requires_grad and net[0].weight.dtype is torch.float32
     assert stored_weight.owner(net[0].weight) is net[0]
+    other = network("mxfp8")
+    gather_quantized(other)
+    with torch.no_grad(), pytest.raises(ValueError, match="copied from the codes of 0 without their scales"):
+        other[0].weight.copy_(net[0].weight)
     copied = copy.deepcopy(net)
     x = torch.ones(4, 96)
     assert_bitwise(copied(x), plain(x), "a copy is not prepared")

@@ -224,17 +224,22 @@ def value_of(p: Tensor) -> Tensor:
 
 
 def initial_of(p: Tensor, config: StepConfig) -> Tensor | None:
-    """Return this rank's rows of the high-precision value that a stored weight was quantized from, or None if not
-    available.
+    """Return this rank's rows of the high-precision value that a stored weight was quantized from, or None if there is
+    none or the weight was written since.
     """
     if config.weight_format.code_spec is None or not config.weight_format.states:
         return None
-    owner = stored_weight.owner(p)
+    owner: Any = stored_weight.owner(p)
     initial = None if owner is None else state_of(owner).initial
     if initial is None:
         return None
     position = place(p)
-    return initial[position.global_offset[0] :][: position.local_shape[0]].to(p.device, torch.float32)
+    rows = slice(position.global_offset[0], position.global_offset[0] + position.local_shape[0])
+    spec, transposed = owner.__dict__["weight_spec"], stored_weight.is_stored_transposed(owner)
+    codes = QuantizedTensor.from_tensor(initial.to(p.device), spec, transposed).codes[rows]
+    if not torch.equal(codes.view(torch.uint8), local(p).detach().view(torch.uint8)):
+        return None
+    return initial[rows].to(p.device, torch.float32)
 
 
 def weight_of(p: Tensor, config: StepConfig) -> list[Tensor]:

@@ -124,7 +124,13 @@ class CodeShard(Shard):
         options = dict(kwargs or {})
         if shard is None:
             return super().__torch_dispatch__(function, types, args, options)
+        info: Any = shard.weight_state
         source = getattr(args[1], "plain", args[1]) if function is aten.copy_.default else shard.plain
+        if function is aten.copy_.default and getattr(args[1], "weight_state", info) is not info:
+            raise ValueError(
+                f"{info.name} was copied from the codes of {args[1].weight_state.name} without their scales: load a "
+                "state dict, or copy before gather_quantized"
+            )
         dtype = options.get("dtype")
         if function not in cls.shard_ops or source.dtype is not shard.plain.dtype or dtype not in (None, shard.dtype):
             raise ValueError(
