@@ -86,6 +86,11 @@ def test_codes_and_scales_are_those_of_quantize(spec: QuantSpec, dtype: torch.dt
 def test_unwrapping_shares_memory(spec: QuantSpec) -> None:
     w = tensor(spec)
     assert w.unwrap().data.data_ptr() == w.codes.data_ptr()
+    stack = QuantizedTensor.from_tensor(values().view(2, N // 2, K), spec)
+    assert stack.unwrap(1).data.data_ptr() == stack.codes[1].data_ptr()
+    for x, index in ((w, 0), (stack, None)):
+        with pytest.raises(ValueError, match="a stack takes the index of a matrix"):
+            x.unwrap(index)
 
 
 @FORMATS

@@ -137,7 +137,15 @@ class QuantizedTensor(Tensor):
 
         Args:
             index: of a matrix in a stack; None for a tensor that is one matrix.
+
+        Raises:
+            ValueError: a stack without an index, or one matrix with an index.
         """
+        if (index is None) != (self.dim() == 2):
+            raise ValueError(
+                f"unwrap got index {index} of a QuantizedTensor {tuple(self.shape)}: a stack takes the index of a "
+                "matrix, and one matrix takes None"
+            )
         return unwrap(self, index)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
