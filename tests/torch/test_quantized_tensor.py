@@ -360,6 +360,7 @@ OTHERS: dict[str, Callable[[Any], object]] = {
     "foreach": lambda w: torch._foreach_mul_([w], 2.0),
     "resize": lambda w: w.resize_(2, 2),
     "as strided": lambda w: w.as_strided((2, 2), (1, 1)),
+    "other strides": lambda w: w.as_strided((N, K), (1, N)),
     "reinterpret": lambda w: w.view(torch.int32),
     "stack": lambda w: torch.stack([w, w]),
 }
@@ -371,6 +372,12 @@ def test_other_operations_raise_and_write_nothing(operation: Callable[[Any], obj
     with pytest.raises(NotImplementedError, match=r"aten\.\w+\.\w+ is not defined for a QuantizedTensor.*dequantize"):
         operation(w)
     assert_same(w, tensor())
+
+
+@pytest.mark.parametrize("read", [torch.from_dlpack, lambda w: w.apply_(abs)], ids=["dlpack", "apply_"])
+def test_functions_that_read_memory_without_dispatch_raise(read: Callable[[Any], object]) -> None:
+    with pytest.raises(NotImplementedError, match=r"is not defined for a QuantizedTensor.*w\.dequantize\(\)"):
+        read(tensor())
 
 
 # ---- autograd ----
@@ -648,6 +655,8 @@ def test_flat_values_are_read_and_not_written(spec: QuantSpec) -> None:
         lambda: flat.view(N, K).copy_(values(1)),
         lambda: flat.mul_(2),
         lambda: flat.chunk(2),
+        lambda: torch._foreach_mul_([flat], 2.0),
+        lambda: torch.add(flat, 1.0, out=flat),
     )
     for write in writes:
         with pytest.raises(NotImplementedError, match=r"w\.dequantize\(\)"):

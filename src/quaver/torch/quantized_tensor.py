@@ -32,6 +32,7 @@ kernels see plain tensors.
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -192,6 +193,14 @@ class QuantizedTensor(Tensor):
         """Return True if the codes are in shared memory."""
         return self.codes.is_shared()
 
+    # torch reads memory in these two without dispatching them, and there is none.
+
+    def __dlpack__(self, *_: object, **__: object) -> Any:
+        raise NotImplementedError(unsupported("DLPack"))
+
+    def apply_(self, *_: object) -> Any:
+        raise NotImplementedError(unsupported("apply_"))
+
     def __repr__(self, *_: object, **__: object) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"QuantizedTensor({self.spec}, {tuple(self.shape)}, {self.dtype}, {self.device}{grad})"
@@ -307,13 +316,22 @@ class FlatValues(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        written = isinstance(args[0], FlatValues) and function._schema.is_mutable
+        given = {a.name: value for a, value in zip(function._schema.arguments, args, strict=False)} | (kwargs or {})
+        written = any(
+            a.alias_info is not None and a.alias_info.is_write and _has_flat(given.get(a.name))
+            for a in function._schema.arguments
+        )
         is_view = any(result.alias_info is not None for result in function._schema.returns) and not written
         collective = function.namespace != "aten" and "broadcast" not in function.name()
         if written or collective or (is_view and function not in FLAT_VIEWS and function is not aten.copy_.default):
             raise NotImplementedError(unsupported(function))
         result = function(*map(_held, args), **{name: _held(value) for name, value in (kwargs or {}).items()})
         return FlatValues(result) if function in FLAT_VIEWS else result
+
+
+def _has_flat(value: Any) -> bool:
+    """Return True for flat values, and for a list that has some."""
+    return any(isinstance(each, FlatValues) for each in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _held(value: Any) -> Any:
@@ -459,7 +477,8 @@ def _as_strided(
     function: Any, x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> QuantizedTensor:
     # fully_shard asks for the tensor that it has gathered, in the shape of the sharded codes.
-    if tuple(size) not in (tuple(x.shape), tuple(x.codes.shape)) or offset:
+    contiguous = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
+    if tuple(size) not in (tuple(x.shape), tuple(x.codes.shape)) or list(stride) != contiguous or offset:
         raise NotImplementedError(unsupported(function))
     return _alias(function, x)
 
