@@ -394,7 +394,8 @@ def test_a_gradient_flows_to_the_weight() -> None:
     assert_bitwise(w.grad, values(2).bfloat16().float())
 
 
-def test_a_write_between_forward_and_backward_raises() -> None:
+@pytest.mark.parametrize("write", [lambda w, x: w.copy_(x), lambda w, x: setattr(w, "data", x)], ids=["copy_", "data"])
+def test_a_write_between_forward_and_backward_raises(write: Callable[[Any, Any], object]) -> None:
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, w: QuantizedTensor) -> Tensor:
@@ -414,10 +415,20 @@ def test_a_write_between_forward_and_backward_raises() -> None:
     y = Product.apply(x, w)
     before = w._version
     with torch.no_grad():
-        w.copy_(tensor(seed=1))
+        write(w, tensor(seed=1))
     assert w._version > before
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_move_between_forward_and_backward_changes_no_gradient() -> None:
+    with qt.quantized_init("mxfp8"):
+        layer = qt.Linear(K, N, bias=False, recipe="mxfp8")
+    x = torch.ones(2, K, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).sum(), [x])
+    y = layer(x)
+    layer.to(torch.float64).to(torch.float32).share_memory()
+    assert_bitwise(torch.autograd.grad(y.sum(), [x])[0], expected)
 
 
 # ---- copies of a weight, each of which once lost the scale ----

@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass, no_torch_function, storage
@@ -160,7 +161,14 @@ class QuantizedTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # Without this setter only the wrapper would change.
+        self.move(value)
+        # A backward would read the new values.
+        if not self.is_inference():
+            increment_version(self)
+
+    def move(self, value: Tensor) -> None:
+        """Become another tensor of the same values, as on another device or of another dtype."""
+        # Without `set_tensors` only the wrapper would change.
         if not isinstance(value, QuantizedTensor) or value.shape != self.shape:
             raise TypeError(
                 f"a QuantizedTensor {tuple(self.shape)} got .data of class {type(value).__name__} and shape "

@@ -490,7 +490,7 @@ def moved(layer: Any, fn: Any, apply: Any) -> None:
         layer._parameters["weight"] = weight
     gradient, weight.grad = weight.grad, None
     if _takes(weight, data):
-        weight.data = data
+        weight.move(data)
     else:
         weight = nn.Parameter(data, requires_grad=weight.requires_grad)
     layer._parameters["weight"] = weight
