@@ -653,6 +653,20 @@ def one_rank(tmp_path: Path) -> Any:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_a_write_before_a_compiled_backward_raises(recipe: str, groups: int) -> None:
+    torch.compiler.reset()
+    with qt.quantized_init(recipe):
+        layer: Any = qt.GroupedLinear(groups, 32, 64, recipe=recipe) if groups else qt.Linear(32, 64, recipe=recipe)
+    x = torch.ones(8, 32, requires_grad=True)
+    y = torch.compile(layer, backend="aot_eager")(x, *([torch.tensor([4, 8], dtype=torch.int32)] if groups else []))
+    with torch.no_grad():
+        layer.weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @FORMATS
 def test_flat_values_are_read_and_not_written(spec: QuantSpec) -> None:
     w = tensor(spec)

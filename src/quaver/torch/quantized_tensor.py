@@ -566,6 +566,7 @@ def _copy(function: Any, into: Tensor, value: Tensor, non_blocking: bool = False
     elif value.spec == into.spec and value.shape == into.shape and value.transposed is into.transposed:
         for target, source in zip(into.tensors(), value.tensors(), strict=True):
             target.copy_(source, non_blocking)
+        _count_write(into)
     else:
         _write(into, value.dequantize())
     return into
@@ -577,6 +578,13 @@ def _write(into: QuantizedTensor, value: Tensor) -> None:
     for target, source in zip(into.tensors(), encoded, strict=False):
         assert source is not None
         target.copy_(source)
+    _count_write(into)
+
+
+def _count_write(x: QuantizedTensor) -> None:
+    """Count a write to the codes, which autograd counts for the weight alone."""
+    if not x.codes.is_inference() and not is_tracing():
+        increment_version(x.codes)
 
 
 def _check_writable(x: QuantizedTensor) -> None:

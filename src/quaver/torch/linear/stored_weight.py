@@ -166,6 +166,13 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
     return torch.float32 if isinstance(weight, QuantizedTensor) else weight.dtype
 
 
+def saved_codes(weights: Iterable[Tensor]) -> list[Tensor]:
+    """Return the codes of stored weights, which a traced forward saves for backward: a compiled graph saves the codes
+    that backward reads without their version, so a write before backward would not raise.
+    """
+    return [weight.codes for weight in weights if isinstance(weight, QuantizedTensor)]
+
+
 def operand(weight: QuantizedTensor, transposed: bool, reuses: bool, spec: QuantSpec, call: Any) -> Quantized:
     """Return the weight or its transpose as an operand in the recipe's spec.
 

@@ -22,6 +22,7 @@ from quaver.torch.linear.grouped.call import GroupedCall, LayerGroups, NoiseSour
 from quaver.torch.linear.grouped.custom_ops import BACKWARD, FORWARD, OPERANDS, arguments, flat_rows
 from quaver.torch.linear.grouped.operands import RowInputOp
 from quaver.torch.linear.grouped.saved import SavedLayout
+from quaver.torch.linear.stored_weight import saved_codes
 from quaver.torch.numerics.grouped import GroupOffsets
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
@@ -103,7 +104,8 @@ def _forward(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
     packed, layouts = pack([call.factors if call.traced else None, *operand, *of_rows])
     # Without dgrad the weight may be modified before backward.
     of_graph = (weight, ends) if call.traced else (weight if need_rows else None, None)
-    ctx.save_for_backward(*of_graph, *packed)
+    codes = saved_codes([weight]) if call.traced and need_rows else []
+    ctx.save_for_backward(*of_graph, *packed, *codes)
     ctx.constants = setup, None if call.traced else call, bias_dtype, layouts, len(operand)
     return y
 
