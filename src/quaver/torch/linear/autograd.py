@@ -251,7 +251,7 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     factors = [call.factors for call in calls] if traced else []
     rest, layouts = pack([*factors, *(inputs.saved if differentiated else ())])
     if traced and differentiated:
-        rest += stored_weight.saved_codes(weights)
+        rest = [*rest, *stored_weight.saved_codes(weights)]
     ctx.save_for_backward(*(values if differentiated else (None,) * n), *saved, *rest)
     dtypes = [stored_weight.gradient_dtype(w) for w in weights], [None if b is None else b.dtype for b in biases]
     context = setup, None if traced else calls, inputs.shape, inputs.dtype, *dtypes
