@@ -374,6 +374,16 @@ def test_other_operations_raise_and_write_nothing(operation: Callable[[Any], obj
     assert_same(w, tensor())
 
 
+def test_a_copy_of_rows_shares_their_memory_and_cannot_be_written() -> None:
+    w = tensor(QuantSpec.parse("e4m3[*x*]:power_of_two"))
+    rows = copy.copy(w[:64])
+    assert rows.codes.data_ptr() == w.codes.data_ptr()
+    with pytest.raises(TypeError, match="whose scale also serves other rows"):
+        rows.zero_()
+    copied = copy.copy(parameter())
+    assert isinstance(copied, nn.Parameter) and copied.requires_grad
+
+
 @pytest.mark.parametrize("read", [torch.from_dlpack, lambda w: w.apply_(abs)], ids=["dlpack", "apply_"])
 def test_functions_that_read_memory_without_dispatch_raise(read: Callable[[Any], object]) -> None:
     with pytest.raises(NotImplementedError, match=r"is not defined for a QuantizedTensor.*w\.dequantize\(\)"):
@@ -419,6 +429,31 @@ def test_a_write_between_forward_and_backward_raises(write: Callable[[Any, Any],
     assert w._version > before
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "write", [lambda w, state: w.codes.zero_(), lambda w, state: state.zero_()], ids=["codes", "state"]
+)
+@pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
+def test_a_write_to_the_codes_between_forward_and_backward_raises(
+    kind: str, write: Callable[[Any, Any], object]
+) -> None:
+    with qt.quantized_init("mxfp8"):
+        layer: Any = {
+            "linear": lambda: qt.Linear(64, 64),
+            "mlp": lambda: qt.MLP(64, 64),
+            "grouped": lambda: qt.GroupedLinear(2, 64, 64),
+        }[kind]()
+    x = torch.randn(8, 64, requires_grad=True)
+    ends = (torch.tensor([3, 8], dtype=torch.int32),) if kind == "grouped" else ()
+    key = next(key for key in layer.state_dict() if key.endswith("weight"))
+    for recipe in ("mxfp8", "tensorwise", None):
+        with qt.autocast(recipe or "mxfp8", enabled=recipe is not None):
+            y = layer(x, *ends)
+        with torch.no_grad():
+            write(layer.get_parameter(key), layer.state_dict()[key])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 def test_a_move_between_forward_and_backward_changes_no_gradient() -> None:

@@ -241,6 +241,11 @@ class QuantizedTensor(Tensor):
         layout = self.spec.text, self.dtype, self.columns, self.transposed
         return _rebuild, (*tensors, *layout, self.requires_grad, isinstance(self, nn.Parameter))
 
+    def __copy__(self) -> Any:
+        alias: Any = self.detach()
+        is_parameter = isinstance(self, nn.Parameter)
+        return nn.Parameter(alias, self.requires_grad) if is_parameter else alias.requires_grad_(self.requires_grad)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]

@@ -175,17 +175,19 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
     output = plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
     # Only dgrad reads the weight; without it the weight may be modified before backward.
     of_dgrad = value if needs[1] else None
+    tensors: Sequence[Any] = ()
     layout = None
     if save:
         saved, scale = plan.transpose_input(call, y, operands)
         if shared is not None:
             _share_transpose(shared, operands, saved)
         tensors, layout = flatten(saved, scale)
-        ctx.save_for_backward(of_dgrad, *tensors)
-    else:
-        ctx.save_for_backward(of_dgrad)
-    weight_dtype = torch.float32 if weight.__class__ is QuantizedTensor else weight.dtype
-    ctx.constants = call, layout, weight_dtype, None if bias is None else bias.dtype
+    weight_dtype = weight.dtype
+    codes: Sequence[Tensor] = ()
+    if weight.__class__ is QuantizedTensor:
+        weight_dtype, codes = torch.float32, stored_weight.saved_codes([of_dgrad], [call.layer])
+    ctx.save_for_backward(of_dgrad, *codes, *tensors)
+    ctx.constants = call, layout, weight_dtype, None if bias is None else bias.dtype, 1 + len(codes)
     if call.comm is not None:
         return shaped(output, call.comm.shape(shape, output.shape[-1]))
     return output if len(shape) == 2 else shaped(output, (*shape[:-1], output.shape[-1]))
@@ -196,9 +198,9 @@ _forward_one_hidden = selective_checkpoint.hide_from_policies(_forward_one)
 
 
 def _backward_one(ctx: Any, tensors: Sequence[Any], g: Tensor) -> Any:
-    call, layout, weight_dtype, bias_dtype = ctx.constants
+    call, layout, weight_dtype, bias_dtype, first = ctx.constants
     needs = ctx.needs_input_grad[1:]
-    saved_input = unflatten(tensors[1:], layout) if needs[1] else None
+    saved_input = unflatten(tensors[first:], layout) if needs[1] else None
     if saved_input is not None and call.plan.load_input is not None:
         saved_input = call.plan.load_input(call, saved_input[0])
     grads = gradients(call, g, tensors[0], saved_input, needs, weight_dtype, bias_dtype)
@@ -250,12 +252,11 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     # torch.compile passes tensors and plain values from forward to backward, but no objects.
     factors = [call.factors for call in calls] if traced else []
     rest, layouts = pack([*factors, *(inputs.saved if differentiated else ())])
-    if traced and differentiated:
-        rest = [*rest, *stored_weight.saved_codes(weights)]
-    ctx.save_for_backward(*(values if differentiated else (None,) * n), *saved, *rest)
+    codes = stored_weight.saved_codes(weights, setup.layers) if differentiated else ()
+    ctx.save_for_backward(*(values if differentiated else (None,) * n), *saved, *codes, *rest)
     dtypes = [stored_weight.gradient_dtype(w) for w in weights], [None if b is None else b.dtype for b in biases]
     context = setup, None if traced else calls, inputs.shape, inputs.dtype, *dtypes
-    ctx.constants = context, len(saved), layout, layouts
+    ctx.constants = context, len(saved), len(codes), layout, layouts
     return tuple(outputs)
 
 
@@ -264,9 +265,9 @@ _forward_hidden = selective_checkpoint.hide_from_policies(_forward)
 
 
 def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
-    (setup, calls, shape, dtype, weight_dtypes, bias_dtypes), size, layout, layouts = ctx.constants
+    (setup, calls, shape, dtype, weight_dtypes, bias_dtypes), size, skipped, layout, layouts = ctx.constants
     n, count, needs = len(setup.layers), setup.input_count, ctx.needs_input_grad[1:]
-    of_layers, weights, saved = gs[-n:], tensors[:n], unpack(tensors[n + size :], layouts)
+    of_layers, weights, saved = gs[-n:], tensors[:n], unpack(tensors[n + size + skipped :], layouts)
     if calls is None:
         calls, saved = _rebuild_calls(setup, of_layers, saved[:n]), saved[n:]
     used = any(g is not None for g in of_layers)

@@ -281,7 +281,7 @@ class Linear(Quantizable, nn.Linear):
             weight.check_recipe(self, recipe)  # type: ignore[attr-defined]
         if recipe is None or (recipe.fprop.a is None and not recipe.quantizes):
             if isinstance(weight, QuantizedTensor):
-                return stored_weight.linear(input, weight, bias)
+                return stored_weight.linear(input, weight, bias, self)
             if training and not compiling and self._state.weights is not None:
                 weight_cache.expire(self, weight)
             if not active_context.captures_wgrad or compiling or not training or input.dtype not in ops.DTYPES:
@@ -416,7 +416,11 @@ def _unquantized(layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) 
         warnings.warn(
             f"{x.dtype} is computed in high precision: recipes quantize float32, bfloat16 and float16", stacklevel=3
         )
-    return stored_weight.linear(x, weight, bias) if isinstance(weight, QuantizedTensor) else F.linear(x, weight, bias)
+    return (
+        stored_weight.linear(x, weight, bias, layer)
+        if isinstance(weight, QuantizedTensor)
+        else F.linear(x, weight, bias)
+    )
 
 
 # ---- choice of a plan ----

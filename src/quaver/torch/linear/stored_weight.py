@@ -166,11 +166,15 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
     return torch.float32 if isinstance(weight, QuantizedTensor) else weight.dtype
 
 
-def saved_codes(weights: Iterable[Tensor]) -> list[Tensor]:
-    """Return the codes of stored weights, which a traced forward saves for backward: a compiled graph saves the codes
-    that backward reads without their version, so a write before backward would not raise.
+def saved_codes(weights: Iterable[Tensor | None], layers: Iterable[Any]) -> list[Tensor]:
+    """Return the codes of stored weights, which a forward saves beside the weights: autograd then raises if they are
+    written before backward. fully_shard fills those that it gathers again, so they are left out.
     """
-    return [weight.codes for weight in weights if isinstance(weight, QuantizedTensor)]
+    return [
+        weight.codes
+        for weight, layer in zip(weights, layers, strict=True)
+        if isinstance(weight, QuantizedTensor) and not is_prepared(layer)
+    ]
 
 
 def operand(weight: QuantizedTensor, transposed: bool, reuses: bool, spec: QuantSpec, call: Any) -> Quantized:
@@ -199,14 +203,14 @@ def plain_values(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantized(weight, dtype) if isinstance(weight, QuantizedTensor) else weight
 
 
-def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
     """Compute F.linear for a stored weight; backward dequantizes the weight again."""
     check_gradient(weight)
     device = ops.autocast_device(x)
     casting = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64
     dtype = torch.get_autocast_dtype(device) if casting else x.dtype
     with ops.without_autocast(device):
-        y: Tensor = _Unquantized.apply(x.to(dtype), weight, None if bias is None else bias.to(dtype))
+        y: Tensor = _Unquantized.apply(x.to(dtype), weight, None if bias is None else bias.to(dtype), layer)
     return y
 
 
@@ -215,20 +219,21 @@ class _Unquantized(torch.autograd.Function):
 
     @staticmethod
     @hide_from_policies
-    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
+        of_dgrad = weight if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, of_dgrad, *saved_codes([of_dgrad], [layer]))
         return F.linear(x, plain_values(weight, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        need_input, need_weight, need_bias = ctx.needs_input_grad
+        x, weight, *_ = ctx.saved_tensors
+        need_input, need_weight, need_bias, _ = ctx.needs_input_grad
         of_x = g @ plain_values(weight, g.dtype) if need_input else None
         g2, of_weight = g.reshape(-1, g.shape[-1]), None
         if need_weight:
             of_weight = (g2.t() @ x.reshape(-1, x.shape[-1])).float()
-        return of_x, of_weight, g2.sum(0) if need_bias else None
+        return of_x, of_weight, g2.sum(0) if need_bias else None, None
 
 
 # ---- create and write ----

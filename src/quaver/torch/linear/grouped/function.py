@@ -104,9 +104,9 @@ def _forward(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
     packed, layouts = pack([call.factors if call.traced else None, *operand, *of_rows])
     # Without dgrad the weight may be modified before backward.
     of_graph = (weight, ends) if call.traced else (weight if need_rows else None, None)
-    codes = saved_codes([weight]) if call.traced and need_rows else []
-    ctx.save_for_backward(*of_graph, *packed, *codes)
-    ctx.constants = setup, None if call.traced else call, bias_dtype, layouts, len(operand)
+    codes = saved_codes([weight], [call.layer]) if need_rows else ()
+    ctx.save_for_backward(*of_graph, *codes, *packed)
+    ctx.constants = setup, None if call.traced else call, bias_dtype, layouts, len(operand), 2 + len(codes)
     return y
 
 
@@ -139,9 +139,9 @@ def _drawn(direction: int, a: QuantSpec | None, c: QuantSpec | None, shared: boo
 
 def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     setup: GroupedSetup
-    setup, call, bias_dtype, layouts, size = ctx.constants
+    setup, call, bias_dtype, layouts, size, first = ctx.constants
     weight, ends = tensors[:2]
-    factors, *values = unpack(tensors[2:], layouts)
+    factors, *values = unpack(tensors[first:], layouts)
     operand, saved, count, needs = values[:size], values[size:], setup.input_count, ctx.needs_input_grad[1:]
     needed = any(needs[:count]), *needs[count : count + 2]
     x, high = None, None
