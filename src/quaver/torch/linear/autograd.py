@@ -135,9 +135,8 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gs: Any) -> Any:
         one = ctx.constants[0].__class__ is LinearCall
-        given = next((g for g in gs if g is not None), None)
-        if given is not None and (one or not is_tracing()) and any_autocast_enabled():
-            with ops.without_autocast(ops.autocast_device(given)):
+        if (one or not is_tracing()) and any_autocast_enabled():
+            with ops.without_autocast(ops.autocast_device(next(g for g in gs if g is not None))):
                 return first_derivative(_backward_one if one else _backward, ctx, NO_DOUBLE_BACKWARD, *gs)
         return first_derivative(_backward_one if one else _backward, ctx, NO_DOUBLE_BACKWARD, *gs)
 
