@@ -147,7 +147,7 @@ def _is_stored(layer: nn.Module) -> bool:
 
 
 def _state_of_base(base: Any) -> tuple[nn.Parameter, dict[str, Any]]:
-    attributes = {name: base.__dict__[name] for name in stored_weight.ABOUT if name in base.__dict__}
+    attributes = {name: base.__dict__[name] for name in stored_weight.ATTRIBUTES if name in base.__dict__}
     return base._parameters["weight"], attributes | {"recipe": base.recipe}
 
 

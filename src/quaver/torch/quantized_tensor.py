@@ -501,11 +501,9 @@ def _to_copy(
     x: QuantizedTensor,
     *,
     dtype: torch.dtype | None = None,
-    layout: Any = None,
     device: Any = None,
-    pin_memory: bool | None = None,
     non_blocking: bool = False,
-    memory_format: Any = None,
+    **options: Any,
 ) -> QuantizedTensor:
     if dtype is not None and dtype not in REPORTED:
         raise TypeError(
@@ -528,18 +526,17 @@ def _plain_like(
     x: QuantizedTensor,
     *args: Any,
     dtype: torch.dtype | None = None,
-    layout: Any = None,
     device: Any = None,
-    pin_memory: bool | None = None,
-    memory_format: Any = None,
+    **options: Any,
 ) -> Tensor:
     """Return a plain tensor, as gradients and optimizer states are."""
     empty = torch.empty(0, dtype=dtype or x.dtype, device=x.device if device is None else device)
     if "_like" in str(function):
         # Expanding a number gives the shape without memory.
-        result: Tensor = function(empty.new_empty(1).expand(x.shape), *args, memory_format=torch.contiguous_format)
-        return result
-    result = function(empty, *args)
+        empty, options = empty.new_empty(1).expand(x.shape), {"memory_format": torch.contiguous_format}
+    else:
+        options = {}
+    result: Tensor = function(empty, *args, **options)
     return result
 
 

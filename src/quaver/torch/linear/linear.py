@@ -149,7 +149,7 @@ class Quantizable(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return stored_weight.unprepared(self, {**self.__dict__, "_state": copy.copy(state_of(self))})
+        return stored_weight.copyable_state(self, {**self.__dict__, "_state": copy.copy(state_of(self))})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizable":
         # A parametrized module has its own `__deepcopy__`, which would share this layer's private state.

@@ -42,7 +42,7 @@ CODES = tuple(CODE_DTYPES.values())
 #: Names of the scales in a state dict.
 SCALES = ("weight_scale", "weight_factor")
 #: Attributes that only such a layer has.
-ABOUT = ("weight_spec", "weight_dtype", "keep_initial")
+ATTRIBUTES = ("weight_spec", "weight_dtype", "keep_initial")
 #: Attribute of a parameter that a layer no longer uses: name of the function that replaced it.
 REPLACED = "quaver_replaced_by"
 #: Part of the error message for formats that cannot be stored.
@@ -54,8 +54,8 @@ ADAPTED = (
     "quaver.torch.dequantize_weights(model) first"
 )
 FOUR_BITS = (
-    "a weight that is stored in four bits has no gradient, because two codes share an element: freeze it with "
-    "weight.requires_grad_(False), or dequantize_weights(model) to train it"
+    "a weight that is stored in four bits has no gradient, because no optimizer steps codes of four bits: freeze it "
+    "with weight.requires_grad_(False), or dequantize_weights(model) to train it"
 )
 COMPILED_GRADIENT = (
     "torch.compile rounds the float32 gradient of a stored weight to the parameter's dtype: without fullgraph such "
@@ -85,7 +85,7 @@ class ShardedStoredWeight(Protocol):
         """Return a parameter like this one with other bytes, in the form that `as_bytes` returns."""
 
 
-def divided(weight: Any) -> ShardedStoredWeight | None:
+def code_shard(weight: Any) -> ShardedStoredWeight | None:
     """Return the parameter (or its local shard) as `ShardedStoredWeight`, or None if it is not one."""
     if hasattr(weight, "layer_of_codes"):
         of_whole: ShardedStoredWeight = weight
@@ -99,7 +99,7 @@ def divided(weight: Any) -> ShardedStoredWeight | None:
 
 def holds_codes(weight: Tensor) -> bool:
     """Return True if the parameter is stored as codes, sharded or not."""
-    return isinstance(weight, QuantizedTensor) or divided(weight) is not None
+    return isinstance(weight, QuantizedTensor) or code_shard(weight) is not None
 
 
 def scales_of(layer: nn.Module) -> dict[str, Tensor]:
@@ -300,10 +300,10 @@ def restore(layer: Any) -> None:
     """Replace the codes by a weight in the original dtype."""
     weight = layer.weight
     setattr(weight, REPLACED, "dequantize_weights")
-    layer._parameters["weight"] = nn.Parameter(whole(layer).dequantize(), requires_grad=weight.requires_grad)
+    layer._parameters["weight"] = nn.Parameter(unsharded_weight(layer).dequantize(), requires_grad=weight.requires_grad)
     for name in SCALES:
         layer._buffers.pop(name, None)
-    for name in ABOUT:
+    for name in ATTRIBUTES:
         layer.__dict__.pop(name, None)
     state_of(layer).initial = None
     _stored.discard(layer)
@@ -452,7 +452,7 @@ def decode(layer: Any, state_dict: Any, prefix: str, decoded: dict[nn.Module, Te
         )
     if layer not in decoded:
         with torch.no_grad():
-            decoded[layer] = whole(layer).dequantize()
+            decoded[layer] = unsharded_weight(layer).dequantize()
     state_dict[prefix + "weight"] = decoded[layer]
     for name in SCALES:
         state_dict.pop(prefix + name, None)
@@ -473,7 +473,7 @@ def codes_to_bytes(state_dict: Any, key: str) -> None:
         if weight.factor is not None:
             state_dict[prefix + "weight_factor"] = weight.factor
         return
-    part = divided(weight)
+    part = code_shard(weight)
     if part is not None:
         state_dict[key] = part.as_bytes(weight).unsqueeze(-1)
 
@@ -489,7 +489,7 @@ def moved(layer: Any, fn: Any, apply: Any) -> None:
         apply: the module's own `_apply`, without the buffers of `SCALES`.
     """
     weight: Any = layer._parameters["weight"]
-    part = divided(weight)
+    part = code_shard(weight)
     if part is not None:
         _move_shard(layer, weight, part, fn, apply)
         return
@@ -529,10 +529,10 @@ def _move_shard(layer: Any, weight: Any, part: ShardedStoredWeight, fn: Any, app
 _takes: Any = getattr(torch, "_has_compatible_shallow_copy_type", lambda weight, data: weight.device == data.device)
 
 
-def whole(layer: Any) -> Any:
+def unsharded_weight(layer: Any) -> Any:
     """Return the stored weight of a layer as a QuantizedTensor, also if `gather_quantized` has prepared it."""
     weight = layer._parameters["weight"]
-    part = divided(weight)
+    part = code_shard(weight)
     if part is None:
         return weight
     spec, scales = layer.weight_spec, scales_of(layer)
@@ -547,12 +547,15 @@ def whole(layer: Any) -> Any:
     )
 
 
-def unprepared(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
+def copyable_state(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return a layer's state for copies and pickles, in which a weight that `gather_quantized` prepared is whole."""
     weight = layer._parameters.get("weight")
-    if weight is None or divided(weight) is None:
+    if weight is None or code_shard(weight) is None:
         return state
-    parameters = {**state["_parameters"], "weight": nn.Parameter(whole(layer), requires_grad=weight.requires_grad)}
+    parameters = {
+        **state["_parameters"],
+        "weight": nn.Parameter(unsharded_weight(layer), requires_grad=weight.requires_grad),
+    }
     buffers = {name: buffer for name, buffer in state["_buffers"].items() if name not in SCALES}
     return {**state, "_parameters": parameters, "_buffers": buffers}
 
@@ -583,7 +586,7 @@ _known: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDiction
 
 def owner(weight: Tensor) -> nn.Module | None:
     """Return the layer that a stored weight belongs to, or None."""
-    part = divided(weight)
+    part = code_shard(weight)
     if part is not None:
         return part.layer_of_codes
     layer = _known.get(id(weight))

@@ -271,7 +271,7 @@ class Optimizer(OptimizerBase):
         if self._compared != len(self.param_groups):
             # Scales of stored weights are exchanged in the order of parameters, so that order must match too.
             in_codes = [
-                f"{part.name_of_codes}.weight" for part in map(stored_weight.divided, every) if part is not None
+                f"{part.name_of_codes}.weight" for part in map(stored_weight.code_shard, every) if part is not None
             ]
             options = [
                 {name: _option(value) for name, value in group.items() if name != "params"}

@@ -19,7 +19,7 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.quantized_weights import drop_initial_value, frozen
 from quaver.torch.cuda_graph import CapturedStep
 from quaver.torch.linear import stored_weight
-from quaver.torch.linear.stored_weight import CODES, SCALES
+from quaver.torch.linear.stored_weight import SCALES
 from quaver.torch.optim import Optimizer
 from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.train import config as optimizer_name
@@ -66,8 +66,6 @@ def finite(value: Any) -> bool:
         value = value.full_tensor()
     if isinstance(value, QuantizedTensor):
         value = value.dequantize()
-    if isinstance(value, torch.Tensor) and value.dtype in CODES:
-        value = value.float()
     return not isinstance(value, torch.Tensor) or bool(torch.isfinite(value).all())
 
 

@@ -283,7 +283,7 @@ def _others(model: nn.Module, collected: set[str]) -> dict[str, Tensor]:
             for added in ADDED:
                 state.pop(prefix + added, None)
             if module.weight_spec is not None and f"{prefix}weight" not in collected:
-                state[f"{prefix}weight"] = stored_weight.whole(module).dequantize()
+                state[f"{prefix}weight"] = stored_weight.unsharded_weight(module).dequantize()
     state = {name: value for name, value in state.items() if name not in collected}
     for name, value in state.items():
         if isinstance(value, Tensor):

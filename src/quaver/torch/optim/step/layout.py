@@ -216,7 +216,7 @@ def value_of(p: Tensor) -> Tensor:
     layer: Any = stored_weight.owner(p)
     assert layer is not None
     if not shardings(p):
-        value: Tensor = stored_weight.whole(layer).dequantize(torch.float32)
+        value: Tensor = stored_weight.unsharded_weight(layer).dequantize(torch.float32)
         return value
     weight_format, (codes, scale) = in_own_rows(p, master_weights.WeightFormat("residual", layer.weight_spec))
     assert weight_format.code_spec is not None

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.torch.linear.stored_weight import CODE_DTYPES, CODES, is_stored_transposed, scales_of
 from quaver.torch.numerics.quantized import storage
-from quaver.torch.parallel.fsdp.shard_tensors import Shard
+from quaver.torch.parallel.fsdp.shard_tensors import SHARD_OPS, Shard
 from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters, set_local
 from quaver.torch.quantized_tensor import QuantizedTensor
 
@@ -38,8 +38,6 @@ class StoredShardInfo:
         #: Number of rows of the whole weight.
         self.rows: int = weight.shape[0]
         self.codes: torch.dtype = CODE_DTYPES[weight.spec.format.name]
-        #: True if the weight required gradients when it was prepared.
-        self.trainable: bool = weight.requires_grad
         #: fully_shard's object for the weight; None before the first gather or if this torch has other internals.
         self.fsdp_parameter: FsdpParameter | None = None
         self.gathered_once = False
@@ -132,7 +130,7 @@ class CodeShard(Shard):
                 "state dict, or copy before gather_quantized"
             )
         dtype = options.get("dtype")
-        if function not in cls.shard_ops or source.dtype is not shard.plain.dtype or dtype not in (None, shard.dtype):
+        if function not in SHARD_OPS or source.dtype is not shard.plain.dtype or dtype not in (None, shard.dtype):
             raise ValueError(
                 f"{function} reads the weight of {shard.weight_state.name} as numbers, and it is stored only as "
                 "codes: step it by an optimizer of quaver.torch.optim, load it from a checkpoint of codes, "
@@ -181,7 +179,7 @@ def shard_codes(layer: nn.Module, name: str, root: nn.Module) -> None:
     info: Any = StoredShardInfo(layer, name, root)
     _stored[layer] = info
     scales, codes = scales_of(layer), weight.codes.detach().view(info.codes)
-    layer._parameters["weight"] = nn.Parameter(CodeShard(codes, info), requires_grad=info.trainable)
+    layer._parameters["weight"] = nn.Parameter(CodeShard(codes, info), requires_grad=weight.requires_grad)
     for scale_name, scale in scales.items():
         layer.register_buffer(scale_name, scale)
     layer.register_load_state_dict_post_hook(_shard_again)

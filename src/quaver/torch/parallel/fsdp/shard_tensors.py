@@ -45,7 +45,6 @@ class Shard(Tensor):
 
     plain: Tensor
     weight_state: GatheredWeightState
-    shard_ops = frozenset(SHARD_OPS)
     eagerly = staticmethod(eagerly)
 
     @staticmethod
@@ -118,7 +117,7 @@ class Shard(Tensor):
         if args and isinstance(args[0], Shard) and result is plain_args[0]:
             # An in-place operation.
             return args[0]
-        if function not in cls.shard_ops:
+        if function not in SHARD_OPS:
             return result
         return _each(lambda x: cls(x, weight_states[0]) if isinstance(x, Tensor) else x, result)
 
@@ -223,16 +222,18 @@ class GatheredOperands:
         self.operands, self.gather_metadata, self.buffers = operands, metadata, buffers
 
 
-class Gathered(Tensor):
-    """A weight [N, K] without values, from which a layer requests quantized operands."""
+class GatheredWeight(Tensor):
+    """A gathered weight [N, K] without values, with whole operands; implements
+    `quaver.torch.linear.general.PrequantizedWeight`.
+    """
 
-    weight_state: Any
-    contents: Any
+    weight_state: GatheredWeightState
+    contents: GatheredOperands
     eagerly = staticmethod(eagerly)
 
     @staticmethod
-    def __new__(cls, weight_state: Any, dtype: torch.dtype, device: torch.device, contents: Any) -> "Gathered":
-        wrapper: Gathered = make_wrapper_subclass(cls, torch.Size(weight_state.shape), dtype=dtype, device=device)
+    def __new__(cls, weight_state: Any, dtype: torch.dtype, device: torch.device, contents: Any) -> "GatheredWeight":
+        wrapper: GatheredWeight = make_wrapper_subclass(cls, torch.Size(weight_state.shape), dtype=dtype, device=device)
         wrapper.weight_state, wrapper.contents = weight_state, contents
         return wrapper
 
@@ -246,7 +247,7 @@ class Gathered(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        wrapper = next(x for x in args if isinstance(x, Gathered))
+        wrapper = next(x for x in args if isinstance(x, GatheredWeight))
         if function in OF_NO_VALUES:
             return cls(wrapper.weight_state, wrapper.dtype, wrapper.device, wrapper.contents)
         if function is aten.zeros_like.default:
@@ -257,13 +258,6 @@ class Gathered(Tensor):
             "the layer's own GEMMs can use it; leave the layer out with gather_quantized(model, skip=[...]), "
             "and revert no layer after gather_quantized"
         )
-
-
-class GatheredWeight(Gathered):
-    """A gathered weight [N, K] with whole operands; implements `quaver.torch.linear.general.PrequantizedWeight`."""
-
-    weight_state: GatheredWeightState
-    contents: GatheredOperands
 
     def check_recipe(self, layer: nn.Module, recipe: Recipe | None) -> None:
         if recipe is not self.weight_state.recipe:
