@@ -150,8 +150,23 @@ class Records:
         u = numerics.uniform(rows, k, seed, tensor_id, count)
         self._write(Kind.NOISE, seed, tensor_id, count, u.size, np.arange(u.size, dtype=np.uint64), u)
 
+    def noise_of_groups(self, groups: np.ndarray, seed: int, tensor_id: int, count: int) -> None:
+        """Draw for groups of four elements anywhere in an operand that need not fit in memory."""
+        key, upper = numerics.noise_stream(seed, tensor_id, count)
+        words = numerics.philox2x32((groups & 0xFFFFFFFF, groups >> np.uint64(32) ^ np.uint64(upper)), key)
+        halves = np.stack([words >> np.uint32(16), words & np.uint32(0xFFFF)], -1).reshape(-1)
+        u = (halves.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-16)
+        elements = groups[:, None] * np.uint64(4) + np.arange(4, dtype=np.uint64)
+        self._write(Kind.NOISE, seed, tensor_id, count, u.size, elements, u)
+
     def operand(
-        self, x: np.ndarray, stride: int, spec: QuantSpec, amax: np.ndarray | None, factor: float, noise: tuple[int, ...]
+        self,
+        x: np.ndarray,
+        stride: int,
+        spec: QuantSpec,
+        amax: np.ndarray | None,
+        factor: float,
+        noise: tuple[int, ...],
     ) -> None:
         """Quantize and dequantize; the stored form of the scales is that of `quaver.torch`."""
         rows, k = x.shape
@@ -302,7 +317,7 @@ def write_formats(records: Records, rng: np.random.Generator, count: int) -> Non
         records.values(np.concatenate([values, floats(edges(fmt))]))
         records.encode()
         random = rng.integers(0, 2**16, records.x.size, dtype=np.uint16)
-        random[:: 5], random[1::5] = 0, 0xFFFF
+        random[::5], random[1::5] = 0, 0xFFFF
         records.stochastic(random)
     for _ in range(3000):
         exponent, mantissa, sign = int(rng.integers(0, 9)), int(rng.integers(0, 8)), bool(rng.integers(2))
@@ -341,18 +356,18 @@ def write_noise(records: Records, rng: np.random.Generator) -> None:
     for _ in range(20):
         seed, tensor_id = int(rng.integers(0, 2**64, dtype=np.uint64)), int(rng.integers(0, 2**32))
         records.noise(3, 17, seed, tensor_id, int(rng.integers(0, 2**40)))
+        groups = rng.integers(0, 2 ** int(rng.integers(31, 59)), 50, dtype=np.uint64)
+        records.noise_of_groups(groups, seed, tensor_id, 7)
 
 
 def write_operands(records: Records, rng: np.random.Generator, thorough: bool) -> None:
     """Write operands of every spec; thorough: with all data and all ways to set scales."""
-    turn = 0
-    for spec in specs():
+    for turn, spec in enumerate(specs()):
         if records.fmt != spec.format:
             records.format(spec.format)
         cases = list(itertools.product(DATA, ("measured", "amax", "factor")))
         for data, given in cases if thorough else [cases[(turn + i * 7) % len(cases)] for i in range(2)]:
             draw_operand(records, rng, spec, data, given)
-        turn += 1
     for data in DATA:
         for _ in range(50):
             group = matrix(rng, 1, 16, data)
@@ -378,5 +393,3 @@ def write_storage(records: Records, rng: np.random.Generator) -> None:
         reads = QuantSpec(E4M3, (None, None), "fp32")
         written += records.weight(fmt, spec, w, Inputs(spec=reads, scale=0.5, amax=4.0))
     assert written > 20, f"{written} of the layouts"
-
-

@@ -147,7 +147,7 @@ static void check_noise(void) {
     int64_t n = number();
     uint64_t *element = (uint64_t *)array(n, 8);
     float *want = (float *)array(n, 4);
-    qvn_noise noise = qvn_make_noise(seed, tensor_id, step);
+    qvn_noise noise = qvn_noise_stream(seed, tensor_id, step);
     for (int64_t i = 0; i < n; i++) same("qvn_uniform", i, qvn_uniform(qvn_random_bits(noise, element[i])), want[i]);
     compared[kind] += n - 1;
     free(element);

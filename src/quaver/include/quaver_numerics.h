@@ -42,11 +42,9 @@ static inline const char *qvn_status_text(qvn_status status) {
     switch (status) {
     case QVN_OK: return "success";
     case QVN_ERROR_NULL: return "a required pointer is NULL";
-    case QVN_ERROR_FORMAT: return "the fields of the format contradict each other, or the call does not take it";
-    case QVN_ERROR_SPEC: return "the spec has a negative block, an unknown scale or rounding, or a two-level scale for "
-                                "a format other than E2M1 or for blocks that are a whole axis";
-    case QVN_ERROR_SHAPE: return "a size is negative, the stride is below k, there are more than 2^60 elements, or a "
-                                 "row does not end with a complete block";
+    case QVN_ERROR_FORMAT: return "the fields of the format contradict each other, or the call takes another format";
+    case QVN_ERROR_SPEC: return "the spec has a negative block, or a scale or rounding that does not fit it";
+    case QVN_ERROR_SHAPE: return "a size is negative or too large, or a row ends within a block";
     case QVN_ERROR_FACTOR: return "an encode factor needs a spec with one float32 scale per tensor";
     case QVN_ERROR_LAYOUT: return "the layout of the stored weight is unknown";
     case QVN_ERROR_ARITHMETIC: return "this thread flushes subnormals to zero or does not round to nearest";
@@ -249,7 +247,7 @@ typedef struct {
 } qvn_noise;
 
 /* seed: of the run. tensor_id: see qvn_tensor_id. count: earlier quantizations of this tensor; its low 32 bits count. */
-static inline qvn_noise qvn_make_noise(uint64_t seed, uint32_t tensor_id, uint64_t count) {
+static inline qvn_noise qvn_noise_stream(uint64_t seed, uint32_t tensor_id, uint64_t count) {
     uint32_t words[4] = {0, 0, tensor_id, (uint32_t)count};
     qvn_philox4x32(words, (uint32_t)seed, (uint32_t)(seed >> 32));
     qvn_noise noise = {words[0], words[1]};
@@ -389,7 +387,7 @@ typedef struct {
 typedef struct {
     const float *amax;  /* NULL measures it. Else one per block, or one of the tensor with two-level scales */
     float factor;       /* encode factor of delayed scaling, used instead of the amax's; 0 is unset */
-    uint64_t seed;      /* of stochastic rounding: see qvn_make_noise */
+    uint64_t seed;      /* of stochastic rounding: see qvn_noise_stream */
     uint32_t tensor_id;
     uint64_t count;
 } qvn_quantize_options;
@@ -532,7 +530,7 @@ static inline qvn_status qvn_quantize(const float *x, int64_t rows, int64_t k, i
                     (spec->scale == QVN_SCALE_FP32 || spec->scale == QVN_SCALE_POWER_OF_TWO);
     if (o.factor != 0.0f && !one_scale) return QVN_ERROR_FACTOR;
     qvn__reader reader = {x, k, stride, spec, -1, -1, {0}};
-    qvn_noise noise = qvn_make_noise(o.seed, o.tensor_id, o.count);
+    qvn_noise noise = qvn_noise_stream(o.seed, o.tensor_id, o.count);
     int two_level = qvn__two_level(spec);
     float tensor = 0.0f; /* amax, with two-level scales */
     q->tensor_factor = 1.0f;
