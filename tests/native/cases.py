@@ -112,12 +112,24 @@ class Records:
 
     def format(self, fmt: Format) -> None:
         """Set the format of the records that follow."""
-        self.fields(fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, fmt.max, fmt.has_nan, fmt.signed, True)
+        index = list(FORMATS).index(fmt.name) if fmt.name in FORMATS else -1
+        self._fields(index, fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, fmt.max, fmt.has_nan, fmt.signed, True)
         self.fmt = fmt
 
-    def fields(self, exponent: int, mantissa: int, bias: int, top: float, nan: bool, sign: bool, valid: bool) -> None:
+    def fields(self, exponent: int, mantissa: int, bias: int, top: float, nan: bool, sign: bool) -> None:
+        """Write the fields of a format, and whether the reference takes them."""
+        valid = True
+        try:
+            own("own", exponent, mantissa, bias, top, nan, sign)
+        except ValueError:
+            valid = False
+        self._fields(-1, exponent, mantissa, bias, top, nan, sign, valid)
+
+    def _fields(
+        self, index: int, exponent: int, mantissa: int, bias: int, top: float, nan: bool, sign: bool, valid: bool
+    ) -> None:
         bits = sign + exponent + mantissa
-        self._write(Kind.FORMAT, bits, exponent, mantissa, bias, nan, sign, np.float32(top).reshape(1), valid)
+        self._write(Kind.FORMAT, index, bits, exponent, mantissa, bias, nan, sign, np.float32(top).reshape(1), valid)
 
     def values(self, x: np.ndarray) -> None:
         """Set the values that the records ENCODE and STOCHASTIC round."""
@@ -193,7 +205,7 @@ class Records:
         self._write(Kind.ROTATE, group, numerics.rotate(group.reshape(1, 16)))
 
     def pack(self, codes: np.ndarray, bits: int) -> None:
-        """Pack a row, the bits of each code from the lowest one up."""
+        """Pack the lowest bits of each byte of a row, from the lowest one up."""
         stream = codes[:, None] >> np.arange(bits) & 1
         self._write(Kind.PACK, bits, codes.size, codes, np.packbits(stream.astype(np.uint8), bitorder="little"))
 
@@ -257,7 +269,9 @@ def matrix(rng: np.random.Generator, rows: int, k: int, data: str) -> np.ndarray
     if data == "bits":
         return floats(rng.integers(0, 2**32, (rows, k), dtype=np.uint32))
     if data == "subnormal":
-        return floats(rng.integers(0, 0x01000000, (rows, k), dtype=np.uint32))
+        around = np.array([0, 1, 0x007FFFFF, 0x00800000, 0x00800001, 0x80000001, 0x80800000], np.uint32)
+        bits = rng.integers(0, 0x01000000, (rows, k), dtype=np.uint32)
+        return floats(around[rng.integers(0, around.size, (rows, k))] if rng.random() < 0.5 else bits)
     if data == "huge":
         return floats(0x7F000000 + rng.integers(0, 0x800000, (rows, k), dtype=np.uint32))
     if data == "zeros":
@@ -291,6 +305,7 @@ def draw_operand(records: Records, rng: np.random.Generator, spec: QuantSpec, da
     amax = matrix(rng, *shape, data) if given == "amax" else None
     factor = float(np.float32(rng.choice([1.0, 0.37, 2.0**100, 1e-30]))) if given == "factor" else 0.0
     noise = int(rng.integers(0, 2**64, dtype=np.uint64)), int(rng.integers(0, 2**32)), int(rng.integers(0, 2**40))
+    noise = noise if rng.random() < 0.8 else (0, 0, 0)
     x = np.ascontiguousarray(matrix(rng, rows, k, data))
     records.operand(x, k + int(rng.choice([0, 0, 3])), spec, amax, factor, noise)
 
@@ -327,12 +342,19 @@ def write_formats(records: Records, rng: np.random.Generator, count: int) -> Non
         top = (1 + int(rng.integers(0, 2 ** (mantissa + (rng.random() < 0.1)))) / 2**mantissa) * 2.0 ** max(
             min(2**exponent - 1 - bias - int(rng.integers(0, 2)), 127), -126
         )
-        valid = True
-        try:
-            own("own", exponent, mantissa, bias, top, nan, sign)
-        except ValueError:
-            valid = False
-        records.fields(exponent, mantissa, bias, top, nan, sign, valid)
+        records.fields(exponent, mantissa, bias, top, nan, sign)
+
+    # The ends of the ranges of bias and max, and largest numbers that are a bit off the grid.
+    for fields in (
+        *((1, 0, -127, 2.0**127, False, False), (1, 0, -128, 2.0**127, False, False)),
+        *((1, 1, 127, 2.0**-126, False, False), (1, 1, 128, 2.0**-126, False, False)),
+        *(
+            (4, 3, 7, float(np.nextafter(np.float32(448), np.float32(449))), True, True),
+            (5, 2, 14, 81920.0, True, True),
+        ),
+        *((8, 0, 127, 2.0**127, False, False), (8, 0, 126, 2.0**127, False, False)),
+    ):
+        records.fields(*fields)
 
 
 def write_scales(records: Records, rng: np.random.Generator, count: int) -> None:
@@ -376,8 +398,8 @@ def write_operands(records: Records, rng: np.random.Generator, thorough: bool) -
 
 def write_storage(records: Records, rng: np.random.Generator) -> None:
     for bits, k in itertools.product(range(1, 9), (0, 1, 3, 4, 7, 8, 9, 32, 61)):
-        records.pack(rng.integers(0, 2**bits, k, dtype=np.uint8), bits)
-    for shape in ((0, 3), (1, 1), (5, 3), (128, 4), (200, 9), (300, 17)):
+        records.pack(rng.integers(0, 256, k, dtype=np.uint8), bits)
+    for shape in ((0, 3), (1, 1), (5, 3), (128, 4), (200, 8), (257, 2), (300, 17)):
         records.swizzle(rng.integers(0, 256, shape, dtype=np.uint8))
     weights = [
         *(QuantSpec(E4M3, block) for block in ((None, None), (1, None), (128, 128))),
@@ -389,7 +411,8 @@ def write_storage(records: Records, rng: np.random.Generator) -> None:
     generator = torch.Generator().manual_seed(0)
     written = 0
     for spec, fmt in itertools.product(weights, (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT, MXFP4)):
-        w = torch.randn(160, 192, generator=generator) * 3
+        shape = {"power_of_two": (130, 257), "fp32": (160, 256)}.get(spec.scale, (160, 192))
+        w = torch.randn(shape, generator=generator) * 3
         reads = QuantSpec(E4M3, (None, None), "fp32")
         written += records.weight(fmt, spec, w, Inputs(spec=reads, scale=0.5, amax=4.0))
     assert written > 20, f"{written} of the layouts"

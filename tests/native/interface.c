@@ -42,6 +42,8 @@ static void check_formats(void) {
     EXPECT(qvn_check_format(&own), QVN_OK);
     own.bits = 7;
     EXPECT(qvn_check_format(&own), QVN_ERROR_FORMAT);
+    qvn_format wide = {8, 2, 1, 1, 6.0f, 0, 1}; /* more bits than its fields */
+    EXPECT(qvn_check_format(&wide), QVN_ERROR_FORMAT);
     qvn_format zeros = {0, 0, 0, 0, 0.0f, 0, 0};
     EXPECT(qvn_check_format(&zeros), QVN_ERROR_FORMAT);
     qvn_format nan = {8, 4, 3, 7, qvn_float(QVN_NAN_BITS), 1, 1};
@@ -59,6 +61,13 @@ static void check_specs(void) {
     EXPECT(quantize(spec_of(&QVN_E4M3, 1, 16, QVN_SCALE_TWO_LEVEL)), QVN_ERROR_SPEC);
     EXPECT(quantize(spec_of(&QVN_E2M1, 1, 0, QVN_SCALE_TWO_LEVEL)), QVN_ERROR_SPEC);
     EXPECT(quantize(spec_of(&QVN_E2M1, 1, 16, QVN_SCALE_TWO_LEVEL)), QVN_OK);
+    /* Formats of 4 bits that are almost E2M1. */
+    const qvn_format almost[] = {{4, 1, 2, 1, 1.75f, 0, 1}, {4, 2, 1, 0, 12.0f, 0, 1}, {4, 2, 1, 1, 4.0f, 0, 1},
+                                 {4, 2, 1, 1, 4.0f, 1, 1},  {5, 2, 2, 1, 6.0f, 1, 1},  {5, 3, 1, 1, 6.0f, 0, 1}};
+    for (size_t i = 0; i < sizeof almost / sizeof almost[0]; i++) {
+        EXPECT(qvn_check_format(&almost[i]), QVN_OK);
+        EXPECT(quantize(spec_of(&almost[i], 1, 16, QVN_SCALE_TWO_LEVEL)), QVN_ERROR_SPEC);
+    }
     int unknown = 6;
     qvn_spec spec = spec_of(&QVN_E4M3, 0, 0, QVN_SCALE_FP32);
     memcpy(&spec.scale, &unknown, sizeof unknown);
@@ -115,7 +124,7 @@ static void check_weights(void) {
     EXPECT(qvn_read_weight(&w, y), QVN_ERROR_SHAPE);
     w.k = -32;
     EXPECT(qvn_read_weight(&w, y), QVN_ERROR_SHAPE);
-    w.k = 8;
+    w.k = 9;
     w.layout = QVN_LAYOUT_NV_DIVIDED;
     EXPECT(qvn_read_weight(&w, y), QVN_ERROR_SHAPE);
     w.layout = QVN_LAYOUT_TENSOR;

@@ -64,7 +64,11 @@ static qvn_format format;
 static float *values = NULL;
 static int64_t count = 0;
 
+/* In the order of quaver.FORMATS. */
+static const qvn_format *const builtin[] = {&QVN_E4M3, &QVN_E5M2, &QVN_E3M2, &QVN_E2M3, &QVN_E2M1, &QVN_E8M0};
+
 static void check_format(void) {
+    int64_t index = number();
     format.bits = (int)number();
     format.exponent_bits = (int)number();
     format.mantissa_bits = (int)number();
@@ -72,6 +76,13 @@ static void check_format(void) {
     format.has_nan = (int)number();
     format.has_sign = (int)number();
     format.max = real();
+    if (index >= 0) {
+        const qvn_format *f = builtin[index];
+        if (f->bits != format.bits || f->exponent_bits != format.exponent_bits || f->bias != format.bias ||
+            f->mantissa_bits != format.mantissa_bits || f->has_nan != format.has_nan || f->has_sign != format.has_sign)
+            fail("a field of the built-in format", index, 0, 0);
+        same("max of the built-in format", index, f->max, format.max);
+    }
     int64_t valid = number();
     if ((qvn_check_format(&format) == QVN_OK) != valid) fail("qvn_check_format", 0, (double)!valid, (double)valid);
 }
@@ -183,7 +194,8 @@ static void check_operand(void) {
     qvn_quantized q = {(uint8_t *)malloc((size_t)n), (float *)malloc((size_t)blocks * 4), NULL, 0.0f};
     if (has_stored) q.stored_scale = (uint8_t *)malloc((size_t)blocks);
     float *y = (float *)malloc((size_t)n * 4);
-    qvn_status status = qvn_quantize(x, rows, k, stride, &spec, &options, &q);
+    int defaults = !options.amax && options.factor == 0.0f && !options.seed && !options.tensor_id && !options.count;
+    qvn_status status = qvn_quantize(x, rows, k, stride, &spec, defaults ? NULL : &options, &q);
     if (status) fail(qvn_status_text(status), 0, status, 0);
     same_floats("scale", q.scale, scale, blocks);
     same_bytes("codes", q.codes, codes, n);
@@ -213,6 +225,7 @@ static void check_pack(void) {
     qvn_pack(codes, k, bits, row);
     same_bytes("qvn_pack", row, packed, size);
     qvn_unpack(packed, k, bits, back);
+    for (int64_t j = 0; j < k; j++) codes[j] = (uint8_t)(codes[j] & ((1u << bits) - 1));
     same_bytes("qvn_unpack", back, codes, k);
     free(codes);
     free(packed);
@@ -222,7 +235,10 @@ static void check_pack(void) {
 
 static void check_swizzle(void) {
     int64_t rows = number(), blocks = number(), size = qvn_swizzled_size(rows, blocks);
-    uint8_t *scale = (uint8_t *)array(rows * blocks, 1), *want = (uint8_t *)array(number(), 1);
+    uint8_t *scale = (uint8_t *)array(rows * blocks, 1);
+    int64_t want_size = number();
+    if (size != want_size) fail("qvn_swizzled_size", 0, (double)size, (double)want_size);
+    uint8_t *want = (uint8_t *)array(size, 1);
     uint8_t *swizzled = (uint8_t *)malloc((size_t)size);
     memset(swizzled, 0xFF, (size_t)size);
     qvn_swizzle(scale, rows, blocks, swizzled);
