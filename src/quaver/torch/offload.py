@@ -17,7 +17,7 @@ import math
 import threading
 import warnings
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -44,6 +44,13 @@ MARK = "stays_on_device"
 #: Autograd nodes between a parameter and its casts and views.
 OF_WEIGHTS = frozenset(
     f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Alias", "Slice")
+)
+
+
+#: Why a compiled function cannot have it, and what to do.
+COMPILE_INSIDE = (
+    "quaver.torch.offload moves saved tensors between layers, in eager mode: compile the layers, or modules in them, "
+    "one by one (layers[i] = torch.compile(layers[i]))"
 )
 
 
@@ -119,43 +126,36 @@ class _HostPool:
     def rounded(size: int) -> int:
         return 1 << (size - 1).bit_length()
 
-    def take(self, size: int) -> Tensor | None:
-        """Return a buffer of at least `size` bytes, or None if there is no memory."""
-        size = self.rounded(size)
-        if self.free.get(size):
-            return self.free[size].pop()
-        if self.allocated + size > self.budget:
-            # Buffers of sizes that are in use no more, as those of another sequence length.
-            self.allocated -= sum(length * len(buffers) for length, buffers in self.free.items())
-            self.free.clear()
-        if self.allocated + size > self.budget:
-            return None
-        try:
-            buffer = self.transfers.allocate_host(size)
-        except (RuntimeError, MemoryError) as error:
-            if not self.failed:
-                first_line = str(error).partition("\n")[0]
-                warnings.warn(
-                    f"no more pinned memory than {self.allocated / 1e9:.3g} GB ({first_line}): quaver.torch.offload "
-                    "keeps other layers on the device; pass a smaller budget_gb, or allow more locked memory",
-                    stacklevel=2,
-                )
-            self.failed = True
-            return None
-        self.allocated += size
-        return buffer
-
-    def take_all(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return a buffer for each size, or none at all."""
-        buffers: list[Tensor] = []
-        for size in sizes:
-            buffer = self.take(size)
-            if buffer is None:
-                for other in buffers:
-                    self.give(other)
+    def take(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Return a buffer of at least that many bytes for each size, or nothing if there is no memory for all."""
+        wanted = Counter(map(self.rounded, sizes))
+        missing = [s for s, count in wanted.items() for _ in range(count - len(self.free.get(s, ())))]
+        if self.allocated + sum(missing) > self.budget:
+            # Buffers of other sizes, such as those of another sequence length.
+            for size, buffers in self.free.items():
+                while len(buffers) > wanted[size]:
+                    self.allocated -= buffers.pop().numel()
+        if self.allocated + sum(missing) > self.budget:
+            return []
+        for size in missing:
+            try:
+                buffer = self.transfers.allocate_host(size)
+            except (RuntimeError, MemoryError) as error:
+                self._warn(error)
                 return []
-            buffers.append(buffer)
-        return buffers
+            self.allocated += size
+            self.give(buffer)
+        return [self.free[self.rounded(size)].pop() for size in sizes]
+
+    def _warn(self, error: BaseException) -> None:
+        if not self.failed:
+            first_line = str(error).partition("\n")[0]
+            warnings.warn(
+                f"no more pinned memory than {self.allocated / 1e9:.3g} GB ({first_line}): quaver.torch.offload "
+                "keeps other layers on the device; pass a smaller budget_gb, or allow more locked memory",
+                stacklevel=2,
+            )
+        self.failed = True
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back."""
@@ -307,7 +307,7 @@ class offload:
 
     def __enter__(self) -> "offload":
         if is_tracing():
-            raise RuntimeError(f"quaver.torch.offload was entered in a compiled function; {COMPILE_INSIDE}")
+            raise RuntimeError(f"entered in a compiled function, but {COMPILE_INSIDE}")
         if self._entered:
             raise RuntimeError("this quaver.torch.offload is already entered; enter it once")
         _check_not_compiled(self.model, self.layers)
@@ -335,9 +335,8 @@ class offload:
 
     # -- forward --
 
+    @torch.compiler.disable(reason=COMPILE_INSIDE)
     def _begin(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if is_tracing():
-            raise RuntimeError(f"layer {name!r} of quaver.torch.offload is inside a compiled function; {COMPILE_INSIDE}")
         if recomputing():
             return
         inputs = {storage_id(x.untyped_storage()) for x in _tensors((*args, *kwargs.values())) if _is_plain(x)}
@@ -357,6 +356,7 @@ class offload:
             if saved is not None and saved.tensor is not None and self._key(saved.tensor) in inputs:
                 self._move(saved, layer)
 
+    @torch.compiler.disable(reason=COMPILE_INSIDE)
     def _end(self, module: nn.Module, *_: Any) -> None:
         running = self._running
         if recomputing() or not any(layer.module is module for layer in running.layers):
@@ -370,6 +370,7 @@ class offload:
         running.last = layer
         self._send(layer, layer.live())
 
+    @torch.compiler.disable(reason=COMPILE_INSIDE)
     def _end_model(self, module: nn.Module, args: Any, result: Any) -> None:
         """Free the memory of the last layers, and start their copy back when the gradient of the result arrives."""
         while self._in_flight:
@@ -380,6 +381,7 @@ class offload:
             if x is not None:
                 x.register_hook(partial(self._fetch_of, weakref.ref(last)))
 
+    @torch.compiler.disable(reason=COMPILE_INSIDE)
     def _pack(self, x: Tensor) -> _Saved:
         saved, running = _Saved(x), self._running
         if recomputing() or not self._is_movable(x):
@@ -431,7 +433,7 @@ class offload:
                 f"budget_gb is {self.budget / 1e9:.3g}, and layer {layer.name!r} alone saves {need / 1e9:.3g} GB for "
                 "backward; give a larger budget_gb or smaller layers"
             )
-        buffers = self.pool.take_all([slot.size for slot in slots])
+        buffers = self.pool.take([slot.size for slot in slots])
         if not buffers:
             return
         with torch.no_grad():
@@ -456,6 +458,7 @@ class offload:
 
     # -- backward --
 
+    @torch.compiler.disable(reason=COMPILE_INSIDE)
     def _unpack(self, saved: _Saved) -> Tensor:
         slot, layer = saved.slot, saved.layer
         if slot is None or layer is None:
@@ -509,13 +512,6 @@ class offload:
                     slot.arrival = event
 
 
-#: Ending of errors about torch.compile.
-COMPILE_INSIDE = (
-    "saved tensors are moved between layers, in eager mode: compile the layers, or modules in them, one by one "
-    "(layers[i] = torch.compile(layers[i]))"
-)
-
-
 def stay_on_device(*tensors: Tensor | None) -> None:
     """Mark tensors that `offload` never moves; the mark is of their storage."""
     for x in tensors:
@@ -562,7 +558,7 @@ def _check_not_compiled(model: nn.Module, layers: Mapping[str, nn.Module]) -> No
         prefix = f"{name}." if name else ""
         inside = next((n for n in layers if (n == name and itself) or (n != name and n.startswith(prefix))), None)
         if inside is not None:
-            raise ValueError(f"{name or 'the model'} is compiled, with layer {inside!r} of offload; {COMPILE_INSIDE}")
+            raise ValueError(f"{name or 'the model'} is compiled, with layer {inside!r} inside, but {COMPILE_INSIDE}")
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -1,0 +1,594 @@
+"""Activations that are on the host between forward and backward: the same losses and gradients, and less memory."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import quaver.torch as qt
+from quaver.torch.backends.gpu import capture
+from tests.torch.offload.simulated import Counted, Simulated
+
+RECIPES = ("bf16", "tensorwise", "delayed(history=4)", "mxfp8", "nvfp4")
+DIM, TOKENS, VOCAB = 64, 64, 128
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, norm and head; `around` runs a layer."""
+
+    def __init__(self, layers: int = 3, dim: int = DIM, hidden: int = 176, heads: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.layers = nn.ModuleList(
+            qt.TransformerLayer(dim, heads, hidden, activation="swiglu", **options) for _ in range(layers)
+        )
+        self.norm, self.head = qt.RMSNorm(dim), nn.Linear(dim, VOCAB, bias=False)
+        self.around: Callable[..., Tensor] = lambda layer, x: layer(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = self.around(layer, x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def decoder(**options: Any) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(**options).bfloat16()
+
+
+def ids(seed: int = 0, tokens: int = TOKENS, batch: int = 2) -> Tensor:
+    return torch.randint(0, VOCAB, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        assert torch.equal(x, other[name]), name
+
+
+def step(model: Decoder, recipe: str = "tensorwise", seed: int = 0) -> Tensor:
+    with qt.autocast(recipe):
+        loss = loss_of(model(ids(seed)), ids(seed))
+    loss.backward()
+    return loss.detach()
+
+
+def compare(
+    model: Decoder, run: Callable[[Decoder], Any], *, moves: bool = True, **options: Any
+) -> tuple[qt.offload, Simulated]:
+    """Run with and without offload; losses and gradients are the same bits, and `moves` says if anything moved."""
+    model.zero_grad()
+    other, simulated = copy.deepcopy(model), Simulated()
+    expected = run(model)
+    context = qt.offload(other, _transfers=simulated, **options)
+    with context:
+        result = run(other)
+    assert torch.equal(torch.as_tensor(result), torch.as_tensor(expected))
+    assert_same(gradients(other), gradients(model))
+    assert bool(simulated.log) == moves
+    return context, simulated
+
+
+# ---- bits and bytes ----
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_losses_and_gradients_have_the_same_bits(recipe: str) -> None:
+    def train(model: Decoder) -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for number in range(3):
+            losses.append(step(model, recipe, number))
+            optimizer.step()
+            if number < 2:
+                optimizer.zero_grad()
+        return torch.stack(losses)
+
+    _, simulated = compare(decoder(), train)
+    # Each layer goes once a step, and comes back once.
+    assert [way for way, _ in simulated.log] == (["out"] * 3 + ["back"] * 3) * 3
+
+
+def measured(model: Decoder, recipe: str, offloads: bool, tokens: Tensor) -> tuple[int, int, dict[str, Tensor]]:
+    """Return bytes between forward and backward, the most bytes in backward, and gradients."""
+    counted = Counted()
+    context = qt.offload(model, _transfers=Simulated(counted)) if offloads else contextlib.nullcontext()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with context, qt.autocast(recipe):
+        # Weights are quantized, and stay so until an optimizer's step.
+        model(tokens)
+    with counted, context:
+        with qt.autocast(recipe):
+            logits = model(tokens)
+        counted.ignore(logits)
+        between, counted.measures_peak = counted.bytes(), True
+        loss_of(logits, tokens).backward()
+    return between, counted.peak, gradients(model)
+
+
+def test_device_memory_of_a_llama_of_four_layers() -> None:
+    model, tokens = decoder(layers=4, dim=512, hidden=1408, heads=8), ids(0, 512, 4)
+    full, full_peak, _ = measured(copy.deepcopy(model), "bf16", False, tokens)
+    _, _, expected = measured(copy.deepcopy(model), "tensorwise", False, tokens)
+    between, peak, grads = measured(model, "tensorwise", True, tokens)
+    assert_same(grads, expected)
+    print(f"between: {100 * between / full:.1f} % of {full / 1e6:.0f} MB, peak {100 * peak / full_peak:.1f} %")
+    assert between <= 0.05 * full
+    assert peak <= 0.55 * full_peak
+
+
+def test_a_storage_is_moved_once_and_weights_never() -> None:
+    model, sizes = decoder(layers=2), {}
+    weights = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
+
+    def count(x: Tensor) -> Tensor:
+        if type(x) is Tensor and x.untyped_storage().nbytes() >= 4096:
+            sizes[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    # What autograd saves in the layers, each storage once. They stay alive, so that none gets the place of another.
+    hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda x: x)
+    model.around = lambda layer, x: under(hooks, layer, x)
+    with qt.autocast("tensorwise"):
+        model(ids())
+    model.around = lambda layer, x: layer(x)
+    saved = sum(storage.nbytes() for place, storage in sizes.items() if place not in weights)
+    _, simulated = compare(model, step)
+    assert sum(size for way, size in simulated.log if way == "out") == saved
+
+
+def under(context: Any, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
+    with context:
+        return layer(x)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+def test_codes_of_stored_weights_stay(recipe: str) -> None:
+    model = decoder(layers=2, recompute="mlp")
+    qt.quantize_weights(model, "mxfp8")
+    codes = {x.codes.untyped_storage()._cdata for x in model.parameters() if isinstance(x, qt.QuantizedTensor)}
+    assert codes
+    context, simulated = qt.offload(model, _transfers=Simulated()), None
+    with context, qt.autocast(recipe):
+        y = model(ids())
+        assert not codes & set(context._slots)
+    y.sum().backward()
+    assert simulated is None
+
+
+def test_casts_of_weights_under_torch_autocast_stay() -> None:
+    torch.manual_seed(0)
+    model, simulated = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 256)]), Simulated()
+    x = torch.randn(32, 256)
+    with qt.offload(model[0], layers=[model[0]], _transfers=simulated), torch.autocast("cpu", torch.bfloat16):
+        y = model[0](x)
+        y.float().sum().backward()
+    # x in bf16, and no weight.
+    assert simulated.log == [("out", 32 * 256 * 2), ("back", 32 * 256 * 2)]
+
+
+# ---- which layers, and how much memory ----
+
+
+def test_layers_are_chosen_by_pattern_and_by_module() -> None:
+    model = decoder(layers=4)
+    for layers in ("layers.[01]", ["layers.0", "layers.1"], list(model.layers)[:2], (model.layers[0], "layers.1")):
+        context = qt.offload(model, layers=layers, _transfers=Simulated())
+        assert list(context.layers) == ["layers.0", "layers.1"]
+    assert list(qt.offload(model).layers) == [f"layers.{i}" for i in range(4)]
+    _, simulated = compare(model, step, layers="layers.[01]")
+    assert [way for way, _ in simulated.log] == ["out"] * 2 + ["back"] * 2
+
+
+def test_default_layers_are_those_of_the_outermost_lists() -> None:
+    model = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(4, 4)])]), "b": nn.ModuleList([nn.ReLU()])})
+    assert list(qt.offload(model).layers) == ["a.0", "b.0"]
+
+
+def test_a_layer_inside_a_layer_is_moved_by_itself() -> None:
+    _, simulated = compare(decoder(layers=2), step, layers=["layers.*"])
+    assert len(simulated.log) > 4
+
+
+def test_first_layers_are_moved_up_to_the_budget() -> None:
+    model = decoder(layers=4)
+    _, simulated = compare(model, step)
+    one = sum(x.numel() for x in simulated.host) // 4
+    _, simulated = compare(model, lambda model: (step(model), step(model, seed=1))[1], budget_gb=2.5 * one / 1e9)
+    assert [way for way, _ in simulated.log] == ["out", "out", "back", "back"] * 2
+    # The second step has the buffers of the first.
+    assert sum(x.numel() for x in simulated.host) == 2 * one
+
+
+def test_a_budget_smaller_than_a_layer_names_both() -> None:
+    model = decoder()
+    with (
+        qt.offload(model, budget_gb=1e-4, _transfers=Simulated()),
+        pytest.raises(ValueError, match=r"budget_gb is 0\.0001, and layer 'layers\.0' alone saves 0\.000\d+ GB"),
+    ):
+        step(model)
+
+
+def test_exhausted_host_memory_keeps_layers_on_the_device_with_one_warning() -> None:
+    model, other = decoder(), decoder()
+    expected = [step(model), step(model)]
+    with (
+        pytest.warns(UserWarning, match="no more pinned memory than .* allow more locked memory") as caught,
+        qt.offload(other, _transfers=Simulated(pinned=3e5)),
+    ):
+        assert [step(other), step(other)] == expected
+    assert len(caught) == 1
+    assert_same(gradients(other), gradients(model))
+
+
+def test_a_model_on_a_cpu_moves_nothing() -> None:
+    model = decoder()
+    expected = step(model)
+    model.zero_grad()
+    with qt.offload(model):
+        assert step(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": "layer.*"}, r"no layer is named 'layer\.\*'; did you mean 'layers"),
+        ({"layers": [nn.Linear(2, 2)]}, "a Linear of layers is not a module of the model"),
+        ({"budget_gb": 0}, "budget_gb is 0; give the pinned memory"),
+        ({"budget_gb": float("nan")}, "budget_gb is nan; give the pinned memory"),
+    ],
+)
+def test_wrong_arguments_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        qt.offload(decoder(), **options)
+
+
+def test_a_model_without_repeated_layers_asks_for_layers() -> None:
+    with pytest.raises(ValueError, match=r"Sequential has no nn\.ModuleList of layers; pass layers="):
+        qt.offload(nn.Sequential(nn.Linear(2, 2)))
+
+
+# ---- autograd ----
+
+
+def test_backward_after_the_exit_and_entering_for_every_step() -> None:
+    model, other, simulated = decoder(), decoder(), Simulated()
+    context = qt.offload(other, _transfers=simulated)
+    for seed in range(2):
+        step(model, seed=seed)
+        with context, qt.autocast("tensorwise"):
+            loss = loss_of(other(ids(seed)), ids(seed))
+        loss.backward()
+    assert_same(gradients(other), gradients(model))
+    assert sum(size for way, size in simulated.log if way == "out") > 1.3 * sum(x.numel() for x in simulated.host)
+
+
+def test_only_layers_are_called() -> None:
+    """The model itself is not: copies of the last layers are in flight when backward begins."""
+
+    def run(model: Decoder) -> Tensor:
+        with qt.autocast("mxfp8"):
+            x = model.embedding(ids())
+            for layer in model.layers:
+                x = layer(x)
+        x.float().square().mean().backward()
+        return x.detach()
+
+    _, simulated = compare(decoder(layers=4), run)
+    assert [way for way, _ in simulated.log] == ["out"] * 4 + ["back"] * 2
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+def test_two_backwards_of_one_graph(recipe: str) -> None:
+    def run(model: Decoder) -> Tensor:
+        with qt.autocast(recipe):
+            loss = loss_of(model(ids()), ids())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss.detach()
+
+    _, simulated = compare(decoder(), run)
+    assert [way for way, _ in simulated.log] == ["out"] * 3 + ["back"] * 6
+
+
+def test_microbatches_whose_backwards_come_later_in_either_order() -> None:
+    for order in (1, -1):
+
+        def run(model: Decoder, order: int = order) -> Tensor:
+            with qt.autocast("delayed(history=4)"):
+                losses = [loss_of(model(ids(seed)), ids(seed)) for seed in range(3)]
+            for loss in losses[::order]:
+                loss.backward()
+            return torch.stack(losses).detach()
+
+        compare(decoder(layers=2), run)
+
+
+def test_a_layer_that_runs_twice_in_a_forward() -> None:
+    model = decoder(layers=1)
+    model.around = lambda layer, x: layer(layer(x))
+    _, simulated = compare(model, step)
+    assert [way for way, _ in simulated.log] == ["out"] * 2 + ["back"] * 2
+
+
+def test_buffers_of_graphs_without_backward_are_used_again() -> None:
+    model, simulated = decoder(), Simulated()
+    with qt.offload(model, _transfers=simulated), qt.autocast("tensorwise"):
+        for seed in range(4):
+            model(ids(seed))
+            if not seed:
+                first = len(simulated.host)
+        with torch.no_grad():
+            model(ids())
+    assert len(simulated.host) == first
+    assert len(simulated.log) == 4 * 3
+
+
+def test_a_shorter_batch_in_between() -> None:
+    def run(model: Decoder) -> Tensor:
+        for tokens in (64, 16, 48, 64):
+            with qt.autocast("tensorwise"):
+                loss = loss_of(model(ids(0, tokens)), ids(0, tokens))
+            loss.backward()
+        return loss.detach()
+
+    compare(decoder(), run)
+
+
+def test_second_derivatives_of_layers_in_high_precision() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(2)).double()
+    x = torch.randn(32, 64, dtype=torch.float64)
+    results = []
+    for context in (contextlib.nullcontext(), qt.offload(model, _transfers=Simulated())):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with context:
+            y = model[1](model[0](leaf)).square().sum()
+            (grad,) = torch.autograd.grad(y, leaf, create_graph=True)
+            grad.square().sum().backward()
+        results.append({**gradients(model), "input": leaf.grad})
+    assert_same(*results)
+
+
+class Writes(nn.Module):
+    """Saves its input and its result; `when` a write comes."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.linear, self.when = nn.Linear(64, 64), when
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).exp()
+        z: Tensor = y * 2
+        if self.when == "inside":
+            y.add_(1)
+        if self.when == "after":
+            self.result = y
+        return z
+
+
+@pytest.mark.parametrize("when", ["inside", "after", "weight"])
+def test_a_write_between_save_and_copy_raises_as_autograd_does(when: str) -> None:
+    torch.manual_seed(0)
+    layer = Writes(when)
+    model, x = nn.ModuleList([layer]), torch.randn(32, 64, requires_grad=True)
+    for context in (contextlib.nullcontext(), qt.offload(model, _transfers=Simulated())):
+        with context, pytest.raises(RuntimeError, match="modified by an inplace operation.*expected version"):
+            y = layer(x)
+            if when == "after":
+                with torch.no_grad():
+                    layer.result.add_(1)
+            elif when == "weight":
+                torch.optim.SGD(layer.parameters(), lr=0.1).step()
+                with torch.no_grad():
+                    layer.linear.weight.add_(1)
+            y.sum().backward()
+
+
+def test_a_write_after_the_copy_changes_nothing() -> None:
+    torch.manual_seed(0)
+    layer = Writes("after")
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer, nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)])})
+    x, grads = torch.randn(32, 64), []
+    for writes in (False, True):
+        model.zero_grad()
+        with qt.offload(model, _transfers=Simulated()):
+            y = x
+            for each in model["layers"]:
+                y = each(y)
+            if writes:
+                with torch.no_grad():
+                    layer.result.add_(1)
+            y.sum().backward()
+        grads.append(gradients(model))
+    assert_same(*grads)
+
+
+def test_a_forward_that_raises_leaves_the_next_one_alone() -> None:
+    model = decoder()
+
+    def raises_once(layer: nn.Module, x: Tensor) -> Tensor:
+        if layer is model.layers[1] and not failed:
+            failed.append(True)
+            x = x[..., 1:]
+        y: Tensor = layer(x)
+        return y
+
+    failed: list[bool] = []
+    simulated = Simulated()
+    with qt.offload(model, layers=["layers.*"], _transfers=simulated):
+        model.around = raises_once
+        with pytest.raises(ValueError, match="got an input of shape"):
+            step(model)
+        loss = step(model)
+    other = decoder()
+    assert loss == step(other)
+    assert_same(gradients(model), gradients(other))
+
+
+# ---- recomputation ----
+
+CHECKPOINTS: dict[str, Callable[..., Any]] = {
+    "quaver": qt.checkpoint,
+    "not reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
+    "selective": lambda layer, x: checkpoint(
+        layer,
+        x,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm.default]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_checkpoint_around_a_layer_moves_its_input_and_recomputes_the_rest(kind: str) -> None:
+    model = decoder(layers=4)
+    model.around = CHECKPOINTS[kind]
+    size = 2 * TOKENS * DIM * 2
+    _, simulated = compare(model, step)
+    assert simulated.log == [("out", size)] * 4 + [("back", size)] * 4
+
+
+@pytest.mark.parametrize("recompute", ["full", "mlp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+def test_a_checkpoint_inside_a_layer(recompute: Any, recipe: str) -> None:
+    _, simulated = compare(decoder(layers=2, recompute=recompute), lambda model: step(model, recipe))
+    if recompute == "full":
+        assert simulated.log == [("out", 2 * TOKENS * DIM * 2)] * 2 + [("back", 2 * TOKENS * DIM * 2)] * 2
+
+
+# ---- what cannot be ----
+
+
+def test_inside_a_cuda_graph_it_is_refused_by_name() -> None:
+    model = decoder()
+    with (
+        qt.offload(model, _transfers=Simulated()),
+        capture.rehearsing(torch.device("cpu")),
+        pytest.raises(RuntimeError, match=r"'layers\.0' runs inside a CUDA graph .*CapturedStep"),
+    ):
+        model(ids())
+
+
+def test_entering_twice_raises() -> None:
+    model = decoder()
+    with qt.offload(model, _transfers=Simulated()) as context, pytest.raises(RuntimeError, match="already entered"):
+        context.__enter__()
+
+
+#: Dynamo looks at the gradient of every tensor.
+GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+def compiled(module: Any) -> Any:
+    return torch.compile(module, backend="aot_eager")
+
+
+@GRAD
+def test_a_compiled_layer_is_moved() -> None:
+    """From outside it is as eager as any other: what its compiled function saves is moved."""
+
+    def run(model: Decoder) -> Tensor:
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = compiled(layer)
+        return step(model, "mxfp8")
+
+    model, other, simulated = decoder(layers=2), decoder(layers=2), Simulated()
+    expected = run(model)
+    for number, layer in enumerate(other.layers):
+        other.layers[number] = compiled(layer)
+    with qt.offload(other, _transfers=simulated):
+        assert step(other, "mxfp8") == expected
+    assert [way for way, _ in simulated.log] == ["out"] * 2 + ["back"] * 2
+    assert_same(gradients(other), gradients(model))
+
+
+@GRAD
+def test_compiled_modules_inside_a_layer() -> None:
+    def prepared() -> Decoder:
+        model = decoder(layers=2)
+        for layer in model.layers:
+            layer.mlp = compiled(layer.mlp)
+        return model
+
+    model, other, simulated = prepared(), prepared(), Simulated()
+    expected = step(model, "mxfp8")
+    with qt.offload(other, _transfers=simulated):
+        assert step(other, "mxfp8") == expected
+    assert [way for way, _ in simulated.log] == ["out"] * 2 + ["back"] * 2
+    assert_same(gradients(other), gradients(model))
+
+
+def test_a_compiled_module_around_layers_is_refused() -> None:
+    model = decoder()
+    with pytest.raises(ValueError, match=r"the model is compiled, with layer '_orig_mod\.layers\.0' inside"):
+        qt.offload(compiled(model), _transfers=Simulated()).__enter__()
+    model.layers[1].compile(backend="aot_eager")
+    with pytest.raises(ValueError, match=r"layers\.1 is compiled, with layer 'layers\.1'.*compile the layers"):
+        qt.offload(model, _transfers=Simulated()).__enter__()
+
+
+@GRAD
+def test_a_compiled_function_around_layers() -> None:
+    """As one graph it is refused; else it breaks at the layers, which are moved."""
+    model, tokens = decoder(), ids()
+    with (
+        qt.offload(model, _transfers=Simulated()),
+        pytest.raises(Exception, match=r"quaver\.torch\.offload moves saved tensors .*layers\[i\] = torch\.compile"),
+    ):
+        torch.compile(lambda: model(tokens).sum(), backend="aot_eager", fullgraph=True)()
+
+    def run(model: Decoder) -> Tensor:
+        with qt.autocast("mxfp8"):
+            y = torch.compile(lambda x: model(x), backend="aot_eager")(tokens)
+        loss_of(y, tokens).backward()
+        return y.detach()
+
+    compare(model, run)
+
+
+def test_a_model_of_transformers_with_gradient_checkpointing() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    qt.convert(model, "tensorwise")
+    model.train()
+
+    def run(model: Any) -> Tensor:
+        loss: Tensor = model(input_ids=ids(), labels=ids()).loss
+        loss.backward()
+        return loss.detach()
+
+    _, simulated = compare(model, run)
+    whole = sum(size for way, size in simulated.log if way == "out")
+    model.zero_grad()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    for reentrant in (False, True):
+        enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        _, simulated = compare(model, run)
+        model.zero_grad()
+        assert sum(size for way, size in simulated.log if way == "out") < whole / 3
