@@ -329,6 +329,12 @@ class offload:
             self._entered.pop().__exit__(*error)
         while self._entered:
             self._entered.pop().remove()
+        if self._running.last is None and self._running.between and error[:1] == (None,):
+            warnings.warn(
+                f"tensors were saved inside quaver.torch.offload, and none of its {len(self.layers)} layers ran, so "
+                "nothing was moved; call the model that it was given, and compile it after entering, layer by layer",
+                stacklevel=2,
+            )
         self._running = _Running()
         while self._in_flight:
             self._release()

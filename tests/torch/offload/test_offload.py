@@ -557,13 +557,26 @@ def test_a_compiled_function_around_layers() -> None:
     ):
         torch.compile(lambda: model(tokens).sum(), backend="aot_eager", fullgraph=True)()
 
-    def run(model: Decoder) -> Tensor:
-        with qt.autocast("mxfp8"):
-            y = torch.compile(lambda x: model(x), backend="aot_eager")(tokens)
-        loss_of(y, tokens).backward()
-        return y.detach()
+    expected = step(model, "mxfp8")
+    other, simulated = decoder(), Simulated()
+    with qt.offload(other, _transfers=simulated), qt.autocast("mxfp8"):
+        y = torch.compile(other.forward, backend="aot_eager")(tokens)
+        loss = loss_of(y, tokens)
+        loss.backward()
+    assert loss == expected
+    # The model itself was not called, so two layers are still in flight.
+    assert [way for way, _ in simulated.log] == ["out"] * 3 + ["back"]
+    assert_same(gradients(other), gradients(model))
 
-    compare(model, run)
+
+def test_a_warning_if_no_layer_ran() -> None:
+    model, other = decoder(), decoder()
+    with pytest.warns(UserWarning, match="none of its 3 layers ran"), qt.offload(other, _transfers=Simulated()):
+        step(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with qt.offload(other, _transfers=Simulated()), torch.no_grad():
+            model(ids())
 
 
 def test_a_model_of_transformers_with_gradient_checkpointing() -> None:
