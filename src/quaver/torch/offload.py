@@ -3,14 +3,14 @@
     forward of layer i     records what autograd saves, by storage; a shared input is one storage
     end of layer i         a side stream copies the storages to the host, behind the work of layer i
     end of layer i + 2     the compute stream waits for that copy, and the device memory of layer i is free
-    end of the model       the same for the last layers, so that logits and loss find the memory free
+    end of the model       the same for the last layers, so that backward finds the memory free
     backward of layer i    waits for its copy back, and starts that of layer i - 1
 
-The host never waits. A moved storage has the bytes, offsets and strides that it had, so results are bit-equal. Operands
-in eight bits are moved as the codes and scales that they are. Parameters and buffers stay on the device.
+The host never waits. A storage comes back with its bytes, and its tensors with their offsets and strides, so results
+are bit-equal. Operands in eight bits are moved as codes and scales. Parameters and buffers stay on the device.
 
-Autograd stops comparing versions of tensors under saved-tensor hooks, so both moved and other tensors are compared here:
-a write between a save and the end of its copy raises in backward.
+Autograd does not compare versions of tensors under saved-tensor hooks, so they are compared here: a write between a
+save and the end of the copy raises in backward.
 """
 
 import math
@@ -45,9 +45,7 @@ MARK = "stays_on_device"
 OF_WEIGHTS = frozenset(
     f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Alias", "Slice")
 )
-
-
-#: Why a compiled function cannot have it, and what to do.
+#: Why one compiled graph cannot have it, and what to do.
 COMPILE_INSIDE = (
     "quaver.torch.offload moves saved tensors between layers, in eager mode: compile the layers, or modules in them, "
     "one by one (layers[i] = torch.compile(layers[i]))"
@@ -58,13 +56,17 @@ COMPILE_INSIDE = (
 
 
 class Transfers(Protocol):
-    """Streams and memory of a device; tests have an implementation that simulates them on a CPU."""
+    """Streams and memory of a device type; tests simulate them on a CPU."""
 
     #: Type of the devices whose tensors are moved.
     device_type: str
 
     def allocate_host(self, size: int) -> Tensor:
-        """Return `size` bytes of pinned memory; raises RuntimeError if there are none."""
+        """Return `size` bytes of pinned memory.
+
+        Raises:
+            RuntimeError: there is not as much.
+        """
 
     def allocate(self, size: int, device: torch.device) -> Tensor:
         """Return `size` bytes of device memory in the order of the compute stream."""
@@ -80,12 +82,16 @@ class Transfers(Protocol):
 
 
 class CudaTransfers:
-    """`Transfers` of CUDA devices, with one side stream each, on which copies run in order."""
+    """`Transfers` of CUDA devices, with a side stream each, on which copies run in order.
+
+    Args:
+        stream: side stream of its device; others are created.
+    """
 
     device_type = "cuda"
 
-    def __init__(self) -> None:
-        self.side: dict[torch.device, torch.cuda.Stream] = {}
+    def __init__(self, stream: "torch.cuda.Stream | None" = None) -> None:
+        self.side = {} if stream is None else {stream.device: stream}
 
     def allocate_host(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -97,7 +103,9 @@ class CudaTransfers:
         return torch.cuda.current_stream(device).record_event()
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, after: Any) -> Any:
-        side = self.side.get(device) or self.side.setdefault(device, torch.cuda.Stream(device))
+        if device not in self.side:
+            self.side[device] = torch.cuda.Stream(device)
+        side = self.side[device]
         side.wait_event(after)
         with torch.cuda.stream(side):
             for target, source in pairs:
@@ -108,12 +116,11 @@ class CudaTransfers:
         torch.cuda.current_stream(device).wait_event(event)
 
 
-class _HostPool:
-    """Pinned buffers up to a budget in bytes.
+class HostPool:
+    """Pinned buffers up to a budget in bytes, in powers of two, to which torch rounds them too.
 
-    A buffer is used again as soon as its storage is back on the device. The copies of all users run on one stream in
-    order, so a new user need not wait for the old one; torch's cache of pinned memory would query events, and allocate
-    more while the host is ahead of the device. Sizes are powers of two, as torch rounds them.
+    A buffer can be taken as soon as it was given back, while copies still read it: all copies run on one stream in
+    order. torch's own cache of pinned memory waits until events have passed, and pins more if the host is ahead.
     """
 
     def __init__(self, transfers: Transfers, budget: float) -> None:
@@ -124,14 +131,15 @@ class _HostPool:
 
     @staticmethod
     def rounded(size: int) -> int:
+        """Return the bytes of a buffer for `size` bytes."""
         return 1 << (size - 1).bit_length()
 
     def take(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return a buffer of at least that many bytes for each size, or nothing if there is no memory for all."""
         wanted = Counter(map(self.rounded, sizes))
-        missing = [s for s, count in wanted.items() for _ in range(count - len(self.free.get(s, ())))]
+        missing = [size for size, count in wanted.items() for _ in range(count - len(self.free.get(size, ())))]
         if self.allocated + sum(missing) > self.budget:
-            # Buffers of other sizes, such as those of another sequence length.
+            # Unused sizes, such as those of another sequence length.
             for size, buffers in self.free.items():
                 while len(buffers) > wanted[size]:
                     self.allocated -= buffers.pop().numel()
@@ -139,39 +147,38 @@ class _HostPool:
             return []
         for size in missing:
             try:
-                buffer = self.transfers.allocate_host(size)
+                self.give(self.transfers.allocate_host(size))
             except (RuntimeError, MemoryError) as error:
                 self._warn(error)
                 return []
             self.allocated += size
-            self.give(buffer)
         return [self.free[self.rounded(size)].pop() for size in sizes]
-
-    def _warn(self, error: BaseException) -> None:
-        if not self.failed:
-            first_line = str(error).partition("\n")[0]
-            warnings.warn(
-                f"no more pinned memory than {self.allocated / 1e9:.3g} GB ({first_line}): quaver.torch.offload "
-                "keeps other layers on the device; pass a smaller budget_gb, or allow more locked memory",
-                stacklevel=2,
-            )
-        self.failed = True
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back."""
         self.free.setdefault(buffer.numel(), []).append(buffer)
 
+    def _warn(self, error: BaseException) -> None:
+        if not self.failed:
+            first_line = str(error).partition("\n")[0]
+            warnings.warn(
+                f"no more pinned memory than {self.allocated / 1e9:.3g} GB ({first_line}): quaver.torch.offload leaves "
+                "other layers on the device; pass a smaller budget_gb, or allow more locked memory",
+                stacklevel=2,
+            )
+        self.failed = True
+
 
 # ---- saved tensors ----
 
 
-class _Slot:
-    """A storage that autograd saves, on the device, on its way, or on the host."""
+class Slot:
+    """A storage that autograd saves: on the device, on the host, or on its way."""
 
-    def __init__(self, x: Tensor, owner: "offload") -> None:
+    def __init__(self, x: Tensor, owner: "Offloader") -> None:
         storage = x.untyped_storage()
         self.owner, self.device, self.size, self.version = owner, x.device, storage.nbytes(), x._version
-        #: Keeps the identity of the storage from being used again.
+        #: Prevents that a later storage gets this identity.
         self.storage_ref = StorageWeakRef(storage)
         #: A tensor of the storage while it is on the device. It shares the version counter.
         self.source: Tensor | None = x.detach()
@@ -181,11 +188,11 @@ class _Slot:
         #: The storage after its copy back, and the event of that copy.
         self.back: Tensor | None = None
         self.arrival: Any = None
-        #: How many saved tensors are of this storage, and how many of them backward has read since `back` was filled.
+        #: Number of saved tensors in this storage, and of those that backward has read from `back`.
         self.saves = self.reads = 0
 
     def check(self) -> None:
-        """Note a write to the source since it was saved."""
+        """Record a write to the source since it was saved."""
         if self.source is not None and self.source._version != self.version:
             self.written = self.source._version
 
@@ -197,83 +204,248 @@ class _Slot:
             self.owner.pool.give(self.host)
 
 
-class _Layer:
-    """The slots of one run of a layer, and the run before it."""
+class LayerRun:
+    """Slots of one forward of a layer."""
 
-    def __init__(self, name: str, module: nn.Module, inputs: set[int], weights: set[int]) -> None:
-        self.name, self.module, self.inputs, self.weights = name, module, inputs, weights
-        self.slots: list[weakref.ref[_Slot]] = []
-        self.is_over = False
-        self.previous: weakref.ref[_Layer] | None = None
+    def __init__(self, name: str, key: object, inputs: set[int], weights: set[int]) -> None:
+        #: `inputs` and `weights` are storages; `key` identifies the layer.
+        self.name, self.key, self.inputs, self.weights = name, key, inputs, weights
+        self.slots: list[weakref.ref[Slot]] = []
+        #: The run before, whose backward comes next.
+        self.previous: weakref.ref[LayerRun] | None = None
 
-    def live(self) -> list[_Slot]:
+    def live(self) -> list[Slot]:
         """Return the slots that backward may still need, each once."""
         return list(dict.fromkeys(slot for each in self.slots if (slot := each()) is not None))
 
 
-class _Saved:
-    """What autograd saves instead of a tensor: the tensor itself, or its slot and layout."""
+class SavedTensor:
+    """What autograd saves instead of a tensor: the tensor, or its slot and layout."""
 
     __slots__ = ("__weakref__", "layer", "layout", "slot", "tensor", "version")
 
     def __init__(self, x: Tensor) -> None:
-        # A result of the node that saves it would keep the node alive.
+        # The result of the node that saves it would form a cycle with the node.
         self.tensor: Tensor | None = x if x.grad_fn is None else x.detach()
         self.version = x._version
-        self.slot: _Slot | None = None
-        self.layer: _Layer | None = None
+        self.slot: Slot | None = None
+        self.layer: LayerRun | None = None
         self.layout: Any = None
 
-    def move_to(self, slot: _Slot, layer: _Layer) -> None:
-        x, self.tensor = self.tensor, None
-        assert x is not None
-        self.slot, self.layer = slot, layer
-        self.layout = x.dtype, x.storage_offset(), x.shape, x.stride()
-        slot.saves += 1
-        layer.slots.append(weakref.ref(slot))
-
-    def of(self, storage: Any, device: torch.device) -> Tensor:
-        """Return the tensor in a storage."""
+    def in_storage(self, x: Tensor) -> Tensor:
+        """Return the tensor, in the storage of x."""
         dtype, *layout = self.layout
         with torch.no_grad():
-            return torch.empty(0, dtype=dtype, device=device).set_(storage, *layout)
+            return torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage(), *layout)
 
 
-def _raise_written(shape: Any, dtype: torch.dtype, now: int, before: int) -> None:
-    raise RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a {dtype} tensor of shape {tuple(shape)} is at version {now}; expected version {before} instead, with which "
-        "quaver.torch.offload saved it"
-    )
+class _OpenLayers(threading.local):
+    """Layers whose forward runs in this thread, innermost last; the last that ended, and what was saved since then."""
+
+    def __init__(self) -> None:
+        self.runs: list[LayerRun] = []
+        self.last: LayerRun | None = None
+        self.between: list[weakref.ref[SavedTensor]] = []
+
+
+class Offloader:
+    """Moves what autograd saves in layers, whose begin and end it is told.
+
+    Args:
+        transfers: streams and memory.
+        budget: bytes of pinned memory.
+    """
+
+    def __init__(self, transfers: Transfers, budget: float = math.inf) -> None:
+        self.transfers = transfers
+        self.pool = HostPool(transfers, budget)
+        self.open = _OpenLayers()
+        self.slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+        #: Copies to the host for which the compute stream has not waited: slots, event and device.
+        self.in_flight: deque[tuple[list[Slot], Any, torch.device]] = deque()
+        #: The layer whose backward runs.
+        self.in_backward: weakref.ref[LayerRun] | None = None
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return the context in which autograd saves tensors here."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    # -- forward --
+
+    def begin(self, run: LayerRun) -> None:
+        """Count what is saved from now on for a layer."""
+        if capture.is_captured_or_rehearsed(_current_device(self.transfers.device_type)):
+            raise RuntimeError(
+                f"layer {run.name!r} runs inside a CUDA graph (torch.cuda.graph, quaver.torch.CapturedStep), where "
+                "quaver.torch.offload cannot copy; leave one of the two out"
+            )
+        self.open.runs.append(run)
+        between, self.open.between = self.open.between, []
+        # A checkpoint around the layer has saved its inputs before the layer began.
+        for each in between:
+            saved = each()
+            if saved is not None and saved.tensor is not None and _storage_of(saved.tensor) in run.inputs:
+                self._move(saved, run)
+
+    def end(self, key: object) -> None:
+        """Start the copies of a layer to the host; without effect if it has not begun."""
+        if not any(run.key is key for run in self.open.runs):
+            return
+        # Inner layers that raised may not have ended.
+        while (run := self.open.runs.pop()).key is not key:
+            pass
+        if self.open.last is not None:
+            run.previous = weakref.ref(self.open.last)
+        self.open.last = run
+        self._send(run, run.live())
+
+    def finish(self, result: Any) -> None:
+        """Free the memory of the last layers, and start their copies back when a gradient of the result arrives."""
+        while self.in_flight:
+            self._release()
+        x = next((x for x in _tensors(result) if x.requires_grad), None)
+        if self.open.last is not None and x is not None:
+            x.register_hook(partial(self._fetch_if_alive, weakref.ref(self.open.last)))
+
+    @torch.compiler.disable(reason=COMPILE_INSIDE)
+    def pack(self, x: Tensor) -> SavedTensor:
+        """Return what autograd saves."""
+        saved, runs, last = SavedTensor(x), self.open.runs, self.open.last
+        if runs and isinstance(x, QuantizedTensor):
+            # Layers save its codes next to it.
+            runs[-1].weights.update(_storages(x))
+        if recomputing() or not self._is_movable(x):
+            return saved
+        if runs:
+            if _storage_of(x) not in runs[-1].weights:
+                self._move(saved, runs[-1])
+        elif last is not None and _storage_of(x) in last.inputs:
+            # A reentrant checkpoint around the layer saves its inputs after the layer has ended.
+            self._send(last, [self._move(saved, last)])
+        else:
+            self.open.between.append(weakref.ref(saved))
+        return saved
+
+    def _is_movable(self, x: Tensor) -> bool:
+        if not _is_plain(x) or x.device.type != self.transfers.device_type or x.is_conj() or x.is_neg():
+            return False
+        storage = x.untyped_storage()
+        return storage.nbytes() >= SMALLEST and not hasattr(storage, MARK) and not _is_weight(x)
+
+    @hide_from_policies
+    def _move(self, saved: SavedTensor, run: LayerRun) -> Slot:
+        x, saved.tensor = saved.tensor, None
+        assert x is not None
+        slot = self.slots.get(_storage_of(x))
+        if slot is None or slot.version != x._version:
+            slot = self.slots[_storage_of(x)] = Slot(x, self)
+        slot.saves += 1
+        saved.slot, saved.layer = slot, run
+        saved.layout = x.dtype, x.storage_offset(), x.shape, x.stride()
+        run.slots.append(weakref.ref(slot))
+        return slot
+
+    @hide_from_policies
+    def _send(self, run: LayerRun, slots: Sequence[Slot]) -> None:
+        """Start the copies of slots to the host; leave all on the device if the host has no memory for them."""
+        for slot in slots:
+            slot.check()
+        slots = [s for s in slots if s.host is None and s.source is not None and s.written is None]
+        need = sum(self.pool.rounded(slot.size) for slot in slots)
+        if need > self.pool.budget:
+            raise ValueError(
+                f"budget_gb is {self.pool.budget / 1e9:.3g}, and layer {run.name!r} alone saves {need / 1e9:.3g} GB; "
+                "pass a larger budget_gb, or smaller layers"
+            )
+        for slot, buffer in zip(slots, self.pool.take([slot.size for slot in slots]), strict=False):
+            slot.host = buffer
+        slots = [slot for slot in slots if slot.host is not None]
+        with torch.no_grad():
+            for device, own in _by_device(slots):
+                pairs = [(_part(slot.host, slot.size), _bytes_of(slot.source)) for slot in own]
+                event = self.transfers.copy(pairs, device, self.transfers.record(device))
+                self.in_flight.append((own, event, device))
+        while len(self.in_flight) > IN_FLIGHT:
+            self._release()
+
+    def _release(self, keep: bool = False) -> None:
+        """Wait for the oldest copies to the host, and free their sources unless `keep`."""
+        slots, event, device = self.in_flight.popleft()
+        self.transfers.wait(event, device)
+        for slot in slots:
+            slot.check()
+            if not keep:
+                slot.source = None
+
+    # -- backward --
+
+    @torch.compiler.disable(reason=COMPILE_INSIDE)
+    def unpack(self, saved: SavedTensor) -> Tensor:
+        """Return the tensor that was saved."""
+        x, slot, run = saved.tensor, saved.slot, saved.layer
+        if slot is None or run is None:
+            assert x is not None
+            if x._version != saved.version:
+                _raise_written(x.dtype, x.shape, x._version, saved.version)
+            return x
+        # Backward begins: what is still on the device need not come back.
+        while self.in_flight:
+            self._release(keep=True)
+        slot.check()
+        if slot.written is not None:
+            _raise_written(saved.layout[0], saved.layout[2], slot.written, slot.version)
+        if self.in_backward is None or self.in_backward() is not run:
+            self.in_backward = weakref.ref(run)
+            self._fetch(run)
+            if run.previous is not None:
+                self._fetch_if_alive(run.previous)
+        if slot.source is not None:
+            return saved.in_storage(slot.source)
+        if slot.back is None:
+            self._fetch(run)
+        assert slot.back is not None
+        self.transfers.wait(slot.arrival, slot.device)
+        x = saved.in_storage(slot.back)
+        slot.reads += 1
+        if slot.reads >= slot.saves:
+            slot.back, slot.reads = None, 0
+        return x
+
+    def _fetch_if_alive(self, run: "weakref.ref[LayerRun]", *_: Any) -> None:
+        found = run()
+        if found is not None:
+            self._fetch(found)
+
+    def _fetch(self, run: LayerRun) -> None:
+        """Start the copies of a layer back to the device."""
+        slots = [s for s in run.live() if s.host is not None and s.source is None and s.back is None]
+        with torch.no_grad():
+            for device, own in _by_device(slots):
+                for slot in own:
+                    slot.back = self.transfers.allocate(slot.size, device)
+                pairs = [(slot.back, _part(slot.host, slot.size)) for slot in own]
+                event = self.transfers.copy(pairs, device, self.transfers.record(device))  # type: ignore[arg-type]
+                for slot in own:
+                    slot.arrival = event
 
 
 # ---- the context ----
 
 
-class _Running(threading.local):
-    """Runs of chosen layers that are open in this thread, innermost last, and the last one that ended."""
-
-    def __init__(self) -> None:
-        self.layers: list[_Layer] = []
-        self.last: _Layer | None = None
-        #: Tensors saved since then, outside of layers.
-        self.between: list[weakref.ref[_Saved]] = []
-
-
 class offload:
     """Move what backward needs of a model's layers to pinned host memory after their forward, and back in time.
 
-    Use it around forward, or around forward and backward, or around a whole loop; backward also works after the exit.
-    Create it once and enter it for every step, so that pinned memory is allocated once. Losses and gradients are
-    bit-equal. A layer that runs as a checkpoint (`quaver.torch.checkpoint`, torch.utils.checkpoint) moves the inputs of
-    the checkpoint, and the rest is recomputed. Without a CUDA device in the model nothing is moved.
+    Use it around forward, around forward and backward, or around a whole loop; backward works after the exit too.
+    Create it once and enter it for every step, so that memory is pinned once. Losses and gradients are bit-equal. A
+    layer that runs as a checkpoint (`quaver.torch.checkpoint`, torch.utils.checkpoint) moves the inputs of the
+    checkpoint, and the rest is recomputed. Only tensors on CUDA devices are moved.
 
     Args:
-        model: module that is called, or whose layers are.
-        layers: names of layers, as fnmatch patterns ("encoder.*"), or modules. By default all members of the outermost
-            nn.ModuleList: the repeated layers of a transformer.
-        budget_gb: pinned memory that may be used, in 10^9 bytes; all that there is by default. The first layers of a
-            forward are moved, and those beyond the budget stay on the device: backward needs the last ones first.
+        model: module that is called.
+        layers: names of layers, as fnmatch patterns ("encoder.*"), or modules. By default the members of each
+            outermost nn.ModuleList: the repeated layers of a transformer.
+        budget_gb: pinned memory that may be used, in 10^9 bytes; None for no limit. The first layers of a forward are
+            moved, and those beyond the budget stay on the device: backward needs the last ones first.
 
     Raises:
         ValueError: no layer matches, a compiled module has chosen layers inside, or the budget is not positive; in
@@ -286,23 +458,16 @@ class offload:
         model: nn.Module,
         *,
         layers: str | Iterable[str | nn.Module] | None = None,
-        budget_gb: float = math.inf,
+        budget_gb: float | None = None,
         _transfers: Transfers | None = None,
     ) -> None:
         check_instance("offload", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
-        if not budget_gb > 0:
-            raise ValueError(f"budget_gb is {budget_gb}; give the pinned memory that may be used, such as 64")
+        budget = math.inf if budget_gb is None else budget_gb
+        if not budget > 0:
+            raise ValueError(f"budget_gb is {budget_gb}; pass the pinned memory that may be used, such as 64")
         self.model = model
         self.layers = dict(_chosen(model, layers))
-        self.budget = budget_gb * 1e9
-        self.transfers: Any = CudaTransfers() if _transfers is None else _transfers
-        self.pool = _HostPool(self.transfers, self.budget)
-        self._slots: weakref.WeakValueDictionary[int, _Slot] = weakref.WeakValueDictionary()
-        #: Copies to the host that the compute stream has not waited for: (slots, event, device).
-        self._in_flight: deque[tuple[list[_Slot], Any, torch.device]] = deque()
-        self._running = _Running()
-        #: The layer whose backward runs.
-        self._backward: weakref.ref[_Layer] | None = None
+        self._offloader = Offloader(_transfers or CudaTransfers(), 1e9 * budget)
         self._entered: list[Any] = []
 
     def __enter__(self) -> "offload":
@@ -311,215 +476,51 @@ class offload:
         if self._entered:
             raise RuntimeError("this quaver.torch.offload is already entered; enter it once")
         _check_not_compiled(self.model, self.layers)
-        if not any(p.device.type == self.transfers.device_type for p in self.model.parameters()):
-            return self
         for name, module in self.layers.items():
             self._entered += [
                 module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True),
                 module.register_forward_hook(self._end, always_call=True),
             ]
-        self._entered.append(self.model.register_forward_hook(self._end_model))
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._entered.append(self.model.register_forward_hook(self._finish))
+        hooks = self._offloader.hooks()
         hooks.__enter__()
         self._entered.append(hooks)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._entered:
-            self._entered.pop().__exit__(*error)
+        self._entered.pop().__exit__(*error)
         while self._entered:
             self._entered.pop().remove()
-        if self._running.last is None and self._running.between and error[:1] == (None,):
+        of_thread = self._offloader.open
+        if of_thread.last is None and of_thread.between and error[0] is None:
             warnings.warn(
-                f"tensors were saved inside quaver.torch.offload, and none of its {len(self.layers)} layers ran, so "
-                "nothing was moved; call the model that it was given, and compile it after entering, layer by layer",
+                f"tensors were saved inside quaver.torch.offload, but none of its {len(self.layers)} layers ran, so "
+                "nothing was moved; call the model that was passed, and compile it after entering, layer by layer",
                 stacklevel=2,
             )
-        self._running = _Running()
-        while self._in_flight:
-            self._release()
-
-    # -- forward --
+        self._offloader.open = _OpenLayers()
+        self._offloader.finish(None)
 
     @torch.compiler.disable(reason=COMPILE_INSIDE)
     def _begin(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if recomputing():
-            return
-        inputs = {storage_id(x.untyped_storage()) for x in _tensors((*args, *kwargs.values())) if _is_plain(x)}
-        running = self._running
-        layer = _Layer(name, module, inputs, set(_weights(module)) if torch.is_grad_enabled() else set())
-        for x in _tensors((*args, *kwargs.values())):
-            if capture.is_captured_or_rehearsed(x.device):
-                raise RuntimeError(
-                    f"layer {name!r} runs inside a CUDA graph (torch.cuda.graph, quaver.torch.CapturedStep), where "
-                    "quaver.torch.offload cannot copy; leave one of the two out"
-                )
-        running.layers.append(layer)
-        between, running.between = running.between, []
-        # A checkpoint around the layer has saved its inputs.
-        for each in between:
-            saved = each()
-            if saved is not None and saved.tensor is not None and self._key(saved.tensor) in inputs:
-                self._move(saved, layer)
+        if not recomputing():
+            inputs = {_storage_of(x) for x in _tensors((args, kwargs)) if _is_plain(x)}
+            weights = set(_of_module(module)) if torch.is_grad_enabled() else set()
+            self._offloader.begin(LayerRun(name, module, inputs, weights))
 
     @torch.compiler.disable(reason=COMPILE_INSIDE)
     def _end(self, module: nn.Module, *_: Any) -> None:
-        running = self._running
-        if recomputing() or not any(layer.module is module for layer in running.layers):
-            return
-        # Layers inside whose forward raised before their hooks were called.
-        while (layer := running.layers.pop()).module is not module:
-            pass
-        layer.is_over = True
-        if running.last is not None:
-            layer.previous = weakref.ref(running.last)
-        running.last = layer
-        self._send(layer, layer.live())
+        if not recomputing():
+            self._offloader.end(module)
 
     @torch.compiler.disable(reason=COMPILE_INSIDE)
-    def _end_model(self, module: nn.Module, args: Any, result: Any) -> None:
-        """Free the memory of the last layers, and start their copy back when the gradient of the result arrives."""
-        while self._in_flight:
-            self._release()
-        last = self._running.last
-        if last is not None and not recomputing():
-            x = next((x for x in _tensors(result) if x.requires_grad), None)
-            if x is not None:
-                x.register_hook(partial(self._fetch_of, weakref.ref(last)))
-
-    @torch.compiler.disable(reason=COMPILE_INSIDE)
-    def _pack(self, x: Tensor) -> _Saved:
-        saved, running = _Saved(x), self._running
-        if recomputing() or not self._is_movable(x):
-            return saved
-        if running.layers:
-            if self._key(x) not in running.layers[-1].weights:
-                self._move(saved, running.layers[-1])
-        elif running.last is not None and self._key(x) in running.last.inputs:
-            # A reentrant checkpoint around the layer saves its inputs after the layer.
-            self._move(saved, running.last)
-            self._send(running.last, [saved.slot])  # type: ignore[list-item]
-        else:
-            running.between.append(weakref.ref(saved))
-        return saved
-
-    @staticmethod
-    def _key(x: Tensor) -> int:
-        return storage_id(x.untyped_storage())
-
-    def _is_movable(self, x: Tensor) -> bool:
-        if not _is_plain(x) or x.device.type != self.transfers.device_type or x.is_conj() or x.is_neg():
-            return False
-        if x.untyped_storage().nbytes() < SMALLEST or hasattr(x.untyped_storage(), MARK):
-            return False
-        return not _is_weight(x)
-
-    @hide_from_policies
-    def _move(self, saved: _Saved, layer: _Layer) -> None:
-        x = saved.tensor
-        assert x is not None
-        key = self._key(x)
-        slot = self._slots.get(key)
-        if slot is None or slot.version != x._version:
-            slot = self._slots[key] = _Slot(x, self)
-        saved.move_to(slot, layer)
-
-    @hide_from_policies
-    def _send(self, layer: _Layer, slots: Sequence[_Slot]) -> None:
-        """Start the copies of slots to the host, or leave all on the device if the host has no memory for them."""
-        slots = [slot for slot in slots if slot.host is None and slot.source is not None]
-        for slot in slots:
-            slot.check()
-        slots = [slot for slot in slots if slot.written is None]
-        if not slots:
-            return
-        need = sum(self.pool.rounded(slot.size) for slot in slots)
-        if need > self.budget:
-            raise ValueError(
-                f"budget_gb is {self.budget / 1e9:.3g}, and layer {layer.name!r} alone saves {need / 1e9:.3g} GB for "
-                "backward; give a larger budget_gb or smaller layers"
-            )
-        buffers = self.pool.take([slot.size for slot in slots])
-        if not buffers:
-            return
-        with torch.no_grad():
-            for slot, buffer in zip(slots, buffers, strict=True):
-                slot.host = buffer
-            for device in dict.fromkeys(slot.device for slot in slots):
-                own = [slot for slot in slots if slot.device == device]
-                pairs = [(slot.host[: slot.size], _bytes_of(slot.source)) for slot in own]  # type: ignore[index, arg-type]
-                event = self.transfers.copy(pairs, device, self.transfers.record(device))
-                self._in_flight.append((own, event, device))
-        while len(self._in_flight) > IN_FLIGHT:
-            self._release()
-
-    def _release(self, keep: bool = False) -> None:
-        """Wait for the oldest copy to the host, and free its sources unless backward has begun to read them."""
-        slots, event, device = self._in_flight.popleft()
-        self.transfers.wait(event, device)
-        for slot in slots:
-            slot.check()
-            if not keep:
-                slot.source = None
-
-    # -- backward --
-
-    @torch.compiler.disable(reason=COMPILE_INSIDE)
-    def _unpack(self, saved: _Saved) -> Tensor:
-        slot, layer = saved.slot, saved.layer
-        if slot is None or layer is None:
-            x = saved.tensor
-            assert x is not None
-            if x._version != saved.version:
-                _raise_written(x.shape, x.dtype, x._version, saved.version)
-            return x
-        if self._in_flight:
-            while self._in_flight:
-                self._release(keep=True)
-        slot.check()
-        if slot.written is not None:
-            _raise_written(saved.layout[2], saved.layout[0], slot.written, slot.version)
-        if self._backward is None or self._backward() is not layer:
-            self._backward = weakref.ref(layer)
-            self._fetch(layer)
-            if layer.previous is not None:
-                self._fetch_of(layer.previous)
-        if slot.source is not None:
-            return saved.of(slot.source.untyped_storage(), slot.device)
-        if slot.back is None:
-            self._fetch(layer)
-        self.transfers.wait(slot.arrival, slot.device)
-        assert slot.back is not None
-        x = saved.of(slot.back.untyped_storage(), slot.device)
-        slot.reads += 1
-        if slot.reads >= slot.saves:
-            slot.back, slot.reads = None, 0
-        return x
-
-    def _fetch_of(self, layer: "weakref.ref[_Layer]", *_: Any) -> None:
-        """Start the copy back of a layer if it still exists."""
-        found = layer()
-        if found is not None:
-            self._fetch(found)
-
-    def _fetch(self, layer: _Layer) -> None:
-        """Start the copies of a layer's slots back to the device."""
-        slots = [s for s in layer.live() if s.host is not None and s.source is None and s.back is None]
-        with torch.no_grad():
-            for device in dict.fromkeys(slot.device for slot in slots):
-                own = [slot for slot in slots if slot.device == device]
-                pairs = []
-                for slot in own:
-                    assert slot.host is not None
-                    slot.back = self.transfers.allocate(slot.size, device)
-                    pairs.append((slot.back, slot.host[: slot.size]))
-                event = self.transfers.copy(pairs, device, self.transfers.record(device))
-                for slot in own:
-                    slot.arrival = event
+    def _finish(self, module: nn.Module, args: Any, result: Any) -> None:
+        if not recomputing():
+            self._offloader.finish(result)
 
 
 def stay_on_device(*tensors: Tensor | None) -> None:
-    """Mark tensors that `offload` never moves; the mark is of their storage."""
+    """Mark the storages of tensors, which `offload` then never moves."""
     for x in tensors:
         for part in () if x is None else x.tensors() if isinstance(x, QuantizedTensor) else (x,):
             setattr(part.untyped_storage(), MARK, True)
@@ -538,33 +539,41 @@ def _chosen(model: nn.Module, layers: str | Iterable[str | nn.Module] | None) ->
     if layers is None:
         lists = [name for module, name in names.items() if isinstance(module, nn.ModuleList)]
         outer = [n for n in lists if not any(n.startswith(f"{other}.") or not other for other in lists if other != n)]
-        found = [m for n in outer for m in model.get_submodule(n)]  # type: ignore[union-attr]
+        found = [module for n in outer for module in model.get_submodule(n).children()]
         if not found:
             raise ValueError(f"{type(model).__name__} has no nn.ModuleList of layers; pass layers=, names or modules")
         yield from ((names[module], module) for module in found)
         return
     for each in (layers,) if isinstance(layers, str) else layers:
         if isinstance(each, str):
-            matches = [(n, m) for m, n in names.items() if fnmatchcase(n, each)]
+            matches = [(name, module) for module, name in names.items() if fnmatchcase(name, each)]
             if not matches:
-                raise ValueError(f"no layer is named {each!r}; {suggest(each, [n for n in names.values() if n])}")
+                raise ValueError(
+                    f"no layer is named {each!r}; {suggest(each, [name for name in names.values() if name])}"
+                )
             yield from matches
         elif each in names:
             yield names[each], each
         else:
-            raise ValueError(f"a {type(each).__name__} of layers is not a module of the model; pass names or modules")
+            raise ValueError(f"a {type(each).__name__} in layers is not a module of the model; pass names or modules")
 
 
 def _check_not_compiled(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Raise ValueError if a compiled module has chosen layers inside."""
     for name, module in model.named_modules():
         wraps, itself = hasattr(module, "_orig_mod"), getattr(module, "_compiled_call_impl", None) is not None
-        if not (wraps or itself):
-            continue
-        prefix = f"{name}." if name else ""
-        inside = next((n for n in layers if (n == name and itself) or (n != name and n.startswith(prefix))), None)
-        if inside is not None:
-            raise ValueError(f"{name or 'the model'} is compiled, with layer {inside!r} inside, but {COMPILE_INSIDE}")
+        if wraps or itself:
+            prefix = f"{name}." if name else ""
+            inside = next((n for n in layers if (n == name and itself) or (n != name and n.startswith(prefix))), None)
+            if inside is not None:
+                raise ValueError(
+                    f"{name or 'the model'} is compiled, with layer {inside!r} inside, but {COMPILE_INSIDE}"
+                )
+
+
+def _current_device(type: str) -> torch.device:
+    index = torch.cuda.current_device() if type == "cuda" and torch.cuda.is_available() else None
+    return torch.device("cpu") if index is None else torch.device(type, index)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -583,23 +592,48 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _is_weight(x: Tensor) -> bool:
-    """Return True for a parameter, and for its views and casts."""
+    """Return True for a parameter, its views and its casts."""
     if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
         return True
     node = x.grad_fn
     while node is not None and node.name() in OF_WEIGHTS:
         node = node.next_functions[0][0]
-    return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
-def _weights(module: nn.Module) -> Iterator[int]:
+def _of_module(module: nn.Module) -> Iterator[int]:
     """Yield the storages of a module's parameters and buffers."""
     for x in (*module.parameters(), *module.buffers()):
-        local = x.to_local() if hasattr(x, "to_local") else x
-        for part in local.tensors() if isinstance(local, QuantizedTensor) else (local,):
-            yield storage_id(part.untyped_storage())
+        yield from _storages(x.to_local() if hasattr(x, "to_local") else x)
 
 
-def _bytes_of(x: Tensor) -> Tensor:
+def _storages(x: Tensor) -> list[int]:
+    return [*map(_storage_of, x.tensors() if isinstance(x, QuantizedTensor) else (x,))]
+
+
+def _storage_of(x: Tensor) -> int:
+    return storage_id(x.untyped_storage())
+
+
+def _by_device(slots: Sequence[Slot]) -> Iterator[tuple[torch.device, list[Slot]]]:
+    for device in dict.fromkeys(slot.device for slot in slots):
+        yield device, [slot for slot in slots if slot.device == device]
+
+
+def _part(buffer: Tensor | None, size: int) -> Tensor:
+    assert buffer is not None
+    return buffer[:size]
+
+
+def _bytes_of(x: Tensor | None) -> Tensor:
     """Return the storage of a tensor as bytes."""
+    assert x is not None
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def _raise_written(dtype: torch.dtype, shape: Sequence[int], now: int, before: int) -> None:
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a {dtype} tensor of shape {tuple(shape)} is at version {now}; expected version {before} instead, at which "
+        "quaver.torch.offload saved it"
+    )

@@ -70,7 +70,7 @@ class Simulated:
         self.counted = counted
         self.pinned = pinned
         #: Copies that were queued, in order: (target, source) and what is alive of them; None once they ran.
-        self.queue: list[list[tuple["_Weak", "_Weak"]] | None] = []
+        self.queue: list[list[tuple[_Weak, _Weak]] | None] = []
         self.host: list[Tensor] = []
         self.log: list[tuple[str, int]] = []
 

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,7 +168,7 @@ def test_codes_of_stored_weights_stay(recipe: str) -> None:
     context, simulated = qt.offload(model, _transfers=Simulated()), None
     with context, qt.autocast(recipe):
         y = model(ids())
-        assert not codes & set(context._slots)
+        assert not codes & set(context._offloader.slots)
     y.sum().backward()
     assert simulated is None
 
@@ -250,9 +250,9 @@ def test_a_model_on_a_cpu_moves_nothing() -> None:
     ("options", "message"),
     [
         ({"layers": "layer.*"}, r"no layer is named 'layer\.\*'; did you mean 'layers"),
-        ({"layers": [nn.Linear(2, 2)]}, "a Linear of layers is not a module of the model"),
-        ({"budget_gb": 0}, "budget_gb is 0; give the pinned memory"),
-        ({"budget_gb": float("nan")}, "budget_gb is nan; give the pinned memory"),
+        ({"layers": [nn.Linear(2, 2)]}, "a Linear in layers is not a module of the model"),
+        ({"budget_gb": 0}, "budget_gb is 0; pass the pinned memory"),
+        ({"budget_gb": float("nan")}, "budget_gb is nan; pass the pinned memory"),
     ],
 )
 def test_wrong_arguments_raise(options: dict[str, Any], message: str) -> None:
@@ -391,7 +391,7 @@ def test_a_write_between_save_and_copy_raises_as_autograd_does(when: str) -> Non
     layer = Writes(when)
     model, x = nn.ModuleList([layer]), torch.randn(32, 64, requires_grad=True)
     for context in (contextlib.nullcontext(), qt.offload(model, _transfers=Simulated())):
-        with context, pytest.raises(RuntimeError, match="modified by an inplace operation.*expected version"):
+        with context, pytest.raises(RuntimeError, match=r"modified by an inplace operation.*expected version"):
             y = layer(x)
             if when == "after":
                 with torch.no_grad():

@@ -29,7 +29,9 @@ class Layers(nn.Module):
         return x
 
 
-def trained(recipe: str, offloads: bool, as_codes: bool, inside: bool, reshards: bool) -> tuple[list[Tensor], Simulated]:
+def trained(
+    recipe: str, offloads: bool, as_codes: bool, inside: bool, reshards: bool
+) -> tuple[list[Tensor], Simulated]:
     """Train two steps of two micro-batches; return losses and parameters, and what was moved."""
     torch.manual_seed(0)
     model, simulated = Layers(), Simulated()
