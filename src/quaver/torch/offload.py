@@ -314,7 +314,7 @@ class Offloader:
         if runs and isinstance(x, QuantizedTensor):
             # Layers save its codes next to it.
             runs[-1].weights.update(_storages(x))
-        if recomputing() or not self._is_movable(x):
+        if not self._is_movable(x):
             return saved
         if runs:
             if _storage_of(x) not in runs[-1].weights:
@@ -348,9 +348,7 @@ class Offloader:
     @hide_from_policies
     def _send(self, run: LayerRun, slots: Sequence[Slot]) -> None:
         """Start the copies of slots to the host; leave all on the device if the host has no memory for them."""
-        for slot in slots:
-            slot.check()
-        slots = [s for s in slots if s.host is None and s.source is not None and s.written is None]
+        slots = [slot for slot in slots if slot.host is None and slot.source is not None]
         need = sum(self.pool.rounded(slot.size) for slot in slots)
         if need > self.pool.budget:
             raise ValueError(

@@ -176,12 +176,26 @@ def test_codes_of_stored_weights_stay(recipe: str) -> None:
 def test_casts_of_weights_under_torch_autocast_stay() -> None:
     torch.manual_seed(0)
     model, simulated = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 256)]), Simulated()
-    x = torch.randn(32, 256)
-    with qt.offload(model[0], layers=[model[0]], _transfers=simulated), torch.autocast("cpu", torch.bfloat16):
-        y = model[0](x)
-        y.float().sum().backward()
-    # x in bf16, and no weight.
-    assert simulated.log == [("out", 32 * 256 * 2), ("back", 32 * 256 * 2)]
+    x = torch.randn(32, 256, requires_grad=True)
+    with qt.offload(model, layers="1", _transfers=simulated), torch.autocast("cpu", torch.bfloat16):
+        model[1](model[0](x)).float().sum().backward()
+    # The input of the layer, and no weight.
+    assert [size for way, size in simulated.log if way == "out"] == [32 * 256 * 2]
+
+
+def test_a_layer_comes_back_during_the_backward_of_the_next_one() -> None:
+    model, simulated = decoder(), Simulated()
+
+    def logged(layer: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = layer(x)
+        y.register_hook(lambda _: simulated.log.append(("gradient", 0)))
+        return y
+
+    model.around = logged
+    with qt.offload(model, _transfers=simulated):
+        step(model)
+    # The last layer during the backward of the loss.
+    assert [way for way, _ in simulated.log] == ["out"] * 3 + ["back", "gradient"] * 3
 
 
 # ---- which layers, and how much memory ----
@@ -385,22 +399,53 @@ class Writes(nn.Module):
         return z
 
 
+@pytest.mark.parametrize("layers", [1, 5])
 @pytest.mark.parametrize("when", ["inside", "after", "weight"])
-def test_a_write_between_save_and_copy_raises_as_autograd_does(when: str) -> None:
+def test_a_write_between_save_and_copy_raises_as_autograd_does(when: str, layers: int) -> None:
+    """Also if the layer is on the host before backward begins."""
     torch.manual_seed(0)
-    layer = Writes(when)
-    model, x = nn.ModuleList([layer]), torch.randn(32, 64, requires_grad=True)
-    for context in (contextlib.nullcontext(), qt.offload(model, _transfers=Simulated())):
+    model = nn.ModuleList([Writes(when), *(nn.Linear(64, 64) for _ in range(layers - 1))])
+    x = torch.randn(32, 64, requires_grad=True)
+    for context in (contextlib.nullcontext(), qt.offload(model, layers="*[0-9]", _transfers=Simulated())):
         with context, pytest.raises(RuntimeError, match=r"modified by an inplace operation.*expected version"):
-            y = layer(x)
-            if when == "after":
+            y = model[0](x)
+            if when != "inside":
                 with torch.no_grad():
-                    layer.result.add_(1)
-            elif when == "weight":
-                torch.optim.SGD(layer.parameters(), lr=0.1).step()
-                with torch.no_grad():
-                    layer.linear.weight.add_(1)
+                    (model[0].result if when == "after" else model[0].linear.weight).add_(1)
+            for layer in model[1:]:
+                y = layer(y)
             y.sum().backward()
+
+
+def test_a_tensor_that_is_written_between_two_layers_is_saved_twice() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+    grads = []
+    for context in (contextlib.nullcontext(), qt.offload(model, layers="*", _transfers=Simulated())):
+        model.zero_grad()
+        x = torch.arange(64.0 * 64).view(64, 64)
+        with context:
+            first = model[0](x)
+            x.add_(1)
+            model[1](x).sum().backward()
+        grads.append(gradients(model))
+        del first
+    assert_same(*grads)
+
+
+def test_a_graph_that_dies_while_a_layer_comes_back() -> None:
+    """The memory of that layer is used again only after its copy."""
+    model, other, simulated = decoder(layers=4), decoder(layers=4), Simulated()
+    with qt.offload(other, _transfers=simulated):
+        with qt.autocast("tensorwise"):
+            xs = [other.embedding(ids())]
+            for layer in other.layers:
+                xs.append(layer(xs[-1]))
+        torch.autograd.grad(xs[4].sum(), xs[2])
+        assert simulated.log[-1][0] == "back"
+        del xs
+        assert step(other) == step(model)
+    assert_same(gradients(other), gradients(model))
 
 
 def test_a_write_after_the_copy_changes_nothing() -> None:
