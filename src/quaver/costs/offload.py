@@ -25,7 +25,7 @@ class SavedActivation(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What happens to a saved tensor, and how many seconds longer a layer takes for it."""
+    """Choice for a saved tensor, and the seconds by which it makes its layer longer."""
 
     activation: SavedActivation
     choice: Choice

@@ -18,7 +18,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
@@ -220,7 +220,7 @@ class LayerRun:
 
 
 class SavedTensor:
-    """What autograd saves instead of a tensor: the tensor, or its slot and layout."""
+    """Object that autograd saves instead of a tensor: holds the tensor, or its slot and layout."""
 
     __slots__ = ("__weakref__", "layer", "layout", "slot", "tensor", "version")
 
@@ -268,7 +268,7 @@ class Offloader:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context in which autograd saves tensors here."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        return torch.autograd.graph.saved_tensors_hooks(_eager(self.pack), _eager(self.unpack))
 
     # -- forward --
 
@@ -307,7 +307,6 @@ class Offloader:
         if self.open.last is not None and x is not None:
             x.register_hook(partial(self._fetch_if_alive, weakref.ref(self.open.last)))
 
-    @torch.compiler.disable(reason=COMPILE_INSIDE)
     def pack(self, x: Tensor) -> SavedTensor:
         """Return what autograd saves."""
         saved, runs, last = SavedTensor(x), self.open.runs, self.open.last
@@ -377,7 +376,6 @@ class Offloader:
 
     # -- backward --
 
-    @torch.compiler.disable(reason=COMPILE_INSIDE)
     def unpack(self, saved: SavedTensor) -> Tensor:
         """Return the tensor that was saved."""
         x, slot, run = saved.tensor, saved.slot, saved.layer
@@ -476,10 +474,10 @@ class offload:
         _check_not_compiled(self.model, self.layers)
         for name, module in self.layers.items():
             self._entered += [
-                module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True),
-                module.register_forward_hook(self._end, always_call=True),
+                module.register_forward_pre_hook(_eager(partial(self._begin, name)), with_kwargs=True),
+                module.register_forward_hook(_eager(self._end), always_call=True),
             ]
-        self._entered.append(self.model.register_forward_hook(self._finish))
+        self._entered.append(self.model.register_forward_hook(_eager(self._finish)))
         hooks = self._offloader.hooks()
         hooks.__enter__()
         self._entered.append(hooks)
@@ -499,19 +497,16 @@ class offload:
         self._offloader.open = _OpenLayers()
         self._offloader.finish(None)
 
-    @torch.compiler.disable(reason=COMPILE_INSIDE)
     def _begin(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not recomputing():
             inputs = {_storage_of(x) for x in _tensors((args, kwargs)) if _is_plain(x)}
             weights = set(_of_module(module)) if torch.is_grad_enabled() else set()
             self._offloader.begin(LayerRun(name, module, inputs, weights))
 
-    @torch.compiler.disable(reason=COMPILE_INSIDE)
     def _end(self, module: nn.Module, *_: Any) -> None:
         if not recomputing():
             self._offloader.end(module)
 
-    @torch.compiler.disable(reason=COMPILE_INSIDE)
     def _finish(self, module: nn.Module, args: Any, result: Any) -> None:
         if not recomputing():
             self._offloader.finish(result)
@@ -525,6 +520,12 @@ def stay_on_device(*tensors: Tensor | None) -> None:
 
 
 # ---- layers, weights and tensors ----
+
+
+def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch.compile does not trace."""
+    # Not a decorator, because it imports the compiler.
+    return torch.compiler.disable(function, reason=COMPILE_INSIDE)
 
 
 def _chosen(model: nn.Module, layers: str | Iterable[str | nn.Module] | None) -> Iterator[tuple[str, nn.Module]]:
