@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import quaver.torch as qt
 from quaver.torch.backends.gpu import capture
+from quaver.torch.offload import CudaTransfers
 from tests.torch.offload.simulated import Counted, Simulated
 
 RECIPES = ("bf16", "tensorwise", "delayed(history=4)", "mxfp8", "nvfp4")
@@ -196,6 +197,55 @@ def test_a_layer_comes_back_during_the_backward_of_the_next_one() -> None:
         step(model)
     # The last layer during the backward of the loss.
     assert [way for way, _ in simulated.log] == ["out"] * 3 + ["back", "gradient"] * 3
+
+
+class Stream:
+    """A CUDA stream that logs what it is asked."""
+
+    def __init__(self, name: str, log: list[tuple[str, ...]]) -> None:
+        self.name, self.log, self.device = name, log, torch.device("cpu")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append((self.name, "waits", event))
+
+    def record_event(self) -> str:
+        event = f"{self.name} {len(self.log)}"
+        self.log.append((self.name, "records", event))
+        return event
+
+
+class OnCpu(CudaTransfers):
+    """CUDA's transfers of tensors on a CPU, whose memory cannot be pinned."""
+
+    device_type = "cpu"
+
+    def allocate_host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def test_calls_to_cuda_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, ...]] = []
+    compute, side, entered = Stream("compute", log), Stream("side", log), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+
+    @contextlib.contextmanager
+    def stream(entering: Stream) -> Iterator[None]:
+        log.append((entering.name, "copies"))
+        yield
+        entered.append(entering)
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    model, other = decoder(layers=1), decoder(layers=1)
+    with qt.offload(other, _transfers=OnCpu()):
+        assert step(other) == step(model)
+    assert_same(gradients(other), gradients(model))
+    assert entered == [side, side]
+    one_way = [("compute", "records"), ("side", "waits"), ("side", "copies"), ("side", "records"), ("compute", "waits")]
+    assert [entry[:2] for entry in log[:10]] == one_way * 2
+    for n in (0, 5):
+        # The side stream waits for the compute stream, and the compute stream for the copies.
+        assert log[n][2] == log[n + 1][2] and log[n + 3][2] == log[n + 4][2]
 
 
 # ---- which layers, and how much memory ----
