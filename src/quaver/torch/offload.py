@@ -119,44 +119,46 @@ class CudaTransfers:
 class HostPool:
     """Pinned buffers up to a budget in bytes, in powers of two, to which torch rounds them too.
 
-    A buffer can be taken as soon as it was given back, while copies still read it: all copies run on one stream in
-    order. torch's own cache of pinned memory waits until events have passed, and pins more if the host is ahead.
+    A buffer can be taken as soon as it was given back, while copies still read it: all copies of a device run on one
+    stream in order. torch's own cache of pinned memory waits until events have passed, and pins more if the host is
+    ahead.
     """
 
     def __init__(self, transfers: Transfers, budget: float) -> None:
         self.transfers, self.budget = transfers, budget
         self.allocated = 0
         self.failed = False
-        self.free: dict[int, list[Tensor]] = {}
+        #: By device and size.
+        self.free: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     @staticmethod
     def rounded(size: int) -> int:
         """Return the bytes of a buffer for `size` bytes."""
         return 1 << (size - 1).bit_length()
 
-    def take(self, sizes: Sequence[int]) -> list[Tensor]:
+    def take(self, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
         """Return a buffer of at least that many bytes for each size, or nothing if there is no memory for all."""
-        wanted = Counter(map(self.rounded, sizes))
-        missing = [size for size, count in wanted.items() for _ in range(count - len(self.free.get(size, ())))]
+        wanted = Counter((device, self.rounded(size)) for size in sizes)
+        missing = [key[1] for key, count in wanted.items() for _ in range(count - len(self.free.get(key, ())))]
         if self.allocated + sum(missing) > self.budget:
             # Unused sizes, such as those of another sequence length.
-            for size, buffers in self.free.items():
-                while len(buffers) > wanted[size]:
+            for key, buffers in self.free.items():
+                while len(buffers) > wanted[key]:
                     self.allocated -= buffers.pop().numel()
         if self.allocated + sum(missing) > self.budget:
             return []
         for size in missing:
             try:
-                self.give(self.transfers.allocate_host(size))
+                self.give(self.transfers.allocate_host(size), device)
             except (RuntimeError, MemoryError) as error:
                 self._warn(error)
                 return []
             self.allocated += size
-        return [self.free[self.rounded(size)].pop() for size in sizes]
+        return [self.free[device, self.rounded(size)].pop() for size in sizes]
 
-    def give(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
-        self.free.setdefault(buffer.numel(), []).append(buffer)
+    def give(self, buffer: Tensor, device: torch.device) -> None:
+        """Take a buffer back that a device has used."""
+        self.free.setdefault((device, buffer.numel()), []).append(buffer)
 
     def _warn(self, error: BaseException) -> None:
         if not self.failed:
@@ -201,7 +203,7 @@ class Slot:
             # The compute stream may use the memory again at once.
             self.owner.transfers.wait(self.arrival, self.device)
         if self.host is not None:
-            self.owner.pool.give(self.host)
+            self.owner.pool.give(self.host, self.device)
 
 
 class LayerRun:
@@ -313,7 +315,8 @@ class Offloader:
         if runs and isinstance(x, QuantizedTensor):
             # Layers save its codes next to it.
             runs[-1].weights.update(_storages(x))
-        if not self._is_movable(x):
+        # A reentrant checkpoint saves tensors in backward too.
+        if recomputing() or not self._is_movable(x):
             return saved
         if runs:
             if _storage_of(x) not in runs[-1].weights:
@@ -354,12 +357,15 @@ class Offloader:
                 f"budget_gb is {self.pool.budget / 1e9:.3g}, and layer {run.name!r} alone saves {need / 1e9:.3g} GB; "
                 "pass a larger budget_gb, or smaller layers"
             )
-        for slot, buffer in zip(slots, self.pool.take([slot.size for slot in slots]), strict=False):
-            slot.host = buffer
-        slots = [slot for slot in slots if slot.host is not None]
         with torch.no_grad():
             for device, own in _by_device(slots):
-                pairs = [(_part(slot.host, slot.size), _bytes_of(slot.source)) for slot in own]
+                buffers = self.pool.take([slot.size for slot in own], device)
+                if not buffers:
+                    continue
+                pairs = []
+                for slot, buffer in zip(own, buffers, strict=True):
+                    slot.host = buffer
+                    pairs.append((buffer[: slot.size], _bytes_of(slot.source)))
                 event = self.transfers.copy(pairs, device, self.transfers.record(device))
                 self.in_flight.append((own, event, device))
         while len(self.in_flight) > IN_FLIGHT:
@@ -417,10 +423,11 @@ class Offloader:
         slots = [s for s in run.live() if s.host is not None and s.source is None and s.back is None]
         with torch.no_grad():
             for device, own in _by_device(slots):
+                pairs = []
                 for slot in own:
                     slot.back = self.transfers.allocate(slot.size, device)
-                pairs = [(slot.back, _part(slot.host, slot.size)) for slot in own]
-                event = self.transfers.copy(pairs, device, self.transfers.record(device))  # type: ignore[arg-type]
+                    pairs.append((slot.back, slot.host[: slot.size]))  # type: ignore[index]
+                event = self.transfers.copy(pairs, device, self.transfers.record(device))
                 for slot in own:
                     slot.arrival = event
 
@@ -498,7 +505,8 @@ class offload:
         self._offloader.finish(None)
 
     def _begin(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if not recomputing():
+        # A copy of the model keeps its hooks after the exit.
+        if self._entered and not recomputing():
             inputs = {_storage_of(x) for x in _tensors((args, kwargs)) if _is_plain(x)}
             weights = set(_of_module(module)) if torch.is_grad_enabled() else set()
             self._offloader.begin(LayerRun(name, module, inputs, weights))
@@ -617,11 +625,6 @@ def _storage_of(x: Tensor) -> int:
 def _by_device(slots: Sequence[Slot]) -> Iterator[tuple[torch.device, list[Slot]]]:
     for device in dict.fromkeys(slot.device for slot in slots):
         yield device, [slot for slot in slots if slot.device == device]
-
-
-def _part(buffer: Tensor | None, size: int) -> Tensor:
-    assert buffer is not None
-    return buffer[:size]
 
 
 def _bytes_of(x: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import quaver.torch as qt
 from quaver.torch.backends.gpu import capture
-from quaver.torch.offload import CudaTransfers
+from quaver.torch.offload import CudaTransfers, HostPool
 from tests.torch.offload.simulated import Counted, Simulated
 
 RECIPES = ("bf16", "tensorwise", "delayed(history=4)", "mxfp8", "nvfp4")
@@ -197,6 +197,28 @@ def test_a_layer_comes_back_during_the_backward_of_the_next_one() -> None:
         step(model)
     # The last layer during the backward of the loss.
     assert [way for way, _ in simulated.log] == ["out"] * 3 + ["back", "gradient"] * 3
+
+
+def test_devices_share_the_budget_and_no_buffers() -> None:
+    """Each device has a stream of its own, whose copies no other waits for."""
+    pool, (first, second) = HostPool(Simulated(), 3 * 8192), (torch.device("cuda", i) for i in range(2))
+    (buffer,) = pool.take([5000], first)
+    pool.give(buffer, first)
+    (other,) = pool.take([5000], second)
+    assert other is not buffer and other.numel() == 8192
+    assert pool.take([5000], first) == [buffer]
+    assert pool.take([8192, 8192], second) == []
+    assert len(pool.take([8192], second)) == 1
+
+
+def test_a_copy_of_the_model_after_the_exit() -> None:
+    model = decoder()
+    with qt.offload(model, _transfers=Simulated()):
+        other = copy.deepcopy(model)
+        step(model)
+    with capture.rehearsing(torch.device("cpu")):
+        step(other)
+    assert_same(gradients(other), gradients(model))
 
 
 class Stream:
