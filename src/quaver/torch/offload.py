@@ -445,8 +445,8 @@ class offload:
 
     Args:
         model: module that is called.
-        layers: names of layers, as fnmatch patterns ("encoder.*"), or modules. By default the members of each
-            outermost nn.ModuleList: the repeated layers of a transformer.
+        layers: names of layers, as fnmatch patterns ("encoder.*"), or modules; of modules inside each other the
+            outermost. By default the members of each outermost nn.ModuleList: the repeated layers of a transformer.
         budget_gb: pinned memory that may be used, in 10^9 bytes; None for no limit. The first layers of a forward are
             moved, and those beyond the budget stay on the device: backward needs the last ones first.
 
@@ -469,7 +469,9 @@ class offload:
         if not budget > 0:
             raise ValueError(f"budget_gb is {budget_gb}; pass the pinned memory that may be used, such as 64")
         self.model = model
-        self.layers = dict(_chosen(model, layers))
+        chosen = dict(_chosen(model, layers))
+        #: Modules by name; those inside of other chosen ones are left out.
+        self.layers = {n: m for n, m in chosen.items() if not any(_is_inside(n, other) for other in chosen)}
         self._offloader = Offloader(_transfers or CudaTransfers(), 1e9 * budget)
         self._entered: list[Any] = []
 
@@ -545,7 +547,7 @@ def _chosen(model: nn.Module, layers: str | Iterable[str | nn.Module] | None) ->
     names = {module: name for name, module in model.named_modules()}
     if layers is None:
         lists = [name for module, name in names.items() if isinstance(module, nn.ModuleList)]
-        outer = [n for n in lists if not any(n.startswith(f"{other}.") or not other for other in lists if other != n)]
+        outer = [name for name in lists if not any(_is_inside(name, other) for other in lists)]
         found = [module for n in outer for module in model.get_submodule(n).children()]
         if not found:
             raise ValueError(f"{type(model).__name__} has no nn.ModuleList of layers; pass layers=, names or modules")
@@ -553,7 +555,7 @@ def _chosen(model: nn.Module, layers: str | Iterable[str | nn.Module] | None) ->
         return
     for each in (layers,) if isinstance(layers, str) else layers:
         if isinstance(each, str):
-            matches = [(name, module) for module, name in names.items() if fnmatchcase(name, each)]
+            matches = [(name, module) for module, name in names.items() if name and fnmatchcase(name, each)]
             if not matches:
                 raise ValueError(
                     f"no layer is named {each!r}; {suggest(each, [name for name in names.values() if name])}"
@@ -565,13 +567,17 @@ def _chosen(model: nn.Module, layers: str | Iterable[str | nn.Module] | None) ->
             raise ValueError(f"a {type(each).__name__} in layers is not a module of the model; pass names or modules")
 
 
+def _is_inside(name: str, other: str) -> bool:
+    """Return True if a module is inside of another one, by their names."""
+    return name.startswith(f"{other}." if other else "") and name != other
+
+
 def _check_not_compiled(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Raise ValueError if a compiled module has chosen layers inside."""
     for name, module in model.named_modules():
         wraps, itself = hasattr(module, "_orig_mod"), getattr(module, "_compiled_call_impl", None) is not None
         if wraps or itself:
-            prefix = f"{name}." if name else ""
-            inside = next((n for n in layers if (n == name and itself) or (n != name and n.startswith(prefix))), None)
+            inside = next((n for n in layers if (n == name and itself) or _is_inside(n, name)), None)
             if inside is not None:
                 raise ValueError(
                     f"{name or 'the model'} is compiled, with layer {inside!r} inside, but {COMPILE_INSIDE}"
