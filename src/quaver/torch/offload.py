@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,54 +55,33 @@ COMPILE_INSIDE = (
 # ---- streams and pinned memory ----
 
 
-class Transfers(Protocol):
-    """Streams and memory of a device type; tests simulate them on a CPU."""
-
-    #: Type of the devices whose tensors are moved.
-    device_type: str
-
-    def allocate_host(self, size: int) -> Tensor:
-        """Return `size` bytes of pinned memory.
-
-        Raises:
-            RuntimeError: there is not as much.
-        """
-
-    def allocate(self, size: int, device: torch.device) -> Tensor:
-        """Return `size` bytes of device memory in the order of the compute stream."""
-
-    def record(self, device: torch.device) -> Any:
-        """Return an event behind all work of the compute stream so far."""
-
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, after: Any) -> Any:
-        """Copy each (target, source) on the side stream after an event; return the event of its end."""
-
-    def wait(self, event: Any, device: torch.device) -> None:
-        """Let later work of the compute stream wait for an event."""
-
-
-class CudaTransfers:
-    """`Transfers` of CUDA devices, with a side stream each, on which copies run in order.
+class Transfers:
+    """Streams and memory of CUDA devices; tests simulate them on a CPU.
 
     Args:
-        stream: side stream of its device; others are created.
+        stream: side stream of its device, on which copies run in order; others are created.
     """
 
+    #: Type of the devices whose tensors are moved.
     device_type = "cuda"
 
     def __init__(self, stream: "torch.cuda.Stream | None" = None) -> None:
         self.side = {} if stream is None else {stream.device: stream}
 
     def allocate_host(self, size: int) -> Tensor:
+        """Return `size` bytes of pinned memory; raises RuntimeError if there is not as much."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def allocate(self, size: int, device: torch.device) -> Tensor:
+        """Return `size` bytes of device memory in the order of the compute stream."""
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def record(self, device: torch.device) -> Any:
+        """Return an event behind all work of the compute stream so far."""
         return torch.cuda.current_stream(device).record_event()
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, after: Any) -> Any:
+        """Copy each (target, source) on the side stream after an event; return the event of its end."""
         if device not in self.side:
             self.side[device] = torch.cuda.Stream(device)
         side = self.side[device]
@@ -113,6 +92,7 @@ class CudaTransfers:
         return side.record_event()
 
     def wait(self, event: Any, device: torch.device) -> None:
+        """Let later work of the compute stream wait for an event."""
         torch.cuda.current_stream(device).wait_event(event)
 
 
@@ -124,7 +104,7 @@ class HostPool:
     ahead.
     """
 
-    def __init__(self, transfers: Transfers, budget: float) -> None:
+    def __init__(self, transfers: Any, budget: float) -> None:
         self.transfers, self.budget = transfers, budget
         self.allocated = 0
         self.failed = False
@@ -258,7 +238,7 @@ class Offloader:
         budget: bytes of pinned memory.
     """
 
-    def __init__(self, transfers: Transfers, budget: float = math.inf) -> None:
+    def __init__(self, transfers: Any, budget: float = math.inf) -> None:
         self.transfers = transfers
         self.pool = HostPool(transfers, budget)
         self.open = _OpenLayers()
@@ -462,7 +442,7 @@ class offload:
         *,
         layers: str | Iterable[str | nn.Module] | None = None,
         budget_gb: float | None = None,
-        _transfers: Transfers | None = None,
+        _transfers: Any = None,
     ) -> None:
         check_instance("offload", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
         budget = math.inf if budget_gb is None else budget_gb
@@ -472,7 +452,7 @@ class offload:
         chosen = dict(_chosen(model, layers))
         #: Modules by name; those inside of other chosen ones are left out.
         self.layers = {n: m for n, m in chosen.items() if not any(_is_inside(n, other) for other in chosen)}
-        self._offloader = Offloader(_transfers or CudaTransfers(), 1e9 * budget)
+        self._offloader = Offloader(_transfers or Transfers(), 1e9 * budget)
         self._entered: list[Any] = []
 
     def __enter__(self) -> "offload":

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import quaver.torch as qt
 from quaver.torch.backends.gpu import capture
-from quaver.torch.offload import CudaTransfers, HostPool
+from quaver.torch.offload import HostPool, Transfers
 from tests.torch.offload.simulated import Counted, Simulated
 
 RECIPES = ("bf16", "tensorwise", "delayed(history=4)", "mxfp8", "nvfp4")
@@ -236,7 +236,7 @@ class Stream:
         return event
 
 
-class OnCpu(CudaTransfers):
+class OnCpu(Transfers):
     """CUDA's transfers of tensors on a CPU, whose memory cannot be pinned."""
 
     device_type = "cpu"

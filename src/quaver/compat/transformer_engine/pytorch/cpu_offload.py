@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quaver.torch.offload import CudaTransfers, LayerRun, Offloader, Transfers, stay_on_device
+from quaver.torch.offload import LayerRun, Offloader, Transfers, stay_on_device
 
 __all__ = ["get_cpu_offload_context", "mark_not_offload"]
 
@@ -61,7 +61,7 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: Any = None,
     *,
-    _transfers: Transfers | None = None,
+    _transfers: Any = None,
 ) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Return a context to enter around the forward of each layer, and a function to call on the result of each.
 
@@ -90,7 +90,7 @@ def get_cpu_offload_context(
         return contextlib.nullcontext(), lambda x: x
     if num_layers is None or not 0 <= num_layers <= model_layers:
         raise ValueError(f"num_layers is {num_layers}; pass a number from 0 to model_layers, which is {model_layers}")
-    context = _LayerContext(Offloader(_transfers or CudaTransfers(offload_stream)), num_layers, model_layers)
+    context = _LayerContext(Offloader(_transfers or Transfers(offload_stream)), num_layers, model_layers)
     return context, context.synchronize
 
 
