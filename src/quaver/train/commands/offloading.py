@@ -16,15 +16,18 @@ from rich.table import Table
 from quaver.costs import decoder, hardware, ledger
 from quaver.costs.hardware import Gpu
 from quaver.costs.offload import LayerOffload, SavedActivation, place
-from quaver.costs.steps import ATTENTION
+from quaver.costs.steps import ATTENTION, TRAINED
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import shown, suggest
 from quaver.train import config as recipe_name
-from quaver.train.memory import LAST, matrices
+from quaver.train.memory import LAST, matrices, projections
 from quaver.train.model_config import KNOWN, Kind, ModelConfig
 
 #: Columns of the table.
 COLUMNS = ("saved tensor", "MB a layer", "copy, ms", "recompute, ms", "choice")
+
+#: Share of the bytes of weights, gradients and optimizer states below which saved tensors count as few.
+SMALL = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +174,12 @@ def notes(planned: OffloadPlan) -> list[str]:
         )
     else:
         lines.append("Copies of all are hidden: quaver.torch.offload(model) costs no time.")
+    states = TRAINED * sum(map(math.prod, projections(KNOWN[planned.model]).values()))
+    if whole < SMALL * states:
+        lines.append(
+            f"Offloading saves little: weights, gradients and AdamW's states take {states / 1e9:.3g} GB, if they are "
+            "not sharded."
+        )
     moved, again = planned.bytes("offload"), planned.bytes("recompute")
     lines.append(
         f"The choices above move {moved / 1e9:.3g} GB to pinned memory, recompute {again / 1e9:.3g} GB and keep "
