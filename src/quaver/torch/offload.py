@@ -189,9 +189,14 @@ class Slot:
 class LayerRun:
     """Slots of one forward of a layer."""
 
-    def __init__(self, name: str, key: object, inputs: set[int], weights: set[int]) -> None:
-        #: `inputs` and `weights` are storages; `key` identifies the layer.
-        self.name, self.key, self.inputs, self.weights = name, key, inputs, weights
+    def __init__(self, name: str, key: object, inputs: Iterable[Tensor] = (), weights: Iterable[int] = ()) -> None:
+        self.name = name
+        #: Identifies the layer.
+        self.key = key
+        #: Storages of the arguments. The references prevent that later storages get their identities.
+        self.inputs = {_storage_of(x): StorageWeakRef(x.untyped_storage()) for x in inputs if _is_plain(x)}
+        #: Storages of parameters and buffers.
+        self.weights = set(weights)
         self.slots: list[weakref.ref[Slot]] = []
         #: The run before, whose backward comes next.
         self.previous: weakref.ref[LayerRun] | None = None
@@ -489,9 +494,8 @@ class offload:
     def _begin(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # A copy of the model keeps its hooks after the exit.
         if self._entered and not recomputing():
-            inputs = {_storage_of(x) for x in _tensors((args, kwargs)) if _is_plain(x)}
-            weights = set(_of_module(module)) if torch.is_grad_enabled() else set()
-            self._offloader.begin(LayerRun(name, module, inputs, weights))
+            weights = _of_module(module) if torch.is_grad_enabled() else ()
+            self._offloader.begin(LayerRun(name, module, _tensors((args, kwargs)), weights))
 
     def _end(self, module: nn.Module, *_: Any) -> None:
         if not recomputing():

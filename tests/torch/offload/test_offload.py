@@ -221,6 +221,18 @@ def test_a_copy_of_the_model_after_the_exit() -> None:
     assert_same(gradients(other), gradients(model))
 
 
+def test_what_is_saved_after_a_backward_outside_of_layers_stays() -> None:
+    """Its memory may be where the last layer's input was."""
+    model, simulated = nn.ModuleList([nn.Linear(64, 64)]), Simulated()
+    with qt.offload(model, layers="0", _transfers=simulated):
+        for _ in range(20):
+            model[0](torch.randn(64, 64)).sum().backward()
+            xs = [torch.randn(64, 64, requires_grad=True) for _ in range(8)]
+            sum(x.exp().sum() for x in xs).backward()
+            del xs
+    assert simulated.log == [("out", 64 * 64 * 4)] * 20
+
+
 class Stream:
     """A CUDA stream that logs what it is asked."""
 

@@ -30,7 +30,7 @@ class _LayerContext:
         if self.hooks is not None:
             raise RuntimeError("the context is already entered; leave it after each layer")
         if self.index < self.count:
-            self.offloader.begin(LayerRun(f"number {self.index}", self, set(), set()))
+            self.offloader.begin(LayerRun(f"number {self.index}", self))
             self.hooks = self.offloader.hooks()
             self.hooks.__enter__()
         return self
