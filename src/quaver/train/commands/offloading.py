@@ -146,7 +146,7 @@ def cells(planned: OffloadPlan) -> Iterator[tuple[str, ...]]:
             a = p.activation
             again = "" if math.isinf(a.seconds) else f"{a.seconds * 1e3:.3f}"
             yield (a.name, f"{a.bytes / 1e6:,.1f}", f"{a.bytes / layer.rate * 1e3:.3f}", again, p.choice)
-        yield f"{count} layers: {kind}", f"{layer.bytes() / 1e6:,.1f}", f"{layer.copy_all * 1e3:.3f}", "", ""
+        yield f"each of {count} {kind} layers", f"{layer.bytes() / 1e6:,.1f}", f"{layer.copy_all * 1e3:.3f}", "", ""
 
 
 def rich_table(planned: OffloadPlan) -> Table:
