@@ -1,15 +1,15 @@
 """`offload`: activations of chosen layers in pinned host memory between forward and backward.
 
-    forward of layer i     records what autograd saves, by storage; a shared input is one storage
-    end of layer i         a side stream copies the storages to the host, behind the work of layer i
-    end of layer i + 2     the compute stream waits for that copy, and the device memory of layer i is free
-    end of the model       the same for the last layers, so that backward finds the memory free
-    backward of layer i    waits for its copy back, and starts that of layer i - 1
+    forward of layer i     records the storages of all tensors that autograd saves, each storage once
+    end of layer i         a side stream copies the storages to the host, after the work of layer i
+    end of layer i + 2     the compute stream waits for that copy, then layer i's storages are freed
+    end of the model       the same for the last two layers, so that their memory is free when backward begins
+    backward of layer i    waits for the copy back of layer i, and starts that of layer i - 1
 
-The host never waits. A storage comes back with its bytes, and its tensors with their offsets and strides, so results
-are bit-equal. Operands in eight bits are moved as codes and scales. Parameters and buffers stay on the device.
+The host never waits. Storages are copied as bytes, and tensors are views of them with the same offsets and strides, so
+results are bit-equal. Quantized operands are moved as codes and scales. Parameters and buffers stay on the device.
 
-Autograd does not compare versions of tensors under saved-tensor hooks, so they are compared here: a write between a
+Under saved-tensor hooks autograd does not compare version counters. This module does: an in-place write between the
 save and the end of the copy raises in backward.
 """
 
@@ -35,17 +35,17 @@ from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state.layer_state import recomputing
 from quaver.torch.state.weight_cache import storage_id
 
-#: Bytes from which a storage is moved; smaller ones cost more in launches than they save.
+#: Smallest storage that is moved, in bytes; smaller ones cost more in launches than they save.
 SMALLEST = 4096
-#: Layers whose copies to the host may run at a time.
+#: Number of layers whose copies to the host may be in flight.
 IN_FLIGHT = 2
-#: Attribute of a storage that stays on the device.
-MARK = "stays_on_device"
-#: Autograd nodes between a parameter and its casts and views.
-OF_WEIGHTS = frozenset(
+#: Attribute that `stay_on_device` sets on a storage.
+STAYS_ON_DEVICE = "stays_on_device"
+#: Autograd nodes that cast or view a tensor: a weight is looked for behind them.
+CASTS_AND_VIEWS = frozenset(
     f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Alias", "Slice")
 )
-#: Why one compiled graph cannot have it, and what to do.
+#: Error message if layers would be part of a compiled graph.
 COMPILE_INSIDE = (
     "quaver.torch.offload moves saved tensors between layers, in eager mode: compile the layers, or modules in them, "
     "one by one (layers[i] = torch.compile(layers[i]))"
@@ -56,10 +56,10 @@ COMPILE_INSIDE = (
 
 
 class Transfers:
-    """Streams and memory of CUDA devices; tests simulate them on a CPU.
+    """Streams, copies and memory of CUDA devices; tests replace it by a simulation on a CPU.
 
     Args:
-        stream: side stream of its device, on which copies run in order; others are created.
+        stream: side stream for the copies of its device. Other devices get a new one.
     """
 
     #: Type of the devices whose tensors are moved.
@@ -69,19 +69,19 @@ class Transfers:
         self.side = {} if stream is None else {stream.device: stream}
 
     def allocate_host(self, size: int) -> Tensor:
-        """Return `size` bytes of pinned memory; raises RuntimeError if there is not as much."""
+        """Return `size` bytes of pinned memory; RuntimeError if the host cannot pin as many."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def allocate(self, size: int, device: torch.device) -> Tensor:
-        """Return `size` bytes of device memory in the order of the compute stream."""
+        """Return `size` bytes of device memory, allocated on the compute stream."""
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def record(self, device: torch.device) -> Any:
-        """Return an event behind all work of the compute stream so far."""
+        """Record an event on the compute stream and return it."""
         return torch.cuda.current_stream(device).record_event()
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, after: Any) -> Any:
-        """Copy each (target, source) on the side stream after an event; return the event of its end."""
+        """Copy each (target, source) on the side stream after the event `after`; return an event at their end."""
         if device not in self.side:
             self.side[device] = torch.cuda.Stream(device)
         side = self.side[device]
@@ -92,36 +92,35 @@ class Transfers:
         return side.record_event()
 
     def wait(self, event: Any, device: torch.device) -> None:
-        """Let later work of the compute stream wait for an event."""
+        """Make the compute stream wait for an event."""
         torch.cuda.current_stream(device).wait_event(event)
 
 
 class HostPool:
-    """Pinned buffers up to a budget in bytes, in powers of two, to which torch rounds them too.
+    """Pool of pinned buffers, up to a budget in bytes. Sizes are powers of two, as in torch's own pinned allocator.
 
-    A buffer can be taken as soon as it was given back, while copies still read it: all copies of a device run on one
-    stream in order. torch's own cache of pinned memory waits until events have passed, and pins more if the host is
-    ahead.
+    A returned buffer is reused at once, even while a copy still reads it: all copies of a device run in order on one
+    stream. torch's allocator would wait for an event, and pin more memory while the host is ahead of the device.
     """
 
     def __init__(self, transfers: Any, budget: float) -> None:
         self.transfers, self.budget = transfers, budget
         self.allocated = 0
         self.failed = False
-        #: By device and size.
+        #: Unused buffers by device and size.
         self.free: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     @staticmethod
     def rounded(size: int) -> int:
-        """Return the bytes of a buffer for `size` bytes."""
+        """Return the size of the buffer that `take` returns for `size` bytes."""
         return 1 << (size - 1).bit_length()
 
     def take(self, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-        """Return a buffer of at least that many bytes for each size, or nothing if there is no memory for all."""
+        """Return a buffer of at least that many bytes for each size; an empty list if there is no memory for all."""
         wanted = Counter((device, self.rounded(size)) for size in sizes)
         missing = [key[1] for key, count in wanted.items() for _ in range(count - len(self.free.get(key, ())))]
         if self.allocated + sum(missing) > self.budget:
-            # Unused sizes, such as those of another sequence length.
+            # Free unused buffers of other sizes, such as those of another sequence length.
             for key, buffers in self.free.items():
                 while len(buffers) > wanted[key]:
                     self.allocated -= buffers.pop().numel()
@@ -137,7 +136,7 @@ class HostPool:
         return [self.free[device, self.rounded(size)].pop() for size in sizes]
 
     def give(self, buffer: Tensor, device: torch.device) -> None:
-        """Take a buffer back that a device has used."""
+        """Return a buffer to the pool."""
         self.free.setdefault((device, buffer.numel()), []).append(buffer)
 
     def _warn(self, error: BaseException) -> None:
@@ -155,32 +154,32 @@ class HostPool:
 
 
 class Slot:
-    """A storage that autograd saves: on the device, on the host, or on its way."""
+    """A storage that autograd saves: on the device, on the host, or being copied."""
 
     def __init__(self, x: Tensor, owner: "Offloader") -> None:
         storage = x.untyped_storage()
         self.owner, self.device, self.size, self.version = owner, x.device, storage.nbytes(), x._version
-        #: Prevents that a later storage gets this identity.
+        #: While this weak reference exists, no new storage can get the same `storage_id`.
         self.storage_ref = StorageWeakRef(storage)
-        #: A tensor of the storage while it is on the device. It shares the version counter.
+        #: A tensor in the storage, with its version counter; None once the storage is on the host.
         self.source: Tensor | None = x.detach()
-        #: Version that a write has left before the copy was over, else None.
+        #: Version after an in-place write between the save and the end of the copy, else None.
         self.written: int | None = None
         self.host: Tensor | None = None
-        #: The storage after its copy back, and the event of that copy.
+        #: Bytes on the device after the copy back, and the event at the end of that copy.
         self.back: Tensor | None = None
         self.arrival: Any = None
-        #: Number of saved tensors in this storage, and of those that backward has read from `back`.
+        #: Number of saved tensors in this storage, and how many of them backward has read from `back`.
         self.saves = self.reads = 0
 
-    def check(self) -> None:
-        """Record a write to the source since it was saved."""
+    def record_write(self) -> None:
+        """Set `written` if there was an in-place write to the source since it was saved."""
         if self.source is not None and self.source._version != self.version:
             self.written = self.source._version
 
     def __del__(self) -> None:
         if self.arrival is not None:
-            # The compute stream may use the memory again at once.
+            # The allocator may give the memory of `back` to the compute stream at once.
             self.owner.transfers.wait(self.arrival, self.device)
         if self.host is not None:
             self.owner.pool.give(self.host, self.device)
@@ -191,56 +190,58 @@ class LayerRun:
 
     def __init__(self, name: str, key: object, inputs: Iterable[Tensor] = (), weights: Iterable[int] = ()) -> None:
         self.name = name
-        #: Identifies the layer.
+        #: Object that `Offloader.end` is called with, such as the layer's module.
         self.key = key
-        #: Storages of the arguments. The references prevent that later storages get their identities.
+        #: Storages of the layer's arguments, by id. The weak references keep the ids from reuse.
         self.inputs = {_storage_of(x): StorageWeakRef(x.untyped_storage()) for x in inputs if _is_plain(x)}
-        #: Storages of parameters and buffers.
+        #: Ids of the storages of parameters and buffers.
         self.weights = set(weights)
         self.slots: list[weakref.ref[Slot]] = []
-        #: The run before, whose backward comes next.
+        #: The preceding run of this thread; its backward follows this one's.
         self.previous: weakref.ref[LayerRun] | None = None
 
     def live(self) -> list[Slot]:
-        """Return the slots that backward may still need, each once."""
+        """Return the slots that autograd still refers to, each once."""
         return list(dict.fromkeys(slot for each in self.slots if (slot := each()) is not None))
 
 
 class SavedTensor:
-    """Object that autograd saves instead of a tensor: holds the tensor, or its slot and layout."""
+    """Object that autograd saves in place of a tensor: either the tensor, or its slot and layout."""
 
     __slots__ = ("__weakref__", "layer", "layout", "slot", "tensor", "version")
 
     def __init__(self, x: Tensor) -> None:
-        # The result of the node that saves it would form a cycle with the node.
+        # A node that saves its own result would form a reference cycle with it.
         self.tensor: Tensor | None = x if x.grad_fn is None else x.detach()
         self.version = x._version
         self.slot: Slot | None = None
         self.layer: LayerRun | None = None
+        #: dtype, storage offset, shape and strides.
         self.layout: Any = None
 
     def in_storage(self, x: Tensor) -> Tensor:
-        """Return the tensor, in the storage of x."""
+        """Return the saved tensor as a view of the storage of x."""
         dtype, *layout = self.layout
         with torch.no_grad():
             return torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage(), *layout)
 
 
 class _OpenLayers(threading.local):
-    """Layers whose forward runs in this thread, innermost last; the last that ended, and what was saved since then."""
+    """State of one thread: layers whose forward runs, the layer that ended last, and tensors saved between layers."""
 
     def __init__(self) -> None:
+        #: Innermost last.
         self.runs: list[LayerRun] = []
         self.last: LayerRun | None = None
         self.between: list[weakref.ref[SavedTensor]] = []
 
 
 class Offloader:
-    """Moves what autograd saves in layers, whose begin and end it is told.
+    """Moves the tensors that autograd saves between calls of `begin` and `end`, which mark a layer's forward.
 
     Args:
-        transfers: streams and memory.
-        budget: bytes of pinned memory.
+        transfers: streams, copies and memory, as `Transfers`.
+        budget: bytes of pinned memory that may be used.
     """
 
     def __init__(self, transfers: Any, budget: float = math.inf) -> None:
@@ -248,19 +249,19 @@ class Offloader:
         self.pool = HostPool(transfers, budget)
         self.open = _OpenLayers()
         self.slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
-        #: Copies to the host for which the compute stream has not waited: slots, event and device.
+        #: Copies to the host that the compute stream has not waited for, oldest first: slots, event and device.
         self.in_flight: deque[tuple[list[Slot], Any, torch.device]] = deque()
-        #: The layer whose backward runs.
+        #: The layer of which backward read a tensor last.
         self.in_backward: weakref.ref[LayerRun] | None = None
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the context in which autograd saves tensors here."""
+        """Return the context in which autograd calls `pack` and `unpack`."""
         return torch.autograd.graph.saved_tensors_hooks(_eager(self.pack), _eager(self.unpack))
 
     # -- forward --
 
     def begin(self, run: LayerRun) -> None:
-        """Count what is saved from now on for a layer."""
+        """Begin a layer: tensors that autograd saves until `end` are moved with it."""
         if capture.is_captured_or_rehearsed(_current_device(self.transfers.device_type)):
             raise RuntimeError(
                 f"layer {run.name!r} runs inside a CUDA graph (torch.cuda.graph, quaver.torch.CapturedStep), where "
@@ -268,17 +269,17 @@ class Offloader:
             )
         self.open.runs.append(run)
         between, self.open.between = self.open.between, []
-        # A checkpoint around the layer has saved its inputs before the layer began.
+        # A checkpoint around the layer saves the layer's inputs before this call.
         for each in between:
             saved = each()
             if saved is not None and saved.tensor is not None and _storage_of(saved.tensor) in run.inputs:
                 self._move(saved, run)
 
     def end(self, key: object) -> None:
-        """Start the copies of a layer to the host; without effect if it has not begun."""
+        """End the layer that began with this key, and start its copies to the host; no effect if none did."""
         if not any(run.key is key for run in self.open.runs):
             return
-        # Inner layers that raised may not have ended.
+        # Drop inner layers whose forward raised before their end.
         while (run := self.open.runs.pop()).key is not key:
             pass
         if self.open.last is not None:
@@ -287,7 +288,7 @@ class Offloader:
         self._send(run, run.live())
 
     def finish(self, result: Any) -> None:
-        """Free the memory of the last layers, and start their copies back when a gradient of the result arrives."""
+        """Free the storages of the last layers. The last one's copies back start when `result` gets its gradient."""
         while self.in_flight:
             self._release()
         x = next((x for x in _tensors(result) if x.requires_grad), None)
@@ -298,7 +299,7 @@ class Offloader:
         """Return what autograd saves."""
         saved, runs, last = SavedTensor(x), self.open.runs, self.open.last
         if runs and isinstance(x, QuantizedTensor):
-            # Layers save its codes next to it.
+            # Layers save its codes too, as plain tensors.
             runs[-1].weights.update(_storages(x))
         # A reentrant checkpoint saves tensors in backward too.
         if recomputing() or not self._is_movable(x):
@@ -307,7 +308,7 @@ class Offloader:
             if _storage_of(x) not in runs[-1].weights:
                 self._move(saved, runs[-1])
         elif last is not None and _storage_of(x) in last.inputs:
-            # A reentrant checkpoint around the layer saves its inputs after the layer has ended.
+            # A reentrant checkpoint around the layer saves the layer's inputs after its end.
             self._send(last, [self._move(saved, last)])
         else:
             self.open.between.append(weakref.ref(saved))
@@ -317,10 +318,11 @@ class Offloader:
         if not _is_plain(x) or x.device.type != self.transfers.device_type or x.is_conj() or x.is_neg():
             return False
         storage = x.untyped_storage()
-        return storage.nbytes() >= SMALLEST and not hasattr(storage, MARK) and not _is_weight(x)
+        return storage.nbytes() >= SMALLEST and not hasattr(storage, STAYS_ON_DEVICE) and not _is_weight(x)
 
     @hide_from_policies
     def _move(self, saved: SavedTensor, run: LayerRun) -> Slot:
+        """Replace a saved tensor by the slot of its storage, and add the slot to the run."""
         x, saved.tensor = saved.tensor, None
         assert x is not None
         slot = self.slots.get(_storage_of(x))
@@ -334,7 +336,7 @@ class Offloader:
 
     @hide_from_policies
     def _send(self, run: LayerRun, slots: Sequence[Slot]) -> None:
-        """Start the copies of slots to the host; leave all on the device if the host has no memory for them."""
+        """Start copies of a run's slots to the host; all slots of a device stay there if pinned memory is short."""
         slots = [slot for slot in slots if slot.host is None and slot.source is not None]
         need = sum(self.pool.rounded(slot.size) for slot in slots)
         if need > self.pool.budget:
@@ -357,11 +359,11 @@ class Offloader:
             self._release()
 
     def _release(self, keep: bool = False) -> None:
-        """Wait for the oldest copies to the host, and free their sources unless `keep`."""
+        """Make the compute stream wait for the oldest copies to the host; free the sources unless `keep`."""
         slots, event, device = self.in_flight.popleft()
         self.transfers.wait(event, device)
         for slot in slots:
-            slot.check()
+            slot.record_write()
             if not keep:
                 slot.source = None
 
@@ -375,10 +377,10 @@ class Offloader:
             if x._version != saved.version:
                 _raise_written(x.dtype, x.shape, x._version, saved.version)
             return x
-        # Backward begins: what is still on the device need not come back.
+        # Backward begins: storages that are still on the device stay.
         while self.in_flight:
             self._release(keep=True)
-        slot.check()
+        slot.record_write()
         if slot.written is not None:
             _raise_written(saved.layout[0], saved.layout[2], slot.written, slot.version)
         if self.in_backward is None or self.in_backward() is not run:
@@ -404,7 +406,7 @@ class Offloader:
             self._fetch(found)
 
     def _fetch(self, run: LayerRun) -> None:
-        """Start the copies of a layer back to the device."""
+        """Start the copies of a layer's slots back to the device."""
         slots = [s for s in run.live() if s.host is not None and s.source is None and s.back is None]
         with torch.no_grad():
             for device, own in _by_device(slots):
@@ -423,17 +425,17 @@ class Offloader:
 class offload:
     """Move what backward needs of a model's layers to pinned host memory after their forward, and back in time.
 
-    Use it around forward, around forward and backward, or around a whole loop; backward works after the exit too.
-    Create it once and enter it for every step, so that memory is pinned once. Losses and gradients are bit-equal. A
-    layer that runs as a checkpoint (`quaver.torch.checkpoint`, torch.utils.checkpoint) moves the inputs of the
-    checkpoint, and the rest is recomputed. Only tensors on CUDA devices are moved.
+    Use it around forward, around forward and backward, or around a whole loop; backward may also run after the exit.
+    Create it once and enter it for every step, so that memory is pinned once. Losses and gradients are bit-equal to
+    those without it. If a layer runs in a checkpoint (`quaver.torch.checkpoint`, torch.utils.checkpoint), the
+    checkpoint's inputs are moved, and the rest is recomputed. Only tensors on CUDA devices are moved.
 
     Args:
-        model: module that is called.
-        layers: names of layers, as fnmatch patterns ("encoder.*"), or modules; of modules inside each other the
-            outermost. By default the members of each outermost nn.ModuleList: the repeated layers of a transformer.
+        model: the module that is called.
+        layers: names of layers, as fnmatch patterns ("encoder.*"), or modules; of nested modules the outermost is
+            chosen. Default: the members of each outermost nn.ModuleList, which are a transformer's repeated layers.
         budget_gb: pinned memory that may be used, in 10^9 bytes; None for no limit. The first layers of a forward are
-            moved, and those beyond the budget stay on the device: backward needs the last ones first.
+            moved, and those beyond the budget stay on the device, since backward needs the last layers first.
 
     Raises:
         ValueError: no layer matches, a compiled module has chosen layers inside, or the budget is not positive; in
@@ -455,7 +457,7 @@ class offload:
             raise ValueError(f"budget_gb is {budget_gb}; pass the pinned memory that may be used, such as 64")
         self.model = model
         chosen = dict(_chosen(model, layers))
-        #: Modules by name; those inside of other chosen ones are left out.
+        #: Chosen modules by name, without those inside another one.
         self.layers = {n: m for n, m in chosen.items() if not any(_is_inside(n, other) for other in chosen)}
         self._offloader = Offloader(_transfers or Transfers(), 1e9 * budget)
         self._entered: list[Any] = []
@@ -492,9 +494,9 @@ class offload:
         self._offloader.finish(None)
 
     def _begin(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        # A copy of the model keeps its hooks after the exit.
+        # A deep copy of the model still has these hooks after the exit.
         if self._entered and not recomputing():
-            weights = _of_module(module) if torch.is_grad_enabled() else ()
+            weights = _storages_of_module(module) if torch.is_grad_enabled() else ()
             self._offloader.begin(LayerRun(name, module, _tensors((args, kwargs)), weights))
 
     def _end(self, module: nn.Module, *_: Any) -> None:
@@ -507,10 +509,10 @@ class offload:
 
 
 def stay_on_device(*tensors: Tensor | None) -> None:
-    """Mark the storages of tensors, which `offload` then never moves."""
+    """Mark the storages of tensors, so that `offload` never moves them."""
     for x in tensors:
         for part in () if x is None else x.tensors() if isinstance(x, QuantizedTensor) else (x,):
-            setattr(part.untyped_storage(), MARK, True)
+            setattr(part.untyped_storage(), STAYS_ON_DEVICE, True)
 
 
 # ---- layers, weights and tensors ----
@@ -518,7 +520,7 @@ def stay_on_device(*tensors: Tensor | None) -> None:
 
 def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that torch.compile does not trace."""
-    # Not a decorator, because it imports the compiler.
+    # Called when hooks are made, because `disable` imports the compiler: as a decorator it would do so at import.
     return torch.compiler.disable(function, reason=COMPILE_INSIDE)
 
 
@@ -552,7 +554,7 @@ def _chosen(model: nn.Module, layers: str | Iterable[str | nn.Module] | None) ->
 
 
 def _is_inside(name: str, other: str) -> bool:
-    """Return True if a module is inside of another one, by their names."""
+    """Return True if the module named `name` is inside the one named `other`."""
     return name.startswith(f"{other}." if other else "") and name != other
 
 
@@ -585,6 +587,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _is_plain(x: Tensor) -> bool:
+    """Return True for a strided torch.Tensor; False for a subclass, such as a parameter."""
     return type(x) is Tensor and x.layout is torch.strided
 
 
@@ -593,13 +596,13 @@ def _is_weight(x: Tensor) -> bool:
     if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
         return True
     node = x.grad_fn
-    while node is not None and node.name() in OF_WEIGHTS:
+    while node is not None and node.name() in CASTS_AND_VIEWS:
         node = node.next_functions[0][0]
     return isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
-def _of_module(module: nn.Module) -> Iterator[int]:
-    """Yield the storages of a module's parameters and buffers."""
+def _storages_of_module(module: nn.Module) -> Iterator[int]:
+    """Yield the storage ids of a module's parameters and buffers."""
     for x in (*module.parameters(), *module.buffers()):
         yield from _storages(x.to_local() if hasattr(x, "to_local") else x)
 
@@ -613,6 +616,7 @@ def _storage_of(x: Tensor) -> int:
 
 
 def _by_device(slots: Sequence[Slot]) -> Iterator[tuple[torch.device, list[Slot]]]:
+    """Yield each device and its slots."""
     for device in dict.fromkeys(slot.device for slot in slots):
         yield device, [slot for slot in slots if slot.device == device]
 
