@@ -106,7 +106,7 @@ class HostPool:
     def __init__(self, transfers: Any, budget: float) -> None:
         self.transfers, self.budget = transfers, budget
         self.allocated = 0
-        self.failed = False
+        self.warned = False
         #: Unused buffers by device and size.
         self.free: dict[tuple[torch.device, int], list[Tensor]] = {}
 
@@ -130,7 +130,7 @@ class HostPool:
             try:
                 self.give(self.transfers.allocate_host(size), device)
             except (RuntimeError, MemoryError) as error:
-                self._warn(error)
+                self._warn_once(error)
                 return []
             self.allocated += size
         return [self.free[device, self.rounded(size)].pop() for size in sizes]
@@ -139,15 +139,15 @@ class HostPool:
         """Return a buffer to the pool."""
         self.free.setdefault((device, buffer.numel()), []).append(buffer)
 
-    def _warn(self, error: BaseException) -> None:
-        if not self.failed:
+    def _warn_once(self, error: BaseException) -> None:
+        if not self.warned:
             first_line = str(error).partition("\n")[0]
             warnings.warn(
                 f"no more pinned memory than {self.allocated / 1e9:.3g} GB ({first_line}): quaver.torch.offload leaves "
                 "other layers on the device; pass a smaller budget_gb, or allow more locked memory",
                 stacklevel=2,
             )
-        self.failed = True
+        self.warned = True
 
 
 # ---- saved tensors ----
@@ -300,7 +300,7 @@ class Offloader:
         saved, runs, last = SavedTensor(x), self.open.runs, self.open.last
         if runs and isinstance(x, QuantizedTensor):
             # Layers save its codes too, as plain tensors.
-            runs[-1].weights.update(_storages(x))
+            runs[-1].weights.update(map(_storage_of, _parts(x)))
         # A reentrant checkpoint saves tensors in backward too.
         if recomputing() or not self._is_movable(x):
             return saved
@@ -511,7 +511,7 @@ class offload:
 def stay_on_device(*tensors: Tensor | None) -> None:
     """Mark the storages of tensors, so that `offload` never moves them."""
     for x in tensors:
-        for part in () if x is None else x.tensors() if isinstance(x, QuantizedTensor) else (x,):
+        for part in () if x is None else _parts(x):
             setattr(part.untyped_storage(), STAYS_ON_DEVICE, True)
 
 
@@ -604,11 +604,12 @@ def _is_weight(x: Tensor) -> bool:
 def _storages_of_module(module: nn.Module) -> Iterator[int]:
     """Yield the storage ids of a module's parameters and buffers."""
     for x in (*module.parameters(), *module.buffers()):
-        yield from _storages(x.to_local() if hasattr(x, "to_local") else x)
+        yield from map(_storage_of, _parts(x.to_local() if hasattr(x, "to_local") else x))
 
 
-def _storages(x: Tensor) -> list[int]:
-    return [*map(_storage_of, x.tensors() if isinstance(x, QuantizedTensor) else (x,))]
+def _parts(x: Tensor) -> list[Tensor]:
+    """Return the codes and scales of a QuantizedTensor, any other tensor itself."""
+    return x.tensors() if isinstance(x, QuantizedTensor) else [x]
 
 
 def _storage_of(x: Tensor) -> int:
