@@ -1,11 +1,11 @@
 """Cost model of activation offloading: keep, move to the host, or recompute each tensor that a layer saves.
 
-    a copy to the host     runs beside the next layer's forward; copies that take longer than it stall
-    a copy back            runs beside the next layer's backward
-    recomputation          runs the GEMMs or kernels that made the tensor again, in backward
+    a copy to the host     overlaps the next layer's forward; the compute stream stalls if the copies take longer
+    a copy back            overlaps the backward of the layer after it, in the same way
+    recomputation          runs the GEMMs or kernels that computed the tensor a second time, in backward
 
-A tensor leaves the device if that takes less time per byte than running the whole layer again, which frees all but its
-input. Tensors that take longest to recompute are moved first, while their copies fit beside a forward.
+A tensor is kept if moving or recomputing it takes more time per byte than a second forward of the whole layer, which
+would free everything but the layer's input. Tensors that take longest to recompute per byte are moved first.
 """
 
 import math
@@ -20,12 +20,12 @@ class SavedActivation(NamedTuple):
 
     name: str
     bytes: float
-    #: Seconds to recompute it from the others; infinity for the layer's input.
+    #: Time to recompute it from the other tensors; infinity for the layer's input.
     seconds: float = math.inf
 
 
 class Placement(NamedTuple):
-    """Choice for a saved tensor, and the seconds by which it makes its layer longer."""
+    """Choice for a saved tensor, and the seconds that the choice adds to its layer."""
 
     activation: SavedActivation
     choice: Choice
@@ -33,17 +33,17 @@ class Placement(NamedTuple):
 
 
 class LayerOffload(NamedTuple):
-    """Choice for each saved tensor of a layer, and its sums."""
+    """Choices for the saved tensors of one layer, and their totals."""
 
     placements: list[Placement]
     #: Seconds of the layer without offloading.
     forward: float
     backward: float
-    #: Bytes a second to the host, and back.
+    #: Bytes a second between device and host, each way.
     rate: float
 
     def bytes(self, *choices: Choice) -> float:
-        """Return the bytes of the tensors with these choices; of all tensors without one."""
+        """Return the bytes of the tensors with one of these choices; without arguments, of all tensors."""
         return sum(p.activation.bytes for p in self.placements if not choices or p.choice in choices)
 
     @property
@@ -53,12 +53,12 @@ class LayerOffload(NamedTuple):
 
     @property
     def stall_all(self) -> float:
-        """Seconds by which a layer gets longer if all its saved tensors are moved."""
+        """Seconds that the layer stalls, forward and backward, if all its saved tensors are moved."""
         return _stall(self.copy_all, self.forward) + _stall(self.copy_all, self.backward)
 
     @property
     def seconds(self) -> float:
-        """Seconds by which a layer gets longer under these choices."""
+        """Seconds that these choices add to the layer."""
         return sum(p.seconds for p in self.placements)
 
 
@@ -67,25 +67,25 @@ def _stall(copy: float, work: float) -> float:
 
 
 def place(activations: Sequence[SavedActivation], forward: float, backward: float, rate: float) -> LayerOffload:
-    """Choose for each saved tensor whether it is kept, moved or recomputed.
+    """Choose for each saved tensor of a layer whether to keep, move or recompute it.
 
     Args:
-        activations: tensors that a layer saves.
+        activations: tensors that the layer saves.
         forward, backward: seconds of the layer.
-        rate: bytes a second between device and host, one way.
+        rate: bytes a second between device and host, each way.
     """
     size = sum(a.bytes for a in activations)
-    #: Seconds per byte of recomputing the whole layer.
-    price = forward / size if size else 0.0
-    copied, chosen = 0.0, dict[str, Placement]()
+    # Seconds per byte of a second forward of the whole layer.
+    limit = forward / size if size else 0.0
+    # Seconds of the copies chosen so far, one way.
+    copying, chosen = 0.0, dict[str, Placement]()
     for a in sorted(activations, key=lambda a: -a.seconds / max(a.bytes, 1.0)):
-        longer = copied + a.bytes / rate
-        stall = sum(_stall(longer, work) - _stall(copied, work) for work in (forward, backward))
-        seconds = min(stall, a.seconds)
-        if seconds > price * a.bytes:
+        with_it = copying + a.bytes / rate
+        stall = sum(_stall(with_it, work) - _stall(copying, work) for work in (forward, backward))
+        if min(stall, a.seconds) > limit * a.bytes:
             chosen[a.name] = Placement(a, "keep")
         elif stall <= a.seconds:
-            chosen[a.name], copied = Placement(a, "offload", stall), longer
+            chosen[a.name], copying = Placement(a, "offload", stall), with_it
         else:
             chosen[a.name] = Placement(a, "recompute", a.seconds)
     return LayerOffload([chosen[a.name] for a in activations], forward, backward, rate)

@@ -1,8 +1,8 @@
 """`quaver plan --offload`: predict what moving saved activations to the host saves and costs on a GPU.
 
 Costs come from `quaver.costs.offload` and `quaver.costs.ledger`. The tensors are those that the layers of
-`quaver.torch` save. The time of a layer counts its matrices and attention, so that copies are hidden in a bit more time
-than predicted.
+`quaver.torch` save. The predicted time of a layer has only its GEMMs, quantization and attention. The real one is
+longer, so a bit more of the copies is hidden than predicted.
 """
 
 import math
@@ -26,8 +26,9 @@ from quaver.train.model_config import KNOWN, Kind, ModelConfig
 #: Columns of the table.
 COLUMNS = ("saved tensor", "MB a layer", "copy, ms", "recompute, ms", "choice")
 
-#: Share of the bytes of weights, gradients and optimizer states below which saved tensors count as few.
-SMALL = 0.1
+#: Offloading saves little if all saved tensors have less than this fraction of the bytes of weights, gradients and
+#: optimizer states.
+LITTLE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +39,20 @@ class OffloadPlan:
     recipe: Recipe
     gpu: Gpu
     tokens: int
-    #: By kind of layer: number of layers, and the choices for one.
+    #: By kind of layer: number of layers, and the choices for one of them.
     layers: dict[Kind, tuple[int, LayerOffload]]
 
     def bytes(self, *choices: Any) -> float:
-        """Return the bytes of all layers' saved tensors with these choices; of all without one."""
+        """Return the bytes of all layers' tensors with one of these choices; without arguments, of all tensors."""
         return sum(count * layer.bytes(*choices) for count, layer in self.layers.values())
 
     def total(self, name: str) -> float:
-        """Return the sum of a property over all layers."""
+        """Return the sum over all layers of a field or property of `LayerOffload`."""
         return sum(count * getattr(layer, name) for count, layer in self.layers.values())
 
 
 def price(model: str, recipe: str, gpu: str, *, tokens: int, sequence: int, micro_batches: int = 1) -> OffloadPlan:
-    """Predict what to do with each saved tensor.
+    """Choose for each saved tensor whether to keep, move or recompute it, and predict the cost.
 
     Args:
         model, recipe, gpu, tokens, micro_batches: as for `quaver.train.commands.plan.plan`.
@@ -81,44 +82,45 @@ def price(model: str, recipe: str, gpu: str, *, tokens: int, sequence: int, micr
 def _layer(
     config: ModelConfig, recipe: Recipe, gpu: Gpu, number: int, tokens: int, sequence: int, micro_batches: int
 ) -> tuple[list[SavedActivation], float, float]:
-    """Return what a layer saves, and its seconds forward and backward."""
+    """Return the tensors that a layer saves, and its seconds forward and backward."""
     wide, copy = ledger.WIDE, gpu.copy.value * 1e12
-    forward = backward = residual = 0.0
+    forward = backward = 0.0
     saved = [SavedActivation("input", wide * tokens * config.dim)]
     for part, own in matrices(config, number).items():
-        width = 0
+        previous_k = 0
+        # `stack` is [experts] or empty.
         for name, (*stack, n, k) in own.items():
-            experts, each = math.prod(stack), tokens
+            experts, tokens_each = math.prod(stack), tokens
             if stack and config.experts is not None:
-                each = math.ceil(tokens * config.experts.chosen / experts)
-            cost = ledger.layer(recipe, each, k, n, gpu, micro_batches=micro_batches)
+                tokens_each = math.ceil(tokens * config.experts.chosen / experts)
+            cost = ledger.layer(recipe, tokens_each, k, n, gpu, micro_batches=micro_batches)
             gemms = {gemm: experts * (c.seconds + c.decoding.seconds) for gemm, c in cost.gemms.items()}
             quantizing = experts * cost.tensors["input"].seconds
-            once = gemms["fprop"] + quantizing + experts * cost.tensors["weight"].seconds
-            forward += once
+            fprop = gemms["fprop"] + quantizing + experts * cost.tensors["weight"].seconds
+            forward += fprop
             backward += gemms["dgrad"] + gemms["wgrad"] + experts * cost.tensors["grad_output"].seconds
-            rows, last = each * experts, f".{name}.weight" in LAST
-            # A quantized MLP recomputes what its last matrix reads. Matrices before the last one may share their input.
+            rows, last = tokens_each * experts, f".{name}.weight" in LAST
+            # Matrices in a row with the same k, such as q, k and v, have one input. A quantized MLP does not save the
+            # input of its last matrix, but recomputes it.
             recomputed = last and part.startswith("mlp") and recipe.quantizes
-            if (last or k != width) and not recomputed:
+            if (last or k != previous_k) and not recomputed:
                 size = ledger.saved_bytes(recipe, rows, k)
                 saved.append(
                     SavedActivation(f"{part}: input of {name}", size, (wide * rows * k + size) / copy + quantizing)
                 )
-            if last:
-                residual = once if part in ("attention", "mixer") else residual
-            else:
-                saved.append(SavedActivation(f"{part}: result of {name}", wide * rows * n, once))
-            width = k
+            if not last:
+                saved.append(SavedActivation(f"{part}: result of {name}", wide * rows * n, fprop))
+            previous_k = k
         if part == "attention":
-            ahead, back, result = _attention(config, gpu, tokens, sequence)
-            forward, backward = forward + ahead, backward + back
-            saved += [result, SavedActivation("attention: sum with the input", wide * tokens * config.dim, residual)]
+            seconds, backward_seconds, result = _attention(config, gpu, tokens, sequence)
+            forward, backward = forward + seconds, backward + backward_seconds
+            # The sum is recomputed by o_proj, attention's last matrix.
+            saved += [result, SavedActivation("attention: sum with the input", wide * tokens * config.dim, fprop)]
     return saved, forward, backward
 
 
 def _attention(config: ModelConfig, gpu: Gpu, tokens: int, sequence: int) -> tuple[float, float, SavedActivation]:
-    """Return seconds of causal attention forward and backward, and the result that it saves, with its sums."""
+    """Return seconds of causal attention forward and backward, and its saved result with the float32 log-sum-exps."""
     score = value = config.head_dim
     if config.latent is not None:
         score, value = config.latent.plain_dim + config.latent.rope_dim, config.latent.value_dim
@@ -175,7 +177,7 @@ def notes(planned: OffloadPlan) -> list[str]:
     else:
         lines.append("Copies of all are hidden: quaver.torch.offload(model) costs no time.")
     states = TRAINED * sum(map(math.prod, projections(KNOWN[planned.model]).values()))
-    if whole < SMALL * states:
+    if whole < LITTLE * states:
         lines.append(
             f"Offloading saves little: weights, gradients and AdamW's states take {states / 1e9:.3g} GB, if they are "
             "not sharded."
