@@ -1,4 +1,4 @@
-"""Transformer Engine's `get_cpu_offload_context` and `mark_not_offload`, with the copies of `quaver.torch.offload`."""
+"""Transformer Engine's `get_cpu_offload_context` and `mark_not_offload`, implemented by `quaver.torch.offload`."""
 
 import contextlib
 import warnings
@@ -16,8 +16,8 @@ class _LayerContext:
     """Context around the forward of each layer in turn.
 
     Args:
-        count: number of layers of a forward whose saved tensors are moved; the others' stay on the device.
-        layers: number of layers of a forward.
+        count: number of layers that are moved, the first ones of each forward.
+        layers: number of layers in a forward.
     """
 
     def __init__(self, offloader: Offloader, count: int, layers: int) -> None:
@@ -37,14 +37,14 @@ class _LayerContext:
 
     def __exit__(self, *error: Any) -> None:
         hooks, self.hooks = self.hooks, None
-        # A forward that raised begins again at its first layer.
+        # After an error the next forward begins at the first layer.
         self.index = 0 if error[0] is not None else (self.index + 1) % self.layers
         if hooks is not None:
             hooks.__exit__(*error)
             self.offloader.end(self)
 
     def synchronize(self, x: Tensor) -> Tensor:
-        """Return x, the result of a layer; the last layer's starts the copies back in backward."""
+        """Return x, the result of a layer. The gradient of the last layer's result starts the copies back."""
         if self.index == 0:
             self.offloader.finish(x)
         return x
@@ -66,17 +66,17 @@ def get_cpu_offload_context(
     """Return a context to enter around the forward of each layer, and a function to call on the result of each.
 
     The first `num_layers` of every `model_layers` layers are moved. Copies are always double-buffered, and pinned
-    buffers are always used again.
+    buffers are always reused, so `double_buffering` and `retain_pinned_cpu_buffers` have no effect.
 
     Args:
-        enabled: False returns contexts and functions that do nothing.
-        num_layers, model_layers: number of layers that are moved, and of layers in a forward.
-        offload_weights: deprecated there; weights are never moved.
-        offload_stream: CUDA stream of the copies; None for one of its own.
+        enabled: False returns a context and a function that do nothing.
+        num_layers, model_layers: number of layers to move, and number of layers in a forward.
+        offload_weights: deprecated in Transformer Engine; here weights are never moved, and True only warns.
+        offload_stream: CUDA stream for the copies; None for a new one.
 
     Raises:
-        ValueError: neither activations nor weights are chosen, more layers are moved than there are, or
-            `manual_synchronization`.
+        ValueError: `offload_activations` and `offload_weights` are both False, `num_layers` is not between 0 and
+            `model_layers`, or `manual_synchronization` is True.
     """
     if not (offload_activations or offload_weights):
         raise ValueError("offload_activations and offload_weights are both False; pass offload_activations=True")
