@@ -1,4 +1,4 @@
-// quaver.hpp: Quaver in C++17: containers and exceptions over the C headers. Include it; there is nothing to link.
+// quaver.hpp: Quaver in C++17, with containers and exceptions. Wraps the C headers; there is nothing to link.
 #ifndef QUAVER_HPP
 #define QUAVER_HPP
 
@@ -14,7 +14,7 @@
 
 namespace quaver::numerics {
 
-/// A call that the specification does not define; what() says why.
+/// Thrown where the C function returns a status other than QVN_OK; what() is the status's text.
 class Error : public std::invalid_argument {
   public:
     explicit Error(qvn_status status)
@@ -29,7 +29,7 @@ inline void check(qvn_status status) {
     if (status != QVN_OK) throw Error(status);
 }
 
-/// Codes of values, to nearest.
+/// Codes of values, rounded to nearest.
 inline std::vector<std::uint8_t> encode(const std::vector<float> &values, const qvn_format &format) {
     check(qvn_check_format(&format));
     std::vector<std::uint8_t> codes;
@@ -73,7 +73,7 @@ class Quantized {
     std::int64_t rows() const noexcept { return rows_; }
     /// Number of stored columns, including the padding of a Hadamard rotation.
     std::int64_t columns() const noexcept { return qvn_padded_k(&spec_, k_); }
-    /// Its format pointer leads into this object.
+    /// The spec; its format pointer points into this object.
     qvn_spec spec() const noexcept {
         qvn_spec copy = spec_;
         copy.format = &format_;
@@ -91,8 +91,8 @@ class Quantized {
     /// data * scale [rows, columns].
     std::vector<float> dequantize() const {
         std::vector<float> y(codes_.size());
-        qvn_spec of = spec();
-        check(qvn_dequantize(codes_.data(), scale_.data(), rows_, k_, &of, y.data()));
+        qvn_spec own = spec();
+        check(qvn_dequantize(codes_.data(), scale_.data(), rows_, k_, &own, y.data()));
         return y;
     }
     /// Rows of codes as files and kernels store them: format.bits per code.

@@ -30,7 +30,8 @@ typedef enum {
     QVN_OK = 0,
     QVN_ERROR_NULL,       /* a required pointer is NULL */
     QVN_ERROR_FORMAT,     /* the fields of a format contradict each other, or the call does not take this format */
-    QVN_ERROR_SPEC,       /* a negative block, an unknown scale or rounding, or a two-level scale of another format */
+    QVN_ERROR_SPEC,       /* a negative block, an unknown scale or rounding, or two-level scales without E2M1 codes in
+                             finite blocks */
     QVN_ERROR_SHAPE,      /* a negative size, a stride below k, more than 2^60 elements, or incomplete blocks */
     QVN_ERROR_FACTOR,     /* an encode factor for scales other than one float32 per tensor */
     QVN_ERROR_LAYOUT,     /* an unknown layout of a stored weight */
@@ -43,7 +44,7 @@ static inline const char *qvn_status_text(qvn_status status) {
     case QVN_OK: return "success";
     case QVN_ERROR_NULL: return "a required pointer is NULL";
     case QVN_ERROR_FORMAT: return "the fields of the format contradict each other, or the call takes another format";
-    case QVN_ERROR_SPEC: return "the spec has a negative block, or a scale or rounding that does not fit it";
+    case QVN_ERROR_SPEC: return "the spec has a negative block, an unknown enum, or an unsupported combination";
     case QVN_ERROR_SHAPE: return "a size is negative or too large, or a row ends within a block";
     case QVN_ERROR_FACTOR: return "an encode factor needs a spec with one float32 scale per tensor";
     case QVN_ERROR_LAYOUT: return "the layout of the stored weight is unknown";
@@ -81,8 +82,8 @@ static inline float qvn_pow2(int p) {
     return qvn_float(p >= -126 ? (uint32_t)(p + 127) << 23 : 1u << (p + 149));
 }
 
-/* QVN_ERROR_ARITHMETIC if this thread flushes subnormals or rounds in another direction, as a library that was compiled
- * with -ffast-math may have set it. The functions that return a status check it too. */
+/* QVN_ERROR_ARITHMETIC if this thread flushes subnormals or does not round to nearest. A library that was compiled with
+ * -ffast-math may have set that. qvn_quantize, qvn_dequantize and qvn_read_weight check it too. */
 static inline qvn_status qvn_check_arithmetic(void) {
     volatile float one = 1.0f, three = 3.0f, half = 0.5f, normal = FLT_MIN, subnormal = qvn_float(1);
     float read = subnormal * one, written = normal * half;
@@ -94,7 +95,7 @@ static inline qvn_status qvn_check_arithmetic(void) {
 
 /* ---- formats --------------------------------------------------------------------------------------------------- */
 
-/* A small floating-point format: sign, exponent, mantissa from the highest bit down. Make your own by its fields. */
+/* A small floating-point format: sign, exponent, mantissa from the highest bit down. You may define your own. */
 typedef struct {
     int bits;          /* of one code, including the sign: at most 8 */
     int exponent_bits; /* at least 1 */
@@ -118,9 +119,9 @@ static inline int qvn_emin(const qvn_format *f) { return (f->mantissa_bits > 0) 
 
 /* Code of f->max. */
 static inline uint32_t qvn_max_code(const qvn_format *f) {
-    uint32_t top = qvn_bits(f->max);
-    uint32_t exponent = (uint32_t)((int)(top >> 23) - 127 + f->bias);
-    return (exponent << f->mantissa_bits) + ((top & 0x7FFFFFu) >> (23 - f->mantissa_bits));
+    uint32_t max = qvn_bits(f->max);
+    uint32_t exponent = (uint32_t)((int)(max >> 23) - 127 + f->bias);
+    return (exponent << f->mantissa_bits) + ((max & 0x7FFFFFu) >> (23 - f->mantissa_bits));
 }
 
 /* QVN_ERROR_FORMAT unless the fields describe a format. The other functions require one that passes. */
@@ -130,18 +131,19 @@ static inline qvn_status qvn_check_format(const qvn_format *f) {
     if (f->exponent_bits < 1 || f->exponent_bits > 8 || f->mantissa_bits < sign || f->mantissa_bits > 7 || f->bits > 8 ||
         f->bits != sign + f->exponent_bits + f->mantissa_bits || f->bias < -127 || f->bias > 127)
         return QVN_ERROR_FORMAT;
-    uint32_t top = qvn_bits(f->max);
-    if (top < QVN_SMALLEST_NORMAL_BITS || top > 0x7F000000u) return QVN_ERROR_FORMAT; /* 2^-126 to 2^127 */
+    uint32_t max = qvn_bits(f->max);
+    if (max < QVN_SMALLEST_NORMAL_BITS || max > 0x7F000000u) return QVN_ERROR_FORMAT; /* 2^-126 to 2^127 */
     uint32_t missing = (1u << (23 - f->mantissa_bits)) - 1; /* bits of a float32's mantissa that the format lacks */
     uint32_t last = (1u << (f->bits - sign)) - 1;
-    if ((int)(top >> 23) - 127 < qvn_emin(f) || (top & missing) || qvn_max_code(f) > last - (uint32_t)nan)
+    if ((int)(max >> 23) - 127 < qvn_emin(f) || (max & missing) || qvn_max_code(f) > last - (uint32_t)nan)
         return QVN_ERROR_FORMAT;
-    /* GEMMs support the range of E5M2; the scales compensate another bias. */
+    /* GEMMs support the range of E5M2. Scales compensate for a bias that moves a format into it. */
     if (sign && (f->max > 65536.0f || qvn_emin(f) - f->mantissa_bits < -16)) return QVN_ERROR_FORMAT;
     return QVN_OK;
 }
 
-/* |x| in steps of the format: its code is first + (mantissa >> shift), the rest of the mantissa is rounded. */
+/* |x| in steps between neighbouring codes. Rounded down, its code is first + (mantissa >> shift); the lowest `shift` bits
+ * are the fraction of a step. */
 typedef struct {
     uint32_t mantissa; /* 24 bits */
     int shift;
@@ -166,10 +168,10 @@ static inline qvn__steps qvn__steps_of(uint32_t magnitude, const qvn_format *f) 
     return s;
 }
 
-/* A code from steps rounded down and whether to round away from zero; saturates, and adds the sign of x. */
+/* Code of x from its steps rounded down, and 1 step more if `up`. Saturates. */
 static inline uint8_t qvn__code(int steps, int up, float x, const qvn_format *f) {
-    uint32_t code = (uint32_t)(steps + up), top = qvn_max_code(f);
-    if (code > top) code = top;
+    uint32_t code = (uint32_t)(steps + up), max_code = qvn_max_code(f);
+    if (code > max_code) code = max_code;
     return (uint8_t)(f->has_sign ? code | (qvn_bits(x) >> 31) << (f->bits - 1) : code);
 }
 
@@ -187,8 +189,8 @@ static inline uint8_t qvn_encode(float x, const qvn_format *f) {
     return qvn__code(s.first + (int)whole, rest > half || (rest == half && (whole & 1)), x, f);
 }
 
-/* Code of x rounded stochastically: with u = (random + 1/2) * 2^-16, a magnitude whose fraction of a step is f goes up
- * where u < f. Otherwise as qvn_encode. */
+/* Code of x rounded stochastically: away from zero if u < the fraction of a step, with u = (random + 1/2) * 2^-16, else
+ * towards zero. Saturation and NaN as in qvn_encode. */
 static inline uint8_t qvn_encode_stochastic(float x, const qvn_format *f, uint16_t random) {
     uint32_t magnitude = qvn_magnitude(x);
     if (magnitude > QVN_INFINITY_BITS) return qvn__nan_code(f);
@@ -240,13 +242,14 @@ static inline void qvn_philox2x32(uint32_t counter[2], uint32_t key) {
     }
 }
 
-/* Random bits of one quantization of one tensor: the first two words of Philox4x32-10. */
+/* Random stream of one quantization of one tensor: key and upper counter word of Philox2x32-10. */
 typedef struct {
     uint32_t key;
     uint32_t upper;
 } qvn_noise;
 
-/* seed: of the run. tensor_id: see qvn_tensor_id. count: earlier quantizations of this tensor; its low 32 bits count. */
+/* First two words of Philox4x32-10 at the counter (0, 0, tensor_id, count), with the seed as key.
+ * seed: of the run. tensor_id: see qvn_tensor_id. count: number of earlier quantizations of this tensor, modulo 2^32. */
 static inline qvn_noise qvn_noise_stream(uint64_t seed, uint32_t tensor_id, uint64_t count) {
     uint32_t words[4] = {0, 0, tensor_id, (uint32_t)count};
     qvn_philox4x32(words, (uint32_t)seed, (uint32_t)(seed >> 32));
@@ -254,8 +257,8 @@ static inline qvn_noise qvn_noise_stream(uint64_t seed, uint32_t tensor_id, uint
     return noise;
 }
 
-/* Sixteen random bits of an element: row * k + column in the whole operand, with k as qvn_padded_k. A shard passes the
- * position in the whole and gets the same bits. */
+/* Sixteen random bits of element number row * qvn_padded_k + column of the operand. A shard that passes the element's
+ * number in the whole operand gets the same bits. */
 static inline uint16_t qvn_random_bits(qvn_noise noise, uint64_t element) {
     uint64_t group = element >> 2;
     uint32_t words[2] = {(uint32_t)group, (uint32_t)(group >> 32) ^ noise.upper};
@@ -264,10 +267,10 @@ static inline uint16_t qvn_random_bits(qvn_noise noise, uint64_t element) {
     return (uint16_t)(element & 1 ? word : word >> 16);
 }
 
-/* The number in (0, 1) that random bits stand for. */
+/* Uniform number in (0, 1): (random + 1/2) * 2^-16. */
 static inline float qvn_uniform(uint16_t random) { return (float)(2u * random + 1u) * 7.62939453125e-6f; /* 2^-17 */ }
 
-/* Id of the operand of a named layer, CRC-32 of its name, such as "layers.0.mlp.up.grad_output". */
+/* Tensor id of a named layer's operand: CRC-32 of a name such as "layers.0.mlp.up.grad_output". */
 static inline uint32_t qvn_tensor_id(const char *name) {
     uint32_t crc = 0xFFFFFFFFu;
     for (; *name; name++) {
@@ -278,10 +281,10 @@ static inline uint32_t qvn_tensor_id(const char *name) {
 }
 
 /* ---- scales ------------------------------------------------------------------------------------------------------
- * An encode factor multiplies data before they are rounded; a scale decodes: original = data * scale, scale = 1 / factor.
+ * The encode factor multiplies data before rounding. The decode scale is 1 / factor: original = data * scale.
  * An amax that is infinite or NaN has factor 1. */
 
-/* An amax as the rules below take it: subnormal numbers count as 0. */
+/* Magnitude of an amax, with subnormals replaced by 0. */
 static inline float qvn__flush(float amax) {
     uint32_t magnitude = qvn_magnitude(amax);
     return qvn_float(magnitude < QVN_SMALLEST_NORMAL_BITS ? 0 : magnitude);
@@ -291,20 +294,20 @@ static inline int qvn__finite(float x) { return qvn_magnitude(x) < QVN_INFINITY_
 
 /* Largest magnitude of x [rows, k], compared as bits: NaN > infinity > numbers. Subnormal maxima are 0. */
 static inline float qvn_amax(const float *x, int64_t rows, int64_t k, int64_t stride) {
-    uint32_t top = 0;
+    uint32_t largest = 0;
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < k; j++) {
             uint32_t magnitude = qvn_magnitude(x[i * stride + j]);
-            if (magnitude > top) top = magnitude;
+            if (magnitude > largest) largest = magnitude;
         }
-    return qvn__flush(qvn_float(top));
+    return qvn__flush(qvn_float(largest));
 }
 
 /* Largest p in [low, high] with amax * 2^p <= largest; 0 if amax is 0, infinite or NaN. */
 static inline int qvn_exponent(float amax, float largest, int low, int high) {
-    uint32_t bits = qvn_bits(amax), top = qvn_bits(largest);
+    uint32_t bits = qvn_bits(amax), max = qvn_bits(largest);
     if (!qvn__finite(amax) || !(amax > 0)) return 0;
-    int p = (int)(top >> 23) - (int)((bits + 0x7FFFFFu - (top & 0x7FFFFFu)) >> 23);
+    int p = (int)(max >> 23) - (int)((bits + 0x7FFFFFu - (max & 0x7FFFFFu)) >> 23);
     return p < low ? low : p > high ? high : p;
 }
 
@@ -320,7 +323,7 @@ static inline float qvn_encode_factor(float amax, const qvn_format *f, int power
     return power_of_two ? qvn_pow2(qvn_exponent(amax, f->max, -126, 100)) : qvn__ratio(f->max, amax);
 }
 
-/* Two-level scales scale the largest element to the largest E2M1 times the largest E4M3. */
+/* The tensor factor scales the tensor's amax to at most this: the largest E2M1 times the largest E4M3. */
 #define QVN_TWO_LEVEL_MAX 2688.0f
 
 /* Encode factor of the tensor, with two-level scales. */
@@ -368,7 +371,7 @@ typedef enum {
     QVN_SCALE_E8M0,           /* the power of two as an exponent byte */
     QVN_SCALE_TWO_LEVEL,      /* E4M3 per block and a power of two per tensor */
     QVN_SCALE_TWO_LEVEL_FP32, /* E4M3 per block and a correctly rounded factor per tensor */
-    QVN_SCALE_UNIT            /* always 1, nothing is measured */
+    QVN_SCALE_UNIT            /* always 1, whatever the amax */
 } qvn_scale_kind;
 
 typedef enum { QVN_NEAREST, QVN_STOCHASTIC } qvn_rounding;
@@ -376,8 +379,8 @@ typedef enum { QVN_NEAREST, QVN_STOCHASTIC } qvn_rounding;
 /* Quantization of one GEMM operand [rows, k]; k is the contraction axis. */
 typedef struct {
     const qvn_format *format; /* with a sign */
-    int64_t block_rows;       /* elements that share a scale; 0 is the whole axis */
-    int64_t block_k;
+    int64_t block_rows;       /* rows of a block, which has one scale; 0 is the whole axis */
+    int64_t block_k;          /* columns of a block; 0 is the whole axis */
     qvn_scale_kind scale;
     qvn_rounding rounding;
     int hadamard;             /* 1 rotates groups of 16 along k first; k is padded with zeros to a multiple of 16 */
@@ -385,8 +388,8 @@ typedef struct {
 
 /* Options of qvn_quantize; zeros are the defaults. */
 typedef struct {
-    const float *amax;  /* NULL measures it. Else one per block, or one of the tensor with two-level scales */
-    float factor;       /* encode factor of delayed scaling, used instead of the amax's; 0 is unset */
+    const float *amax;  /* one per block, or the tensor's with two-level scales; NULL computes them from x */
+    float factor;       /* encode factor of delayed scaling, which replaces that of the amax; 0 is unset */
     uint64_t seed;      /* of stochastic rounding: see qvn_noise_stream */
     uint32_t tensor_id;
     uint64_t count;
@@ -442,8 +445,8 @@ typedef struct {
     uint8_t stored; /* E8M0, or E4M3 of two-level scales; else 0 */
 } qvn_block;
 
-/* measured: amax of the block. amax: the one that sets the factor, of the block or, with two-level scales, of the
- * tensor. factor: that of delayed scaling, 0 is unset. */
+/* measured: amax of the block's own data. amax: the one that determines the factor, of the block or, with two-level
+ * scales, of the tensor. factor: as in qvn_quantize_options. */
 static inline qvn_block qvn_scale_block(const qvn_spec *s, float measured, float amax, float factor) {
     qvn_block b = {1.0f, 1.0f, 0};
     if (s->scale == QVN_SCALE_UNIT) return b;
@@ -468,7 +471,8 @@ static inline qvn_block qvn_scale_block(const qvn_spec *s, float measured, float
     return b;
 }
 
-/* Reads the operand as it is rounded: rotated, and with subnormals flushed if rounding is stochastic. */
+/* Reads values of an operand as they are quantized: rotated if the spec says so, and with subnormals flushed to zeros of
+ * their sign if rounding is stochastic. */
 typedef struct {
     const float *x;
     int64_t k, stride;
@@ -497,13 +501,13 @@ static inline float qvn__read(qvn__reader *r, int64_t i, int64_t j) {
 }
 
 static inline float qvn__amax_of(qvn__reader *r, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
-    uint32_t top = 0;
+    uint32_t largest = 0;
     for (int64_t i = i0; i < i1; i++)
         for (int64_t j = j0; j < j1; j++) {
             uint32_t magnitude = qvn_magnitude(qvn__read(r, i, j));
-            if (magnitude > top) top = magnitude;
+            if (magnitude > largest) largest = magnitude;
         }
-    return qvn__flush(qvn_float(top));
+    return qvn__flush(qvn_float(largest));
 }
 
 /* End of a block that begins at `from`. */
@@ -513,8 +517,8 @@ static inline int64_t qvn__end(int64_t from, int64_t block, int64_t size) {
 
 /* Quantize x [rows, k], rows `stride` elements apart: codes of x * factor, scale = 1 / factor, with a factor per block.
  *
- * options: NULL for the defaults. q: its pointers are set by the caller, its memory is written.
- * A block with an infinity or NaN has scale NaN whatever amax or factor was given. */
+ * options: NULL for the defaults. q: the caller sets its pointers, and the function writes to that memory.
+ * A block with an infinity or NaN has scale NaN, even if an amax or factor was passed. */
 static inline qvn_status qvn_quantize(const float *x, int64_t rows, int64_t k, int64_t stride, const qvn_spec *spec,
                                       const qvn_quantize_options *options, qvn_quantized *q) {
     qvn_quantize_options o = {NULL, 0.0f, 0, 0, 0};
@@ -523,8 +527,8 @@ static inline qvn_status qvn_quantize(const float *x, int64_t rows, int64_t k, i
     if (!status) status = qvn__check_shape(rows, k, stride);
     if (!status) status = qvn_check_arithmetic();
     if (status) return status;
-    int64_t columns = qvn_padded_k(spec, k), across = qvn_scale_columns(spec, k);
-    int64_t blocks = qvn_scale_rows(spec, rows) * across;
+    int64_t columns = qvn_padded_k(spec, k), scale_columns = qvn_scale_columns(spec, k);
+    int64_t blocks = qvn_scale_rows(spec, rows) * scale_columns;
     if (!q || (blocks && !q->scale) || (rows && k && (!x || !q->codes))) return QVN_ERROR_NULL;
     int one_scale = !spec->block_rows && !spec->block_k &&
                     (spec->scale == QVN_SCALE_FP32 || spec->scale == QVN_SCALE_POWER_OF_TWO);
@@ -532,18 +536,18 @@ static inline qvn_status qvn_quantize(const float *x, int64_t rows, int64_t k, i
     qvn__reader reader = {x, k, stride, spec, -1, -1, {0}};
     qvn_noise noise = qvn_noise_stream(o.seed, o.tensor_id, o.count);
     int two_level = qvn__two_level(spec);
-    float tensor = 0.0f; /* amax, with two-level scales */
+    float tensor_amax = 0.0f; /* with two-level scales */
     q->tensor_factor = 1.0f;
     if (two_level) {
-        tensor = qvn__flush(o.amax ? o.amax[0] : qvn__amax_of(&reader, 0, rows, 0, columns));
-        q->tensor_factor = qvn__finite(tensor) ? qvn_tensor_factor(tensor, spec->scale == QVN_SCALE_TWO_LEVEL)
-                                               : qvn_float(QVN_NAN_BITS);
+        tensor_amax = qvn__flush(o.amax ? o.amax[0] : qvn__amax_of(&reader, 0, rows, 0, columns));
+        q->tensor_factor = qvn__finite(tensor_amax) ? qvn_tensor_factor(tensor_amax, spec->scale == QVN_SCALE_TWO_LEVEL)
+                                                    : qvn_float(QVN_NAN_BITS);
     }
     for (int64_t n = 0; n < blocks; n++) {
-        int64_t i0 = n / across * spec->block_rows, i1 = qvn__end(i0, spec->block_rows, rows);
-        int64_t j0 = n % across * spec->block_k, j1 = qvn__end(j0, spec->block_k, columns);
+        int64_t i0 = n / scale_columns * spec->block_rows, i1 = qvn__end(i0, spec->block_rows, rows);
+        int64_t j0 = n % scale_columns * spec->block_k, j1 = qvn__end(j0, spec->block_k, columns);
         float measured = qvn__amax_of(&reader, i0, i1, j0, j1);
-        float amax = two_level ? tensor : o.amax ? o.amax[n] : measured;
+        float amax = two_level ? tensor_amax : o.amax ? o.amax[n] : measured;
         qvn_block block = qvn_scale_block(spec, measured, amax, o.factor);
         q->scale[n] = block.scale;
         if (q->stored_scale && (two_level || spec->scale == QVN_SCALE_E8M0)) q->stored_scale[n] = block.stored;
@@ -559,20 +563,20 @@ static inline qvn_status qvn_quantize(const float *x, int64_t rows, int64_t k, i
     return QVN_OK;
 }
 
-/* Write data * scale to y [rows, qvn_padded_k], for the rows and k that were quantized. scale: decode scales. After a
- * Hadamard rotation these are the rotated values, which the GEMM uses. */
+/* Write data * scale to y [rows, qvn_padded_k]. rows, k, spec: as for qvn_quantize. scale: decode scales. With a Hadamard
+ * rotation y has the rotated values, as the GEMM uses them. */
 static inline qvn_status qvn_dequantize(const uint8_t *codes, const float *scale, int64_t rows, int64_t k,
                                         const qvn_spec *spec, float *y) {
     qvn_status status = qvn_check_spec(spec);
     if (!status) status = qvn__check_shape(rows, k, k);
     if (!status) status = qvn_check_arithmetic();
     if (status) return status;
-    int64_t columns = qvn_padded_k(spec, k), across = qvn_scale_columns(spec, k);
+    int64_t columns = qvn_padded_k(spec, k), scale_columns = qvn_scale_columns(spec, k);
     if (rows && k && (!codes || !scale || !y)) return QVN_ERROR_NULL;
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < columns; j++) {
             int64_t row = spec->block_rows ? i / spec->block_rows : 0, column = spec->block_k ? j / spec->block_k : 0;
-            y[i * columns + j] = qvn_decode(codes[i * columns + j], spec->format) * scale[row * across + column];
+            y[i * columns + j] = qvn_decode(codes[i * columns + j], spec->format) * scale[row * scale_columns + column];
         }
     return QVN_OK;
 }
@@ -607,8 +611,9 @@ static inline void qvn_unpack(const uint8_t *row, int64_t k, int bits, uint8_t *
     for (int64_t j = 0; j < k; j++) codes[j] = qvn_code_at(row, j, bits);
 }
 
-/* Position of a scale in the order 32_4_4 of Blackwell's GEMMs: tiles of 128 rows and 4 blocks of k, 512 bytes each.
- * row: of the operand; rows of a block of several rows repeat its scale. blocks: number of blocks along k. */
+/* Index of a scale in the order 32_4_4 of Blackwell's GEMMs: tiles of 128 rows and 4 blocks of k, 512 bytes each.
+ * row: of the operand; if a block has several rows, its scale is stored for each of them. block: along k. blocks: number
+ * of blocks along k. */
 static inline int64_t qvn_swizzled_index(int64_t row, int64_t block, int64_t blocks) {
     int64_t tile = row / 128 * ((blocks + 3) / 4) + block / 4;
     return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
@@ -652,7 +657,7 @@ static inline qvn_status qvn_check_weight(const qvn_stored_weight *w) {
     if (status) return status;
     if ((unsigned)w->layout > QVN_LAYOUT_NV_MULTIPLIED) return QVN_ERROR_LAYOUT;
     int64_t width = w->layout == QVN_LAYOUT_MX ? 32 : w->layout >= QVN_LAYOUT_NV_DIVIDED ? 16 : 1;
-    if (w->k % width) return QVN_ERROR_SHAPE; /* readers assume complete blocks */
+    if (w->k % width) return QVN_ERROR_SHAPE; /* qvn_weight_at needs complete blocks */
     return qvn__check_shape(w->n, w->k, w->k);
 }
 
