@@ -276,7 +276,7 @@ def packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype: tl.constexpr, INTEGERS: 
 def combine_amaxes(work, bits, programs):
     """Combine the amax bits of all programs of a launch; return (True in the last program to finish, the maximum).
 
-    work: int32 [2], zero before and zero again after.
+    work: int32 [2], zeros at launch; reset to zeros for the next launch.
     """
     tl.atomic_max(work, bits, sem="relaxed")
     last = tl.atomic_add(work + 1, 1, sem="acq_rel") == programs - 1
@@ -292,8 +292,8 @@ def combine_amaxes(work, bits, programs):
 
 @triton.jit
 def store_amax(work, bits, programs, top, scale, e, SCALES: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Let the last program of a launch store the maximum of all amax bits in top; if SCALES also the decode scale of
-    factor e.
+    """Combine the amax bits of all programs of a launch; the last to finish stores the maximum in top, and if SCALES
+    the decode scale of factor e in scale.
 
     work: as in `combine_amaxes`.
     """
@@ -307,9 +307,10 @@ def store_amax(work, bits, programs, top, scale, e, SCALES: tl.constexpr, POWER_
 # ---- noise of stochastic rounding, as in `quaver.reference.numerics` ----
 # Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
+#: Multipliers of Philox4x32, and the multiplier of Philox2x32.
 M0, M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
-#: Multiplier of two-word Philox.
 M2 = tl.constexpr(0xD256D193)
+#: Increments of the key words per round; Philox2x32 has only the first.
 W0, W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
@@ -332,8 +333,8 @@ def whole_word(low, high):
 def noise_stream(tensor_id, count, seed_low, seed_high):
     """Return the key and the upper counter word of one quantization's noise, uint32. Exact.
 
-    They are two words of Philox4x32-10 at (0, 0, tensor id, count). tensor_id, seed_low, seed_high: 32 bits in an
-    integer; count: any integer, of which the low 32 bits are used.
+    They are the first two words of Philox4x32-10 at the counter (0, 0, tensor_id, count), with the seed as key.
+    tensor_id, seed_low, seed_high: 32 bits in an integer; count: any integer, of which the low 32 bits are used.
     """
     c2, c3 = tensor_id.to(tl.uint32), count.to(tl.uint32)
     c0, c1 = c2 * 0, c2 * 0
@@ -362,7 +363,7 @@ def stream_at(count, id0, id1, seed0, seed1, seed2, seed3, STOCHASTIC: tl.conste
 def philox(g, upper, key):
     """Return the two words of Philox2x32-10, uint32, for counters g, int64 of any shape. Exact.
 
-    upper: uint32 xored into the counters' upper words; key: uint32.
+    upper, key: from `noise_stream`; upper is xored into the upper word of each counter.
     """
     c0, c1 = g.to(tl.uint32), (g >> 32).to(tl.uint32) ^ upper
     for _ in tl.static_range(10):
@@ -380,8 +381,8 @@ def philox(g, upper, key):
 def swizzled(row, block, across):
     """Return the byte offsets [BM, BK] of the scales of an operand's rows [BM] and blocks of k [BK].
 
-    Tiles of 128 rows and 4 blocks are 512 bytes each, `across` of them side by side; in a tile the rows r, r + 32, r +
-    64 and r + 96 are adjacent.
+    A tile has 128 rows and 4 blocks, in 512 bytes; `across` is the number of tiles along k. In a tile the rows r,
+    r + 32, r + 64 and r + 96 are adjacent.
     """
     tile = (row // 128).to(tl.int64)[:, None] * across + (block // 4)[None, :]
     inside = ((row % 32) * 16 + (row % 128) // 32 * 4)[:, None] + (block % 4)[None, :]

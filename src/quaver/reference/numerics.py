@@ -45,9 +45,10 @@ def rotate(x: np.ndarray) -> np.ndarray:
 # ---- noise of stochastic rounding: random words as a function of counter and key ----
 # Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
+#: Multipliers of Philox4x32, and the multiplier of Philox2x32.
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-#: Multiplier of Philox2x32, whose keys are incremented by the first number of `WEYL`.
 MULTIPLIER = 0xD256D193
+#: Increments per round of the two key words of Philox4x32. Philox2x32 has one key word, and the first increment.
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 _LOW = 0xFFFFFFFF
@@ -82,14 +83,14 @@ def philox2x32(counter: tuple[np.ndarray, ...], key: int) -> np.ndarray:
 
 
 def round_keys(key: int) -> list[int]:
-    """Return the keys of all rounds of `philox2x32`, beginning with this one."""
+    """Return the keys of the ten rounds of `philox2x32`; the first is `key`."""
     return [(key + i * WEYL[0]) & _LOW for i in range(ROUNDS)]
 
 
 def noise_stream(seed: int, tensor_id: int, count: int) -> tuple[int, int]:
     """Return the key and the upper counter word of one quantization's noise, each below 2**32.
 
-    They are the first two words of Philox4x32-10 at (0, 0, tensor_id, count), keyed by the seed.
+    They are the first two words of Philox4x32-10 at the counter (0, 0, tensor_id, count), with the seed as key.
 
     Args:
         seed: 64 bits.
@@ -102,9 +103,9 @@ def noise_stream(seed: int, tensor_id: int, count: int) -> tuple[int, int]:
 def uniform(rows: int, k: int, seed: int, tensor_id: int, count: int) -> np.ndarray:
     """Return the uniform number in (0, 1) for stochastic rounding of each element of an operand [rows, k].
 
-    Element number e = row × k + column reads half a word of Philox2x32-10 at counter e // 4: elements 0 and 1 of four
-    the upper and the lower half of the first word, elements 2 and 3 those of the second. The counter depends on the
-    element's position in the whole operand, so a shard gets the same numbers as the whole.
+    The counter of element number e = row × k + column is e // 4. Each counter gives two words of Philox2x32-10, for
+    four elements: the upper and lower half of the first word, then those of the second. A shard gets the same numbers
+    as the whole operand, since e is the element's number in the whole.
 
     Args:
         rows, k: shape of the quantized operand.
@@ -132,12 +133,12 @@ def round_to(x: np.ndarray, fmt: Format, u: np.ndarray | None = None) -> np.ndar
     Args:
         x: float32, any shape.
         fmt: the format; one without a sign rounds magnitudes.
-        u: numbers in (0, 1) of x's shape for stochastic rounding: away from zero where u is below the fraction. None
-            rounds to nearest even.
+        u: numbers in (0, 1) of x's shape for stochastic rounding: away from zero where u is below the fraction of a
+            step. None rounds to nearest, ties to even.
 
     Returns:
         float32 of x's shape. Infinities and overflow become ±fmt.max, NaN stays NaN (+max if the format has none), and
-        the sign of zero is preserved. A format without mantissa bits has no zero: its smallest number takes the place.
+        the sign of zero is preserved. A format without mantissa bits has no zero; its smallest number is returned.
     """
     a = np.where(np.isnan(x), np.float32(0), np.minimum(np.abs(x), np.float32(fmt.max)))
     if fmt.mantissa_bits == 0:
@@ -189,7 +190,8 @@ def values(fmt: Format) -> np.ndarray:
     return np.concatenate([both, np.full(256 - len(both), np.nan, np.float32)])
 
 
-# ---- scaling: from a block's amax to its encode factor, on the bits where a compiler could round otherwise ----
+# ---- scaling: from a block's amax to its encode factor ----
+# Computed on the bits of float32 where a compiler could round differently.
 
 #: Range of exponents of power-of-two encode factors, for which reciprocals and products stay normal.
 FACTOR_EXPONENTS = (-126, 100)
@@ -216,16 +218,16 @@ def amax(x: np.ndarray, block: tuple[int | None, int | None]) -> np.ndarray:
     nk = 1 if block[1] is None else -(-k // bk)
     bits = np.zeros((nr * br, nk * bk), np.uint32)
     bits[:rows, :k] = np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
-    top = bits.reshape(nr, br, nk, bk).max(axis=(1, 3)) if bits.size else np.zeros((nr, nk), np.uint32)
-    return np.where(top < 0x00800000, np.uint32(0), top).view(np.float32)
+    largest = bits.reshape(nr, br, nk, bk).max(axis=(1, 3)) if bits.size else np.zeros((nr, nk), np.uint32)
+    return np.where(largest < 0x00800000, np.uint32(0), largest).view(np.float32)
 
 
 def exponent(amax: np.ndarray, largest: float, bounds: tuple[int, int] = FACTOR_EXPONENTS) -> np.ndarray:
     """Return the largest p within bounds with amax * 2**p <= largest, int32; 0 if amax is 0, infinite or NaN."""
     mantissa, e = np.frexp(np.float32(largest))
-    top_mantissa = int((2 * mantissa - 1) * 2**23)
+    max_mantissa = int((2 * mantissa - 1) * 2**23)
     bits = np.asarray(amax, np.float32).view(np.uint32).astype(np.int64)
-    p = int(e) - 1 + 127 - ((bits + 0x7FFFFF - top_mantissa) >> 23)
+    p = int(e) - 1 + 127 - ((bits + 0x7FFFFF - max_mantissa) >> 23)
     return np.where(usable(amax), np.clip(p, *bounds), 0).astype(np.int32)
 
 

@@ -124,8 +124,8 @@ def encode_factor(bits: Array, fmt: Format, power_of_two: bool) -> Array:
 def exponent(bits: Array, most: float, bounds: tuple[int, int] = FACTOR_EXPONENTS) -> Array:
     """Return the largest p within bounds with amax × 2**p <= most, from amax's bits; 0 if amax is 0 or not finite."""
     mantissa, e = np.frexp(np.float32(most))
-    top_mantissa = int((2 * mantissa - 1) * 2**23)
-    binade = lax.shift_right_arithmetic(lax.add(bits, np.int32(0x7FFFFF - top_mantissa)), np.int32(23))
+    max_mantissa = int((2 * mantissa - 1) * 2**23)
+    binade = lax.shift_right_arithmetic(lax.add(bits, np.int32(0x7FFFFF - max_mantissa)), np.int32(23))
     p = lax.sub(np.int32(e - 1 + 127), binade)
     return where(usable(bits), lax.clamp(np.int32(bounds[0]), p, np.int32(bounds[1])), 0)
 

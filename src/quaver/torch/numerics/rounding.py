@@ -63,12 +63,10 @@ def transposed_rotate(x: Tensor) -> Tensor:
 
 #: (seed, tensor id, count) of stochastic rounding; id and count may be int64 tensors.
 Noise = tuple[int, Tensor | int, Tensor | int]
-#: The same outside of compiled code.
+#: The same in eager mode.
 EagerNoise = tuple[int, int, Tensor | int]
-
-
+#: Argument for operands that are rounded to nearest.
 NO_NOISE: EagerNoise = (0, 0, 0)
-
 
 _LOW = 0xFFFFFFFF
 #: Counters processed at once, so that temporaries stay in a CPU's L2 cache.
@@ -80,12 +78,12 @@ def uniform(
 ) -> Tensor:
     """Return the uniform number in (0, 1) for each element's stochastic rounding, float32 [rows, k].
 
-    Equals `quaver.reference.numerics`.
+    Equals `quaver.reference.numerics.uniform`.
 
     Args:
-        rows, k: shape of the operand, or of the piece of it that starts at `first_row`, a multiple of four.
-        seed, tensor_id: stream.
-        count: an int, or an int64 tensor of one element, which stays on its device.
+        rows, k: shape of the operand, or of a piece of it.
+        seed, tensor_id, count: stream, as in `noise_stream`. The host does not read a count on a GPU.
+        first_row: row of the operand with which the piece begins, a multiple of four.
     """
     assert first_row % 4 == 0
     stream = noise_stream(seed, tensor_id, count, device)
@@ -100,22 +98,22 @@ def uniform(
     return unit_interval(out).view(-1)[: rows * k].view(rows, k)
 
 
-def part_of_uniform(rows: Tensor, packed4: Tensor, k: int, seed: int, tensor_id: int, count: Tensor | int) -> Tensor:
+def part_of_uniform(rows: Tensor, groups: Tensor, k: int, seed: int, tensor_id: int, count: Tensor | int) -> Tensor:
     """Return `uniform` of an operand with k columns (a multiple of four) at selected rows and columns.
 
     Args:
         rows: row indices, int64.
-        packed4: column indices divided by four; each selects four consecutive columns.
+        groups: indices of groups of four columns, int64: group i is columns 4 i to 4 i + 3.
 
     Returns:
-        float32 [rows, 4 × len(packed4)].
+        float32 [len(rows), 4 × len(groups)].
     """
     assert k % 4 == 0
-    out = torch.empty((len(rows), len(packed4), 4), dtype=torch.float32, device=rows.device)
-    g = rows[:, None] * (k // 4) + packed4
+    out = torch.empty((len(rows), len(groups), 4), dtype=torch.float32, device=rows.device)
+    g = rows[:, None] * (k // 4) + groups
     for column, half in enumerate(halves(g, *noise_stream(seed, tensor_id, count, g.device))):
         out[..., column] = half
-    return unit_interval(out).view(len(rows), 4 * len(packed4))
+    return unit_interval(out).view(len(rows), 4 * len(groups))
 
 
 def rows_of_uniform(rows: Tensor, k: int, seed: int, tensor_id: int, count: Tensor | int) -> Tensor:
@@ -125,9 +123,9 @@ def rows_of_uniform(rows: Tensor, k: int, seed: int, tensor_id: int, count: Tens
         rows: row indices, int64.
     """
     if k % 4 == 0:
-        packed4 = torch.arange(k // 4, dtype=torch.int64, device=rows.device)
-        return part_of_uniform(rows, packed4, k, seed, tensor_id, count)
-    # Enough groups of four to cover a row that begins anywhere in its first group.
+        groups = torch.arange(k // 4, dtype=torch.int64, device=rows.device)
+        return part_of_uniform(rows, groups, k, seed, tensor_id, count)
+    # A row may begin at any of the four elements of its first counter.
     first = rows[:, None] * k
     g = first // 4 + torch.arange((k + 6) // 4, dtype=torch.int64, device=rows.device)
     inside = first % 4 + torch.arange(k, dtype=torch.int64, device=rows.device)
@@ -138,10 +136,9 @@ def rows_of_uniform(rows: Tensor, k: int, seed: int, tensor_id: int, count: Tens
 def transposed_uniform(
     rows: int, k: int, seed: int, tensor_id: int, count: Tensor | int, first: int, number: int
 ) -> Tensor:
-    """Return columns first … first + number of `uniform(rows, k, ...)`, transposed: float32 [number, rows].
+    """Return `number` columns of `uniform(rows, k, ...)` from column `first` on, transposed: float32 [number, rows].
 
-    k, first and number must be multiples of four, so that the four halves of a counter belong to four rows of the
-    result.
+    k, first and number must be multiples of four: then the four numbers of a counter are in four rows of the result.
     """
     out = torch.empty((number // 4, 4, rows), dtype=torch.float32, device="cpu")
     g = torch.arange(first // 4, (first + number) // 4, dtype=torch.int64, device="cpu")[:, None]
@@ -152,9 +149,11 @@ def transposed_uniform(
 
 
 def halves(g: Tensor, key: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four 16-bit halves of the two Philox words at counters g, int64 of any shape.
+    """Return the random bits of the four elements of each counter: the 16-bit halves of two Philox words, int64.
 
-    key, upper: from `noise_stream`, of a shape that broadcasts to g's.
+    Args:
+        g: counters, element number // 4: int64 of any shape.
+        key, upper: from `noise_stream`, of a shape that broadcasts to g's.
     """
     first, second = philox2x32(g & _LOW, (g >> 32).bitwise_xor_(upper), key)
     half, low = _word(16, g.device), _word(0xFFFF, g.device)
@@ -163,7 +162,7 @@ def halves(g: Tensor, key: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def unit_interval(half: Tensor) -> Tensor:
-    """Convert 16-bit halves, float32, to numbers in (0, 1) in place: (half + 1/2) × 2**-16."""
+    """Convert 16 random bits, as float32, to a number in (0, 1), in place: (half + 1/2) × 2**-16."""
     return half.add_(0.5).mul_(2.0**-16)
 
 
@@ -176,11 +175,11 @@ def noise_stream(
 
     Args:
         seed: 64 bits.
-        tensor_id, count: ints, or int64 tensors of one element, or of many streams.
-        device: device of the results; a tensor on a GPU is not read by the host.
+        tensor_id, count: ints, or int64 tensors with one element per stream. The host does not read a tensor on a GPU.
+        device: device of the results.
 
     Returns:
-        Two tensors, [] or of the shape of tensor_id and count.
+        Two tensors: [] for ints, else of the shape of tensor_id and count.
     """
     if _readable(tensor_id) and _readable(count):
         # For a single stream, Python integers are faster than tensors.
@@ -192,7 +191,7 @@ def noise_stream(
 
 
 def _readable(number: Tensor | int) -> bool:
-    """Return True if a number is an int, or one element on a CPU that no compiler traces."""
+    """Return True if the host can read a number at once: an int, or one element on a CPU outside of tracing."""
     if not isinstance(number, Tensor):
         return True
     return type(number) is Tensor and number.is_cpu and number.numel() == 1 and not is_tracing()
@@ -219,7 +218,7 @@ def _word(v: int, device: torch.device) -> Tensor:
 def philox2x32(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Run ten rounds of two-word Philox on int64 tensors of 32-bit words; overwrites c0 and c1.
 
-    Constants are tensors, because torch converts a Python number in each call.
+    Constants are made tensors once, because torch would convert a Python number in each call.
 
     Args:
         key: int64 below 2**32, of a shape that broadcasts to c0's.
@@ -237,7 +236,7 @@ def philox2x32(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_keys(key: Tensor) -> Tensor:
-    """Return the round keys of two-word Philox, int64 [..., 10] below 2**32, from the first keys, int64 [...]."""
+    """Return the keys of the ten rounds of two-word Philox, int64 [..., 10] below 2**32, from keys, int64 [...]."""
     steps = torch.arange(0, ROUNDS * WEYL[0], WEYL[0], dtype=torch.int64, device=key.device)
     return (key.unsqueeze(-1) + steps).bitwise_and_(_LOW)
 

@@ -47,7 +47,7 @@ def assign_number(layer: nn.Module) -> None:
 
 
 def draw(layer: nn.Module, operand: str) -> Noise:
-    """Return (seed, stream, count) for an operand's next quantization; call `drawn` afterwards.
+    """Return (seed, stream, count) for an operand's next quantization; call `advance_count` afterwards.
 
     For a layer with members, stream and count are tensors [members]; outside of torch.compile the stream is a list.
     """
