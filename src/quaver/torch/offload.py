@@ -40,7 +40,7 @@ SMALLEST = 4096
 #: Number of layers whose copies to the host may be in flight.
 IN_FLIGHT = 2
 #: Attribute that `stay_on_device` sets on a storage.
-STAYS_ON_DEVICE = "stays_on_device"
+MARK = "stays_on_device"
 #: Autograd nodes that cast or view a tensor: a weight is looked for behind them.
 CASTS_AND_VIEWS = frozenset(
     f"{name}Backward0" for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Alias", "Slice")
@@ -227,10 +227,9 @@ class SavedTensor:
 
 
 class _OpenLayers(threading.local):
-    """State of one thread: layers whose forward runs, the layer that ended last, and tensors saved between layers."""
+    """Layers whose forward runs in this thread, innermost last; the last that ended, and what was saved since then."""
 
     def __init__(self) -> None:
-        #: Innermost last.
         self.runs: list[LayerRun] = []
         self.last: LayerRun | None = None
         self.between: list[weakref.ref[SavedTensor]] = []
@@ -269,7 +268,7 @@ class Offloader:
             )
         self.open.runs.append(run)
         between, self.open.between = self.open.between, []
-        # A checkpoint around the layer saves the layer's inputs before this call.
+        # A checkpoint around the layer has saved its inputs before the layer began.
         for each in between:
             saved = each()
             if saved is not None and saved.tensor is not None and _storage_of(saved.tensor) in run.inputs:
@@ -299,8 +298,8 @@ class Offloader:
         """Return what autograd saves."""
         saved, runs, last = SavedTensor(x), self.open.runs, self.open.last
         if runs and isinstance(x, QuantizedTensor):
-            # Layers save its codes too, as plain tensors.
-            runs[-1].weights.update(map(_storage_of, _parts(x)))
+            # Layers save its codes next to it.
+            runs[-1].weights.update(_storages(x))
         # A reentrant checkpoint saves tensors in backward too.
         if recomputing() or not self._is_movable(x):
             return saved
@@ -308,7 +307,7 @@ class Offloader:
             if _storage_of(x) not in runs[-1].weights:
                 self._move(saved, runs[-1])
         elif last is not None and _storage_of(x) in last.inputs:
-            # A reentrant checkpoint around the layer saves the layer's inputs after its end.
+            # A reentrant checkpoint around the layer saves its inputs after the layer has ended.
             self._send(last, [self._move(saved, last)])
         else:
             self.open.between.append(weakref.ref(saved))
@@ -318,7 +317,7 @@ class Offloader:
         if not _is_plain(x) or x.device.type != self.transfers.device_type or x.is_conj() or x.is_neg():
             return False
         storage = x.untyped_storage()
-        return storage.nbytes() >= SMALLEST and not hasattr(storage, STAYS_ON_DEVICE) and not _is_weight(x)
+        return storage.nbytes() >= SMALLEST and not hasattr(storage, MARK) and not _is_weight(x)
 
     @hide_from_policies
     def _move(self, saved: SavedTensor, run: LayerRun) -> Slot:
@@ -511,8 +510,8 @@ class offload:
 def stay_on_device(*tensors: Tensor | None) -> None:
     """Mark the storages of tensors, so that `offload` never moves them."""
     for x in tensors:
-        for part in () if x is None else _parts(x):
-            setattr(part.untyped_storage(), STAYS_ON_DEVICE, True)
+        for part in () if x is None else x.tensors() if isinstance(x, QuantizedTensor) else (x,):
+            setattr(part.untyped_storage(), MARK, True)
 
 
 # ---- layers, weights and tensors ----
@@ -604,12 +603,11 @@ def _is_weight(x: Tensor) -> bool:
 def _storages_of_module(module: nn.Module) -> Iterator[int]:
     """Yield the storage ids of a module's parameters and buffers."""
     for x in (*module.parameters(), *module.buffers()):
-        yield from map(_storage_of, _parts(x.to_local() if hasattr(x, "to_local") else x))
+        yield from _storages(x.to_local() if hasattr(x, "to_local") else x)
 
 
-def _parts(x: Tensor) -> list[Tensor]:
-    """Return the codes and scales of a QuantizedTensor, any other tensor itself."""
-    return x.tensors() if isinstance(x, QuantizedTensor) else [x]
+def _storages(x: Tensor) -> list[int]:
+    return [*map(_storage_of, x.tensors() if isinstance(x, QuantizedTensor) else (x,))]
 
 
 def _storage_of(x: Tensor) -> int:
