@@ -19,6 +19,7 @@ from typing import Annotated, Any, Optional, get_args, get_type_hints
 
 import numpy as np
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -458,14 +459,21 @@ def plan(
     show(planning, planned, as_json)
 
 
-def show(buffer: Any, planned: Any, as_json: bool) -> None:
-    """Print the result of a plan by the functions of its module."""
+def show(module: Any, planned: Any, as_json: bool) -> None:
+    """Print a plan, as JSON or as a title, a table and notes, by the functions of its module."""
     if as_json:
-        say(json.dumps(buffer.as_json(planned), indent=2))
+        say(json.dumps(module.as_json(planned), indent=2))
         return
-    say(buffer.title(planned))
-    out.print(buffer.rich_table(planned))
-    for line in buffer.notes(planned):
+    say(module.title(planned))
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
+    first, *others = module.columns(planned)
+    table.add_column(first, min_width=len("gate_proj,"))
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in module.cells(planned):
+        table.add_row(*row)
+    out.print(table)
+    for line in module.notes(planned):
         say(line)
 
 

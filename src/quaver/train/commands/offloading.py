@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from quaver.costs import decoder, hardware, ledger
 from quaver.costs.hardware import Gpu
 from quaver.costs.offload import LayerOffload, SavedActivation, place
@@ -22,9 +19,6 @@ from quaver.recipes.text import shown, suggest
 from quaver.train import config as recipe_name
 from quaver.train.memory import LAST, matrices, projections
 from quaver.train.model_config import KNOWN, Kind, ModelConfig
-
-#: Columns of the table.
-COLUMNS = ("saved tensor", "MB a layer", "copy, ms", "recompute, ms", "choice")
 
 #: Offloading saves little if all saved tensors have less than this fraction of the bytes of weights, gradients and
 #: optimizer states.
@@ -151,14 +145,9 @@ def cells(planned: OffloadPlan) -> Iterator[tuple[str, ...]]:
         yield f"each of {count} {kind} layers", f"{layer.bytes() / 1e6:,.1f}", f"{layer.copy_all * 1e3:.3f}", "", ""
 
 
-def rich_table(planned: OffloadPlan) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column(COLUMNS[0])
-    for name in COLUMNS[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in cells(planned):
-        table.add_row(*row)
-    return table
+def columns(_: OffloadPlan) -> tuple[str, ...]:
+    """Return the columns of the table."""
+    return "saved tensor", "MB a layer", "copy, ms", "recompute, ms", "choice"
 
 
 def notes(planned: OffloadPlan) -> list[str]:

@@ -11,9 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from quaver.costs import decoder, hardware, ledger
 from quaver.costs.hardware import Gpu
 from quaver.costs.ledger import LinearCost
@@ -37,8 +34,6 @@ KINDS = {
 MOST = 10**12
 #: Fields of a matrix in the JSON output.
 OF_A_MATRIX = ("in_features", "out_features", "flops", "bf16_seconds", "seconds", "bytes", "speedup")
-#: Columns of the table; "more MB" is the traffic beyond that of a bf16 layer.
-COLUMNS = ("layer", "K", "N", "bf16, ms", "predicted", "more MB", "speed-up", "gains")
 
 
 @dataclass(frozen=True)
@@ -187,14 +182,9 @@ def _numbers(bf16: float, predicted: float, moved: float) -> tuple[str, str, str
     return f"{bf16 * 1e3:.3f}", f"{predicted * 1e3:.3f}", f"{moved / 1e6:,.0f}", f"{bf16 / predicted:.2f}"
 
 
-def rich_table(planned: ModelPlan) -> Table:
-    shown = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
-    shown.add_column(COLUMNS[0], min_width=len("gate_proj,"))
-    for name in COLUMNS[1:]:
-        shown.add_column(name, justify="right", no_wrap=True)
-    for row in cells(planned):
-        shown.add_row(*row)
-    return shown
+def columns(_: ModelPlan) -> tuple[str, ...]:
+    """Return the columns of the table; "more MB" is the traffic beyond that of a bf16 layer."""
+    return "layer", "K", "N", "bf16, ms", "predicted", "more MB", "speed-up", "gains"
 
 
 def title(planned: ModelPlan) -> str:

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from rich import box
-from rich.table import Table
-
 from quaver.costs import hardware, steps
 from quaver.costs.decoder import DecoderBlock, DecoderShape, WeightMatrix, deepseek_v3_like, dense, latent
 from quaver.costs.steps import StepCost
@@ -230,14 +227,9 @@ def cells(planned: Scaling) -> Iterator[tuple[str, ...]]:
     yield ("tokens a second of a GPU", *(f"{each:,.0f}" for each in speeds))
 
 
-def rich_table(planned: Scaling) -> Table:
-    shown_table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
-    shown_table.add_column("")
-    for name in ("bf16", str(planned.recipe.plan.recipe)):
-        shown_table.add_column(name, justify="right", no_wrap=True)
-    for row in cells(planned):
-        shown_table.add_row(*row)
-    return shown_table
+def columns(planned: Scaling) -> tuple[str, ...]:
+    """Return the columns of the table."""
+    return "", "bf16", str(planned.recipe.plan.recipe)
 
 
 def notes(planned: Scaling) -> list[str]:
