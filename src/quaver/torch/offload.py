@@ -341,7 +341,7 @@ class Offloader:
         if need > self.pool.budget:
             raise ValueError(
                 f"budget_gb is {self.pool.budget / 1e9:.3g}, and layer {run.name!r} alone saves {need / 1e9:.3g} GB; "
-                "pass a larger budget_gb, or smaller layers"
+                "pass a larger budget_gb, or smaller modules in layers"
             )
         with torch.no_grad():
             for device, own in _by_device(slots):
@@ -372,6 +372,7 @@ class Offloader:
         """Return the tensor that was saved."""
         x, slot, run = saved.tensor, saved.slot, saved.layer
         if slot is None or run is None:
+            # The tensor was not moved.
             assert x is not None
             if x._version != saved.version:
                 _raise_written(x.dtype, x.shape, x._version, saved.version)
@@ -396,6 +397,7 @@ class Offloader:
         x = saved.in_storage(slot.back)
         slot.reads += 1
         if slot.reads >= slot.saves:
+            # All saved tensors were read; a second backward copies the storage back again.
             slot.back, slot.reads = None, 0
         return x
 
