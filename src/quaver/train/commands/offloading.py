@@ -81,7 +81,7 @@ def _layer(
     forward = backward = 0.0
     saved = [SavedActivation("input", wide * tokens * config.dim)]
     for part, own in matrices(config, number).items():
-        previous_k = 0
+        shared = False
         # `stack` is [experts] or empty.
         for name, (*stack, n, k) in own.items():
             experts, tokens_each = math.prod(stack), tokens
@@ -94,17 +94,17 @@ def _layer(
             forward += fprop
             backward += gemms["dgrad"] + gemms["wgrad"] + experts * cost.tensors["grad_output"].seconds
             rows, last = tokens_each * experts, f".{name}.weight" in LAST
-            # Matrices in a row with the same k, such as q, k and v, have one input. A quantized MLP does not save the
-            # input of its last matrix, but recomputes it.
+            # Matrices of the layer's width, such as q, k and v, have one input. A quantized MLP does not save the input
+            # of its last matrix, but recomputes it.
             recomputed = last and part.startswith("mlp") and recipe.quantizes
-            if (last or k != previous_k) and not recomputed:
+            if not recomputed and (last or k != config.dim or not shared):
                 size = ledger.saved_bytes(recipe, rows, k)
                 saved.append(
                     SavedActivation(f"{part}: input of {name}", size, (wide * rows * k + size) / copy + quantizing)
                 )
             if not last:
                 saved.append(SavedActivation(f"{part}: result of {name}", wide * rows * n, fprop))
-            previous_k = k
+            shared |= k == config.dim
         if part == "attention":
             seconds, backward_seconds, result = _attention(config, gpu, tokens, sequence)
             forward, backward = forward + seconds, backward + backward_seconds
