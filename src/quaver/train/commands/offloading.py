@@ -80,7 +80,8 @@ def _layer(
     wide, copy = ledger.WIDE, gpu.copy.value * 1e12
     forward = backward = 0.0
     saved = [SavedActivation("input", wide * tokens * config.dim)]
-    for part, own in matrices(config, number).items():
+    parts = matrices(config, number)
+    for part, own in parts.items():
         shared = False
         # `stack` is [experts] or empty.
         for name, (*stack, n, k) in own.items():
@@ -108,8 +109,10 @@ def _layer(
         if part == "attention":
             seconds, backward_seconds, result = _attention(config, gpu, tokens, sequence)
             forward, backward = forward + seconds, backward + backward_seconds
-            # The sum is recomputed by o_proj, attention's last matrix.
-            saved += [result, SavedActivation("attention: sum with the input", wide * tokens * config.dim, fprop)]
+            saved.append(result)
+        if not part.startswith("mlp") and part != list(parts)[-1]:
+            # The sum is recomputed by the last matrix.
+            saved.append(SavedActivation(f"{part}: sum with the input", wide * tokens * config.dim, fprop))
     return saved, forward, backward
 
 
