@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 QUANTIZED = [name for name, build in recipes.RECIPES.items() if build().quantizes]
 #: Quick cases, which share a process.
-TOGETHER = ("delayed:some", "mxfp8:some", "sentences", "explicit")
+TOGETHER = ("delayed:some", "mxfp8:some", "nvfp4:some", "sentences", "explicit")
 
 
 def run(*cases: str) -> dict[str, str]:
@@ -33,7 +33,7 @@ def quick() -> dict[str, str]:
     return run(*TOGETHER)
 
 
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
 def test_eight_devices_give_the_bits_of_one(quick: dict[str, str], name: str) -> None:
     """Data, column, row, fully sharded and sequence parallel; what is gathered are bytes."""
     assert not quick[f"{name}:some"]

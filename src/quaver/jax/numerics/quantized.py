@@ -232,10 +232,11 @@ def pack(codes: Array) -> Array:
 def unpack(packed: Array, k: int) -> Array:
     """Unpack uint8 [rows, ceil(k / 2)] to one code per element, [rows, k]."""
     rows, half = packed.shape
-    pairs = lax.broadcast_in_dim(packed, (rows, half, 2), (0, 1))
-    shifts = lax.broadcast_in_dim(np.array([0, 4], np.uint8), (rows, half, 2), (2,))
-    codes = lax.bitwise_and(lax.shift_right_logical(pairs, shifts), np.uint8(15))
-    return cut(codes.reshape(rows, 2 * half), rows, k)
+    byte = lax.reshape(packed, (rows, half, 1))
+    # No broadcast of the bytes: XLA's partitioner passes shardings through it only after the GEMM's, and would then
+    # gather the decoded operand over the shards of its contraction axis.
+    low, high = lax.bitwise_and(byte, np.uint8(15)), lax.shift_right_logical(byte, np.uint8(4))
+    return cut(lax.concatenate([low, high], 2).reshape(rows, 2 * half), rows, k)
 
 
 def e2m1_values(codes: Array, dtype: Any) -> Array:
