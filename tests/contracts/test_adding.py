@@ -16,27 +16,6 @@ ROOT = Path(__file__).parents[2]
 
 #: New files of each thing, by path.
 FILES = {
-    "recipe": {
-        "src/quaver/recipes/throwaway.py": '''"""A recipe that a test adds."""
-
-from quaver.recipes.formats import E4M3
-from quaver.recipes.spec import check_flags, recipe
-from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
-
-
-@recipe
-def throwaway(*, weight_2d: bool = False) -> Recipe:
-    """E4M3 in 1x32 blocks.
-
-    Args:
-        weight_2d: the weight in 32x32 blocks.
-    """
-    check_flags(weight_2d=weight_2d)
-    line = QuantSpec(E4M3, (1, 32), "e8m0")
-    weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else line
-    return Recipe("throwaway", GemmSpec(line, weight), GemmSpec(line, weight), GemmSpec(line, line))
-'''
-    },
     "implementation of an operation (a kernel)": {
         "src/quaver/torch/backends/cpu/throwaway.py": '''"""An implementation that a test adds."""
 
@@ -52,7 +31,7 @@ def matmul(*args, **options):
 '''
     },
     "Triton kernel": {
-        "src/quaver/kernels/fused/throwaway.py": '''"""A kernel that a test adds."""
+        "src/quaver/kernels/throwaway.py": '''"""A kernel that a test adds."""
 
 import triton
 import triton.language as tl
@@ -64,7 +43,7 @@ def throwaway(x, out, size, BM: tl.constexpr, BN: tl.constexpr):
     at = tl.program_id(0) * BM * BN + tl.arange(0, BM * BN)
     tl.store(out + at, (tl.load(x + at, mask=at < size).to(tl.float32) * 2).to(out.dtype.element_ty), mask=at < size)
 ''',
-        "src/quaver/torch/backends/gpu/fused/throwaway.py": '''"""What launches a kernel that a test adds."""
+        "src/quaver/torch/backends/gpu/throwaway.py": '''"""What launches a kernel that a test adds."""
 
 import torch
 from torch import Tensor
@@ -79,19 +58,6 @@ def doubled(x: Tensor) -> Tensor:
     launcher(throwaway.throwaway, (-(-x.numel() // 4096),), tensors, numbers, {"BM": 32, "BN": 128}, 4)(*tensors)
     return out
 ''',
-    },
-    "rule of an optimizer": {
-        "src/quaver/torch/optim/rules/throwaway.py": '''"""A rule that a test adds: SGD."""
-
-from dataclasses import dataclass
-
-from quaver.torch.optim.rules import sgd
-
-
-@dataclass(frozen=True)
-class Throwaway(sgd.SGD):
-    """SGD by another name."""
-'''
     },
     "benchmark": {
         "benchmarks/cases/host/throwaway.py": '''"""A case that a test adds."""
@@ -108,10 +74,36 @@ CASE = Case(name="throwaway", title="Nothing", notes="Counts nothing.", measure=
     },
 }
 
+#: A recipe that a test adds.
+RECIPE = '''@recipe
+def throwaway(*, weight_2d: bool = False, attention: bool = False) -> Recipe:
+    """E4M3 in 1x32 blocks.
+
+    Args:
+        weight_2d: the weight in 32x32 blocks.
+        attention: True to quantize attention too.
+    """
+    check_flags(weight_2d=weight_2d)
+    line = QuantSpec(E4M3, (1, 32), "e8m0")
+    weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else line
+    fprop, wgrad = GemmSpec(line, weight), GemmSpec(line, line)
+    return Recipe("throwaway", fprop, fprop, wgrad, attention=attention_spec(attention, line, line))
+
+
+'''
+
+#: An update rule that a test adds.
+RULE = '''@dataclass(frozen=True)
+class ThrowawayRule(AdamRule):
+    """AdamW by another name."""
+
+
+'''
+
 #: The lines of each thing: file, the text before which it goes, and the line.
 LINES = {
     "recipe": [
-        ("src/quaver/recipes/__init__.py", "\nRECIPES:", "from quaver.recipes.throwaway import throwaway\n"),
+        ("src/quaver/recipes/__init__.py", "# ---- table ----", RECIPE),
         ("src/quaver/recipes/__init__.py", '    "nvfp4": nvfp4,\n', '    "throwaway": throwaway,\n'),
         ("src/quaver/recipes/__init__.py", '    "tensorwise",\n]', '    "throwaway",\n'),
         ("src/quaver/train/report.py", '    "nvfp4": "', '    "throwaway": "#123456",\n'),
@@ -128,14 +120,14 @@ LINES = {
         ("src/quaver/torch/operations/ops.py", "GPU = ", "from quaver.torch.backends.cpu import throwaway\n"),
         (
             "src/quaver/torch/operations/ops.py",
-            '        Impl("reference", reference.matmul),\n',
-            '        Impl("throwaway", throwaway.matmul, throwaway.reason),\n',
+            '        Implementation("reference", reference.matmul),\n',
+            '        Implementation("throwaway", throwaway.matmul, throwaway.reason),\n',
         ),
     ],
     "Triton kernel": [
         (
             "tests/kernels/cases.py",
-            "from quaver.torch.backends.gpu import dec",
+            "from quaver.torch.backends.gpu import emulation as",
             "from quaver.torch.backends.gpu import throwaway\n",
         ),
         (
@@ -149,7 +141,7 @@ LINES = {
             "src/quaver/costs/hardware.py",
             '        Gpu(\n            name="a100",',
             '        Gpu(name="throwaway", about="a test\'s", capability=(8, 0), copy=_copy(1.0, "a data sheet"),\n'
-            '            rates={"bf16": Figure(100.0, "published", "a data sheet that nobody has")}),\n',
+            '            rates={"bf16": GpuRate(100.0, "published", "a data sheet that nobody has")}),\n',
         )
     ],
     "interconnect": [
@@ -175,16 +167,12 @@ LINES = {
         )
     ],
     "rule of an optimizer": [
+        ("src/quaver/torch/optim/rules.py", "@dataclass(frozen=True)\nclass LionRule", RULE),
         (
             "src/quaver/torch/optim/optimizers.py",
             "class Muon(",
-            "class Throwaway(SGD):\n    def rule(self, group: Any, preset: Any) -> Any:\n"
-            '        return throwaway.Throwaway(group["momentum"] != 0, group["nesterov"], group["maximize"])\n\n\n',
-        ),
-        (
-            "src/quaver/torch/optim/optimizers.py",
-            "from quaver.torch.optim.rules ",
-            "from quaver.torch.optim.rules import throwaway\n",
+            "class Throwaway(AdamW):\n    def rule(self, group: Any, preset: Any) -> Any:\n"
+            '        return rules.ThrowawayRule(True, False, group["maximize"])\n\n\n',
         ),
         (
             "src/quaver/torch/optim/__init__.py",
@@ -195,7 +183,7 @@ LINES = {
         (
             "tests/torch/optim/test_rules.py",
             '    "Muon": (optim.Muon',
-            '    "throwaway": (optim.Throwaway, torch.optim.SGD, {}),\n',
+            '    "throwaway": (optim.Throwaway, torch.optim.AdamW, {}),\n',
         ),
     ],
     "model size": [
@@ -217,7 +205,8 @@ TABLES = [
     "tests/train/test_plots.py::test_every_recipe_has_its_own_colour",
 ]
 NAMED = [
-    "tests/core/numbers",
+    "tests/recipes/test_formats.py",
+    "tests/reference",
     "tests/costs",
     "tests/torch/linear/test_linear.py",
     "tests/torch/optim/test_rules.py",
@@ -257,7 +246,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for lines in LINES.values():
         for path, before, line in lines:
             text = (copy / path).read_text(encoding="utf-8")
-            assert before in text, f"{path}: {before!r}"
             (copy / path).write_text(text.replace(before, line + before, 1), encoding="utf-8")
     return copy
 
@@ -280,6 +268,17 @@ def test_every_line_of_the_table_is_followed() -> None:
     )
     things = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)[1:]
     assert set(LINES) == set(things) and set(FILES) <= set(LINES)
+
+
+def test_every_file_and_line_has_a_place_in_the_tree() -> None:
+    for files in FILES.values():
+        for path in files:
+            assert (ROOT / path).parent.is_dir() and not (ROOT / path).exists(), path
+    for lines in LINES.values():
+        for path, before, _ in lines:
+            assert before in (ROOT / path).read_text(encoding="utf-8"), f"{path}: {before!r}"
+    for test in (*TABLES, *NAMED):
+        assert (ROOT / test.partition("::")[0]).exists(), test
 
 
 @pytest.mark.slow
