@@ -633,7 +633,8 @@ def test_models_with_experts_compile_into_one_graph_with_eager_bits(family: str)
     layer, other = (next(one for one in stacks(m) if one._state.members) for m in (model, eager))
     counters.clear()
     compiled = torch.compile(lambda *args: layer(*args), backend="aot_eager", fullgraph=True, dynamic=True)
-    for tokens_of in (12, 20, 7):
+    # No number of tokens is the length of a buffer, which dynamic shapes would take for the same symbol.
+    for tokens_of in (11, 20, 7):
         results = []
         for run, of in ((compiled, layer), (other, other)):
             draw = torch.Generator().manual_seed(tokens_of)
