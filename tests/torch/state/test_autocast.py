@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver import recipes
+from quaver import GemmSpec, Recipe, recipes
 from quaver.torch.state.context import active_context, nodes, recipe_in_force
 from tests.close import assert_bitwise
 
@@ -180,6 +180,16 @@ def switched_off(x: Tensor) -> None:
 def test_it_warns_of_nothing_else(body: Callable[[], None], mode: type) -> None:
     with mode():
         body()
+
+
+def test_a_compiled_layer_that_quantizes_only_in_backward_does_not_warn() -> None:
+    torch.compiler.reset()
+    high, line = GemmSpec(None, None), recipes.get("mxfp8").dgrad
+    recipe = Recipe("backward", high, line, line)
+    run = torch.compile(qt.Linear(32, 16), backend="eager", fullgraph=True)
+    for _ in range(2):
+        with qt.autocast(recipe):
+            run(X)
 
 
 def test_a_body_that_runs_nothing_or_fails_does_not_warn() -> None:

@@ -31,7 +31,7 @@ from quaver.torch.operations.ops import MATMUL, QUANTIZE, any_autocast_enabled, 
 from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state import counters, layer_state, weight_cache
 from quaver.torch.state.buffers import STATE, create_state_buffers, match_state, outlast, saving
-from quaver.torch.state.context import active_context, in_force
+from quaver.torch.state.context import active_context, in_force, record_compiled_layer
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import NEVER, LayerState, device_of, graph_task_id, state_of
 from quaver.torch.state.noise import assign_number, fresh_count, name_streams
@@ -59,6 +59,9 @@ def recipe_of(layer: "Quantizable", compiling: bool) -> Recipe | None:
             # Needed in each forward, because the layer reserves its number in this autocast. Without gradients too: a
             # reentrant checkpoint enables them only in backward, after autocast has ended.
             assign_number(layer)
+    elif recipe is not None and recipe.quantizes and recipe.fprop.a is None:
+        # The operators of a quantized fprop record this themselves.
+        record_compiled_layer()
     return recipe
 
 

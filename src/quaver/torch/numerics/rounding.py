@@ -4,7 +4,7 @@ The numbers equal those of `quaver.reference.numerics`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._guards
@@ -412,3 +412,13 @@ def is_tracing() -> bool:
     Constant True for Dynamo. False in all other threads, under `make_fx` alone, and while a compiled program runs.
     """
     return is_dynamo_compiling() or (flags["_is_compiling_flag"] and context() is not None)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def called_while_traced(function: _Function) -> _Function:
+    """Decorate a function that torch.compile calls once, while it traces, and whose result is a constant."""
+    # The flag that torch.compiler.assume_constant_result sets; calling it would import the compiler.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

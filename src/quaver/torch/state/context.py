@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 
 from quaver import recipes
 from quaver.recipes.spec import Recipe
-from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.numerics.rounding import called_while_traced, is_tracing
 from quaver.torch.state.history import roll, scaling_step
 from quaver.torch.state.layer_state import ReadLog, Replay, recomputing
 from quaver.torch.state.noise import layer_numbering
@@ -170,6 +170,12 @@ def in_force(own: Recipe | None) -> Recipe | None:
     if own is None:
         return recipe
     return None if disabled else own
+
+
+@called_while_traced
+def record_compiled_layer() -> None:
+    """Record that this thread runs compiled layers."""
+    active_context.compiled = True
 
 
 # ---- activation checkpointing that is exact under every recipe ----

@@ -21,6 +21,7 @@ from quaver.torch.backends.cpu import quantize
 from quaver.torch.backends.cpu.decode import ROWS, decode, decodes_exactly_to_bf16, rescales_exactly, values_of
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.rounding import called_while_traced
 
 # ---- thread team: run Python work on torch's OpenMP threads ----
 # torch's OpenMP threads wait actively for the next operation, each on its own core. Threads of another pool, started
@@ -120,13 +121,10 @@ def brgemm_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return _product(functions, a, b, max(0, threads - 1), out)
 
 
+@called_while_traced
 def available() -> bool:
-    """Return True if brgemm is available; torch.compile treats the result as a constant."""
+    """Return True if brgemm is available."""
     return _functions() is not None
-
-
-#: Flag that `torch.compiler.assume_constant_result` sets; calling it would import the compiler.
-available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def multiply_each(a: Tensor, pairs: Tensor, out: Tensor) -> None:
