@@ -1,0 +1,178 @@
+"""Calls of Python's front end whose launches the C library offers, by family."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.recipes.formats import E2M1, E4M3, E5M2, Format
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu import block_scaled, decode, launch, rowwise, tensorwise
+from quaver.torch.backends.gpu.launch import KernelLaunch
+from quaver.torch.numerics.quantized import Quantized
+
+#: dtypes of values, by the names of the command line.
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+#: Widths of rows that one program keeps in registers: it has a kernel for each power of two.
+WIDTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What to export."""
+
+    families: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    #: Largest number of columns of each kernel that keeps a row in registers.
+    widths: tuple[int, ...] = WIDTHS
+    formats: tuple[Format, ...] = (E4M3, E5M2)
+    #: True to export both kinds of float scales; False for powers of two only.
+    ratios: bool = True
+
+
+#: Shapes whose blocks are whole, whose rows lie at multiples of 16, and neither; the last for kernels that need
+#: multiples of 4. No other number that a kernel gets from these is a multiple of 16 by chance.
+SHAPES = ((8192, 4096), (8136, 4112), (8133, 4097), (8132, 4100))
+#: One more for each, so tall that rows are the grid's first axis.
+TALL_SHAPES = ((9_000_064, 4096), (9_000_008, 4112), (9_000_005, 4097))
+
+Call = Callable[[], object]
+
+
+def _matrices(selection: Selection, shapes: Sequence[tuple[int, int]] = SHAPES) -> Iterator[Tensor]:
+    for shape in shapes:
+        for dtype in selection.dtypes:
+            yield torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _scale_kinds(selection: Selection) -> tuple[Any, ...]:
+    return ("power_of_two", "fp32") if selection.ratios else ("power_of_two",)
+
+
+def _float_scales(selection: Selection, block: Any) -> Iterator[QuantSpec]:
+    for format in selection.formats:
+        for kind in _scale_kinds(selection):
+            yield QuantSpec(format, block, kind)
+
+
+def _pairs(spec: QuantSpec) -> tuple[tuple[QuantSpec | None, QuantSpec | None], ...]:
+    return (spec, None), (None, spec), (spec, spec)
+
+
+def _amax(selection: Selection) -> Iterator[Call]:
+    for x in _matrices(selection, (*SHAPES, *TALL_SHAPES)):
+        yield lambda x=x: tensorwise.measure(x)
+
+
+def _tensor(selection: Selection) -> Iterator[Call]:
+    one = torch.empty(1, device="meta")
+    yield from _amax(selection)
+    for x in _matrices(selection):
+        for spec in _float_scales(selection, (None, None)):
+            for straight, transposed in ((True, False), (False, True), (True, True)):
+                for factor, newest in ((None, None), (one, one)):
+                    yield lambda x=x, spec=spec, f=factor, n=newest, s=straight, t=transposed: tensorwise.per_tensor(
+                        x, spec, None, f, f is not None, t, s, n
+                    )
+
+
+def _rows(selection: Selection) -> Iterator[Call]:
+    for x in _matrices(selection, [shape for width in (*selection.widths, 20480) for shape in _of_width(width)]):
+        for spec in _float_scales(selection, (1, None)):
+            for straight, transposed in _pairs(spec):
+                yield lambda x=x, a=straight, b=transposed: rowwise.by_rows(x, a, b)
+
+
+def _of_width(width: int) -> tuple[tuple[int, int], ...]:
+    """Return shapes like `SHAPES` for kernels that keep a row of up to `width` columns, with so few rows that a program
+    takes one block.
+    """
+    rows = 1024 if width <= WIDTHS[-1] else 512
+    return (rows, width), (rows - 3, width - 16), (rows - 3, width - 1)
+
+
+def _blocks(selection: Selection) -> Iterator[Call]:
+    for x in _matrices(selection):
+        for block in ((1, 128), (128, 128)):
+            for spec in _float_scales(selection, block):
+                for straight, transposed in _pairs(spec):
+                    yield lambda x=x, a=straight, b=transposed: rowwise.by_blocks(x, a, b)
+
+
+def _mx(selection: Selection) -> Iterator[Call]:
+    for x in _matrices(selection):
+        for block in ((1, 32), (32, 32)):
+            for format in selection.formats:
+                for straight, transposed in _pairs(QuantSpec(format, block, "e8m0")):
+                    yield lambda x=x, a=straight, b=transposed: block_scaled.by_exponents(x, a, b)
+
+
+def _nv(selection: Selection) -> Iterator[Call]:
+    yield from _amax(selection)
+    kinds: tuple[Any, ...] = ("two_level", "two_level_fp32") if selection.ratios else ("two_level",)
+    roundings: tuple[Any, ...] = ("nearest", "stochastic")
+    for x in _matrices(selection):
+        for kind in kinds:
+            for block, hadamard in (((1, 16), False), ((1, 16), True), ((16, 16), False)):
+                for rounding in roundings:
+                    spec = QuantSpec(E2M1, block, kind, rounding, hadamard)
+                    for down in (False, True):
+                        yield lambda x=x, spec=spec, down=down: block_scaled.by_two_levels(x, spec, down=down)
+
+
+def _dequantize(selection: Selection) -> Iterator[Call]:
+    specs = [QuantSpec(E2M1, block, kind) for block in ((1, 16), (16, 16)) for kind in ("two_level", "two_level_fp32")]
+    for format in selection.formats:
+        specs += [QuantSpec(format, block, "e8m0") for block in ((1, 32), (32, 32))]
+        for block in ((None, None), (1, None), (1, 128), (128, 128)):
+            specs += [QuantSpec(format, block, kind) for kind in ("power_of_two", "fp32")]
+    for shape in SHAPES[:3]:
+        for spec in specs:
+            for dtype in decode.DTYPES:
+                if decode.holds(spec, dtype):
+                    yield lambda spec=spec, shape=shape, dtype=dtype: decode.decode(_operand(spec, shape), dtype)
+
+
+def _operand(spec: QuantSpec, shape: tuple[int, int]) -> Quantized:
+    """Return an operand without memory, as the kernels write it."""
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    if spec.per_tensor:
+        return tensorwise.per_tensor(x, spec, None, None, False, False)
+    if spec.two_level:
+        return block_scaled.by_two_levels(x, spec)
+    by = (
+        block_scaled.by_exponents
+        if spec.scale == "e8m0"
+        else rowwise.by_rows
+        if spec.block[1] is None
+        else rowwise.by_blocks
+    )
+    q = by(x, spec, None)[0]
+    assert q is not None
+    return q
+
+
+#: Calls of each family of the command line's --families.
+FAMILIES: dict[str, Callable[[Selection], Iterator[Call]]] = {
+    "tensor": _tensor,
+    "row": _rows,
+    "block": _blocks,
+    "mx": _mx,
+    "nv": _nv,
+    "dequantize": _dequantize,
+}
+
+
+def record(selection: Selection, arch: int) -> list[KernelLaunch]:
+    """Return what the chosen calls launch on sm_`arch`."""
+    with launch.recording(arch) as launches:
+        for family in selection.families:
+            before = len(launches)
+            for call in FAMILIES[family](selection):
+                call()
+            # Operands to decode are quantized by launches that are their own family's.
+            if family == "dequantize":
+                launches[before:] = [one for one in launches[before:] if one.fn.__name__ == "decode"]
+    return launches
