@@ -138,13 +138,14 @@ quaver_status quaver_preload(quaver_handle h) {
 
 #define SECOND_AXIS 65535 /* programs along the second axis of a grid */
 
-qv_call qv_start(int kernel, uint64_t key, const quaver_tensor *x) {
-    qv_call call = {0};
-    call.kernel = kernel;
-    call.key = key;
-    call.rows = call.down = x->rows;
-    call.columns = call.across = x->columns;
-    call.programs_at = -1;
+qv_call *qv_add(qv_work *work, int kernel, uint64_t key, const quaver_tensor *x) {
+    qv_call *call = &work->calls[work->n++];
+    memset(call, 0, sizeof *call);
+    call->kernel = kernel;
+    call->key = key;
+    call->rows = call->down = x->rows;
+    call->columns = call->across = x->columns;
+    call->programs_at = -1;
     return call;
 }
 
@@ -167,13 +168,7 @@ static uint32_t multiples(const qv_call *call) {
     return facts;
 }
 
-quaver_status qv_launch(quaver_handle h, void *stream, qv_call *call) {
-    void *pointers[QV_ARGUMENTS + 2];
-    uint64_t scratch[2] = {0, 0}; /* of Triton: global and profiling scratch, which no exported kernel uses */
-    if (call->n > QV_ARGUMENTS) return QUAVER_ERROR_NOT_EXPORTED;
-    for (int i = 0; i < call->n; i++) pointers[i] = &call->value[i];
-    pointers[call->n] = &scratch[0];
-    pointers[call->n + 1] = &scratch[1];
+quaver_status qv_find(quaver_handle h, qv_call *call) {
     const qv_kernel *kernel = &h->table->kernels[call->kernel];
     for (uint32_t i = 0; i < kernel->count; i++) {
         const qv_variant *v = &kernel->variants[i];
@@ -186,22 +181,39 @@ quaver_status qv_launch(quaver_handle h, void *stream, qv_call *call) {
         int whole = call->rows % v->bm == 0 && call->columns % v->bn == 0;
         if ((v->whole && !whole) || (v->assumes & ~multiples(call))) continue;
         if (tall && !call->tall) return QUAVER_ERROR_SHAPE;
-        quaver_status s = h->slots[v->slot].function ? QUAVER_OK : load(h, v);
-        if (s) return s;
         int swapped = tall || !call->across; /* rows are the first axis */
-        return driver(h, cu.launchKernel(h->slots[v->slot].function, (unsigned)(swapped ? down : across),
-                                         (unsigned)(swapped ? across : down), 1, v->threads, 1, 1, v->shared, stream,
-                                         pointers, NULL));
+        call->variant = v;
+        call->grid[0] = (unsigned)(swapped ? down : across), call->grid[1] = (unsigned)(swapped ? across : down);
+        return h->slots[v->slot].function ? QUAVER_OK : load(h, v);
     }
     return QUAVER_ERROR_NOT_EXPORTED;
 }
 
-quaver_status qv_zero(quaver_handle h, void *stream, void *p, int64_t bytes) {
-    return driver(h, cu.memsetD32Async((uintptr_t)p, 0, (size_t)bytes / 4, stream));
+static quaver_status launch(quaver_handle h, void *stream, qv_call *call) {
+    void *pointers[QV_ARGUMENTS + 2];
+    uint64_t scratch[2] = {0, 0}; /* of Triton: global and profiling scratch, which no exported kernel uses */
+    const qv_variant *v = call->variant;
+    for (int i = 0; i < call->n; i++) pointers[i] = &call->value[i];
+    pointers[call->n] = &scratch[0];
+    pointers[call->n + 1] = &scratch[1];
+    return driver(h, cu.launchKernel(h->slots[v->slot].function, call->grid[0], call->grid[1], 1, v->threads, 1, 1,
+                                     v->shared, stream, pointers, NULL));
+}
+
+quaver_status qv_run(quaver_handle h, void *stream, qv_work *work) {
+    quaver_status s = QUAVER_OK;
+    for (int i = 0; !s && i < work->n; i++)
+        if (!work->calls[i].variant) s = qv_find(h, &work->calls[i]);
+    for (int i = 0; !s && i < 2; i++)
+        if (work->zeros[i].bytes)
+            s = driver(h, cu.memsetD32Async((uintptr_t)work->zeros[i].data, 0, (size_t)work->zeros[i].bytes / 4, stream));
+    for (int i = 0; !s && i < work->n; i++) s = launch(h, stream, &work->calls[i]);
+    return s;
 }
 
 int qv_multiprocessors(quaver_handle h) { return h->multiprocessors; }
-uint32_t *qv_workspace(quaver_handle h, int64_t bytes) { return bytes <= h->workspace_bytes ? h->workspace : NULL; }
+void *qv_workspace(quaver_handle h) { return h->workspace; }
+int64_t qv_workspace_size(quaver_handle h) { return h->workspace_bytes; }
 
 /* ---- checks ---- */
 

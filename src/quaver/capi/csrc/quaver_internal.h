@@ -27,6 +27,7 @@ typedef struct {
 } qv_table;
 
 #define QV_ARGUMENTS 30
+#define QV_CALLS 4
 /* A launch: what decides the variant and the grid, and the arguments in the kernel's order, each in eight bytes, of
  * which the driver copies as many as the kernel takes. */
 typedef struct {
@@ -39,16 +40,27 @@ typedef struct {
     int programs_at;        /* position of the argument that takes the number of programs, or -1 */
     int n;
     uint64_t value[QV_ARGUMENTS];
+    const qv_variant *variant; /* by qv_find, with the grid */
+    unsigned grid[2];
 } qv_call;
 
-qv_call qv_start(int kernel, uint64_t key, const quaver_tensor *x);
+/* The launches of one public call: all are found and loaded before the first is launched. */
+typedef struct {
+    int n;
+    qv_call calls[QV_CALLS];
+    struct { void *data; int64_t bytes; } zeros[2]; /* buffers to fill with zeros before */
+} qv_work;
+
+qv_call *qv_add(qv_work *work, int kernel, uint64_t key, const quaver_tensor *x);
 void qv_pointer(qv_call *call, const void *p);
 void qv_int(qv_call *call, int64_t value);
 void qv_float(qv_call *call, float value);
-quaver_status qv_launch(quaver_handle h, void *stream, qv_call *call);
-quaver_status qv_zero(quaver_handle h, void *stream, void *p, int64_t bytes);
+/* Choose and load the variant of a call. */
+quaver_status qv_find(quaver_handle h, qv_call *call);
+quaver_status qv_run(quaver_handle h, void *stream, qv_work *work);
 int qv_multiprocessors(quaver_handle h);
-uint32_t *qv_workspace(quaver_handle h, int64_t bytes);
+void *qv_workspace(quaver_handle h);
+int64_t qv_workspace_size(quaver_handle h);
 
 /* Copy a versioned struct; nonzero if its size is wrong. */
 int qv_read(void *to, const void *from, size_t ours);

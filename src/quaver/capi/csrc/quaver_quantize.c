@@ -24,162 +24,145 @@ static int64_t lines(int64_t n) { return qv_up(n, 16); }
 
 /* ---- one scale for the tensor ---- */
 
-static quaver_status measure(quaver_handle h, void *stream, const quaver_tensor *x, float *amax) {
-    qv_call call = qv_start(QV_AMAX, QV_AMAX_X(x->dtype), x);
-    call.tall = QV_AMAX_TALL(1);
-    qv_pointer(&call, x->data), qv_pointer(&call, amax), qv_pointer(&call, qv_workspace(h, 8));
-    matrix(&call, x);
-    programs(&call);
-    return qv_launch(h, stream, &call);
+static void measure(qv_work *work, quaver_handle h, const quaver_tensor *x, float *amax) {
+    qv_call *call = qv_add(work, QV_AMAX, QV_AMAX_X(x->dtype), x);
+    call->tall = QV_AMAX_TALL(1);
+    qv_pointer(call, x->data), qv_pointer(call, amax), qv_pointer(call, qv_workspace(h));
+    matrix(call, x);
+    programs(call);
 }
 
 quaver_status quaver_amax(quaver_handle h, void *stream, const quaver_tensor *x_, float *amax) {
     quaver_tensor x;
+    qv_work work = {0};
     TRY(qv_check_values(x_, &x));
     if (!h || !amax) return QUAVER_ERROR_NULL;
     if ((uintptr_t)amax & 3) return QUAVER_ERROR_ALIGNMENT;
-    return x.rows && x.columns ? measure(h, stream, &x, amax) : QUAVER_OK;
+    if (x.rows && x.columns) measure(&work, h, &x, amax);
+    return qv_run(h, stream, &work);
 }
 
-static quaver_status by_tensor(quaver_handle h, void *stream, const quaver_tensor *x, const quaver_tensor *q,
+static quaver_status by_tensor(qv_work *work, quaver_handle h, const quaver_tensor *x, const quaver_tensor *q,
                                const quaver_tensor *qt, float *amax, const quaver_options *o) {
     const quaver_tensor *one = q ? q : qt;
     if (!amax || (o->factor && !o->newest)) return QUAVER_ERROR_NULL;
     if (q && qt && q->scale != qt->scale) return QUAVER_ERROR_MISMATCH; /* one number, written once */
-    qv_call call = qv_start(QV_CAST,
-                            QV_CAST_X(x->dtype) | QV_CAST_DTYPE(one->dtype) | QV_CAST_POWER_OF_TWO(o->power_of_two) |
-                                QV_CAST_ROWS(q != NULL) | QV_CAST_COLUMNS(qt != NULL) |
-                                QV_CAST_MEASURED(o->factor == NULL),
-                            x);
+    if (!o->factor) measure(work, h, x, amax);
+    qv_call *call = qv_add(work, QV_CAST,
+                           QV_CAST_X(x->dtype) | QV_CAST_DTYPE(one->dtype) | QV_CAST_POWER_OF_TWO(o->power_of_two) |
+                               QV_CAST_ROWS(q != NULL) | QV_CAST_COLUMNS(qt != NULL) |
+                               QV_CAST_MEASURED(o->factor == NULL),
+                           x);
     /* Blocks cover the zero padding of both results. */
-    if (qt) call.down = 16 * lines(x->rows);
-    if (q) call.across = 16 * lines(x->columns);
-    qv_pointer(&call, x->data);
-    if (q) qv_pointer(&call, q->data);
-    if (qt) qv_pointer(&call, qt->data);
-    qv_pointer(&call, one->scale), qv_pointer(&call, amax);
-    if (o->factor) qv_pointer(&call, o->factor), qv_pointer(&call, o->newest), qv_pointer(&call, qv_workspace(h, 8));
-    matrix(&call, x);
-    qv_int(&call, q ? 16 * lines(x->columns) : 0), qv_int(&call, qt ? lines(x->rows) : 0);
-    programs(&call);
-    if (!o->factor) TRY(measure(h, stream, x, amax));
-    return qv_launch(h, stream, &call);
+    if (qt) call->down = 16 * lines(x->rows);
+    if (q) call->across = 16 * lines(x->columns);
+    qv_pointer(call, x->data);
+    if (q) qv_pointer(call, q->data);
+    if (qt) qv_pointer(call, qt->data);
+    qv_pointer(call, one->scale), qv_pointer(call, amax);
+    if (o->factor) qv_pointer(call, o->factor), qv_pointer(call, o->newest), qv_pointer(call, qv_workspace(h));
+    matrix(call, x);
+    qv_int(call, q ? 16 * lines(x->columns) : 0), qv_int(call, qt ? lines(x->rows) : 0);
+    programs(call);
+    return QUAVER_OK;
 }
 
 /* ---- a scale for each row ---- */
 
 #define LONGEST_ROW 16384 /* columns that a program keeps in registers */
+#define LONGEST_LOG2 14
 
-static quaver_status column_amaxes(quaver_handle h, void *stream, const quaver_tensor *x, const void *amaxes) {
-    qv_call call = qv_start(QV_COLUMN_AMAX, QV_COLUMN_AMAX_X(x->dtype), x);
-    qv_pointer(&call, x->data), qv_pointer(&call, amaxes);
-    matrix(&call, x);
-    return qv_launch(h, stream, &call);
+static void column_amaxes(qv_work *work, const quaver_tensor *x, const void *amaxes) {
+    qv_call *call = qv_add(work, QV_COLUMN_AMAX, QV_COLUMN_AMAX_X(x->dtype), x);
+    qv_pointer(call, x->data), qv_pointer(call, amaxes);
+    matrix(call, x);
 }
 
-static void row_arguments(qv_call *call, const quaver_tensor *x, const quaver_tensor *q, const void *amaxes) {
+static void rows(qv_work *work, quaver_handle h, const quaver_tensor *x, const quaver_tensor *q, const void *amaxes,
+                 const quaver_options *o) {
+    quaver_status s = QUAVER_ERROR_NOT_EXPORTED;
+    uint64_t width = qv_log2(16 * lines(x->columns));
+    int wide = x->columns > LONGEST_ROW;
+    qv_call *call = qv_add(work, wide ? QV_LONG_ROWWISE : QV_ROWWISE,
+                           QV_ROWWISE_X(x->dtype) | QV_ROWWISE_DTYPE(q->dtype) |
+                               QV_ROWWISE_POWER_OF_TWO(o->power_of_two), /* the first fields of both are the same */
+                           x);
     call->across = 0;
     qv_pointer(call, x->data), qv_pointer(call, q->data), qv_pointer(call, q->scale);
-    if (amaxes) qv_pointer(call, amaxes);
+    if (amaxes && !wide) qv_pointer(call, amaxes);
     matrix(call, x);
     qv_int(call, 16 * lines(x->columns));
-}
-
-static quaver_status long_rows(quaver_handle h, void *stream, const quaver_tensor *x, const quaver_tensor *q,
-                               const quaver_options *o) {
-    qv_call call = qv_start(QV_LONG_ROWWISE,
-                            QV_LONG_ROWWISE_X(x->dtype) | QV_LONG_ROWWISE_DTYPE(q->dtype) |
-                                QV_LONG_ROWWISE_POWER_OF_TWO(o->power_of_two),
-                            x);
-    row_arguments(&call, x, q, NULL);
-    return qv_launch(h, stream, &call);
-}
-
-static quaver_status rows(quaver_handle h, void *stream, const quaver_tensor *x, const quaver_tensor *q,
-                          const void *amaxes, const quaver_options *o) {
-    quaver_status s = QUAVER_ERROR_NOT_EXPORTED;
-    /* The results do not depend on the width of the kernel: take the narrowest that was exported. */
-    for (uint64_t width = qv_log2(16 * lines(x->columns)); s == QUAVER_ERROR_NOT_EXPORTED && width <= 14; width++) {
-        qv_call call = qv_start(QV_ROWWISE,
-                                QV_ROWWISE_X(x->dtype) | QV_ROWWISE_DTYPE(q->dtype) |
-                                    QV_ROWWISE_POWER_OF_TWO(o->power_of_two) |
-                                    QV_ROWWISE_AMAX_VALUES(amaxes != NULL) | QV_ROWWISE_BN(width),
-                                x);
-        row_arguments(&call, x, q, amaxes);
-        s = qv_launch(h, stream, &call);
+    uint64_t key = call->key | QV_ROWWISE_AMAX_VALUES(amaxes != NULL);
+    /* The results do not depend on the kernel's width: take the narrowest that was exported. */
+    for (; !wide && s == QUAVER_ERROR_NOT_EXPORTED && width <= LONGEST_LOG2; width++) {
+        call->key = key | QV_ROWWISE_BN(width);
+        s = qv_find(h, call);
     }
-    return s;
 }
 
-static quaver_status by_rows(quaver_handle h, void *stream, const quaver_tensor *x, const quaver_tensor *q,
+static quaver_status by_rows(qv_work *work, quaver_handle h, const quaver_tensor *x, const quaver_tensor *q,
                              const quaver_tensor *qt, const quaver_options *o) {
-    void *amaxes = qt ? qv_workspace(h, quaver_workspace_bytes(x->columns)) : NULL;
-    int wide = x->columns > LONGEST_ROW;
-    if (qt && !amaxes) return QUAVER_ERROR_WORKSPACE;
-    if (q) TRY(wide ? long_rows(h, stream, x, q, o) : rows(h, stream, x, q, amaxes, o));
+    void *amaxes = qt ? qv_workspace(h) : NULL;
+    if (qt && qv_workspace_size(h) < quaver_workspace_bytes(x->columns)) return QUAVER_ERROR_WORKSPACE;
+    if (q) rows(work, h, x, q, amaxes, o);
     if (!qt) return QUAVER_OK;
-    if (!q || wide) TRY(column_amaxes(h, stream, x, amaxes));
-    qv_call call = qv_start(QV_COLUMNWISE,
-                            QV_COLUMNWISE_X(x->dtype) | QV_COLUMNWISE_DTYPE(qt->dtype) |
-                                QV_COLUMNWISE_POWER_OF_TWO(o->power_of_two),
-                            x);
-    call.down = 16 * lines(x->rows);
-    qv_pointer(&call, x->data), qv_pointer(&call, qt->data), qv_pointer(&call, qt->scale), qv_pointer(&call, amaxes);
-    matrix(&call, x);
-    qv_int(&call, lines(x->rows)), qv_int(&call, qv_up(call.down, 128));
-    return qv_launch(h, stream, &call);
+    if (!q || x->columns > LONGEST_ROW) column_amaxes(work, x, amaxes);
+    qv_call *call = qv_add(work, QV_COLUMNWISE,
+                           QV_COLUMNWISE_X(x->dtype) | QV_COLUMNWISE_DTYPE(qt->dtype) |
+                               QV_COLUMNWISE_POWER_OF_TWO(o->power_of_two),
+                           x);
+    call->down = 16 * lines(x->rows);
+    qv_pointer(call, x->data), qv_pointer(call, qt->data), qv_pointer(call, qt->scale), qv_pointer(call, amaxes);
+    matrix(call, x);
+    qv_int(call, lines(x->rows)), qv_int(call, qv_up(call->down, 128));
+    return QUAVER_OK;
 }
 
 /* ---- float scales of 1 x 128 or 128 x 128 ---- */
 
-static quaver_status by_blocks(quaver_handle h, void *stream, const quaver_tensor *x, const quaver_tensor *q,
-                               const quaver_tensor *qt, const quaver_options *o) {
-    const quaver_tensor *one = q ? q : qt;
+static quaver_status by_blocks(qv_work *work, const quaver_tensor *x, const quaver_tensor *q, const quaver_tensor *qt,
+                               const quaver_options *o) {
+    const quaver_tensor *one = q ? q : qt, *both[2] = {q, qt};
     int squares = square(one);
     uint64_t key = QV_BLOCKWISE_X(x->dtype) | QV_BLOCKWISE_DTYPE(one->dtype) |
                    QV_BLOCKWISE_POWER_OF_TWO(o->power_of_two) | QV_BLOCKWISE_ROWS(q != NULL) |
                    QV_BLOCKWISE_COLUMNS(qt != NULL); /* the fields of both kernels are the same */
-    qv_call call = qv_start(squares ? QV_SQUARES : QV_BLOCKWISE, key, x);
-    qv_pointer(&call, x->data);
-    if (q) qv_pointer(&call, q->data);
-    if (qt) qv_pointer(&call, qt->data);
-    if (q) qv_pointer(&call, q->scale);
-    if (qt) qv_pointer(&call, qt->scale);
-    matrix(&call, x);
-    qv_int(&call, q ? 16 * lines(x->columns) : 0), qv_int(&call, qt ? lines(x->rows) : 0);
-    qv_int(&call, !q ? 0 : squares ? 4 * qv_up(x->columns, 512) : x->rows);
-    qv_int(&call, !qt ? 0 : squares ? 4 * qv_up(x->rows, 512) : x->columns);
-    const quaver_tensor *both[2] = {q, qt};
+    qv_call *call = qv_add(work, squares ? QV_SQUARES : QV_BLOCKWISE, key, x);
+    qv_pointer(call, x->data);
+    if (q) qv_pointer(call, q->data);
+    if (qt) qv_pointer(call, qt->data);
+    if (q) qv_pointer(call, q->scale);
+    if (qt) qv_pointer(call, qt->scale);
+    matrix(call, x);
+    qv_int(call, q ? 16 * lines(x->columns) : 0), qv_int(call, qt ? lines(x->rows) : 0);
+    qv_int(call, !q ? 0 : squares ? 4 * qv_up(x->columns, 512) : x->rows);
+    qv_int(call, !qt ? 0 : squares ? 4 * qv_up(x->rows, 512) : x->columns);
     for (int i = 0; squares && i < 2; i++) /* kernels do not write the padding of the scales */
-        if (both[i] && qv_up(both[i]->columns, 128) % 4)
-            TRY(qv_zero(h, stream, both[i]->scale, quaver_scale_bytes(both[i]->rows, both[i]->columns, QUAVER_128X128)));
-    return qv_launch(h, stream, &call);
+        if (both[i] && qv_up(both[i]->columns, 128) % 4) {
+            work->zeros[i].data = both[i]->scale;
+            work->zeros[i].bytes = quaver_scale_bytes(both[i]->rows, both[i]->columns, QUAVER_128X128);
+        }
+    return QUAVER_OK;
 }
 
 /* ---- MX ---- */
 
-static quaver_status microscaled(quaver_handle h, void *stream, const quaver_tensor *x, const quaver_tensor *q,
+static quaver_status microscaled(qv_work *work, const quaver_tensor *x, const quaver_tensor *q,
                                  const quaver_tensor *qt) {
     const quaver_tensor *one = q ? q : qt;
-    qv_call call;
-    if (qt)
-        call = qv_start(QV_MXFP8_COLUMNS,
-                        QV_MXFP8_COLUMNS_X(x->dtype) | QV_MXFP8_COLUMNS_DTYPE(one->dtype) |
-                            QV_MXFP8_COLUMNS_SQUARE(square(one)) | QV_MXFP8_COLUMNS_ROWS(q != NULL),
-                        x);
-    else
-        call = qv_start(QV_MXFP8_ROWS,
-                        QV_MXFP8_ROWS_X(x->dtype) | QV_MXFP8_ROWS_DTYPE(one->dtype) | QV_MXFP8_ROWS_SQUARE(square(one)),
-                        x);
-    qv_pointer(&call, x->data);
-    if (q) qv_pointer(&call, q->data), qv_pointer(&call, q->scale);
-    if (qt) qv_pointer(&call, qt->data), qv_pointer(&call, qt->scale);
-    matrix(&call, x);
-    qv_int(&call, 16 * lines(x->columns));
-    if (qt) qv_int(&call, 4 * lines(x->rows));
-    qv_int(&call, qv_up(x->columns, 128));
-    if (qt) qv_int(&call, qv_up(x->rows, 128));
-    return qv_launch(h, stream, &call);
+    uint64_t key = QV_MXFP8_COLUMNS_X(x->dtype) | QV_MXFP8_COLUMNS_DTYPE(one->dtype) |
+                   QV_MXFP8_COLUMNS_SQUARE(square(one)); /* the first fields of both kernels are the same */
+    if (qt) key |= QV_MXFP8_COLUMNS_ROWS(q != NULL);
+    qv_call *call = qv_add(work, qt ? QV_MXFP8_COLUMNS : QV_MXFP8_ROWS, key, x);
+    qv_pointer(call, x->data);
+    if (q) qv_pointer(call, q->data), qv_pointer(call, q->scale);
+    if (qt) qv_pointer(call, qt->data), qv_pointer(call, qt->scale);
+    matrix(call, x);
+    qv_int(call, 16 * lines(x->columns));
+    if (qt) qv_int(call, 4 * lines(x->rows));
+    qv_int(call, qv_up(x->columns, 128));
+    if (qt) qv_int(call, qv_up(x->rows, 128));
+    return QUAVER_OK;
 }
 
 /* ---- NVFP4 ---- */
@@ -189,45 +172,41 @@ static void halves(qv_call *call, uint32_t word) {
     qv_int(call, 2 * (int64_t)(word & 0xFFFF) + 1), qv_int(call, 2 * (int64_t)(word >> 16) + 1);
 }
 
-static quaver_status rotated_amax(quaver_handle h, void *stream, const quaver_tensor *x, int down, float *amax) {
-    qv_call call = qv_start(QV_ROTATED_AMAX, QV_ROTATED_AMAX_X(x->dtype) | QV_ROTATED_AMAX_DOWN(down), x);
-    qv_pointer(&call, x->data), qv_pointer(&call, amax), qv_pointer(&call, qv_workspace(h, 8));
-    matrix(&call, x);
-    programs(&call);
-    return qv_launch(h, stream, &call);
+static void rotated_amax(qv_work *work, quaver_handle h, const quaver_tensor *x, int down, float *amax) {
+    qv_call *call = qv_add(work, QV_ROTATED_AMAX, QV_ROTATED_AMAX_X(x->dtype) | QV_ROTATED_AMAX_DOWN(down), x);
+    qv_pointer(call, x->data), qv_pointer(call, amax), qv_pointer(call, qv_workspace(h));
+    matrix(call, x);
+    programs(call);
 }
 
-static quaver_status by_two_levels(quaver_handle h, void *stream, const quaver_tensor *x, const quaver_tensor *q,
-                                   int down, float *amax, const quaver_options *o) {
+static void by_two_levels(qv_work *work, const quaver_tensor *x, const quaver_tensor *q, int down, float *amax,
+                          const quaver_options *o) {
     int64_t k = down ? x->rows : x->columns;
     if (o->hadamard) k = 16 * lines(k);
     uint64_t key = QV_NVFP4_ALONG_X(x->dtype) | QV_NVFP4_ALONG_POWER_OF_TWO(o->power_of_two) |
                    QV_NVFP4_ALONG_SQUARE(square(q)) | QV_NVFP4_ALONG_STOCHASTIC(o->stochastic) |
                    QV_NVFP4_ALONG_HADAMARD(o->hadamard); /* the fields of both kernels are the same */
-    qv_call call = qv_start(down ? QV_NVFP4_DOWN : QV_NVFP4_ALONG, key, x);
-    qv_pointer(&call, x->data), qv_pointer(&call, q->data), qv_pointer(&call, q->scale), qv_pointer(&call, q->factor);
-    qv_pointer(&call, amax);
-    if (o->stochastic) qv_pointer(&call, o->count);
-    matrix(&call, x);
-    qv_int(&call, k), qv_int(&call, 4 * qv_up(k, 32)), qv_int(&call, qv_up(k, 64));
+    qv_call *call = qv_add(work, down ? QV_NVFP4_DOWN : QV_NVFP4_ALONG, key, x);
+    qv_pointer(call, x->data), qv_pointer(call, q->data), qv_pointer(call, q->scale), qv_pointer(call, q->factor);
+    qv_pointer(call, amax);
+    if (o->stochastic) qv_pointer(call, o->count);
+    matrix(call, x);
+    qv_int(call, k), qv_int(call, 4 * qv_up(k, 32)), qv_int(call, qv_up(k, 64));
     uint32_t words[3] = {o->tensor_id, (uint32_t)o->seed, (uint32_t)(o->seed >> 32)};
-    for (int i = 0; i < 3; i++) halves(&call, o->stochastic ? words[i] : 0);
-    return qv_launch(h, stream, &call);
+    for (int i = 0; i < 3; i++) halves(call, o->stochastic ? words[i] : 0);
 }
 
-static quaver_status nvfp4(quaver_handle h, void *stream, const quaver_tensor *x, const quaver_tensor *q,
+static quaver_status nvfp4(qv_work *work, quaver_handle h, const quaver_tensor *x, const quaver_tensor *q,
                            const quaver_tensor *qt, float *amax, const quaver_options *o) {
+    const quaver_tensor *both[2] = {q, qt};
     if (!amax || (o->stochastic && !o->count)) return QUAVER_ERROR_NULL;
     if ((uintptr_t)o->count & 7) return QUAVER_ERROR_ALIGNMENT;
     if (o->stochastic && !o->hadamard && ((q && x->columns % 4) || (qt && x->rows % 4))) return QUAVER_ERROR_SHAPE;
-    if (!o->hadamard) TRY(measure(h, stream, x, amax));
-    if (q) {
-        if (o->hadamard) TRY(rotated_amax(h, stream, x, 0, amax));
-        TRY(by_two_levels(h, stream, x, q, 0, amax, o));
-    }
-    if (qt) {
-        if (o->hadamard) TRY(rotated_amax(h, stream, x, 1, amax));
-        TRY(by_two_levels(h, stream, x, qt, 1, amax, o));
+    if (!o->hadamard) measure(work, h, x, amax);
+    for (int down = 0; down < 2; down++) {
+        if (!both[down]) continue;
+        if (o->hadamard) rotated_amax(work, h, x, down, amax);
+        by_two_levels(work, x, both[down], down, amax, o);
     }
     return QUAVER_OK;
 }
@@ -259,15 +238,17 @@ quaver_status quaver_quantize(quaver_handle h, void *stream, const quaver_tensor
     TRY(check_options(options, &o, one));
     if ((uintptr_t)amax & 3) return QUAVER_ERROR_ALIGNMENT;
     if (x.rows == 0 || x.columns == 0) return QUAVER_OK;
+    qv_work work = {0};
     switch (one->block) {
-    case QUAVER_TENSOR: return by_tensor(h, stream, &x, straight, transposed, amax, &o);
-    case QUAVER_ROW: return by_rows(h, stream, &x, straight, transposed, &o);
+    case QUAVER_TENSOR: TRY(by_tensor(&work, h, &x, straight, transposed, amax, &o)); break;
+    case QUAVER_ROW: TRY(by_rows(&work, h, &x, straight, transposed, &o)); break;
     case QUAVER_1X128:
-    case QUAVER_128X128: return by_blocks(h, stream, &x, straight, transposed, &o);
+    case QUAVER_128X128: TRY(by_blocks(&work, &x, straight, transposed, &o)); break;
     case QUAVER_MX:
-    case QUAVER_MX_SQUARE: return microscaled(h, stream, &x, straight, transposed);
-    default: return nvfp4(h, stream, &x, straight, transposed, amax, &o);
+    case QUAVER_MX_SQUARE: TRY(microscaled(&work, &x, straight, transposed)); break;
+    default: TRY(nvfp4(&work, h, &x, straight, transposed, amax, &o));
     }
+    return qv_run(h, stream, &work);
 }
 
 /* ---- dequantization ---- */
@@ -288,7 +269,8 @@ quaver_status quaver_dequantize(quaver_handle h, void *stream, const quaver_tens
     if (y.stride != y.columns) return QUAVER_ERROR_SHAPE;
     if (q.rows == 0 || q.columns == 0) return QUAVER_OK;
     uint64_t kind = nv ? QV_KIND_TWO_LEVEL : mx ? QV_KIND_E8M0 : QV_KIND_FLOAT32;
-    qv_call call = qv_start(QV_DECODE,
+    qv_work work = {0};
+    qv_call *call = qv_add(&work, QV_DECODE,
                             QV_DECODE_OUT(y.dtype) | QV_DECODE_CODES(q.dtype) | QV_DECODE_KIND(kind) |
                                 QV_DECODE_BR(side(HEIGHTS[q.block])) | QV_DECODE_BC(side(WIDTHS[q.block])) |
                                 QV_DECODE_POWER_OF_TWO(nv && power_of_two),
@@ -302,11 +284,11 @@ quaver_status quaver_dequantize(quaver_handle h, void *stream, const quaver_tens
     default: break;
     }
     int64_t across_of = nv ? 64 : mx ? 128 : WIDTHS[q.block] ? 512 : 4 * q.columns;
-    qv_pointer(&call, q.data), qv_pointer(&call, q.scale);
-    if (nv) qv_pointer(&call, q.factor);
-    qv_pointer(&call, y.data);
-    qv_int(&call, q.rows), qv_int(&call, q.columns), qv_int(&call, q.stride);
-    qv_int(&call, scale_stride), qv_int(&call, scale_step), qv_int(&call, y.columns);
-    qv_int(&call, qv_up(q.columns, across_of));
-    return qv_launch(h, stream, &call);
+    qv_pointer(call, q.data), qv_pointer(call, q.scale);
+    if (nv) qv_pointer(call, q.factor);
+    qv_pointer(call, y.data);
+    qv_int(call, q.rows), qv_int(call, q.columns), qv_int(call, q.stride);
+    qv_int(call, scale_stride), qv_int(call, scale_step), qv_int(call, y.columns);
+    qv_int(call, qv_up(q.columns, across_of));
+    return qv_run(h, stream, &work);
 }

@@ -1,0 +1,172 @@
+"""The C library as ctypes sees it, and the tools that build it; needs neither torch nor Triton."""
+
+import ctypes as ct
+import json
+import os
+import shutil
+import subprocess
+import zlib
+from pathlib import Path
+from typing import Any
+
+STUB = Path(__file__).parent / "stub"
+#: Compilers of C that are here.
+COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
+WARNINGS = "-Wall", "-Wextra", "-Wconversion", "-Werror"
+
+# quaver_dtype, quaver_block and quaver_status of quaver.h
+BF16, F16, F32, E4M3, E5M2, E2M1 = range(6)
+NONE, TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX, MX_SQUARE, NV, NV_SQUARE = range(9)
+(
+    OK,
+    NULL,
+    SIZE,
+    FORMAT,
+    SHAPE,
+    ALIGNMENT,
+    MISMATCH,
+    WORKSPACE,
+    DRIVER,
+    NO_DRIVER,
+    ARCHITECTURE,
+    NOT_EXPORTED,
+    MEMORY,
+) = range(13)
+
+
+class Matrix(ct.Structure):
+    """quaver_tensor."""
+
+    _fields_ = [
+        ("size", ct.c_uint32),
+        ("dtype", ct.c_int32),
+        ("block", ct.c_int32),
+        ("reserved", ct.c_int32),
+        ("rows", ct.c_int64),
+        ("columns", ct.c_int64),
+        ("stride", ct.c_int64),
+        ("data", ct.c_void_p),
+        ("scale", ct.c_void_p),
+        ("factor", ct.c_void_p),
+    ]
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"size": ct.sizeof(Matrix), **values})
+
+
+class Options(ct.Structure):
+    """quaver_options."""
+
+    _fields_ = [
+        ("size", ct.c_uint32),
+        ("power_of_two", ct.c_int32),
+        ("stochastic", ct.c_int32),
+        ("hadamard", ct.c_int32),
+        ("seed", ct.c_uint64),
+        ("tensor_id", ct.c_uint32),
+        ("reserved", ct.c_uint32),
+        ("count", ct.c_void_p),
+        ("factor", ct.c_void_p),
+        ("newest", ct.c_void_p),
+    ]
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"size": ct.sizeof(Options), "power_of_two": 1, **values})
+
+
+def build_stub(folder: Path) -> Path:
+    """Compile the stub driver; returns the folder of libcuda.so.1."""
+    folder.mkdir(exist_ok=True)
+    library = folder / "libcuda.so.1"
+    options = "-std=gnu11", "-O2", *WARNINGS, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"
+    run(COMPILERS[0], *options, STUB / "cuda.c", "-o", library, "-lpthread")
+    return folder
+
+
+def build(folder: Path, compiler: str, name: str = "libquaver.so", *options: str) -> Path:
+    """Compile an exported library in its folder."""
+    sources = [path.name for path in sorted(folder.glob("*.[cS]"))]
+    flags = "-std=gnu11", "-O2", *WARNINGS, "-fPIC", "-shared", "-fvisibility=hidden"
+    run(compiler, *flags, *options, *sources, "-o", name, "-ldl", "-lpthread", cwd=folder)
+    return folder / name
+
+
+def run(*command: Any, **options: Any) -> str:
+    """Run a command; returns its output."""
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def environment(stub: Path, log: Path | None = None, **more: str) -> dict[str, str]:
+    """Return the environment of a process that finds the stub driver."""
+    paths = [str(stub), os.environ.get("LD_LIBRARY_PATH", "")]
+    found = {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, paths)), "TRITON_LIBCUDA_PATH": str(stub), **more}
+    return found if log is None else {**found, "STUB_LOG": str(log)}
+
+
+class Library:
+    """libquaver.so with the types of its functions."""
+
+    def __init__(self, path: Path) -> None:
+        self.c = ct.CDLL(str(path))
+        for name in ("quaver_row_bytes", "quaver_scale_bytes", "quaver_workspace_bytes"):
+            getattr(self.c, name).restype = ct.c_int64
+        self.c.quaver_row_bytes.argtypes = [ct.c_int64, ct.c_int]
+        self.c.quaver_scale_bytes.argtypes = [ct.c_int64, ct.c_int64, ct.c_int]
+        self.c.quaver_workspace_bytes.argtypes = [ct.c_int64]
+        for name in ("quaver_status_text", "quaver_build"):
+            getattr(self.c, name).restype = ct.c_char_p
+        self.handle = ct.c_void_p()
+
+    def create(self, workspace: int, size: int) -> int:
+        status: int = self.c.quaver_create(ct.byref(self.handle), ct.c_void_p(workspace), ct.c_int64(size))
+        return status
+
+    def amax(self, x: Matrix | None, amax: int) -> int:
+        status: int = self.c.quaver_amax(self.handle, None, _reference(x), ct.c_void_p(amax))
+        return status
+
+    def quantize(
+        self, x: Matrix | None, q: Matrix | None, qt: Matrix | None, amax: int = 0, options: Options | None = None
+    ) -> int:
+        pointers = map(_reference, (x, q, qt))
+        status: int = self.c.quaver_quantize(self.handle, None, *pointers, ct.c_void_p(amax), _reference(options))
+        return status
+
+    def dequantize(self, q: Matrix | None, y: Matrix | None, power_of_two: int = 1) -> int:
+        status: int = self.c.quaver_dequantize(self.handle, None, _reference(q), _reference(y), power_of_two)
+        return status
+
+    def text(self, status: int) -> str:
+        text: bytes = self.c.quaver_status_text(status)
+        return text.decode()
+
+
+def _reference(struct: ct.Structure | None) -> Any:
+    return None if struct is None else ct.byref(struct)
+
+
+class Log:
+    """What the stub driver has logged since it was last asked."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        self.path, self.at = path, path.stat().st_size
+
+    def read(self) -> list[dict[str, Any]]:
+        with self.path.open() as file:
+            file.seek(self.at)
+            text = file.read()
+            self.at = file.tell()
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def exported(folder: Path, arch: int = 90) -> dict[int, list[dict[str, Any]]]:
+    """Return the exported variants by the checksum that the stub logs for their image."""
+    images = (folder / f"quaver_sm{arch}.bin").read_bytes()
+    found: dict[int, list[dict[str, Any]]] = {}
+    for variant in json.loads((folder / f"quaver_sm{arch}.json").read_text()):
+        at, size = variant["offset"], variant["bytes"]
+        found.setdefault(zlib.crc32(images[at : at + size]), []).append(variant)
+    return found

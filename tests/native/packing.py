@@ -1,0 +1,464 @@
+"""Make the same calls in Python and in C, and compare what a driver would copy to the GPU: bytes, grids, hints.
+
+`python -m tests.native.packing FOLDER --calls 1000` compares with the launches that Python describes. With --launcher
+Triton compiles them and its own launcher passes the arguments to the stub driver.
+"""
+
+import argparse
+import ctypes as ct
+import json
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.recipes.formats import E2M1 as FP4
+from quaver.recipes.formats import E4M3 as FP8
+from quaver.recipes.formats import E5M2 as FP8_WIDE
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu import block_scaled, decode, launch, rowwise, tensorwise
+from quaver.torch.numerics.quantized import Quantized
+from tests.native import library
+from tests.native.library import Library, Log, Matrix, Options, exported
+
+DTYPES = {torch.bfloat16: library.BF16, torch.float16: library.F16, torch.float32: library.F32}
+FORMATS = {"e4m3": library.E4M3, "e5m2": library.E5M2, "e2m1": library.E2M1}
+BLOCKS = {
+    (None, None): library.TENSOR,
+    (1, None): library.ROW,
+    (1, 128): library.BLOCK_1X128,
+    (128, 128): library.BLOCK_128X128,
+    (1, 32): library.MX,
+    (32, 32): library.MX_SQUARE,
+    (1, 16): library.NV,
+    (16, 16): library.NV_SQUARE,
+}
+SIDES = 1, 7, 15, 16, 17, 31, 32, 33, 64, 100, 127, 128, 129, 256, 384, 512, 1000, 1024, 2048, 4097, 4112
+#: Shapes whose grid begins with rows, and rows that no program keeps in registers.
+TALL = (32 * 65536 + 32, 512), (8 * 65536 + 8, 16), (8 * 65536 + 3, 17)
+LONG = (33, 16640), (128, 20480), (31, 16385)
+#: Arguments that are the caller's memory in C and Python's own in Python.
+OWN = {"work", "amax_values"}
+
+
+class Difference(AssertionError):
+    """A launch from C that differs from Python's."""
+
+
+class Launch(NamedTuple):
+    """A launch as a driver sees it."""
+
+    kernel: str
+    grid: list[int]
+    threads: int
+    #: Arguments by name.
+    values: dict[str, int]
+    #: Rows and columns of a program.
+    block: tuple[int, int]
+    #: Checksum of the machine code; 0 if nothing was compiled.
+    image: int = 0
+
+
+def arguments_of(described: launch.KernelLaunch) -> list[str]:
+    return [name for name in described.fn.arg_names if described.signature[name] != "constexpr"]
+
+
+def block_of(described: launch.KernelLaunch) -> tuple[int, int]:
+    constants = described.constants
+    return constants.get("BM", 1) * constants.get("STEPS", 1), constants.get("BN", 1)
+
+
+class Described:
+    """Python's launches as it describes them, without compiling."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        launch._compiled = self._compiled  # type: ignore[assignment]
+
+    def _compiled(self, described: launch.KernelLaunch, tensors: Any, numbers: Any) -> Callable[..., None]:
+        def run(*tensors_in: Tensor | None) -> None:
+            given = [None if t is None else t.data_ptr() for t in tensors_in] + list(numbers)
+            values = dict(zip(described.fn.arg_names, given, strict=False))
+            kept = {name: values[name] & _mask(described.signature[name]) for name in arguments_of(described)}
+            threads = 32 * described.warps
+            self.launches.append(
+                Launch(described.fn.__name__, list(described.grid), threads, kept, block_of(described))
+            )
+
+        return run
+
+    def take(self) -> list[Launch]:
+        taken, self.launches = self.launches, []
+        return taken
+
+
+def _mask(kind: str) -> int:
+    return 2 ** (32 if kind == "i32" else 64) - 1
+
+
+class Launched:
+    """Python's launches through Triton's compiler and launcher, as the stub driver logs them."""
+
+    def __init__(self, log: Log) -> None:
+        from benchmarks.gpu.ahead import standin
+        from benchmarks.measuring import stub_driver
+
+        self.log, self.described = log, []
+        self.images: list[bytes] = []
+        stub = ct.CDLL("libcuda.so.1")
+
+        def load_binary(name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
+            module, function = ct.c_void_p(), ct.c_void_p()
+            self.images.append(code)
+            assert stub.cuModuleLoadData(ct.byref(module), code) == 0
+            assert stub.cuModuleGetFunction(ct.byref(function), module, name.encode()) == 0
+            stub.cuFuncSetAttribute(function, 8, shared)
+            return module.value, function.value, 32, 0, 1024
+
+        stub_driver._Utils.load_binary = staticmethod(load_binary)  # type: ignore[assignment]
+        standin.become(90)
+        describe = launch.describe
+
+        def noting(*given: Any, **more: Any) -> launch.KernelLaunch:
+            self.described.append(describe(*given, **more))
+            return self.described[-1]
+
+        launch.describe = noting
+
+    def take(self) -> list[Launch]:
+        described, self.described = self.described, []
+        entries = self.log.read()
+        assert len(described) == len(entries), (len(described), len(entries))
+        return [
+            named(entry, [*arguments_of(one), "global_scratch", "profile_scratch"], block_of(one))
+            for one, entry in zip(described, entries, strict=True)
+        ]
+
+
+def named(entry: dict[str, Any], names: list[str], block: tuple[int, int]) -> Launch:
+    """Name the arguments of a logged launch; scratch pointers must be NULL."""
+    assert len(names) == len(entry["parameters"]), (names, entry)
+    values = {name: int(text, 16) for name, text in zip(names, entry["parameters"], strict=True)}
+    for scratch in ("global_scratch", "profile_scratch"):
+        assert values.pop(scratch) == 0
+    return Launch(entry["kernel"], entry["grid"], entry["threads"], values, block, entry["image"])
+
+
+class Call(NamedTuple):
+    """A call to make in both languages."""
+
+    text: str
+    python: Callable[[], object]
+    #: (library, Python's launches) -> status.
+    c: Callable[[Library, list[Launch]], int]
+    #: Bytes that C fills with zeros first, because no kernel writes them.
+    zeroed: int = 0
+
+
+class Drawn:
+    """Random calls of the families that were exported."""
+
+    def __init__(self, seed: int, families: list[str], dtypes: list[torch.dtype], small: bool) -> None:
+        self.random = random.Random(seed)
+        self.dtypes, self.small = dtypes, small
+        self.formats = [FP8] if small else [FP8, FP8_WIDE]
+        self.kinds = [getattr(self, f"_{family}") for family in families]
+
+    def __call__(self) -> Call:
+        return self.random.choice(self.kinds)()  # type: ignore[no-any-return]
+
+    def _matrix(
+        self, widest: int = SIDES[-1], others: Sequence[tuple[int, int]] = ()
+    ) -> tuple[Tensor, Matrix]:
+        rows, columns = self.random.choice(SIDES), self.random.choice([n for n in SIDES if n <= widest])
+        if others and self.random.random() < 0.1:
+            rows, columns = self.random.choice(others)
+        dtype = self.random.choice(self.dtypes)
+        pad, offset = self.random.choice([0, 0, 0, 16, 1, 8]), self.random.choice([0, 0, 0, 8, 1])
+        memory = torch.empty(rows * (columns + pad) + 16 + offset, dtype=dtype)
+        x = memory.as_strided((rows, columns), (columns + pad, 1), offset)
+        described = Matrix(rows=rows, columns=columns, stride=columns + pad, dtype=DTYPES[dtype], data=x.data_ptr())
+        return x, described
+
+    def _kind(self) -> Any:
+        return "power_of_two" if self.small else self.random.choice(["power_of_two", "fp32"])
+
+    def _orientation(self) -> tuple[bool, bool]:
+        return self.random.choice([(True, False), (False, True), (True, True)])
+
+    def _pair(self, spec: QuantSpec, which: tuple[bool, bool]) -> tuple[QuantSpec | None, QuantSpec | None]:
+        return (spec if which[0] else None), (spec if which[1] else None)
+
+    def _amax(self) -> Call:
+        x, matrix = self._matrix(others=TALL)
+        return Call(
+            f"amax of {x.shape} {x.dtype}",
+            lambda: tensorwise.measure(x),
+            lambda c, python: c.amax(matrix, python[0].values["out"]),
+        )
+
+    def _tensor(self) -> Call:
+        x, matrix = self._matrix()
+        spec, which = QuantSpec(self.random.choice(self.formats), scale=self._kind()), self._orientation()
+        factor = newest = None
+        if self.random.random() < 0.4:
+            factor, newest = torch.ones(1), torch.zeros(1)
+        return _quantized(
+            x,
+            matrix,
+            spec,
+            which,
+            lambda: tensorwise.per_tensor(x, spec, None, factor, factor is not None, which[1], which[0], newest),
+            Options(
+                power_of_two=spec.power_of_two,
+                factor=None if factor is None else factor.data_ptr(),
+                newest=None if newest is None else newest.data_ptr(),
+            ),
+        )
+
+    def _row(self) -> Call:
+        widest = 256 if self.small else 16384
+        return self._scaled((1, None), rowwise.by_rows, widest)
+
+    def _block(self) -> Call:
+        return self._scaled(self.random.choice([(1, 128), (128, 128)]), rowwise.by_blocks)
+
+    def _scaled(self, block: Any, by: Callable[..., object], widest: int = SIDES[-1]) -> Call:
+        x, matrix = self._matrix(widest, LONG if block == (1, None) else ())
+        spec, which = QuantSpec(self.random.choice(self.formats), block, self._kind()), self._orientation()
+        options = Options(power_of_two=spec.power_of_two)
+        return _quantized(x, matrix, spec, which, lambda: by(x, *self._pair(spec, which)), options)
+
+    def _mx(self) -> Call:
+        x, matrix = self._matrix()
+        spec = QuantSpec(self.random.choice(self.formats), self.random.choice([(1, 32), (32, 32)]), "e8m0")
+        which = self._orientation()
+        return _quantized(
+            x, matrix, spec, which, lambda: block_scaled.by_exponents(x, *self._pair(spec, which)), None
+        )
+
+    def _nv(self) -> Call:
+        x, matrix = self._matrix()
+        down = self.random.random() < 0.5
+        hadamard, square = self.random.choice([(False, False), (True, False), (False, True)])
+        k = x.shape[0] if down else x.shape[1]
+        stochastic = self.random.random() < 0.5 and (hadamard or k % 4 == 0)
+        kind: Any = "two_level" if self.small else self.random.choice(["two_level", "two_level_fp32"])
+        block = (16, 16) if square else (1, 16)
+        spec = QuantSpec(FP4, block, kind, "stochastic" if stochastic else "nearest", hadamard)
+        seed, tensor_id = self.random.getrandbits(64), self.random.getrandbits(32)
+        options = Options(
+            power_of_two=kind == "two_level", stochastic=stochastic, hadamard=hadamard, seed=seed, tensor_id=tensor_id
+        )
+        count = torch.tensor([5])
+        if stochastic:
+            options.count = count.data_ptr()
+        return _quantized(
+            x,
+            matrix,
+            spec,
+            (not down, down),
+            lambda: block_scaled.by_two_levels(x, spec, None, (seed, tensor_id, count), down),
+            options,
+        )
+
+    def _dequantize(self) -> Call:
+        rows, columns = self.random.choice(SIDES), self.random.choice(SIDES)
+        block = self.random.choice(list(BLOCKS))
+        format = FP4 if block in ((1, 16), (16, 16)) else self.random.choice(self.formats)
+        kind: Any = "e8m0" if block in ((1, 32), (32, 32)) else self.random.choice(["power_of_two", "fp32"])
+        if format is FP4:
+            kind = {"power_of_two": "two_level", "fp32": "two_level_fp32"}[kind]
+        spec = QuantSpec(format, block, kind)
+        dtype = self.random.choice([one for one in decode.DTYPES if decode.holds(spec, one)])
+        q = _operand(spec, rows, columns)
+        power_of_two = kind not in ("fp32", "two_level_fp32")
+
+        def c(lib: Library, python: list[Launch]) -> int:
+            values = python[-1].values
+            codes = codes_of(spec, rows, columns, values["q"], values["scale"], values.get("factor", 0))
+            y = Matrix(rows=rows, columns=columns, stride=columns, dtype=DTYPES[dtype], data=values["out"])
+            return lib.dequantize(codes, y, power_of_two)
+
+        return Call(f"dequantize {spec} [{rows}, {columns}] to {dtype}", lambda: decode.decode(q, dtype), c)
+
+
+def _operand(spec: QuantSpec, rows: int, columns: int) -> Quantized:
+    """Return an operand of zeros in the layout that the kernels write."""
+    if spec.two_level or spec.scale == "e8m0":
+        width = 16 if spec.two_level else 32
+        stride = -(-columns // 32) * 16 if spec.two_level else tensorwise.padded(columns)
+        scale = torch.zeros(block_scaled._scales(rows, columns, width), dtype=torch.uint8)
+        dtype = torch.uint8 if spec.two_level else torch.float8_e4m3fn
+        data = torch.zeros((rows, stride), dtype=torch.uint8)
+        used = -(-columns // 2) if spec.two_level else columns
+        if not spec.two_level:
+            data = data.view(tensorwise.FLOAT8[spec.format.name])
+        del dtype
+        factor = torch.zeros((1, 1)) if spec.two_level else None
+        return Quantized(data[:, :used], scale, spec, (rows, columns), tensor_factor=factor, swizzled=True)
+    data = torch.zeros((rows, tensorwise.padded(columns)), dtype=torch.uint8).view(tensorwise.FLOAT8[spec.format.name])
+    if spec.per_tensor or spec.block[1] is None:
+        scale = torch.zeros((1 if spec.per_tensor else rows, 1))
+    else:
+        buffer = rowwise._buffer(rows, columns, spec, True)
+        scale = torch.empty_strided(buffer.shape, buffer.strides)[:, : -(-columns // 128)]
+    return Quantized(data[:, :columns], scale, spec, (rows, columns))
+
+
+def codes_of(spec: QuantSpec, rows: int, columns: int, data: int, scale: int, factor: int) -> Matrix:
+    """Return an operand [rows, columns] as C takes it."""
+    stride = -(-columns // 32) * 16 if spec.two_level else tensorwise.padded(columns)
+    return Matrix(
+        rows=rows,
+        columns=columns,
+        stride=stride,
+        dtype=FORMATS[spec.format.name],
+        block=BLOCKS[spec.block],
+        data=data,
+        scale=scale,
+        factor=factor,
+    )
+
+
+def _quantized(
+    x: Tensor,
+    matrix: Matrix,
+    spec: QuantSpec,
+    which: tuple[bool, bool],
+    python: Callable[[], object],
+    options: Options | None,
+) -> Call:
+    rows, columns = x.shape
+    zeroed = 0
+    if spec.block == (128, 128):
+        for wanted, (m, n) in zip(which, ((rows, columns), (columns, rows)), strict=True):
+            zeroed += wanted and -(-n // 128) % 4 != 0 and 4 * -(-m // 128) * 4 * -(-n // 512)
+
+    def c(lib: Library, launches: list[Launch]) -> int:
+        values: dict[str, int] = {}
+        for each in launches:
+            # The scales of a transpose that a kernel of its own writes.
+            known = {"scale": "transposed_scale"} if each.kernel == "columnwise" else {}
+            values |= {known.get(name, name): value for name, value in each.values.items()}
+        scale = values.get("scale", values.get("s", values.get("s4", 0)))
+        transposed = values.get("transposed_scale", values.get("st", scale))
+        factor = values.get("factor", 0) if spec.two_level else 0
+        q = codes_of(spec, rows, columns, values["q"], scale, factor) if which[0] else None
+        qt = codes_of(spec, columns, rows, values["qt"], transposed, factor) if which[1] else None
+        return lib.quantize(matrix, q, qt, values.get("top", 0), options)
+
+    strides = x.stride(0), x.data_ptr() % 16
+    return Call(f"quantize {spec} of {tuple(x.shape)} {x.dtype}, {strides}, {which}", python, c, zeroed)
+
+
+class Comparison:
+    """Compares launches, and counts what was compared."""
+
+    def __init__(self, folder: Path) -> None:
+        self.variants = exported(folder)
+        self.counts: Counter[str] = Counter()
+        self.used: set[int] = set()
+
+    def __call__(self, call: Call, python: list[Launch], entries: list[dict[str, Any]]) -> None:
+        zeros = [entry for entry in entries if "memset" in entry]
+        _same(call, "bytes filled with zeros", call.zeroed, sum(4 * entry["count"] for entry in zeros))
+        entries = [entry for entry in entries if "memset" not in entry]
+        _same(call, "kernels", [one.kernel for one in python], [entry["kernel"] for entry in entries])
+        for expected, entry in zip(python, entries, strict=True):
+            self._compare(call, expected, entry)
+        self.counts["calls"] += 1
+
+    def _compare(self, call: Call, expected: Launch, entry: dict[str, Any]) -> None:
+        variants = [one for one in self.variants[entry["image"]] if one["kernel"] == entry["kernel"]]
+        variant = variants[0]
+        launched = named(entry, [*variant["arguments"], "global_scratch", "profile_scratch"], tuple(variant["block"]))
+        _same(call, "arguments", list(expected.values), list(launched.values))
+        values, own = dict(launched.values), OWN & set(launched.values)
+        if launched.block != expected.block:
+            # The general variant of a whole matrix at an odd address has smaller blocks.
+            self.counts["other blocks"] += 1
+            grid = _grid(launched.block, expected)
+            _same(call, "grid", grid, launched.grid)
+            if "programs" in values:
+                _same(call, "programs", grid[0] * grid[1], values["programs"])
+                values["programs"] = expected.values["programs"]
+        else:
+            _same(call, "grid", expected.grid, launched.grid)
+        for name, value in expected.values.items():
+            if name not in own:
+                _same(call, f"{expected.kernel}'s {name}", value, values[name])
+        _same(call, "threads", expected.threads, launched.threads)
+        if not any(_holds(one, launched.values) for one in variants):
+            raise Difference(f"{call.text}: {variant['kernel']} assumes what is not so: {launched.values}")
+        self.counts["launches"] += 1
+        self.counts["same machine code"] += expected.image == launched.image
+        self.used.add(entry["image"])
+
+
+def _grid(block: tuple[int, int], expected: Launch) -> list[int]:
+    """Return the grid of Python's launch with other blocks."""
+    rows, columns = expected.values["rows"], expected.values["columns"]
+    down, across = -(-rows // block[0]), -(-columns // block[1])
+    if expected.kernel == "rowwise":
+        return [down, 1, 1]
+    return [down, across, 1] if down > tensorwise.SECOND_AXIS else [across, down, 1]
+
+
+def _holds(variant: dict[str, Any], values: dict[str, int]) -> bool:
+    rows, columns = variant["block"]
+    whole = not variant["whole_blocks"] or (values["rows"] % rows == 0 and values["columns"] % columns == 0)
+    return whole and all(values[name] % 16 == 0 for name in variant["multiples_of_16"])
+
+
+def _same(call: Call, what: str, expected: object, found: object) -> None:
+    if expected != found:
+        raise Difference(f"{call.text}: {what}: Python has {expected}, C has {found}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--library", default="libquaver.so")
+    parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--families", nargs="+", required=True)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--small", action="store_true", help="E4M3 with powers of two only")
+    parser.add_argument("--launcher", action="store_true")
+    given = parser.parse_args()
+    log = Log(Path(os.environ["STUB_LOG"]))
+    python = Launched(log) if given.launcher else Described()
+    lib = Library(given.folder / given.library)
+    size = lib.c.quaver_workspace_bytes(max(columns for _, columns in LONG))
+    memory = torch.zeros(size + 16, dtype=torch.uint8)
+    status = lib.create(memory.data_ptr() + 15 & ~15, size)
+    assert status == library.OK, lib.text(status)
+    dtypes = [getattr(torch, name) for name in given.dtypes]
+    drawn = Drawn(given.seed, given.families, dtypes, given.small)
+    compare = Comparison(given.folder)
+    for _ in range(given.calls):
+        call = drawn()
+        launch._forget()
+        call.python()
+        launches = python.take()
+        status = call.c(lib, launches)
+        if status != library.OK:
+            raise Difference(f"{call.text}: {lib.text(status)}")
+        compare(call, launches, log.read())
+    images = set(compare.variants)
+    unused = sorted({f"{v['kernel']} {v['key']:#x}" for i in images - compare.used for v in compare.variants[i]})
+    print(json.dumps({**compare.counts, "images": len(images), "used": len(compare.used), "unused": unused}))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Difference as difference:
+        sys.exit(str(difference))
