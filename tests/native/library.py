@@ -128,7 +128,12 @@ class Library:
         return status
 
     def quantize(
-        self, x: Matrix | None, q: Matrix | None, qt: Matrix | None, amax: int = 0, options: Options | None = None
+        self,
+        x: Matrix | None,
+        q: Matrix | None,
+        qt: Matrix | None = None,
+        amax: int = 0,
+        options: Options | None = None,
     ) -> int:
         pointers = map(_reference, (x, q, qt))
         status: int = self.c.quaver_quantize(self.handle, None, *pointers, ct.c_void_p(amax), _reference(options))

@@ -9,7 +9,6 @@ import ctypes as ct
 import json
 import os
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quaver.capi.variants import FIELD_BITS, key_of
 from quaver.recipes.formats import E2M1 as FP4
 from quaver.recipes.formats import E4M3 as FP8
 from quaver.recipes.formats import E5M2 as FP8_WIDE
@@ -61,6 +61,8 @@ class Launch(NamedTuple):
     values: dict[str, int]
     #: Rows and columns of a program.
     block: tuple[int, int]
+    #: Constants that select a kernel, as `quaver.capi.variants.key_of` encodes them.
+    key: int
     #: Checksum of the machine code; 0 if nothing was compiled.
     image: int = 0
 
@@ -86,10 +88,9 @@ class Described:
             given = [None if t is None else t.data_ptr() for t in tensors_in] + list(numbers)
             values = dict(zip(described.fn.arg_names, given, strict=False))
             kept = {name: values[name] & _mask(described.signature[name]) for name in arguments_of(described)}
-            threads = 32 * described.warps
-            self.launches.append(
-                Launch(described.fn.__name__, list(described.grid), threads, kept, block_of(described))
-            )
+            grid, threads = list(described.grid), 32 * described.warps
+            key = key_of(described)
+            self.launches.append(Launch(described.fn.__name__, grid, threads, kept, block_of(described), key))
 
         return run
 
@@ -122,6 +123,7 @@ class Launched:
             return module.value, function.value, 32, 0, 1024
 
         stub_driver._Utils.load_binary = staticmethod(load_binary)  # type: ignore[assignment]
+        stub_driver.make_launchers_quickly()
         standin.become(90)
         describe = launch.describe
 
@@ -136,18 +138,19 @@ class Launched:
         entries = self.log.read()
         assert len(described) == len(entries), (len(described), len(entries))
         return [
-            named(entry, [*arguments_of(one), "global_scratch", "profile_scratch"], block_of(one))
+            named(entry, arguments_of(one), block_of(one), key_of(one))
             for one, entry in zip(described, entries, strict=True)
         ]
 
 
-def named(entry: dict[str, Any], names: list[str], block: tuple[int, int]) -> Launch:
+def named(entry: dict[str, Any], names: list[str], block: tuple[int, int], key: int) -> Launch:
     """Name the arguments of a logged launch; scratch pointers must be NULL."""
+    names = [*names, "global_scratch", "profile_scratch"]
     assert len(names) == len(entry["parameters"]), (names, entry)
     values = {name: int(text, 16) for name, text in zip(names, entry["parameters"], strict=True)}
     for scratch in ("global_scratch", "profile_scratch"):
         assert values.pop(scratch) == 0
-    return Launch(entry["kernel"], entry["grid"], entry["threads"], values, block, entry["image"])
+    return Launch(entry["kernel"], entry["grid"], entry["threads"], values, block, key, entry["image"])
 
 
 class Call(NamedTuple):
@@ -173,9 +176,7 @@ class Drawn:
     def __call__(self) -> Call:
         return self.random.choice(self.kinds)()  # type: ignore[no-any-return]
 
-    def _matrix(
-        self, widest: int = SIDES[-1], others: Sequence[tuple[int, int]] = ()
-    ) -> tuple[Tensor, Matrix]:
+    def _matrix(self, widest: int = SIDES[-1], others: Sequence[tuple[int, int]] = ()) -> tuple[Tensor, Matrix]:
         rows, columns = self.random.choice(SIDES), self.random.choice([n for n in SIDES if n <= widest])
         if others and self.random.random() < 0.1:
             rows, columns = self.random.choice(others)
@@ -239,9 +240,7 @@ class Drawn:
         x, matrix = self._matrix()
         spec = QuantSpec(self.random.choice(self.formats), self.random.choice([(1, 32), (32, 32)]), "e8m0")
         which = self._orientation()
-        return _quantized(
-            x, matrix, spec, which, lambda: block_scaled.by_exponents(x, *self._pair(spec, which)), None
-        )
+        return _quantized(x, matrix, spec, which, lambda: block_scaled.by_exponents(x, *self._pair(spec, which)), None)
 
     def _nv(self) -> Call:
         x, matrix = self._matrix()
@@ -378,10 +377,11 @@ class Comparison:
     def _compare(self, call: Call, expected: Launch, entry: dict[str, Any]) -> None:
         variants = [one for one in self.variants[entry["image"]] if one["kernel"] == entry["kernel"]]
         variant = variants[0]
-        launched = named(entry, [*variant["arguments"], "global_scratch", "profile_scratch"], tuple(variant["block"]))
+        launched = named(entry, variant["arguments"], tuple(variant["block"]), variant["key"])
         _same(call, "arguments", list(expected.values), list(launched.values))
         values, own = dict(launched.values), OWN & set(launched.values)
-        if launched.block != expected.block:
+        same = launched.block == expected.block
+        if not same:
             # The general variant of a whole matrix at an odd address has smaller blocks.
             self.counts["other blocks"] += 1
             grid = _grid(launched.block, expected)
@@ -395,11 +395,26 @@ class Comparison:
             if name not in own:
                 _same(call, f"{expected.kernel}'s {name}", value, values[name])
         _same(call, "threads", expected.threads, launched.threads)
+        key = _without_blocks(expected.key, variant["fields"], same)
+        # Variants of several keys may have the same machine code.
+        variants = [one for one in variants if _without_blocks(one["key"], one["fields"], same) == key]
+        if not variants:
+            raise Difference(
+                f"{call.text}: {variant['kernel']} has key {launched.key:#x}, Python's is {expected.key:#x}"
+            )
         if not any(_holds(one, launched.values) for one in variants):
             raise Difference(f"{call.text}: {variant['kernel']} assumes what is not so: {launched.values}")
         self.counts["launches"] += 1
         self.counts["same machine code"] += expected.image == launched.image
         self.used.add(entry["image"])
+
+
+def _without_blocks(key: int, fields: list[str], same: bool) -> int:
+    """Return a key without what depends on the block, unless blocks are the same."""
+    for i, field in enumerate(fields):
+        if field in ("TALL", "BN") and not same:
+            key &= ~(2**FIELD_BITS - 1 << FIELD_BITS * i)
+    return key
 
 
 def _grid(block: tuple[int, int], expected: Launch) -> list[int]:
@@ -425,7 +440,7 @@ def _same(call: Call, what: str, expected: object, found: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--library", default="libquaver.so")
+    parser.add_argument("--libraries", nargs="+", type=Path, help="of other folders, with the kernels of this one")
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--families", nargs="+", required=True)
@@ -435,13 +450,27 @@ def main() -> None:
     given = parser.parse_args()
     log = Log(Path(os.environ["STUB_LOG"]))
     python = Launched(log) if given.launcher else Described()
-    lib = Library(given.folder / given.library)
+    for path in given.libraries or [given.folder / "libquaver.so"]:
+        try:
+            result = compared(given, path, python, log)
+        except Difference as difference:
+            result = {"difference": str(difference)}
+            python.take()
+        print(json.dumps(result))
+
+
+def compared(given: Any, path: Path, python: Described | Launched, log: Log) -> dict[str, Any]:
+    """Compare one library's launches with Python's; returns counts.
+
+    Raises:
+        Difference: a launch differs, or a call fails.
+    """
+    lib = Library(path)
     size = lib.c.quaver_workspace_bytes(max(columns for _, columns in LONG))
     memory = torch.zeros(size + 16, dtype=torch.uint8)
     status = lib.create(memory.data_ptr() + 15 & ~15, size)
     assert status == library.OK, lib.text(status)
-    dtypes = [getattr(torch, name) for name in given.dtypes]
-    drawn = Drawn(given.seed, given.families, dtypes, given.small)
+    drawn = Drawn(given.seed, given.families, [getattr(torch, name) for name in given.dtypes], given.small)
     compare = Comparison(given.folder)
     for _ in range(given.calls):
         call = drawn()
@@ -449,16 +478,14 @@ def main() -> None:
         call.python()
         launches = python.take()
         status = call.c(lib, launches)
+        entries = log.read()
         if status != library.OK:
             raise Difference(f"{call.text}: {lib.text(status)}")
-        compare(call, launches, log.read())
+        compare(call, launches, entries)
     images = set(compare.variants)
     unused = sorted({f"{v['kernel']} {v['key']:#x}" for i in images - compare.used for v in compare.variants[i]})
-    print(json.dumps({**compare.counts, "images": len(images), "used": len(compare.used), "unused": unused}))
+    return {**compare.counts, "images": len(images), "used": len(compare.used), "unused": unused}
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Difference as difference:
-        sys.exit(str(difference))
+    main()

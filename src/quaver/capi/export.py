@@ -16,6 +16,8 @@ from triton.backends.compiler import GPUTarget
 import quaver
 from quaver.capi.cases import Selection, record
 from quaver.capi.variants import FIELD_BITS, FIELDS, KINDS, Variant, variants
+from quaver.kernels import tensorwise
+from quaver.torch.backends.gpu import launch
 
 #: The library's sources, which are copied as they are.
 SOURCES = Path(__file__).parent / "csrc"
@@ -68,6 +70,8 @@ def export(
             f"kernels are exported by Triton 3.6 or 3.7, whose machine code CUDA 12 drivers load, and this is "
             f"{triton.__version__}; pip install 'triton==3.6.0'"
         )
+    if launch.interpreted(tensorwise.amax):
+        raise ValueError("TRITON_INTERPRET=1 lets Triton interpret kernels instead of compiling them; unset it")
     if compress and shutil.which("fatbinary") is None:
         raise ValueError("--compress needs fatbinary of the CUDA toolkit on the path; leave --compress out")
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,8 +101,8 @@ def compile_all(
         for number, variant in enumerate(found):
             if not compiled or compiled[-1].variant.kernel != variant.kernel:
                 progress(f"sm_{arch}  {number:4}/{len(found)}  {variant.kernel}")
-            launch = variant.launch
-            kernel = triton.compile(launch.source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+            one = variant.launch
+            kernel = triton.compile(one.source, target=GPUTarget("cuda", arch, 32), options=one.options)
             if reason := why_not(kernel.metadata):
                 raise ValueError(f"{variant.kernel} cannot be launched from C: {reason}")
             compiled.append(

@@ -8,8 +8,9 @@
 #include <string.h>
 
 typedef int CUresult;
-typedef struct { const unsigned char *image; uint32_t crc; } module_t;
-typedef struct { module_t *module; char name[128]; int count; unsigned size[64]; int dynamic; int threads; } function_t;
+struct module;
+typedef struct { struct module *module; char name[128]; int count; unsigned size[64]; int dynamic, threads; } function_t;
+typedef struct module { const unsigned char *image; uint32_t crc; function_t function; } module_t; /* of one kernel */
 enum { INVALID_VALUE = 1, NO_BINARY = 200, NOT_FOUND = 500, FAILED = 999 };
 
 static FILE *log_file;
@@ -93,13 +94,10 @@ CUresult cuModuleUnload(void *module) {
 }
 CUresult cuModuleGetFunction(void **out, void *module, const char *name) {
     if (fails("cuModuleGetFunction")) return FAILED;
-    function_t *f = calloc(1, sizeof *f); /* owned by the context: never freed */
+    function_t *f = &((module_t *)module)->function;
     f->module = module;
     snprintf(f->name, sizeof f->name, "%s", name);
-    if (!read_parameters(f)) {
-        free(f);
-        return NOT_FOUND;
-    }
+    if (!read_parameters(f)) return NOT_FOUND;
     *out = f;
     return 0;
 }

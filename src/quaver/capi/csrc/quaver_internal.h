@@ -35,7 +35,7 @@ typedef struct {
     uint64_t key;
     uint64_t tall;          /* key bits if rows are the grid's first axis, or 0 if no such kernels exist */
     int64_t rows, columns;  /* of the matrix */
-    int64_t down, across;   /* rows and columns that programs cover; across 0: the grid has one axis */
+    int one_axis;           /* 1: programs take whole rows */
     int64_t programs;       /* number of programs of a grid that does not follow from blocks, or 0 */
     int programs_at;        /* position of the argument that takes the number of programs, or -1 */
     int n;

@@ -53,9 +53,7 @@ static quaver_status by_tensor(qv_work *work, quaver_handle h, const quaver_tens
                                QV_CAST_ROWS(q != NULL) | QV_CAST_COLUMNS(qt != NULL) |
                                QV_CAST_MEASURED(o->factor == NULL),
                            x);
-    /* Blocks cover the zero padding of both results. */
-    if (qt) call->down = 16 * lines(x->rows);
-    if (q) call->across = 16 * lines(x->columns);
+    /* Blocks of 128 x 64 also cover the zero padding of both results, to 16. */
     qv_pointer(call, x->data);
     if (q) qv_pointer(call, q->data);
     if (qt) qv_pointer(call, qt->data);
@@ -87,7 +85,7 @@ static void rows(qv_work *work, quaver_handle h, const quaver_tensor *x, const q
                            QV_ROWWISE_X(x->dtype) | QV_ROWWISE_DTYPE(q->dtype) |
                                QV_ROWWISE_POWER_OF_TWO(o->power_of_two), /* the first fields of both are the same */
                            x);
-    call->across = 0;
+    call->one_axis = 1;
     qv_pointer(call, x->data), qv_pointer(call, q->data), qv_pointer(call, q->scale);
     if (amaxes && !wide) qv_pointer(call, amaxes);
     matrix(call, x);
@@ -111,10 +109,9 @@ static quaver_status by_rows(qv_work *work, quaver_handle h, const quaver_tensor
                            QV_COLUMNWISE_X(x->dtype) | QV_COLUMNWISE_DTYPE(qt->dtype) |
                                QV_COLUMNWISE_POWER_OF_TWO(o->power_of_two),
                            x);
-    call->down = 16 * lines(x->rows);
     qv_pointer(call, x->data), qv_pointer(call, qt->data), qv_pointer(call, qt->scale), qv_pointer(call, amaxes);
     matrix(call, x);
-    qv_int(call, lines(x->rows)), qv_int(call, qv_up(call->down, 128));
+    qv_int(call, lines(x->rows)), qv_int(call, qv_up(x->rows, 128));
     return QUAVER_OK;
 }
 
