@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ STUB = Path(__file__).parent / "stub"
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 WARNINGS = "-Wall", "-Wextra", "-Wconversion", "-Werror"
 
-# quaver_dtype, quaver_block and quaver_status of quaver.h
+# quaver_dtype, quaver_block and quaver_status of the header
 BF16, F16, F32, E4M3, E5M2, E2M1 = range(6)
 NONE, TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX, MX_SQUARE, NV, NV_SQUARE = range(9)
 (
@@ -74,6 +75,59 @@ class Options(ct.Structure):
         super().__init__(**{"size": ct.sizeof(Options), "power_of_two": 1, **values})
 
 
+class NormOptions(ct.Structure):
+    """quaver_norm_options."""
+
+    _fields_ = [
+        ("size", ct.c_uint32),
+        ("centred", ct.c_int32),
+        ("eps", ct.c_float),
+        ("reserved", ct.c_uint32),
+        ("gamma", ct.c_void_p),
+        ("beta", ct.c_void_p),
+    ]
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"size": ct.sizeof(NormOptions), "eps": 1e-6, **values})
+
+
+class Loss(ct.Structure):
+    """quaver_loss."""
+
+    _fields_ = [
+        ("size", ct.c_uint32),
+        ("gradient", ct.c_int32),
+        ("ignore_index", ct.c_int32),
+        ("label_smoothing", ct.c_float),
+        ("z_loss", ct.c_float),
+        ("soft_cap", ct.c_float),
+        ("weights", ct.c_void_p),
+    ]
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"size": ct.sizeof(Loss), **values})
+
+
+class History(ct.Structure):
+    """quaver_history."""
+
+    _fields_ = [
+        ("size", ct.c_uint32),
+        ("layers", ct.c_int32),
+        ("length", ct.c_int32),
+        ("step", ct.c_int32),
+        ("column_step", ct.c_int32),
+        ("margin", ct.c_int32),
+        ("most_recent", ct.c_int32),
+        ("power_of_two", ct.c_int32),
+        ("dtypes", ct.c_int32 * 3),
+        ("reserved", ct.c_uint32),
+    ]
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"size": ct.sizeof(History), **values})
+
+
 def build_stub(folder: Path) -> Path:
     """Compile the stub driver; returns the folder of libcuda.so.1."""
     folder.mkdir(exist_ok=True)
@@ -110,11 +164,12 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.c = ct.CDLL(str(path))
-        for name in ("quaver_row_bytes", "quaver_scale_bytes", "quaver_workspace_bytes"):
+        for name in ("quaver_row_bytes", "quaver_scale_bytes", "quaver_workspace_bytes", "quaver_norm_partial_bytes"):
             getattr(self.c, name).restype = ct.c_int64
         self.c.quaver_row_bytes.argtypes = [ct.c_int64, ct.c_int]
         self.c.quaver_scale_bytes.argtypes = [ct.c_int64, ct.c_int64, ct.c_int]
         self.c.quaver_workspace_bytes.argtypes = [ct.c_int64]
+        self.c.quaver_norm_partial_bytes.argtypes = [ct.c_void_p, ct.c_int64, ct.c_int64, ct.c_int32]
         for name in ("quaver_status_text", "quaver_build"):
             getattr(self.c, name).restype = ct.c_char_p
         self.handle = ct.c_void_p()
@@ -141,6 +196,42 @@ class Library:
 
     def dequantize(self, q: Matrix | None, y: Matrix | None, power_of_two: int = 1) -> int:
         status: int = self.c.quaver_dequantize(self.handle, None, _reference(q), _reference(y), power_of_two)
+        return status
+
+    def roll(self, history: History | None, table: int, factors: int) -> int:
+        pointers = ct.c_void_p(table), ct.c_void_p(factors)
+        status: int = self.c.quaver_roll(self.handle, None, _reference(history), *pointers)
+        return status
+
+    def activate(self, kind: int, gate: Matrix | None, value: Matrix | None, y: Matrix | None, *limits: float) -> int:
+        pointers = map(_reference, (gate, value, y))
+        status: int = self.c.quaver_activate(self.handle, None, kind, *pointers, *map(ct.c_float, limits or (0, 0)))
+        return status
+
+    def activate_backward(self, kind: int, *matrices: Matrix | None, limits: Sequence[float] = (0, 0)) -> int:
+        """matrices: grad, gate, value, of_gate, of_value."""
+        pointers = map(_reference, matrices)
+        status: int = self.c.quaver_activate_backward(self.handle, None, kind, *pointers, *map(ct.c_float, limits))
+        return status
+
+    def norm(self, options: NormOptions | None, x: Matrix | None, y: Matrix | None, mean: int, inverse: int) -> int:
+        pointers = *map(_reference, (options, x, y)), ct.c_void_p(mean), ct.c_void_p(inverse)
+        status: int = self.c.quaver_norm(self.handle, None, *pointers)
+        return status
+
+    def norm_backward(
+        self, options: NormOptions | None, matrices: Sequence[Matrix | None], addresses: Sequence[int]
+    ) -> int:
+        """matrices: grad, x, dx. addresses: mean, inverse, of_gamma, of_beta, partial."""
+        grad, x, dx = map(_reference, matrices)
+        mean, inverse, *others = map(ct.c_void_p, addresses)
+        pointers = grad, x, mean, inverse, dx, *others
+        status: int = self.c.quaver_norm_backward(self.handle, None, _reference(options), *pointers)
+        return status
+
+    def cross_entropy(self, options: Loss | None, logits: Matrix | None, targets: int, losses: int) -> int:
+        pointers = _reference(options), _reference(logits), ct.c_void_p(targets), ct.c_void_p(losses)
+        status: int = self.c.quaver_cross_entropy(self.handle, None, *pointers)
         return status
 
     def text(self, status: int) -> str:

@@ -9,6 +9,7 @@ import ctypes as ct
 import json
 import os
 import random
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,15 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.capi.variants import FIELD_BITS, key_of
+from quaver.capi.variants import FIELD_BITS, Variant, key_of
 from quaver.recipes.formats import E2M1 as FP4
 from quaver.recipes.formats import E4M3 as FP8
 from quaver.recipes.formats import E5M2 as FP8_WIDE
-from quaver.recipes.spec import QuantSpec
-from quaver.torch.backends.gpu import block_scaled, decode, launch, rowwise, tensorwise
+from quaver.recipes.spec import Delayed, QuantSpec
+from quaver.torch.backends.gpu import activation, block_scaled, cross_entropy, decode, launch, norm, rowwise, tensorwise
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.state.history import roll_gpu
 from tests.native import library
-from tests.native.library import Library, Log, Matrix, Options, exported
+from tests.native.library import History, Library, Log, Loss, Matrix, NormOptions, Options, exported
 
 DTYPES = {torch.bfloat16: library.BF16, torch.float16: library.F16, torch.float32: library.F32}
 FORMATS = {"e4m3": library.E4M3, "e5m2": library.E5M2, "e2m1": library.E2M1}
@@ -72,8 +74,7 @@ def arguments_of(described: launch.KernelLaunch) -> list[str]:
 
 
 def block_of(described: launch.KernelLaunch) -> tuple[int, int]:
-    constants = described.constants
-    return constants.get("BM", 1) * constants.get("STEPS", 1), constants.get("BN", 1)
+    return Variant(described, 0).block
 
 
 class Described:
@@ -85,7 +86,7 @@ class Described:
 
     def _compiled(self, described: launch.KernelLaunch, tensors: Any, numbers: Any) -> Callable[..., None]:
         def run(*tensors_in: Tensor | None) -> None:
-            given = [None if t is None else t.data_ptr() for t in tensors_in] + list(numbers)
+            given = [None if t is None else t.data_ptr() for t in tensors_in] + [_bits(n) for n in numbers]
             values = dict(zip(described.fn.arg_names, given, strict=False))
             kept = {name: values[name] & _mask(described.signature[name]) for name in arguments_of(described)}
             grid, threads = list(described.grid), 32 * described.warps
@@ -100,7 +101,12 @@ class Described:
 
 
 def _mask(kind: str) -> int:
-    return 2 ** (32 if kind == "i32" else 64) - 1
+    return 2 ** (32 if kind in ("i32", "fp32") else 64) - 1
+
+
+def _bits(number: int | float) -> int:
+    """Return a number as a kernel gets it: a float as float32."""
+    return number if isinstance(number, int) else struct.unpack("<i", struct.pack("<f", number))[0]
 
 
 class Launched:
@@ -287,6 +293,146 @@ class Drawn:
 
         return Call(f"dequantize {spec} [{rows}, {columns}] to {dtype}", lambda: decode.decode(q, dtype), c)
 
+    def _delayed(self) -> Call:
+        length, layers = self.random.choice([1, 5, 15, 16, 17, 100, 128, 1000, 1024]), self.random.choice([1, 3, 64])
+        contiguous = self.random.random() < 0.5
+        history = torch.zeros(length, 3) if contiguous else torch.zeros(3, length).t()
+        formats = [(FP8,) * 3] if self.small else [(FP8,) * 3, (FP8, FP8, FP8_WIDE), (FP8_WIDE,) * 3]
+        chosen, kind = self.random.choice(formats), self._kind()
+        specs: Any = tuple(QuantSpec(format, scale=kind) for format in chosen)
+        algorithm: Any = self.random.choice(["max", "most_recent"])
+        delayed = Delayed(length=length, margin=self.random.choice([0, 0, 1, 512]), algorithm=algorithm)
+        table = torch.zeros(layers, 2, dtype=torch.int64)
+        given = History(
+            layers=layers,
+            length=length,
+            step=history.stride(0),
+            column_step=history.stride(1),
+            margin=delayed.margin,
+            most_recent=algorithm != "max",
+            power_of_two=kind == "power_of_two",
+            dtypes=(ct.c_int32 * 3)(*(FORMATS[format.name] for format in chosen)),
+        )
+        return Call(
+            f"roll {layers} histories of {length} {specs} {delayed}",
+            lambda: roll_gpu.launch(table, history, delayed, specs),
+            lambda lib, python: lib.roll(given, table.data_ptr(), python[0].values["factors"]),
+        )
+
+    def _activation(self) -> Call:
+        name = self.random.choice(list(activation.KINDS))
+        number, kind = list(activation.KINDS).index(name), activation.KINDS[name]
+        gate, m_gate = self._matrix()
+        shape, gap = gate.shape, self.random.choice([0, 0, 16, 3])
+        if shape[0] == 1:  # whose stride Python does not look at
+            m_gate.stride, gap = shape[1], 0
+        limits = (7.0, 1.702) if kind.clamped else ()
+
+        def other() -> tuple[Tensor, Matrix]:
+            x = torch.empty(shape[0], shape[1] + gap, dtype=gate.dtype)[:, : shape[1]]
+            return x, _plain(x)
+
+        def out(name: str, values: dict[str, int], stride: int) -> Matrix:
+            given = {"rows": shape[0], "columns": shape[1], "dtype": m_gate.dtype}
+            return Matrix(**given, stride=stride, data=values.get(name, 0))
+
+        (value, m_value), (grad, m_grad) = other(), other()
+        x = (gate, value) if kind.gated else (gate,)
+        if self.random.random() < 0.5:
+            return Call(
+                f"{name} of {shape} {gate.dtype} {gate.stride()} {gap}",
+                lambda: activation.forward(name, limits, x),
+                lambda lib, python: lib.activate(
+                    number,
+                    m_gate,
+                    m_value if kind.gated else None,
+                    Matrix(
+                        rows=shape[0], columns=shape[1], stride=shape[1], dtype=m_gate.dtype, data=python[0].values["y"]
+                    ),
+                    *limits,
+                ),
+            )
+
+        def backward(lib: Library, python: list[Launch]) -> int:
+            values = python[0].values
+            of_gate, of_value = (out(of, values, values[f"{of}_stride"]) for of in ("of_gate", "of_value"))
+            given = (m_grad, m_gate, m_value, of_gate, of_value)
+            if not kind.gated:
+                given = (m_grad, m_gate, None, of_gate, None)
+            return lib.activate_backward(number, *given, limits=limits or (0, 0))
+
+        return Call(
+            f"backward of {name} of {shape} {gate.dtype} {gate.stride()} {gap}",
+            lambda: activation.backward(name, limits, grad, x),
+            backward,
+        )
+
+    def _norm(self) -> Call:
+        most = 256 if self.small else 16384
+        columns = self.random.choice(
+            [n for n in (8, 16, 248, 256, 264, 504, 1024, 2040, 4096, 4104, 8192, 16384) if n <= most]
+        )
+        if columns < most:
+            columns += self.random.choice([0, 0, 8, 16 * self.random.randrange(1, columns // 16 + 2)])
+            columns = min(columns, most)
+        rows, dtype = self.random.choice([1, 7, 64, 264, 272, 1000, 2000]), self.random.choice(self.dtypes)
+        stride = columns + self.random.choice([0, 0, 8, 16]) * (rows > 1)
+        x = torch.empty(rows, stride, dtype=dtype)[:, :columns]
+        centred = self.random.random() < 0.5
+        gamma, beta = torch.empty(columns, dtype=dtype), torch.empty(columns, dtype=dtype)
+        name, shift = ("LayerNorm", beta) if centred else ("RMSNorm", None)
+        options = NormOptions(centred=centred, gamma=gamma.data_ptr(), beta=beta.data_ptr() if centred else 0)
+        text = f"{name} of {(rows, columns)} {dtype} {stride}"
+
+        def out(data: int) -> Matrix:
+            return Matrix(rows=rows, columns=columns, stride=columns, dtype=DTYPES[dtype], data=data)
+
+        def forward(lib: Library, python: list[Launch]) -> int:
+            values = python[0].values
+            return lib.norm(options, _plain(x), out(values["y"]), values["mean"], values["inverse"])
+
+        if columns > 8192 or self.random.random() < 0.5:
+            return Call(text, lambda: norm.normalized(x, gamma, shift, name, 1e-6), forward)
+        mean, inverse = (torch.empty(rows if wanted else 0, 1) for wanted in (centred, True))
+
+        def backward(lib: Library, python: list[Launch]) -> int:
+            values, last = python[0].values, python[1].values
+            addresses = values["mean"], values["inverse"], last["out"], last.get("second", 0), values["partial"]
+            size = lib.c.quaver_norm_partial_bytes(lib.handle, rows, columns, int(centred))
+            assert size == 4 * values["programs"] * values["width"]
+            return lib.norm_backward(options, (_plain(x), _plain(x), out(values["dx"])), addresses)
+
+        return Call(
+            f"backward of {text}",
+            lambda: norm.backward(x, x, gamma, shift, mean, inverse, name),
+            backward,
+        )
+
+    def _cross_entropy(self) -> Call:
+        rows, columns = self.random.choice([1, 7, 100, 1000]), self.random.choice([1, 1000, 4096, 8192, 8208, 4097])
+        dtype, gap = self.random.choice(self.dtypes), self.random.choice([0, 0, 16, 3])
+        logits = torch.empty(rows, columns + gap, dtype=dtype)[:, :columns]
+        targets, weights = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+        gradient, weighted = self.random.choice([(False, False), (True, False), (True, True)])
+        smoothing, z_loss, cap = (self.random.choice([0.0, 0.125]) for _ in range(3))
+        options = Loss(gradient=gradient, ignore_index=-100, label_smoothing=smoothing, z_loss=z_loss, soft_cap=cap)
+        if weighted:
+            options.weights = weights.data_ptr()
+        rule = (-100, smoothing, z_loss, cap)
+        return Call(
+            f"cross entropy of {(rows, columns)} {dtype} {gap} {rule} {gradient} {weighted}",
+            lambda: cross_entropy.rows(logits, targets, weights if weighted else None, gradient, rule),
+            lambda lib, python: lib.cross_entropy(
+                options, _plain(logits), targets.data_ptr(), python[0].values["losses"]
+            ),
+        )
+
+
+def _plain(x: Tensor) -> Matrix:
+    """Describe values for C."""
+    rows, columns = x.shape
+    return Matrix(rows=rows, columns=columns, stride=x.stride(0), dtype=DTYPES[x.dtype], data=x.data_ptr())
+
 
 def _operand(spec: QuantSpec, rows: int, columns: int) -> Quantized:
     """Return an operand of zeros in the layout that the kernels write."""
@@ -410,9 +556,9 @@ class Comparison:
 
 
 def _without_blocks(key: int, fields: list[str], same: bool) -> int:
-    """Return a key without what depends on the block, unless blocks are the same."""
+    """Return a key without what depends on the block, unless blocks are the same, and without a roll's block."""
     for i, field in enumerate(fields):
-        if field in ("TALL", "BN") and not same:
+        if field == "BLOCK" or (field in ("TALL", "BN") and not same):
             key &= ~(2**FIELD_BITS - 1 << FIELD_BITS * i)
     return key
 
@@ -423,12 +569,14 @@ def _grid(block: tuple[int, int], expected: Launch) -> list[int]:
     down, across = -(-rows // block[0]), -(-columns // block[1])
     if expected.kernel == "rowwise":
         return [down, 1, 1]
+    if expected.kernel == "activate":
+        return [down, across, 1]
     return [down, across, 1] if down > tensorwise.SECOND_AXIS else [across, down, 1]
 
 
 def _holds(variant: dict[str, Any], values: dict[str, int]) -> bool:
     rows, columns = variant["block"]
-    whole = not variant["whole_blocks"] or (values["rows"] % rows == 0 and values["columns"] % columns == 0)
+    whole = not variant["whole_blocks"] or (values.get("rows", 0) % rows == 0 and values["columns"] % columns == 0)
     return whole and all(values[name] % 16 == 0 for name in variant["multiples_of_16"])
 
 

@@ -2,16 +2,28 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quaver.recipes.formats import E2M1, E4M3, E5M2, Format
-from quaver.recipes.spec import QuantSpec
-from quaver.torch.backends.gpu import block_scaled, decode, launch, rowwise, tensorwise
+from quaver.recipes.spec import Delayed, QuantSpec
+from quaver.torch.backends.gpu import (
+    activation,
+    block_scaled,
+    cross_entropy,
+    decode,
+    launch,
+    norm,
+    rowwise,
+    tensorwise,
+)
+from quaver.torch.backends.gpu.buffers import whole
 from quaver.torch.backends.gpu.launch import KernelLaunch
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.state.history import roll_gpu
 
 #: dtypes of values, by the names of the command line.
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -21,7 +33,7 @@ WIDTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What to export."""
+    """Kernels to export."""
 
     families: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
@@ -154,6 +166,85 @@ def _operand(spec: QuantSpec, shape: tuple[int, int]) -> Quantized:
     return q
 
 
+#: Lengths of scaling histories that a roll reads at once; shorter ones take the next.
+HISTORIES = 16, 128, 1024
+
+
+def _delayed(selection: Selection) -> Iterator[Call]:
+    table = torch.empty((2, 2), dtype=torch.int64, device="meta")
+    e4m3, e5m2 = ([QuantSpec(format, scale=kind) for kind in _scale_kinds(selection)] for format in (E4M3, E5M2))
+    for length in HISTORIES:
+        history = torch.empty((length - 1, 3), device="meta")
+        for algorithm in ("max", "most_recent"):
+            delayed = Delayed(length=length - 1, algorithm=algorithm)
+            for forward, gradient in zip(e4m3, e5m2, strict=True):
+                for specs in ((forward,) * 3, (forward, forward, gradient), (gradient,) * 3):
+                    yield lambda h=history, d=delayed, s=specs: roll_gpu.launch(table, h, d, s)
+
+
+# ---- layers ----
+
+
+def _activation(selection: Selection) -> Iterator[Call]:
+    for dtype in selection.dtypes:
+        for (rows, columns), (_, gap) in zip(SHAPES[:3], ((0, 0), (0, 0), (0, 3)), strict=True):
+            memory = [torch.empty((rows, columns + gap), dtype=dtype, device="meta")[:, :columns] for _ in range(3)]
+            gate, value, grad = memory
+            for name, kind in activation.KINDS.items():
+                options, x = (7.0, 1.702) if kind.clamped else (), (gate, value) if kind.gated else (gate,)
+                yield lambda name=name, options=options, x=x: activation.forward(name, options, x)
+                yield lambda name=name, options=options, x=x, grad=grad: activation.backward(name, options, grad, x)
+
+
+def _norm(selection: Selection) -> Iterator[Call]:
+    for dtype in selection.dtypes:
+        yield lambda dtype=dtype: _sums(dtype)
+        for width in selection.widths:
+            # Columns and strides, each a multiple of 16 or not.
+            for columns, stride in (
+                (width, width),
+                (width - 16, width),
+                (width - 16, width - 8),
+                (width - 8, width),
+                (width - 8, width - 8),
+            ):
+                x = torch.empty((1021, stride), dtype=dtype, device="meta")[:, :columns]
+                gamma = torch.empty(columns, dtype=dtype, device="meta")
+                for normalization, beta in (("RMSNorm", None), ("LayerNorm", gamma)):
+                    yield lambda x=x, g=gamma, b=beta, n=normalization: _norm_and_backward(x, g, b, n)
+
+
+def _sums(dtype: torch.dtype) -> None:
+    """Launch sums of partial gradients, of whole blocks and of a number of columns that no norm has."""
+    for programs, columns in ((256, 1024), (264, 1001)):
+        for splits in (1, 2):
+            partial = whole((programs, splits * columns), torch.float32)
+            out = [whole((columns,), dtype) for _ in range(splits)]
+            cross_entropy.sum_launch(partial, out[0], *partial.shape, *out[1:]).compiled(torch.device("meta"))
+
+
+def _norm_and_backward(x: Tensor, gamma: Tensor, beta: Tensor | None, normalization: str) -> None:
+    norm.normalized(x, gamma, beta, normalization, 1e-6)
+    if x.shape[1] <= norm.WIDEST_BACKWARD:
+        rows = torch.empty((x.shape[0], 1), device="meta")
+        norm.backward(x, x, gamma, beta, rows, rows, normalization)
+
+
+def _cross_entropy(selection: Selection) -> Iterator[Call]:
+    for dtype in selection.dtypes:
+        for columns, stride in ((32768, 32768), (32016, 32016), (32017, 32019)):
+            logits = torch.empty((1021, stride), dtype=dtype, device="meta")[:, :columns]
+            targets = torch.empty(1021, dtype=torch.int64, device="meta")
+            weights = torch.empty(1021, device="meta")
+            for gradient, given in ((False, None), (True, None), (True, weights)):
+                for smoothing, z_loss, cap in product((0.0, 0.1), repeat=3):
+                    yield (
+                        lambda x=logits, t=targets, w=given, g=gradient, rule=(-100, smoothing, z_loss, cap): (
+                            cross_entropy.rows(x, t, w, g, rule)
+                        )
+                    )
+
+
 #: Calls of each family of the command line's --families.
 FAMILIES: dict[str, Callable[[Selection], Iterator[Call]]] = {
     "tensor": _tensor,
@@ -162,11 +253,15 @@ FAMILIES: dict[str, Callable[[Selection], Iterator[Call]]] = {
     "mx": _mx,
     "nv": _nv,
     "dequantize": _dequantize,
+    "delayed": _delayed,
+    "norm": _norm,
+    "activation": _activation,
+    "cross_entropy": _cross_entropy,
 }
 
 
 def record(selection: Selection, arch: int) -> list[KernelLaunch]:
-    """Return what the chosen calls launch on sm_`arch`."""
+    """Return the launches of the chosen calls on sm_`arch`."""
     with launch.recording(arch) as launches:
         for family in selection.families:
             before = len(launches)

@@ -37,16 +37,52 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "nvfp4_down": _TWO_LEVELS,
     "rotated_amax": ("x", "DOWN"),
     "decode": ("out", "CODES", "KIND", "BR", "BC", "POWER_OF_TWO"),
+    "roll": ("LARGEST", "POWER0", "EMAX0", "EMAX1", "EMAX2", "BLOCK"),
+    "activate": ("gate", "F", "GATED", "MODE"),
+    "activate_backward": ("gate", "F", "GATED"),
+    "norm": ("x", "gamma", "beta", "CENTRED", "MODE", "BN"),
+    "norm_backward": ("x", "gamma", "CENTRED", "BETA", "BN"),
+    "column_sums": ("x", "out", "second"),
+    "cross_entropy": ("logits", "weights", "SMOOTHING", "Z_LOSS", "CAP", "GRADIENT"),
 }
 #: Arguments of the caller: a variant assumes that all of them are multiples of 16, or none.
 INPUTS = {"x", "columns", "stride"}
-OTHER_INPUTS = {"decode": {"out", "columns", "stride", "out_stride"}}
+OTHER_INPUTS = {
+    "decode": {"out", "columns", "stride", "out_stride"},
+    "activate": {"gate", "value", "y", "columns", "gate_stride", "value_stride"},
+    "activate_backward": {
+        "grad", "gate", "value", "of_gate", "of_value",
+        "columns", "grad_stride", "gate_stride", "value_stride", "of_gate_stride", "of_value_stride",
+    },
+    "cross_entropy": {"logits", "columns", "buffer", "stride"},
+    "column_sums": {"columns", "stride"},
+    "roll": set(),
+}  # fmt: skip
+#: Kernels whose sums depend on what they assume: a variant keeps each of these assumptions that Python's launch has.
+EACH = {
+    "norm": {"columns", "stride", "q_stride"},
+    "norm_backward": {"columns", "grad_stride", "stride"},
+}
 #: Arguments that the C API guarantees to be multiples of 16 wherever Python's are: checked pointers, padded rows.
 GUARANTEED = {"q", "qt", "s", "s4", "st", "scale", "transposed_scale", "work", "amax_values", "q_stride"}
+#: Addresses that the C API requires to be multiples of 16 for these kernels.
+ALSO_GUARANTEED = {
+    "norm": {"x", "gamma", "beta", "y"},
+    "norm_backward": {"grad", "x", "gamma", "dx", "partial"},
+    "column_sums": {"x", "out", "second"},
+}
 #: Arguments that are multiples of 16 for most shapes whose blocks are whole.
 USUAL = {"qt_stride4", "q_stride4"}
 #: Constants that a variant has beside its key: its blocks.
-BLOCKS = {"BM", "BN", "STEPS", "EVEN"}
+BLOCKS = {"BM", "BN", "STEPS", "EVEN", "RAGGED", "VECTOR"}
+#: Formulas of activations, in the order of their values in a key.
+FORMULAS = (
+    "linear", "gelu", "gelu_exact", "quick_gelu", "relu", "squared_relu", "silu", "sigmoid", "clamped_silu",
+)  # fmt: skip
+#: Values of the norms' and activations' MODE.
+MODES = ("none",)
+#: Value of an absent argument in a key.
+ABSENT = 15
 
 
 @dataclass(frozen=True)
@@ -73,18 +109,25 @@ class Variant:
     @property
     def whole(self) -> bool:
         """True if blocks must cover the matrix exactly."""
-        return bool(self.launch.constants.get("EVEN"))
+        constants = self.launch.constants
+        return bool(constants.get("EVEN")) or constants.get("RAGGED") is False
 
     @property
     def general(self) -> bool:
         """True if the C API guarantees all assumptions."""
-        return not self.whole and set(self.launch.divisible) <= GUARANTEED
+        return not self.whole and set(self.launch.divisible) <= guaranteed(self.kernel)
 
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns that a program covers; 1 for an axis without blocks."""
         constants = self.launch.constants
-        return constants.get("BM", 1) * constants.get("STEPS", 1), constants.get("BN", 1)
+        columns = constants["BLOCK"] if self.kernel == "cross_entropy" else constants.get("BN", 1)
+        return constants.get("BM", 1) * constants.get("STEPS", 1), columns
+
+
+def guaranteed(kernel: str) -> set[str]:
+    """Return the arguments of a kernel that are multiples of 16 wherever Python's are."""
+    return GUARANTEED | ALSO_GUARANTEED.get(kernel, set())
 
 
 def variants(launches: Iterable[KernelLaunch]) -> list[Variant]:
@@ -108,8 +151,10 @@ def _variant(launch: KernelLaunch) -> Variant:
     name = launch.fn.__name__
     if name not in FIELDS:
         raise ValueError(f"{name} is no kernel of the C API; add the fields of its key to {__name__}.FIELDS")
-    inputs = OTHER_INPUTS.get(name, INPUTS)
-    kept = GUARANTEED | (inputs | USUAL if inputs <= set(launch.divisible) else set())
+    inputs = {one for one in OTHER_INPUTS.get(name, INPUTS) if launch.signature[one] != "constexpr"}
+    kept = guaranteed(name) | EACH.get(name, set())
+    if name not in EACH and inputs <= set(launch.divisible):
+        kept |= inputs | USUAL
     divisible = tuple(given for given in launch.divisible if given in kept)
     return Variant(replace(launch, divisible=divisible), key_of(launch))
 
@@ -128,6 +173,12 @@ ENCODINGS: dict[str, Callable[[Any], int]] = {
     "BR": lambda side: side.bit_length(),
     "BC": lambda side: side.bit_length(),
     "BN": lambda side: side.bit_length() - 1,
+    "BLOCK": lambda side: side.bit_length() - 1,
+    "F": lambda function: FORMULAS.index(function.__name__),
+    "MODE": MODES.index,
+    "EMAX0": lambda emax: int(emax > 8),
+    "EMAX1": lambda emax: int(emax > 8),
+    "EMAX2": lambda emax: int(emax > 8),
 }
 
 
@@ -135,6 +186,8 @@ def _value(launch: KernelLaunch, field: str) -> int:
     if launch.signature[field] != "constexpr":
         return DTYPES[launch.signature[field].removeprefix("*")]
     value = launch.constants[field]
+    if value is None and field not in ENCODINGS:
+        return ABSENT
     code = ENCODINGS[field](value) if field in ENCODINGS else int(bool(value))
     assert 0 <= code < 1 << FIELD_BITS, f"{field} = {value} does not fit a field of a key"
     return code
@@ -146,7 +199,7 @@ def _check_keys(order: list[Variant]) -> None:
         by_key.setdefault((variant.kernel, variant.key), []).append(variant)
     for (kernel, key), ones in by_key.items():
         if not any(one.general for one in ones):
-            assumed = sorted(set(ones[-1].launch.divisible) - GUARANTEED) or ["whole blocks"]
+            assumed = sorted(set(ones[-1].launch.divisible) - guaranteed(kernel)) or ["whole blocks"]
             raise ValueError(
                 f"{kernel} has no general variant of key {key:#x}: its least special one assumes {', '.join(assumed)}"
             )

@@ -174,14 +174,14 @@ quaver_status qv_find(quaver_handle h, qv_call *call) {
         const qv_variant *v = &kernel->variants[i];
         /* The grid is the variant's, because its blocks are. */
         int64_t down = call->programs ? call->programs : qv_up(call->rows, v->bm);
-        int64_t across = call->one_axis ? 1 : qv_up(call->columns, v->bn);
-        int tall = !call->one_axis && down > SECOND_AXIS;
+        int64_t across = call->axes == QV_ROWS_ONLY ? 1 : qv_up(call->columns, v->bn);
+        int tall = call->axes == QV_COLUMNS_FIRST && down > SECOND_AXIS;
         if (v->key != (call->key | (tall ? call->tall : 0)) || v->arguments != call->n) continue;
         if (call->programs_at >= 0) call->value[call->programs_at] = (uint32_t)(down * across);
         int whole = call->rows % v->bm == 0 && call->columns % v->bn == 0;
         if ((v->whole && !whole) || (v->assumes & ~multiples(call))) continue;
-        if (tall && !call->tall) return QUAVER_ERROR_SHAPE;
-        int swapped = tall || call->one_axis; /* rows are the first axis */
+        int swapped = tall || call->axes != QV_COLUMNS_FIRST; /* rows are the first axis */
+        if ((tall && !call->tall) || (swapped && across > SECOND_AXIS)) return QUAVER_ERROR_SHAPE;
         call->variant = v;
         call->grid[0] = (unsigned)(swapped ? down : across), call->grid[1] = (unsigned)(swapped ? across : down);
         return h->slots[v->slot].function ? QUAVER_OK : load(h, v);

@@ -117,6 +117,94 @@ QUAVER_API quaver_status quaver_quantize(quaver_handle handle, void *stream, con
 QUAVER_API quaver_status quaver_dequantize(quaver_handle handle, void *stream, const quaver_tensor *q,
                                            const quaver_tensor *y, int32_t power_of_two);
 
+/* ---- delayed scaling ---- */
+
+typedef struct {
+    uint32_t size;         /* sizeof(quaver_history) */
+    int32_t layers;
+    int32_t length;        /* steps of a history, at most 1024 */
+    int32_t step;          /* between consecutive values of a column, and between the three columns */
+    int32_t column_step;
+    int32_t margin;        /* factors are divided by 2^margin */
+    int32_t most_recent;   /* 1: from the newest amax; 0: from the largest of the history */
+    int32_t power_of_two;  /* of the factors */
+    int32_t dtypes[3];     /* of the columns: QUAVER_E4M3 or QUAVER_E5M2; by default of input, weight, gradient */
+    uint32_t reserved;     /* 0 */
+} quaver_history;
+
+/* Roll the histories of a model in one launch: each column takes the newest amax, which becomes 0, and its factor
+ * follows. table: int64 [layers][2] on the device: addresses of a history, float [length][3], and of its factors,
+ * float [3]. factors: float [layers][3], receives a copy of all factors. Formats other than E4M3 everywhere, E5M2
+ * everywhere, and E4M3, E4M3, E5M2 are not exported. */
+QUAVER_API quaver_status quaver_roll(quaver_handle handle, void *stream, const quaver_history *history,
+                                     const void *table, float *factors);
+
+/* ---- layers ---- */
+
+typedef enum {
+    QUAVER_LINEAR, /* y = x */
+    QUAVER_GELU,   /* by tanh */
+    QUAVER_GELU_EXACT,
+    QUAVER_QUICK_GELU,
+    QUAVER_RELU,
+    QUAVER_SQUARED_RELU,
+    QUAVER_SILU,
+    QUAVER_GLU, /* from here on y = f(gate) * value */
+    QUAVER_GEGLU,
+    QUAVER_GEGLU_EXACT,
+    QUAVER_QUICK_GEGLU,
+    QUAVER_REGLU,
+    QUAVER_SQUARED_REGLU,
+    QUAVER_SWIGLU,
+    QUAVER_CLAMPED_SWIGLU /* of gpt-oss, with limit and alpha */
+} quaver_activation;
+
+/* y = f(gate) or f(gate) * value, in one dtype; value is NULL unless gated. y is contiguous. Gate and value may be halves
+ * of one matrix. limit, alpha: of QUAVER_CLAMPED_SWIGLU, else ignored. Relative RMS error at most 1e-6 before rounding. */
+QUAVER_API quaver_status quaver_activate(quaver_handle handle, void *stream, quaver_activation activation,
+                                         const quaver_tensor *gate, const quaver_tensor *value, const quaver_tensor *y,
+                                         float limit, float alpha);
+QUAVER_API quaver_status quaver_activate_backward(quaver_handle handle, void *stream, quaver_activation activation,
+                                                  const quaver_tensor *grad, const quaver_tensor *gate,
+                                                  const quaver_tensor *value, const quaver_tensor *of_gate,
+                                                  const quaver_tensor *of_value, float limit, float alpha);
+
+typedef struct {
+    uint32_t size;       /* sizeof(quaver_norm_options) */
+    int32_t centred;     /* 1: LayerNorm, 0: RMSNorm */
+    float eps;
+    uint32_t reserved;   /* 0 */
+    const void *gamma;   /* [columns] in x's dtype */
+    const void *beta;    /* the same of LayerNorm; NULL of RMSNorm */
+} quaver_norm_options;
+
+/* y = normalized x, gamma and beta. columns and strides are multiples of 8, addresses of 16; at most 16384 columns, and
+ * 8192 backward. y is contiguous. mean (NULL of RMSNorm), inverse: float [rows], which backward reads. Relative RMS
+ * error at most 1e-6 before rounding. */
+QUAVER_API quaver_status quaver_norm(quaver_handle handle, void *stream, const quaver_norm_options *options,
+                                     const quaver_tensor *x, const quaver_tensor *y, float *mean, float *inverse);
+/* Gradients of x, contiguous, and of gamma and beta, in x's dtype. partial: quaver_norm_partial_bytes of device memory.
+ * Deterministic. */
+QUAVER_API quaver_status quaver_norm_backward(quaver_handle handle, void *stream, const quaver_norm_options *options,
+                                              const quaver_tensor *grad, const quaver_tensor *x, const float *mean,
+                                              const float *inverse, const quaver_tensor *dx, void *of_gamma,
+                                              void *of_beta, float *partial);
+QUAVER_API int64_t quaver_norm_partial_bytes(quaver_handle handle, int64_t rows, int64_t columns, int32_t centred);
+
+typedef struct {
+    uint32_t size;          /* sizeof(quaver_loss) */
+    int32_t gradient;       /* 1: overwrite the logits by the gradient of the loss */
+    int32_t ignore_index;   /* targets with this value have loss and gradient 0 */
+    float label_smoothing;  /* 0 disables a term */
+    float z_loss;
+    float soft_cap;
+    const float *weights;   /* float [rows], by which gradients are multiplied, or NULL */
+} quaver_loss;
+
+/* Cross entropy of logits [rows, columns], whose targets are int64 [rows]: losses, float [rows]. */
+QUAVER_API quaver_status quaver_cross_entropy(quaver_handle handle, void *stream, const quaver_loss *options,
+                                              const quaver_tensor *logits, const int64_t *targets, float *losses);
+
 #ifdef __cplusplus
 }
 #endif

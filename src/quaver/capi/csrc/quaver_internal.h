@@ -35,8 +35,8 @@ typedef struct {
     uint64_t key;
     uint64_t tall;          /* key bits if rows are the grid's first axis, or 0 if no such kernels exist */
     int64_t rows, columns;  /* of the matrix */
-    int one_axis;           /* 1: programs take whole rows */
-    int64_t programs;       /* number of programs of a grid that does not follow from blocks, or 0 */
+    int axes;               /* of the grid: qv_axes */
+    int64_t programs;       /* programs along the rows, or 0: blocks that cover them */
     int programs_at;        /* position of the argument that takes the number of programs, or -1 */
     int n;
     uint64_t value[QV_ARGUMENTS];
@@ -51,6 +51,9 @@ typedef struct {
     struct { void *data; int64_t bytes; } zeros[2]; /* buffers to fill with zeros before */
 } qv_work;
 
+/* Axes of a grid: columns first unless there are too many rows, rows first, or rows only. */
+typedef enum { QV_COLUMNS_FIRST, QV_ROWS_FIRST, QV_ROWS_ONLY } qv_axes;
+
 qv_call *qv_add(qv_work *work, int kernel, uint64_t key, const quaver_tensor *x);
 void qv_pointer(qv_call *call, const void *p);
 void qv_int(qv_call *call, int64_t value);
@@ -61,6 +64,12 @@ quaver_status qv_run(quaver_handle h, void *stream, qv_work *work);
 int qv_multiprocessors(quaver_handle h);
 void *qv_workspace(quaver_handle h);
 int64_t qv_workspace_size(quaver_handle h);
+
+#define QV_TRY(call)               \
+    do {                           \
+        quaver_status s_ = (call); \
+        if (s_) return s_;         \
+    } while (0)
 
 /* Copy a versioned struct; nonzero if its size is wrong. */
 int qv_read(void *to, const void *from, size_t ours);

@@ -3,11 +3,7 @@
 #include "quaver_tables.h"
 #include <string.h>
 
-#define TRY(call)                     \
-    do {                              \
-        quaver_status s_ = (call);    \
-        if (s_) return s_;            \
-    } while (0)
+#define TRY QV_TRY
 
 static int square(const quaver_tensor *q) {
     return q->block == QUAVER_128X128 || q->block == QUAVER_MX_SQUARE || q->block == QUAVER_NV_SQUARE;
@@ -85,7 +81,7 @@ static void rows(qv_work *work, quaver_handle h, const quaver_tensor *x, const q
                            QV_ROWWISE_X(x->dtype) | QV_ROWWISE_DTYPE(q->dtype) |
                                QV_ROWWISE_POWER_OF_TWO(o->power_of_two), /* the first fields of both are the same */
                            x);
-    call->one_axis = 1;
+    call->axes = QV_ROWS_ONLY;
     qv_pointer(call, x->data), qv_pointer(call, q->data), qv_pointer(call, q->scale);
     if (amaxes && !wide) qv_pointer(call, amaxes);
     matrix(call, x);
@@ -244,6 +240,44 @@ quaver_status quaver_quantize(quaver_handle h, void *stream, const quaver_tensor
     case QUAVER_MX:
     case QUAVER_MX_SQUARE: TRY(microscaled(&work, &x, straight, transposed)); break;
     default: TRY(nvfp4(&work, h, &x, straight, transposed, amax, &o));
+    }
+    return qv_run(h, stream, &work);
+}
+
+/* ---- delayed scaling ---- */
+
+#define LONGEST_HISTORY 1024
+#define WIDEST_MARGIN 600 /* 2^-margin beyond it saturates any factor */
+
+quaver_status quaver_roll(quaver_handle h, void *stream, const quaver_history *from, const void *table, float *factors) {
+    quaver_history o;
+    qv_work work = {0};
+    quaver_tensor all = {0};
+    quaver_status s = QUAVER_ERROR_NOT_EXPORTED;
+    if (!h || !from) return QUAVER_ERROR_NULL;
+    if (qv_read(&o, from, sizeof o)) return QUAVER_ERROR_SIZE;
+    if (!table || !factors) return QUAVER_ERROR_NULL;
+    if (o.layers < 0 || o.layers > 1 << 30 || o.length < 1 || o.length > LONGEST_HISTORY || o.step < 0 ||
+        o.step > 1 << 20 || o.column_step < 0 || o.column_step > 1 << 28)
+        return QUAVER_ERROR_SHAPE;
+    if ((o.most_recent & ~1) || (o.power_of_two & ~1)) return QUAVER_ERROR_FORMAT;
+    for (int i = 0; i < 3; i++)
+        if (o.dtypes[i] != QUAVER_E4M3 && o.dtypes[i] != QUAVER_E5M2) return QUAVER_ERROR_FORMAT;
+    if (((uintptr_t)table & 7) || ((uintptr_t)factors & 3)) return QUAVER_ERROR_ALIGNMENT;
+    if (!o.layers) return QUAVER_OK;
+    all.rows = o.layers, all.columns = 3;
+    qv_call *call = qv_add(&work, QV_ROLL, 0, &all);
+    call->axes = QV_ROWS_FIRST;
+    int margin = o.margin < -WIDEST_MARGIN ? -WIDEST_MARGIN : o.margin > WIDEST_MARGIN ? WIDEST_MARGIN : o.margin;
+    qv_pointer(call, table), qv_pointer(call, factors);
+    qv_int(call, o.length), qv_int(call, o.step), qv_int(call, o.column_step), qv_int(call, margin);
+    uint64_t key = QV_ROLL_LARGEST(!o.most_recent) | QV_ROLL_POWER0(o.power_of_two) |
+                   QV_ROLL_EMAX0(o.dtypes[0] == QUAVER_E5M2) | QV_ROLL_EMAX1(o.dtypes[1] == QUAVER_E5M2) |
+                   QV_ROLL_EMAX2(o.dtypes[2] == QUAVER_E5M2);
+    /* The results do not depend on the block: take the shortest that was exported. */
+    for (uint64_t block = qv_log2(o.length); s == QUAVER_ERROR_NOT_EXPORTED && block <= 10; block++) {
+        call->key = key | QV_ROLL_BLOCK(block);
+        s = qv_find(h, call);
     }
     return qv_run(h, stream, &work);
 }

@@ -1,0 +1,241 @@
+/* Activations, norms and cross entropy. */
+#include "quaver_internal.h"
+#include "quaver_tables.h"
+
+#define TRY QV_TRY
+enum { MODE_NONE }; /* nothing is quantized: quaver.capi.variants.MODES */
+
+static int same_matrix(const quaver_tensor *a, const quaver_tensor *b) {
+    return a->rows == b->rows && a->columns == b->columns && a->dtype == b->dtype;
+}
+/* Check a matrix that must agree with another, and copy it. */
+static quaver_status like(const quaver_tensor *from, quaver_tensor *to, const quaver_tensor *other) {
+    TRY(qv_check_values(from, to));
+    return same_matrix(to, other) ? QUAVER_OK : QUAVER_ERROR_MISMATCH;
+}
+static int contiguous(const quaver_tensor *t) { return t->stride == t->columns; }
+static int empty(const quaver_tensor *t) { return t->rows == 0 || t->columns == 0; }
+
+/* ---- activations ---- */
+
+static const struct { uint8_t formula, gated; } FORMULAS[] = {
+    [QUAVER_LINEAR] = {QV_FORMULA_LINEAR, 0},
+    [QUAVER_GELU] = {QV_FORMULA_GELU, 0},
+    [QUAVER_GELU_EXACT] = {QV_FORMULA_GELU_EXACT, 0},
+    [QUAVER_QUICK_GELU] = {QV_FORMULA_QUICK_GELU, 0},
+    [QUAVER_RELU] = {QV_FORMULA_RELU, 0},
+    [QUAVER_SQUARED_RELU] = {QV_FORMULA_SQUARED_RELU, 0},
+    [QUAVER_SILU] = {QV_FORMULA_SILU, 0},
+    [QUAVER_GLU] = {QV_FORMULA_SIGMOID, 1},
+    [QUAVER_GEGLU] = {QV_FORMULA_GELU, 1},
+    [QUAVER_GEGLU_EXACT] = {QV_FORMULA_GELU_EXACT, 1},
+    [QUAVER_QUICK_GEGLU] = {QV_FORMULA_QUICK_GELU, 1},
+    [QUAVER_REGLU] = {QV_FORMULA_RELU, 1},
+    [QUAVER_SQUARED_REGLU] = {QV_FORMULA_SQUARED_RELU, 1},
+    [QUAVER_SWIGLU] = {QV_FORMULA_SILU, 1},
+    [QUAVER_CLAMPED_SWIGLU] = {QV_FORMULA_CLAMPED_SILU, 1},
+};
+
+/* Check activation, gate and value; value->data is NULL unless gated. */
+static quaver_status check_inputs(quaver_activation activation, const quaver_tensor *gate_, const quaver_tensor *value_,
+                                  quaver_tensor *gate, quaver_tensor *value) {
+    if ((int)activation < QUAVER_LINEAR || (int)activation > QUAVER_CLAMPED_SWIGLU) return QUAVER_ERROR_FORMAT;
+    TRY(qv_check_values(gate_, gate));
+    *value = (quaver_tensor){0};
+    if (!FORMULAS[activation].gated) return value_ ? QUAVER_ERROR_FORMAT : QUAVER_OK;
+    return like(value_, value, gate);
+}
+
+static void limits(qv_call *call, quaver_activation activation, float limit, float alpha) {
+    int used = activation == QUAVER_CLAMPED_SWIGLU;
+    qv_float(call, used ? limit : 0), qv_float(call, used ? alpha : 0);
+}
+
+quaver_status quaver_activate(quaver_handle h, void *stream, quaver_activation activation, const quaver_tensor *gate_,
+                              const quaver_tensor *value_, const quaver_tensor *y_, float limit, float alpha) {
+    quaver_tensor gate, value, y;
+    qv_work work = {0};
+    if (!h) return QUAVER_ERROR_NULL;
+    TRY(check_inputs(activation, gate_, value_, &gate, &value));
+    TRY(like(y_, &y, &gate));
+    if (!contiguous(&y)) return QUAVER_ERROR_SHAPE;
+    if (empty(&gate)) return QUAVER_OK;
+    qv_call *call = qv_add(&work, QV_ACTIVATE,
+                           QV_ACTIVATE_GATE(gate.dtype) | QV_ACTIVATE_F(FORMULAS[activation].formula) |
+                               QV_ACTIVATE_GATED(FORMULAS[activation].gated) | QV_ACTIVATE_MODE(MODE_NONE),
+                           &gate);
+    call->axes = QV_ROWS_FIRST;
+    qv_pointer(call, gate.data);
+    if (value.data) qv_pointer(call, value.data);
+    qv_pointer(call, y.data);
+    qv_int(call, gate.rows), qv_int(call, gate.columns), qv_int(call, gate.stride), qv_int(call, value.stride);
+    qv_int(call, gate.columns), qv_int(call, 0); /* q's stride, qt's lines */
+    call->programs_at = call->n;
+    qv_int(call, 0);
+    limits(call, activation, limit, alpha);
+    return qv_run(h, stream, &work);
+}
+
+quaver_status quaver_activate_backward(quaver_handle h, void *stream, quaver_activation activation,
+                                       const quaver_tensor *grad_, const quaver_tensor *gate_,
+                                       const quaver_tensor *value_, const quaver_tensor *of_gate_,
+                                       const quaver_tensor *of_value_, float limit, float alpha) {
+    quaver_tensor gate, value, grad, of_gate, of_value = {0};
+    qv_work work = {0};
+    if (!h) return QUAVER_ERROR_NULL;
+    TRY(check_inputs(activation, gate_, value_, &gate, &value));
+    TRY(like(grad_, &grad, &gate));
+    TRY(like(of_gate_, &of_gate, &gate));
+    if (value.data) TRY(like(of_value_, &of_value, &gate));
+    if (empty(&gate)) return QUAVER_OK;
+    qv_call *call = qv_add(&work, QV_ACTIVATE_BACKWARD,
+                           QV_ACTIVATE_BACKWARD_GATE(gate.dtype) | QV_ACTIVATE_BACKWARD_F(FORMULAS[activation].formula) |
+                               QV_ACTIVATE_BACKWARD_GATED(FORMULAS[activation].gated),
+                           &gate);
+    call->axes = QV_ROWS_FIRST;
+    qv_pointer(call, grad.data), qv_pointer(call, gate.data);
+    if (value.data) qv_pointer(call, value.data);
+    qv_pointer(call, of_gate.data);
+    if (value.data) qv_pointer(call, of_value.data);
+    qv_int(call, gate.rows), qv_int(call, gate.columns), qv_int(call, grad.stride), qv_int(call, gate.stride);
+    qv_int(call, value.stride), qv_int(call, of_gate.stride), qv_int(call, of_value.stride);
+    limits(call, activation, limit, alpha);
+    return qv_run(h, stream, &work);
+}
+
+/* ---- norms ---- */
+
+#define NARROWEST 256 /* columns of the narrowest kernel */
+/* Programs per multiprocessor: quaver.torch.backends.gpu.norm. */
+enum { FORWARD_PROGRAMS = 8, BACKWARD_PROGRAMS = 2 };
+
+static int aligned(const void *p) { return ((uintptr_t)p & 15) == 0; }
+static uint64_t width_of(int64_t columns) { return qv_log2(columns < NARROWEST ? NARROWEST : columns); }
+static int64_t programs_of(quaver_handle h, int64_t rows, int each) {
+    int64_t most = (int64_t)each * qv_multiprocessors(h);
+    return rows < most ? rows : most;
+}
+
+static quaver_status check_norm(const quaver_norm_options *from, quaver_norm_options *o, const quaver_tensor *x,
+                                const float *mean, const float *inverse) {
+    if (!from) return QUAVER_ERROR_NULL;
+    if (qv_read(o, from, sizeof *o)) return QUAVER_ERROR_SIZE;
+    if (o->centred & ~1) return QUAVER_ERROR_FORMAT;
+    if (!o->gamma || (o->centred && (!o->beta || !mean)) || !inverse) return QUAVER_ERROR_NULL;
+    if (!o->centred && o->beta) return QUAVER_ERROR_FORMAT;
+    /* The order of a sum, and so its bits, would depend on them. */
+    if (x->columns % 8 || x->stride % 8) return QUAVER_ERROR_SHAPE;
+    if (((uintptr_t)mean & 3) || ((uintptr_t)inverse & 3)) return QUAVER_ERROR_ALIGNMENT;
+    return aligned(x->data) && aligned(o->gamma) && aligned(o->beta) ? QUAVER_OK : QUAVER_ERROR_ALIGNMENT;
+}
+
+quaver_status quaver_norm(quaver_handle h, void *stream, const quaver_norm_options *options, const quaver_tensor *x_,
+                          const quaver_tensor *y_, float *mean, float *inverse) {
+    quaver_tensor x, y;
+    quaver_norm_options o;
+    qv_work work = {0};
+    if (!h) return QUAVER_ERROR_NULL;
+    TRY(qv_check_values(x_, &x));
+    TRY(like(y_, &y, &x));
+    TRY(check_norm(options, &o, &x, mean, inverse));
+    if (!contiguous(&y)) return QUAVER_ERROR_SHAPE;
+    if (!aligned(y.data)) return QUAVER_ERROR_ALIGNMENT;
+    if (empty(&x)) return QUAVER_OK;
+    qv_call *call = qv_add(&work, QV_NORM,
+                           QV_NORM_X(x.dtype) | QV_NORM_GAMMA(x.dtype) |
+                               QV_NORM_BETA(o.centred ? x.dtype : QV_ABSENT) | QV_NORM_CENTRED(o.centred) |
+                               QV_NORM_MODE(MODE_NONE) | QV_NORM_BN(width_of(x.columns)),
+                           &x);
+    call->axes = QV_ROWS_ONLY;
+    call->programs = programs_of(h, x.rows, FORWARD_PROGRAMS);
+    qv_pointer(call, x.data), qv_pointer(call, o.gamma);
+    if (o.centred) qv_pointer(call, o.beta);
+    qv_pointer(call, y.data);
+    qv_pointer(call, mean); /* not written of RMSNorm */
+    qv_pointer(call, inverse);
+    qv_int(call, x.rows), qv_int(call, x.columns), qv_int(call, x.stride);
+    qv_int(call, x.columns), qv_int(call, x.rows); /* strides of codes and scales */
+    qv_int(call, call->programs), qv_float(call, o.eps), qv_float(call, (float)(1.0 / (double)x.columns));
+    return qv_run(h, stream, &work);
+}
+
+int64_t quaver_norm_partial_bytes(quaver_handle h, int64_t rows, int64_t columns, int32_t centred) {
+    return h && rows > 0 && columns > 0 ? 4 * programs_of(h, rows, BACKWARD_PROGRAMS) * (centred ? 2 : 1) * columns : 0;
+}
+
+/* Add the partial sums of all programs. */
+static void add_up(qv_work *work, const quaver_tensor *x, int64_t programs, int64_t width, float *partial, void *of_gamma,
+                   void *of_beta) {
+    quaver_tensor sums = {0};
+    sums.rows = programs, sums.columns = width;
+    qv_call *call = qv_add(work, QV_COLUMN_SUMS,
+                           QV_COLUMN_SUMS_X(QUAVER_F32) | QV_COLUMN_SUMS_OUT(x->dtype) |
+                               QV_COLUMN_SUMS_SECOND(of_beta ? x->dtype : QV_ABSENT),
+                           &sums);
+    call->programs = 1;
+    qv_pointer(call, partial), qv_pointer(call, of_gamma);
+    if (of_beta) qv_pointer(call, of_beta);
+    qv_int(call, programs), qv_int(call, width), qv_int(call, width);
+    qv_int(call, 32 * qv_up(programs, 32)), qv_int(call, of_beta ? x->columns : 0);
+}
+
+quaver_status quaver_norm_backward(quaver_handle h, void *stream, const quaver_norm_options *options,
+                                   const quaver_tensor *grad_, const quaver_tensor *x_, const float *mean,
+                                   const float *inverse, const quaver_tensor *dx_, void *of_gamma, void *of_beta,
+                                   float *partial) {
+    quaver_tensor x, grad, dx;
+    quaver_norm_options o;
+    qv_work work = {0};
+    if (!h) return QUAVER_ERROR_NULL;
+    TRY(qv_check_values(x_, &x));
+    TRY(like(grad_, &grad, &x));
+    TRY(like(dx_, &dx, &x));
+    TRY(check_norm(options, &o, &x, mean, inverse));
+    if (!of_gamma || !partial || (o.centred && !of_beta)) return QUAVER_ERROR_NULL;
+    if (!contiguous(&dx) || grad.stride % 8) return QUAVER_ERROR_SHAPE;
+    if (!aligned(grad.data) || !aligned(dx.data) || !aligned(of_gamma) || !aligned(of_beta) || !aligned(partial))
+        return QUAVER_ERROR_ALIGNMENT;
+    if (empty(&x)) return QUAVER_OK;
+    int64_t width = x.columns * (o.centred ? 2 : 1);
+    qv_call *call = qv_add(&work, QV_NORM_BACKWARD,
+                           QV_NORM_BACKWARD_X(x.dtype) | QV_NORM_BACKWARD_GAMMA(x.dtype) |
+                               QV_NORM_BACKWARD_CENTRED(o.centred) | QV_NORM_BACKWARD_BETA(o.centred) |
+                               QV_NORM_BACKWARD_BN(width_of(x.columns)),
+                           &x);
+    call->axes = QV_ROWS_ONLY;
+    call->programs = programs_of(h, x.rows, BACKWARD_PROGRAMS);
+    qv_pointer(call, grad.data), qv_pointer(call, x.data), qv_pointer(call, o.gamma);
+    qv_pointer(call, mean), qv_pointer(call, inverse), qv_pointer(call, dx.data), qv_pointer(call, partial);
+    qv_int(call, x.rows), qv_int(call, x.columns), qv_int(call, grad.stride), qv_int(call, x.stride);
+    qv_int(call, width), qv_int(call, call->programs), qv_float(call, (float)(1.0 / (double)x.columns));
+    add_up(&work, &x, call->programs, width, partial, of_gamma, o.centred ? of_beta : NULL);
+    return qv_run(h, stream, &work);
+}
+
+/* ---- cross entropy ---- */
+
+quaver_status quaver_cross_entropy(quaver_handle h, void *stream, const quaver_loss *options, const quaver_tensor *x_,
+                                   const int64_t *targets, float *losses) {
+    quaver_tensor x;
+    quaver_loss o;
+    qv_work work = {0};
+    if (!h || !options || !targets || !losses) return QUAVER_ERROR_NULL;
+    TRY(qv_check_values(x_, &x));
+    if (qv_read(&o, options, sizeof o)) return QUAVER_ERROR_SIZE;
+    if ((o.gradient & ~1) || (o.weights && !o.gradient)) return QUAVER_ERROR_FORMAT;
+    if (((uintptr_t)targets & 7) || ((uintptr_t)losses & 3) || ((uintptr_t)o.weights & 3)) return QUAVER_ERROR_ALIGNMENT;
+    if (empty(&x)) return QUAVER_OK;
+    qv_call *call = qv_add(&work, QV_CROSS_ENTROPY,
+                           QV_CROSS_ENTROPY_LOGITS(x.dtype) |
+                               QV_CROSS_ENTROPY_WEIGHTS(o.weights ? (int)QUAVER_F32 : (int)QV_ABSENT) |
+                               QV_CROSS_ENTROPY_SMOOTHING(o.label_smoothing != 0) |
+                               QV_CROSS_ENTROPY_Z_LOSS(o.z_loss != 0) | QV_CROSS_ENTROPY_CAP(o.soft_cap != 0) |
+                               QV_CROSS_ENTROPY_GRADIENT(o.gradient),
+                           &x);
+    call->axes = QV_ROWS_ONLY;
+    qv_pointer(call, x.data), qv_pointer(call, targets), qv_pointer(call, losses);
+    if (o.weights) qv_pointer(call, o.weights);
+    qv_int(call, x.columns), qv_int(call, x.columns), qv_int(call, x.stride), qv_int(call, o.ignore_index);
+    qv_float(call, o.label_smoothing), qv_float(call, o.z_loss), qv_float(call, o.soft_cap);
+    return qv_run(h, stream, &work);
+}
