@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.native import library as c
-from tests.native.library import Library, Log, Matrix, Options
+from tests.native.library import History, Library, Log, Loss, Matrix, NormOptions, Options, RopeOptions
 
 #: Addresses that nothing reads, and the library's workspace.
 DATA, SCALE, FACTOR, WORKSPACE = 1 << 16, 1 << 17, 1 << 12, 1 << 20
@@ -131,6 +131,86 @@ def dequantize_cases() -> Iterator[tuple[int, str, tuple[Any, ...]]]:
     yield c.OK, "no rows", (q(rows=0), y(rows=0))
 
 
+def history(**values: Any) -> History:
+    given = {
+        "layers": 2,
+        "length": 16,
+        "step": 3,
+        "column_step": 1,
+        "power_of_two": 1,
+        "dtypes": (ct.c_int32 * 3)(3, 3, 3),
+    }
+    return History(**{**given, **values})
+
+
+def rope(**values: Any) -> RopeOptions:
+    three, two = (ct.c_int64 * 3)(4096, 512, 64), (ct.c_int64 * 2)(0, 64)
+    given = {"outer": 2, "inner": 8, "heads": 8, "dim": 64, "q_strides": three, "table_strides": two}
+    return RopeOptions(**{**given, **values})
+
+
+def layer_cases(lib: Library) -> Iterator[tuple[int, str, int]]:
+    """Yield statuses, what is wrong, and the status of the call."""
+    y, silu, swiglu = x(), 6, 13
+    yield c.NULL, "no history", lib.roll(None, DATA, DATA)
+    yield c.NULL, "no table", lib.roll(history(), 0, DATA)
+    yield c.SIZE, "a history without a size", lib.roll(history(size=0), DATA, DATA)
+    yield c.SHAPE, "no steps", lib.roll(history(length=0), DATA, DATA)
+    yield c.SHAPE, "1025 steps", lib.roll(history(length=1025), DATA, DATA)
+    yield c.SHAPE, "negative layers", lib.roll(history(layers=-1), DATA, DATA)
+    yield c.FORMAT, "a column of four bits", lib.roll(history(dtypes=(ct.c_int32 * 3)(3, 3, 5)), DATA, DATA)
+    yield c.FORMAT, "a flag of 2", lib.roll(history(most_recent=2), DATA, DATA)
+    yield c.ALIGNMENT, "a table at a multiple of 4", lib.roll(history(), DATA + 4, DATA)
+    yield c.OK, "no layers", lib.roll(history(layers=0), DATA, DATA)
+    yield c.FORMAT, "an unknown activation", lib.activate(15, x(), None, y)
+    yield c.FORMAT, "a negative activation", lib.activate(-1, x(), None, y)
+    yield c.FORMAT, "a value of what has no gate", lib.activate(silu, x(), x(), y)
+    yield c.NULL, "no value of a gate", lib.activate(swiglu, x(), None, y)
+    yield c.MISMATCH, "gate and value of two dtypes", lib.activate(swiglu, x(), x(dtype=c.F16), y)
+    yield c.MISMATCH, "a narrower result", lib.activate(silu, x(), None, x(columns=64, stride=64))
+    yield c.SHAPE, "a result with gaps", lib.activate(silu, x(), None, x(stride=136))
+    yield c.NOT_EXPORTED, "a family left out", lib.activate(silu, x(), None, y)
+    yield c.NULL, "no gradient", lib.activate_backward(silu, None, x(), None, x(), None)
+    yield c.NULL, "no gradient of the value", lib.activate_backward(swiglu, x(), x(), x(), x(), None)
+    rms, layer = NormOptions(gamma=DATA), NormOptions(gamma=DATA, beta=DATA, centred=1)
+    yield c.NULL, "no options", lib.norm(None, x(), y, 0, DATA)
+    yield c.NULL, "no gamma", lib.norm(NormOptions(), x(), y, 0, DATA)
+    yield c.NULL, "no mean of a LayerNorm", lib.norm(layer, x(), y, 0, DATA)
+    yield c.NULL, "no place for statistics", lib.norm(rms, x(), y, 0, 0)
+    yield c.SIZE, "options without a size", lib.norm(NormOptions(size=0), x(), y, 0, DATA)
+    yield c.FORMAT, "beta of an RMSNorm", lib.norm(NormOptions(gamma=DATA, beta=DATA), x(), y, 0, DATA)
+    yield (
+        c.SHAPE,
+        "columns that are no multiple of 8",
+        lib.norm(rms, x(columns=127), x(columns=127, stride=127), 0, DATA),
+    )
+    yield c.SHAPE, "a stride that is no multiple of 8", lib.norm(rms, x(stride=132), y, 0, DATA)
+    yield c.ALIGNMENT, "x at a multiple of 8", lib.norm(rms, x(data=DATA + 8), y, 0, DATA)
+    yield c.ALIGNMENT, "gamma at a multiple of 8", lib.norm(NormOptions(gamma=DATA + 8), x(), y, 0, DATA)
+    yield c.NOT_EXPORTED, "a family left out", lib.norm(rms, x(), y, 0, DATA)
+    matrices = x(), x(), y
+    yield c.NULL, "no partial sums", lib.norm_backward(rms, matrices, (0, DATA, DATA, 0, 0))
+    yield c.NULL, "no gradient of beta", lib.norm_backward(layer, matrices, (DATA, DATA, DATA, 0, DATA))
+    yield c.SHAPE, "a gradient with odd rows", lib.norm_backward(rms, (x(stride=132), x(), y), (0, DATA, DATA, 0, DATA))
+    q_only = DATA, 0, DATA, 0, DATA, DATA
+    yield c.NULL, "no options", lib.rope(None, *q_only)
+    yield c.NULL, "no table", lib.rope(rope(), DATA, 0, DATA, 0, DATA, 0)
+    yield c.NULL, "no result for k", lib.rope(rope(k_heads=8), DATA, DATA, DATA, 0, DATA, DATA)
+    yield c.SIZE, "options without a size", lib.rope(rope(size=0), *q_only)
+    yield c.SHAPE, "another head", lib.rope(rope(dim=96), *q_only)
+    yield c.SHAPE, "heads of k without k", lib.rope(rope(k_heads=8), *q_only)
+    yield c.SHAPE, "heads 2^31 apart", lib.rope(rope(q_strides=(ct.c_int64 * 3)(0, 0, 2**28)), *q_only)
+    yield c.FORMAT, "codes", lib.rope(rope(dtype=c.E4M3), *q_only)
+    yield c.ALIGNMENT, "q at an odd address", lib.rope(rope(), DATA + 1, 0, DATA, 0, DATA, DATA)
+    yield c.OK, "no tokens", lib.rope(rope(inner=0), *q_only)
+    yield c.NULL, "no targets", lib.cross_entropy(Loss(), x(), 0, DATA)
+    yield c.NULL, "no losses", lib.cross_entropy(Loss(), x(), DATA, 0)
+    yield c.SIZE, "options without a size", lib.cross_entropy(Loss(size=0), x(), DATA, DATA)
+    yield c.FORMAT, "weights without a gradient", lib.cross_entropy(Loss(weights=DATA), x(), DATA, DATA)
+    yield c.ALIGNMENT, "targets at a multiple of 4", lib.cross_entropy(Loss(), x(), DATA + 4, DATA)
+    yield c.NOT_EXPORTED, "a family left out", lib.cross_entropy(Loss(), x(), DATA, DATA)
+
+
 def run(lib: Library, log: Log) -> int:
     """Run all cases; returns their number."""
     count = 0
@@ -170,6 +250,8 @@ def run(lib: Library, log: Log) -> int:
         check(lib.quantize(*arguments), wanted, what)
     for wanted, what, arguments in dequantize_cases():
         check(lib.dequantize(*arguments), wanted, what)
+    for wanted, what, status in layer_cases(lib):
+        check(status, wanted, what)
     check(lib.c.quaver_preload(lib.handle), c.OK, "all kernels")
     check(lib.c.quaver_destroy(lib.handle), c.OK, "a handle")
     return count

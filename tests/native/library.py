@@ -91,6 +91,29 @@ class NormOptions(ct.Structure):
         super().__init__(**{"size": ct.sizeof(NormOptions), "eps": 1e-6, **values})
 
 
+class RopeOptions(ct.Structure):
+    """quaver_rope_options."""
+
+    _fields_ = [
+        ("size", ct.c_uint32),
+        ("dtype", ct.c_int32),
+        ("interleaved", ct.c_int32),
+        ("back", ct.c_int32),
+        ("outer", ct.c_int64),
+        ("inner", ct.c_int64),
+        ("heads", ct.c_int32),
+        ("k_heads", ct.c_int32),
+        ("dim", ct.c_int32),
+        ("reserved", ct.c_int32),
+        ("q_strides", ct.c_int64 * 3),
+        ("k_strides", ct.c_int64 * 3),
+        ("table_strides", ct.c_int64 * 2),
+    ]
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"size": ct.sizeof(RopeOptions), **values})
+
+
 class Loss(ct.Structure):
     """quaver_loss."""
 
@@ -227,6 +250,12 @@ class Library:
         mean, inverse, *others = map(ct.c_void_p, addresses)
         pointers = grad, x, mean, inverse, dx, *others
         status: int = self.c.quaver_norm_backward(self.handle, None, _reference(options), *pointers)
+        return status
+
+    def rope(self, options: RopeOptions | None, *addresses: int) -> int:
+        """addresses: q, k, q_out, k_out, cos, sin."""
+        pointers = map(ct.c_void_p, addresses)
+        status: int = self.c.quaver_rope(self.handle, None, _reference(options), *pointers)
         return status
 
     def cross_entropy(self, options: Loss | None, logits: Matrix | None, targets: int, losses: int) -> int:

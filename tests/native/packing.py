@@ -27,7 +27,7 @@ from quaver.torch.backends.gpu import activation, block_scaled, cross_entropy, d
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.history import roll_gpu
 from tests.native import library
-from tests.native.library import History, Library, Log, Loss, Matrix, NormOptions, Options, exported
+from tests.native.library import History, Library, Log, Loss, Matrix, NormOptions, Options, RopeOptions, exported
 
 DTYPES = {torch.bfloat16: library.BF16, torch.float16: library.F16, torch.float32: library.F32}
 FORMATS = {"e4m3": library.E4M3, "e5m2": library.E5M2, "e2m1": library.E2M1}
@@ -408,6 +408,38 @@ class Drawn:
             backward,
         )
 
+    def _rope(self) -> Call:
+        dim, dtype, gap = (
+            self.random.choice([64, 128]),
+            self.random.choice(self.dtypes),
+            self.random.choice([0, 0, 1, 16]),
+        )
+        outer, inner = self.random.choice([2, 3]), self.random.choice([2, 5, 64])
+        heads, k_heads = self.random.choice([32, 33, 64]), self.random.choice([0, 8, 32, 64])
+        q, k = (torch.empty(outer, inner, n, dim + gap, dtype=dtype)[..., :dim] for n in (heads, k_heads))
+        cos, sin = torch.empty(inner, 1, dim + gap)[..., :dim], torch.empty(inner, 1, dim + gap)[..., :dim]
+        interleaved, back = self.random.random() < 0.5, self.random.random() < 0.5
+        options = RopeOptions(
+            dtype=DTYPES[dtype],
+            interleaved=interleaved,
+            back=back,
+            outer=outer,
+            inner=inner,
+            heads=heads,
+            k_heads=k_heads,
+            dim=dim,
+            q_strides=(ct.c_int64 * 3)(*q.stride()[:3]),
+            k_strides=(ct.c_int64 * 3)(*k.stride()[:3]),
+            table_strides=(ct.c_int64 * 2)(0, cos.stride(0)),
+        )
+
+        def c(lib: Library, python: list[Launch]) -> int:
+            values = python[0].values
+            return lib.rope(options, *(values.get(name, 0) for name in ("q", "k", "q_out", "k_out", "cos", "sin")))
+
+        text = f"rope of {tuple(q.shape)}, {k_heads} {dtype} {gap} {interleaved} {back}"
+        return Call(text, lambda: norm.turn(q, k if k_heads else None, cos, sin, interleaved, back), c)
+
     def _cross_entropy(self) -> Call:
         rows, columns = self.random.choice([1, 7, 100, 1000]), self.random.choice([1, 1000, 4096, 8192, 8208, 4097])
         dtype, gap = self.random.choice(self.dtypes), self.random.choice([0, 0, 16, 3])
@@ -576,6 +608,8 @@ def _grid(block: tuple[int, int], expected: Launch) -> list[int]:
 
 def _holds(variant: dict[str, Any], values: dict[str, int]) -> bool:
     rows, columns = variant["block"]
+    if variant["kernel"] == "rope":
+        values = {**values, "rows": values["q_heads"], "columns": values["k_heads"]}
     whole = not variant["whole_blocks"] or (values.get("rows", 0) % rows == 0 and values["columns"] % columns == 0)
     return whole and all(values[name] % 16 == 0 for name in variant["multiples_of_16"])
 

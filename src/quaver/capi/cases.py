@@ -245,6 +245,20 @@ def _cross_entropy(selection: Selection) -> Iterator[Call]:
                     )
 
 
+#: Features of a head, all of them rotated.
+HEAD_DIMS = 64, 128
+
+
+def _rope(selection: Selection) -> Iterator[Call]:
+    for dtype in selection.dtypes:
+        # Whole blocks of heads, and others; heads that are not contiguous.
+        for dim, (heads, gap) in product(HEAD_DIMS, ((64, 0), (33, 0), (33, 1))):
+            tables = [torch.empty((7, 1, dim + gap), device="meta")[..., :dim] for _ in range(2)]
+            q, k = (torch.empty((3, 7, heads, dim + gap), dtype=dtype, device="meta")[..., :dim] for _ in range(2))
+            for second, interleaved, back in product((None, k), (False, True), (False, True)):
+                yield lambda q=q, k=second, t=tables, i=interleaved, b=back: norm.turn(q, k, *t, i, b)
+
+
 #: Calls of each family of the command line's --families.
 FAMILIES: dict[str, Callable[[Selection], Iterator[Call]]] = {
     "tensor": _tensor,
@@ -256,6 +270,7 @@ FAMILIES: dict[str, Callable[[Selection], Iterator[Call]]] = {
     "delayed": _delayed,
     "norm": _norm,
     "activation": _activation,
+    "rope": _rope,
     "cross_entropy": _cross_entropy,
 }
 

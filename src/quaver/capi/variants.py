@@ -43,6 +43,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "norm": ("x", "gamma", "beta", "CENTRED", "MODE", "BN"),
     "norm_backward": ("x", "gamma", "CENTRED", "BETA", "BN"),
     "column_sums": ("x", "out", "second"),
+    "rope": ("q", "k", "HALF", "INTERLEAVED", "BACK"),
     "cross_entropy": ("logits", "weights", "SMOOTHING", "Z_LOSS", "CAP", "GRADIENT"),
 }
 #: Arguments of the caller: a variant assumes that all of them are multiples of 16, or none.
@@ -56,6 +57,10 @@ OTHER_INPUTS = {
     },
     "cross_entropy": {"logits", "columns", "buffer", "stride"},
     "column_sums": {"columns", "stride"},
+    "rope": {
+        "q", "k", "q_out", "k_out", "cos", "sin", "q_row", "k_row", "cos_outer", "cos_inner",
+        "q_outer", "q_inner", "q_head", "k_outer", "k_inner", "k_head",
+    },
     "roll": set(),
 }  # fmt: skip
 #: Kernels whose sums depend on what they assume: a variant keeps each of these assumptions that Python's launch has.
@@ -74,7 +79,7 @@ ALSO_GUARANTEED = {
 #: Arguments that are multiples of 16 for most shapes whose blocks are whole.
 USUAL = {"qt_stride4", "q_stride4"}
 #: Constants that a variant has beside its key: its blocks.
-BLOCKS = {"BM", "BN", "STEPS", "EVEN", "RAGGED", "VECTOR"}
+BLOCKS = {"BM", "BN", "STEPS", "EVEN", "EVEN_Q", "EVEN_K", "RAGGED", "VECTOR"}
 #: Formulas of activations, in the order of their values in a key.
 FORMULAS = (
     "linear", "gelu", "gelu_exact", "quick_gelu", "relu", "squared_relu", "silu", "sigmoid", "clamped_silu",
@@ -110,7 +115,8 @@ class Variant:
     def whole(self) -> bool:
         """True if blocks must cover the matrix exactly."""
         constants = self.launch.constants
-        return bool(constants.get("EVEN")) or constants.get("RAGGED") is False
+        whole = constants.get("EVEN") or (constants.get("EVEN_Q") and constants.get("EVEN_K"))
+        return bool(whole) or constants.get("RAGGED") is False
 
     @property
     def general(self) -> bool:
@@ -121,6 +127,8 @@ class Variant:
     def block(self) -> tuple[int, int]:
         """Rows and columns that a program covers; 1 for an axis without blocks."""
         constants = self.launch.constants
+        if self.kernel == "rope":  # heads of q and of k
+            return constants["BH"], constants["BH"]
         columns = constants["BLOCK"] if self.kernel == "cross_entropy" else constants.get("BN", 1)
         return constants.get("BM", 1) * constants.get("STEPS", 1), columns
 
@@ -174,6 +182,7 @@ ENCODINGS: dict[str, Callable[[Any], int]] = {
     "BC": lambda side: side.bit_length(),
     "BN": lambda side: side.bit_length() - 1,
     "BLOCK": lambda side: side.bit_length() - 1,
+    "HALF": lambda side: side.bit_length() - 1,
     "F": lambda function: FORMULAS.index(function.__name__),
     "MODE": MODES.index,
     "EMAX0": lambda emax: int(emax > 8),

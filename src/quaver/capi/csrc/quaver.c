@@ -174,7 +174,7 @@ quaver_status qv_find(quaver_handle h, qv_call *call) {
         const qv_variant *v = &kernel->variants[i];
         /* The grid is the variant's, because its blocks are. */
         int64_t down = call->programs ? call->programs : qv_up(call->rows, v->bm);
-        int64_t across = call->axes == QV_ROWS_ONLY ? 1 : qv_up(call->columns, v->bn);
+        int64_t across = call->second ? call->second : call->axes == QV_ROWS_ONLY ? 1 : qv_up(call->columns, v->bn);
         int tall = call->axes == QV_COLUMNS_FIRST && down > SECOND_AXIS;
         if (v->key != (call->key | (tall ? call->tall : 0)) || v->arguments != call->n) continue;
         if (call->programs_at >= 0) call->value[call->programs_at] = (uint32_t)(down * across);

@@ -192,6 +192,23 @@ QUAVER_API quaver_status quaver_norm_backward(quaver_handle handle, void *stream
 QUAVER_API int64_t quaver_norm_partial_bytes(quaver_handle handle, int64_t rows, int64_t columns, int32_t centred);
 
 typedef struct {
+    uint32_t size;        /* sizeof(quaver_rope_options) */
+    int32_t dtype;        /* of q and k */
+    int32_t interleaved;  /* 1: pairs are neighbours; 0: they are half a head apart */
+    int32_t back;         /* 1: rotate back, as gradients need */
+    int64_t outer, inner; /* batch and tokens */
+    int32_t heads, k_heads, dim, reserved;  /* dim: 64 or 128, all of it rotated */
+    int64_t q_strides[3], k_strides[3];     /* of batch, token and head, in elements; features are contiguous */
+    int64_t table_strides[2];               /* of batch and token; 0 if they share angles */
+} quaver_rope_options;
+
+/* Rotate q, and k unless NULL, to contiguous q_out and k_out. cos, sin: float, dim values a token, each angle at both
+ * positions of its pair, with the sine negated at the first. The bits are those of the plain formula. */
+QUAVER_API quaver_status quaver_rope(quaver_handle handle, void *stream, const quaver_rope_options *options,
+                                     const void *q, const void *k, void *q_out, void *k_out, const float *cos,
+                                     const float *sin);
+
+typedef struct {
     uint32_t size;          /* sizeof(quaver_loss) */
     int32_t gradient;       /* 1: overwrite the logits by the gradient of the loss */
     int32_t ignore_index;   /* targets with this value have loss and gradient 0 */

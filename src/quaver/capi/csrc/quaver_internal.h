@@ -36,6 +36,7 @@ typedef struct {
     uint64_t tall;          /* key bits if rows are the grid's first axis, or 0 if no such kernels exist */
     int64_t rows, columns;  /* of the matrix */
     int axes;               /* of the grid: qv_axes */
+    int64_t second;         /* programs along the columns, or 0: blocks that cover them */
     int64_t programs;       /* programs along the rows, or 0: blocks that cover them */
     int programs_at;        /* position of the argument that takes the number of programs, or -1 */
     int n;

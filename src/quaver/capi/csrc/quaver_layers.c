@@ -1,4 +1,4 @@
-/* Activations, norms and cross entropy. */
+/* Activations, norms, rotary positions and cross entropy. */
 #include "quaver_internal.h"
 #include "quaver_tables.h"
 
@@ -209,6 +209,68 @@ quaver_status quaver_norm_backward(quaver_handle h, void *stream, const quaver_n
     qv_int(call, x.rows), qv_int(call, x.columns), qv_int(call, grad.stride), qv_int(call, x.stride);
     qv_int(call, width), qv_int(call, call->programs), qv_float(call, (float)(1.0 / (double)x.columns));
     add_up(&work, &x, call->programs, width, partial, of_gamma, o.centred ? of_beta : NULL);
+    return qv_run(h, stream, &work);
+}
+
+/* ---- rotary positions ---- */
+
+#define ROPE_BLOCK 2048 /* elements of a program: quaver.torch.backends.gpu.norm */
+
+static quaver_status check_rope(const quaver_rope_options *o, int k, int64_t block) {
+    if (o->dtype < QUAVER_BF16 || o->dtype > QUAVER_F32 || (o->interleaved & ~1) || (o->back & ~1))
+        return QUAVER_ERROR_FORMAT;
+    if ((o->dim != 64 && o->dim != 128) || o->heads < 1 || (k ? o->k_heads < 1 : o->k_heads != 0))
+        return QUAVER_ERROR_SHAPE;
+    if (o->heads > 1 << 16 || o->k_heads > 1 << 16) return QUAVER_ERROR_SHAPE;
+    if (o->outer < 0 || o->inner < 0 || o->inner >= INT64_C(1) << 31 ||
+        (o->inner && o->outer > (INT64_C(1) << 31) / o->inner))
+        return QUAVER_ERROR_SHAPE;
+    for (int i = 0; i < 3; i++)
+        if (o->q_strides[i] < 0 || o->k_strides[i] < 0 || o->q_strides[i] >= 1 << 29 || o->k_strides[i] >= 1 << 29)
+            return QUAVER_ERROR_SHAPE;
+    for (int i = 0; i < 2; i++)
+        if (o->table_strides[i] < 0 || o->table_strides[i] >= 1 << 29) return QUAVER_ERROR_SHAPE;
+    /* Offsets of heads fit 32 bits. */
+    int64_t q_end = (o->heads + block) * o->q_strides[2], k_end = (o->k_heads + block) * o->k_strides[2];
+    return q_end >> 31 || k_end >> 31 ? QUAVER_ERROR_SHAPE : QUAVER_OK;
+}
+
+quaver_status quaver_rope(quaver_handle h, void *stream, const quaver_rope_options *from, const void *q, const void *k,
+                          void *q_out, void *k_out, const float *cos, const float *sin) {
+    quaver_rope_options o;
+    quaver_tensor heads = {0};
+    qv_work work = {0};
+    if (!h || !from) return QUAVER_ERROR_NULL;
+    if (qv_read(&o, from, sizeof o)) return QUAVER_ERROR_SIZE;
+    if (!q || !q_out || (k && !k_out) || !cos || !sin) return QUAVER_ERROR_NULL;
+    int64_t block = o.dim > 0 ? ROPE_BLOCK / o.dim : 1;
+    TRY(check_rope(&o, k != NULL, block));
+    uintptr_t mask = o.dtype == QUAVER_F32 ? 3 : 1;
+    if ((((uintptr_t)q | (uintptr_t)k | (uintptr_t)q_out | (uintptr_t)k_out) & mask) ||
+        (((uintptr_t)cos | (uintptr_t)sin) & 3))
+        return QUAVER_ERROR_ALIGNMENT;
+    int64_t tokens = o.outer * o.inner, q_blocks = qv_up(o.heads, block), k_blocks = qv_up(o.k_heads, block);
+    if (!tokens) return QUAVER_OK;
+    heads.rows = o.heads, heads.columns = o.k_heads;
+    qv_call *call = qv_add(&work, QV_ROPE,
+                           QV_ROPE_Q(o.dtype) | QV_ROPE_K(k ? o.dtype : (int)QV_ABSENT) |
+                               QV_ROPE_HALF(qv_log2(o.dim / 2)) | QV_ROPE_INTERLEAVED(o.interleaved) |
+                               QV_ROPE_BACK(o.back),
+                           &heads);
+    call->axes = QV_ROWS_FIRST;
+    call->programs = tokens;
+    call->second = q_blocks + k_blocks;
+    qv_pointer(call, q);
+    if (k) qv_pointer(call, k);
+    qv_pointer(call, q_out);
+    if (k) qv_pointer(call, k_out);
+    qv_pointer(call, cos), qv_pointer(call, sin);
+    qv_int(call, o.inner), qv_int(call, o.heads), qv_int(call, o.k_heads), qv_int(call, q_blocks), qv_int(call, k_blocks);
+    qv_int(call, o.heads * (int64_t)o.dim), qv_int(call, o.k_heads * (int64_t)o.dim);
+    for (int i = 0; i < 3; i++) qv_int(call, o.q_strides[i]);
+    for (int i = 0; i < 3; i++) qv_int(call, k ? o.k_strides[i] : 0);
+    for (int i = 0; i < 3; i++) qv_int(call, 0); /* v */
+    for (int i = 0; i < 2; i++) qv_int(call, o.table_strides[i]);
     return qv_run(h, stream, &work);
 }
 
