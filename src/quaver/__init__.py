@@ -1,4 +1,4 @@
-"""Quaver trains Transformers in FP8, MXFP8 and NVFP4; its face shows recipes, specs, formats and rules, and no layer.
+"""Train Transformers in FP8, MXFP8 and NVFP4: recipes, specs, formats and rules, which both front ends share.
 
 Layers are in `quaver.torch` and `quaver.jax`; importing `quaver` imports neither torch nor jax.
 """
@@ -30,10 +30,10 @@ __all__ = [
     "rules",
 ]
 
-#: The rooms that users import by themselves; each is shown once it is there.
+#: Packages that users import themselves; each is listed once it is imported.
 _FRONT_ENDS = ("jax", "torch", "train")
 
 
 def __dir__() -> list[str]:
-    """The public names alone."""
+    """Return the public names."""
     return sorted([*__all__, "__version__", *(name for name in _FRONT_ENDS if name in globals())])

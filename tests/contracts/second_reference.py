@@ -132,12 +132,23 @@ def philox(counter4, key2) -> tuple[int, int, int, int]:
     return _philox(tuple(int(c) for c in counter4), tuple(int(k) for k in key2))
 
 
+@lru_cache(maxsize=4096)
+def _philox_of_two(counter: tuple[int, int], key: int) -> tuple[int, int]:
+    """Ten rounds of Philox2x32."""
+    c0, c1 = counter
+    for _ in range(10):
+        high, low = divmod(0xD256D193 * c0, 2**32)
+        c0, c1 = high ^ c1 ^ key, low
+        key = (key + 0x9E3779B9) % 2**32
+    return c0, c1
+
+
 def uniform(element: int, seed: int, tensor_id: int, count: int) -> Fraction:
-    """(word >> 8) 2^-24 of the element numbered row * kp + column: four elements share a counter."""
-    group, word = divmod(element, 4)
-    counter = (group % 2**32, group // 2**32, tensor_id % 2**32, count % 2**32)
-    key = (seed % 2**32, seed // 2**32 % 2**32)
-    return Fraction(philox(counter, key)[word] >> 8, 2**24)
+    """(half + 1/2) 2^-16 of the element numbered row * kp + column: four elements share the two words of a counter."""
+    key, upper, _, _ = philox((0, 0, tensor_id % 2**32, count % 2**32), (seed % 2**32, seed // 2**32 % 2**32))
+    group, inside = divmod(element, 4)
+    word = _philox_of_two((group % 2**32, group // 2**32 ^ upper), key)[inside // 2]
+    return (Fraction(word % 2**16 if inside % 2 else word // 2**16) + Fraction(1, 2)) / 2**16
 
 
 # Hadamard

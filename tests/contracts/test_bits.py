@@ -213,10 +213,9 @@ def test_torchs_philox_gives_the_known_answers(
 def test_random_words_of_an_optimizer_match_the_reference(first: int) -> None:
     """Philox of two words, keyed by a word of Philox of four, by numpy; the step beyond 32 bits, a seed of 64."""
     seed, parameter, step, number = 0xFEDC_BA98_7654_3210, 3, (1 << 32) + 7, 11
-    counter = tuple(map(np.array, (0, 0, parameter, step & 0xFFFFFFFF)))
-    key, upper = numerics.philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).tolist()[:2]
+    key, upper = numerics.noise_stream(seed, parameter, step)
     e = np.arange(first, first + number, dtype=np.uint64)
-    two = numerics.philox2x32((e // 4 & 0xFFFFFFFF, (e // 4 >> 32) ^ upper), key)
+    two = numerics.philox2x32((e // 4 & 0xFFFFFFFF, (e // 4 >> 32) ^ np.uint64(upper)), key)
     word = two[np.arange(number), (e % 4 // 2).astype(int)]
     expected = np.where(e % 2 == 0, word, word << 16 | word >> 16)
     assert np.array_equal(noise.words(first, number, seed, parameter, step, torch.device("cpu")).numpy(), expected)

@@ -102,7 +102,6 @@ SAFE = {
     "torch.optim.gradients:_takers": "a thread adds the parameters of the optimizers that it makes",
     "torch.numerics.versions:_read": "two threads read the same values of one version",
     "torch.conversion.replace.mamba_packing:_cu_seqlens": "two threads make the same of one version",
-    "torch.numerics.rounding:_keys": "functools keeps it consistent, and a copy from the host is waited for",
     "torch.nn.attention.rope_scaling:parse": CACHED,
     "torch.linear.stored_weight:_hooked": "two threads may hook the same check twice",
     "torch.linear.stored_weight:_stored": "a thread adds the layers that it makes",

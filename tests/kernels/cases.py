@@ -456,7 +456,7 @@ def _in_narrow_blocks() -> list[Case]:
     mx, square = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (32, 32), "e8m0")
     count = torch.empty(1, dtype=torch.int64, device="meta")
     halves = {"sectors loaded": "a thread's next load takes the other half of its sector from the first-level cache"}
-    random = {"instructions": "ten rounds of Philox for four elements are the specification's bits: 10 an element"}
+    random = {"instructions": "ten rounds of two-word Philox for four elements: 5 an element"}
 
     def nv(down: bool, rounding: str = "nearest", hadamard: bool = False, block: int = 1) -> Callable[[], object]:
         spec = QuantSpec(E2M1, (block, 16), "two_level", rounding, hadamard)  # type: ignore[arg-type]
@@ -618,7 +618,7 @@ def _emulated() -> list[Case]:
     }
     halves = dict.fromkeys(("sectors loaded", "sectors stored"), "not mended: a thread moves 16 bytes of 32")
     both = {**both, **halves}
-    drawn = {**drawn, **halves, "instructions": "ten rounds of Philox for four elements are the specification's bits"}
+    drawn = {**drawn, **halves, "instructions": "ten rounds of two-word Philox for four elements"}
     drawn["overlap"] = "136 registers on sm_100, whose NVFP4 GEMMs are native: none of its recipes launches this"
     return [
         Case(name="values 1x32", launch=values(mx, False)),

@@ -108,6 +108,16 @@ def test_stochastic_rounding_leaves_grid_values_and_saturated_values_unchanged(f
 
 
 @signed
+def test_over_all_sixteen_bits_of_noise_the_mean_is_within_2_to_the_minus_17_of_a_step(fmt: Format) -> None:
+    u = (np.arange(1 << 16, dtype=np.float32) + np.float32(0.5)) * np.float32(2.0**-16)
+    low, high = grid(fmt)[:-1], grid(fmt)[1:]
+    for fraction in (2.0**-17, 2.0**-16, 0.3, 0.5, 1 - 2.0**-17):
+        for x, step in zip((low + np.float32(fraction) * (high - low))[::7], (high - low)[::7], strict=True):
+            mean = round_to(np.full(1 << 16, x), fmt, u).astype(np.float64).mean()
+            assert abs(mean - x) <= 2.0**-17 * step, f"{x}: mean {mean}"
+
+
+@signed
 def test_at_random_the_mean_is_the_value_within_three_sigma(fmt: Format) -> None:
     draws = 1 << 14
     low, high = grid(fmt)[:-1], grid(fmt)[1:]

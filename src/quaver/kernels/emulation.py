@@ -21,8 +21,8 @@ from quaver.kernels.numerics import (
     shared_exponent,
     store_amax,
     store_tile,
+    stream_at,
     transposed,
-    whole_word,
 )
 from quaver.kernels.nvfp4 import (
     block_scale,
@@ -359,7 +359,7 @@ def level(top):
 
 @triton.jit
 def values_of(
-    v, bits, big, small, place, tensor_id, count, seed_low, seed_high,
+    v, bits, big, small, place, upper, key,
     STOCHASTIC: tl.constexpr, FOUR: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """Round blocks given as sixteen tensors with these amax bits to the bf16 values of their codes.
@@ -375,11 +375,11 @@ def values_of(
     out = ()
     for i in tl.static_range(4):
         if STOCHASTIC:
-            words = philox(place + i, tensor_id, tl.load(count), seed_low, seed_high)
+            words = philox(place + i, upper, key)
             for j in tl.static_range(4):
                 x = v[4 * i + j]
                 # Exponent and mantissa bits at their positions, of a number that is 2**126 times too small.
-                code = (stochastic(flush(x) * e, words[j]) >> 6) & 0x01C00000
+                code = (stochastic(flush(x) * e, words[j // 2], j % 2) >> 6) & 0x01C00000
                 z = code.to(tl.float32, bitcast=True) * (2.0**126)
                 out += (signed(tl.minimum(z, most) * s, x).to(tl.bfloat16),)  # type: ignore[assignment]
         else:
@@ -414,7 +414,6 @@ def values_in_two_levels(
     of the tensor ids and of the seed, for `whole_word`. Exact, except that overflow of bf16 becomes its largest number.
     """
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
-    low, high = whole_word(seed0, seed1), whole_word(seed2, seed3)
     if along is not None:
         BG: tl.constexpr = BN // 16
         r = pm * BM + tl.arange(0, BM)
@@ -426,7 +425,8 @@ def values_in_two_levels(
             shared = tl.max(tl.reshape(bits, [BM // 16, 16, BG]), 1)[:, None, :]
             bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
         place = r[:, None].to(tl.int64) * columns + 16 * g[None, :]
-        out = values_of(v, bits, big, small, place, whole_word(a0, a1), drawn, low, high, STOCHASTIC, False, INTEGERS)
+        key, upper = stream_at(drawn, a0, a1, seed0, seed1, seed2, seed3, STOCHASTIC)
+        out = values_of(v, bits, big, small, place, upper, key, STOCHASTIC, False, INTEGERS)
         line = along + r[:, None, None].to(tl.int64) * columns
         for part in tl.static_range(2):
             c = (16 * g + 8 * part)[None, :, None] + tl.arange(0, 8)[None, None, :]
@@ -447,14 +447,13 @@ def values_in_two_levels(
         else:
             bits = largest(v)
         place = c[None, :].to(tl.int64) * rows + 16 * g[:, None]
-        tensor_id, count = whole_word(b0, b1), drawn
+        count = drawn
         if TRANSPOSED_STOCHASTIC:
             count = drawn + 1
+        key, upper = stream_at(count, b0, b1, seed0, seed1, seed2, seed3, TRANSPOSED_STOCHASTIC)
         inside = (16 * g[:, None] < rows) & (c[None, :] < columns)
         if down is not None:
-            out = values_of(
-                v, bits, big, small, place, tensor_id, count, low, high, TRANSPOSED_STOCHASTIC, FOUR, INTEGERS
-            )
+            out = values_of(v, bits, big, small, place, upper, key, TRANSPOSED_STOCHASTIC, FOUR, INTEGERS)
             for j in tl.static_range(16):
                 at = down + (16 * g[:, None] + j).to(tl.int64) * columns + c[None, :]
                 if EVEN:
@@ -462,9 +461,7 @@ def values_in_two_levels(
                 else:
                     tl.store(at, out[j], mask=inside)
         if codes is not None:
-            scale, w0, w1 = quantized(
-                v, bits, big, place, tensor_id, count, low, high, TRANSPOSED_STOCHASTIC, FOUR, True, INTEGERS
-            )
+            scale, w0, w1 = quantized(v, bits, big, place, upper, key, TRANSPOSED_STOCHASTIC, FOUR, True, INTEGERS)
             at = codes + g[:, None].to(tl.int64) * (2 * columns) + c[None, :]
             of_blocks = scales + g[:, None].to(tl.int64) * columns + c[None, :]
             if EVEN:

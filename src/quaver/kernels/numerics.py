@@ -304,7 +304,7 @@ def store_amax(work, bits, programs, top, scale, e, SCALES: tl.constexpr, POWER_
             tl.store(scale, decode_scale(largest, e, POWER_OF_TWO))
 
 
-# ---- Philox4x32-10 and two-word Philox, with the words of `quaver.reference.numerics` ----
+# ---- noise of stochastic rounding, as in `quaver.reference.numerics` ----
 # Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 M0, M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
@@ -329,14 +329,14 @@ def whole_word(low, high):
 
 
 @triton.jit
-def philox(g, tensor_id, count, seed_low, seed_high):
-    """Return the four Philox words, uint32, for counters g, int64 of any shape. Exact.
+def noise_stream(tensor_id, count, seed_low, seed_high):
+    """Return the key and the upper counter word of one quantization's noise, uint32. Exact.
 
-    tensor_id, seed_low, seed_high: 32 bits in an integer; count: any integer, of which the low 32 bits are used.
+    They are two words of Philox4x32-10 at (0, 0, tensor id, count). tensor_id, seed_low, seed_high: 32 bits in an
+    integer; count: any integer, of which the low 32 bits are used.
     """
-    c0, c1 = g.to(tl.uint32), (g >> 32).to(tl.uint32)
-    c2 = tl.zeros_like(c0) + tensor_id.to(tl.uint32)
-    c3 = tl.zeros_like(c0) + count.to(tl.uint32)
+    c2, c3 = tensor_id.to(tl.uint32), count.to(tl.uint32)
+    c0, c1 = c2 * 0, c2 * 0
     k0, k1 = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
     for _ in tl.static_range(10):
         high0, low0 = product(c0, M0)
@@ -344,12 +344,23 @@ def philox(g, tensor_id, count, seed_low, seed_high):
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0 += W0
         k1 += W1
-    return c0, c1, c2, c3
+    return c0, c1
 
 
 @triton.jit
-def philox_of_two(g, upper, key):
-    """Return the two words of two-word Philox, uint32, for counters g, int64 of any shape. Exact.
+def stream_at(count, id0, id1, seed0, seed1, seed2, seed3, STOCHASTIC: tl.constexpr):
+    """Return `noise_stream` for a count in memory and halves of the tensor id and seed; zeros unless STOCHASTIC."""
+    if STOCHASTIC:
+        low, high = whole_word(seed0, seed1), whole_word(seed2, seed3)
+        key, upper = noise_stream(whole_word(id0, id1), tl.load(count), low, high)
+    else:
+        key, upper = id0 * 0, id0 * 0
+    return key, upper
+
+
+@triton.jit
+def philox(g, upper, key):
+    """Return the two words of Philox2x32-10, uint32, for counters g, int64 of any shape. Exact.
 
     upper: uint32 xored into the counters' upper words; key: uint32.
     """

@@ -19,9 +19,9 @@ from quaver.kernels.numerics import (
     power_of_two,
     rotate,
     store_amax,
+    stream_at,
     swizzled,
     transposed,
-    whole_word,
 )
 
 #: Magnitude to which the tensor factor scales the largest element: 2688 = 1.3125 × 2**11.
@@ -89,16 +89,22 @@ def nearest(y, TIMES: tl.constexpr):
 
 
 @triton.jit
-def stochastic(y, word):
-    """Return the E2M1 code of |y| in bits 28 to 30 of a uint32, rounded up if the word's upper 24 bits are below the
-    fraction.
+def stochastic(y, word, LOWER: tl.constexpr):
+    """Return the E2M1 code of |y| in bits 28 to 30 of a uint32, rounded up if u is below the fraction.
+
+    u is (h + 1/2) × 2**-16 of the word's upper half h, or the lower one if LOWER.
     """
-    # In units of 2**-24 of a code's step, rounded up to an integer: the minimum of the same three lines, shifted by
-    # four bits. Adding 2**24 - 1 minus the word carries over if the fraction is larger than the word.
+    # In units of 2**-17 of a code's step, rounded up to an integer: the minimum of the same three lines, shifted by
+    # eleven bits. Adding 2**28 - 1 - u × 2**28 carries over if the fraction is larger than u.
     a = tl.minimum(tl.abs(y), 6.0)
-    steps = tl.ceil(a * 33554432.0).to(tl.int32).to(tl.uint32, bitcast=True)
-    least = tl.minimum(tl.minimum(steps << 4, (steps << 3) + 0x20000000), (steps << 2) + 0x40000000)
-    return least + ((word ^ 0xFFFFFFFF) >> 4)
+    steps = tl.ceil(a * 262144.0).to(tl.int32).to(tl.uint32, bitcast=True)
+    least = tl.minimum(tl.minimum(steps << 11, (steps << 10) + 0x20000000), (steps << 9) + 0x40000000)
+    other = word ^ 0xFFFFFFFF
+    if LOWER:
+        high = other << 12
+    else:
+        high = other >> 4
+    return least + ((high & 0x0FFFF000) | 0x7FF)
 
 
 #: Bias of codes until they are packed, subtracted from eight of them at once.
@@ -160,7 +166,7 @@ def finish(word, bits):
 
 @triton.jit
 def quantized(
-    v, bits, big, place, tensor_id, count, seed_low, seed_high,
+    v, bits, big, place, upper, key,
     STOCHASTIC: tl.constexpr, FOUR: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
     """Return scale codes and two int32 of codes for blocks given as sixteen tensors with these amax bits.
@@ -174,11 +180,11 @@ def quantized(
         if STOCHASTIC:
             codes = tl.zeros_like(bits).to(tl.uint32)
             for i in tl.static_range(2):
-                words = philox(place + (2 * half + 1 - i), tensor_id, tl.load(count), seed_low, seed_high)
+                words = philox(place + (2 * half + 1 - i), upper, key)
                 for j in tl.static_range(4):
                     x = v[8 * half + 7 - 4 * i - j]
                     sign = x.to(tl.uint32, bitcast=True) & 0x80000000
-                    codes = (codes << 4) | ((stochastic(flush(x) * e, words[3 - j]) | sign) >> 28)
+                    codes = (codes << 4) | ((stochastic(flush(x) * e, words[(3 - j) // 2], (3 - j) % 2) | sign) >> 28)
             both = codes.to(tl.int32, bitcast=True)
             words_of_codes += (tl.where(bits > INFINITY_BITS, 0x77777777, both),)  # type: ignore[assignment]
         else:
@@ -319,10 +325,8 @@ def block_along(
         shared = tl.max(tl.reshape(bits, [BM // 16, 16, BG]), 1)[:, None, :]
         bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
     place = r[:, None].to(tl.int64) * k + 16 * g[None, :]
-    tensor_id, low, high = whole_word(id0, id1), whole_word(seed0, seed1), whole_word(seed2, seed3)
-    scale, w0, w1 = quantized(
-        v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, FOUR, POWER_OF_TWO, INTEGERS
-    )
+    key, upper = stream_at(count, id0, id1, seed0, seed1, seed2, seed3, STOCHASTIC)
+    scale, w0, w1 = quantized(v, bits, big, place, upper, key, STOCHASTIC, FOUR, POWER_OF_TWO, INTEGERS)
     c4 = right * (2 * BG) + tl.arange(0, 2 * BG)
     at = q + r[:, None].to(tl.int64) * q_stride4 + c4[None, :]
     if EVEN:
@@ -360,10 +364,8 @@ def block_down(
         shared = tl.max(tl.reshape(bits, [BG, BN // 16, 16]), 2)[:, :, None]
         bits = tl.reshape(tl.broadcast_to(shared, [BG, BN // 16, 16]), [BG, BN])
     place = c[None, :].to(tl.int64) * k + 16 * g[:, None]
-    tensor_id, low, high = whole_word(id0, id1), whole_word(seed0, seed1), whole_word(seed2, seed3)
-    scale, w0, w1 = quantized(
-        v, bits, big, place, tensor_id, count, low, high, STOCHASTIC, FOUR, POWER_OF_TWO, INTEGERS
-    )
+    key, upper = stream_at(count, id0, id1, seed0, seed1, seed2, seed3, STOCHASTIC)
+    scale, w0, w1 = quantized(v, bits, big, place, upper, key, STOCHASTIC, FOUR, POWER_OF_TWO, INTEGERS)
     r4 = down * (2 * BG) + tl.arange(0, 2 * BG)
     at = qt + c[:, None].to(tl.int64) * qt_stride4 + r4[None, :]
     if EVEN:

@@ -42,7 +42,7 @@ def rotate(x: np.ndarray) -> np.ndarray:
         return (y * np.float32(0.25)).reshape(padded.shape)
 
 
-# ---- Philox4x32-10 and Philox2x32-10: random words as a function of counter and key ----
+# ---- noise of stochastic rounding: random words as a function of counter and key ----
 # Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -53,27 +53,10 @@ ROUNDS = 10
 _LOW = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> np.ndarray:
-    """Run ten rounds of Philox.
-
-    Args:
-        counter: four arrays of one shape [...], values below 2**32.
-        key: two words below 2**32.
-
-    Returns:
-        uint32 [..., 4].
-    """
-    c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in np.broadcast_arrays(*counter))
-    return np.stack(_rounds(c0, c1, c2, c3, *key), -1).astype(np.uint32)
-
-
-def one_philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Run `philox4x32` for one counter with Python ints, four times as fast as with arrays."""
-    return _rounds(*counter, *key)
-
-
-def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: int, k1: int) -> tuple[Any, Any, Any, Any]:
-    """Return four words (uint64 arrays or ints) after ten rounds."""
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Run ten rounds of four-word Philox on one counter; all numbers are below 2**32."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
     for _ in range(ROUNDS):
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & _LOW, p0 >> 32 ^ c3 ^ k1, p0 & _LOW
@@ -82,7 +65,7 @@ def _rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: int, k1: int) -> tuple[Any, 
 
 
 def philox2x32(counter: tuple[np.ndarray, ...], key: int) -> np.ndarray:
-    """Run ten rounds of two-word Philox: half the products for as many counters.
+    """Run ten rounds of two-word Philox, with one product a round.
 
     Args:
         counter: two arrays of one shape [...], values below 2**32.
@@ -103,26 +86,38 @@ def round_keys(key: int) -> list[int]:
     return [(key + i * WEYL[0]) & _LOW for i in range(ROUNDS)]
 
 
-def uniform(rows: int, k: int, seed: int, tensor_id: int, count: int) -> np.ndarray:
-    """Return the uniform number in [0, 1) for stochastic rounding of each element of an operand [rows, k].
+def noise_stream(seed: int, tensor_id: int, count: int) -> tuple[int, int]:
+    """Return the key and the upper counter word of one quantization's noise, each below 2**32.
 
-    The counter depends on the element's position in the whole operand, so a shard gets the same numbers as the whole.
+    They are the first two words of Philox4x32-10 at (0, 0, tensor_id, count), keyed by the seed.
+
+    Args:
+        seed: 64 bits.
+        tensor_id: number of the tensor, 32 bits.
+        count: number of earlier quantizations of this tensor; the low 32 bits are used.
+    """
+    return philox4x32((0, 0, tensor_id, count & _LOW), (seed & _LOW, seed >> 32 & _LOW))[:2]
+
+
+def uniform(rows: int, k: int, seed: int, tensor_id: int, count: int) -> np.ndarray:
+    """Return the uniform number in (0, 1) for stochastic rounding of each element of an operand [rows, k].
+
+    Element number e = row × k + column reads half a word of Philox2x32-10 at counter e // 4: elements 0 and 1 of four
+    the upper and the lower half of the first word, elements 2 and 3 those of the second. The counter depends on the
+    element's position in the whole operand, so a shard gets the same numbers as the whole.
 
     Args:
         rows, k: shape of the quantized operand.
-        seed: 64 bits, the key.
-        tensor_id: stream of the tensor, 32 bits.
-        count: number of earlier quantizations of this tensor; the low 32 bits are used.
+        seed, tensor_id, count: stream, as in `noise_stream`.
 
     Returns:
-        float32 [rows, k], multiples of 2**-24.
+        float32 [rows, k], (half + 1/2) × 2**-16.
     """
+    key, upper = noise_stream(seed, tensor_id, count)
     groups = np.arange(-(-rows * k // 4), dtype=np.uint64)
-    zero = np.zeros_like(groups)
-    stream = (zero + np.uint64(tensor_id), zero + np.uint64(count & 0xFFFFFFFF))
-    counter = (groups & _LOW, groups >> 32, *stream)
-    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)).reshape(-1)[: rows * k]
-    return ((words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(rows, k)
+    words = philox2x32((groups & _LOW, groups >> 32 ^ np.uint64(upper)), key)
+    halves = np.stack([words >> np.uint32(16), words & np.uint32(0xFFFF)], -1).reshape(-1)[: rows * k]
+    return ((halves.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-16)).reshape(rows, k)
 
 
 # ---- rounding float32 to a format, and codes ----
@@ -137,8 +132,8 @@ def round_to(x: np.ndarray, fmt: Format, u: np.ndarray | None = None) -> np.ndar
     Args:
         x: float32, any shape.
         fmt: a signed format.
-        u: [0, 1) of x's shape for stochastic rounding: away from zero where u is below the fraction. None rounds to
-            nearest even.
+        u: numbers in (0, 1) of x's shape for stochastic rounding: away from zero where u is below the fraction. None
+            rounds to nearest even.
 
     Returns:
         float32 of x's shape. Infinities and overflow become ±fmt.max, NaN stays NaN (+max if the format has none), and

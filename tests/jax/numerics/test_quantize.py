@@ -133,8 +133,10 @@ def test_counters_beyond_32_bits_carry_over() -> None:
     """The last rows of an operand of 2**35 elements, whose counters need the second word."""
     row, k = 2**20 - 1, 2**15
     counter = row * k // 4 + np.arange(k // 4, dtype=np.uint64)
-    words = numerics.philox4x32((counter & 0xFFFFFFFF, counter >> 32, np.uint64(2), np.uint64(3)), (1, 0)).reshape(1, k)
-    expected = (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+    key, upper = numerics.noise_stream(1, 2, 3)
+    words = numerics.philox2x32((counter & 0xFFFFFFFF, counter >> 32 ^ np.uint64(upper)), key)
+    halves = np.stack([words >> np.uint32(16), words & np.uint32(0xFFFF)], -1).reshape(1, k)
+    expected = (halves.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-16)
     assert (counter >> 32).max() == 1
     for columns in (k, k - 1):
         piece = jax.jit(lambda row, columns=columns: uniform(1, columns, 1, 2, 3, (row, 0, k)))

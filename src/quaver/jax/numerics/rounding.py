@@ -15,7 +15,7 @@ from jax.custom_derivatives import custom_jvp
 
 from quaver.jax.numerics.quantized import FLOAT8, copysign, isnan, largest, padded, where
 from quaver.recipes.formats import Format
-from quaver.reference.numerics import GROUP, MULTIPLIERS, NAN_CODE, ROUNDS, SIGNS, WEYL
+from quaver.reference.numerics import GROUP, MULTIPLIER, MULTIPLIERS, NAN_CODE, ROUNDS, SIGNS, WEYL
 
 # ---- rounding ----
 
@@ -205,7 +205,7 @@ def _lifted(x: Array) -> Array:
     return copysign(where(lax.lt(bits, np.int32(1 << 23)), subnormal, normal), x)
 
 
-# ---- Philox4x32-10 in uint32 arrays: the same words on every device ----
+# ---- noise of stochastic rounding in uint32 arrays: the same words on every device ----
 #
 # JAX has no 64-bit integers by default, so products are composed of 16-bit halves.
 
@@ -218,7 +218,7 @@ Place = tuple[Array | int, Array | int, int]
 def uniform(
     rows: int, k: int, seed: int, tensor_id: Array | int, count: Array | int, place: Place | None = None
 ) -> Array:
-    """Return the random numbers in [0, 1) for stochastic rounding of an operand, float32 [rows, k].
+    """Return the random numbers in (0, 1) for stochastic rounding of an operand, float32 [rows, k].
 
     Args:
         rows, k: shape of the operand, or of a shard of it.
@@ -230,7 +230,7 @@ def uniform(
     """
     first_row, first_column, whole = (0, 0, k) if place is None else place
     row = lax.broadcasted_iota(jnp.uint32, (rows, 1), 0) + _word(first_row)
-    # If no counter spans two rows, the four words of a counter belong to four neighbouring columns.
+    # If no counter spans two rows, the four halves of a counter belong to four neighbouring columns.
     together = (
         k % 4 == 0 and whole % 4 == 0 and (place is None or not isinstance(first_column, int) or first_column % 4 == 0)
     )
@@ -238,31 +238,46 @@ def uniform(
     column = lax.broadcasted_iota(jnp.uint32, (1, k // step), 1) + _word(first_column) // step
     high, low = mul_wide(row, whole // step)
     low, high = low + column, high + (low + column < column)
+    key, upper = _noise_stream(seed, _word(tensor_id), _word(count))
+    sixteen, half = np.uint32(16), np.uint32(0xFFFF)
     if together:
-        drawn = philox4x32((low, high, _word(tensor_id), _word(count)), seed)
-        words = lax.concatenate([lax.expand_dims(word, (2,)) for word in drawn], 2)
+        words = philox2x32(low, high ^ upper, key)
+        halves = lax.concatenate(
+            [lax.expand_dims(piece, (2,)) for word in words for piece in (word >> sixteen, word & half)], 2
+        )
     else:
         lane = low & 3
-        drawn = philox4x32((low >> 2 | high << 30, high >> 2, _word(tensor_id), _word(count)), seed)
-        first, second = (where(lax.eq(lane, np.uint32(i)), *drawn[i : i + 2]) for i in (0, 2))
-        words = where(lax.lt(lane, np.uint32(2)), first, second)
-    # Signed integers convert to float faster, and 24 bits fit.
-    upper_bits = lax.shift_right_logical(words, np.uint32(8)).astype(jnp.int32).astype(jnp.float32)
-    return lax.mul(upper_bits, np.float32(2.0**-24)).reshape(rows, k)
+        first, second = philox2x32(low >> 2 | high << 30, high >> 2 ^ upper, key)
+        word = where(lax.lt(lane, np.uint32(2)), first, second)
+        halves = where(lax.eq(lane & 1, np.uint32(0)), word >> sixteen, word & half)
+    # Signed integers convert to float faster, and 16 bits fit.
+    drawn = lax.add(halves.astype(jnp.int32).astype(jnp.float32), np.float32(0.5))
+    return lax.mul(drawn, np.float32(2.0**-16)).reshape(rows, k)
 
 
-def philox4x32(counter: tuple[Array, Array, Array, Array], seed: int) -> tuple[Array, Array, Array, Array]:
-    """Run ten rounds of Philox on four uint32 arrays that broadcast to one shape."""
-    c0, c1, c2, c3 = jnp.broadcast_arrays(*counter)
+def _noise_stream(seed: int, tensor_id: Array, count: Array) -> tuple[Array, Array]:
+    """Return the key and the upper counter word of one quantization's noise, uint32 [].
+
+    They are the first two words of Philox4x32-10 at (0, 0, tensor_id, count), keyed by the seed.
+    """
+    c0 = c1 = jnp.zeros((), jnp.uint32)
+    c2, c3 = tensor_id, count
     k0, k1 = seed & _LOW, seed >> 32 & _LOW
     for _ in range(ROUNDS):
         high0, low0 = mul_wide(c0, MULTIPLIERS[0])
         high1, low1 = mul_wide(c2, MULTIPLIERS[1])
-        c0 = lax.bitwise_xor(lax.bitwise_xor(high1, c1), np.uint32(k0))
-        c2 = lax.bitwise_xor(lax.bitwise_xor(high0, c3), np.uint32(k1))
+        c0, c2 = high1 ^ c1 ^ np.uint32(k0), high0 ^ c3 ^ np.uint32(k1)
         c1, c3 = low1, low0
         k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
-    return c0, c1, c2, c3
+    return c0, c1
+
+
+def philox2x32(c0: Array, c1: Array, key: Array) -> tuple[Array, Array]:
+    """Run ten rounds of two-word Philox on two uint32 arrays of one shape; key: uint32 []."""
+    for i in range(ROUNDS):
+        high, low = mul_wide(c0, MULTIPLIER)
+        c0, c1 = high ^ c1 ^ (key + np.uint32(i * WEYL[0] & _LOW)), low
+    return c0, c1
 
 
 def mul_wide(a: Array, m: Any) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ from quaver.kernels.numerics import (
     SMALLEST_NORMAL_BITS,
     encode,
     magnitude_bits,
-    philox,
+    noise_stream,
     widened,
 )
 
@@ -396,5 +396,5 @@ def drawing_of(row, count):
     """
     seed_low, seed_high = tl.load(row + SEED_LOW), tl.load(row + SEED_HIGH)
     number = tl.load(row + NUMBER)
-    key, upper, _, _ = philox(number * 0, number, count.to(tl.int64), seed_low, seed_high)
+    key, upper = noise_stream(number, count.to(tl.int64), seed_low, seed_high)
     return tl.load(row + PLACE), key, upper

@@ -11,7 +11,7 @@ from quaver.kernels.numerics import (
     encode_factor,
     flushed,
     magnitude_bits,
-    philox_of_two,
+    philox,
     shared_exponent,
 )
 from quaver.kernels.optim.codes import (
@@ -249,12 +249,12 @@ def _words(at, drawing, EVEN: tl.constexpr, BLOCKS: tl.constexpr):
         # Four neighbours share the two words of one counter, half a word each.
         four = tl.arange(0, 16)
         g = tl.expand_dims((place + at) >> 2, 1) + tl.expand_dims(four, 0)
-        first, second = philox_of_two(g, upper, key)
+        first, second = philox(g, upper, key)
         word = tl.join(first, second)
         word = tl.reshape(tl.join(word, _rotated(word)), [BLOCKS, 64])
     else:
         e = place + at
-        first, second = philox_of_two(e >> 2, upper, key)
+        first, second = philox(e >> 2, upper, key)
         word = tl.where((e & 2) == 0, first, second)
         word = tl.where((e & 1) == 0, word, _rotated(word))
     return word

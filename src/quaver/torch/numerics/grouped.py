@@ -22,10 +22,12 @@ from quaver.torch.numerics.rounding import (
     SMALLEST_NORMAL_BITS,
     encode,
     flush,
+    halves,
     magnitude_bits,
-    philox4x32,
+    noise_stream,
     rotate,
     transposed_rotate,
+    unit_interval,
 )
 
 # ---- groups of rows ----
@@ -198,7 +200,6 @@ def rows_of(q: Quantized, start: int, end: int) -> Quantized:
 
 #: Alignment in bytes that GEMMs need for groups along the contraction axis.
 LINE = 16
-_LOW = 0xFFFFFFFF
 
 
 class GroupedNoise(NamedTuple):
@@ -411,27 +412,19 @@ def _along(of_segments: Tensor, segments: BlockSegments) -> Tensor:
 
 
 def _uniform(draw: GroupedNoise, slots: GroupSlots, k: int, spec: QuantSpec, for_wgrad: bool) -> Tensor:
-    """Return the uniform number in [0, 1) for each element's stochastic rounding, float32 [slots, k]."""
+    """Return the uniform number in (0, 1) for each element's stochastic rounding, float32 [slots, k]."""
     device = slots.group.device
-    streams, counts = (of_groups(_numbers(n, device), slots.group) for n in (draw.streams, draw.counts))
+    stream = noise_stream(draw.seed, _numbers(draw.streams, device), _numbers(draw.counts, device), device)
+    key, upper = (of_groups(word.view(-1), slots.group).unsqueeze(1) for word in stream)
     columns = torch.arange(k, dtype=torch.int64, device=device)
     if for_wgrad:
         padded = (slots.sizes + 15) // 16 * 16 if spec.hadamard else slots.sizes
         index = columns * of_groups(padded, slots.group).unsqueeze(1) + slots.place.unsqueeze(1)
     else:
         index = slots.place.unsqueeze(1) * k + columns
-    g = index >> 2
-    drawn = philox4x32(
-        g & _LOW,
-        g >> 32,
-        streams.unsqueeze(1).expand_as(g).contiguous(),
-        (counts & _LOW).unsqueeze(1).expand_as(g).contiguous(),
-        draw.seed,
-    )
-    which, out = index & 3, torch.zeros(index.shape, dtype=torch.int64, device=device)
-    for i, word in enumerate(drawn):
-        out = torch.where(which == i, word, out)
-    return (out >> 8).to(torch.float32) * 2.0**-24
+    which, (first, second, third, fourth) = index & 3, halves(index >> 2, key, upper)
+    drawn = torch.where(which < 2, torch.where(which == 0, first, second), torch.where(which == 2, third, fourth))
+    return unit_interval(drawn.to(torch.float32))
 
 
 def _numbers(values: Sequence[int] | Tensor, device: torch.device) -> Tensor:

@@ -4,7 +4,6 @@ The numbers equal those of `quaver.reference.numerics`.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from quaver.reference.numerics import (
     TENSOR_EXPONENTS,
     WEYL,
 )
+from quaver.reference.numerics import noise_stream as reference_stream
 from quaver.torch.numerics.quantized import FLOAT8
 
 # ---- Hadamard rotation ----
@@ -59,7 +59,7 @@ def transposed_rotate(x: Tensor) -> Tensor:
     return y.view(groups * GROUP, rows).mul_(0.25)
 
 
-# ---- Philox4x32-10 and Philox2x32-10 on any device ----
+# ---- noise of stochastic rounding, on any device ----
 
 #: (seed, tensor id, count) of stochastic rounding; id and count may be int64 tensors.
 Noise = tuple[int, Tensor | int, Tensor | int]
@@ -78,7 +78,7 @@ _CHUNK = 1 << 15
 def uniform(
     rows: int, k: int, seed: int, tensor_id: int, count: Tensor | int, device: torch.device, first_row: int = 0
 ) -> Tensor:
-    """Return the uniform number in [0, 1) for each element's stochastic rounding, float32 [rows, k].
+    """Return the uniform number in (0, 1) for each element's stochastic rounding, float32 [rows, k].
 
     Equals `quaver.reference.numerics`.
 
@@ -88,15 +88,16 @@ def uniform(
         count: an int, or an int64 tensor of one element, which stays on its device.
     """
     assert first_row % 4 == 0
+    stream = noise_stream(seed, tensor_id, count, device)
     start, groups = first_row * k // 4, -(-rows * k // 4)
     out = torch.empty((groups, 4), dtype=torch.float32, device=device)
     chunk = _CHUNK if device.type == "cpu" else max(groups, 1)
     for at in range(0, groups, chunk):
         g = torch.arange(start + at, start + min(at + chunk, groups), dtype=torch.int64, device=device)
         piece = out[at : at + chunk]
-        for column, word in enumerate(words(g, seed, tensor_id, count)):
-            piece[:, column] = word
-    return out.mul_(2.0**-24).view(-1)[: rows * k].view(rows, k)
+        for column, half in enumerate(halves(g, *stream)):
+            piece[:, column] = half
+    return unit_interval(out).view(-1)[: rows * k].view(rows, k)
 
 
 def part_of_uniform(rows: Tensor, packed4: Tensor, k: int, seed: int, tensor_id: int, count: Tensor | int) -> Tensor:
@@ -112,9 +113,9 @@ def part_of_uniform(rows: Tensor, packed4: Tensor, k: int, seed: int, tensor_id:
     assert k % 4 == 0
     out = torch.empty((len(rows), len(packed4), 4), dtype=torch.float32, device=rows.device)
     g = rows[:, None] * (k // 4) + packed4
-    for column, word in enumerate(words(g, seed, tensor_id, count)):
-        out[..., column] = word
-    return out.mul_(2.0**-24).view(len(rows), 4 * len(packed4))
+    for column, half in enumerate(halves(g, *noise_stream(seed, tensor_id, count, g.device))):
+        out[..., column] = half
+    return unit_interval(out).view(len(rows), 4 * len(packed4))
 
 
 def rows_of_uniform(rows: Tensor, k: int, seed: int, tensor_id: int, count: Tensor | int) -> Tensor:
@@ -130,8 +131,8 @@ def rows_of_uniform(rows: Tensor, k: int, seed: int, tensor_id: int, count: Tens
     first = rows[:, None] * k
     g = first // 4 + torch.arange((k + 6) // 4, dtype=torch.int64, device=rows.device)
     inside = first % 4 + torch.arange(k, dtype=torch.int64, device=rows.device)
-    drawn = torch.stack(words(g, seed, tensor_id, count), -1).flatten(1).gather(1, inside)
-    return drawn.to(torch.float32).mul_(2.0**-24)
+    drawn = torch.stack(halves(g, *noise_stream(seed, tensor_id, count, g.device)), -1).flatten(1).gather(1, inside)
+    return unit_interval(drawn.to(torch.float32))
 
 
 def transposed_uniform(
@@ -139,57 +140,76 @@ def transposed_uniform(
 ) -> Tensor:
     """Return columns first … first + number of `uniform(rows, k, ...)`, transposed: float32 [number, rows].
 
-    k, first and number must be multiples of four, so that the four words of a counter belong to four rows of the
+    k, first and number must be multiples of four, so that the four halves of a counter belong to four rows of the
     result.
     """
     out = torch.empty((number // 4, 4, rows), dtype=torch.float32, device="cpu")
     g = torch.arange(first // 4, (first + number) // 4, dtype=torch.int64, device="cpu")[:, None]
     g = g + torch.arange(rows, dtype=torch.int64, device="cpu") * (k // 4)
-    for line, word in enumerate(words(g, seed, tensor_id, count)):
-        out[:, line] = word
-    return out.mul_(2.0**-24).view(number, rows)
+    for line, half in enumerate(halves(g, *noise_stream(seed, tensor_id, count, g.device))):
+        out[:, line] = half
+    return unit_interval(out).view(number, rows)
 
 
-def words(g: Tensor, seed: int, tensor_id: int, count: Tensor | int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the upper 24 bits of the four Philox words for counters g, int64 of any shape."""
-    if isinstance(count, Tensor):
-        c3 = torch.empty_like(g).copy_(count.reshape(()).bitwise_and(_LOW).to(g.device))
-    else:
-        c3 = torch.full_like(g, count & _LOW)
-    drawn = philox4x32(g & _LOW, g >> 32, torch.full_like(g, tensor_id), c3, seed)
-    return tuple(word.bitwise_right_shift_(8) for word in drawn)  # type: ignore[return-value]
+def halves(g: Tensor, key: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four 16-bit halves of the two Philox words at counters g, int64 of any shape.
+
+    key, upper: from `noise_stream`, of a shape that broadcasts to g's.
+    """
+    first, second = philox2x32(g & _LOW, (g >> 32).bitwise_xor_(upper), key)
+    half, low = _word(16, g.device), _word(0xFFFF, g.device)
+    upper_halves = first >> half, second >> half
+    return upper_halves[0], first.bitwise_and_(low), upper_halves[1], second.bitwise_and_(low)
+
+
+def unit_interval(half: Tensor) -> Tensor:
+    """Convert 16-bit halves, float32, to numbers in (0, 1) in place: (half + 1/2) × 2**-16."""
+    return half.add_(0.5).mul_(2.0**-16)
+
+
+def noise_stream(
+    seed: int, tensor_id: Tensor | int, count: Tensor | int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the key and the upper counter word of one quantization's noise, int64 below 2**32.
+
+    Equals `quaver.reference.numerics.noise_stream`.
+
+    Args:
+        seed: 64 bits.
+        tensor_id, count: ints, or int64 tensors of one element, or of many streams.
+        device: device of the results; a tensor on a GPU is not read by the host.
+
+    Returns:
+        Two tensors, [] or of the shape of tensor_id and count.
+    """
+    if _readable(tensor_id) and _readable(count):
+        # For a single stream, Python integers are faster than tensors.
+        words = reference_stream(seed, int(tensor_id) & _LOW, int(count))
+        return _word(words[0], device), _word(words[1], device)
+    c2, c3 = (torch.as_tensor(n, dtype=torch.int64, device=device).bitwise_and(_LOW) for n in (tensor_id, count))
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return philox4x32(zero, zero, c2, c3, seed)[:2]
+
+
+def _readable(number: Tensor | int) -> bool:
+    """Return True if a number is an int, or one element on a CPU that no compiler traces."""
+    if not isinstance(number, Tensor):
+        return True
+    return type(number) is Tensor and number.is_cpu and number.numel() == 1 and not is_tracing()
 
 
 def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run ten Philox rounds on four int64 tensors of 32-bit words, which are overwritten.
+    """Run ten rounds of four-word Philox on int64 tensors of 32-bit words.
 
-    Products wrap in int64 with the bits of uint64. Constants are tensors, because torch converts a Python number in
-    each call.
+    Products wrap in int64 with the bits of uint64.
     """
-    device = c0.device
-    low, half, m0, m1 = (_word(v, device) for v in (_LOW, 32, *MULTIPLIERS))
-    high = torch.empty_like(c0)
-    # Fake tensors bypass the cache, because their keys are useless to other calls.
-    keys = _keys if type(c0) is Tensor else _keys.__wrapped__
-    for k0, k1 in keys(seed, device):
-        c0.mul_(m0)
-        c2.mul_(m1)
-        torch.bitwise_right_shift(c2, half, out=high)
-        c1.bitwise_xor_(high.bitwise_and_(low)).bitwise_xor_(k0)
-        torch.bitwise_right_shift(c0, half, out=high)
-        c3.bitwise_xor_(high.bitwise_and_(low)).bitwise_xor_(k1)
-        c2.bitwise_and_(low)
-        c0.bitwise_and_(low)
-        c0, c1, c2, c3 = c1, c2, c3, c0
+    k0, k1 = seed & _LOW, seed >> 32 & _LOW
+    for _ in range(ROUNDS):
+        wide0, wide1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1 = (wide1 >> 32) & _LOW ^ c1 ^ k0, wide1 & _LOW
+        c2, c3 = (wide0 >> 32) & _LOW ^ c3 ^ k1, wide0 & _LOW
+        k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
     return c0, c1, c2, c3
-
-
-@cache
-def _keys(seed: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return the round keys."""
-    rounds = [((seed + i * WEYL[0]) & _LOW, ((seed >> 32) + i * WEYL[1]) & _LOW) for i in range(ROUNDS)]
-    with torch.inference_mode(False):
-        return [(_word(k0, device), _word(k1, device)) for k0, k1 in rounds]
 
 
 def _word(v: int, device: torch.device) -> Tensor:
@@ -199,13 +219,15 @@ def _word(v: int, device: torch.device) -> Tensor:
 def philox2x32(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Run ten rounds of two-word Philox on int64 tensors of 32-bit words; overwrites c0 and c1.
 
+    Constants are tensors, because torch converts a Python number in each call.
+
     Args:
-        key: int64 [], below 2**32.
+        key: int64 below 2**32, of a shape that broadcasts to c0's.
     """
     device = c0.device
     low, half, multiplier = (_word(v, device) for v in (_LOW, 32, MULTIPLIER))
     high = torch.empty_like(c0)
-    for round_key in round_keys(key).unbind():
+    for round_key in round_keys(key).unbind(-1):
         c0.mul_(multiplier)
         torch.bitwise_right_shift(c0, half, out=high)
         c1.bitwise_xor_(high.bitwise_and_(low)).bitwise_xor_(round_key)
@@ -215,8 +237,9 @@ def philox2x32(c0: Tensor, c1: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_keys(key: Tensor) -> Tensor:
-    """Return the round keys of two-word Philox, int64 [10] below 2**32, from the first key, int64 []."""
-    return (key + torch.arange(0, ROUNDS * WEYL[0], WEYL[0], dtype=torch.int64, device=key.device)).bitwise_and_(_LOW)
+    """Return the round keys of two-word Philox, int64 [..., 10] below 2**32, from the first keys, int64 [...]."""
+    steps = torch.arange(0, ROUNDS * WEYL[0], WEYL[0], dtype=torch.int64, device=key.device)
+    return (key.unsqueeze(-1) + steps).bitwise_and_(_LOW)
 
 
 def traced(c0: Tensor, c1: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

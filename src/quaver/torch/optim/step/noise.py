@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.reference import numerics
 from quaver.reference.optim import NOISE_BITS
-from quaver.torch.numerics.rounding import philox2x32, philox4x32, round_keys, traced
+from quaver.torch.numerics.rounding import noise_stream, philox2x32, round_keys, traced
 
 _LOW = 0xFFFFFFFF
 
@@ -75,57 +74,25 @@ def words(first: int, number: int, seed: int, parameter: int, step: Tensor | int
         parameter: index of the parameter in the optimizer.
         step: step count; an int64 tensor of one element stays on its device.
         device: device of the result.
-    Exact: word e % 4 / 2 of Philox2x32-10 at (e / 4, its upper half xor the upper word of `stream`) under the key of
-    `stream`; for an odd e with its halves swapped.
+    Exact: word e % 4 / 2 of Philox2x32-10 at (e / 4, its upper half xor the upper word of `noise_stream`) under its
+    key; for an odd e with its halves swapped.
     """
     begin, end = first // 4, -(-(first + number) // 4)
     g = torch.arange(begin, max(end, begin), dtype=torch.int64, device=device)
     return _drawn(g, seed, parameter, step)[first - 4 * begin :][:number]
 
 
-def stream(seed: int, parameter: int, step: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the key and the upper counter word of a parameter's step, int64 [] below 2**32.
-
-    They are the first two words of Philox4x32-10 at (0, 0, parameter, step), keyed by the seed.
-    """
-    if not _read_here(step):
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        count = torch.empty_like(zero).copy_(step.reshape(()).to(torch.int64).bitwise_and(_LOW))  # type: ignore[union-attr]
-        key, upper, _, _ = philox4x32(zero, zero.clone(), torch.full_like(zero, parameter), count, seed)
-        return key, upper
-    key, upper = (torch.tensor(word, dtype=torch.int64, device=device) for word in _one_stream(seed, parameter, step))
-    return key, upper
-
-
 def keyed(
     seed: int, parameter: int, step: Tensor | int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the round keys and upper counter word that `traced_words` and `traced_packed4` need, as int64 or int32."""
-    if not _read_here(step):
-        key, upper = stream(seed, parameter, step, device)
-        return round_keys(key).to(dtype), upper.to(dtype)
-    # For a single stream, Python integers are faster than tensors.
-    first, last = _one_stream(seed, parameter, step)
-    numbers = [*numerics.round_keys(first), last]
-    if dtype is torch.int32:
-        numbers = [(number ^ 1 << 31) - (1 << 31) for number in numbers]
-    drawn = torch.tensor(numbers, dtype=dtype, device=device)
-    return drawn[:-1], drawn[-1]
-
-
-def _read_here(step: Tensor | int) -> bool:
-    """True if a step count can be read without a device synchronization."""
-    return not isinstance(step, Tensor) or (type(step) is Tensor and step.is_cpu)
-
-
-def _one_stream(seed: int, parameter: int, step: Tensor | int) -> tuple[int, int]:
-    of_seed = seed & _LOW, seed >> 32 & _LOW
-    return numerics.one_philox4x32((0, 0, parameter, int(step) & _LOW), of_seed)[:2]
+    key, upper = noise_stream(seed, parameter, step, device)
+    return round_keys(key.view(())).to(dtype), upper.view(()).to(dtype)
 
 
 def _drawn(g: Tensor, seed: int, parameter: int, step: Tensor | int) -> Tensor:
     """Return the words of groups of four elements: int64 [4 * groups]."""
-    key, upper = stream(seed, parameter, step, g.device)
+    key, upper = noise_stream(seed, parameter, step, g.device)
     first, second = philox2x32(g & _LOW, (g >> 32).bitwise_xor_(upper), key)
     return torch.stack([first, _swap_halves(first) & _LOW, second, _swap_halves(second) & _LOW], -1).view(-1)
 
@@ -141,8 +108,8 @@ def traced_words(number: int, first: Tensor, keys: Tensor, upper: Tensor) -> Ten
     Args:
         number: a multiple of four.
         first: int64 [], a multiple of four.
-        keys, upper: int64 or int32 [10] and []: round keys and upper counter word of `stream`. With AVX-512, int64
-            takes two thirds of the time of int32; with AVX2, one and a half times.
+        keys, upper: int64 or int32 [10] and []: round keys and upper counter word of `noise_stream`. With AVX-512,
+            int64 takes two thirds of the time of int32; with AVX2, one and a half times.
     """
     g = torch.arange(number // 4, dtype=torch.int64, device=first.device) + first // 4
     drawn = traced((g & _LOW).to(keys.dtype), (g >> 32).to(keys.dtype) ^ upper, keys)
