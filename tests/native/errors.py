@@ -272,9 +272,9 @@ def sizes(lib: Library) -> None:
         assert lib.c.quaver_scale_bytes(rows, columns, c.ROW) == 4 * rows
         assert lib.c.quaver_scale_bytes(rows, columns, c.BLOCK_1X128) == 4 * rows * -(-columns // 128)
         assert lib.c.quaver_scale_bytes(rows, columns, c.BLOCK_128X128) == 16 * down * -(-columns // 512)
-    texts = {lib.text(status) for status in range(c.MEMORY + 1)}
-    assert len(texts) == c.MEMORY + 1
-    assert lib.text(-1) == lib.text(c.MEMORY + 1) == "unknown status"
+    texts = {lib.text(status) for status in range(c.CUBLAS + 1)}
+    assert len(texts) == c.CUBLAS + 1
+    assert lib.text(-1) == lib.text(c.CUBLAS + 1) == "unknown status"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ NONE, TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX, MX_SQUARE, NV, NV_SQUARE = ra
     ARCHITECTURE,
     NOT_EXPORTED,
     MEMORY,
-) = range(13)
+    NO_CUBLAS,
+    CUBLAS,
+) = range(15)
 
 
 class Matrix(ct.Structure):
@@ -73,6 +75,25 @@ class Options(ct.Structure):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**{"size": ct.sizeof(Options), "power_of_two": 1, **values})
+
+
+class GemmOptions(ct.Structure):
+    """quaver_gemm_options."""
+
+    _fields_ = [
+        ("size", ct.c_uint32),
+        ("fast_accumulation", ct.c_int32),
+        ("alpha", ct.c_float),
+        ("beta", ct.c_float),
+        ("device_alpha", ct.c_void_p),
+        ("device_beta", ct.c_void_p),
+        ("bias", ct.c_void_p),
+        ("workspace", ct.c_void_p),
+        ("workspace_bytes", ct.c_int64),
+    ]
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"size": ct.sizeof(GemmOptions), "alpha": 1, **values})
 
 
 class NormOptions(ct.Structure):
@@ -152,11 +173,11 @@ class History(ct.Structure):
 
 
 def build_stub(folder: Path) -> Path:
-    """Compile the stub driver; returns the folder of libcuda.so.1."""
+    """Compile the stub driver and cublasLt; returns the folder of libcuda.so.1 and libcublasLt.so.13."""
     folder.mkdir(exist_ok=True)
-    library = folder / "libcuda.so.1"
-    options = "-std=gnu11", "-O2", *WARNINGS, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"
-    run(COMPILERS[0], *options, STUB / "cuda.c", "-o", library, "-lpthread")
+    for source, name in (("cuda.c", "libcuda.so.1"), ("cublaslt.c", "libcublasLt.so.13")):
+        options = "-std=gnu11", "-O2", *WARNINGS, "-shared", "-fPIC", f"-Wl,-soname,{name}"
+        run(COMPILERS[0], *options, STUB / source, "-o", folder / name, "-lpthread")
     return folder
 
 
@@ -219,6 +240,12 @@ class Library:
 
     def dequantize(self, q: Matrix | None, y: Matrix | None, power_of_two: int = 1) -> int:
         status: int = self.c.quaver_dequantize(self.handle, None, _reference(q), _reference(y), power_of_two)
+        return status
+
+    def gemm(self, cublaslt: int, options: GemmOptions | None, *matrices: Matrix | None) -> int:
+        """matrices: a, b, y."""
+        pointers = _reference(options), *map(_reference, matrices)
+        status: int = self.c.quaver_gemm(self.handle, ct.c_void_p(cublaslt), None, *pointers)
         return status
 
     def roll(self, history: History | None, table: int, factors: int) -> int:

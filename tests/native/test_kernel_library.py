@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -135,6 +136,26 @@ def test_errors_are_codes_and_nothing_is_launched(small: Path, stub: Path, tmp_p
     done = python("tests.native.errors", small, **environment(stub, tmp_path / "log"))
     assert int(said(done)) >= 120
     assert done.stderr == ""
+
+
+def test_gemms_are_told_to_cublaslt_as_documented(small: Path, stub: Path, tmp_path: Path) -> None:
+    variables = environment(stub, tmp_path / "log", STUB_GEMM_LOG=str(tmp_path / "gemms"))
+    done = python("tests.native.gemms", small, **variables)
+    assert int(said(done)) >= 100
+    assert done.stderr == ""
+
+
+def test_constants_of_cublaslt_are_those_of_its_header(small: Path, tmp_path: Path) -> None:
+    include = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
+    if not (include / "cublasLt.h").exists() or not (include / "crt/host_defines.h").exists():
+        pytest.skip("no CUDA toolkit is installed, whose cublasLt.h this compares with")
+    text = (small / "quaver_cublaslt.h").read_text()
+    names = re.findall(r"QV_(CU\w+) =", text)
+    checks = [f'_Static_assert((int)QV_{name} == (int){name}, "{name}");' for name in sorted(set(names))]
+    checks += ['_Static_assert(sizeof(qv_heuristic) == sizeof(cublasLtMatmulHeuristicResult_t), "heuristic");']
+    lines = ["#include <cublasLt.h>", '#include "quaver_cublaslt.h"', *checks]
+    (tmp_path / "check.c").write_text("\n".join(lines) + "\n")
+    run(COMPILERS[0], "-std=c11", "-fsyntax-only", f"-I{include}", f"-I{small}", tmp_path / "check.c")
 
 
 def test_without_a_driver_a_handle_is_refused(small: Path) -> None:

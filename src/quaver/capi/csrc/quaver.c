@@ -211,6 +211,7 @@ quaver_status qv_run(quaver_handle h, void *stream, qv_work *work) {
     return s;
 }
 
+void qv_set_error(quaver_handle h, int error) { h->error = error; }
 int qv_multiprocessors(quaver_handle h) { return h->multiprocessors; }
 void *qv_workspace(quaver_handle h) { return h->workspace; }
 int64_t qv_workspace_size(quaver_handle h) { return h->workspace_bytes; }
@@ -322,6 +323,8 @@ const char *quaver_status_text(quaver_status status) {
         "no kernels were exported for this GPU",
         "no kernel was exported for this case",
         "no host memory",
+        "libcublasLt was not found or is too old",
+        "cuBLASLt reported an error, or has no GEMM for this",
     };
     int at = (int)status;
     return at >= 0 && at < (int)(sizeof texts / sizeof *texts) ? texts[at] : "unknown status";

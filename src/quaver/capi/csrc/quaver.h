@@ -36,7 +36,9 @@ typedef enum {
     QUAVER_ERROR_NO_DRIVER = 9,    /* libcuda.so.1 was not found or is too old */
     QUAVER_ERROR_ARCHITECTURE = 10, /* no kernels were exported for this GPU */
     QUAVER_ERROR_NOT_EXPORTED = 11, /* none for this case: dtype, width or family left out of `quaver kernels` */
-    QUAVER_ERROR_MEMORY = 12       /* no host memory */
+    QUAVER_ERROR_MEMORY = 12,      /* no host memory */
+    QUAVER_ERROR_NO_CUBLAS = 13,   /* libcublasLt was not found or is too old */
+    QUAVER_ERROR_CUBLAS = 14       /* cuBLASLt reported an error, or has no GEMM for this: quaver_last_driver_error */
 } quaver_status;
 
 typedef enum { QUAVER_BF16, QUAVER_F16, QUAVER_F32, QUAVER_E4M3, QUAVER_E5M2, QUAVER_E2M1 } quaver_dtype;
@@ -89,7 +91,7 @@ QUAVER_API quaver_status quaver_create(quaver_handle *handle, void *workspace, i
 QUAVER_API quaver_status quaver_destroy(quaver_handle handle);
 /* Load every kernel now, instead of at its first launch: needed before a stream is captured. */
 QUAVER_API quaver_status quaver_preload(quaver_handle handle);
-/* The CUresult of the last QUAVER_ERROR_DRIVER of this handle. */
+/* The CUresult of the last QUAVER_ERROR_DRIVER, or cublasStatus_t of the last QUAVER_ERROR_CUBLAS, of this handle. */
 QUAVER_API int quaver_last_driver_error(quaver_handle handle);
 QUAVER_API const char *quaver_status_text(quaver_status status);
 QUAVER_API int quaver_version(void);
@@ -116,6 +118,25 @@ QUAVER_API quaver_status quaver_quantize(quaver_handle handle, void *stream, con
  * scales that are powers of two. Exact. */
 QUAVER_API quaver_status quaver_dequantize(quaver_handle handle, void *stream, const quaver_tensor *q,
                                            const quaver_tensor *y, int32_t power_of_two);
+
+/* ---- GEMMs, by cuBLASLt ---- */
+
+typedef struct {
+    uint32_t size;              /* sizeof(quaver_gemm_options) */
+    int32_t fast_accumulation;  /* 1: FP8 on Hopper accumulates less precisely */
+    float alpha, beta;          /* y = alpha * product + beta * y */
+    const float *device_alpha;  /* both on the device instead, or both NULL; NV: 1 / (factor of a * factor of b) */
+    const float *device_beta;
+    const void *bias;           /* [n] in y's dtype (bfloat16 if that is float32), or NULL */
+    void *workspace;            /* device memory of cuBLAS: 32 MiB on Hopper and later */
+    int64_t workspace_bytes;
+} quaver_gemm_options;
+
+/* y [m, n] = a [m, k] @ b [n, k].T of codes with scales of TENSOR (Ada, Hopper, Blackwell), MX or NV (Blackwell).
+ * cublaslt: the caller's cublasLtHandle_t. */
+QUAVER_API quaver_status quaver_gemm(quaver_handle handle, void *cublaslt, void *stream,
+                                     const quaver_gemm_options *options, const quaver_tensor *a,
+                                     const quaver_tensor *b, const quaver_tensor *y);
 
 /* ---- delayed scaling ---- */
 

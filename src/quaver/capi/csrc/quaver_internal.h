@@ -62,6 +62,7 @@ void qv_float(qv_call *call, float value);
 /* Choose and load the variant of a call. */
 quaver_status qv_find(quaver_handle h, qv_call *call);
 quaver_status qv_run(quaver_handle h, void *stream, qv_work *work);
+void qv_set_error(quaver_handle h, int error);
 int qv_multiprocessors(quaver_handle h);
 void *qv_workspace(quaver_handle h);
 int64_t qv_workspace_size(quaver_handle h);
