@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quaver.capi.cases import WIDTHS
 from quaver.capi.variants import FIELD_BITS, Variant, key_of
 from quaver.recipes.formats import E2M1 as FP4
 from quaver.recipes.formats import E4M3 as FP8
@@ -184,6 +185,10 @@ class Drawn:
 
     def _matrix(self, widest: int = SIDES[-1], others: Sequence[tuple[int, int]] = ()) -> tuple[Tensor, Matrix]:
         rows, columns = self.random.choice(SIDES), self.random.choice([n for n in SIDES if n <= widest])
+        if widest in WIDTHS and self.random.random() < 0.7:
+            # A kernel for each width, up to which rows are whole, lie at multiples of 16, or neither.
+            rows = self.random.choice([1024, 1021])
+            columns = self.random.choice([n for n in WIDTHS if n <= widest]) - self.random.choice([0, 16, 1])
         if others and self.random.random() < 0.1:
             rows, columns = self.random.choice(others)
         dtype = self.random.choice(self.dtypes)
@@ -369,13 +374,9 @@ class Drawn:
 
     def _norm(self) -> Call:
         most = 256 if self.small else 16384
-        columns = self.random.choice(
-            [n for n in (8, 16, 248, 256, 264, 504, 1024, 2040, 4096, 4104, 8192, 16384) if n <= most]
-        )
-        if columns < most:
-            columns += self.random.choice([0, 0, 8, 16 * self.random.randrange(1, columns // 16 + 2)])
-            columns = min(columns, most)
-        rows, dtype = self.random.choice([1, 7, 64, 264, 272, 1000, 2000]), self.random.choice(self.dtypes)
+        widths = [width for width in (8, 16, *WIDTHS) if width <= most]
+        columns = max(self.random.choice(widths) - self.random.choice([0, 8, 16, 40]), 8)
+        rows, dtype = self.random.choice([1, 7, 64, 256, 264, 1000]), self.random.choice(self.dtypes)
         stride = columns + self.random.choice([0, 0, 8, 16]) * (rows > 1)
         x = torch.empty(rows, stride, dtype=dtype)[:, :columns]
         centred = self.random.random() < 0.5
