@@ -118,14 +118,17 @@ MUTANTS = [
 
 
 def test_mistakes_in_the_library_are_found(small: Path, stub: Path, tmp_path: Path) -> None:
+    flags = "-std=gnu11", "-O1", *library.WARNINGS, "-fPIC", "-fvisibility=hidden", f"-I{small}"
+    run(COMPILERS[0], *flags, "-c", *[path.name for path in sorted(small.glob("*.[cS]"))], cwd=small)
+    objects = {path.stem: path for path in small.glob("*.o")}
     libraries = []
     for number, (name, before, after) in enumerate(MUTANTS):
-        folder = tmp_path / f"mutant{number}"
-        shutil.copytree(small, folder)
-        source = (folder / name).read_text()
+        source, mutant = (small / name).read_text(), tmp_path / f"mutant{number}.c"
         assert before in source, before
-        (folder / name).write_text(source.replace(before, after))
-        libraries.append(build(folder, COMPILERS[0], f"libquaver{number}.so"))
+        mutant.write_text(source.replace(before, after))
+        others = [path for stem, path in objects.items() if stem != Path(name).stem]
+        libraries.append(tmp_path / f"libquaver{number}.so")
+        run(COMPILERS[0], *flags, "-shared", mutant, *others, "-o", libraries[-1], "-ldl", "-lpthread")
     options = "--calls", 300, "--small", "--families", *SMALL, "--libraries", *libraries
     results = said(packed(small, stub, tmp_path, *options)).splitlines()
     found = [bool(json.loads(result).get("difference")) for result in results]
@@ -206,6 +209,17 @@ def test_the_sources_compile_without_warnings(compiler: str, small: Path, tmp_pa
     strict = "-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only"
     run(compiler, "-std=c99", *strict, "-x", "c", header)
     run(compiler, "-std=c++17", *strict, "-x", "c++", header)
+
+
+def test_the_example_of_the_guide_compiles(small: Path, tmp_path: Path) -> None:
+    pages = sorted((ROOT / "docs/guides").glob("c-api*.md"))
+    examples = [code for page in pages for code in re.findall(r"```c\n(.*?)```", page.read_text(), re.DOTALL)]
+    examples = [code for code in examples if "<quaver.h>" in code]
+    assert examples
+    for code in examples:
+        (tmp_path / "example.c").write_text(code)
+        strict = "-std=c99", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-pedantic", "-Werror"
+        run(COMPILERS[0], *strict, "-fsyntax-only", f"-I{small}", tmp_path / "example.c")
 
 
 def test_the_library_exports_its_functions_only(small: Path) -> None:

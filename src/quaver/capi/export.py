@@ -145,7 +145,7 @@ def write_table(folder: Path, arch: int, compiled: Sequence[CompiledVariant], co
         blob += image + bytes(-len(image) % ALIGNMENT)
     name = f"quaver_sm{arch}"
     (folder / f"{name}.bin").write_bytes(blob)
-    (folder / f"{name}.S").write_text(_assembly(name))
+    (folder / f"{name}_images.S").write_text(_assembly(name))
     (folder / f"{name}.c").write_text(_table(arch, compiled, offsets))
     described = [
         {
