@@ -32,7 +32,7 @@ demo: $(VENV)/.train
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" -k "not compiled" $(CHECKED)
 
-## The whole suite but what takes minutes.
+## The whole suite but what takes minutes. Tests of the C headers are skipped for each compiler that is missing.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 

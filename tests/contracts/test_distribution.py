@@ -14,6 +14,7 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 import quaver
+from quaver.include import CMAKE
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -75,10 +76,12 @@ def test_the_source_distribution_holds_nothing_that_is_not_tracked(sdist: set[st
     assert not [name for name in sdist if re.search(r"(^|/)(__pycache__|\.venv|runs|\.mypy_cache)/", name)]
 
 
-def test_the_wheel_holds_the_library_its_marker_of_types_and_the_licence(wheel: dict[str, bytes]) -> None:
+def test_the_wheel_has_the_library_type_marker_headers_and_licence(wheel: dict[str, bytes]) -> None:
     assert {name.partition("/")[0] for name in wheel} == {"quaver", f"quaver-{quaver.__version__}.dist-info"}
     library = {f"quaver/{path.relative_to(ROOT / 'src/quaver')}" for path in (ROOT / "src/quaver").rglob("*.py")}
-    assert {name for name in wheel if name.startswith("quaver/")} == library | {"quaver/py.typed"}
+    headers = {f"quaver/include/{name}" for name in ("quaver_numerics.h", "quaver.hpp")}
+    cmake = {f"quaver/include/cmake/quaver-{name}.cmake" for name in ("config", "config-version")}
+    assert {name for name in wheel if name.startswith("quaver/")} == library | {"quaver/py.typed"} | headers | cmake
     assert any(name.endswith("/LICENSE") for name in wheel)
 
 
@@ -104,6 +107,7 @@ def test_the_versions_agree() -> None:
         all(author["name"] for author in citation["authors"]) and citation["message"] and citation["type"] == "software"
     )
     assert f"## {quaver.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f'"{quaver.__version__}"' in (CMAKE / "quaver-config-version.cmake").read_text()
 
 
 @pytest.mark.parametrize("path", [path for path in TEMPLATES if path.stem != "config"], ids=lambda path: path.stem)

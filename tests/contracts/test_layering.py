@@ -21,6 +21,7 @@ OURS: dict[str, set[str]] = {
     "quaver.costs": {"quaver.recipes", "quaver.costs"},
     "quaver.rules": {"quaver.recipes", "quaver.costs"},
     "quaver.kernels": {"quaver.kernels"},
+    "quaver.include": {"quaver.include"},
 }
 #: What both front ends may import.
 SHARED = {"quaver", *OURS}
@@ -43,6 +44,7 @@ THEIRS = {
     "quaver.costs": set(),
     "quaver.rules": set(),
     "quaver.kernels": {"triton"},
+    "quaver.include": set(),
 }
 NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"torch", "torchao"}}
 

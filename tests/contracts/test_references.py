@@ -22,10 +22,10 @@ FILES = (
 )
 
 QUOTED = re.compile(r"(\S+ )?`([^`\n]+)`")
-#: Of ours, also where no quotes stand around it.
-WHOLE = re.compile(r"(?<![\w./-])(?:quaver|benchmarks|tests)(?:\.[A-Za-z_]\w*)+")
+#: Of ours, also where no quotes stand around it; quaver.hpp is a file.
+WHOLE = re.compile(r"(?<![\w./-])(?:quaver|benchmarks|tests)(?:\.(?!h(?:pp)?\b)[A-Za-z_]\w*)+")
 SHORT = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
-PATH = re.compile(r"[\w.-]*/[\w./-]*|[\w-]+\.(?:py|md|toml|json)")
+PATH = re.compile(r"[\w.-]*/[\w./-]*|[\w-]+\.(?:py|md|toml|json|h|hpp)")
 #: What is of others, `owner/repository` standing before it, or refused: "no `utils.py`".
 OTHERS = re.compile(r"""[\w-]+/[\w.-]+ $|"?no $""")
 #: What tells where a path begins that is not the whole of one.
@@ -109,7 +109,7 @@ def missing(line: str) -> list[str]:
             continue
         parts = quoted.split(".")
         if PATH.fullmatch(quoted):
-            ours = quoted.split("/")[0] in PLACES | buffers if "/" in quoted else quoted.endswith(".py")
+            ours = quoted.split("/")[0] in PLACES | buffers if "/" in quoted else quoted.endswith((".py", ".h", ".hpp"))
             absent += [quoted] if ours and not is_file(quoted) else []
         elif SHORT.fullmatch(quoted) and parts[0] in buffers and parts[0] not in {*TREES, *LIBRARIES}:
             absent += [quoted] if not all(part in names for part in parts) else []

@@ -11,7 +11,8 @@ FAULTS = faults()
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_a_fault_can_be_planted(fault: Fault) -> None:
-    assert ast.dump(ast.parse(planted_text(fault))) != ast.dump(ast.parse((ROOT / fault.file).read_text()))
+    planted, text = planted_text(fault), (ROOT / fault.file).read_text()
+    assert planted != text if fault.file.endswith(".h") else ast.dump(ast.parse(planted)) != ast.dump(ast.parse(text))
     assert fault.tests and all((ROOT / test).exists() for test in fault.tests)
     assert fault.file.startswith("src/")
 

@@ -76,3 +76,9 @@ def test_the_table_is_keyed_by_name() -> None:
 def test_a_pickled_format_is_equal_and_has_the_same_hash(fmt: Format) -> None:
     copy = pickle.loads(pickle.dumps(fmt))
     assert copy == fmt and hash(copy) == hash(fmt)
+
+
+@pytest.mark.parametrize("largest", [1.5, 2.0**127, 0.1])
+def test_the_largest_number_of_a_format_without_a_sign_has_a_code(largest: float) -> None:
+    with pytest.raises(ValueError, match="not one of its normal numbers"):
+        Format(name="scale", bits=7, exponent_bits=7, mantissa_bits=0, bias=63, max=largest, signed=False)

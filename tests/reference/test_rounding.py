@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from quaver import reference
-from quaver.recipes.formats import FORMATS, Format
+from quaver.recipes.formats import E8M0, FORMATS, Format
 from quaver.reference.numerics import NAN_CODE, encode, magnitudes, round_to, uniform
 from tests.close import assert_bitwise
 from tests.recipes.test_formats import KNOWN, PEERS
 
 SIGNED = [f for f in FORMATS.values() if f.signed]
+U5M3 = Format(name="u5m3", bits=8, exponent_bits=5, mantissa_bits=3, bias=15, max=114688.0, signed=False)
 BF16 = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
 signed = pytest.mark.parametrize("fmt", SIGNED, ids=str)
 
@@ -52,6 +53,25 @@ def test_a_midpoint_goes_to_the_even_code_and_an_ulp_decides(fmt: Format) -> Non
         assert_bitwise(round_to(sign * middle, fmt), sign * even, "at the midpoint")
         assert_bitwise(round_to(sign * np.nextafter(middle, np.float32(0)), fmt), sign * low, "an ulp below")
         assert_bitwise(round_to(sign * np.nextafter(middle, np.float32(np.inf)), fmt), sign * high, "an ulp above")
+
+
+def test_every_normal_bf16_value_rounds_to_e8m0_as_in_ml_dtypes() -> None:
+    # Zero, infinities and negative numbers are NaN there, and subnormal float32 are rounded as if code 0 were zero.
+    numbers = BF16[(BF16 >= 2.0**-126) & (BF16 <= 2.0**127)]
+    assert_bitwise(encode(round_to(numbers, E8M0), E8M0), numbers.astype(PEERS["e8m0"]).view(np.uint8))
+
+
+@pytest.mark.parametrize("fmt", [E8M0, U5M3], ids=str)
+def test_a_format_without_a_sign_rounds_magnitudes(fmt: Format) -> None:
+    x = float32(0, -0.0, 1e-45, -3, 1.5, 3e38, np.inf, -np.inf)
+    smallest = 2.0**-127 if fmt is E8M0 else 0.0
+    expected = float32(smallest, smallest, smallest, *((4, 2) if fmt is E8M0 else (3, 1.5)), *[fmt.max] * 3)
+    assert_bitwise(round_to(x, fmt), expected)
+    values = reference.decode(np.arange(256), fmt)
+    assert_bitwise(round_to(values, fmt), values)
+    assert_bitwise(encode(values, fmt), np.arange(256, dtype=np.uint8))
+    half = np.float32(1.5) * np.float32(2.0**-127)
+    assert_bitwise(round_to(float32(half, half), E8M0, float32(0.49, 0.5)), float32(2.0**-126, 2.0**-127))
 
 
 @signed

@@ -53,13 +53,15 @@ class Format:
         numbers = self.bits, self.exponent_bits, self.mantissa_bits, self.bias, self.max, self.has_nan
         emax = math.frexp(self.max)[1] - 1
         derived = {
-            "emin": 1 - self.bias,
+            # A format without mantissa bits has no subnormals: code 0 is a normal number.
+            "emin": (self.mantissa_bits > 0) - self.bias,
             "emax": emax,
             "max_mantissa": int((self.max / 2.0**emax - 1.0) * 2.0**23),
             "packed": numbers == (4, 2, 1, 1, 6.0, False),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+        _check_largest(self)
         if self.signed:
             _check_range(self)
 
@@ -127,8 +129,8 @@ def _check_fields(fmt: Format) -> None:
         raise ValueError(f"format {fmt.name!r}: max is {fmt.max!r}; give its largest finite number")
 
 
-def _check_range(fmt: Format) -> None:
-    last = 2 ** (fmt.bits - 1) - 1
+def _check_largest(fmt: Format) -> None:
+    last = 2 ** (fmt.bits - fmt.signed) - 1
     steps = fmt.max / 2.0 ** (max(fmt.emax, fmt.emin) - fmt.mantissa_bits)
     if steps != int(steps) or fmt.emax < fmt.emin or fmt.max_code > last - fmt.has_nan:
         top = f"below code {last}, which is NaN's" if fmt.has_nan else f"up to code {last}"
@@ -136,6 +138,9 @@ def _check_range(fmt: Format) -> None:
             f"format {fmt.name!r}: max is {fmt.max}, which is not one of its normal numbers {top}; give its largest "
             "finite number"
         )
+
+
+def _check_range(fmt: Format) -> None:
     if fmt.max > LARGEST or 2.0 ** (fmt.emin - fmt.mantissa_bits) < SMALLEST_STEP:
         raise ValueError(
             f"format {fmt.name!r} ranges from {2.0 ** (fmt.emin - fmt.mantissa_bits):g} to {fmt.max:g}; GEMMs support "

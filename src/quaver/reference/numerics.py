@@ -131,15 +131,17 @@ def round_to(x: np.ndarray, fmt: Format, u: np.ndarray | None = None) -> np.ndar
 
     Args:
         x: float32, any shape.
-        fmt: a signed format.
+        fmt: the format; one without a sign rounds magnitudes.
         u: numbers in (0, 1) of x's shape for stochastic rounding: away from zero where u is below the fraction. None
             rounds to nearest even.
 
     Returns:
         float32 of x's shape. Infinities and overflow become ±fmt.max, NaN stays NaN (+max if the format has none), and
-        the sign of zero is preserved.
+        the sign of zero is preserved. A format without mantissa bits has no zero: its smallest number takes the place.
     """
     a = np.where(np.isnan(x), np.float32(0), np.minimum(np.abs(x), np.float32(fmt.max)))
+    if fmt.mantissa_bits == 0:
+        a = np.maximum(a, np.float32(2.0**fmt.emin))
     exponent = np.maximum(np.frexp(a)[1] - 1, fmt.emin)
     steps = np.ldexp(a, fmt.mantissa_bits - exponent)
     if u is None:
@@ -147,7 +149,9 @@ def round_to(x: np.ndarray, fmt: Format, u: np.ndarray | None = None) -> np.ndar
     else:
         whole = np.floor(steps)
         whole = whole + (u < steps - whole)
-    y = np.copysign(np.ldexp(whole, exponent - fmt.mantissa_bits), x).astype(np.float32)
+    y = np.ldexp(whole, exponent - fmt.mantissa_bits).astype(np.float32)
+    if fmt.signed:
+        y = np.copysign(y, x)
     return np.where(np.isnan(x), np.float32(np.nan if fmt.has_nan else fmt.max), y)
 
 
