@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 import quaver
 from quaver.capi.cases import Selection, record
 from quaver.capi.variants import ABSENT, FIELD_BITS, FIELDS, FORMULAS, KINDS, Variant, variants
+from quaver.include import HEADERS
 from quaver.kernels import tensorwise
 from quaver.torch.backends.gpu import launch
 
@@ -80,7 +81,7 @@ def export(
         found = variants(record(selection, arch))
         exported[arch] = compiled = compile_all(found, arch, progress)
         write_table(folder, arch, compiled, compress)
-    for source in sorted(SOURCES.iterdir()):
+    for source in (*SOURCES.iterdir(), *HEADERS.glob("*.h*")):
         shutil.copy(source, folder / source.name)
     (folder / "quaver_tables.h").write_text(tables_header(list(archs)))
     return exported
