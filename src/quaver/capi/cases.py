@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -75,7 +76,7 @@ def _pairs(spec: QuantSpec) -> tuple[tuple[QuantSpec | None, QuantSpec | None], 
 
 def _amax(selection: Selection) -> Iterator[Call]:
     for x in _matrices(selection, (*SHAPES, *TALL_SHAPES)):
-        yield lambda x=x: tensorwise.measure(x)
+        yield partial(tensorwise.measure, x)
 
 
 def _tensor(selection: Selection) -> Iterator[Call]:
@@ -85,16 +86,15 @@ def _tensor(selection: Selection) -> Iterator[Call]:
         for spec in _float_scales(selection, (None, None)):
             for straight, transposed in ((True, False), (False, True), (True, True)):
                 for factor, newest in ((None, None), (one, one)):
-                    yield lambda x=x, spec=spec, f=factor, n=newest, s=straight, t=transposed: tensorwise.per_tensor(
-                        x, spec, None, f, f is not None, t, s, n
-                    )
+                    known = factor is not None
+                    yield partial(tensorwise.per_tensor, x, spec, None, factor, known, transposed, straight, newest)
 
 
 def _rows(selection: Selection) -> Iterator[Call]:
     for x in _matrices(selection, [shape for width in (*selection.widths, 20480) for shape in _of_width(width)]):
         for spec in _float_scales(selection, (1, None)):
             for straight, transposed in _pairs(spec):
-                yield lambda x=x, a=straight, b=transposed: rowwise.by_rows(x, a, b)
+                yield partial(rowwise.by_rows, x, straight, transposed)
 
 
 def _of_width(width: int) -> tuple[tuple[int, int], ...]:
@@ -110,7 +110,7 @@ def _blocks(selection: Selection) -> Iterator[Call]:
         for block in ((1, 128), (128, 128)):
             for spec in _float_scales(selection, block):
                 for straight, transposed in _pairs(spec):
-                    yield lambda x=x, a=straight, b=transposed: rowwise.by_blocks(x, a, b)
+                    yield partial(rowwise.by_blocks, x, straight, transposed)
 
 
 def _mx(selection: Selection) -> Iterator[Call]:
@@ -118,7 +118,7 @@ def _mx(selection: Selection) -> Iterator[Call]:
         for block in ((1, 32), (32, 32)):
             for format in selection.formats:
                 for straight, transposed in _pairs(QuantSpec(format, block, "e8m0")):
-                    yield lambda x=x, a=straight, b=transposed: block_scaled.by_exponents(x, a, b)
+                    yield partial(block_scaled.by_exponents, x, straight, transposed)
 
 
 def _nv(selection: Selection) -> Iterator[Call]:
@@ -131,7 +131,7 @@ def _nv(selection: Selection) -> Iterator[Call]:
                 for rounding in roundings:
                     spec = QuantSpec(E2M1, block, kind, rounding, hadamard)
                     for down in (False, True):
-                        yield lambda x=x, spec=spec, down=down: block_scaled.by_two_levels(x, spec, down=down)
+                        yield partial(block_scaled.by_two_levels, x, spec, down=down)
 
 
 def _dequantize(selection: Selection) -> Iterator[Call]:
@@ -144,7 +144,11 @@ def _dequantize(selection: Selection) -> Iterator[Call]:
         for spec in specs:
             for dtype in decode.DTYPES:
                 if decode.holds(spec, dtype):
-                    yield lambda spec=spec, shape=shape, dtype=dtype: decode.decode(_operand(spec, shape), dtype)
+                    yield partial(_decode, spec, shape, dtype)
+
+
+def _decode(spec: QuantSpec, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    decode.decode(_operand(spec, shape), dtype)
 
 
 def _operand(spec: QuantSpec, shape: tuple[int, int]) -> Quantized:
@@ -179,7 +183,7 @@ def _delayed(selection: Selection) -> Iterator[Call]:
             delayed = Delayed(length=length - 1, algorithm=algorithm)
             for forward, gradient in zip(e4m3, e5m2, strict=True):
                 for specs in ((forward,) * 3, (forward, forward, gradient), (gradient,) * 3):
-                    yield lambda h=history, d=delayed, s=specs: roll_gpu.launch(table, h, d, s)
+                    yield partial(roll_gpu.launch, table, history, delayed, specs)
 
 
 # ---- layers ----
@@ -192,13 +196,13 @@ def _activation(selection: Selection) -> Iterator[Call]:
             gate, value, grad = memory
             for name, kind in activation.KINDS.items():
                 options, x = (7.0, 1.702) if kind.clamped else (), (gate, value) if kind.gated else (gate,)
-                yield lambda name=name, options=options, x=x: activation.forward(name, options, x)
-                yield lambda name=name, options=options, x=x, grad=grad: activation.backward(name, options, grad, x)
+                yield partial(activation.forward, name, options, x)
+                yield partial(activation.backward, name, options, grad, x)
 
 
 def _norm(selection: Selection) -> Iterator[Call]:
     for dtype in selection.dtypes:
-        yield lambda dtype=dtype: _sums(dtype)
+        yield partial(_sums, dtype)
         for width in selection.widths:
             # Columns and strides, each a multiple of 16 or not.
             for columns, stride in (
@@ -211,16 +215,16 @@ def _norm(selection: Selection) -> Iterator[Call]:
                 x = torch.empty((1021, stride), dtype=dtype, device="meta")[:, :columns]
                 gamma = torch.empty(columns, dtype=dtype, device="meta")
                 for normalization, beta in (("RMSNorm", None), ("LayerNorm", gamma)):
-                    yield lambda x=x, g=gamma, b=beta, n=normalization: _norm_and_backward(x, g, b, n)
+                    yield partial(_norm_and_backward, x, gamma, beta, normalization)
 
 
 def _sums(dtype: torch.dtype) -> None:
     """Launch sums of partial gradients, of whole blocks and of a number of columns that no norm has."""
     for programs, columns in ((256, 1024), (264, 1001)):
         for splits in (1, 2):
-            partial = whole((programs, splits * columns), torch.float32)
+            sums = whole((programs, splits * columns), torch.float32)
             out = [whole((columns,), dtype) for _ in range(splits)]
-            cross_entropy.sum_launch(partial, out[0], *partial.shape, *out[1:]).compiled(torch.device("meta"))
+            cross_entropy.sum_launch(sums, out[0], programs, splits * columns, *out[1:]).compiled(torch.device("meta"))
 
 
 def _norm_and_backward(x: Tensor, gamma: Tensor, beta: Tensor | None, normalization: str) -> None:
@@ -238,11 +242,8 @@ def _cross_entropy(selection: Selection) -> Iterator[Call]:
             weights = torch.empty(1021, device="meta")
             for gradient, given in ((False, None), (True, None), (True, weights)):
                 for smoothing, z_loss, cap in product((0.0, 0.1), repeat=3):
-                    yield (
-                        lambda x=logits, t=targets, w=given, g=gradient, rule=(-100, smoothing, z_loss, cap): (
-                            cross_entropy.rows(x, t, w, g, rule)
-                        )
-                    )
+                    rule = -100, smoothing, z_loss, cap
+                    yield partial(cross_entropy.rows, logits, targets, given, gradient, rule)
 
 
 #: Features of a head, all of them rotated.
@@ -253,10 +254,10 @@ def _rope(selection: Selection) -> Iterator[Call]:
     for dtype in selection.dtypes:
         # Whole blocks of heads, and others; heads that are not contiguous.
         for dim, (heads, gap) in product(HEAD_DIMS, ((64, 0), (33, 0), (33, 1))):
-            tables = [torch.empty((7, 1, dim + gap), device="meta")[..., :dim] for _ in range(2)]
+            cos, sin = (torch.empty((7, 1, dim + gap), device="meta")[..., :dim] for _ in range(2))
             q, k = (torch.empty((3, 7, heads, dim + gap), dtype=dtype, device="meta")[..., :dim] for _ in range(2))
             for second, interleaved, back in product((None, k), (False, True), (False, True)):
-                yield lambda q=q, k=second, t=tables, i=interleaved, b=back: norm.turn(q, k, *t, i, b)
+                yield partial(norm.turn, q, second, cos, sin, interleaved, back)
 
 
 #: Calls of each family of the command line's --families.
