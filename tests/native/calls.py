@@ -250,18 +250,47 @@ class Drawn:
             backward,
         )
 
-    def _norm(self) -> Call:
+    def _norm_input(self) -> tuple[Tensor, Tensor, Tensor | None, NormOptions]:
+        """Draw x, gamma, beta or None, and the options for C."""
         most = 256 if self.small else 16384
         widths = [width for width in (8, 16, *WIDTHS) if width <= most]
         columns = max(self.random.choice(widths) - self.random.choice([0, 8, 16, 40]), 8)
         rows, dtype = self.random.choice([1, 7, 64, 256, 264, 1000]), self.random.choice(self.dtypes)
         stride = columns + self.random.choice([0, 0, 8, 16]) * (rows > 1)
         x = torch.empty(rows, stride, dtype=dtype)[:, :columns]
-        centred = self.random.random() < 0.5
         gamma, beta = torch.empty(columns, dtype=dtype), torch.empty(columns, dtype=dtype)
-        name, shift = ("LayerNorm", beta) if centred else ("RMSNorm", None)
-        options = NormOptions(centred=centred, gamma=gamma.data_ptr(), beta=beta.data_ptr() if centred else 0)
-        text = f"{name} of {(rows, columns)} {dtype} {stride}"
+        if self.random.random() < 0.5:
+            return x, gamma, None, NormOptions(gamma=gamma.data_ptr())
+        return x, gamma, beta, NormOptions(centred=1, gamma=gamma.data_ptr(), beta=beta.data_ptr())
+
+    def _norm_quantize(self) -> Call:
+        x, gamma, shift, options = self._norm_input()
+        rows, columns = x.shape
+        block = self.random.choice([(None, None), (1, None), (1, 128), (1, 32)])
+        spec = QuantSpec(FP8, block, "e8m0" if block == (1, 32) else "power_of_two")
+        factor = torch.ones(1) if spec.per_tensor else None
+        name = "RMSNorm" if shift is None else "LayerNorm"
+        how = Options(factor=0 if factor is None else factor.data_ptr())
+        ragged = block == (1, 32) and (rows % 128 != 0 or columns % 128 != 0)
+
+        def c(lib: Library, python: list[Launch]) -> int:
+            values = python[0].values
+            q = codes_of(spec, rows, columns, values["q"], values["scale"], 0)
+            addresses = values.get("top", 0), values["mean"], values["inverse"]
+            return lib.norm_quantize(options, how, _plain(x), q, *addresses)
+
+        return Call(
+            f"{name} of {(rows, columns)} {x.dtype} {x.stride()} to {spec}",
+            lambda: norm.normalized(x, gamma, shift, name, 1e-6, spec, factor, False),
+            c,
+            ragged * -(-rows // 128) * -(-columns // 128) * 512,
+        )
+
+    def _norm(self) -> Call:
+        x, gamma, shift, options = self._norm_input()
+        (rows, columns), dtype, centred = x.shape, x.dtype, shift is not None
+        name = "LayerNorm" if centred else "RMSNorm"
+        text = f"{name} of {(rows, columns)} {dtype} {x.stride()}"
 
         def out(data: int) -> Matrix:
             return Matrix(rows=rows, columns=columns, stride=columns, dtype=DTYPES[dtype], data=data)

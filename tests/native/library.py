@@ -269,6 +269,14 @@ class Library:
         status: int = self.c.quaver_norm(self.handle, None, *pointers)
         return status
 
+    def norm_quantize(
+        self, options: NormOptions | None, quantize: Options | None, x: Matrix | None, q: Matrix | None, *addresses: int
+    ) -> int:
+        """addresses: amax, mean, inverse."""
+        pointers = *map(_reference, (options, quantize, x, q)), *map(ct.c_void_p, addresses)
+        status: int = self.c.quaver_norm_quantize(self.handle, None, *pointers)
+        return status
+
     def norm_backward(
         self, options: NormOptions | None, matrices: Sequence[Matrix | None], addresses: Sequence[int]
     ) -> int:

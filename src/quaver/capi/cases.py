@@ -203,19 +203,20 @@ def _activation(selection: Selection) -> Iterator[Call]:
 def _norm(selection: Selection) -> Iterator[Call]:
     for dtype in selection.dtypes:
         yield partial(_sums, dtype)
+    for x, gamma in _rows_and_parameters(selection):
+        for normalization, beta in (("RMSNorm", None), ("LayerNorm", gamma)):
+            yield partial(_norm_and_backward, x, gamma, beta, normalization)
+
+
+def _rows_and_parameters(selection: Selection) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield inputs of norms of each width, with columns and strides that are multiples of 16 or not, and their
+    parameters.
+    """
+    for dtype in selection.dtypes:
         for width in selection.widths:
-            # Columns and strides, each a multiple of 16 or not.
-            for columns, stride in (
-                (width, width),
-                (width - 16, width),
-                (width - 16, width - 8),
-                (width - 8, width),
-                (width - 8, width - 8),
-            ):
-                x = torch.empty((1021, stride), dtype=dtype, device="meta")[:, :columns]
-                gamma = torch.empty(columns, dtype=dtype, device="meta")
-                for normalization, beta in (("RMSNorm", None), ("LayerNorm", gamma)):
-                    yield partial(_norm_and_backward, x, gamma, beta, normalization)
+            for less, gap in ((0, 0), (16, 16), (16, 8), (8, 8), (8, 0)):
+                x = torch.empty((1021, width - less + gap), dtype=dtype, device="meta")[:, : width - less]
+                yield x, torch.empty(width - less, dtype=dtype, device="meta")
 
 
 def _sums(dtype: torch.dtype) -> None:
@@ -225,6 +226,17 @@ def _sums(dtype: torch.dtype) -> None:
             sums = whole((programs, splits * columns), torch.float32)
             out = [whole((columns,), dtype) for _ in range(splits)]
             cross_entropy.sum_launch(sums, out[0], programs, splits * columns, *out[1:]).compiled(torch.device("meta"))
+
+
+def _norm_quantize(selection: Selection) -> Iterator[Call]:
+    factor = torch.empty(1, device="meta")
+    blocks: tuple[Any, ...] = ((None, None), (1, None), (1, 128), (1, 32))
+    specs = [QuantSpec(E4M3, block, "e8m0" if block == (1, 32) else "power_of_two") for block in blocks]
+    for x, gamma in _rows_and_parameters(selection):
+        for normalization, beta in (("RMSNorm", None), ("LayerNorm", gamma)):
+            for spec in specs:
+                known = factor if spec.per_tensor else None
+                yield partial(norm.normalized, x, gamma, beta, normalization, 1e-6, spec, known, False)
 
 
 def _norm_and_backward(x: Tensor, gamma: Tensor, beta: Tensor | None, normalization: str) -> None:
@@ -270,6 +282,7 @@ FAMILIES: dict[str, Callable[[Selection], Iterator[Call]]] = {
     "dequantize": _dequantize,
     "delayed": _delayed,
     "norm": _norm,
+    "norm_quantize": _norm_quantize,
     "activation": _activation,
     "rope": _rope,
     "cross_entropy": _cross_entropy,

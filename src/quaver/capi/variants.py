@@ -40,7 +40,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "roll": ("LARGEST", "POWER0", "EMAX0", "EMAX1", "EMAX2", "BLOCK"),
     "activate": ("gate", "F", "GATED", "MODE"),
     "activate_backward": ("gate", "F", "GATED"),
-    "norm": ("x", "gamma", "beta", "CENTRED", "MODE", "BN"),
+    "norm": ("x", "gamma", "beta", "y", "CENTRED", "MODE", "BN", "CODES", "POWER_OF_TWO"),
     "norm_backward": ("x", "gamma", "CENTRED", "BETA", "BN"),
     "column_sums": ("x", "out", "second"),
     "rope": ("q", "k", "HALF", "INTERLEAVED", "BACK"),
@@ -85,7 +85,7 @@ FORMULAS = (
     "linear", "gelu", "gelu_exact", "quick_gelu", "relu", "squared_relu", "silu", "sigmoid", "clamped_silu",
 )  # fmt: skip
 #: Values of the norms' and activations' MODE.
-MODES = ("none",)
+MODES = ("none", "tensor", "row", "blocks", "e8m0")
 #: Value of an absent argument in a key.
 ABSENT = 15
 

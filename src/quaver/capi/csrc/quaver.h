@@ -204,6 +204,11 @@ typedef struct {
  * error at most 1e-6 before rounding. */
 QUAVER_API quaver_status quaver_norm(quaver_handle handle, void *stream, const quaver_norm_options *options,
                                      const quaver_tensor *x, const quaver_tensor *y, float *mean, float *inverse);
+/* The same, quantized in the same pass to q instead of y: E4M3 with scales that are powers of two, of TENSOR (with the
+ * factor of delayed scaling; amax, float [1], is written), ROW, 1X128 or MX. The codes are those of y, quantized. */
+QUAVER_API quaver_status quaver_norm_quantize(quaver_handle handle, void *stream, const quaver_norm_options *options,
+                                              const quaver_options *quantize, const quaver_tensor *x,
+                                              const quaver_tensor *q, float *amax, float *mean, float *inverse);
 /* Gradients of x, contiguous, and of gamma and beta, in x's dtype. partial: quaver_norm_partial_bytes of device memory.
  * Deterministic. */
 QUAVER_API quaver_status quaver_norm_backward(quaver_handle handle, void *stream, const quaver_norm_options *options,

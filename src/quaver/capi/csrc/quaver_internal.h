@@ -77,6 +77,8 @@ int64_t qv_workspace_size(quaver_handle h);
 int qv_read(void *to, const void *from, size_t ours);
 quaver_status qv_check_values(const quaver_tensor *from, quaver_tensor *x);
 quaver_status qv_check_codes(const quaver_tensor *from, quaver_tensor *q, int64_t rows, int64_t columns);
+/* Check the options of a quantization to q's block; NULL is the default. */
+quaver_status qv_check_options(const quaver_options *from, quaver_options *o, const quaver_tensor *q);
 static inline int64_t qv_up(int64_t n, int64_t d) { return (n + d - 1) / d; }
 static inline uint64_t qv_log2(int64_t n) { /* of the smallest power of two that is at least n */
     uint64_t bits = 0;

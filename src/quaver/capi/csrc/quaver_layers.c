@@ -3,7 +3,6 @@
 #include "quaver_tables.h"
 
 #define TRY QV_TRY
-enum { MODE_NONE }; /* nothing is quantized: quaver.capi.variants.MODES */
 
 static int same_matrix(const quaver_tensor *a, const quaver_tensor *b) {
     return a->rows == b->rows && a->columns == b->columns && a->dtype == b->dtype;
@@ -62,7 +61,7 @@ quaver_status quaver_activate(quaver_handle h, void *stream, quaver_activation a
     if (empty(&gate)) return QUAVER_OK;
     qv_call *call = qv_add(&work, QV_ACTIVATE,
                            QV_ACTIVATE_GATE(gate.dtype) | QV_ACTIVATE_F(FORMULAS[activation].formula) |
-                               QV_ACTIVATE_GATED(FORMULAS[activation].gated) | QV_ACTIVATE_MODE(MODE_NONE),
+                               QV_ACTIVATE_GATED(FORMULAS[activation].gated) | QV_ACTIVATE_MODE(QV_MODE_NONE),
                            &gate);
     call->axes = QV_ROWS_FIRST;
     qv_pointer(call, gate.data);
@@ -129,11 +128,43 @@ static quaver_status check_norm(const quaver_norm_options *from, quaver_norm_opt
     return aligned(x->data) && aligned(o->gamma) && aligned(o->beta) ? QUAVER_OK : QUAVER_ERROR_ALIGNMENT;
 }
 
+/* A norm whose result is y, or q with the options of its quantization. */
+static void normalize(qv_work *work, quaver_handle h, const quaver_norm_options *o, const quaver_tensor *x, const void *y,
+                      const quaver_tensor *q, const quaver_options *quantize, float *const statistics[2], float *amax) {
+    static const uint8_t MODES[] = {[QUAVER_NONE] = QV_MODE_NONE, [QUAVER_TENSOR] = QV_MODE_TENSOR,
+                                    [QUAVER_ROW] = QV_MODE_ROW,   [QUAVER_1X128] = QV_MODE_BLOCKS,
+                                    [QUAVER_MX] = QV_MODE_E8M0};
+    int mode = q ? MODES[q->block] : QV_MODE_NONE;
+    uint64_t key = QV_NORM_X(x->dtype) | QV_NORM_GAMMA(x->dtype) | QV_NORM_BETA(o->centred ? x->dtype : QV_ABSENT) |
+                   QV_NORM_Y(y ? x->dtype : QV_ABSENT) | QV_NORM_CENTRED(o->centred) | QV_NORM_MODE(mode) |
+                   QV_NORM_BN(width_of(x->columns)) | QV_NORM_CODES(q ? q->dtype : QUAVER_E2M1) |
+                   QV_NORM_POWER_OF_TWO(q ? quantize->power_of_two : 1); /* without codes as Python has it */
+    qv_call *call = qv_add(work, QV_NORM, key, x);
+    call->axes = QV_ROWS_ONLY;
+    call->programs = programs_of(h, x->rows, FORWARD_PROGRAMS);
+    qv_pointer(call, x->data), qv_pointer(call, o->gamma);
+    if (o->centred) qv_pointer(call, o->beta);
+    if (y) qv_pointer(call, y);
+    if (q) qv_pointer(call, q->data);
+    qv_pointer(call, statistics[0]), qv_pointer(call, statistics[1]);
+    if (q) qv_pointer(call, q->scale);
+    if (mode == QV_MODE_TENSOR)
+        qv_pointer(call, amax), qv_pointer(call, quantize->factor), qv_pointer(call, qv_workspace(h));
+    qv_int(call, x->rows), qv_int(call, x->columns), qv_int(call, x->stride), qv_int(call, q ? q->stride : x->columns);
+    qv_int(call, mode == QV_MODE_E8M0 ? 4 * qv_up(x->columns, 128) : x->rows); /* the scales' stride */
+    qv_int(call, call->programs), qv_float(call, o->eps), qv_float(call, (float)(1.0 / (double)x->columns));
+    if (mode == QV_MODE_E8M0 && (x->rows % 128 || x->columns % 128)) { /* the padding of tiles is not written */
+        work->zeros[0].data = q->scale;
+        work->zeros[0].bytes = quaver_scale_bytes(x->rows, x->columns, QUAVER_MX);
+    }
+}
+
 quaver_status quaver_norm(quaver_handle h, void *stream, const quaver_norm_options *options, const quaver_tensor *x_,
                           const quaver_tensor *y_, float *mean, float *inverse) {
     quaver_tensor x, y;
     quaver_norm_options o;
     qv_work work = {0};
+    float *const statistics[2] = {mean, inverse};
     if (!h) return QUAVER_ERROR_NULL;
     TRY(qv_check_values(x_, &x));
     TRY(like(y_, &y, &x));
@@ -141,21 +172,29 @@ quaver_status quaver_norm(quaver_handle h, void *stream, const quaver_norm_optio
     if (!contiguous(&y)) return QUAVER_ERROR_SHAPE;
     if (!aligned(y.data)) return QUAVER_ERROR_ALIGNMENT;
     if (empty(&x)) return QUAVER_OK;
-    qv_call *call = qv_add(&work, QV_NORM,
-                           QV_NORM_X(x.dtype) | QV_NORM_GAMMA(x.dtype) |
-                               QV_NORM_BETA(o.centred ? x.dtype : QV_ABSENT) | QV_NORM_CENTRED(o.centred) |
-                               QV_NORM_MODE(MODE_NONE) | QV_NORM_BN(width_of(x.columns)),
-                           &x);
-    call->axes = QV_ROWS_ONLY;
-    call->programs = programs_of(h, x.rows, FORWARD_PROGRAMS);
-    qv_pointer(call, x.data), qv_pointer(call, o.gamma);
-    if (o.centred) qv_pointer(call, o.beta);
-    qv_pointer(call, y.data);
-    qv_pointer(call, mean); /* not written of RMSNorm */
-    qv_pointer(call, inverse);
-    qv_int(call, x.rows), qv_int(call, x.columns), qv_int(call, x.stride);
-    qv_int(call, x.columns), qv_int(call, x.rows); /* strides of codes and scales */
-    qv_int(call, call->programs), qv_float(call, o.eps), qv_float(call, (float)(1.0 / (double)x.columns));
+    normalize(&work, h, &o, &x, y.data, NULL, NULL, statistics, NULL);
+    return qv_run(h, stream, &work);
+}
+
+quaver_status quaver_norm_quantize(quaver_handle h, void *stream, const quaver_norm_options *options,
+                                   const quaver_options *quantize, const quaver_tensor *x_, const quaver_tensor *q_,
+                                   float *amax, float *mean, float *inverse) {
+    quaver_tensor x, q;
+    quaver_norm_options o;
+    quaver_options how;
+    qv_work work = {0};
+    float *const statistics[2] = {mean, inverse};
+    if (!h || !q_) return QUAVER_ERROR_NULL;
+    TRY(qv_check_values(x_, &x));
+    TRY(check_norm(options, &o, &x, mean, inverse));
+    TRY(qv_check_codes(q_, &q, x.rows, x.columns));
+    TRY(qv_check_options(quantize, &how, &q));
+    if (how.newest || q.block == QUAVER_128X128 || q.block == QUAVER_MX_SQUARE || q.block >= QUAVER_NV)
+        return QUAVER_ERROR_FORMAT;
+    if (q.block == QUAVER_TENSOR && (!how.factor || !amax)) return QUAVER_ERROR_NULL;
+    if ((uintptr_t)amax & 3) return QUAVER_ERROR_ALIGNMENT;
+    if (empty(&x)) return QUAVER_OK;
+    normalize(&work, h, &o, &x, NULL, &q, &how, statistics, amax);
     return qv_run(h, stream, &work);
 }
 

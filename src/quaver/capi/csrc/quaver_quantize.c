@@ -206,7 +206,7 @@ static quaver_status nvfp4(qv_work *work, quaver_handle h, const quaver_tensor *
 
 /* ---- public ---- */
 
-static quaver_status check_options(const quaver_options *from, quaver_options *o, const quaver_tensor *one) {
+quaver_status qv_check_options(const quaver_options *from, quaver_options *o, const quaver_tensor *one) {
     memset(o, 0, sizeof *o);
     o->size = sizeof *o, o->power_of_two = 1;
     if (from && qv_read(o, from, sizeof *o)) return QUAVER_ERROR_SIZE;
@@ -228,7 +228,7 @@ quaver_status quaver_quantize(quaver_handle h, void *stream, const quaver_tensor
     if (qt_) TRY(qv_check_codes(qt_, &qt, x.columns, x.rows));
     if (q_ && qt_ && (q.block != qt.block || q.dtype != qt.dtype)) return QUAVER_ERROR_MISMATCH;
     const quaver_tensor *straight = q_ ? &q : NULL, *transposed = qt_ ? &qt : NULL, *one = q_ ? &q : &qt;
-    TRY(check_options(options, &o, one));
+    TRY(qv_check_options(options, &o, one));
     if ((uintptr_t)amax & 3) return QUAVER_ERROR_ALIGNMENT;
     if (x.rows == 0 || x.columns == 0) return QUAVER_OK;
     qv_work work = {0};

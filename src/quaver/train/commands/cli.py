@@ -398,7 +398,7 @@ def kernels(
     to: Annotated[Path, typer.Option("--out", help="the folder to write")],
     dtypes: Annotated[str, typer.Option(help="dtypes of values: bf16, f16, f32")] = "bf16",
     widths: Annotated[str, typer.Option(help="row lengths that norms and row scales are compiled for")] = "",
-    families: Annotated[str, typer.Option(help="of kernels: tensor, row, block, mx, nv, dequantize; or all")] = "all",
+    families: Annotated[str, typer.Option(help="of kernels: tensor, row, block, mx, nv, norm, ...; or all")] = "all",
     compress: Annotated[bool, typer.Option("--compress", help="compress machine code by fatbinary of CUDA")] = False,
 ) -> None:
     """Compile kernels for GPUs and write a C library that launches them without Python."""
