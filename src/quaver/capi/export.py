@@ -22,9 +22,8 @@ from quaver.torch.backends.gpu import launch
 
 #: The library's sources, which are copied as they are.
 SOURCES = Path(__file__).parent / "csrc"
-#: Versions of Triton whose kernels take two scratch pointers after their arguments, and whose cubins drivers of CUDA 12
-#: load.
-TRITON = ("3.6.", "3.7.")
+#: Version of Triton by which the library is tested. Its kernels take two scratch pointers after their arguments.
+TRITON = "3.6."
 #: Bytes at which a cubin begins.
 ALIGNMENT = 64
 
@@ -68,7 +67,7 @@ def export(
     """
     if not triton.__version__.startswith(TRITON):
         raise ValueError(
-            f"kernels are exported by Triton 3.6 or 3.7, whose machine code CUDA 12 drivers load, and this is "
+            "kernels are exported by Triton 3.6, with which the C library is tested, and this is "
             f"{triton.__version__}; pip install 'triton==3.6.0'"
         )
     if launch.interpreted(tensorwise.amax):
