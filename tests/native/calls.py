@@ -250,6 +250,37 @@ class Drawn:
             backward,
         )
 
+    def _activation_quantize(self) -> Call:
+        name = self.random.choice(["silu", "swiglu", "clamped_swiglu"] if self.small else list(activation.KINDS))
+        number, kind = list(activation.KINDS).index(name), activation.KINDS[name]
+        gate, m_gate = self._matrix()
+        rows, columns = gate.shape
+        if rows == 1:  # whose stride Python does not look at
+            m_gate.stride = columns
+        value = torch.empty(rows, columns, dtype=gate.dtype)
+        limits = (7.0, 1.702) if kind.clamped else ()
+        block = self.random.choice([(None, None), (1, 128), (1, 32)])
+        spec = QuantSpec(FP8, block, "e8m0" if block == (1, 32) else "power_of_two")
+        factor = torch.ones(1) if spec.per_tensor else None
+        straight, transposed = self._orientation() if spec.per_tensor else (True, False)
+        x = (gate, value) if kind.gated else (gate,)
+        ragged = block == (1, 32) and (rows % 128 != 0 or columns % 128 != 0)
+
+        def c(lib: Library, python: list[Launch]) -> int:
+            values = python[0].values
+            q = codes_of(spec, rows, columns, values["q"], values["scale"], 0) if straight else None
+            qt = codes_of(spec, columns, rows, values["qt"], values["scale"], 0) if transposed else None
+            given = m_gate, _plain(value) if kind.gated else None, q, qt
+            how = Options(factor=0 if factor is None else factor.data_ptr())
+            return lib.activate_quantize(number, how, *given, amax=values.get("top", 0), limits=limits or (0, 0))
+
+        return Call(
+            f"{name} of {(rows, columns)} {gate.dtype} {gate.stride()} to {spec}, {straight, transposed}",
+            lambda: activation.activated(name, limits, x, spec, factor, False, straight, transposed),
+            c,
+            ragged * -(-rows // 128) * -(-columns // 128) * 512,
+        )
+
     def _norm_input(self) -> tuple[Tensor, Tensor, Tensor | None, NormOptions]:
         """Draw x, gamma, beta or None, and the options for C."""
         most = 256 if self.small else 16384

@@ -258,6 +258,19 @@ class Library:
         status: int = self.c.quaver_activate(self.handle, None, kind, *pointers, *map(ct.c_float, limits or (0, 0)))
         return status
 
+    def activate_quantize(
+        self,
+        kind: int,
+        quantize: Options | None,
+        *matrices: Matrix | None,
+        amax: int = 0,
+        limits: Sequence[float] = (0, 0),
+    ) -> int:
+        """matrices: gate, value, q, qt."""
+        pointers = _reference(quantize), *map(_reference, matrices), ct.c_void_p(amax)
+        status: int = self.c.quaver_activate_quantize(self.handle, None, kind, *pointers, *map(ct.c_float, limits))
+        return status
+
     def activate_backward(self, kind: int, *matrices: Matrix | None, limits: Sequence[float] = (0, 0)) -> int:
         """matrices: grad, gate, value, of_gate, of_value."""
         pointers = map(_reference, matrices)

@@ -94,7 +94,7 @@ def _grid(block: tuple[int, int], expected: Launch) -> list[int]:
     down, across = -(-rows // block[0]), -(-columns // block[1])
     if expected.kernel == "rowwise":
         return [down, 1, 1]
-    if expected.kernel == "activate":
+    if expected.kernel in ("activate", "activate_blocks"):
         return [down, across, 1]
     return [down, across, 1] if down > tensorwise.SECOND_AXIS else [across, down, 1]
 

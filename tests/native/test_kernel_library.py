@@ -29,6 +29,8 @@ ALL = (
     "dequantize",
     "delayed",
     "norm",
+    "norm_quantize",
+    "activation_quantize",
     "activation",
     "rope",
     "cross_entropy",

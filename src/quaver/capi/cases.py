@@ -41,6 +41,7 @@ class Selection:
     #: Largest number of columns of each kernel that keeps a row in registers.
     widths: tuple[int, ...] = WIDTHS
     formats: tuple[Format, ...] = (E4M3, E5M2)
+    activations: tuple[str, ...] = tuple(activation.KINDS)
     #: True to export both kinds of float scales; False for powers of two only.
     ratios: bool = True
 
@@ -190,14 +191,33 @@ def _delayed(selection: Selection) -> Iterator[Call]:
 
 
 def _activation(selection: Selection) -> Iterator[Call]:
+    for name, options, x in _activations(selection):
+        yield partial(activation.forward, name, options, x)
+        yield partial(activation.backward, name, options, x[0], x)
+
+
+def _activation_quantize(selection: Selection) -> Iterator[Call]:
+    factor = torch.empty(1, device="meta")
+    tensor = QuantSpec(E4M3)
+    blocks = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (1, 128))
+    for name, options, x in _activations(selection):
+        for straight, transposed in ((True, False), (False, True), (True, True)):
+            yield partial(activation.activated, name, options, x, tensor, factor, False, straight, transposed)
+        for spec in blocks:
+            yield partial(activation.activated, name, options, x, spec, None, False)
+
+
+def _activations(selection: Selection) -> Iterator[tuple[str, tuple[float, ...], tuple[Tensor, ...]]]:
+    """Yield names, options and inputs of activations."""
     for dtype in selection.dtypes:
-        for (rows, columns), (_, gap) in zip(SHAPES[:3], ((0, 0), (0, 0), (0, 3)), strict=True):
-            memory = [torch.empty((rows, columns + gap), dtype=dtype, device="meta")[:, :columns] for _ in range(3)]
-            gate, value, grad = memory
-            for name, kind in activation.KINDS.items():
-                options, x = (7.0, 1.702) if kind.clamped else (), (gate, value) if kind.gated else (gate,)
-                yield partial(activation.forward, name, options, x)
-                yield partial(activation.backward, name, options, grad, x)
+        for (rows, columns), gap in zip(SHAPES[:3], (0, 0, 3), strict=True):
+            gate, value = (
+                torch.empty((rows, columns + gap), dtype=dtype, device="meta")[:, :columns] for _ in range(2)
+            )
+            for name in selection.activations:
+                kind = activation.KINDS[name]
+                options = (7.0, 1.702) if kind.clamped else ()
+                yield name, options, (gate, value) if kind.gated else (gate,)
 
 
 def _norm(selection: Selection) -> Iterator[Call]:
@@ -284,6 +304,7 @@ FAMILIES: dict[str, Callable[[Selection], Iterator[Call]]] = {
     "norm": _norm,
     "norm_quantize": _norm_quantize,
     "activation": _activation,
+    "activation_quantize": _activation_quantize,
     "rope": _rope,
     "cross_entropy": _cross_entropy,
 }

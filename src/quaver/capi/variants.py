@@ -38,7 +38,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "rotated_amax": ("x", "DOWN"),
     "decode": ("out", "CODES", "KIND", "BR", "BC", "POWER_OF_TWO"),
     "roll": ("LARGEST", "POWER0", "EMAX0", "EMAX1", "EMAX2", "BLOCK"),
-    "activate": ("gate", "F", "GATED", "MODE"),
+    "activate": ("gate", "F", "GATED", "MODE", "q", "qt", "POWER_OF_TWO"),
+    "activate_blocks": ("gate", "F", "GATED", "MODE", "POWER_OF_TWO"),
     "activate_backward": ("gate", "F", "GATED"),
     "norm": ("x", "gamma", "beta", "y", "CENTRED", "MODE", "BN", "CODES", "POWER_OF_TWO"),
     "norm_backward": ("x", "gamma", "CENTRED", "BETA", "BN"),
@@ -51,6 +52,7 @@ INPUTS = {"x", "columns", "stride"}
 OTHER_INPUTS = {
     "decode": {"out", "columns", "stride", "out_stride"},
     "activate": {"gate", "value", "y", "columns", "gate_stride", "value_stride"},
+    "activate_blocks": {"gate", "value", "columns", "gate_stride", "value_stride"},
     "activate_backward": {
         "grad", "gate", "value", "of_gate", "of_value",
         "columns", "grad_stride", "gate_stride", "value_stride", "of_gate_stride", "of_value_stride",
@@ -86,8 +88,8 @@ FORMULAS = (
 )  # fmt: skip
 #: Values of the norms' and activations' MODE.
 MODES = ("none", "tensor", "row", "blocks", "e8m0")
-#: Value of an absent argument in a key.
-ABSENT = 15
+#: Values in a key of an absent argument, and of int32, of four codes each.
+ABSENT, WORDS = 15, 6
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,8 @@ ENCODINGS: dict[str, Callable[[Any], int]] = {
 
 def _value(launch: KernelLaunch, field: str) -> int:
     if launch.signature[field] != "constexpr":
-        return DTYPES[launch.signature[field].removeprefix("*")]
+        name = launch.signature[field].removeprefix("*")
+        return WORDS if name == "i32" else DTYPES[name]
     value = launch.constants[field]
     if value is None and field not in ENCODINGS:
         return ABSENT

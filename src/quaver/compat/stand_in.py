@@ -139,7 +139,6 @@ def uninstall() -> None:
 _CODES = "`quaver.torch.quantize` returns codes with their scales, and `quaver.torch.QuantizedTensor` stores a weight"
 _RECIPES = "a `quaver.Recipe` defines how each operand is quantized, and `quaver.Rules` of which layer"
 _COMMUNICATION = "communication uses torch's collectives, by the styles of `quaver.torch.parallel`"
-_OFFLOAD = "use `torch.autograd.graph.save_on_cpu` to save tensors for backward on the host"
 
 #: Names of `transformer_engine.pytorch`; "not planned" means that there is no alternative.
 PYTORCH = {
@@ -156,7 +155,7 @@ PYTORCH = {
     **dict.fromkeys(("GatedDeltaNetAttention", "GatedDeltaNet2Attention", "GatedDeltaProductAttention"), "not planned"),
     "FusedMLAQUpProjFunction": "not planned",
     "FusedMLAQUpProjRopeQuant": "not planned",
-    **dict.fromkeys(("get_cpu_offload_context", "mark_not_offload", "ManualOffloadSynchronizer"), _OFFLOAD),
+    "ManualOffloadSynchronizer": "copies start and end with the layers of `quaver.torch.offload`",
     **dict.fromkeys(("initialize_ub", "destroy_ub", "UserBufferQuantizationMode"), _COMMUNICATION),
     **dict.fromkeys(("CPLoadBalancingStrategy", "newton_schulz_tp", "CusolverMpCtx"), _COMMUNICATION),
     **dict.fromkeys(("QuantizerRole", "QuantizerRequest", "DelayedScalingRequest", "quantizer_factory"), _RECIPES),

@@ -43,12 +43,20 @@ class Gpu:
     rates: Mapping[str, GpuRate]
 
     @property
+    def host(self) -> GpuRate:
+        """Rate of copies from pinned host memory, or to it: PCIe 5.0 from Hopper on, 4.0 before."""
+        return PCIE_5 if self.capability >= (9, 0) else PCIE_4
+
+    @property
     def any_layout(self) -> bool:
         """True if 8-bit GEMMs accept both operands transposed or not; before Blackwell the contraction axis
         must be last.
         """
         return self.capability >= (10, 0)
 
+
+PCIE_5 = GpuRate(0.0556, "measured", "NVIDIA's blog on nvbandwidth: host to device by copy engine, PCIe 5.0, 16 lanes")
+PCIE_4 = PCIE_5.times(0.5, "half of what PCIe 5.0 reaches, which has twice the rate per lane")
 
 TE = "Transformer Engine docs/examples/gemm_profiling, hidden 4096, ffn 16384, 15 872 tokens, 12 GEMMs"
 #: Total FLOPs of that table's twelve GEMMs.

@@ -49,6 +49,7 @@ from quaver.torch.nn.ssm.mamba2 import Mamba2, Mamba2Layer, StateCache
 from quaver.torch.nn.ssm.scan import ssd
 from quaver.torch.nn.transformer import TransformerLayer
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.offload import offload
 from quaver.torch.operations.functional import dequantize, matmul, quantize
 from quaver.torch.operations.ops import only
 from quaver.torch.quantized_tensor import QuantizedTensor
@@ -109,6 +110,7 @@ __all__ = [
     "linear_cross_entropy",
     "load_scaling_state_dict",
     "matmul",
+    "offload",
     "only",
     "onnx_export",
     "permute",

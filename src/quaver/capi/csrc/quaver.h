@@ -185,6 +185,12 @@ typedef enum {
 QUAVER_API quaver_status quaver_activate(quaver_handle handle, void *stream, quaver_activation activation,
                                          const quaver_tensor *gate, const quaver_tensor *value, const quaver_tensor *y,
                                          float limit, float alpha);
+/* The same, quantized in the same pass instead: E4M3 with scales that are powers of two, of TENSOR to q and to the
+ * transpose qt (with the factor of delayed scaling; amax, float [1], is written), or of MX or 1X128 to q alone. */
+QUAVER_API quaver_status quaver_activate_quantize(quaver_handle handle, void *stream, quaver_activation activation,
+                                                  const quaver_options *quantize, const quaver_tensor *gate,
+                                                  const quaver_tensor *value, const quaver_tensor *q,
+                                                  const quaver_tensor *qt, float *amax, float limit, float alpha);
 QUAVER_API quaver_status quaver_activate_backward(quaver_handle handle, void *stream, quaver_activation activation,
                                                   const quaver_tensor *grad, const quaver_tensor *gate,
                                                   const quaver_tensor *value, const quaver_tensor *of_gate,

@@ -15,6 +15,13 @@ static quaver_status like(const quaver_tensor *from, quaver_tensor *to, const qu
 static int contiguous(const quaver_tensor *t) { return t->stride == t->columns; }
 static int empty(const quaver_tensor *t) { return t->rows == 0 || t->columns == 0; }
 
+/* Fill the scales of ragged MX tiles with zeros: these kernels do not write their padding. */
+static void pad_scales(qv_work *work, const quaver_tensor *q) {
+    if (q->rows % 128 == 0 && q->columns % 128 == 0) return;
+    work->zeros[0].data = q->scale;
+    work->zeros[0].bytes = quaver_scale_bytes(q->rows, q->columns, QUAVER_MX);
+}
+
 /* ---- activations ---- */
 
 static const struct { uint8_t formula, gated; } FORMULAS[] = {
@@ -50,6 +57,16 @@ static void limits(qv_call *call, quaver_activation activation, float limit, flo
     qv_float(call, used ? limit : 0), qv_float(call, used ? alpha : 0);
 }
 
+/* Gate, and value if gated. */
+static void inputs(qv_call *call, const quaver_tensor *gate, const quaver_tensor *value) {
+    call->axes = QV_ROWS_FIRST;
+    qv_pointer(call, gate->data);
+    if (value->data) qv_pointer(call, value->data);
+}
+static void extents(qv_call *call, const quaver_tensor *gate, const quaver_tensor *value) {
+    qv_int(call, gate->rows), qv_int(call, gate->columns), qv_int(call, gate->stride), qv_int(call, value->stride);
+}
+
 quaver_status quaver_activate(quaver_handle h, void *stream, quaver_activation activation, const quaver_tensor *gate_,
                               const quaver_tensor *value_, const quaver_tensor *y_, float limit, float alpha) {
     quaver_tensor gate, value, y;
@@ -61,17 +78,82 @@ quaver_status quaver_activate(quaver_handle h, void *stream, quaver_activation a
     if (empty(&gate)) return QUAVER_OK;
     qv_call *call = qv_add(&work, QV_ACTIVATE,
                            QV_ACTIVATE_GATE(gate.dtype) | QV_ACTIVATE_F(FORMULAS[activation].formula) |
-                               QV_ACTIVATE_GATED(FORMULAS[activation].gated) | QV_ACTIVATE_MODE(QV_MODE_NONE),
+                               QV_ACTIVATE_GATED(FORMULAS[activation].gated) | QV_ACTIVATE_MODE(QV_MODE_NONE) |
+                               QV_ACTIVATE_Q(QV_ABSENT) | QV_ACTIVATE_QT(QV_ABSENT) | QV_ACTIVATE_POWER_OF_TWO(1),
                            &gate);
-    call->axes = QV_ROWS_FIRST;
-    qv_pointer(call, gate.data);
-    if (value.data) qv_pointer(call, value.data);
+    inputs(call, &gate, &value);
     qv_pointer(call, y.data);
-    qv_int(call, gate.rows), qv_int(call, gate.columns), qv_int(call, gate.stride), qv_int(call, value.stride);
+    extents(call, &gate, &value);
     qv_int(call, gate.columns), qv_int(call, 0); /* q's stride, qt's lines */
     call->programs_at = call->n;
     qv_int(call, 0);
     limits(call, activation, limit, alpha);
+    return qv_run(h, stream, &work);
+}
+
+/* One scale for the tensor, by the factor of delayed scaling. */
+static void activate_by_tensor(qv_work *work, quaver_handle h, quaver_activation activation, const quaver_tensor *gate,
+                               const quaver_tensor *value, const quaver_tensor *q, const quaver_tensor *qt, float *amax,
+                               const quaver_options *o) {
+    qv_call *call = qv_add(work, QV_ACTIVATE,
+                           QV_ACTIVATE_GATE(gate->dtype) | QV_ACTIVATE_F(FORMULAS[activation].formula) |
+                               QV_ACTIVATE_GATED(FORMULAS[activation].gated) | QV_ACTIVATE_MODE(QV_MODE_TENSOR) |
+                               QV_ACTIVATE_Q(q ? q->dtype : (int)QV_ABSENT) |
+                               QV_ACTIVATE_QT(qt ? (int)QV_WORDS : (int)QV_ABSENT) |
+                               QV_ACTIVATE_POWER_OF_TWO(o->power_of_two),
+                           gate);
+    inputs(call, gate, value);
+    if (q) qv_pointer(call, q->data);
+    if (qt) qv_pointer(call, qt->data);
+    qv_pointer(call, (q ? q : qt)->scale), qv_pointer(call, amax), qv_pointer(call, o->factor);
+    qv_pointer(call, qv_workspace(h));
+    extents(call, gate, value);
+    qv_int(call, q ? q->stride : gate->columns), qv_int(call, qt ? qt->stride / 16 : 0);
+    call->programs_at = call->n;
+    qv_int(call, 0);
+}
+
+static void activate_blocks(qv_work *work, quaver_activation activation, const quaver_tensor *gate,
+                            const quaver_tensor *value, const quaver_tensor *q, const quaver_options *o) {
+    int mx = q->block == QUAVER_MX;
+    qv_call *call = qv_add(work, QV_ACTIVATE_BLOCKS,
+                           QV_ACTIVATE_BLOCKS_GATE(gate->dtype) | QV_ACTIVATE_BLOCKS_F(FORMULAS[activation].formula) |
+                               QV_ACTIVATE_BLOCKS_GATED(FORMULAS[activation].gated) |
+                               QV_ACTIVATE_BLOCKS_MODE(mx ? QV_MODE_E8M0 : QV_MODE_BLOCKS) |
+                               QV_ACTIVATE_BLOCKS_POWER_OF_TWO(o->power_of_two),
+                           gate);
+    inputs(call, gate, value);
+    qv_pointer(call, q->data), qv_pointer(call, q->scale);
+    extents(call, gate, value);
+    qv_int(call, q->stride), qv_int(call, mx ? 4 * qv_up(gate->columns, 128) : gate->rows);
+    if (mx) pad_scales(work, q);
+}
+
+quaver_status quaver_activate_quantize(quaver_handle h, void *stream, quaver_activation activation,
+                                       const quaver_options *quantize, const quaver_tensor *gate_,
+                                       const quaver_tensor *value_, const quaver_tensor *q_, const quaver_tensor *qt_,
+                                       float *amax, float limit, float alpha) {
+    quaver_tensor gate, value, q, qt;
+    quaver_options o;
+    qv_work work = {0};
+    if (!h || !(q_ || qt_)) return QUAVER_ERROR_NULL;
+    TRY(check_inputs(activation, gate_, value_, &gate, &value));
+    if (q_) TRY(qv_check_codes(q_, &q, gate.rows, gate.columns));
+    if (qt_) TRY(qv_check_codes(qt_, &qt, gate.columns, gate.rows));
+    const quaver_tensor *straight = q_ ? &q : NULL, *transposed = qt_ ? &qt : NULL, *one = q_ ? &q : &qt;
+    TRY(qv_check_options(quantize, &o, one));
+    if (o.newest || (one->block != QUAVER_TENSOR && (qt_ || (one->block != QUAVER_MX && one->block != QUAVER_1X128))))
+        return QUAVER_ERROR_FORMAT;
+    if (q_ && qt_ && (q.block != qt.block || q.dtype != qt.dtype || q.scale != qt.scale)) return QUAVER_ERROR_MISMATCH;
+    if (one->dtype != QUAVER_E4M3) return QUAVER_ERROR_NOT_EXPORTED;
+    if (one->block == QUAVER_TENSOR && (!o.factor || !amax)) return QUAVER_ERROR_NULL;
+    if ((uintptr_t)amax & 3) return QUAVER_ERROR_ALIGNMENT;
+    if (empty(&gate)) return QUAVER_OK;
+    if (one->block == QUAVER_TENSOR)
+        activate_by_tensor(&work, h, activation, &gate, &value, straight, transposed, amax, &o);
+    else
+        activate_blocks(&work, activation, &gate, &value, &q, &o);
+    limits(&work.calls[0], activation, limit, alpha);
     return qv_run(h, stream, &work);
 }
 
@@ -153,10 +235,7 @@ static void normalize(qv_work *work, quaver_handle h, const quaver_norm_options 
     qv_int(call, x->rows), qv_int(call, x->columns), qv_int(call, x->stride), qv_int(call, q ? q->stride : x->columns);
     qv_int(call, mode == QV_MODE_E8M0 ? 4 * qv_up(x->columns, 128) : x->rows); /* the scales' stride */
     qv_int(call, call->programs), qv_float(call, o->eps), qv_float(call, (float)(1.0 / (double)x->columns));
-    if (mode == QV_MODE_E8M0 && (x->rows % 128 || x->columns % 128)) { /* the padding of tiles is not written */
-        work->zeros[0].data = q->scale;
-        work->zeros[0].bytes = quaver_scale_bytes(x->rows, x->columns, QUAVER_MX);
-    }
+    if (mode == QV_MODE_E8M0) pad_scales(work, q);
 }
 
 quaver_status quaver_norm(quaver_handle h, void *stream, const quaver_norm_options *options, const quaver_tensor *x_,

@@ -27,7 +27,7 @@ import quaver
 from quaver.train import config as recipe_name
 from quaver.train import frameworks, mesh, report
 from quaver.train.commands import doctor as machine
-from quaver.train.commands import failing, scaling
+from quaver.train.commands import failing, offloading, scaling
 from quaver.train.commands import kernels as compiling
 from quaver.train.commands import plan as planning
 from quaver.train.compare import SeedRun, compare_runs
@@ -445,12 +445,23 @@ def plan(
     optimizer: Annotated[
         str, typer.Option(help="as of train, whose bytes count: adamw, lean, balanced, ...")
     ] = "adamw",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="which saved activations to move to the host, recompute or keep")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with the rates and where they come from")] = False,
 ) -> None:
     """Predict how much faster a model's layers run under a recipe on a GPU, or with --gpus the time of a step
     on many.
     """
     cluster = scaling.Cluster(**typed)
+    if offload:
+        if cluster.gpus:
+            raise ValueError("--offload plans the layers of one GPU; leave out --gpus")
+        placed = offloading.price(
+            model, recipe, gpu, tokens=tokens, sequence=cluster.sequence, micro_batches=micro_batches
+        )
+        show(offloading, placed, as_json)
+        return
     if cluster.gpus:
         stepped = scaling.price(
             model, recipe, gpu, cluster, tokens=tokens, micro_batches=micro_batches, optimizer=optimizer

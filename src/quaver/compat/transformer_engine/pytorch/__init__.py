@@ -3,13 +3,14 @@ and kernels.
 """
 
 from quaver.compat.stand_in import PYTORCH, unknown
-from quaver.compat.transformer_engine.pytorch import module, optimizers, permutation, quantization
+from quaver.compat.transformer_engine.pytorch import cpu_offload, module, optimizers, permutation, quantization
 from quaver.compat.transformer_engine.pytorch.attention import (
     DotProductAttention,
     InferenceParams,
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
+from quaver.compat.transformer_engine.pytorch.cpu_offload import *  # noqa: F403
 from quaver.compat.transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from quaver.compat.transformer_engine.pytorch.distributed import checkpoint
 from quaver.compat.transformer_engine.pytorch.module import *  # noqa: F403
@@ -19,6 +20,7 @@ from quaver.compat.transformer_engine.pytorch.transformer import TransformerLaye
 
 __all__ = ["DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding"]
 __all__ += ["TransformerLayer", "checkpoint", "optimizers", "parallel_cross_entropy", "quantization"]
+__all__ += cpu_offload.__all__
 __all__ += module.__all__
 __all__ += permutation.__all__
 __all__ += quantization.__all__
