@@ -54,7 +54,6 @@ struct quaver_handle_s {
     int64_t workspace_bytes;
     int multiprocessors;
     int error;
-    pthread_mutex_t lock;
     slot slots[];
 };
 
@@ -84,7 +83,6 @@ quaver_status quaver_create(quaver_handle *out, void *workspace, int64_t bytes) 
     h->workspace = workspace;
     h->workspace_bytes = bytes;
     h->multiprocessors = count;
-    pthread_mutex_init(&h->lock, NULL);
     *out = h;
     return QUAVER_OK;
 }
@@ -93,7 +91,6 @@ quaver_status quaver_destroy(quaver_handle h) {
     if (!h) return QUAVER_OK;
     for (uint32_t i = 0; i < h->table->slots; i++)
         if (h->slots[i].module) cu.moduleUnload(h->slots[i].module);
-    pthread_mutex_destroy(&h->lock);
     free(h);
     return QUAVER_OK;
 }
@@ -106,21 +103,15 @@ static quaver_status driver(quaver_handle h, result error) {
 
 static quaver_status load(quaver_handle h, const qv_variant *v) {
     slot *s = &h->slots[v->slot];
-    pthread_mutex_lock(&h->lock);
-    result error = 0;
-    if (!s->function) {
-        void *module = NULL, *function = NULL;
-        error = cu.moduleLoadData(&module, h->table->images + v->offset);
-        if (!error) error = cu.moduleGetFunction(&function, module, v->symbol);
-        if (!error && v->shared > STATIC_SHARED) error = cu.funcSetAttribute(function, MAX_DYNAMIC_SHARED, (int)v->shared);
-        if (!error) {
-            s->module = module;
-            s->function = function;
-        } else if (module) {
-            cu.moduleUnload(module);
-        }
-    }
-    pthread_mutex_unlock(&h->lock);
+    void *module = NULL, *function = NULL;
+    if (s->function) return QUAVER_OK;
+    result error = cu.moduleLoadData(&module, h->table->images + v->offset);
+    if (!error) error = cu.moduleGetFunction(&function, module, v->symbol);
+    if (!error && v->shared > STATIC_SHARED) error = cu.funcSetAttribute(function, MAX_DYNAMIC_SHARED, (int)v->shared);
+    if (!error)
+        s->module = module, s->function = function;
+    else if (module)
+        cu.moduleUnload(module);
     return driver(h, error);
 }
 
@@ -184,7 +175,7 @@ quaver_status qv_find(quaver_handle h, qv_call *call) {
         if ((tall && !call->tall) || (swapped && across > SECOND_AXIS)) return QUAVER_ERROR_SHAPE;
         call->variant = v;
         call->grid[0] = (unsigned)(swapped ? down : across), call->grid[1] = (unsigned)(swapped ? across : down);
-        return h->slots[v->slot].function ? QUAVER_OK : load(h, v);
+        return load(h, v);
     }
     return QUAVER_ERROR_NOT_EXPORTED;
 }
@@ -231,7 +222,7 @@ int qv_read(void *to, const void *from, size_t ours) {
 static int64_t element_bytes(int32_t dtype) { return dtype == QUAVER_F32 ? 4 : dtype <= QUAVER_F16 ? 2 : 1; }
 
 /* Limits with which every offset within a program's block and every grid fits the kernels' 32 bits. */
-#define LONGEST_SIDE (INT64_C(1) << 31) - (1 << 15)
+#define LONGEST_SIDE ((INT64_C(1) << 31) - (1 << 15))
 #define LONGEST_STRIDE (INT64_C(1) << 23)
 #define MOST_ELEMENTS (INT64_C(1) << 40)
 
