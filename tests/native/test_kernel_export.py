@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import quaver
 from tests.conftest import ROOT
@@ -19,6 +20,7 @@ pytest.importorskip("triton")
 
 from quaver.capi import export, variants
 from quaver.capi.cases import Selection
+from quaver.train.commands.cli import app
 from quaver.train.commands.kernels import export_kernels
 from tests.native.recorded import CHECKS
 
@@ -99,6 +101,12 @@ def test_a_bad_option_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=re.escape(message)):
         export_kernels(folder=folder, compress=False, progress=print, **given)
     assert not folder.exists()
+
+
+def test_the_command_reports_a_mistake_in_one_sentence(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["kernels", "--arch", "sm_99", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "--arch has no 'sm_99'; did you mean 'sm_90'?"
 
 
 def test_other_versions_of_triton_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
