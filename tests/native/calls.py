@@ -65,8 +65,10 @@ class Drawn:
         rows, columns = self.random.choice(SIDES), self.random.choice([n for n in SIDES if n <= widest])
         if widest in WIDTHS and self.random.random() < 0.7:
             # A kernel for each width, up to which rows are whole, lie at multiples of 16, or neither.
-            rows = self.random.choice([1024, 1021])
-            columns = self.random.choice([n for n in WIDTHS if n <= widest]) - self.random.choice([0, 16, 1])
+            width = self.random.choice([n for n in WIDTHS if n <= widest])
+            columns = width - self.random.choice([0, 16, 1])
+            rows = self.random.choice([1024, 1024, *(2112 * max(n // width, 1) for n in (16384, 8192)), 2**25 // width])
+            rows -= self.random.choice([0, 3])
         if others and self.random.random() < 0.1:
             rows, columns = self.random.choice(others)
         dtype = self.random.choice(self.dtypes)

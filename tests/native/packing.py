@@ -83,7 +83,7 @@ class Comparison:
 def _without_blocks(key: int, fields: list[str], same: bool) -> int:
     """Return a key without what depends on the block, unless blocks are the same, and without a roll's block."""
     for i, field in enumerate(fields):
-        if field == "BLOCK" or (field in ("TALL", "BN") and not same):
+        if field == "BLOCK" or (field in ("TALL", "BN", "STEPS") and not same):
             key &= ~(2**FIELD_BITS - 1 << FIELD_BITS * i)
     return key
 

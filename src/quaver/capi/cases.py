@@ -92,10 +92,16 @@ def _tensor(selection: Selection) -> Iterator[Call]:
 
 
 def _rows(selection: Selection) -> Iterator[Call]:
-    for x in _matrices(selection, [shape for width in (*selection.widths, 20480) for shape in _of_width(width)]):
-        for spec in _float_scales(selection, (1, None)):
+    for spec in _float_scales(selection, (1, None)):
+        for x in _matrices(selection, [shape for width in (*selection.widths, 20480) for shape in _of_width(width)]):
             for straight, transposed in _pairs(spec):
                 yield partial(rowwise.by_rows, x, straight, transposed)
+        # The same for more rows, of which programs with amaxes of columns take four blocks each.
+        for width in selection.widths:
+            for x in _matrices(selection, _of_rows(width, *(2112 * max(n // width, 1) for n in (16384, 8192)))):
+                yield partial(rowwise.by_rows, x, spec, spec)
+            for x in _matrices(selection, _of_rows(width, 2048 * 16384 // width, 2048 * 16384 // width)):
+                yield partial(rowwise.by_rows, x, None, spec)
 
 
 def _of_width(width: int) -> tuple[tuple[int, int], ...]:
@@ -103,7 +109,11 @@ def _of_width(width: int) -> tuple[tuple[int, int], ...]:
     takes one block.
     """
     rows = 1024 if width <= WIDTHS[-1] else 512
-    return (rows, width), (rows - 3, width - 16), (rows - 3, width - 1)
+    return _of_rows(width, rows, rows)
+
+
+def _of_rows(width: int, whole: int, ragged: int) -> tuple[tuple[int, int], ...]:
+    return (whole, width), (ragged - 3, width - 16), (ragged - 3, width - 1)
 
 
 def _blocks(selection: Selection) -> Iterator[Call]:

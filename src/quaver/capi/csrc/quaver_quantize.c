@@ -66,8 +66,17 @@ static quaver_status by_tensor(qv_work *work, quaver_handle h, const quaver_tens
 #define LONGEST_ROW 16384 /* columns that a program keeps in registers */
 #define LONGEST_LOG2 14
 
-static void column_amaxes(qv_work *work, const quaver_tensor *x, const void *amaxes) {
-    qv_call *call = qv_add(work, QV_COLUMN_AMAX, QV_COLUMN_AMAX_X(x->dtype), x);
+#define MANY_STEPS 2 /* log2 of the blocks that a program takes of a matrix with many rows */
+
+/* log2 of the blocks that a program takes, where each multiprocessor gets `each` programs of `elements` rows. The results
+ * do not depend on it: fewer programs send fewer maxima of columns. */
+static uint64_t steps_of(quaver_handle h, int64_t rows, int64_t elements, int each) {
+    return rows / (elements * each * qv_multiprocessors(h)) > 1 << (MANY_STEPS - 1) ? MANY_STEPS : 0;
+}
+
+static void column_amaxes(qv_work *work, quaver_handle h, const quaver_tensor *x, const void *amaxes) {
+    uint64_t steps = steps_of(h, x->rows * qv_up(x->columns, 256), 32, 8);
+    qv_call *call = qv_add(work, QV_COLUMN_AMAX, QV_COLUMN_AMAX_X(x->dtype) | QV_COLUMN_AMAX_STEPS(steps), x);
     qv_pointer(call, x->data), qv_pointer(call, amaxes);
     matrix(call, x);
 }
@@ -89,7 +98,10 @@ static void rows(qv_work *work, quaver_handle h, const quaver_tensor *x, const q
     uint64_t key = call->key | QV_ROWWISE_AMAX_VALUES(amaxes != NULL);
     /* The results do not depend on the kernel's width: take the narrowest that was exported. */
     for (; !wide && s == QUAVER_ERROR_NOT_EXPORTED && width <= LONGEST_LOG2; width++) {
-        call->key = key | QV_ROWWISE_BN(width);
+        int64_t columns = INT64_C(1) << width, elements = x->columns == columns ? LONGEST_ROW : LONGEST_ROW / 2;
+        int64_t height = elements > columns ? elements / columns : 1;
+        uint64_t steps = amaxes ? steps_of(h, x->rows, height, 4) : 0;
+        call->key = key | QV_ROWWISE_BN(width) | QV_ROWWISE_STEPS(steps);
         s = qv_find(h, call);
     }
 }
@@ -100,7 +112,7 @@ static quaver_status by_rows(qv_work *work, quaver_handle h, const quaver_tensor
     if (qt && qv_workspace_size(h) < quaver_workspace_bytes(x->columns)) return QUAVER_ERROR_WORKSPACE;
     if (q) rows(work, h, x, q, amaxes, o);
     if (!qt) return QUAVER_OK;
-    if (!q || x->columns > LONGEST_ROW) column_amaxes(work, x, amaxes);
+    if (!q || x->columns > LONGEST_ROW) column_amaxes(work, h, x, amaxes);
     qv_call *call = qv_add(work, QV_COLUMNWISE,
                            QV_COLUMNWISE_X(x->dtype) | QV_COLUMNWISE_DTYPE(qt->dtype) |
                                QV_COLUMNWISE_POWER_OF_TWO(o->power_of_two),
