@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 
 import quaver
 from quaver.capi.cases import Selection, record
-from quaver.capi.variants import ABSENT, FIELD_BITS, FIELDS, FORMULAS, KINDS, MODES, WORDS, Variant, variants
+from quaver.capi.variants import ABSENT, FIELD_BITS, FIELDS, FORMULAS, KINDS, MODES, Variant, variants
 from quaver.include import HEADERS
 from quaver.kernels import tensorwise
 from quaver.torch.backends.gpu import launch
@@ -222,7 +222,7 @@ def tables_header(archs: Sequence[int]) -> str:
     lines += [f"enum {{ {', '.join(f'QV_KIND_{kind.upper()}' for kind in KINDS)} }};"]
     lines += [f"enum {{ {', '.join(f'QV_MODE_{mode.upper()}' for mode in MODES)} }};"]
     lines += [f"enum {{ {', '.join(f'QV_FORMULA_{formula.upper()}' for formula in FORMULAS)} }};"]
-    lines += [f"enum {{ QV_ABSENT = {ABSENT}, QV_WORDS = {WORDS} }};"]
+    lines += [f"enum {{ QV_ABSENT = {ABSENT} }};"]
     lines += [f"extern const qv_table qv_table_sm{arch};" for arch in archs]
     lines += [f"#define QV_TABLES {{ {', '.join(f'&qv_table_sm{arch}' for arch in archs)} }}", "#endif"]
     return "\n".join(lines) + "\n"

@@ -88,8 +88,10 @@ FORMULAS = (
 )  # fmt: skip
 #: Values of the norms' and activations' MODE.
 MODES = ("none", "tensor", "row", "blocks", "e8m0")
-#: Values in a key of an absent argument, and of int32, of four codes each.
-ABSENT, WORDS = 15, 6
+#: Value of an absent argument in a key.
+ABSENT = 15
+#: Arguments of which a key only says whether they are there.
+RESULTS = ("q", "qt")
 
 
 @dataclass(frozen=True)
@@ -196,11 +198,10 @@ ENCODINGS: dict[str, Callable[[Any], int]] = {
 
 def _value(launch: KernelLaunch, field: str) -> int:
     if launch.signature[field] != "constexpr":
-        name = launch.signature[field].removeprefix("*")
-        return WORDS if name == "i32" else DTYPES[name]
+        return 1 if field in RESULTS else DTYPES[launch.signature[field].removeprefix("*")]
     value = launch.constants[field]
     if value is None and field not in ENCODINGS:
-        return ABSENT
+        return 0 if field in RESULTS else ABSENT
     code = ENCODINGS[field](value) if field in ENCODINGS else int(bool(value))
     assert 0 <= code < 1 << FIELD_BITS, f"{field} = {value} does not fit a field of a key"
     return code

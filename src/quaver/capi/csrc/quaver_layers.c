@@ -79,7 +79,7 @@ quaver_status quaver_activate(quaver_handle h, void *stream, quaver_activation a
     qv_call *call = qv_add(&work, QV_ACTIVATE,
                            QV_ACTIVATE_GATE(gate.dtype) | QV_ACTIVATE_F(FORMULAS[activation].formula) |
                                QV_ACTIVATE_GATED(FORMULAS[activation].gated) | QV_ACTIVATE_MODE(QV_MODE_NONE) |
-                               QV_ACTIVATE_Q(QV_ABSENT) | QV_ACTIVATE_QT(QV_ABSENT) | QV_ACTIVATE_POWER_OF_TWO(1),
+                               QV_ACTIVATE_POWER_OF_TWO(1),
                            &gate);
     inputs(call, &gate, &value);
     qv_pointer(call, y.data);
@@ -98,8 +98,7 @@ static void activate_by_tensor(qv_work *work, quaver_handle h, quaver_activation
     qv_call *call = qv_add(work, QV_ACTIVATE,
                            QV_ACTIVATE_GATE(gate->dtype) | QV_ACTIVATE_F(FORMULAS[activation].formula) |
                                QV_ACTIVATE_GATED(FORMULAS[activation].gated) | QV_ACTIVATE_MODE(QV_MODE_TENSOR) |
-                               QV_ACTIVATE_Q(q ? q->dtype : (int)QV_ABSENT) |
-                               QV_ACTIVATE_QT(qt ? (int)QV_WORDS : (int)QV_ABSENT) |
+                               QV_ACTIVATE_Q(q != NULL) | QV_ACTIVATE_QT(qt != NULL) |
                                QV_ACTIVATE_POWER_OF_TWO(o->power_of_two),
                            gate);
     inputs(call, gate, value);
