@@ -90,8 +90,8 @@ FORMULAS = (
 MODES = ("none", "tensor", "row", "blocks", "e8m0")
 #: Value of an absent argument in a key.
 ABSENT = 15
-#: Arguments of which a key only says whether they are there.
-RESULTS = ("q", "qt")
+#: Arguments of which a key only says whether they are there: codes are bytes on older GPUs.
+OPTIONAL = {"activate": ("q", "qt")}
 
 
 @dataclass(frozen=True)
@@ -197,11 +197,14 @@ ENCODINGS: dict[str, Callable[[Any], int]] = {
 
 
 def _value(launch: KernelLaunch, field: str) -> int:
-    if launch.signature[field] != "constexpr":
-        return 1 if field in RESULTS else DTYPES[launch.signature[field].removeprefix("*")]
+    kind = launch.signature[field]
+    if field in OPTIONAL.get(launch.fn.__name__, ()):
+        return int(kind != "constexpr")
+    if kind != "constexpr":
+        return DTYPES[kind.removeprefix("*")]
     value = launch.constants[field]
     if value is None and field not in ENCODINGS:
-        return 0 if field in RESULTS else ABSENT
+        return ABSENT
     code = ENCODINGS[field](value) if field in ENCODINGS else int(bool(value))
     assert 0 <= code < 1 << FIELD_BITS, f"{field} = {value} does not fit a field of a key"
     return code
