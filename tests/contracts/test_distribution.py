@@ -81,7 +81,9 @@ def test_the_wheel_has_the_library_type_marker_headers_and_licence(wheel: dict[s
     library = {f"quaver/{path.relative_to(ROOT / 'src/quaver')}" for path in (ROOT / "src/quaver").rglob("*.py")}
     headers = {f"quaver/include/{name}" for name in ("quaver_numerics.h", "quaver.hpp")}
     cmake = {f"quaver/include/cmake/quaver-{name}.cmake" for name in ("config", "config-version")}
-    assert {name for name in wheel if name.startswith("quaver/")} == library | {"quaver/py.typed"} | headers | cmake
+    capi = {f"quaver/{path.relative_to(ROOT / 'src/quaver')}" for path in (ROOT / "src/quaver/capi/csrc").iterdir()}
+    others = {"quaver/py.typed"} | headers | cmake | capi
+    assert {name for name in wheel if name.startswith("quaver/")} == library | others
     assert any(name.endswith("/LICENSE") for name in wheel)
 
 

@@ -28,6 +28,7 @@ SHARED = {"quaver", *OURS}
 OURS["quaver.torch"] = SHARED | {"quaver.torch"}
 OURS["quaver.torch.parallel"] = OURS["quaver.torch"] | {"quaver.torch.parallel"}
 OURS["quaver.torch.optim"] = OURS["quaver.torch"] | {"quaver.torch.optim"}
+OURS["quaver.capi"] = SHARED | {"quaver.torch", "quaver.include", "quaver.capi"}
 OURS["quaver.jax"] = SHARED | {"quaver.jax"}
 OURS["quaver.integrations"] = OURS["quaver.torch.parallel"] | OURS["quaver.jax"] | {"quaver.integrations"}
 OURS["quaver.compat"] = OURS["quaver.integrations"] - {"quaver.integrations"} | {"quaver.compat", "quaver.torch.optim"}

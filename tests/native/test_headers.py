@@ -15,7 +15,7 @@ BLOCKS = FENCE.findall((ROOT / "docs" / "guides" / "c-api.md").read_text())
 EXAMPLES = [
     (kind, code, next(output for other, output in BLOCKS[number:] if other == "text"))
     for number, (kind, code) in enumerate(BLOCKS)
-    if kind in ("c", "cpp")
+    if kind in ("c", "cpp") and "<quaver.h>" not in code
 ]
 COMPILERS = {"c": ["gcc", "clang"], "cpp": ["g++", "clang++"]}
 

@@ -1,4 +1,4 @@
-"""The `quaver` command: train, compare, plot, generate, export, doctor, plan.
+"""The `quaver` command: train, compare, plot, generate, export, kernels, doctor, plan.
 
 The options of `train` and `compare` are the fields of `TrainConfig`. An option on the command line overrides the
 `--config` file, which overrides the default. A user's mistake is reported as one sentence on stderr with exit code 1.
@@ -29,6 +29,7 @@ from quaver.train import config as recipe_name
 from quaver.train import frameworks, mesh, report
 from quaver.train.commands import doctor as machine
 from quaver.train.commands import failing, offloading, scaling
+from quaver.train.commands import kernels as compiling
 from quaver.train.commands import plan as planning
 from quaver.train.compare import SeedRun, compare_runs
 from quaver.train.config import TrainConfig, read_run, read_toml, reason
@@ -389,6 +390,21 @@ def export_weights(
     """Export the weight codes of a run to files that vLLM, SGLang, TensorRT-LLM and transformers read."""
     with sentences():
         for line in export_run(run, to, format, check):
+            say(line)
+
+
+@app.command()
+def kernels(
+    arch: Annotated[str, typer.Option(help="GPUs: sm_80, sm_89, sm_90, sm_100, ..., separated by commas")],
+    to: Annotated[Path, typer.Option("--out", help="the folder to write")],
+    dtypes: Annotated[str, typer.Option(help="dtypes of values: bf16, f16, f32")] = "bf16",
+    widths: Annotated[str, typer.Option(help="row lengths that norms and row scales are compiled for")] = "",
+    families: Annotated[str, typer.Option(help="of kernels: tensor, row, block, mx, nv, norm, ...; or all")] = "all",
+    compress: Annotated[bool, typer.Option("--compress", help="compress machine code by fatbinary of CUDA")] = False,
+) -> None:
+    """Compile kernels for GPUs and write a C library that launches them without Python."""
+    with sentences():
+        for line in compiling.export_kernels(arch, to, dtypes, widths, families, compress, say):
             say(line)
 
 

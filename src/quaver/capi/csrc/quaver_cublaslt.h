@@ -1,0 +1,39 @@
+/* The parts of cublasLt.h that quaver_gemm.c uses, so that no CUDA header is needed. Names follow cuBLAS's. */
+#ifndef QUAVER_CUBLASLT_H
+#define QUAVER_CUBLASLT_H
+#include <stddef.h>
+#include <stdint.h>
+
+enum { QV_CUDA_R_32F = 0, QV_CUDA_R_16F = 2, QV_CUDA_R_16BF = 14, QV_CUDA_R_8F_E4M3 = 28, QV_CUDA_R_8F_E5M2 = 29,
+       QV_CUDA_R_4F_E2M1 = 33 };
+enum { QV_CUBLAS_COMPUTE_32F = 68, QV_CUBLAS_OP_N = 0, QV_CUBLAS_OP_T = 1 };
+enum { QV_CUBLAS_STATUS_NOT_SUPPORTED = 15 };
+enum {
+    QV_CUBLASLT_MATMUL_DESC_POINTER_MODE = 2,
+    QV_CUBLASLT_MATMUL_DESC_TRANSA = 3,
+    QV_CUBLASLT_MATMUL_DESC_TRANSB = 4,
+    QV_CUBLASLT_MATMUL_DESC_EPILOGUE = 7,
+    QV_CUBLASLT_MATMUL_DESC_BIAS_POINTER = 8,
+    QV_CUBLASLT_MATMUL_DESC_A_SCALE_POINTER = 17,
+    QV_CUBLASLT_MATMUL_DESC_B_SCALE_POINTER = 18,
+    QV_CUBLASLT_MATMUL_DESC_FAST_ACCUM = 25,
+    QV_CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE = 26,
+    QV_CUBLASLT_MATMUL_DESC_A_SCALE_MODE = 31,
+    QV_CUBLASLT_MATMUL_DESC_B_SCALE_MODE = 32
+};
+enum {
+    QV_CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F = 0,
+    QV_CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 = 1,
+    QV_CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 = 2
+};
+enum { QV_CUBLASLT_EPILOGUE_BIAS = 4, QV_CUBLASLT_POINTER_MODE_DEVICE = 1,
+       QV_CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES = 1 };
+
+typedef struct {
+    uint64_t algorithm[8];
+    size_t workspace;
+    int state;
+    float waves;
+    int reserved[4];
+} qv_heuristic; /* cublasLtMatmulHeuristicResult_t */
+#endif
