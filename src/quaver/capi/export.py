@@ -236,7 +236,10 @@ def build_text() -> str:
 
 def _commit() -> str:
     """Return the commit of this checkout, or "unknown" for an installed package."""
-    done = subprocess.run(
-        ["git", "-C", str(SOURCES), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+    if shutil.which("git") is None:
+        return "unknown"
+    git = ["git", "-C", str(SOURCES)]
+    # An installed package may be inside the repository of somebody else, which does not track it.
+    tracked = subprocess.run([*git, "ls-files", "--error-unmatch", "quaver.c"], capture_output=True, check=False)
+    done = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if tracked.returncode == done.returncode == 0 else "unknown"
