@@ -469,21 +469,24 @@ class offload:
         if self._entered:
             raise RuntimeError("this quaver.torch.offload is already entered; enter it once")
         _check_not_compiled(self.model, self.layers)
+        # First, because torch refuses hooks of saved tensors in some functions.
+        hooks = self._offloader.hooks()
+        hooks.__enter__()
+        self._entered.append(hooks)
         for name, module in self.layers.items():
             self._entered += [
                 module.register_forward_pre_hook(_eager(partial(self._begin, name)), with_kwargs=True),
                 module.register_forward_hook(_eager(self._end), always_call=True),
             ]
         self._entered.append(self.model.register_forward_hook(_eager(self._finish)))
-        hooks = self._offloader.hooks()
-        hooks.__enter__()
-        self._entered.append(hooks)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
-        while self._entered:
-            self._entered.pop().remove()
+        hooks, *handles = self._entered
+        self._entered.clear()
+        hooks.__exit__(*error)
+        for handle in handles:
+            handle.remove()
         of_thread = self._offloader.open
         if of_thread.last is None and of_thread.between and error[0] is None:
             warnings.warn(

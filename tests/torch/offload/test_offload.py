@@ -654,6 +654,18 @@ def test_entering_twice_raises() -> None:
         context.__enter__()
 
 
+def test_entering_where_torch_refuses_hooks_leaves_none_behind() -> None:
+    model, other, simulated = decoder(), decoder(), Simulated()
+    context = qt.offload(other, _transfers=simulated)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+        context.__enter__()
+    assert step(other) == step(model)
+    assert not simulated.log
+    with context:
+        assert step(other) == step(model)
+    assert simulated.log
+
+
 #: Dynamo looks at the gradient of every tensor.
 GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
