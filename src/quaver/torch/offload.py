@@ -516,7 +516,8 @@ def stay_on_device(*tensors: Tensor | None) -> None:
     """Mark the storages of tensors, so that `offload` never moves them."""
     for x in tensors:
         for part in () if x is None else x.tensors() if isinstance(x, QuantizedTensor) else (x,):
-            setattr(part.untyped_storage(), MARK, True)
+            if part.layout is torch.strided:
+                setattr(part.untyped_storage(), MARK, True)
 
 
 # ---- layers, weights and tensors ----
@@ -612,6 +613,9 @@ def _storages_of_module(module: nn.Module) -> Iterator[int]:
 
 
 def _storages(x: Tensor) -> list[int]:
+    """Return the storages of a tensor; none of a sparse one, which stays on the device, or of a lazy parameter."""
+    if nn.parameter.is_lazy(x) or x.layout is not torch.strided:
+        return []
     return [*map(_storage_of, x.tensors() if isinstance(x, QuantizedTensor) else (x,))]
 
 

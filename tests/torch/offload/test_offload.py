@@ -496,6 +496,56 @@ def test_second_derivatives_of_layers_in_high_precision() -> None:
     assert_same(*results)
 
 
+class Graph(nn.Module):
+    """Has a sparse buffer."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(64).to_sparse())
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.edges, self.linear(x)).tanh()
+
+
+class Modulated(nn.Module):
+    """Makes complex, conjugated, expanded and strided tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        expanded = (x[:, :1] * x).sum(0, keepdim=True).expand(64, 64)
+        z = torch.complex(x, expanded) @ self.weight
+        spectrum = torch.fft.fft(z.conj() * z.imag)
+        empty = (x[:0] * x[:0]).sum()
+        return (spectrum.real * x.t() * x.neg()).tanh() * (x[::2, 1::3].exp().mean() + empty)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "lazy", "complex"])
+def test_tensors_of_other_kinds(kind: str) -> None:
+    make: dict[str, Callable[[], nn.Module]] = {
+        "sparse": lambda: Graph(nn.Linear(64, 64)),
+        "lazy": lambda: nn.Sequential(nn.LazyLinear(64), nn.Tanh()),
+        "complex": Modulated,
+    }
+    grads, simulated = [], Simulated()
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList(make[kind]() for _ in range(3))
+        x = torch.randn(64, 64, requires_grad=True)
+        with qt.offload(model, layers="*[0-9]", _transfers=simulated) if offloads else contextlib.nullcontext():
+            y = x
+            for layer in model:
+                y = layer(y)
+            y.square().sum().backward()
+        assert x.grad is not None
+        grads.append({**gradients(model), "input": x.grad})
+    assert_same(*grads)
+    assert simulated.log
+
+
 class Writes(nn.Module):
     """Saves its input and its result; `when` a write comes."""
 
