@@ -299,7 +299,7 @@ class Offloader:
         saved, runs, last = SavedTensor(x), self.open.runs, self.open.last
         if runs and isinstance(x, QuantizedTensor):
             # Layers save its codes next to it.
-            runs[-1].weights.update(_storages(x))
+            runs[-1].weights.update(map(storage_id, _storages(x)))
         # A reentrant checkpoint saves tensors in backward too.
         if recomputing() or not self._is_movable(x):
             return saved
@@ -469,6 +469,8 @@ class offload:
         if self._entered:
             raise RuntimeError("this quaver.torch.offload is already entered; enter it once")
         _check_not_compiled(self.model, self.layers)
+        # Layers may get those of other modules as arguments, such as tables of rotary embeddings.
+        stay_on_device(*self.model.buffers())
         # First, because torch refuses hooks of saved tensors in some functions.
         hooks = self._offloader.hooks()
         hooks.__enter__()
@@ -515,9 +517,8 @@ class offload:
 def stay_on_device(*tensors: Tensor | None) -> None:
     """Mark the storages of tensors, so that `offload` never moves them."""
     for x in tensors:
-        for part in () if x is None else x.tensors() if isinstance(x, QuantizedTensor) else (x,):
-            if part.layout is torch.strided:
-                setattr(part.untyped_storage(), MARK, True)
+        for storage in () if x is None else _storages(x):
+            setattr(storage, MARK, True)
 
 
 # ---- layers, weights and tensors ----
@@ -609,14 +610,15 @@ def _is_weight(x: Tensor) -> bool:
 def _storages_of_module(module: nn.Module) -> Iterator[int]:
     """Yield the storage ids of a module's parameters and buffers."""
     for x in (*module.parameters(), *module.buffers()):
-        yield from _storages(x.to_local() if hasattr(x, "to_local") else x)
+        yield from map(storage_id, _storages(x))
 
 
-def _storages(x: Tensor) -> list[int]:
+def _storages(x: Tensor) -> list[torch.UntypedStorage]:
     """Return the storages of a tensor; none of a sparse one, which stays on the device, or of a lazy parameter."""
+    x = x.to_local() if hasattr(x, "to_local") else x
     if nn.parameter.is_lazy(x) or x.layout is not torch.strided:
         return []
-    return [*map(_storage_of, x.tensors() if isinstance(x, QuantizedTensor) else (x,))]
+    return [each.untyped_storage() for each in (x.tensors() if isinstance(x, QuantizedTensor) else (x,))]
 
 
 def _storage_of(x: Tensor) -> int:

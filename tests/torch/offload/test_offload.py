@@ -174,6 +174,29 @@ def test_codes_of_stored_weights_stay(recipe: str) -> None:
     assert simulated is None
 
 
+class Scaled(nn.Module):
+    """Passes a buffer of its own to its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Bilinear(64, 64, 64) for _ in range(2))
+        self.register_buffer("table", torch.randn(4096, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.table[: len(x)])
+        return x
+
+
+def test_buffers_of_the_model_stay() -> None:
+    torch.manual_seed(0)
+    model, simulated = Scaled(), Simulated()
+    with qt.offload(model, _transfers=simulated):
+        model(torch.randn(32, 64)).sum().backward()
+    # The input of each layer.
+    assert simulated.log == [("out", 32 * 64 * 4)] * 2 + [("back", 32 * 64 * 4)] * 2
+
+
 def test_casts_of_weights_under_torch_autocast_stay() -> None:
     torch.manual_seed(0)
     model, simulated = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 256)]), Simulated()
