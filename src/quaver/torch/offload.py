@@ -20,7 +20,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -235,6 +235,17 @@ class _OpenLayers(threading.local):
         self.between: list[weakref.ref[SavedTensor]] = []
 
 
+def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that one thread runs at a time."""
+
+    @wraps(method)
+    def locked(self: "Offloader", *args: Any) -> Any:
+        with self.lock:
+            return method(self, *args)
+
+    return locked
+
+
 class Offloader:
     """Moves the tensors that autograd saves between calls of `begin` and `end`, which mark a layer's forward.
 
@@ -246,6 +257,8 @@ class Offloader:
     def __init__(self, transfers: Any, budget: float = math.inf) -> None:
         self.transfers = transfers
         self.pool = HostPool(transfers, budget)
+        #: Autograd runs a thread for each device, which read slots of the same layers.
+        self.lock = threading.RLock()
         self.open = _OpenLayers()
         self.slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
         #: Copies to the host that the compute stream has not waited for, oldest first: slots, event and device.
@@ -259,6 +272,7 @@ class Offloader:
 
     # -- forward --
 
+    @_locked
     def begin(self, run: LayerRun) -> None:
         """Begin a layer: tensors that autograd saves until `end` are moved with it."""
         if capture.is_captured_or_rehearsed(_current_device(self.transfers.device_type)):
@@ -274,6 +288,7 @@ class Offloader:
             if saved is not None and saved.tensor is not None and _storage_of(saved.tensor) in run.inputs:
                 self._move(saved, run)
 
+    @_locked
     def end(self, key: object) -> None:
         """End the layer that began with this key, and start its copies to the host; no effect if none did."""
         if not any(run.key is key for run in self.open.runs):
@@ -286,6 +301,7 @@ class Offloader:
         self.open.last = run
         self._send(run, run.live())
 
+    @_locked
     def finish(self, result: Any) -> None:
         """Free the storages of the last layers. The last one's copies back start when `result` gets its gradient."""
         while self.in_flight:
@@ -294,6 +310,7 @@ class Offloader:
         if self.open.last is not None and x is not None:
             x.register_hook(partial(self._fetch_if_alive, weakref.ref(self.open.last)))
 
+    @_locked
     def pack(self, x: Tensor) -> SavedTensor:
         """Return what autograd saves."""
         saved, runs, last = SavedTensor(x), self.open.runs, self.open.last
@@ -368,6 +385,7 @@ class Offloader:
 
     # -- backward --
 
+    @_locked
     def unpack(self, saved: SavedTensor) -> Tensor:
         """Return the tensor that was saved."""
         x, slot, run = saved.tensor, saved.slot, saved.layer
@@ -401,6 +419,7 @@ class Offloader:
             slot.back, slot.reads = None, 0
         return x
 
+    @_locked
     def _fetch_if_alive(self, run: "weakref.ref[LayerRun]", *_: Any) -> None:
         found = run()
         if found is not None:

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -519,6 +521,12 @@ def test_second_derivatives_of_layers_in_high_precision() -> None:
     assert_same(*results)
 
 
+def through(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
 class Graph(nn.Module):
     """Has a sparse buffer."""
 
@@ -559,14 +567,36 @@ def test_tensors_of_other_kinds(kind: str) -> None:
         model = nn.ModuleList(make[kind]() for _ in range(3))
         x = torch.randn(64, 64, requires_grad=True)
         with qt.offload(model, layers="*[0-9]", _transfers=simulated) if offloads else contextlib.nullcontext():
-            y = x
-            for layer in model:
-                y = layer(y)
-            y.square().sum().backward()
+            through(model, x).square().sum().backward()
         assert x.grad is not None
         grads.append({**gradients(model), "input": x.grad})
     assert_same(*grads)
     assert simulated.log
+
+
+class Slow(Simulated):
+    """Lets other threads run during each call."""
+
+    def allocate(self, *args: Any) -> Tensor:
+        time.sleep(1e-3)
+        return super().allocate(*args)
+
+    def copy(self, *args: Any) -> int:
+        time.sleep(1e-3)
+        return super().copy(*args)
+
+
+def test_threads_that_run_backward_of_one_graph() -> None:
+    """As autograd's threads of several devices do."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
+    x = torch.randn(32, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(through(layers, x).sum(), x)
+    with qt.offload(layers, layers="[0-9]", _transfers=Slow()):
+        y = through(layers, x).sum()
+    with ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(torch.autograd.grad, y, x, retain_graph=True) for _ in range(4)]
+    assert all(torch.equal(future.result()[0], expected) for future in futures)
 
 
 class Writes(nn.Module):
