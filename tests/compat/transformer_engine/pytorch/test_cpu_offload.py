@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver.compat.transformer_engine.pytorch import Linear, get_cpu_offload_context, mark_not_offload
@@ -49,6 +50,33 @@ def test_a_loop_over_layers(count: int, kind: Any) -> None:
     # The input of each layer, in float32 or in codes, and no weight.
     size = TOKENS * DIM * (1 if kind is Linear else 4)
     assert simulated.log == ([("out", size)] * count + [("back", size)] * count) * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_context(reentrant: bool) -> None:
+    """Recomputation runs the layers in another order, and enters the context again."""
+    simulated = Simulated()
+    context, synchronize = get_cpu_offload_context(True, 2, LAYERS, _transfers=simulated)
+    blocks, others = layers(nn.Linear), layers(nn.Linear)
+
+    class InContext(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def run(self, x: Tensor) -> Tensor:
+            with context:
+                y: Tensor = self.block(x)
+            return y
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.run, x, use_reentrant=reentrant)
+            return synchronize(y)
+
+    for _ in range(2):
+        expected = gradients(blocks, contextlib.nullcontext(), same)
+        results = gradients([InContext(block) for block in others], contextlib.nullcontext(), same)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def test_codes_of_stored_weights_stay() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from quaver.torch.offload import LayerRun, Offloader, Transfers, stay_on_device
+from quaver.torch.state.layer_state import recomputing
 
 __all__ = ["get_cpu_offload_context", "mark_not_offload"]
 
@@ -29,13 +30,16 @@ class _LayerContext:
     def __enter__(self) -> "_LayerContext":
         if self.hooks is not None:
             raise RuntimeError("the context is already entered; leave it after each layer")
-        if self.index < self.count:
+        # A recomputation saves as its forward did, in the hooks of the checkpoint.
+        if self.index < self.count and not recomputing():
             self.offloader.begin(LayerRun(f"number {self.index}", self))
             self.hooks = self.offloader.hooks()
             self.hooks.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if recomputing():
+            return
         hooks, self.hooks = self.hooks, None
         # After an error the next forward begins at the first layer.
         self.index = 0 if error[0] is not None else (self.index + 1) % self.layers
