@@ -227,12 +227,16 @@ class SavedTensor:
 
 
 class _OpenLayers(threading.local):
-    """Layers whose forward runs in this thread, innermost last; the last that ended, and what was saved since then."""
+    """Layers whose forward runs in this thread, innermost last; the last that ended; what was saved since then."""
 
     def __init__(self) -> None:
         self.runs: list[LayerRun] = []
         self.last: LayerRun | None = None
-        self.between: list[weakref.ref[SavedTensor]] = []
+        #: Whether autograd has saved a tensor here.
+        self.saved = False
+        #: Whether it could have been moved, but was saved outside of layers.
+        self.outside = False
+        self.between: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
 
 
 def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,11 +285,10 @@ class Offloader:
                 "quaver.torch.offload cannot copy; leave one of the two out"
             )
         self.open.runs.append(run)
-        between, self.open.between = self.open.between, []
+        between, self.open.between = self.open.between, weakref.WeakSet()
         # A checkpoint around the layer has saved its inputs before the layer began.
-        for each in between:
-            saved = each()
-            if saved is not None and saved.tensor is not None and _storage_of(saved.tensor) in run.inputs:
+        for saved in between:
+            if saved.tensor is not None and _storage_of(saved.tensor) in run.inputs:
                 self._move(saved, run)
 
     @_locked
@@ -314,6 +317,7 @@ class Offloader:
     def pack(self, x: Tensor) -> SavedTensor:
         """Return what autograd saves."""
         saved, runs, last = SavedTensor(x), self.open.runs, self.open.last
+        self.open.saved = True
         if runs and isinstance(x, QuantizedTensor):
             # Layers save its codes next to it.
             runs[-1].weights.update(map(storage_id, _storages(x)))
@@ -327,7 +331,8 @@ class Offloader:
             # A reentrant checkpoint around the layer saves its inputs after the layer has ended.
             self._send(last, [self._move(saved, last)])
         else:
-            self.open.between.append(weakref.ref(saved))
+            self.open.between.add(saved)
+            self.open.outside = True
         return saved
 
     def _is_movable(self, x: Tensor) -> bool:
@@ -457,6 +462,9 @@ class offload:
         budget_gb: pinned memory that may be used, in 10^9 bytes; None for no limit. The first layers of a forward are
             moved, and those beyond the budget stay on the device, since backward needs the last layers first.
 
+    Warns:
+        UserWarning: none of the layers ran, or other hooks of saved tensors are inside, so that nothing is moved.
+
     Raises:
         ValueError: no layer matches, a compiled module has chosen layers inside, or the budget is not positive; in
             forward: the budget is smaller than what one layer saves.
@@ -509,7 +517,7 @@ class offload:
         for handle in handles:
             handle.remove()
         of_thread = self._offloader.open
-        if of_thread.last is None and of_thread.between and error[0] is None:
+        if of_thread.last is None and of_thread.outside and error[0] is None:
             warnings.warn(
                 f"tensors were saved inside quaver.torch.offload, but none of its {len(self.layers)} layers ran, so "
                 "nothing was moved; call the model that was passed, and compile it after entering, layer by layer",
@@ -531,6 +539,14 @@ class offload:
     def _finish(self, module: nn.Module, args: Any, result: Any) -> None:
         if not recomputing():
             self._offloader.finish(result)
+            of_thread = self._offloader.open
+            if of_thread.last is not None and not of_thread.saved and any(x.requires_grad for x in _tensors(result)):
+                warnings.warn(
+                    "layers of quaver.torch.offload ran, but autograd saved nothing there, so nothing was moved: other "
+                    "hooks of saved tensors are inside, such as a second offload, or forward runs in another thread; "
+                    "enter quaver.torch.offload last, in the thread of forward",
+                    stacklevel=2,
+                )
 
 
 def stay_on_device(*tensors: Tensor | None) -> None:
@@ -553,7 +569,8 @@ def _chosen(model: nn.Module, layers: str | Iterable[str | nn.Module] | None) ->
     """Yield names and modules of the chosen layers.
 
     Raises:
-        ValueError: a pattern matches none, a module is not in the model, or there are no repeated layers.
+        ValueError: a pattern matches none, a module is not in the model, or there are no layers.
+        TypeError: a single module, or another object.
     """
     names = {module: name for name, module in model.named_modules()}
     if layers is None:
@@ -564,7 +581,12 @@ def _chosen(model: nn.Module, layers: str | Iterable[str | nn.Module] | None) ->
             raise ValueError(f"{type(model).__name__} has no nn.ModuleList of layers; pass layers=, names or modules")
         yield from ((names[module], module) for module in found)
         return
-    for each in (layers,) if isinstance(layers, str) else layers:
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"layers is a {type(layers).__name__}; pass a list of names or modules")
+    layers = (layers,) if isinstance(layers, str) else tuple(layers)
+    if not layers:
+        raise ValueError("layers is empty; pass names or modules, or leave quaver.torch.offload out")
+    for each in layers:
         if isinstance(each, str):
             matches = [(name, module) for module, name in names.items() if name and fnmatchcase(name, each)]
             if not matches:

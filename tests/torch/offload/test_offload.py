@@ -403,6 +403,7 @@ def test_a_model_on_a_cpu_moves_nothing() -> None:
     ("options", "message"),
     [
         ({"layers": "layer.*"}, r"no layer is named 'layer\.\*'; did you mean 'layers"),
+        ({"layers": []}, "layers is empty"),
         ({"layers": [nn.Linear(2, 2)]}, "a Linear in layers is not a module of the model"),
         ({"budget_gb": 0}, "budget_gb is 0; pass the pinned memory"),
         ({"budget_gb": float("nan")}, "budget_gb is nan; pass the pinned memory"),
@@ -411,6 +412,11 @@ def test_a_model_on_a_cpu_moves_nothing() -> None:
 def test_wrong_arguments_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         qt.offload(decoder(), **options)
+
+
+def test_a_single_module_asks_for_a_list() -> None:
+    with pytest.raises(TypeError, match="layers is a TransformerLayer; pass a list"):
+        qt.offload(decoder(), layers=decoder().layers[0])
 
 
 def test_a_model_without_repeated_layers_asks_for_layers() -> None:
@@ -851,6 +857,39 @@ def test_a_warning_if_no_layer_ran() -> None:
         warnings.simplefilter("error")
         with qt.offload(other, _transfers=Simulated()), torch.no_grad():
             model(ids())
+
+
+@pytest.mark.parametrize("inside", [qt.offload, lambda _: torch.autograd.graph.save_on_cpu()])
+def test_a_warning_if_other_hooks_are_inside(inside: Callable[[nn.Module], Any]) -> None:
+    model, other, simulated = decoder(), decoder(), Simulated()
+    with qt.offload(other, _transfers=simulated):
+        with inside(other), pytest.warns(UserWarning, match="autograd saved nothing there.* enter .* last"):
+            assert step(other) == step(model)
+        assert not simulated.log
+        assert step(other) == step(model)
+    assert simulated.log
+    assert_same(gradients(other), gradients(model))
+
+
+def test_a_warning_if_forward_runs_in_another_thread() -> None:
+    model, other = decoder(), decoder()
+    expected = step(model)
+    with (
+        ThreadPoolExecutor(1) as threads,
+        qt.offload(other, _transfers=Simulated()),
+        pytest.warns(UserWarning, match="in the thread of forward"),
+    ):
+        assert threads.submit(step, other).result() == expected
+
+
+def test_what_other_models_save_leaves_nothing_behind() -> None:
+    model, other = decoder(), nn.Linear(64, 64)
+    context, x = qt.offload(model, _transfers=Simulated()), torch.randn(64, 64)
+    with context:
+        model(ids()).sum().backward()
+        for _ in range(3):
+            other(x).exp().sum().backward()
+        assert not context._offloader.open.between
 
 
 def test_a_model_of_transformers_with_gradient_checkpointing() -> None:
