@@ -42,6 +42,16 @@ def test_inexact_arithmetic_is_an_error_when_compiling(compiler: str, flag: str)
     assert done.returncode != 0 and "needs IEEE arithmetic" in done.stdout
 
 
+@pytest.mark.parametrize("flag", ["-funsafe-math-optimizations", "-freciprocal-math", "-fno-signed-zeros"])
+@pytest.mark.parametrize("compiler", ["gcc", "g++"])
+def test_a_part_of_fast_math_is_an_error_of_gcc(compiler: str, flag: str) -> None:
+    """Clang, and GCC before 12, do not tell the program."""
+    if shutil.which(compiler) is None or int(run(compiler, "-dumpversion").stdout.partition(".")[0]) < 12:
+        pytest.skip(f"no {compiler} of version 12 or later is installed")
+    done = compile_source(compiler, HERE / "interface.c", flag, "-fsyntax-only")
+    assert done.returncode != 0 and "needs IEEE arithmetic" in done.stdout
+
+
 def test_excess_precision_is_an_error_when_compiling(tmp_path: Path) -> None:
     compiler = any_compiler("gcc", "clang")
     source = tmp_path / "x87.c"

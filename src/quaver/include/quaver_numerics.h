@@ -13,8 +13,9 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__FAST_MATH__) || defined(_M_FP_FAST) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
-#error "quaver_numerics.h needs IEEE arithmetic: compile without -ffast-math and -ffinite-math-only"
+#if defined(__FAST_MATH__) || defined(_M_FP_FAST) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) || \
+    defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || defined(__NO_SIGNED_ZEROS__)
+#error "quaver_numerics.h needs IEEE arithmetic: compile without -ffast-math and the flags that it includes"
 #endif
 #if FLT_EVAL_METHOD != 0
 #error "quaver_numerics.h needs float expressions evaluated in float: on 32-bit x86 compile with -msse2 -mfpmath=sse"
