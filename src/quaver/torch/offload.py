@@ -309,7 +309,7 @@ class Offloader:
         """Free the storages of the last layers. The last one's copies back start when `result` gets its gradient."""
         while self.in_flight:
             self._release()
-        x = next((x for x in _tensors(result) if x.requires_grad), None)
+        x = next((x for x in _tensors(result) if x.grad_fn is not None), None)
         if self.open.last is not None and x is not None:
             x.register_hook(partial(self._fetch_if_alive, weakref.ref(self.open.last)))
 
@@ -435,13 +435,12 @@ class Offloader:
         slots = [s for s in run.live() if s.host is not None and s.source is None and s.back is None]
         with torch.no_grad():
             for device, own in _by_device(slots):
-                pairs = []
-                for slot in own:
-                    slot.back = self.transfers.allocate(slot.size, device)
-                    pairs.append((slot.back, slot.host[: slot.size]))  # type: ignore[index]
+                backs = [self.transfers.allocate(slot.size, device) for slot in own]
+                pairs = [(back, slot.host[: slot.size]) for slot, back in zip(own, backs, strict=True)]  # type: ignore[index]
                 event = self.transfers.copy(pairs, device, self.transfers.record(device))
-                for slot in own:
-                    slot.arrival = event
+                # Only now: an allocation that failed leaves nothing that looks as if it had arrived.
+                for slot, back in zip(own, backs, strict=True):
+                    slot.back, slot.arrival = back, event
 
 
 # ---- the context ----

@@ -467,6 +467,16 @@ def test_two_backwards_of_one_graph(recipe: str) -> None:
     assert [way for way, _ in simulated.log] == ["out"] * 3 + ["back"] * 6
 
 
+def test_a_model_that_returns_a_parameter() -> None:
+    """No hooks gather on it."""
+    model = decoder()
+    model.register_forward_hook(lambda module, args, logits: (module.head.weight, logits))
+    with qt.offload(model, _transfers=Simulated()):
+        for _ in range(2):
+            model(ids())[1].sum().backward()
+    assert not model.head.weight._backward_hooks
+
+
 def test_microbatches_whose_backwards_come_later_in_either_order() -> None:
     for order in (1, -1):
 
@@ -578,6 +588,33 @@ def test_tensors_of_other_kinds(kind: str) -> None:
         grads.append({**gradients(model), "input": x.grad})
     assert_same(*grads)
     assert simulated.log
+
+
+class OutOfMemory(Simulated):
+    """Has no device memory once, after some allocations."""
+
+    left = -1
+
+    def allocate(self, *args: Any) -> Tensor:
+        self.left -= 1
+        if self.left == -1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().allocate(*args)
+
+
+@pytest.mark.parametrize("left", range(9))
+def test_backward_again_after_it_ran_out_of_device_memory(left: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3)))
+    x, simulated = torch.randn(32, 64, requires_grad=True), OutOfMemory()
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    with qt.offload(model, layers=list(model), _transfers=simulated):
+        y = model(x).sum()
+        torch.autograd.grad(y, x, retain_graph=True)
+        simulated.left = left
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.autograd.grad(y, x, retain_graph=True)
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected)
 
 
 class Slow(Simulated):
