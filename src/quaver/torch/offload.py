@@ -197,8 +197,12 @@ class LayerRun:
         #: Ids of the storages of parameters and buffers.
         self.weights = set(weights)
         self.slots: list[weakref.ref[Slot]] = []
-        #: The preceding run of this thread; its backward follows this one's.
+        #: The preceding run of this thread that saved anything; its backward follows this one's.
         self.previous: weakref.ref[LayerRun] | None = None
+
+    def newest(self) -> "weakref.ref[LayerRun] | None":
+        """Return this run if it has saved anything, else the run before."""
+        return weakref.ref(self) if self.slots else self.previous
 
     def live(self) -> list[Slot]:
         """Return the slots that autograd still refers to, each once."""
@@ -300,7 +304,7 @@ class Offloader:
         while (run := self.open.runs.pop()).key is not key:
             pass
         if self.open.last is not None:
-            run.previous = weakref.ref(self.open.last)
+            run.previous = self.open.last.newest()
         self.open.last = run
         self._send(run, run.live())
 
@@ -310,8 +314,9 @@ class Offloader:
         while self.in_flight:
             self._release()
         x = next((x for x in _tensors(result) if x.grad_fn is not None), None)
-        if self.open.last is not None and x is not None:
-            x.register_hook(partial(self._fetch_if_alive, weakref.ref(self.open.last)))
+        newest = None if self.open.last is None else self.open.last.newest()
+        if newest is not None and x is not None:
+            x.register_hook(partial(self._fetch_if_alive, newest))
 
     @_locked
     def pack(self, x: Tensor) -> SavedTensor:

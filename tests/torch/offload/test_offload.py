@@ -209,15 +209,20 @@ def test_casts_of_weights_under_torch_autocast_stay() -> None:
     assert [size for way, size in simulated.log if way == "out"] == [32 * 256 * 2]
 
 
-def test_a_layer_comes_back_during_the_backward_of_the_next_one() -> None:
+@pytest.mark.parametrize("saves_nothing", [False, True])
+def test_a_layer_comes_back_during_the_backward_of_the_next_one(saves_nothing: bool) -> None:
+    """Also if layers between save nothing."""
     model, simulated = decoder(), Simulated()
 
     def logged(layer: nn.Module, x: Tensor) -> Tensor:
         y: Tensor = layer(x)
-        y.register_hook(lambda _: simulated.log.append(("gradient", 0)))
+        if not isinstance(layer, nn.Identity):
+            y.register_hook(lambda _: simulated.log.append(("gradient", 0)))
         return y
 
     model.around = logged
+    if saves_nothing:
+        model.layers = nn.ModuleList(each for layer in model.layers for each in (nn.Identity(), layer))
     with qt.offload(model, _transfers=simulated):
         step(model)
     # The last layer during the backward of the loss.
