@@ -57,7 +57,7 @@ class Counted(TorchDispatchMode):
 
 
 class Simulated:
-    """`quaver.torch.offload.Transfers` whose device is the CPU: it fails where a GPU's stream would read wrong memory.
+    """`Transfers` whose device is the CPU: it fails where a GPU's stream would read wrong memory.
 
     Args:
         counted: the mode that sees the operations of the compute stream.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import quaver.torch as qt
 from quaver.torch.backends.gpu import capture
-from quaver.torch.offload import HostPool, Transfers
+from quaver.torch.backends.gpu.host_memory import HostPool, Transfers
 from tests.torch.offload.simulated import Counted, Simulated
 
 RECIPES = ("bf16", "tensorwise", "delayed(history=4)", "mxfp8", "nvfp4")

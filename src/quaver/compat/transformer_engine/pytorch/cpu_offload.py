@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from quaver.torch.offload import LayerRun, Offloader, Transfers, stay_on_device
+from quaver.torch.backends.gpu.host_memory import Transfers
+from quaver.torch.offload import LayerRun, Offloader, stay_on_device
 from quaver.torch.state.layer_state import recomputing
 
 __all__ = ["get_cpu_offload_context", "mark_not_offload"]
