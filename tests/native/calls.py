@@ -334,6 +334,8 @@ class Drawn:
 
         if columns > 8192 or self.random.random() < 0.5:
             return Call(text, lambda: norm.normalized(x, gamma, shift, name, 1e-6), forward)
+        # A gradient with rows of its own, whose alignment is that of x.
+        grad = torch.empty(rows, x.stride(0) + self.random.choice([0, 16]) * (rows > 1), dtype=dtype)[:, :columns]
         mean, inverse = (torch.empty(rows if wanted else 0, 1) for wanted in (centred, True))
 
         def backward(lib: Library, python: list[Launch]) -> int:
@@ -341,11 +343,11 @@ class Drawn:
             addresses = values["mean"], values["inverse"], last["out"], last.get("second", 0), values["partial"]
             size = lib.c.quaver_norm_partial_bytes(lib.handle, rows, columns, int(centred))
             assert size == 4 * values["programs"] * values["width"]
-            return lib.norm_backward(options, (_plain(x), _plain(x), out(values["dx"])), addresses)
+            return lib.norm_backward(options, (_plain(grad), _plain(x), out(values["dx"])), addresses)
 
         return Call(
             f"backward of {text}",
-            lambda: norm.backward(x, x, gamma, shift, mean, inverse, name),
+            lambda: norm.backward(grad, x, gamma, shift, mean, inverse, name),
             backward,
         )
 

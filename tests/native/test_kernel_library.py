@@ -63,6 +63,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def every(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of all kernels without machine code, compiled into libquaver.so."""
+    folder = tmp_path_factory.mktemp("every")
+    said(python("tests.native.small_export", folder, "--uncompiled"))
+    build(folder, COMPILERS[0])
+    return folder
+
+
 def packed(folder: Path, stub: Path, tmp_path: Path, *options: Any) -> subprocess.CompletedProcess[str]:
     variables = environment(stub, tmp_path / "log")
     return python("tests.native.packing", folder, *options, **variables)
@@ -73,6 +82,12 @@ def test_arguments_are_those_that_python_describes(small: Path, stub: Path, tmp_
     assert counts["calls"] == 1500
     assert counts["launches"] > 1500
     assert counts["unused"] == []
+
+
+def test_keys_and_arguments_of_every_family_are_those_of_python(every: Path, stub: Path, tmp_path: Path) -> None:
+    counts = json.loads(said(packed(every, stub, tmp_path, "--calls", 2000, "--families", *ALL)))
+    assert counts["calls"] == 2000
+    assert counts["used"] > 600
 
 
 def test_arguments_are_those_of_tritons_launcher(small: Path, stub: Path, tmp_path: Path) -> None:
@@ -116,23 +131,30 @@ MUTANTS = [
     ("quaver.c", "unsigned)(swapped ? down : across)", "unsigned)(swapped ? across : down)"),
     ("quaver.c", "(uint32_t)(down * across)", "(uint32_t)(down + across)"),
     ("quaver.c", "argument(call, (uintptr_t)p)", "argument(call, (uint32_t)(uintptr_t)p)"),
+    ("quaver_layers.c", "QV_ROPE_INTERLEAVED(o.interleaved)", "QV_ROPE_INTERLEAVED(!o.interleaved)"),
+    ("quaver_layers.c", "QV_CROSS_ENTROPY_Z_LOSS(o.z_loss != 0)", "QV_CROSS_ENTROPY_Z_LOSS(o.soft_cap != 0)"),
+    (
+        "quaver_layers.c",
+        "qv_int(call, grad.stride), qv_int(call, x.stride);",
+        "qv_int(call, x.stride), qv_int(call, grad.stride);",
+    ),
 ]
 
 
-def test_mistakes_in_the_library_are_found(small: Path, stub: Path, tmp_path: Path) -> None:
-    flags = "-std=gnu11", "-O1", *library.WARNINGS, "-fPIC", "-fvisibility=hidden", f"-I{small}"
-    run(COMPILERS[0], *flags, "-c", *[path.name for path in sorted(small.glob("*.[cS]"))], cwd=small)
-    objects = {path.stem: path for path in small.glob("*.o")}
+def test_mistakes_in_the_library_are_found(every: Path, stub: Path, tmp_path: Path) -> None:
+    flags = "-std=gnu11", "-O1", *library.WARNINGS, "-fPIC", "-fvisibility=hidden", f"-I{every}"
+    run(COMPILERS[0], *flags, "-c", *[path.name for path in sorted(every.glob("*.[cS]"))], cwd=every)
+    objects = {path.stem: path for path in every.glob("*.o")}
     libraries = []
     for number, (name, before, after) in enumerate(MUTANTS):
-        source, mutant = (small / name).read_text(), tmp_path / f"mutant{number}.c"
+        source, mutant = (every / name).read_text(), tmp_path / f"mutant{number}.c"
         assert before in source, before
         mutant.write_text(source.replace(before, after))
         others = [path for stem, path in objects.items() if stem != Path(name).stem]
         libraries.append(tmp_path / f"libquaver{number}.so")
         run(COMPILERS[0], *flags, "-shared", mutant, *others, "-o", libraries[-1], "-ldl", "-lpthread")
-    options = "--calls", 300, "--small", "--families", *SMALL, "--libraries", *libraries
-    results = said(packed(small, stub, tmp_path, *options)).splitlines()
+    options = "--calls", 2000, "--families", *ALL, "--libraries", *libraries
+    results = said(packed(every, stub, tmp_path, *options)).splitlines()
     found = [bool(json.loads(result).get("difference")) for result in results]
     assert found == [True] * len(MUTANTS), [mutant for mutant, was in zip(MUTANTS, found, strict=True) if not was]
 
