@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.capi.cases import WIDTHS
+from quaver.capi.cases import WIDTHS, step_specializations
 from quaver.recipes.formats import E2M1 as FP4
 from quaver.recipes.formats import E4M3 as FP8
 from quaver.recipes.formats import E5M2 as FP8_WIDE
 from quaver.recipes.spec import Delayed, QuantSpec
-from quaver.torch.backends.gpu import activation, block_scaled, cross_entropy, decode, norm, rowwise, tensorwise
+from quaver.torch.backends.gpu import activation, block_scaled, cross_entropy, decode, norm, optim, rowwise, tensorwise
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.history import roll_gpu
 from tests.native import library
 from tests.native.launches import Launch
-from tests.native.library import History, Library, Loss, Matrix, NormOptions, Options, RopeOptions
+from tests.native.library import History, Library, Loss, Matrix, NormOptions, Options, Parameter, RopeOptions, Step
 
 DTYPES = {torch.bfloat16: library.BF16, torch.float16: library.F16, torch.float32: library.F32}
 FORMATS = {"e4m3": library.E4M3, "e5m2": library.E5M2, "e2m1": library.E2M1}
@@ -401,6 +401,77 @@ class Drawn:
                 options, _plain(logits), targets.data_ptr(), python[0].values["losses"]
             ),
         )
+
+    def _optimizer(self) -> Call:
+        form = self.random.choice(list(step_specializations(self.dtypes)))
+        rows = [_stepped(self.random, form, number) for number in range(self.random.choice([1, 3, 8]))]
+        chunks = torch.tensor([(i, *chunk) for i, row in enumerate(rows) for chunk in row.chunks], dtype=torch.int32)
+        table = torch.tensor([row.words for row in rows])
+        scalars, work = torch.zeros(8, len(rows)), torch.zeros(len(rows), 2, dtype=torch.int32)
+        options = Step(
+            weight=DTYPES[form.weight],
+            gradient=DTYPES[form.gradient],
+            moments=int(form.moments[0].code != "float32"),
+            even=form.even,
+            factored=form.factored,
+        )
+        addresses = [t.data_ptr() for t in (chunks, table, scalars, work)]
+
+        def c(lib: Library, python: list[Launch]) -> int:
+            _rows_in_c(lib, options, rows)
+            return lib.adamw_step(options, len(chunks), len(rows), *addresses)
+
+        return Call(
+            f"AdamW of {[row.shape for row in rows]} {form}",
+            lambda: optim.launch(form, chunks, table, scalars, work),
+            c,
+        )
+
+
+def _stepped(random: random.Random, form: optim.StepSpecialization, number: int) -> optim.ParameterRow:
+    """Draw a parameter of a launch of AdamW."""
+    shape = random.choice([1, 7, 32]), random.choice([64, 128, 1024] if form.even else [1, 63, 64, 65, 1000])
+    shape = 32 * shape[0] if form.even else shape[0], shape[1]
+    eight = form.moments[0].code != "float32"
+    scales = (shape[0], -(-shape[1] // 64))
+    tensors: dict[str, Tensor | None] = {
+        "weight": torch.empty(shape, dtype=form.weight),
+        "beside": None if form.beside is None else torch.empty(shape, dtype=form.beside),
+        "gradient": torch.empty(shape, dtype=form.gradient),
+        "first": torch.empty(shape, dtype=torch.int8 if eight else torch.float32),
+        "second": torch.empty(shape, dtype=torch.uint8 if eight else torch.float32),
+        "first_scale": torch.empty(scales, dtype=torch.bfloat16) if eight else None,
+        "second_scale": torch.empty(scales, dtype=torch.bfloat16) if eight else None,
+        "factor": torch.ones(1) if form.factored else None,
+        "step": torch.zeros(1),
+    }
+    return optim.ParameterRow(form, tensors, shape, random.getrandbits(35), number, random.getrandbits(64))
+
+
+def _parameter(row: optim.ParameterRow) -> Parameter:
+    """Describe a parameter for C."""
+    known = {"weight": "weight", "beside": "low", "step": "count", "gradient": "gradient", "factor": "factor"}
+    known |= {name: name for name in ("first", "first_scale", "second", "second_scale")}
+    addresses = {known[name]: t.data_ptr() for name, t in row.tensors.items() if t is not None}
+    rows, columns = row.shape
+    return Parameter(number=row.number, rows=rows, columns=columns, offset=row.first, seed=row.seed, **addresses)
+
+
+def _rows_in_c(lib: Library, options: Step, rows: list[optim.ParameterRow]) -> None:
+    """Compare the rows and chunks that C writes with Python's."""
+    for index, row in enumerate(rows):
+        programs = lib.c.quaver_step_programs(*row.shape)
+        words, chunks = (ct.c_int64 * 20)(), (ct.c_int32 * 3 * programs)()
+        parameter = _parameter(row)
+        assert lib.c.quaver_step_even(ct.byref(options), ct.byref(parameter)) == _even(row), f"even of {row.shape}"
+        assert lib.step_row(options, parameter, index, words, chunks) == library.OK, f"row of {row.shape}"
+        assert list(words) == row.words, f"row of {row.shape}: {list(words)}"
+        assert [tuple(chunk) for chunk in chunks] == [(index, *chunk) for chunk in row.chunks], f"chunks of {row.shape}"
+
+
+def _even(row: optim.ParameterRow) -> bool:
+    wide = [t for name in ("weight", "beside", "first", "second", "gradient") if (t := row.tensors[name]) is not None]
+    return optim.even(row.form, wide, row.shape)
 
 
 def _plain(x: Tensor) -> Matrix:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.native import library as c
-from tests.native.library import History, Library, Log, Loss, Matrix, NormOptions, Options, RopeOptions
+from tests.native.library import History, Library, Log, Loss, Matrix, NormOptions, Options, Parameter, RopeOptions, Step
 
 #: Addresses that nothing reads, and the library's workspace.
 DATA, SCALE, FACTOR, WORKSPACE = 1 << 16, 1 << 17, 1 << 12, 1 << 20
@@ -228,6 +228,52 @@ def layer_cases(lib: Library) -> Iterator[tuple[int, str, int]]:
     yield c.NOT_EXPORTED, "a family left out", lib.cross_entropy(Loss(), x(), DATA, DATA)
 
 
+def optimizer_cases(lib: Library) -> Iterator[tuple[int, str, int]]:
+    """Yield statuses, what is wrong, and the status of the call."""
+    row, chunks = (ct.c_int64 * 20)(), (ct.c_int32 * 3 * 64)()
+
+    def write(step: Step | None, index: int = 0, **values: Any) -> int:
+        given = {"rows": 64, "columns": 128, "weight": DATA, "first": DATA, "second": DATA, "gradient": DATA}
+        return lib.step_row(step, Parameter(**{**given, "count": DATA, **values}), index, row, chunks)
+
+    def go(step: Step | None, programs: int = 2, parameters: int = 1, chunks: int = DATA, table: int = DATA) -> int:
+        return lib.adamw_step(step, programs, parameters, chunks, table, DATA, DATA)
+
+    f32 = Step(weight=c.F32, gradient=c.F32)
+    bf16, eight = Step(weight=c.BF16, gradient=c.F32), Step(weight=c.F32, gradient=c.F32, moments=1)
+    even, factored = Step(weight=c.F32, gradient=c.F32, even=1), Step(weight=c.F32, gradient=c.F32, factored=1)
+    yield c.OK, "a parameter", write(f32)
+    yield c.OK, "an even parameter", write(even)
+    yield c.NULL, "no formats", write(None)
+    yield c.NULL, "no parameter", lib.step_row(f32, None, 0, row, chunks)
+    yield c.NULL, "no row", lib.step_row(f32, Parameter(rows=1, columns=1), 0, None, chunks)
+    yield c.NULL, "no gradient", write(f32, gradient=0)
+    yield c.NULL, "no step count", write(f32, count=0)
+    yield c.NULL, "no other half of a weight", write(bf16)
+    yield c.NULL, "no scales of a moment", write(eight, first_scale=DATA)
+    yield c.NULL, "no factor", write(factored)
+    yield c.SIZE, "formats without a size", write(Step(size=0))
+    yield c.SIZE, "a parameter without a size", write(f32, size=0)
+    yield c.FORMAT, "a factor of unfactored gradients", write(f32, factor=DATA)
+    yield c.FORMAT, "weights of float16", write(Step(weight=c.F16, gradient=c.F32))
+    yield c.FORMAT, "gradients of codes", write(Step(weight=c.F32, gradient=c.E4M3))
+    yield c.FORMAT, "other moments", write(Step(weight=c.F32, gradient=c.F32, moments=2))
+    yield c.SHAPE, "no rows", write(f32, rows=0)
+    yield c.SHAPE, "2^36 elements and more", write(f32, rows=2**30, columns=65)
+    yield c.SHAPE, "2^31 blocks", write(f32, rows=2**31, columns=1)
+    yield c.SHAPE, "a negative index", write(f32, -1)
+    yield c.SHAPE, "a negative offset", write(f32, offset=-1)
+    yield c.ALIGNMENT, "float32 at a multiple of 2", write(f32, weight=DATA + 2)
+    yield c.ALIGNMENT, "an even parameter at a multiple of 8", write(even, weight=DATA + 8)
+    yield c.ALIGNMENT, "an even parameter of 65 columns", write(even, columns=65)
+    yield c.NULL, "no formats", go(None)
+    yield c.NULL, "no chunks", go(f32, chunks=0)
+    yield c.SHAPE, "2^31 programs", go(f32, 2**31)
+    yield c.ALIGNMENT, "a table at a multiple of 8", go(f32, table=DATA + 8)
+    yield c.OK, "no programs", go(f32, 0)
+    yield c.NOT_EXPORTED, "a family left out", go(f32)
+
+
 def run(lib: Library, log: Log) -> int:
     """Run all cases; returns their number."""
     count = 0
@@ -267,7 +313,7 @@ def run(lib: Library, log: Log) -> int:
         check(lib.quantize(*arguments), wanted, what)
     for wanted, what, arguments in dequantize_cases():
         check(lib.dequantize(*arguments), wanted, what)
-    for wanted, what, status in layer_cases(lib):
+    for wanted, what, status in (*layer_cases(lib), *optimizer_cases(lib)):
         check(status, wanted, what)
     check(lib.c.quaver_preload(lib.handle), c.OK, "all kernels")
     check(lib.c.quaver_destroy(lib.handle), c.OK, "a handle")

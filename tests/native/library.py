@@ -172,6 +172,38 @@ class History(ct.Structure):
         super().__init__(**{"size": ct.sizeof(History), **values})
 
 
+class Step(ct.Structure):
+    """quaver_step."""
+
+    _fields_ = [
+        ("size", ct.c_uint32),
+        ("weight", ct.c_int32),
+        ("gradient", ct.c_int32),
+        ("moments", ct.c_int32),
+        ("even", ct.c_int32),
+        ("factored", ct.c_int32),
+    ]
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"size": ct.sizeof(Step), **values})
+
+
+class Parameter(ct.Structure):
+    """quaver_parameter."""
+
+    _fields_ = [
+        ("size", ct.c_uint32),
+        ("number", ct.c_int32),
+        *((name, ct.c_int64) for name in ("rows", "columns", "offset")),
+        ("seed", ct.c_uint64),
+        *((name, ct.c_void_p) for name in ("weight", "low", "first", "first_scale", "second", "second_scale")),
+        *((name, ct.c_void_p) for name in ("gradient", "factor", "count")),
+    ]
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**{"size": ct.sizeof(Parameter), **values})
+
+
 def build_stub(folder: Path) -> Path:
     """Compile the stub driver and cublasLt; returns the folder of libcuda.so.1 and libcublasLt.so.13."""
     folder.mkdir(exist_ok=True)
@@ -208,10 +240,12 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.c = ct.CDLL(str(path))
-        for name in ("quaver_row_bytes", "quaver_scale_bytes", "quaver_workspace_bytes", "quaver_norm_partial_bytes"):
+        names = "quaver_row_bytes", "quaver_scale_bytes", "quaver_workspace_bytes", "quaver_norm_partial_bytes"
+        for name in (*names, "quaver_step_programs"):
             getattr(self.c, name).restype = ct.c_int64
         self.c.quaver_row_bytes.argtypes = [ct.c_int64, ct.c_int]
         self.c.quaver_scale_bytes.argtypes = [ct.c_int64, ct.c_int64, ct.c_int]
+        self.c.quaver_step_programs.argtypes = [ct.c_int64, ct.c_int64]
         self.c.quaver_workspace_bytes.argtypes = [ct.c_int64]
         self.c.quaver_norm_partial_bytes.argtypes = [ct.c_void_p, ct.c_int64, ct.c_int64, ct.c_int32]
         for name in ("quaver_status_text", "quaver_build"):
@@ -309,6 +343,18 @@ class Library:
     def cross_entropy(self, options: Loss | None, logits: Matrix | None, targets: int, losses: int) -> int:
         pointers = _reference(options), _reference(logits), ct.c_void_p(targets), ct.c_void_p(losses)
         status: int = self.c.quaver_cross_entropy(self.handle, None, *pointers)
+        return status
+
+    def step_row(self, step: Step | None, parameter: Parameter | None, index: int, row: Any, chunks: Any) -> int:
+        pointers = map(_reference, (step, parameter))
+        status: int = self.c.quaver_step_row(*pointers, ct.c_int32(index), row, chunks)
+        return status
+
+    def adamw_step(self, step: Step | None, programs: int, parameters: int, *addresses: int) -> int:
+        """addresses: chunks, table, scalars, workspace."""
+        chunks, *others = map(ct.c_void_p, addresses)
+        given = chunks, ct.c_int64(programs), *others, ct.c_int32(parameters)
+        status: int = self.c.quaver_adamw_step(self.handle, None, _reference(step), *given)
         return status
 
     def text(self, status: int) -> str:

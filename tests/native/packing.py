@@ -128,7 +128,7 @@ def main() -> None:
     for path in given.libraries or [given.folder / "libquaver.so"]:
         try:
             result = compared(given, path, python, log)
-        except Difference as difference:
+        except AssertionError as difference:
             result = {"difference": str(difference)}
             python.take()
         print(json.dumps(result))

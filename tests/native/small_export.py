@@ -21,7 +21,7 @@ FAMILIES = ("tensor", "mx")
 PARAMETER, THREADS = 0x17, 0x10
 
 
-def uncompiled(found: Sequence[Variant], *_: Any) -> list[CompiledVariant]:
+def uncompiled(found: Sequence[Variant], arch: int, progress: Any = None) -> list[CompiledVariant]:
     """Return variants with cubins that have the sizes of their arguments, by which the stub driver reads them, and no
     machine code.
     """

@@ -18,6 +18,7 @@ from quaver.torch.backends.gpu import (
     decode,
     launch,
     norm,
+    optim,
     rowwise,
     tensorwise,
 )
@@ -302,6 +303,41 @@ def _rope(selection: Selection) -> Iterator[Call]:
                 yield partial(norm.turn, q, second, cos, sin, interleaved, back)
 
 
+#: Storage of both moments: float32, and eight bits.
+MOMENTS = (
+    (optim.MomentFormat("float32"), optim.MomentFormat("float32")),
+    (optim.MomentFormat("int8_mitchell", True), optim.MomentFormat("uint8_mitchell4", True)),
+)
+
+
+def step_specializations(dtypes: Sequence[torch.dtype]) -> Iterator[optim.StepSpecialization]:
+    """Yield what the parameters of a launch of AdamW may share."""
+    gradients = dict.fromkeys((torch.float32, *dtypes))
+    for weight, gradient, moments in product((torch.float32, torch.bfloat16), gradients, MOMENTS):
+        plain = weight is torch.float32
+        for factored, even in product((False, True), repeat=2):
+            yield optim.StepSpecialization(
+                rule="adamw",
+                clamp=True,
+                maximize=False,
+                master_format="plain" if plain else "remainder",
+                weight=weight,
+                beside=None if plain else torch.int16,
+                gradient=gradient,
+                moments=moments,
+                factored=factored,
+                even=even,
+            )
+
+
+def _optimizer(selection: Selection) -> Iterator[Call]:
+    chunks, work = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((7, 3), (3, 2)))
+    table = torch.empty((3, optim.FIELDS), dtype=torch.int64, device="meta")
+    scalars = torch.empty((8, 3), device="meta")
+    for form in step_specializations(selection.dtypes):
+        yield partial(optim.launch, form, chunks, table, scalars, work)
+
+
 #: Calls of each family of the command line's --families.
 FAMILIES: dict[str, Callable[[Selection], Iterator[Call]]] = {
     "tensor": _tensor,
@@ -317,6 +353,7 @@ FAMILIES: dict[str, Callable[[Selection], Iterator[Call]]] = {
     "activation_quantize": _activation_quantize,
     "rope": _rope,
     "cross_entropy": _cross_entropy,
+    "optimizer": _optimizer,
 }
 
 

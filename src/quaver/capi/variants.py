@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quaver.kernels.optim import codes
 from quaver.torch.backends.gpu.launch import KernelLaunch
 
 #: Values of quaver_dtype, by Triton's names.
@@ -46,6 +47,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "column_sums": ("x", "out", "second"),
     "rope": ("q", "k", "HALF", "INTERLEAVED", "BACK"),
     "cross_entropy": ("logits", "weights", "SMOOTHING", "Z_LOSS", "CAP", "GRADIENT"),
+    "step": ("WEIGHT_TYPE", "GRADIENT_TYPE", "FIRST_KIND", "FACTORED", "EVEN"),
 }
 #: Arguments of the caller: a variant assumes that all of them are multiples of 16, or none.
 INPUTS = {"x", "columns", "stride"}
@@ -64,6 +66,7 @@ OTHER_INPUTS = {
         "q_outer", "q_inner", "q_head", "k_outer", "k_inner", "k_head",
     },
     "roll": set(),
+    "step": set(),
 }  # fmt: skip
 #: Kernels whose sums depend on what they assume: a variant keeps each of these assumptions that Python's launch has.
 EACH = {
@@ -77,6 +80,7 @@ ALSO_GUARANTEED = {
     "norm": {"x", "gamma", "beta", "y"},
     "norm_backward": {"grad", "x", "gamma", "dx", "partial"},
     "column_sums": {"x", "out", "second"},
+    "step": {"chunks", "table", "scalars"},
 }
 #: Arguments that are multiples of 16 for most shapes whose blocks are whole.
 USUAL = {"qt_stride4", "q_stride4"}
@@ -117,8 +121,10 @@ class Variant:
 
     @property
     def whole(self) -> bool:
-        """True if blocks must cover the matrix exactly."""
+        """True if the library must check that blocks cover the matrix exactly, which no key says."""
         constants = self.launch.constants
+        if "EVEN" in FIELDS[self.kernel]:
+            return False
         whole = constants.get("EVEN") or (constants.get("EVEN_Q") and constants.get("EVEN_K"))
         return bool(whole) or constants.get("RAGGED") is False
 
@@ -182,6 +188,9 @@ ENCODINGS: dict[str, Callable[[Any], int]] = {
     "dtype": lambda dtype: DTYPES[str(dtype)],
     "CODES": lambda dtype: E2M1 if dtype is None else DTYPES[str(dtype)],
     "KIND": KINDS.index,
+    "WEIGHT_TYPE": lambda dtype: DTYPES[str(dtype)],
+    "GRADIENT_TYPE": lambda dtype: DTYPES[str(dtype)],
+    "FIRST_KIND": lambda kind: int(kind == codes.INT8.value),
     "BR": lambda side: side.bit_length(),
     "BC": lambda side: side.bit_length(),
     "BN": lambda side: side.bit_length() - 1,

@@ -46,6 +46,14 @@ static void *work(void *unused) {
             expect(quaver_dequantize(h, NULL, &q, &y, 1), 0);
         }
     }
+    quaver_step step = {.size = sizeof step, .weight = QUAVER_F32, .gradient = QUAVER_BF16};
+    quaver_parameter parameter = {.size = sizeof parameter, .rows = ROWS, .columns = COLUMNS, .weight = memory,
+                                  .first = memory, .second = memory, .gradient = memory, .count = (float *)memory};
+    int64_t programs = quaver_step_programs(ROWS, COLUMNS), row[QUAVER_STEP_FIELDS];
+    int32_t(*chunks)[3] = malloc((size_t)programs * sizeof *chunks);
+    expect(quaver_step_row(&step, &parameter, 0, row, chunks), 1);
+    if (h) expect(quaver_adamw_step(h, NULL, &step, memory, programs, memory, (float *)memory, memory, 1), 0);
+    free(chunks);
     if (h) expect(quaver_preload(h), 1);
     expect(quaver_destroy(h), 1);
     free(memory);

@@ -254,6 +254,55 @@ typedef struct {
 QUAVER_API quaver_status quaver_cross_entropy(quaver_handle handle, void *stream, const quaver_loss *options,
                                               const quaver_tensor *logits, const int64_t *targets, float *losses);
 
+/* ---- optimizer steps ---- */
+
+#define QUAVER_STEP_FIELDS 20
+
+typedef enum {
+    QUAVER_MOMENTS_F32, /* float */
+    QUAVER_MOMENTS_8BIT /* int8 and uint8 codes, stochastic, with a bfloat16 scale per 64 elements of a row */
+} quaver_moments;
+
+/* What the parameters of one launch share. */
+typedef struct {
+    uint32_t size;     /* sizeof(quaver_step) */
+    int32_t weight;    /* QUAVER_F32, or QUAVER_BF16 with the other 16 bits of the float32 weight in `low` */
+    int32_t gradient;  /* QUAVER_BF16, QUAVER_F16 or QUAVER_F32 */
+    int32_t moments;   /* quaver_moments */
+    int32_t even;      /* 1: quaver_step_even holds for all parameters: a faster kernel */
+    int32_t factored;  /* 1: gradients are first multiplied by the parameter's factor */
+} quaver_step;
+
+/* A contiguous matrix [rows, columns] of the device, or a part of one. */
+typedef struct {
+    uint32_t size;           /* sizeof(quaver_parameter) */
+    int32_t number;          /* of the parameter in its optimizer: selects its noise */
+    int64_t rows, columns;
+    int64_t offset;          /* of the first element in the whole parameter, of which this may be a shard */
+    uint64_t seed;           /* of the noise */
+    void *weight, *low;
+    void *first, *first_scale, *second, *second_scale; /* moments; scales [rows][columns / 64, rounded up] */
+    const void *gradient;
+    const float *factor;     /* float [1], or NULL */
+    float *count;            /* float [1], steps so far, which each step increases */
+} quaver_parameter;
+
+/* True if a parameter may use `even`: whole blocks, and addresses that are multiples of 16. */
+QUAVER_API int quaver_step_even(const quaver_step *step, const quaver_parameter *parameter);
+/* Rows of `chunks` for a parameter; 0 if it is empty or has more than 2^36 elements. */
+QUAVER_API int64_t quaver_step_programs(int64_t rows, int64_t columns);
+/* Write a parameter's row of the table, and its quaver_step_programs rows of chunks, both in host memory: the caller
+ * copies them to the device, and writes them again when an address changes. index: of the row in the table. */
+QUAVER_API quaver_status quaver_step_row(const quaver_step *step, const quaver_parameter *parameter, int32_t index,
+                                         int64_t row[QUAVER_STEP_FIELDS], int32_t (*chunks)[3]);
+/* Step parameters by AdamW in one launch. On the device, at multiples of 16: chunks, int32 [programs][3]; table, int64
+ * [parameters][QUAVER_STEP_FIELDS]; workspace, int32 [parameters][2] of zeros, left as zeros; and scalars, float
+ * [8][parameters]: w(beta1), w(beta2), eps, lr, lr * decay, 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t), and the largest
+ * update (infinity: no limit), with w(b) = 1 - b, or -b if b is below one half, and t = 1 in the first step. */
+QUAVER_API quaver_status quaver_adamw_step(quaver_handle handle, void *stream, const quaver_step *step,
+                                           const void *chunks, int64_t programs, const void *table,
+                                           const float *scalars, void *workspace, int32_t parameters);
+
 #ifdef __cplusplus
 }
 #endif
