@@ -1,4 +1,7 @@
-"""Calls of Python's front end whose launches the C library offers, by family."""
+"""Example calls on meta tensors, by family. Their recorded launches define which kernels the C library has.
+
+Nothing is executed.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,7 +100,7 @@ def _rows(selection: Selection) -> Iterator[Call]:
         for x in _matrices(selection, [shape for width in (*selection.widths, 20480) for shape in _of_width(width)]):
             for straight, transposed in _pairs(spec):
                 yield partial(rowwise.by_rows, x, straight, transposed)
-        # The same for more rows, of which programs with amaxes of columns take four blocks each.
+        # The same for more rows: a program that measures column amaxes then takes four blocks.
         for width in selection.widths:
             for x in _matrices(selection, _of_rows(width, *(2112 * max(n // width, 1) for n in (16384, 8192)))):
                 yield partial(rowwise.by_rows, x, spec, spec)

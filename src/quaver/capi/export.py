@@ -239,7 +239,7 @@ def _commit() -> str:
     if shutil.which("git") is None:
         return "unknown"
     git = ["git", "-C", str(SOURCES)]
-    # An installed package may be inside the repository of somebody else, which does not track it.
+    # An installed package may be in a virtual environment inside another repository.
     tracked = subprocess.run([*git, "ls-files", "--error-unmatch", "quaver.c"], capture_output=True, check=False)
     done = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() if tracked.returncode == done.returncode == 0 else "unknown"

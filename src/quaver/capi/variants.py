@@ -1,8 +1,8 @@
-"""Compiled variants of kernels, and the facts about a call by which the C library chooses one.
+"""Variants of kernels to compile, and how the C library chooses one of them for a call.
 
-A recorded launch assumes more than its kernel needs: that addresses and strides are multiples of 16, and that blocks
-cover the matrix. The library checks each assumption of a variant at run time and takes the first that holds; every key
-has a general variant, which assumes only what the C API guarantees.
+A kernel is compiled several times. Each variant assumes something about its arguments: that addresses and strides are
+multiples of 16, and that no block is partial. The library checks these assumptions at run time and takes the first
+variant whose assumptions hold. The last one of every key is the fallback: it assumes only what the C API requires.
 """
 
 from collections.abc import Callable, Iterable
@@ -50,8 +50,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "step": ("WEIGHT_TYPE", "GRADIENT_TYPE", "FIRST_KIND", "FACTORED", "EVEN"),
 }
 #: Arguments of the caller: a variant assumes that all of them are multiples of 16, or none.
-INPUTS = {"x", "columns", "stride"}
-OTHER_INPUTS = {
+ALIGNED_TOGETHER = {"x", "columns", "stride"}
+ALIGNED_TOGETHER_IN = {
     "decode": {"out", "columns", "stride", "out_stride"},
     "activate": {"gate", "value", "y", "columns", "gate_stride", "value_stride"},
     "activate_blocks": {"gate", "value", "columns", "gate_stride", "value_stride"},
@@ -69,22 +69,22 @@ OTHER_INPUTS = {
     "step": set(),
 }  # fmt: skip
 #: Kernels whose sums depend on what they assume: a variant keeps each of these assumptions that Python's launch has.
-EACH = {
+ALIGNED_SEPARATELY = {
     "norm": {"columns", "stride", "q_stride"},
     "norm_backward": {"columns", "grad_stride", "stride"},
 }
 #: Arguments that the C API guarantees to be multiples of 16 wherever Python's are: checked pointers, padded rows.
-GUARANTEED = {"q", "qt", "s", "s4", "st", "scale", "transposed_scale", "work", "amax_values", "q_stride"}
+ALWAYS_ALIGNED = {"q", "qt", "s", "s4", "st", "scale", "transposed_scale", "work", "amax_values", "q_stride"}
 #: Addresses that the C API requires to be multiples of 16 for these kernels.
-ALSO_GUARANTEED = {
+ALWAYS_ALIGNED_IN = {
     "norm": {"x", "gamma", "beta", "y"},
     "norm_backward": {"grad", "x", "gamma", "dx", "partial"},
     "column_sums": {"x", "out", "second"},
     "step": {"chunks", "table", "scalars"},
 }
 #: Arguments that are multiples of 16 for most shapes whose blocks are whole.
-USUAL = {"qt_stride4", "q_stride4"}
-#: Constants that a variant has beside its key: its blocks.
+ALIGNED_IF_INPUTS_ARE = {"qt_stride4", "q_stride4"}
+#: Constants that may differ between variants of one key.
 BLOCKS = {"BM", "BN", "STEPS", "EVEN", "EVEN_Q", "EVEN_K", "RAGGED", "VECTOR"}
 #: Formulas of activations, in the order of their values in a key.
 FORMULAS = (
@@ -94,13 +94,13 @@ FORMULAS = (
 MODES = ("none", "tensor", "row", "blocks", "e8m0")
 #: Value of an absent argument in a key.
 ABSENT = 15
-#: Arguments of which a key only says whether they are there: codes are bytes on older GPUs.
+#: Optional arguments whose key field is only present or absent, since the dtype of codes depends on the GPU.
 OPTIONAL = {"activate": ("q", "qt")}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A launch with the assumptions that are kept."""
+    """A kernel to compile, and the properties of its arguments that it requires."""
 
     launch: KernelLaunch
     key: int
@@ -145,7 +145,7 @@ class Variant:
 
 def guaranteed(kernel: str) -> set[str]:
     """Return the arguments of a kernel that are multiples of 16 wherever Python's are."""
-    return GUARANTEED | ALSO_GUARANTEED.get(kernel, set())
+    return ALWAYS_ALIGNED | ALWAYS_ALIGNED_IN.get(kernel, set())
 
 
 def variants(launches: Iterable[KernelLaunch]) -> list[Variant]:
@@ -169,10 +169,10 @@ def _variant(launch: KernelLaunch) -> Variant:
     name = launch.fn.__name__
     if name not in FIELDS:
         raise ValueError(f"{name} is no kernel of the C API; add the fields of its key to {__name__}.FIELDS")
-    inputs = {one for one in OTHER_INPUTS.get(name, INPUTS) if launch.signature[one] != "constexpr"}
-    kept = guaranteed(name) | EACH.get(name, set())
-    if name not in EACH and inputs <= set(launch.divisible):
-        kept |= inputs | USUAL
+    inputs = {one for one in ALIGNED_TOGETHER_IN.get(name, ALIGNED_TOGETHER) if launch.signature[one] != "constexpr"}
+    kept = guaranteed(name) | ALIGNED_SEPARATELY.get(name, set())
+    if name not in ALIGNED_SEPARATELY and inputs <= set(launch.divisible):
+        kept |= inputs | ALIGNED_IF_INPUTS_ARE
     divisible = tuple(given for given in launch.divisible if given in kept)
     return Variant(replace(launch, divisible=divisible), key_of(launch))
 
@@ -241,5 +241,6 @@ def _difference(one: Variant, other: Variant) -> str:
         other_kind = other.launch.signature[name]
         value, other_value = one.launch.constants.get(name), other.launch.constants.get(name)
         if kind != other_kind or (name not in BLOCKS and value != other_value):
-            parts.append(f"{name} is {value or kind} and {other_value or other_kind}")
+            one_text, other_text = (v if k == "constexpr" else k for v, k in ((value, kind), (other_value, other_kind)))
+            parts.append(f"{name} is {one_text} and {other_text}")
     return ", ".join(parts)

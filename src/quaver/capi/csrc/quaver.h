@@ -278,7 +278,7 @@ typedef struct {
     uint32_t size;           /* sizeof(quaver_parameter) */
     int32_t number;          /* of the parameter in its optimizer: selects its noise */
     int64_t rows, columns;
-    int64_t offset;          /* of the first element in the whole parameter, of which this may be a shard */
+    int64_t offset;          /* of this shard's first element in the whole parameter; 0 if it is not sharded */
     uint64_t seed;           /* of the noise */
     void *weight, *low;
     void *first, *first_scale, *second, *second_scale; /* moments; scales [rows][columns / 64, rounded up] */
