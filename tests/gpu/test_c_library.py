@@ -1,6 +1,6 @@
 """On a card: kernels launched from C give the codes and scales of the reference, also in a captured graph, as fast.
 
-Compiling the library takes about a minute. QUAVER_TEST_C_LIBRARY names a folder that `quaver kernels` wrote before.
+QUAVER_TEST_C_LIBRARY names a folder that `quaver kernels` wrote before, to save compiling it here.
 """
 
 import ctypes as ct

@@ -32,7 +32,7 @@ from quaver.torch.backends.gpu import capture
 from quaver.torch.backends.gpu.host_memory import HostPool, Transfers
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations.selective_checkpoint import hide_from_policies
-from quaver.torch.quantized_tensor import QuantizedTensor
+from quaver.torch.quantized_tensor import QuantizedTensor, nested_tensors
 from quaver.torch.state.layer_state import recomputing
 from quaver.torch.state.weight_cache import storage_id
 
@@ -174,7 +174,7 @@ class Offloader:
         self.slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
         #: Copies to the host that the compute stream has not waited for, oldest first: slots, event and device.
         self.in_flight: deque[tuple[list[Slot], Any, torch.device]] = deque()
-        #: The layer of which backward read a tensor last.
+        #: The layer whose saved tensor backward read last.
         self.in_backward: weakref.ref[LayerRun] | None = None
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -216,7 +216,7 @@ class Offloader:
         """Free the storages of the last layers. The last one's copies back start when `result` gets its gradient."""
         while self.in_flight:
             self._release()
-        x = next((x for x in _tensors(result) if x.grad_fn is not None), None)
+        x = next((x for x in nested_tensors(result) if x.grad_fn is not None), None)
         newest = None if self.open.last is None else self.open.last.newest()
         if newest is not None and x is not None:
             x.register_hook(partial(self._fetch_if_alive, newest))
@@ -437,7 +437,7 @@ class offload:
         # A deep copy of the model still has these hooks after the exit.
         if self._entered and not recomputing():
             weights = _storages_of_module(module) if torch.is_grad_enabled() else ()
-            self._offloader.begin(LayerRun(name, module, _tensors((args, kwargs)), weights))
+            self._offloader.begin(LayerRun(name, module, nested_tensors((args, kwargs)), weights))
 
     def _end(self, module: nn.Module, *_: Any) -> None:
         if not recomputing():
@@ -447,7 +447,11 @@ class offload:
         if not recomputing():
             self._offloader.finish(result)
             of_thread = self._offloader.open
-            if of_thread.last is not None and not of_thread.saved and any(x.requires_grad for x in _tensors(result)):
+            if (
+                of_thread.last is not None
+                and not of_thread.saved
+                and any(x.requires_grad for x in nested_tensors(result))
+            ):
                 warnings.warn(
                     "layers of quaver.torch.offload ran, but autograd saved nothing there, so nothing was moved: other "
                     "hooks of saved tensors are inside, such as a second offload, or forward runs in another thread; "
@@ -527,17 +531,6 @@ def _check_not_compiled(model: nn.Module, layers: Mapping[str, nn.Module]) -> No
 def _current_device(type: str) -> torch.device:
     index = torch.cuda.current_device() if type == "cuda" and torch.cuda.is_available() else None
     return torch.device("cpu") if index is None else torch.device(type, index)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested tuples, lists and dicts."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        yield from _tensors(tuple(values.values()))
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
 
 
 def _is_plain(x: Tensor) -> bool:

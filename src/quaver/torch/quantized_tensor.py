@@ -33,7 +33,7 @@ kernels see plain tensors.
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -379,6 +379,17 @@ def dequantized(weight: QuantizedTensor, dtype: torch.dtype | None = None) -> Te
         return torch.empty(weight.shape, dtype=dtype, device=weight.device)
     stack = torch.stack(values)  # [G, N, K]
     return stack.transpose(1, 2).contiguous() if weight.transposed else stack
+
+
+def nested_tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists and mappings."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from nested_tensors(tuple(values.values()))
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from nested_tensors(value)
 
 
 def memory_of(tensor: Tensor) -> Tensor:

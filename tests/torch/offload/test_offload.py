@@ -337,7 +337,7 @@ def test_of_layers_inside_each_other_the_outermost_are_moved() -> None:
 
 
 class Calls(nn.Module):
-    """Has two layers, of which the first calls the second."""
+    """Has two layers; the first calls the second."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from quaver.recipes.text import html_table
 from quaver.torch.conversion.explain import fprop_runs
 from quaver.torch.conversion.replace.blocks import ReplaceableModule
 from quaver.torch.linear.linear import Quantizable
-from quaver.torch.quantized_tensor import memory_of
+from quaver.torch.quantized_tensor import memory_of, nested_tensors
 from quaver.torch.state.weight_cache import storage_id
 
 # ---- check a converted model by running its forward once ----
@@ -168,8 +168,8 @@ class _WeightReadWatcher(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        if name not in METADATA_FUNCTIONS and (name == "data_ptr" or next(_tensors(result), None) is not None):
-            for tensor in _tensors((args, kwargs)):
+        if name not in METADATA_FUNCTIONS and (name == "data_ptr" or next(nested_tensors(result), None) is not None):
+            for tensor in nested_tensors((args, kwargs)):
                 self._record_read(tensor, name)
         return result
 
@@ -179,17 +179,6 @@ class _WeightReadWatcher(TorchFunctionMode):
         for start, end, name, readers in self.weights.get(storage_id(tensor.untyped_storage()), ()):
             if start <= tensor.storage_offset() < end and not any(module in self.running for module in readers):
                 self.read.setdefault(name, set()).add(function)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
 
 
 # ---- report ----
