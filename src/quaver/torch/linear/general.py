@@ -452,8 +452,8 @@ def quantize(
     else:
         q = call.operations.quantize(x, spec, None, factor, noise, *_hints(call, column, x))
     _advance_count(layer, operand, spec)
-    if record:
-        amax.record(layer, column, q.amax, q.recorded_amax)
+    if record and not q.recorded_amax:
+        amax.record(layer, column, q.amax)
     if counters.active.counters is not None and not layer_state.replaying():
         counters.active.counters.count(layer, operand, x, q)
     return q
@@ -507,8 +507,8 @@ def quantize_both(
     else:
         hints = _hints(call, column, x)
         q, transposed = call.operations.both(x, spec, other, None, factor, noise, transposed_noise, *hints, sums)
-    if record:
-        amax.record(layer, column, q.amax, q.recorded_amax)
+    if record and not q.recorded_amax:
+        amax.record(layer, column, q.amax)
     _advance_count(layer, operand, spec)
     if not shared:
         _advance_count(layer, operand + ".T", other)

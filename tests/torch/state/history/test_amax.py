@@ -104,30 +104,28 @@ def test_histories_and_factors_follow_the_specification(options: dict[str, Any],
 
 @EVERY
 @pytest.mark.parametrize("margin", [None, 0, 7, -7, 200, -200])
-def test_the_tensors_path_rolls_as_the_floats_path_does(options: dict[str, Any], margin: int | None) -> None:
+def test_several_layers_roll_as_the_reference_does(options: dict[str, Any], margin: int | None) -> None:
     recipe = recipes.delayed(**options | ({} if margin is None else {"margin": margin}))
     assert recipe.delayed is not None
     rng = np.random.default_rng(0)
-    one, other = qt.Linear(4, 4, recipe=recipe), qt.Linear(4, 4, recipe=recipe)
+    layers, mirrors = [qt.Linear(4, 4, recipe=recipe) for _ in range(3)], [Mirror(recipe) for _ in range(3)]
     for _ in range(15):
-        window = (10.0 ** rng.uniform(-37.9, 38.4, (recipe.delayed.length, 3))).astype(np.float32)
-        window[rng.random(window.shape) < 0.3] = 0
-        mirror = Mirror(recipe)
-        mirror.history, mirror.factor = window.copy(), rng.choice([0.0, 1.0, 8.0], 3).astype(np.float32)
-        for layer in (one, other):
-            layer.history.copy_(torch.from_numpy(mirror.history))
+        for layer, mirror in zip(layers, mirrors, strict=True):
+            window = (10.0 ** rng.uniform(-37.9, 38.4, (recipe.delayed.length, 3))).astype(np.float32)
+            window[rng.random(window.shape) < 0.3] = 0
+            mirror.history, mirror.factor = window, rng.choice([0.0, 1.0, 8.0], 3).astype(np.float32)
+            layer.history.copy_(torch.from_numpy(window))
             layer.factor.copy_(torch.from_numpy(mirror.factor))
-        mirror.roll()
-        rolling._roll_floats(amax.views(one), recipe)
-        rolling._roll_tensors(other, recipe)
-        mirror.check(one, "floats")
-        mirror.check(other, "tensors")
+            mirror.roll()
+        rolling.roll(layers)
+        for layer, mirror in zip(layers, mirrors, strict=True):
+            mirror.check(layer)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_a_long_run_rolls_as_the_reference_does(length: int, algorithm: str) -> None:
-    """The largest value of a window is carried from step to step: it must leave when its step leaves."""
+    """The largest value of a window leaves it when its step leaves."""
     recipe = recipes.delayed(history=length, algorithm=algorithm)
     rng = np.random.default_rng(length)
     layer, mirror = qt.Linear(4, 4, recipe=recipe), Mirror(recipe)
@@ -137,7 +135,7 @@ def test_a_long_run_rolls_as_the_reference_does(length: int, algorithm: str) -> 
             amax.record(layer, column, value)
         mirror.history[0] = np.maximum(mirror.history[0], newest)
         if number == 30:
-            # Loading writes into the buffers: what was carried is no longer true.
+            # Loading writes into the buffers.
             loaded = rng.choice([0.0, 3.0, 50.0], mirror.history.shape).astype(np.float32)
             layer.history.copy_(torch.from_numpy(loaded))
             mirror.history = loaded

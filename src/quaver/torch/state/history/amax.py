@@ -35,40 +35,17 @@ _histories: dict[str, bool] = {}
 
 
 class _BufferViews:
-    """A layer's buffers as numpy views, and the address that detects a change of memory.
+    """A layer's buffers as numpy views: access to a few floats through numpy takes a fifth of the time of torch."""
 
-    Access to a few floats through numpy takes a fifth of the time of torch.
-    """
-
-    __slots__ = (
-        "address",
-        "amax_values",
-        "columns",
-        "factor",
-        "factors",
-        "flat",
-        "history",
-        "newest",
-        "recorded",
-        "version",
-    )
+    __slots__ = ("address", "factor", "factors", "history", "newest")
 
     def __init__(self, history: Tensor, factor: Tensor) -> None:
-        self.history = history
-        self.factor = factor
+        self.history, self.factor = history, factor
+        #: Detects a change of memory.
         self.address = history.data_ptr()
         # Always numpy: torch views would be operations that a selective checkpoint sees in the first forward only.
-        columns = history.numpy().swapaxes(-1, -2)
-        self.columns = columns.reshape(-1, columns.shape[-1])  # [3 per member, length], contiguous
-        self.flat = self.columns.reshape(-1) if self.columns.flags.c_contiguous else None
-        self.newest = self.columns[:, 0]
-        #: Factors in the order of `columns`.
-        self.factors = factor.numpy().reshape(-1)
-        #: True if eager code recorded an amax since the last roll; compiled code and loading raise the version instead.
-        self.recorded = False
-        self.version = -1
-        #: Maximum of each column without row 0, because searching a window would dominate the time of a roll.
-        self.amax_values: list[float] | None = None
+        self.newest = history.numpy()[..., 0, :]  # [3] or [members, 3]
+        self.factors = factor.numpy()
 
 
 def create_history(layer: nn.Module, recipe: Recipe) -> None:
@@ -151,8 +128,6 @@ def saved_factors(layer: nn.Module) -> Any:
     factors: Any
     if not factor.is_cpu:
         factors = _on_device(layer, factor)
-    elif factor.dim() > 1:
-        factors = views(layer).factors.reshape(-1, 3).tolist()
     else:
         factors = views(layer).factors.tolist()
     if layer_state.state.replay is not None or layer_state.state.writing:
@@ -195,7 +170,7 @@ def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
     assert history is not None
     if is_tracing() or layer_state.replaying() or history.device != x.device:
         return None
-    if history.dtype is not torch.float32 or not _launched(history):
+    if history.dtype is not torch.float32 or not has_kernels(history):
         return None
     state = state_of(layer)
     cached = state.newest
@@ -207,34 +182,21 @@ def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
     return entry
 
 
-def record(layer: nn.Module, column: int, amax: Tensor | float | None, recorded_amax: bool = False) -> None:
-    """Raise row 0 to an amax; infinities and NaN are ignored, so that one overflow does not freeze the scale.
-
-    Args:
-        recorded_amax: True if the kernel has already written it to the view from `newest`.
-    """
+def record(layer: nn.Module, column: int, amax: Tensor | float | None) -> None:
+    """Raise row 0 to an amax; infinities and NaN are ignored, so that one overflow does not freeze the scale."""
     if layer_state.replaying():
         return
-    if recorded_amax:
-        history = layer._buffers["history"]
-        if history is not None and history.is_cpu:
-            views(layer).recorded = True
-        return
     if isinstance(amax, float):
-        seen = views(layer)
-        if amax < math.inf and seen.newest[column] < amax:
-            seen.newest[column] = amax
-            seen.recorded = True
+        newest = views(layer).newest
+        if amax < math.inf and newest[column] < amax:
+            newest[column] = amax
         return
-    assert isinstance(amax, Tensor)
     history = layer._buffers["history"]
-    assert history is not None
-    if not is_tracing() and _launched(history) and history.device == amax.device:
+    assert history is not None and amax is not None
+    if not is_tracing() and has_kernels(history) and history.device == amax.device:
         from quaver.torch.state.history import roll_gpu as kernels
 
         kernels.record_amax(history, column, amax)
-        if history.is_cpu:
-            views(layer).recorded = True
         return
     value = torch.where(amax < math.inf, amax, 0.0).reshape(())
     history[0, column] = torch.maximum(history[0, column], value)
@@ -252,12 +214,10 @@ def record_each(layer: nn.Module, column: int, amaxes: Tensor | Sequence[float],
     history = layer._buffers["history"]
     assert history is not None
     if not isinstance(amaxes, Tensor):
-        seen = views(layer)
-        for i, amax in enumerate(amaxes, first):
-            at = 3 * i + column
-            if amax < math.inf and seen.newest[at] < amax:
-                seen.newest[at] = amax
-                seen.recorded = True
+        newest = views(layer).newest
+        for member, amax in enumerate(amaxes, first):
+            if amax < math.inf and newest[member, column] < amax:
+                newest[member, column] = amax
         return
     last = first + amaxes.shape[0]
     value = torch.where(amaxes < math.inf, amaxes, 0.0).to(history.device)
@@ -298,17 +258,13 @@ def views(layer: nn.Module) -> _BufferViews:
         cached is None
         or cached.history is not history
         or cached.factor is not factor
-        or (cached.address != history.data_ptr())
+        or cached.address != history.data_ptr()
     ):
-        if history.dim() > 2 and not history.mT.is_contiguous():
-            # After load_state_dict(assign=True): the columns of all members form one matrix only in the original
-            # layout.
-            history = buffers["history"] = history.mT.contiguous().mT
         cached = state.views = _BufferViews(history, factor)
     return cached
 
 
-def _launched(history: Tensor) -> bool:
+def has_kernels(history: Tensor) -> bool:
     """Return True if kernels roll and record in a history: on a GPU, or under `only("triton")` on a CPU."""
     if history.is_cpu and "triton" not in device.forced_implementations:
         return False

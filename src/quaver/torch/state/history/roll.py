@@ -1,10 +1,9 @@
 """End of a step of delayed scaling: roll the recorded amaxes into each history and compute new factors.
 
-Runs as Python floats on a CPU in eager mode, as one launch per model on a GPU (`roll_gpu`), and as tensor arithmetic
+Layers with the same recipe, device and length roll together: in one launch on a GPU (`roll_gpu`), as tensor arithmetic
 elsewhere. Each column equals `quaver.reference.operations.roll`.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX
-from quaver.torch.backends.cpu.quantize import SMALLEST_NORMAL, host_factor
+from quaver.torch.backends.cpu.quantize import SMALLEST_NORMAL
 from quaver.torch.numerics.rounding import exponent, is_tracing, power_of_two
 from quaver.torch.state.history import amax
 from quaver.torch.state.history.sync import ALONE, AgreedLayers
@@ -103,40 +102,28 @@ def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:
         layers: layers with a history; call `reduce` first if there are several ranks.
         recipe: recipe for layers that got a history from a checkpoint and have not run yet.
     """
-    together: dict[Any, list[nn.Module]] = {}
+    stacks: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         own = state_of(layer).delayed
         rule = recipe if own is None else own
-        history = layer._buffers["history"]
-        assert history is not None
-        if rule is None or rule.delayed is None:
-            continue
-        if is_tracing():
-            _roll_tensors(layer, rule)
-        elif amax._launched(history):
+        if rule is not None and rule.delayed is not None:
+            history: Any = layer._buffers["history"]
             key = history.device, rule, history.shape[-2], history.stride()[-2:]
-            together.setdefault(key, []).append(layer)
-        elif not history.is_cpu:
-            _roll_tensors(layer, rule)
-        else:
-            seen = amax.views(layer)
-            if seen.recorded or seen.version != history._version:
-                _roll_floats(seen, rule)
-    for (_, rule, *_), equal_layers in together.items():
-        _roll_together(equal_layers, rule)
+            stacks.setdefault(key, []).append(layer)
+    for (_, rule, *_), stack in stacks.items():
+        if not _roll_by_kernel(stack, rule):
+            _roll_tensors(stack, rule)
 
 
-def _roll_together(layers: list[nn.Module], rule: Recipe) -> None:
+def _roll_by_kernel(layers: list[nn.Module], rule: Recipe) -> bool:
+    """Roll in one launch, or return False where no kernel does that."""
+    history, factor = layers[0]._buffers["history"], layers[0]._buffers["factor"]
+    assert rule.delayed is not None and history is not None and factor is not None
+    if is_tracing() or not amax.has_kernels(history):
+        return False
     from quaver.torch.state.history import roll_gpu as kernels
 
-    assert rule.delayed is not None
-    first: Any = layers[0]._buffers
-    for layer in layers:
-        # The cached numpy values of its buffers become invalid.
-        state_of(layer).views = None
-    if kernels.reason(first["history"], first["factor"]) or not kernels.roll(layers, rule.delayed, rule.history_specs):
-        for layer in layers:
-            _roll_tensors(layer, rule)
+    return not kernels.reason(history, factor) and kernels.roll(layers, rule.delayed, rule.history_specs)
 
 
 def _reduce(layers: list[nn.Module], group: Any) -> None:
@@ -169,64 +156,28 @@ def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
 _copy: Any = getattr(torch, "_foreach_copy_", _copy_each)
 
 
-def _roll_floats(seen: amax._BufferViews, recipe: Recipe) -> None:
-    if seen.version != seen.history._version:
-        seen.version, seen.amax_values = seen.history._version, None
-    seen.recorded = False
-    newest = seen.newest.tolist()
-    if not any(newest):
-        return
-    assert recipe.delayed is not None
-    columns = seen.columns
-    if seen.amax_values is None:
-        seen.amax_values = columns[:, 1:].max(1, initial=0.0).tolist()
-    oldest = columns[:, 1 % columns.shape[1]].tolist()
-    if all(newest) and seen.flat is not None:
-        # Move every value down by one. The front value of a column then lands at the end of the previous column, where
-        # the newest value overwrites it.
-        seen.flat[:-1] = seen.flat[1:]
-        columns[:, -1] = newest
-        seen.newest[:] = 0.0
-    else:
-        for i, value in enumerate(newest):
-            if value > 0.0:
-                columns[i, :-1] = columns[i, 1:].copy()
-                columns[i, -1] = value
-                columns[i, 0] = 0.0
-    specs = recipe.history_specs
-    for i in range(len(newest)):
-        spec = specs[i % 3]
-        if newest[i] > 0.0:
-            largest = max(seen.amax_values[i], newest[i])
-            top = largest if recipe.delayed.algorithm == "max" else newest[i]
-            seen.factors[i] = _factor(top, spec, recipe.delayed.margin)
-            gone = columns.shape[1] == 1 or oldest[i] == largest > newest[i]
-            seen.amax_values[i] = float(columns[i].max()) if gone else largest
-
-
-def _factor(amax: float, spec: QuantSpec, margin: int) -> float:
-    e = host_factor(amax, spec.format, spec.power_of_two)
-    if margin == 0:
-        return e
-    largest = 2.0 ** FACTOR_EXPONENTS[1] if spec.power_of_two else float(FLT_MAX)
-    return min(max(math.ldexp(e, -margin), SMALLEST_NORMAL), largest)
-
-
 @torch.no_grad()
-def _roll_tensors(layer: nn.Module, recipe: Recipe) -> None:
-    history, factor = layer._buffers["history"], layer._buffers["factor"]
-    assert history is not None and factor is not None and recipe.delayed is not None
-    newest = amax.newest_row(history).clone()
-    top = history.amax(-2) if recipe.delayed.algorithm == "max" else newest
-    rolled = history.roll(-1, -2)
-    amax.newest_row(rolled).zero_()
-    margin = recipe.delayed.margin
-    e = torch.stack([_factor_tensor(top[..., i], s, margin) for i, s in enumerate(recipe.history_specs)], -1)
-    history.copy_(torch.where(newest.unsqueeze(-2) > 0, rolled, history))
-    factor.copy_(torch.where(newest > 0, e, factor))
+def _roll_tensors(layers: list[nn.Module], rule: Recipe) -> None:
+    histories: Any = [layer._buffers["history"] for layer in layers]
+    factors: Any = [layer._buffers["factor"] for layer in layers]
+    assert rule.delayed is not None
+    length, margin = histories[0].shape[-2], rule.delayed.margin
+    window = torch.cat([h.mT.reshape(-1, 3, length) for h in histories])  # [layers and members, 3, length]
+    factor = torch.cat([f.reshape(-1, 3) for f in factors])  # [layers and members, 3]
+    newest = window[..., 0].clone()
+    top = window.amax(-1) if rule.delayed.algorithm == "max" else newest
+    rolled = window.roll(-1, -1)
+    rolled[..., 0] = 0.0
+    e = torch.stack([_factor(top[:, i], spec, margin) for i, spec in enumerate(rule.history_specs)], -1)
+    window = torch.where(newest.unsqueeze(-1) > 0, rolled, window)
+    factor = torch.where(newest > 0, e, factor)
+    members = [h.shape[0] if h.dim() > 2 else 1 for h in histories]
+    windows = [w.view(h.mT.shape).mT for w, h in zip(window.split(members), histories, strict=True)]
+    _copy(histories, windows)
+    _copy(factors, [e.view(f.shape) for e, f in zip(factor.split(members), factors, strict=True)])
 
 
-def _factor_tensor(amax: Tensor, spec: QuantSpec, margin: int) -> Tensor:
+def _factor(amax: Tensor, spec: QuantSpec, margin: int) -> Tensor:
     if spec.power_of_two:
         p = exponent(amax.view(torch.int32), spec.format) - margin
         return power_of_two(p.clamp(*FACTOR_EXPONENTS))
