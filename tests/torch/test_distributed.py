@@ -134,8 +134,8 @@ def groups_that_are_the_layers_own(rank: int) -> None:
 
 
 def ranks_with_other_layers(rank: int) -> None:
-    """Without a group, ranks reduce the shared layers and each keeps its own layers local."""
-    widths = ([32], [32, 32], []), ([16], [32], [32])
+    """Without a group, ranks reduce layers of equal class and sizes, and each keeps its own layers local."""
+    widths = ([32], [32, 32], []), ([16], [48], [32])
     # Layers of other cases are gone on both ranks alike.
     gc.collect()
     for own, other in zip(widths[rank], widths[1 - rank], strict=True):

@@ -41,7 +41,7 @@ from quaver.torch.parallel.fsdp.torch_internals import (
     set_local,
 )
 from quaver.torch.parallel.tensor.layers import layout_of
-from quaver.torch.state.history import roll, sync
+from quaver.torch.state.history import sync
 
 # ---- gather_quantized ----
 
@@ -402,7 +402,7 @@ class CommCounter(traffic.SentBytes):
         if any(each is self for each in traffic.active.all):
             raise ValueError("this CommCounter is already counting; make another one")
         traffic.active.all += (self,)
-        roll.watched.by, sync.watched.by = _of_histories, _of_headers
+        sync.watched.of_rows, sync.watched.by = _of_histories, _of_headers
         if self.model is not None:
             self._attach(self.model)
         return self

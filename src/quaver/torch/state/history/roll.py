@@ -4,8 +4,7 @@ Layers with the same recipe, device and length roll together: in one launch on a
 elsewhere. Each column equals `quaver.reference.operations.roll`.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,22 +16,8 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX
 from quaver.torch.backends.cpu.quantize import SMALLEST_NORMAL
 from quaver.torch.numerics.rounding import exponent, is_tracing, power_of_two
-from quaver.torch.state.history import amax
-from quaver.torch.state.history.sync import ALONE, AgreedLayers
+from quaver.torch.state.history import amax, sync
 from quaver.torch.state.layer_state import state_of
-
-
-class _TrafficWatchers:
-    """Hook that counts communication between ranks; set by `quaver.torch.parallel.comm`, which this module must not
-    import.
-    """
-
-    def __init__(self) -> None:
-        #: (maxima, group) -> context manager around their all-reduce.
-        self.by: Callable[[Tensor, Any], AbstractContextManager[Any]] = lambda maxima, group: nullcontext()
-
-
-watched = _TrafficWatchers()
 
 
 def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
@@ -72,20 +57,11 @@ def refuse_join() -> None:
 
 
 def reduce(layers: Iterable[nn.Module], group: Any = None) -> None:
-    """All-reduce row 0 of each history by maximum over a process group (None: the default group)."""
-    if has_ranks(group):
-        # Layers on meta have no amaxes.
-        _reduce([layer for layer in layers if not layer.history.is_meta], group)
-
-
-def reduce_agreed(agreed: AgreedLayers, layers: Iterable[nn.Module]) -> None:
-    """Run `reduce` for the layers that a group agreed on, with zeros for those that this rank has freed."""
-    if agreed.device is None or agreed.group is ALONE:
-        return
-    rows: Any = {amax.number_of(layer): _newest(layer) for layer in layers}
-    device = agreed.device
-    nothing = [torch.zeros(shape, dtype=torch.float32, device=device) for shape in agreed.shapes.values()]
-    _reduce_rows([rows.get(n, zeros) for n, zeros in zip(agreed.shapes, nothing, strict=True)], agreed.group)
+    """All-reduce row 0 of each history by maximum, over a group whose ranks have the same layers (compiled code)."""
+    # Layers on meta have no amaxes.
+    histories: list[Any] = [layer.history for layer in layers if not layer.history.is_meta]
+    if histories and has_ranks(group):
+        sync.reduce_rows([amax.newest_row(history) for history in histories], group)
 
 
 def own(group: Any) -> Any:
@@ -126,36 +102,6 @@ def _roll_by_kernel(layers: list[nn.Module], rule: Recipe) -> bool:
     return not kernels.reason(history, factor) and kernels.roll(layers, rule.delayed, rule.history_specs)
 
 
-def _reduce(layers: list[nn.Module], group: Any) -> None:
-    if not layers:
-        return
-    _reduce_rows([_newest(layer) for layer in layers], group)
-
-
-def _newest(layer: nn.Module) -> Tensor:
-    history = layer._buffers["history"]
-    assert history is not None
-    return amax.newest_row(history)
-
-
-@torch.no_grad()
-def _reduce_rows(rows: list[Tensor], group: Any) -> None:
-    flat = torch.cat([row.reshape(-1) for row in rows])
-    with watched.by(flat, group):
-        dist.all_reduce(flat, dist.ReduceOp.MAX, group)
-    parts = flat.split([row.numel() for row in rows])
-    _copy(rows, [part.view(row.shape) for part, row in zip(parts, rows, strict=True)])
-
-
-def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-#: Copies many small tensors in few launches.
-_copy: Any = getattr(torch, "_foreach_copy_", _copy_each)
-
-
 @torch.no_grad()
 def _roll_tensors(layers: list[nn.Module], rule: Recipe) -> None:
     histories: Any = [layer._buffers["history"] for layer in layers]
@@ -173,8 +119,8 @@ def _roll_tensors(layers: list[nn.Module], rule: Recipe) -> None:
     factor = torch.where(newest > 0, e, factor)
     members = [h.shape[0] if h.dim() > 2 else 1 for h in histories]
     windows = [w.view(h.mT.shape).mT for w, h in zip(window.split(members), histories, strict=True)]
-    _copy(histories, windows)
-    _copy(factors, [e.view(f.shape) for e, f in zip(factor.split(members), factors, strict=True)])
+    sync.copy_each(histories, windows)
+    sync.copy_each(factors, [e.view(f.shape) for e, f in zip(factor.split(members), factors, strict=True)])
 
 
 def _factor(amax: Tensor, spec: QuantSpec, margin: int) -> Tensor:

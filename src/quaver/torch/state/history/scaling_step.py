@@ -8,10 +8,10 @@ root. If only a part of the model is called outside of autocast, a step ends onc
 forward with gradients begins a new one.
 
 With several ranks the amaxes of a layer are reduced over its process group: that of the last autocast in which it or a
-layer converted with it ran. Without one, the group consists of the ranks with the same layers (`sync`); pipeline stages
-have nothing in common. A step of one group does not affect the layers of others. So ranks must run the layers of a
-group in the same order. Threads that train concurrently need separate groups, as with DistributedDataParallel. Pipeline
-ranks run stages at different times and synchronize only when they enter autocast.
+layer converted with it ran, else the default group. Its ranks may have different layers, such as pipeline stages
+(`sync.reduce`). A step of one group does not affect the layers of others. So ranks must run the layers of a group in
+the same order. Threads that train concurrently need separate groups, as with DistributedDataParallel. Pipeline ranks
+run stages at different times and synchronize only when they enter autocast.
 
 Compiled layers belong to no step, because compiled code does not run this module: they roll when any thread begins a
 step.
@@ -150,32 +150,17 @@ def _reduce(group: Any, step: ScalingStep, recipe: Recipe | None = None) -> None
     """
     if not roll.has_ranks(group):
         return
-    # Other ranks may have layers that ran or have their own recipe, and vote on them.
-    waits = group is None and recipe is not None and recipe.delayed is not None
-    agreed = sync.agreed_layers(partial(_reduced, group), group, waits)
-    layers = _reduced(group)
-    for old in (state_of(layer).step for layer in layers):
+    # Other ranks may have layers of the recipe even if this one has none.
+    is_delayed = recipe is not None and recipe.delayed is not None
+    sync.reduce(partial(_reduced, group), group, sync.ROLLS, always=is_delayed)
+    for old in (state_of(layer).step for layer in _reduced(group)):
         if old is not None:
             old.reduced_in = step.number
-    if agreed is not None:
-        roll.reduce_agreed(agreed, layers)
-
-
-def _reduce_equal_layers(layers: Sequence[nn.Module], group: Any, where: str) -> None:
-    """Reduce the amaxes of layers over the given group, else over the ranks that have the same layers."""
-    if roll.has_ranks(group):
-        group = sync.group_of(layers, group, where)
-        if group is not sync.ALONE:
-            roll.reduce(sync.sort_by_key(layers), group)
 
 
 def _reduced(group: Any) -> list[nn.Module]:
     """Return this rank's layers whose amaxes are reduced over a group."""
-    return [
-        layer
-        for layer in amax.layers()
-        if _reduced_over(layer, group) and not layer._buffers["history"].is_meta  # type: ignore[union-attr]
-    ]
+    return [layer for layer in amax.layers() if _reduced_over(layer, group)]
 
 
 def _end_earlier(layers: Sequence[nn.Module], step: ScalingStep, recipe: Recipe | None) -> None:
@@ -215,7 +200,7 @@ def agree(layers: Sequence[nn.Module]) -> None:
     # Sorted, because ranks whose layers come in another order must reduce the groups in the same order, or they
     # deadlock.
     for group in sorted(groups, key=lambda group: "" if group is None else str(group.group_name)):
-        _reduce_equal_layers(groups[group], group, sync.AGREES)
+        sync.reduce(partial(list, groups[group]), group, sync.AGREES)
     for layer in own:
         state_of(layer).agreed = amax.newest_row(layer.history).flatten().tolist()
 
@@ -346,7 +331,7 @@ def join(layer: nn.Module, record: bool) -> None:
     if rolls and old.reduced_in != step.number:
         _reduce(old.group, step)
     if copied:
-        roll.reduce(sync.sort_by_key(copied), step.group)
+        sync.reduce(lambda: copied, step.group, sync.ROLLS)
     with _lock:
         if _is_elsewhere(state.step, step):
             return
@@ -421,7 +406,7 @@ def roll_root(layers: Sequence[nn.Module]) -> None:
         refuse_stage(layer)
     if roll.has_ranks(None):
         roll.refuse_join()
-    _reduce_equal_layers(layers, step.group, sync.FORWARD)
+    sync.reduce(lambda: layers, step.group, sync.FORWARD)
     with _lock:
         _roll_copied(layers)
         for layer in layers:

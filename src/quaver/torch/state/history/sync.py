@@ -1,12 +1,8 @@
-"""Find the ranks that have the same layers: without a given process group, delayed scaling reduces amaxes over them.
+"""Agreement of ranks before a collective, and the all-reduce of delayed scaling's amaxes.
 
-Pipeline ranks have different layers, and amaxes of one stage must not be reduced with those of another. So ranks gather
-the names of their layers once, when a step begins; ranks with the same names form a group. If all ranks have the same
-layers, that is the default group.
-
-Python's garbage collector frees dropped layers at different times on different ranks, so lists of live layers may
-differ. Hence ranks reduce the layers that they agreed on, with zeros for freed ones, until a rank has a new layer. They
-vote on that at the beginning of each step, with the flag of `check_agreement`.
+Ranks may have different layers: those of a pipeline do, and Python's garbage collector frees dropped layers at
+different times. So ranks exchange the names of their layers once, and reduce the union, with zeros for layers that a
+rank lacks. At each step they vote whether a rank has a new layer, with the flag of `check_agreement`.
 """
 
 import gc
@@ -72,11 +68,12 @@ MAX_SHOWN = 3
 
 
 class _TrafficHook:
-    """Hook that counts the all-reduces of this module; set by `quaver.torch.parallel.comm`."""
+    """Hooks that count the all-reduces of this module; set by `quaver.torch.parallel.comm`."""
 
     def __init__(self) -> None:
-        #: (tensor, group) -> context manager around the all-reduce.
+        #: (tensor, group) -> context manager around the all-reduce of a header, and of rows of histories.
         self.by: Callable[[Tensor, Any], AbstractContextManager[Any]] = lambda header, group: nullcontext()
+        self.of_rows: Callable[[Tensor, Any], AbstractContextManager[Any]] = lambda rows, group: nullcontext()
 
 
 watched = _TrafficHook()
@@ -224,162 +221,128 @@ def _message(where: str, by_rank: Mapping[int, tuple[Mapping[str, str], str]], a
     )
 
 
-# ---- ranks with the same layers ----
+# ---- reduction of amaxes ----
 
 #: Names of the calls in error messages.
 ROLLS, AGREES = "the end of a step of delayed scaling", "sync_amax_histories"
 FORWARD = f"{ROLLS} by a forward outside of qt.autocast"
-#: Used in place of a process group: no other rank has these layers, and nothing is reduced.
-ALONE = object()
-#: (pipeline stage, qualified name, class name, in_features, out_features), which identify a layer on all ranks.
-LayerKey = tuple[Any, ...]
 
 
-class AgreedLayers:
-    """Layers that the ranks of a group have agreed to reduce."""
+class _Layout:
+    """Rows that the ranks of a process group reduce together, as they last agreed."""
 
-    def __init__(self, layers: Sequence[nn.Module], group: Any) -> None:
-        #: Shape of the newest history row of each layer, by `amax.number_of`, in the order of `sort_by_key`.
-        self.shapes = {amax.number_of(layer): _shape_of(layer) for layer in sort_by_key(layers)}
-        #: Process group, None for the default one, or `ALONE`.
-        self.group = group
-        history = layers[0]._buffers["history"] if layers else None
-        #: Device of the histories.
-        self.device = None if history is None else history.device
-
-    def lacks(self, layers: Sequence[nn.Module]) -> bool:
-        """Return True if one of the layers is not among these."""
-        return any(amax.number_of(layer) not in self.shapes for layer in layers)
+    def __init__(self) -> None:
+        #: Position of each of this rank's layers, by `amax.number_of`.
+        self.positions: dict[int, int] = {}
+        #: Amaxes in the row at each position, and the device of the ranks that have the row.
+        self.sizes: list[int] = []
+        self.device = torch.device("cpu")
 
 
-class _Cache:
-    """Agreements of the ranks of a default group; another default group starts with an empty cache."""
+class _Layouts:
+    """Layouts by process group, for the present default group."""
 
-    def __init__(self, world: Any) -> None:
-        self.world = world
-        #: Results of `group_of` by the numbers of the layers.
-        self.groups: dict[tuple[int, ...], Any] = {}
-        #: Process groups by their ranks, so that none is created twice.
-        self.by_ranks: dict[tuple[int, ...], Any] = {}
-        #: Results of `agreed_layers` by its argument `group`.
-        self.agreed: dict[Any, AgreedLayers] = {}
+    world: Any = None
+    by_group: dict[Any, _Layout] = {}  # noqa: RUF012
 
 
-_lock = threading.RLock()
-_cache: _Cache | None = None
+_lock = threading.Lock()
 
 
-def group_of(layers: Sequence[nn.Module], group: Any, where: str) -> Any:
-    """Return the process group over which to reduce these layers.
+def reduce(list_layers: Callable[[], Sequence[nn.Module]], group: Any, where: str, always: bool = True) -> None:
+    """All-reduce row 0 of the layers' histories by maximum over a process group.
 
-    Without a given group all ranks of the default group must call this, including ranks without layers. They first vote
-    if any of them has a new set of layers: a rank without layers has the same empty set for every model.
+    All its ranks must call this. They may have different layers, as the stages of a pipeline do, or branches that only
+    some ranks ran: a layer is known by its stage, name, class and sizes, and ranks without it contribute zeros.
 
     Args:
-        layers: layers of this rank.
-        group: group that the user passed, returned unchanged; None to find the ranks with the same layers.
+        list_layers: lists this rank's layers in order of construction. It is called again after garbage collection,
+            so it must hold no references to layers that may be dropped.
+        group: process group, or None for the default one.
         where: name of the caller, for the error of ranks that make different calls.
-
-    Returns:
-        A process group, None for the default one, or `ALONE`.
+        always: False to do nothing if no rank has had a layer yet and this one has none.
     """
-    if group is not None:
-        return group
+    if not has_ranks(group):
+        return
+    layout, layers = _layout_of(group), _with_rows(list_layers())
+    if not (always or layers or layout.sizes):
+        return
+    is_new = any(amax.number_of(layer) not in layout.positions for layer in layers)
+    if check_agreement(where, {}, group, flag=is_new):
+        # A dropped layer that is not collected here yet may be collected on other ranks.
+        del layers
+        gc.collect()
+        layers = _with_rows(list_layers())
+        _agree(layout, layers, group)
+    if layout.sizes:
+        rows = [torch.zeros(size, dtype=torch.float32, device=layout.device) for size in layout.sizes]
+        for layer in layers:
+            rows[layout.positions[amax.number_of(layer)]] = _newest_row(layer)
+        reduce_rows(rows, group)
+
+
+@torch.no_grad()
+def reduce_rows(rows: list[Tensor], group: Any) -> None:
+    """All-reduce tensors of equal sizes on all ranks by maximum, in place."""
+    flat = torch.cat([row.reshape(-1) for row in rows])
+    with watched.of_rows(flat, group):
+        dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+    copy_each(
+        rows, [part.view(row.shape) for part, row in zip(flat.split([row.numel() for row in rows]), rows, strict=True)]
+    )
+
+
+def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+#: Copies many small tensors in few launches.
+copy_each: Any = getattr(torch, "_foreach_copy_", _copy_each)
+
+
+def _layout_of(group: Any) -> _Layout:
+    """Return the layout of a process group; another default group starts with empty ones."""
     with _lock:
-        cache = _cache_of_world()
-        numbers = tuple(amax.number_of(layer) for layer in layers)
-        if check_agreement(where, {}, flag=numbers not in cache.groups):
-            keys_by_rank = _gather_keys(layers)
-            if not any(keys_by_rank):
-                # Not cached, because another rank may have layers at the next call.
-                return ALONE
-            cache.groups[numbers] = _group_with_equal_keys(cache, keys_by_rank)
-        return cache.groups[numbers]
+        world = dist.group.WORLD
+        if _Layouts.world is not world:
+            _Layouts.world, _Layouts.by_group = world, {}
+        return _Layouts.by_group.setdefault(group, _Layout())
 
 
-def agreed_layers(
-    list_layers: Callable[[], Sequence[nn.Module]], group: Any, others_may_have_layers: bool
-) -> AgreedLayers | None:
-    """Return the layers to reduce and their group, as `group_of` finds it; None if there are no layers.
-
-    Args:
-        list_layers: lists the live layers of this rank in order of construction. It is called again after garbage
-            collection, so it must hold no references to layers.
-        group: group that the user passed, or None.
-        others_may_have_layers: True if this rank takes part in the vote even without layers.
-    """
-    with _lock:
-        cache = _cache_of_world()
-        agreed = cache.agreed.get(group)
-        layers = list_layers()
-        if _has_new(agreed, layers):
-            # A dropped layer that is not collected here yet may be collected on other ranks.
-            del layers
-            gc.collect()
-            layers = list_layers()
-        new = _has_new(agreed, layers)
-        if group is None and (agreed is not None or new or others_may_have_layers):
-            new = check_agreement(ROLLS, {}, flag=new)
-        if new:
-            if group is None:
-                # The vote may come from another rank: collect dropped layers here too, before names are compared.
-                del layers
-                gc.collect()
-                layers = list_layers()
-            reduced_over = _group_with_equal_keys(cache, _gather_keys(layers)) if group is None else group
-            agreed = cache.agreed[group] = AgreedLayers(layers, reduced_over)
-        return agreed
+def _agree(layout: _Layout, layers: Sequence[nn.Module], group: Any) -> None:
+    """Exchange the layers of all ranks and lay out their rows; layers of the previous layout remain."""
+    new = {amax.number_of(layer) for layer in layers}
+    own: dict[tuple[Any, ...], nn.Module] = {}
+    for layer in amax.layers():
+        if amax.number_of(layer) in new or amax.number_of(layer) in layout.positions:
+            key, copies = _key_of(layer), 0
+            while (*key, copies) in own:
+                copies += 1
+            own[*key, copies] = layer
+    rows = {key: (_newest_row(layer).numel(), _newest_row(layer).device.type) for key, layer in own.items()}
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, rows, group)
+    union = {key: row for rows in by_rank for key, row in rows.items()}
+    keys = sorted(union, key=lambda key: tuple(map(str, key)))
+    layout.sizes = [union[key][0] for key in keys]
+    layout.positions = {amax.number_of(own[key]): at for at, key in enumerate(keys) if key in own}
+    layout.device = torch.device(union[keys[0]][1] if keys else "cpu")
 
 
-def _shape_of(layer: nn.Module) -> torch.Size:
+def _with_rows(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the layers that are not on meta, where there are no amaxes."""
+    return [layer for layer in layers if not layer.history.is_meta]
+
+
+def _newest_row(layer: nn.Module) -> Tensor:
     history = layer._buffers["history"]
     assert history is not None
-    return amax.newest_row(history).shape
+    return amax.newest_row(history)
 
 
-def _has_new(agreed: AgreedLayers | None, layers: Sequence[nn.Module]) -> bool:
-    return bool(layers) if agreed is None else agreed.lacks(layers)
-
-
-def _cache_of_world() -> _Cache:
-    """Return the cache of the present default group."""
-    global _cache
-    world = dist.group.WORLD
-    if _cache is None or _cache.world is not world:
-        _cache = _Cache(world)
-    return _cache
-
-
-def sort_by_key(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Sort layers by their keys, which gives the same order on all ranks; equal keys keep the given order."""
-    return sorted(layers, key=lambda layer: tuple(map(str, _key_of(layer))))
-
-
-def _gather_keys(layers: Sequence[nn.Module]) -> list[list[LayerKey]]:
-    """Return the sorted keys of each rank's layers, by rank of the default group."""
-    keys_by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(keys_by_rank, [_key_of(layer) for layer in sort_by_key(layers)])
-    return keys_by_rank
-
-
-def _group_with_equal_keys(cache: _Cache, keys_by_rank: Sequence[list[LayerKey]]) -> Any:
-    """Return the group of ranks with the same keys: a process group, None for the default one, or `ALONE`."""
-    if all(keys == keys_by_rank[0] for keys in keys_by_rank):
-        return None
-    own_rank, group = dist.get_rank(), ALONE
-    # Every rank creates all groups in the same order, as `new_group` requires.
-    for keys in [keys for rank, keys in enumerate(keys_by_rank) if keys not in keys_by_rank[:rank]]:
-        ranks = tuple(rank for rank, other in enumerate(keys_by_rank) if other == keys)
-        if len(ranks) == 1 or not keys:
-            continue
-        if ranks not in cache.by_ranks:
-            cache.by_ranks[ranks] = new_group(ranks)
-        if own_rank in ranks:
-            group = cache.by_ranks[ranks]
-    return group
-
-
-def _key_of(layer: nn.Module) -> LayerKey:
-    state = state_of(layer)
+def _key_of(layer: nn.Module) -> tuple[Any, ...]:
+    """Return what identifies a layer on all ranks; ranks may have several members of an expert's stack."""
     features = getattr(layer, "in_features", None), getattr(layer, "out_features", None)
-    return state.stage, layer.__dict__.get("qualified_name"), type(layer).__name__, *features
+    size = _newest_row(layer).numel()
+    return state_of(layer).stage, layer.__dict__.get("qualified_name"), type(layer).__name__, *features, size
