@@ -45,42 +45,19 @@ _lock = threading.RLock()
 
 
 class _ParameterVersion:
-    """A parameter between two changes, shared by the layers of that parameter.
+    """A parameter between two changes, shared by the layers of that parameter."""
 
-    Identified by id instead of a weak reference, which `torch.utils.swap_tensors` does not allow. A later parameter
-    with the same id has another storage.
-    """
-
-    __slots__ = (
-        "address",
-        "in_parts",
-        "last_backward_id",
-        "layout",
-        "parameter",
-        "place",
-        "steps",
-        "storage",
-        "version",
-        "while_frozen",
-    )
+    __slots__ = ("key", "last_backward_id", "steps", "storage", "while_frozen")
 
     def __init__(self, weight: Tensor, while_frozen: bool, before: "_ParameterVersion | None" = None) -> None:
-        #: True if the parameter is sharded over ranks.
-        self.in_parts = _is_in_parts(weight)
-        memory = _memory(weight) if self.in_parts else weight
-        storage = memory.untyped_storage()
-        base = weight._base
-        #: id of the parameter, negated for a view of it, or 0 once the window has ended.
-        self.parameter = id(weight) if base is None else -id(base)
-        #: Shape and strides of a view, because another view may begin at the same address.
-        self.layout = None if base is None else (weight.shape, weight.stride())
-        self.place: int = storage_id(storage)
+        #: Result of `_key`, or None once the window has ended.
+        self.key: tuple[Any, ...] | None = _key(weight)
         #: Weak reference to the storage, so that a later storage cannot reuse its identity, as it can reuse an address.
         self.storage: StorageWeakRef = (
-            before.storage if before is not None and before.place == self.place else StorageWeakRef(storage)
+            before.storage
+            if before is not None and before.key is not None and before.key[1] == self.key[1]
+            else StorageWeakRef(_memory(weight).untyped_storage())
         )
-        self.address = memory.data_ptr()
-        self.version = weight._version
         #: True under `frozen`; then only replayed steps end the window.
         self.while_frozen = while_frozen
         self.steps = _OptimizerSteps.graph_replays if while_frozen else _OptimizerSteps.count
@@ -89,25 +66,29 @@ class _ParameterVersion:
 
     def is_unchanged(self, weight: Tensor) -> bool:
         """Return True if the weight has not changed since, as far as can be seen."""
-        parameter = weight
-        if self.parameter != id(weight):
-            parameter = _parameter(weight)
-            if self.parameter != -id(parameter) or self.layout != (weight.shape, weight.stride()):
-                return False
-        memory = _memory(weight) if self.in_parts else weight
-        if (
-            self.version != weight._version
-            or self.address != memory.data_ptr()
-            or self.place != storage_id(memory.untyped_storage())
-        ):
+        if self.key != _key(weight):
             return False
         if self.while_frozen:
             return self.steps == _OptimizerSteps.graph_replays
-        if self.last_backward_id is not None and parameter.grad is None and self.last_backward_id != graph_task_id():
+        if self.last_backward_id not in (None, graph_task_id()) and _parameter(weight).grad is None:
             # Inside that backward the gradient may not be accumulated yet.
-            self.parameter = 0
+            self.key = None
             return False
         return self.steps == _OptimizerSteps.count
+
+
+def _key(weight: Tensor) -> tuple[Any, ...]:
+    """Return what a visible change of a weight changes: its parameter, storage, address and version; a view's layout.
+
+    The parameter's id takes the place of a weak reference, which `torch.utils.swap_tensors` does not allow. A later
+    parameter with the same id has another storage.
+    """
+    memory, base = weight, None
+    if type(weight) is not nn.Parameter:
+        memory, base = _memory(weight), weight._base
+    key = storage_id(memory.untyped_storage()), memory.data_ptr(), weight._version
+    # Another view may begin at the same address.
+    return (id(weight), *key) if base is None else (id(base), *key, weight.shape, weight.stride())
 
 
 #: Open window of each parameter by id; an optimizer step clears them all.
@@ -148,18 +129,16 @@ class CachedWeight:
 class _LayerCache:
     """Cached weights of one layer."""
 
-    __slots__ = ("active_entries", "entries", "forwards", "frozen", "frozen_entries", "seen")
+    __slots__ = ("entries", "forwards", "frozen", "frozen_entries", "seen")
 
     def __init__(self) -> None:
         #: Entries by side ("fprop" or "dgrad"): those of the window, and those cached under `frozen`.
         self.entries: dict[str, CachedWeight] = {}
         self.frozen_entries: dict[str, CachedWeight] = {}
-        #: The one of the two dicts that is in use.
-        self.active_entries = self.entries
         #: Number of open `frozen` contexts that cover the layer.
         self.frozen = 0
         #: Weight that forwards without gradients have quantized, and how many forwards in a row.
-        self.seen: tuple[int, ...] = ()
+        self.seen: tuple[Any, ...] = ()
         self.forwards = 0
 
     def drop(self) -> None:
@@ -190,12 +169,14 @@ def lookup(
     layer_cache: _LayerCache | None = layer._state.weights  # type: ignore[union-attr, assignment]
     if layer_cache is None:
         return None
+    entries = layer_cache.entries
     if layer_cache.frozen:
+        entries = layer_cache.frozen_entries
         if training:
             expire(layer, weight)
     elif not training:
         return None
-    entry = layer_cache.active_entries.get(side)
+    entry = entries.get(side)
     if (
         entry is None
         or entry.spec is not spec
@@ -277,7 +258,9 @@ def _is_in_parts(weight: Tensor) -> bool:
 
 
 def _memory(weight: Any) -> Tensor:
-    """Return the local shard of a DTensor, without a copy."""
+    """Return the local shard of a DTensor, without a copy; any other weight unchanged."""
+    if not _is_in_parts(weight):
+        return weight
     with torch.no_grad():
         part: Tensor = weight.to_local()
     return part
@@ -371,7 +354,6 @@ def freeze(layer: nn.Module) -> None:
             # A forward of another thread may have added entries after the last exit.
             layer_cache.frozen_entries.clear()
         layer_cache.frozen += 1
-        layer_cache.active_entries = layer_cache.frozen_entries
 
 
 def thaw(layer: nn.Module) -> None:
@@ -380,7 +362,6 @@ def thaw(layer: nn.Module) -> None:
         layer_cache = cache_of(layer)
         layer_cache.frozen = max(0, layer_cache.frozen - 1)
         if not layer_cache.frozen:
-            layer_cache.active_entries = layer_cache.entries
             layer_cache.frozen_entries.clear()
 
 
@@ -398,15 +379,7 @@ def count_uncached_forward(layer: nn.Module, weight: Tensor) -> None:
     At `FORWARDS` of them warn, once per process, to use `frozen`."""
     if _CacheHint.was_shown or not _can_be_seen(weight) or graph_task_id() != -1:
         return
-    layer_cache, seen = (
-        cache_of(layer),
-        (
-            id(_parameter(weight)),
-            weight._version,
-            (_memory(weight) if _is_in_parts(weight) else weight).data_ptr(),
-            _OptimizerSteps.count,
-        ),
-    )
+    layer_cache, seen = cache_of(layer), (*_key(weight), _OptimizerSteps.count)
     if any(entry.parameter_version.is_unchanged(weight) for entry in list(layer_cache.entries.values())):
         # The layer is training: this may be the first pass of a reentrant checkpoint.
         return
