@@ -33,7 +33,6 @@ CACHED = "functools keeps it consistent; two threads may compute the same twice"
 #: By module and name.
 SAFE = {
     "torch.state.history.amax:_histories": SAME,
-    "torch.state.history.sync:_cache": "filled under a lock",
     "torch.state.history.amax:_layers": "each layer has a number of its own, which itertools.count gives to no other",
     "torch.state.history.amax:_numbers": "a thread adds the layers that it makes",
     "torch.nn.attention.inputs:_by_position": "one a stream, since no other waits for what a stream makes",
