@@ -1,13 +1,8 @@
-"""Column-parallel and row-parallel linear layers, whose weight is a sharded DTensor.
-
-The layer's class stores the `ShardLayout`, and the DTensor stores the mesh; the layer has no further state. The class
-is a generated subclass of the layer's original class, so that a style applies to any kind of linear layer.
-"""
+"""Column-parallel and row-parallel linear layers, whose weight is a sharded DTensor."""
 
 import math
 import weakref
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +10,6 @@ from torch import Tensor, nn
 
 from quaver import recipes
 from quaver.recipes.spec import Recipe
-from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
 from quaver.torch.linear.autograd import LinearSetup, apply, may_fuse
 from quaver.torch.linear.fused_projections import is_bare
 from quaver.torch.linear.general import begin, is_prequantized
@@ -27,7 +21,8 @@ from quaver.torch.operations.autograd import refuse_transforms
 from quaver.torch.parallel.tensor import joined, plan
 from quaver.torch.parallel.tensor.gemms import ShardLayout, TensorParallelComm
 from quaver.torch.parallel.tensor.partial import why_partial
-from quaver.torch.parallel.tensor.sequence import bare, local_parameters, tokens_of
+from quaver.torch.parallel.tensor.sequence import TokenShardedModule, local_parameters
+from quaver.torch.parallel.tensor.sharded_module import ShardedModule, own_class
 from quaver.torch.parallel.tensor.vocab import loss_over_ranks
 from quaver.torch.state.buffers import create_state_buffers
 from quaver.torch.state.context import active_context
@@ -37,42 +32,66 @@ from quaver.torch.state.layer_state import graph_task_id
 
 def layout_of(layer: nn.Module) -> ShardLayout | None:
     """Return the tensor-parallel layout of a layer, or None without a style."""
-    layout: ShardLayout | None = getattr(type(layer), "layout_on_ranks", None)
-    return layout
+    return layer.layout_on_ranks if isinstance(layer, TensorParallelLinear) else None
 
 
-@cache
-def in_parts(kind: Any, layout: ShardLayout) -> type:
-    """Return the tensor-parallel subclass of a linear layer's class."""
-    members: dict[str, Any] = {"forward": _forward, "layout_on_ranks": layout, "__reduce_ex__": _reduce}
-    members |= {
-        "loss_over_ranks": loss_over_ranks,
-        "normed_over_ranks": staticmethod(normed_over_ranks),
-        "__module__": kind.__module__,
-        PUT_ABOVE: True,
-    }
-    members["_load_from_state_dict"] = _load
-    return type(kind.__name__, (kind,), members)
+class TensorParallelLinear(ShardedModule):
+    """A linear layer of this rank's output or input features; see `quaver.torch.parallel.tensor.gemms`."""
 
+    layout_on_ranks: ShardLayout
 
-def _reduce(layer: Any, protocol: int) -> Any:
-    """Pickle a layer of a generated class by its original class and layout."""
-    kind = next(kind for kind in type(layer).__mro__ if "layout_on_ranks" in vars(kind))
-    return _rebuild, (kind.__bases__[0], layout_of(layer)), layer.__getstate__()
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:
+        call, x, weight, bias = _prepare_call(self, input)
+        with ops.without_autocast(ops.autocast_device(input)):
+            y: Tensor = apply(call, x, weight, bias)
+        return y
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        # An unsharded weight is accepted too, whole or as separate matrices.
+        joined.share(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
-def _rebuild(kind: Any, layout: ShardLayout) -> Any:
-    exchanged: Any = in_parts(kind, layout)
-    return exchanged.__new__(exchanged)
+    def loss_over_ranks(self, *args: Any) -> Tensor:
+        """Compute `linear_cross_entropy` with this layer as the head."""
+        return loss_over_ranks(self, *args)
 
+    @staticmethod
+    @torch.compiler.disable
+    def normed_over_ranks(norm: nn.Module, x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...] | None:
+        """Run column-parallel layers on a norm's output in one autograd function, or return None where that is not
+        supported.
 
-def _load(
-    layer: Any, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *args: Any
-) -> None:
-    """`Module._load_from_state_dict` that also accepts an unsharded weight, whole or as separate matrices."""
-    kind: Any = next(kind for kind in type(layer).__mro__ if "layout_on_ranks" in vars(kind)).__bases__[0]
-    joined.share(layer, state_dict, prefix)
-    kind._load_from_state_dict(layer, state_dict, prefix, metadata, strict, missing, *args)
+        Each rank has some tokens of x. On a GPU one kernel normalizes and quantizes them in one pass.
+        """
+        if not isinstance(norm, TokenShardedModule) or own_class(norm).forward is not NormKind.forward:
+            return None
+        tokens, layout = norm.layout_on_ranks, layout_of(layers[0])
+        if tokens.replicated_input or tokens.gather_output:
+            return None
+        if layout is None or not (layout.column and layout.sequence):
+            return None
+        recipe = recipe_of(layers[0], False) if isinstance(layers[0], Quantizable) else None
+        if recipe is None or any(recipe_of(layer, False) is not recipe for layer in layers) or not _rounds(recipe):
+            return None
+        same_layout = all(
+            layout_of(each) == layout and joined.of(each, "weight")[0].device_mesh == tokens.mesh for each in layers
+        )
+        casting = torch.is_autocast_enabled(ops.autocast_device(x))
+        if not same_layout or casting or not is_bare(norm, *layers) or not may_fuse(x.dtype, x):
+            return None
+        own: Any = norm
+        own.check_input(x)
+        local, calls = local_parameters(norm), [_prepare_call(layer, x) for layer in layers]
+        inputs = x, local.get("weight"), local.get("bias")
+        each = [one.call for one in calls]
+        setup = LinearSetup(
+            own.formula, tuple(layers), recipe, x.dtype, torch.is_grad_enabled(), len(inputs), calls=each
+        )
+        outputs: tuple[Tensor, ...] = apply(
+            setup, *inputs, *(one.weight for one in calls), *(one.bias for one in calls)
+        )
+        return outputs
 
 
 class ShardedLayerCall(NamedTuple):
@@ -84,51 +103,6 @@ class ShardedLayerCall(NamedTuple):
     #: Local tensors that receive the gradients of weight and bias.
     weight: Tensor
     bias: Tensor | None
-
-
-@torch.compiler.disable
-def _forward(layer: Any, input: Tensor) -> Tensor:
-    """Compute this rank's shard of the output; see `quaver.torch.parallel.tensor.gemms`."""
-    call, x, weight, bias = _prepare_call(layer, input)
-    with ops.without_autocast(ops.autocast_device(input)):
-        y: Tensor = apply(call, x, weight, bias)
-    return y
-
-
-@torch.compiler.disable
-def normed_over_ranks(norm: nn.Module, x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...] | None:
-    """Run column-parallel layers on a norm's output in one autograd function, or return None if fusion does not apply.
-
-    Each rank has some tokens of x. On a GPU one kernel normalizes and quantizes them in one pass.
-    """
-    tokens, kind = tokens_of(norm), bare(norm) if tokens_of(norm) is not None else None
-    layout, recipe = layout_of(layers[0]), recipe_of(layers[0], False) if isinstance(layers[0], Quantizable) else None
-    if (
-        kind is None
-        or kind.forward is not NormKind.forward
-        or tokens is None
-        or tokens.replicated_input
-        or tokens.gather_output
-    ):
-        return None
-    if layout is None or not (layout.column and layout.sequence):
-        return None
-    if recipe is None or any(recipe_of(layer, False) is not recipe for layer in layers) or not _rounds(recipe):
-        return None
-    same_layout = all(
-        layout_of(each) == layout and joined.of(each, "weight")[0].device_mesh == tokens.mesh for each in layers
-    )
-    casting = torch.is_autocast_enabled(ops.autocast_device(x))
-    if not same_layout or casting or not is_bare(norm, *layers) or not may_fuse(x.dtype, x):
-        return None
-    own: Any = norm
-    own.check_input(x)
-    local, calls = local_parameters(norm), [_prepare_call(layer, x) for layer in layers]
-    inputs = x, local.get("weight"), local.get("bias")
-    each = [one.call for one in calls]
-    setup = LinearSetup(own.formula, tuple(layers), recipe, x.dtype, torch.is_grad_enabled(), len(inputs), calls=each)
-    outputs: tuple[Tensor, ...] = apply(setup, *inputs, *(one.weight for one in calls), *(one.bias for one in calls))
-    return outputs
 
 
 def _rounds(recipe: Recipe) -> bool:

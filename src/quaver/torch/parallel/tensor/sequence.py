@@ -3,14 +3,13 @@
 Parameters are replicated, and the gradient of each is summed over all ranks in float32.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
 from quaver.torch.parallel import comm
+from quaver.torch.parallel.tensor.sharded_module import ShardedModule
 from quaver.torch.state.history.sync import check_agreement, describe_tensor
 from quaver.torch.state.layer_state import graph_task_id
 
@@ -27,68 +26,43 @@ class SequenceLayout(NamedTuple):
     gather_output: bool
 
 
-@cache
-def on_tokens(kind: Any, tokens: SequenceLayout) -> type:
-    """Return the subclass of a module class whose forward runs on this rank's tokens."""
-    members = {"forward": _forward, "tokens_on_ranks": tokens, "__reduce_ex__": _reduce, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), {**members, PUT_ABOVE: True})
+class TokenShardedModule(ShardedModule):
+    """A norm or dropout of this rank's tokens."""
+
+    layout_on_ranks: SequenceLayout
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tokens = self.layout_on_ranks
+        group = tokens.mesh.get_group()
+        if graph_task_id() == -1:
+            what: dict[str, Any] = {name: describe_tensor(p) for name, p in self._parameters.items()}
+            what |= {"input": describe_tensor(x), "gradients": torch.is_grad_enabled(), "training": self.training}
+            check_agreement(type(self).__name__, what, group)
+        if tokens.replicated_input:
+            # Integer token ids have no feature axis.
+            dim = x.dim() - (2 if x.is_floating_point() else 1)
+            if x.shape[dim] % tokens.mesh.size():
+                raise ValueError(
+                    f"{type(self).__name__} under SequenceParallel(replicated_input=True) got an input of shape "
+                    f"{tuple(x.shape)}: {tokens.mesh.size()} ranks cannot share {x.shape[dim]} tokens; pad them"
+                )
+            x = _ScatterTokens.apply(x, dim, tokens)
+        parameters, local = self._parameters, local_parameters(self)
+        self.__dict__["_parameters"] = local
+        try:
+            if isinstance(self, nn.Dropout) and self.training:
+                y = _dropped(x, self.p, tokens.mesh)
+            else:
+                y = super().forward(x, *args, **kwargs)
+        finally:
+            self.__dict__["_parameters"] = parameters
+        return _AllGatherTokens.apply(y, y.dim() - 2, tokens) if tokens.gather_output else y
 
 
-def _reduce(module: Any, protocol: int) -> Any:
-    """Pickle a module of a generated class by its original class and layout."""
-    return _rebuild, (bare(module), tokens_of(module)), module.__getstate__()
-
-
-def _rebuild(kind: Any, tokens: SequenceLayout) -> Any:
-    exchanged: Any = on_tokens(kind, tokens)
-    return exchanged.__new__(exchanged)
-
-
-def bare(module: nn.Module) -> Any:
-    """Return the original class of a module of a generated class."""
-    return next(kind for kind in type(module).__mro__ if "tokens_on_ranks" in vars(kind)).__bases__[0]
-
-
-def tokens_of(module: nn.Module) -> SequenceLayout | None:
-    """Return the token layout of a module, or None without the style."""
-    tokens: SequenceLayout | None = getattr(type(module), "tokens_on_ranks", None)
-    return tokens
-
-
-@torch.compiler.disable
-def _forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    tokens: Any = tokens_of(module)
-    group = tokens.mesh.get_group()
-    if graph_task_id() == -1:
-        what: dict[str, Any] = {name: describe_tensor(p) for name, p in module._parameters.items()}
-        what |= {"input": describe_tensor(x), "gradients": torch.is_grad_enabled(), "training": module.training}
-        check_agreement(type(module).__name__, what, group)
-    if tokens.replicated_input:
-        # Integer token ids have no feature axis.
-        dim = x.dim() - (2 if x.is_floating_point() else 1)
-        if x.shape[dim] % tokens.mesh.size():
-            raise ValueError(
-                f"{type(module).__name__} under SequenceParallel(takes_whole=True) got an input of shape "
-                f"{tuple(x.shape)}: "
-                f"{tokens.mesh.size()} ranks cannot share {x.shape[dim]} tokens; pad them"
-            )
-        x = _ScatterTokens.apply(x, dim, tokens)
-    kind, parameters = bare(module), module._parameters
-    local = local_parameters(module)
-    module.__dict__["_parameters"] = local
-    try:
-        if isinstance(module, nn.Dropout) and module.training:
-            y = _dropped(x, module.p, tokens.mesh)
-        else:
-            y = kind.forward(module, x, *args, **kwargs)
-    finally:
-        module.__dict__["_parameters"] = parameters
-    return _AllGatherTokens.apply(y, y.dim() - 2, tokens) if tokens.gather_output else y
-
-
-def local_parameters(module: nn.Module) -> dict[str, Any]:
+def local_parameters(module: TokenShardedModule) -> dict[str, Any]:
     """Return a module's local parameters, wrapped so that their gradients are all-reduced."""
-    group = tokens_of(module).mesh.get_group()  # type: ignore[union-attr]
+    group = module.layout_on_ranks.mesh.get_group()
     parameters: dict[str, Any] = module._parameters
     return {name: p if p is None else _AllReduceGrad.apply(p.to_local(), group) for name, p in parameters.items()}
 

@@ -16,9 +16,10 @@ from quaver.torch.linear.linear import Quantizable
 from quaver.torch.nn.attention.multihead import MultiheadAttention
 from quaver.torch.parallel.tensor import joined, overlap
 from quaver.torch.parallel.tensor.gemms import ShardLayout
-from quaver.torch.parallel.tensor.layers import in_parts, layout_of, name_of
-from quaver.torch.parallel.tensor.sequence import OTHER_DROPOUTS, SequenceLayout, on_tokens, tokens_of
-from quaver.torch.parallel.tensor.vocab import VocabShard, over_words, words_of
+from quaver.torch.parallel.tensor.layers import TensorParallelLinear, layout_of, name_of
+from quaver.torch.parallel.tensor.sequence import OTHER_DROPOUTS, SequenceLayout, TokenShardedModule
+from quaver.torch.parallel.tensor.sharded_module import shard
+from quaver.torch.parallel.tensor.vocab import VocabShard, VocabShardedEmbedding
 from quaver.torch.state import weight_cache
 
 
@@ -46,7 +47,7 @@ class _ShardedLinear(ParallelStyle):
             joined.divide(module, matrices, device_mesh, self.src_data_rank)
         else:
             _distribute(module, placements, device_mesh, self.src_data_rank)
-        module.__class__ = in_parts(type(module), self.layout)  # type: ignore[arg-type]
+        shard(module, TensorParallelLinear, self.layout)
         return module
 
     def _settle(self, mesh: Any) -> None:
@@ -190,7 +191,7 @@ class SequenceParallel(ParallelStyle):
             )
         _distribute(module, dict.fromkeys(module._parameters, Replicate()), device_mesh, self.src_data_rank)
         tokens = SequenceLayout(device_mesh, self.replicated_input, self.gather_output)
-        module.__class__ = on_tokens(type(module), tokens)  # type: ignore[arg-type]
+        shard(module, TokenShardedModule, tokens)
         return module
 
     def __repr__(self) -> str:
@@ -219,7 +220,7 @@ class VocabParallel(ParallelStyle):
         placements = {"weight": Shard(0)}
         _check_embedding(module, self, device_mesh, placements)
         _distribute(module, placements, device_mesh, self.src_data_rank)
-        module.__class__ = over_words(type(module), VocabShard(device_mesh, self.sequence))  # type: ignore[arg-type]
+        shard(module, VocabShardedEmbedding, VocabShard(device_mesh, self.sequence))
         return module
 
     def __repr__(self) -> str:
@@ -267,7 +268,7 @@ def _check_free(module: nn.Module, style: str, mesh: Any, placements: dict[str, 
     tied: dict[str, Any] = {key: p for key, p in sharded.items() if key in wanted}
     as_wanted = {key for key, p in tied.items() if p.device_mesh == mesh and p.placements == (wanted[key],)}
     placed = next((f"{p.device_mesh} by {p.placements}" for key, p in sharded.items() if key not in as_wanted), None)  # type: ignore[union-attr]
-    if placed is None and (tokens_of(module) is not None or words_of(module) is not None):
+    if placed is None and isinstance(module, TokenShardedModule | VocabShardedEmbedding):
         placed = f"{mesh}"
     if before is not None or placed is not None:
         of = f"is sharded by {before.name}" if before is not None else f"is on {placed}"

@@ -5,22 +5,22 @@ their results. No sum is rounded, so outputs and gradients have the bits of one 
 """
 
 import math
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from quaver.recipes.text import check_name
-from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
 from quaver.torch.linear.general import is_prequantized
 from quaver.torch.nn.loss import REDUCTIONS, LossConfig, added, chunk_of, scaled, why_no_targets
 from quaver.torch.operations import ops
 from quaver.torch.parallel import comm
 from quaver.torch.parallel.tensor.plan import of_sums, plain_product
 from quaver.torch.parallel.tensor.sequence import SequenceLayout, gathered
+from quaver.torch.parallel.tensor.sharded_module import ShardedModule
 from quaver.torch.state.history.sync import check_agreement, describe_tensor
 from quaver.torch.state.layer_state import graph_task_id
 
@@ -317,7 +317,7 @@ def loss_over_ranks(
         gathered one chunk at a time, and its gradient is reduce-scattered in float32.
     """
     weight: Any = head._parameters["weight"]
-    layout: Any = getattr(type(head), "layout_on_ranks", None) or getattr(type(head), "words_on_ranks", None)
+    layout: Any = head.layout_on_ranks
     mesh = weight.device_mesh
     ranks, name = mesh.size(), head.__dict__.get("qualified_name") or type(head).__name__
     group = mesh.get_group()
@@ -503,68 +503,50 @@ class VocabShard(NamedTuple):
         return True
 
 
-@cache
-def over_words(kind: Any, words: VocabShard) -> type:
-    """Return the vocabulary-parallel subclass of an embedding class."""
-    members = {"forward": _forward, "words_on_ranks": words, "__reduce_ex__": _reduce, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), {**members, "loss_over_ranks": loss_over_ranks, PUT_ABOVE: True})
+class VocabShardedEmbedding(ShardedModule):
+    """An embedding of this rank's vocabulary range."""
 
+    layout_on_ranks: VocabShard
 
-def _reduce(module: Any, protocol: int) -> Any:
-    """Pickle a module of a generated class by its original class and layout."""
-    return _rebuild, (_bare(module), words_of(module)), module.__getstate__()
+    @torch.compiler.disable
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        words, weight = self.layout_on_ranks, cast(DTensor, self._parameters["weight"])
+        number, group = words.mesh.size(), words.mesh.get_group()
+        name, rows = type(self).__name__, weight.shape[0]
+        each = rows // number
+        why = ""
+        if words.sequence and (not input.dim() or input.shape[-1] % number):
+            why = (
+                f"{name} under {words.name} got tokens of shape {tuple(input.shape)}: {number} ranks cannot share them;"
+                " pad the last axis"
+            )
+        elif input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
+            why = (
+                f"{name} has {weight.shape[0]} rows, and token ids range from {int(input.min())} to {int(input.max())}"
+            )
+        what = {"tokens": describe_tensor(input), "weight": describe_tensor(weight)}
+        if graph_task_id() == -1:
+            check_agreement(name, what | {"gradients": torch.is_grad_enabled()}, group, error=why)
+        elif why:
+            raise ValueError(why)
+        first = each * words.mesh.get_local_rank()
+        place = input - first
+        own = (place >= 0) & (place < each)
+        before: Any = self._parameters, self.padding_idx
+        self.__dict__["_parameters"] = {**self._parameters, "weight": weight.to_local()}
+        if self.padding_idx is not None:
+            # The padding row gets no gradient on the rank that has it.
+            padding = self.padding_idx - first
+            self.__dict__["padding_idx"] = padding if 0 <= padding < each else None
+        try:
+            y = super().forward(torch.where(own, place, 0), *args, **kwargs)
+        finally:
+            self.__dict__["_parameters"], self.__dict__["padding_idx"] = before
+        return _VocabEmbeddingFunction.apply(y.masked_fill(~own[..., None], 0), words)
 
-
-def _rebuild(kind: Any, words: VocabShard) -> Any:
-    exchanged: Any = over_words(kind, words)
-    return exchanged.__new__(exchanged)
-
-
-def _bare(module: Any) -> Any:
-    """Return the original class of a module of a generated class."""
-    return next(kind for kind in type(module).__mro__ if "words_on_ranks" in vars(kind)).__bases__[0]
-
-
-def words_of(module: Any) -> VocabShard | None:
-    """Return the vocabulary layout of an embedding, or None without the style."""
-    words: VocabShard | None = getattr(type(module), "words_on_ranks", None)
-    return words
-
-
-@torch.compiler.disable
-def _forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    words: Any = words_of(module)
-    mesh, weight = words.mesh, module._parameters["weight"]
-    number, group = mesh.size(), mesh.get_group()
-    name = type(module).__name__
-    each = weight.shape[0] // number
-    why = ""
-    if words.sequence and (not input.dim() or input.shape[-1] % number):
-        why = (
-            f"{name} under {words.name} got tokens of shape {tuple(input.shape)}: {number} ranks cannot share them; "
-            "pad the last axis"
-        )
-    elif input.is_cpu and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < weight.shape[0]:
-        why = f"{name} has {weight.shape[0]} rows, and token ids range from {int(input.min())} to {int(input.max())}"
-    what = {"tokens": describe_tensor(input), "weight": describe_tensor(weight), "gradients": torch.is_grad_enabled()}
-    if graph_task_id() == -1:
-        check_agreement(name, what, group, error=why)
-    elif why:
-        raise ValueError(why)
-    place = input - each * mesh.get_local_rank()
-    own = (place >= 0) & (place < each)
-    parameters, padding = module._parameters, module.padding_idx
-    module.__dict__["_parameters"] = {**parameters, "weight": weight.to_local()}
-    if padding is not None:
-        # The padding row gets no gradient on the rank that has it.
-        local_stats = padding - each * mesh.get_local_rank()
-        module.__dict__["padding_idx"] = local_stats if 0 <= local_stats < each else None
-    try:
-        y = _bare(module).forward(module, torch.where(own, place, 0), *args, **kwargs)
-    finally:
-        module.__dict__["_parameters"] = parameters
-        module.__dict__["padding_idx"] = padding
-    return _VocabEmbeddingFunction.apply(y.masked_fill(~own[..., None], 0), words)
+    def loss_over_ranks(self, *args: Any) -> Tensor:
+        """Compute `linear_cross_entropy` with the embedding as the head."""
+        return loss_over_ranks(self, *args)
 
 
 class _VocabEmbeddingFunction(torch.autograd.Function):
