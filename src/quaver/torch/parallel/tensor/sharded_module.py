@@ -24,7 +24,8 @@ class ShardedModule(nn.Module):
 
 def shard(module: Any, over: Any, layout: Any) -> None:
     """Put the class `over` above a module's own class."""
-    module.__class__ = _sharded(over, type(module), layout)
+    kind: Any = type(module)
+    module.__class__ = _sharded(over, kind, layout)
 
 
 @cache
