@@ -19,7 +19,6 @@ from benchmarks.acceptance.report import BASELINE, CLOSE, RULES, Acceptance
 from benchmarks.acceptance.training import CONTROL, Outcome
 from benchmarks.cases import CASES
 from benchmarks.cases.host import host_cost
-from benchmarks.cases.linear.speed import Setup
 from benchmarks.cases.ranks import PARALLEL, started
 from benchmarks.cpu import CPU, RANKS, Suite, chosen, run, run_case, summary, written
 from benchmarks.measuring import machine
@@ -273,27 +272,6 @@ def test_wide_products_are_sums_in_float32_rounded_once() -> None:
     expected = (a.float() @ b.float()).bfloat16()
     assert torch.equal(of_matrices, expected[0]) and torch.equal(out, expected[0])
     assert torch.equal(of_batches, expected) and (too_large == 64).all()
-
-
-@pytest.mark.parametrize("runs", [True, False])
-def test_float32_is_judged_only_where_bf16_is_multiplied_into_it(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.cases.linear.speed.gemm.brgemm_supports", lambda *_: runs)
-    setup = Setup(
-        features=8,
-        dtype=torch.float32,
-        rounds=1,
-        steps=1,
-        targets={"tensorwise": (0.7, 0.7)},
-        recipes=["tensorwise"],
-        quick=(8, 1),
-        needs_brgemm=True,
-    )
-    if runs:
-        assert any(figure.target is not None for figure in setup.measure(False))
-        return
-    with pytest.raises(NotMeasurable, match="does not run") as refused:
-        setup.measure(False)
-    assert refused.value.figures and all(figure.target is None for figure in refused.value.figures)
 
 
 def test_an_unknown_pattern_names_the_nearest_case() -> None:

@@ -70,8 +70,6 @@ ASKED = {
     "is_compiling": {_TRACING},
     "is_dynamo_compiling": {_TRACING},
     "_is_compiling_flag": {_TRACING},
-    # Of a thread that traces; torch says nowhere that it is this one that exports.
-    "is_exporting": {"quaver.torch.nn.attention.cpu_tiles"},
 }
 
 

@@ -163,10 +163,9 @@ def test_a_step_on_a_gpu_needs_the_private_gemm(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_copies_one_by_one_are_the_copies_at_once() -> None:
-    from quaver.torch.state.history import roll
 
     source = list(torch.arange(6.0).split(3))
-    for copy in (roll._copy, roll._copy_each):
+    for copy in (sync.copy_each, sync._copy_each):
         targets = [torch.zeros(3), torch.zeros(3)]
         copy(targets, source)
         assert torch.equal(torch.cat(targets), torch.arange(6.0))

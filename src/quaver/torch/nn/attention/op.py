@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quaver import recipes
 from quaver.recipes.spec import AttentionSpec, Recipe
-from quaver.torch.nn.attention import backends, cpu_tiles
+from quaver.torch.nn.attention import backends
 from quaver.torch.nn.attention.fp8 import attention_fp8
 from quaver.torch.nn.attention.inputs import (
     AttentionCall,
@@ -24,7 +24,6 @@ from quaver.torch.nn.attention.inputs import (
     ragged_of,
     simplify,
 )
-from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
 
@@ -32,7 +31,6 @@ ATTENTION: Operation[Tensor] = Operation(
     "attention",
     [
         Implementation("flash", backends.attend, backends.reason),
-        Implementation("tiles", cpu_tiles.attend, cpu_tiles.reason),
         Implementation("sdpa", backends.attend_sdpa, backends.reason_sdpa),
         Implementation("flex", backends.attend_flex, backends.reason_flex),
         Implementation("reference", backends.attend_reference),
@@ -143,13 +141,8 @@ def attention(
 
 
 def _as_it_is(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, scale: float | None) -> Tensor:
-    """Compute attention of [B, S, H, D] without mask tensors: by CPU tiles, or torch's SDPA."""
+    """Compute attention of [B, S, H, D] without mask tensors, by torch's SDPA."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    # Check the length first: small layers need no further checks.
-    if q.is_cpu and q.dtype is torch.bfloat16 and not dropout and (is_tracing() or cpu_tiles.fits(q, k, causal)):
-        factor = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
-        if not cpu_tiles.reason_unsupported(q, k, v, causal, factor):
-            return cpu_tiles.attended(q, k, v, causal, factor).transpose(1, 2)
     y = F.scaled_dot_product_attention(
         q,
         k,

@@ -119,6 +119,9 @@ def _roll_tensors(layers: list[nn.Module], rule: Recipe) -> None:
     factor = torch.where(newest > 0, e, factor)
     members = [h.shape[0] if h.dim() > 2 else 1 for h in histories]
     windows = [w.view(h.mT.shape).mT for w, h in zip(window.split(members), histories, strict=True)]
+    if not is_tracing():
+        # A compiled forward may have saved the factors for a pending backward, which checks their version.
+        histories, factors = ([buffer.data for buffer in buffers] for buffers in (histories, factors))
     sync.copy_each(histories, windows)
     sync.copy_each(factors, [e.view(f.shape) for e, f in zip(factor.split(members), factors, strict=True)])
 
