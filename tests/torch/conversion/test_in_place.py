@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 import quaver.torch as qt
 from benchmarks.cases.models.model_gradients import noise
 from benchmarks.subjects.llama import gradients
-from quaver.torch.conversion.replace import norm as ropes
-from quaver.torch.conversion.replace.compare import FusedModule
-from quaver.torch.conversion.replace.norm import HALVES, Rope, tables
+from quaver.torch.conversion.replace import rope as ropes
+from quaver.torch.conversion.replace.fused import FusedModule
+from quaver.torch.conversion.replace.rope import HALVES, Rope, tables
 from tests.close import assert_bitwise, assert_close
 from tests.torch.conversion import families
 from tests.torch.conversion.coverage import PAGE

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver.torch.conversion.replace.norm import HALVES, Rope
+from quaver.torch.conversion.replace.rope import HALVES, Rope
 from quaver.torch.numerics import versions
 from tests.close import assert_bitwise
 

@@ -211,6 +211,8 @@ class _ModuleConverter:
         self.inside: dict[nn.Module, str] = {}
         #: Names of layers whose state from another recipe was dropped.
         self.dropped: list[str] = []
+        #: Subclasses of nn.Linear that were probed, and if they compute what it does.
+        self.probed: dict[Any, bool] = {}
         self.runs = Implementations()
         self.config = getattr(model, "config", None)
 
@@ -253,7 +255,7 @@ class _ModuleConverter:
         if module in self.policy and not names_a_module(rule.pattern):
             return None, self.policy[module], True
         why = self.inside.get(module, "") if recipe.quantizes else ""
-        why = why or linears.reason_unsupported_kinds(module, kind)
+        why = why or linears.reason_unsupported(module, kind, self.probed)
         if why:
             return None, why, False
         why = self.choice.refused(names[0], *sizes, recipe)

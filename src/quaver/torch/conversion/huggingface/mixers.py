@@ -22,7 +22,7 @@ from quaver.torch.conversion.huggingface.roles import (
     norm_of,
 )
 from quaver.torch.conversion.matchers.experts import is_stack, matrices
-from quaver.torch.conversion.matchers.swap_class import first_of
+from quaver.torch.conversion.probe import first_of
 from quaver.torch.conversion.replace import mlp as mlps
 from quaver.torch.conversion.replace.mixer import FACTORS, MixerFormula, formula_of, is_mamba2
 from quaver.torch.nn.mlp import MLP

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.torch.conversion.huggingface.roles import is_norm
-from quaver.torch.conversion.matchers.swap_class import first_of
+from quaver.torch.conversion.probe import first_of
 
 # ---- arguments of the layer's forward: rope, mask and positions ----
 

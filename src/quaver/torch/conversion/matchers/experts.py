@@ -144,13 +144,6 @@ def is_stack(module: nn.Module) -> bool:
     return all(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in matrices(module))
 
 
-def reason_unsupported(module: nn.Module) -> str:
-    """Return why an experts module cannot be converted, or ""."""
-    if not isinstance(module, StackedExperts) and not hasattr(type(module).forward, "__wrapped__"):
-        return f"{type(module).__name__} overrides forward"
-    return ""
-
-
 def matrices(module: Any) -> tuple[str, str]:
     """Return the parameter names of the two stacks."""
     return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"

@@ -17,7 +17,8 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.matchers import experts
 from quaver.torch.conversion.matchers import experts as stacks
 from quaver.torch.conversion.matchers.experts import product
-from quaver.torch.conversion.matchers.swap_class import computes_a_linear
+from quaver.torch.conversion.probe import bare_copy, differs, random_tensor, rows
+from quaver.torch.conversion.replace.fused import class_key
 from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.linear import Linear, Quantizable, is_foreign, recipe_of
 from quaver.torch.numerics.rounding import is_tracing
@@ -128,16 +129,6 @@ class QuantizedMultiheadAttention(Quantizable, nn.MultiheadAttention):
         return outputs
 
 
-def reason_unsupported(module: nn.MultiheadAttention) -> str:
-    """Return why an nn.MultiheadAttention cannot be converted, or ""."""
-    if (
-        not isinstance(module, QuantizedMultiheadAttention)
-        and type(module).forward is not nn.MultiheadAttention.forward
-    ):
-        return f"{type(module).__name__} overrides forward"
-    return ""
-
-
 def _same_objects(query: Tensor, key: Tensor, value: Tensor, change: object) -> tuple[Tensor, Tensor, Tensor]:
     """Apply `change` once per distinct object, so that identical inputs stay identical."""
     k = change(key)  # type: ignore[operator]
@@ -214,14 +205,6 @@ def is_transposed(module: nn.Module) -> bool:
     return _conv1d(module) is not None
 
 
-def reason_unsupported_transposed(module: nn.Module) -> str:
-    """Return why a Conv1D cannot be converted, or ""."""
-    kind = _conv1d(module)
-    if not isinstance(module, QuantizedConv1D) and type(module).forward is not kind.forward:  # type: ignore[union-attr]
-        return f"{type(module).__name__} overrides forward"
-    return ""
-
-
 def _conv1d(module: nn.Module) -> type | None:
     return next((kind for kind in type(module).__mro__ if (kind.__module__, kind.__name__) == CONV1D), None)
 
@@ -281,21 +264,13 @@ class LinearMatcher(NamedTuple):
     sizes: Callable[[Any], tuple[int, int]]
     #: Features of each GEMM input.
     inputs: Callable[[Any], Sequence[int]]
-    #: Reason why the module cannot be converted, or "".
-    reason_unsupported: Callable[[Any], str]
+    #: Return True if the class's forward is the one that `over` replaces.
+    computes_alike: Callable[[Any], bool] = lambda module: True
     #: Number of experts; 0 if the weights are not stacks.
     experts: Callable[[Any], int] = lambda module: 0
     #: Parameter names of the stacks, whose matrices become members of the layer's state. Empty for a module that names
     #: its members itself.
     stacks: Callable[[Any], Sequence[str]] = lambda module: ()
-
-
-def _linear_why_not(module: nn.Linear) -> str:
-    if isinstance(module, Linear) or computes_a_linear(module):
-        return ""
-    if hasattr(module._parameters.get("weight"), "device_mesh"):
-        return "its weight is already sharded: call convert before parallelize_module"
-    return f"{type(module).__name__} overrides forward"
 
 
 def _own(module: nn.Module, *names: str) -> list[nn.Parameter]:
@@ -322,7 +297,7 @@ _LINEAR = LinearMatcher(
     weights=lambda m: list(gemm_parameters(m)),
     sizes=lambda m: (m.in_features, m.out_features),
     inputs=lambda m: (m.in_features,),
-    reason_unsupported=_linear_why_not,
+    computes_alike=lambda m: type(m).forward is nn.Linear.forward,
 )
 _GROUPED = LinearMatcher(
     "GroupedLinear",
@@ -331,7 +306,6 @@ _GROUPED = LinearMatcher(
     weights=lambda m: _own(m, "weight"),
     sizes=lambda m: (m.in_features, m.out_features),
     inputs=lambda m: (m.in_features,),
-    reason_unsupported=lambda m: "",
     experts=lambda m: int(m.groups),
 )
 _CONV1D = LinearMatcher(
@@ -341,7 +315,7 @@ _CONV1D = LinearMatcher(
     weights=lambda m: _own(m, "weight"),
     sizes=lambda m: (m.nx, m.nf),
     inputs=lambda m: (m.nx,),
-    reason_unsupported=reason_unsupported_transposed,
+    computes_alike=lambda m: type(m).forward is _conv1d(m).forward,  # type: ignore[union-attr]
 )
 _PACKED = LinearMatcher(
     "nn.MultiheadAttention",
@@ -351,7 +325,7 @@ _PACKED = LinearMatcher(
     sizes=lambda m: (m.embed_dim, 3 * m.embed_dim),
     # For self-attention; with three different inputs it saves three.
     inputs=lambda m: (m.embed_dim,) if m._qkv_same_embed_dim else (m.embed_dim, m.kdim, m.vdim),
-    reason_unsupported=reason_unsupported,
+    computes_alike=lambda m: type(m).forward is nn.MultiheadAttention.forward,
 )
 _EXPERTS = LinearMatcher(
     "experts",
@@ -360,7 +334,7 @@ _EXPERTS = LinearMatcher(
     weights=lambda m: _own(m, *experts.matrices(m)),
     sizes=experts.sizes,
     inputs=lambda m: (experts.sizes(m)[0], experts.inner(m)),
-    reason_unsupported=experts.reason_unsupported,
+    computes_alike=lambda m: hasattr(type(m).forward, "__wrapped__"),
     experts=lambda m: int(m.down_proj.shape[0]),
     stacks=experts.matrices,
 )
@@ -387,7 +361,6 @@ _STACKS = LinearMatcher(
     weights=lambda m: _own(m, *_row_of(m).weights),
     sizes=lambda m: _row_of(m).sizes(m),
     inputs=lambda m: _row_of(m).inputs(m),
-    reason_unsupported=lambda m: "",
     experts=lambda m: _row_of(m).experts(m),
     stacks=lambda m: _row_of(m).weights,
 )
@@ -404,13 +377,21 @@ def members(module: nn.Module, kind: LinearMatcher) -> tuple[str, ...]:
     return experts.members(kind.stacks(module), kind.experts(module))
 
 
-def reason_unsupported_kinds(module: nn.Module, kind: LinearMatcher) -> str:
-    """Return why a module cannot be converted under any recipe, or ""."""
+def reason_unsupported(module: nn.Module, kind: LinearMatcher, known: dict[Any, bool]) -> str:
+    """Return why a module cannot be converted under any recipe, or "".
+
+    Args:
+        module: the module.
+        kind: its kind.
+        known: results of earlier probes, which this adds to.
+    """
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
-    why = kind.reason_unsupported(module)
-    if why:
-        return why
+    alike = isinstance(module, Quantizable) or kind.computes_alike(module)
+    if not alike and not (kind is _LINEAR and _computes_a_linear(module, known)):
+        if kind is _LINEAR and hasattr(module._parameters.get("weight"), "device_mesh"):
+            return "its weight is already sharded: call convert before parallelize_module"
+        return f"{type(module).__name__} overrides forward"
     existing_names = [name for name in STATE if name in module._buffers]
     if existing_names and not isinstance(module, Quantizable):
         return f"it already has a buffer named {existing_names[0]!r}"
@@ -420,6 +401,36 @@ def reason_unsupported_kinds(module: nn.Module, kind: LinearMatcher) -> str:
         if weight is not None and is_foreign(weight):
             return f"its weight is a {type(weight).__name__}, quantized by another library"
     return ""
+
+
+#: Input and output features of the copy of an nn.Linear subclass that is probed.
+SMALL = 8, 5
+
+
+def _computes_a_linear(module: nn.Module, known: dict[Any, bool]) -> bool:
+    """Return True if the forward of an nn.Linear subclass computes what nn.Linear's does.
+
+    A layer with parameters, buffers or modules besides weight and bias is never accepted, since they may matter later
+    (LoRA's start at zero). Falcon's layers pass.
+    """
+    if set(module._parameters) - {"weight", "bias"} or module._modules or module._buffers:
+        return False
+
+    def of_dtype(dtype: torch.dtype) -> nn.Module:
+        shapes = {"weight": SMALL[::-1], "bias": SMALL[1:]}
+        names = [name for name, p in module._parameters.items() if p is not None]
+        copied: Any = bare_copy(module, {}, {name: random_tensor(shapes[name], dtype, len(name)) for name in names})
+        copied.in_features, copied.out_features = SMALL
+        return copied
+
+    key = class_key(module)
+    if key not in known:
+        known[key] = not differs(
+            of_dtype,
+            lambda layer, x: F.linear(x, layer.weight, layer.bias),
+            lambda dtype: ((x,) for x in rows(SMALL[0], dtype)),
+        )
+    return known[key]
 
 
 #: Config fields for the number of experts per token.

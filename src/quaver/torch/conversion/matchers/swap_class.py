@@ -6,17 +6,13 @@ isinstance checks still succeed.
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from quaver.torch.linear.linear import Linear
-
-# ---- swapping ----
 
 #: Classes created here, by (original class, mixin above it, formula).
 _counterparts: dict[tuple[type, type, Hashable], type] = {(nn.Linear, Linear, None): Linear}
@@ -110,6 +106,14 @@ def unconverted_class(module: nn.Module) -> type:
     return kind.__bases__[0] if is_parametrized(module) else kind
 
 
+def original_class(module: nn.Module) -> Any:
+    """Return a module's class as its library defined it."""
+    kind = unconverted_class(module)
+    while (before := original(kind)) is not None:
+        kind = before
+    return kind
+
+
 def _set_class(module: nn.Module, base: type) -> None:
     """Set a module's class.
 
@@ -140,136 +144,3 @@ def _reduce(module: Any, protocol: int) -> Any:
 def _rebuild(kind: type, over: type, formula: Hashable = None) -> Any:
     exchanged: Any = counterpart(kind, over, formula)
     return exchanged.__new__(exchanged)
-
-
-# ---- numerical check that an nn.Linear subclass computes F.linear ----
-#
-# The subclass's forward runs on a small dummy layer with the same attributes but other sizes. Outputs, dtypes and
-# gradients are compared with `F.linear`, in training and evaluation mode, for inputs of all magnitudes, infinities and
-# NaN. A layer with parameters, buffers or modules besides weight and bias is never accepted, since they may matter
-# later (LoRA's start at zero). Falcon's layers pass.
-
-#: Input and output features of the dummy layer.
-SIZES = 8, 5
-#: Largest difference relative to the row's largest value; the order of summation may differ.
-BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
-
-#: Attribute types that may be part of a cache key for layers of one class.
-PLAIN = str, int, float, bool, type(None), torch.dtype
-
-_computes: dict[Any, bool] = {}
-
-
-def computes_a_linear(module: nn.Linear) -> bool:
-    """Return True if a layer's own forward computes what nn.Linear's does."""
-    kind = type(module)
-    if kind.forward is nn.Linear.forward:
-        return True
-    if set(module._parameters) - {"weight", "bias"} or module._modules or module._buffers:
-        return False
-    own = {name: value for name, value in module.__dict__.items() if name not in _OF_ALL}
-    # No cache key if the layer is parametrized or has attributes that are unhashable or would be kept alive by the
-    # cache.
-    plain = "bias" in module._parameters and all(isinstance(value, PLAIN) for value in own.values())
-    key = (kind, kind.forward, module._parameters["bias"] is None, tuple(sorted(own.items()))) if plain else None
-    known = None if key is None else _computes.get(key)
-    if known is None:
-        try:
-            # The result must not depend on the caller's inference mode or autocast.
-            with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-                known = all(_agrees(module, own, dtype, training) for dtype in BOUNDS for training in (True, False))
-        except Exception:
-            # Tensors have no values here, for example under FakeTensorMode.
-            return False
-        if key is not None:
-            _computes[key] = known
-    return known
-
-
-#: Attributes that every nn.Linear has; none of them changes what it computes.
-_OF_ALL = {*nn.Linear(1, 1, dtype=torch.float32, device="meta").__dict__, "recipe", "seed", "qualified_name", "_state"}
-
-
-def _agrees(module: nn.Linear, own: dict[str, Any], dtype: torch.dtype, training: bool) -> bool:
-    k, n = SIZES
-    generator = torch.Generator("cpu").manual_seed(0)
-    weight = torch.randn((n, k), generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-    bias = None if module._parameters.get("bias") is None else torch.arange(n, dtype=dtype, device="cpu")
-    for x in _inputs(k, dtype, generator):
-        stand_in = type(module).__new__(type(module))
-        nn.Module.__init__(stand_in)
-        stand_in.__dict__.update({name: _copy_for_comparison(value) for name, value in own.items()})
-        stand_in.__dict__.update(in_features=k, out_features=n, training=training)
-        stand_in._parameters.update(
-            weight=nn.Parameter(weight.clone()), bias=None if bias is None else nn.Parameter(bias.clone())
-        )
-        before = {
-            name: _copy_for_comparison(value) for name, value in stand_in.__dict__.items() if not name.startswith("_")
-        }
-        try:
-            with torch.random.fork_rng(devices=[]):
-                results = differentiated(type(module).forward, stand_in, (x,))
-        except Exception:
-            # Its forward needs more arguments, or other sizes, than nn.Linear's.
-            return False
-        after = {name: value for name, value in stand_in.__dict__.items() if not name.startswith("_")}
-        with torch.random.fork_rng(devices=[]):
-            expected = differentiated(lambda layer, x: F.linear(x, layer.weight, layer.bias), stand_in, (x,))
-        if not all(map(close, results, expected)) or repr(after) != repr(before):
-            return False
-    return True
-
-
-def _inputs(k: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield test inputs: a matrix and a batch with rows of all magnitudes, and one with infinity and NaN."""
-    x = torch.randn((6, k), generator=generator, dtype=torch.float32, device="cpu")
-    yield (x * torch.logspace(-4, 4, 6, dtype=torch.float32, device="cpu")[:, None]).to(dtype)
-    yield x.view(2, 3, k).to(dtype)
-    x[0, 0], x[1, 1], x[2, 2] = torch.inf, torch.nan, 3e4
-    yield x.to(dtype)
-
-
-def differentiated(function: Callable[..., Any], module: nn.Module, x: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the output of function(module, *x), and the gradients of x and of the module's parameters.
-
-    It seeds only the CPU generator, which callers restore; torch.manual_seed would also seed the GPUs'.
-    """
-    torch.default_generator.manual_seed(0)
-    leaves = [a.clone().requires_grad_() for a in x]
-    with torch.enable_grad():
-        y = function(module, *leaves)
-    if not isinstance(y, Tensor):
-        raise TypeError(f"its forward returns a {type(y).__name__}")
-    g = torch.linspace(-1, 1, y.numel(), dtype=torch.float32, device="cpu").view(y.shape).to(y.dtype)
-    taken = [*leaves, *module.parameters()]
-    return [y.detach(), *torch.autograd.grad(y, taken, g, allow_unused=True)]
-
-
-def first_of(outputs: Any) -> Tensor:
-    """Return a module's output, or the first one if it returns several."""
-    first: Tensor = outputs[0] if isinstance(outputs, tuple | list) else outputs
-    return first
-
-
-def close(a: Tensor | None, b: Tensor | None, within: torch.dtype | None = None) -> bool:
-    """Return True if two results agree: shape, dtype, positions of NaN and infinity, and rows within the bound.
-
-    Args:
-        a: a result, or None.
-        b: the expected result, or None.
-        within: dtype whose bound applies; None for their own.
-    """
-    if a is None or b is None:
-        return a is b
-    if a.shape != b.shape or a.dtype is not b.dtype:
-        return False
-    bound, finite = BOUNDS[within or a.dtype], a.isfinite()
-    if not torch.equal(finite, b.isfinite()) or not torch.equal(a.isnan(), b.isnan()):
-        return False
-    a, b = a.nan_to_num(posinf=1.0, neginf=-1.0).float(), b.nan_to_num(posinf=1.0, neginf=-1.0).float()
-    rows = b.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    return bool(((a - b).abs() <= bound * rows).all())
-
-
-def _copy_for_comparison(value: Any) -> Any:
-    return value.copy() if isinstance(value, list | dict | set) else value

@@ -8,36 +8,24 @@ to Quaver's functions. The framework itself is not modified. Masks, caches and p
 import functools
 import inspect
 import itertools
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.conversion.matchers.swap_class import first_of, original, unconverted_class
-from quaver.torch.conversion.replace.compare import (
-    FusedModule,
-    bare_copy,
-    buffers_of,
-    differs,
-    linear,
-    must_run_original,
-    random_tensor,
-    replaced,
-)
-from quaver.torch.conversion.replace.mixer import OverlaidNames
-from quaver.torch.conversion.replace.mlp import sizes
-from quaver.torch.conversion.replace.norm import COMPLEX, HALVES, ONCE, PAIRS, Rope, rope_of, tables
+from quaver.torch.conversion.matchers.swap_class import original_class
+from quaver.torch.conversion.probe import differs, first_of, random_tensor, stand_in
+from quaver.torch.conversion.replace.fused import FusedModule, replaced, sizes, unsupported_input, with_functions
+from quaver.torch.conversion.replace.rope import COMPLEX, HALVES, ONCE, PAIRS, Rope, rope_of, tables
 from quaver.torch.nn.attention.op import attention
 from quaver.torch.numerics.rounding import is_tracing
 
 #: Name of the registry of attention functions in transformers' modeling files.
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 #: Attention implementation that Quaver replaces, and one for which only rope is replaced: eager attention returns
-#: weights,
-#: and gives a query that sees no key the average of all values.
+#: weights, and gives a query that sees no key the average of all values.
 SDPA, EAGER = "sdpa", "eager"
 #: Keyword arguments of an attention function that Quaver's attention supports.
 OURS = {"dropout", "scaling", "is_causal", "softcap", "s_aux", "position_bias"}
@@ -71,11 +59,15 @@ class FusedAttention(FusedModule):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._traced = traced(cls._original.forward, cls._formula)
+        formula, forward = cls._formula, cls._original.forward
+        if formula.attends is not None:
+            # Rope stays the forward's own function, because the compiler fuses it.
+            registry = _Registry(forward.__globals__[REGISTRY], formula.attends)
+            cls._traced = with_functions(forward, {REGISTRY: registry}, snapshot=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get("hidden_states")
-        if replaced(self) or must_run_original(self, x) or _needs_original(self, kwargs):
+        if replaced(self) or unsupported_input(x) or _needs_original(self, kwargs):
             return super().forward(*args, **kwargs)
         kind = type(self)
         if not is_tracing():
@@ -103,27 +95,10 @@ def _needs_original(module: Any, kwargs: dict[str, Any]) -> bool:
 @functools.lru_cache(maxsize=256)
 def rebuilt(forward: Any, formula: AttentionFormula) -> Callable[..., Any]:
     """Return a copy of a forward whose globals contain Quaver's functions."""
-    names = OverlaidNames(forward.__globals__, {REGISTRY: _Registry(forward.__globals__[REGISTRY], formula.attends)})
+    functions: dict[str, Any] = {REGISTRY: _Registry(forward.__globals__[REGISTRY], formula.attends)}
     if formula.rope is not None:
-        names[formula.rotary_name] = formula.rope
-    copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    return copied
-
-
-def traced(forward: Any, formula: AttentionFormula) -> Callable[..., Any] | None:
-    """Return a copy of a forward for torch.compile, or None if attention is not replaced.
-
-    Its globals are a plain dict of the names that the forward uses. Rope stays the forward's own function, because the
-    compiler fuses it. `__name__` is left out: the compiler would look names up in that module.
-    """
-    if formula.attends is None:
-        return None
-    theirs = forward.__globals__
-    names = {name: theirs[name] for name in ("__builtins__", *forward.__code__.co_names) if name in theirs}
-    names[REGISTRY] = _TracedRegistry(theirs[REGISTRY], formula.attends)
-    copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
+        functions[formula.rotary_name] = formula.rope
+    copied: Callable[..., Any] = with_functions(forward, functions)
     return copied
 
 
@@ -146,7 +121,8 @@ class _Registry:
         function = self.theirs.get_interface(name, default)
         if name != SDPA or function is not self.attends:
             return function
-        self.asked = True
+        if not is_tracing():
+            self.asked = True
         return functools.partial(_attend, function)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,14 +130,6 @@ class _Registry:
 
     def __getitem__(self, name: str) -> Any:
         return self.theirs[name]
-
-
-class _TracedRegistry(_Registry):
-    """The registry for torch.compile; it has no side effect to trace."""
-
-    def get_interface(self, name: str, default: Any) -> Any:
-        function = self.theirs.get_interface(name, default)
-        return function if name != SDPA or function is not self.attends else functools.partial(_attend, function)
 
 
 def _attend(
@@ -214,8 +182,7 @@ def _attend(
 
 def is_attention(module: nn.Module) -> bool:
     """Return True for a module whose forward fetches its attention function from the registry."""
-    kind: Any = unconverted_class(module)
-    forward = getattr(kind, "_original", kind).forward
+    forward = original_class(module).forward
     return REGISTRY in getattr(forward, "__code__", is_attention.__code__).co_names and hasattr(module, "config")
 
 
@@ -226,85 +193,72 @@ def formula_of(module: Any) -> tuple[AttentionFormula | None, str]:
         return None, "its configuration does not say how to attend"
     if implementation not in (SDPA, EAGER):
         return None, f"its configuration asks for {implementation}, but only {SDPA} can be replaced"
-    kind: Any = original(unconverted_class(module)) or unconverted_class(module)
-    forward = kind.forward
+    forward = original_class(module).forward
     module_globals = forward.__globals__
-    rotary_name = [
-        name for name in forward.__code__.co_names if "rotary" in name and callable(module_globals.get(name))
-    ]
+    rotary_name = [n for n in forward.__code__.co_names if "rotary" in n and callable(module_globals.get(n))]
     rope = rope_of(module_globals[rotary_name[0]]) if len(rotary_name) == 1 else None
-    name = rotary_name[0] if rope is not None else ""
-    attends = module_globals[REGISTRY].get_interface(SDPA, None) if implementation == SDPA else None
-    if attends is None and rope is None:
+    formula = formula_with(module, rotary_name[0] if rope is not None else "", rope)
+    if formula.attends is None and rope is None:
         return None, f"its configuration asks for {EAGER} attention, but only {SDPA} can be replaced"
-    formula = AttentionFormula(name, module_globals.get(name), rope, implementation, attends)
-    # Find the output projection by trial: usually the last matrix, Phi-3's first, in some modules none.
-    outs = [*reversed(_matrices(module)), None]
-    try:
-        widths = {out: _widths(small(module, torch.float32, out)) for out in outs}
-    except NotImplementedError as error:
-        return None, str(error)
     # The layout of cosines and sines is the one that the rope function was found to read.
     layouts = (rope.table_layout,) if rope is not None else (HALVES, PAIRS, ONCE, COMPLEX) if rotary_name else (HALVES,)
     reason = ""
-    for out, table_layout in itertools.product(outs, layouts):
-        for width in widths[out]:
-            why = _differs(module, forward, formula, _ProbeCase(out, table_layout, width))
-            registry: _Registry = rebuilt(forward, formula).__globals__[REGISTRY]
-            if not why and (formula.attends is None or registry.asked):
-                return formula, ""
-            why = why or "it does not ask the registry how to attend"
-            if "does not run" not in why:
-                return None, why
-            # The first case is the usual one, so its reason is the most useful one.
-            reason = reason or why
+    # Find the output projection by trial: usually the last matrix, Phi-3's first, in some modules none.
+    matrices = [name for name, part in module._modules.items() if sizes(part) is not None]
+    if not matrices:
+        return None, "it holds no matrices"
+    for out, layout, width in itertools.product([*reversed(matrices), None], layouts, _widths(module)):
+        why = _differs(module, formula, out, layout, width)
+        registry: _Registry = rebuilt(forward, formula).__globals__[REGISTRY]
+        if not why and formula.attends is not None and not registry.asked:
+            why = "it does not ask the registry how to attend"
+        if "does not run" not in why:
+            return (None, why) if why else (formula, "")
+        # The first case is the usual one, so its reason is the most useful one.
+        reason = reason or why
     return None, reason
 
 
-def _matrices(module: nn.Module) -> list[str]:
-    """Return the names of the module's direct linear layers."""
-    return [name for name, part in module._modules.items() if sizes(part) is not None]
-
-
-class _ProbeCase(NamedTuple):
-    """Parameters for building and calling a small copy of the module."""
-
-    #: Name of the output projection, or None.
-    out: str | None
-    #: Layout of cosines and sines, and their number of features.
-    table_layout: str
-    width: int
+def formula_with(module: Any, rotary_name: str, rope: Rope | None) -> AttentionFormula:
+    """Return the formula of a module whose forward applies `rope` by a function of this name."""
+    module_globals, implementation = original_class(module).forward.__globals__, module.config._attn_implementation
+    attends = module_globals[REGISTRY].get_interface(SDPA, None) if implementation == SDPA else None
+    return AttentionFormula(rotary_name, module_globals.get(rotary_name), rope, implementation, attends)
 
 
 #: Number of tokens, and of input features, in the comparison.
 TOKENS, SMALL = 5, 16
+MASKS = ("none", "causal", "padding and window")
 
 
-def _differs(module: Any, forward: Any, formula: AttentionFormula, case: _ProbeCase) -> str:
-    """Return how the outputs differ, or "": tested without a mask, with a causal one, and with padding and a window."""
-    for mask in ("none", "causal", "padding and window"):
+def _differs(module: Any, formula: AttentionFormula, out: str | None, table_layout: str, width: int) -> str:
+    """Return how the outputs differ, or "": tested without a mask, with a causal one, and with padding and a window.
 
-        def theirs(copied: Any, x: Tensor, mask: str = mask) -> Tensor:
-            return first_of(forward(copied, **_arguments(copied, x, mask, formula.implementation, case)))
+    Args:
+        module: the attention module.
+        formula: the candidate.
+        out: name of the output projection, or None.
+        table_layout, width: layout of cosines and sines, and their number of features.
+    """
+    forward = original_class(module).forward
 
-        def ours(copied: Any, x: Tensor, mask: str = mask) -> Tensor:
-            named = _arguments(copied, x, mask, formula.implementation, case)
-            return first_of(rebuilt(forward, formula)(copied, **named))
+    def of(function: Callable[..., Any]) -> Callable[..., Tensor]:
+        def run(copied: Any, x: Tensor, mask: str) -> Tensor:
+            return first_of(function(copied, **_arguments(copied, x, mask, formula, table_layout, width)))
 
-        why = differs(
-            lambda dtype: small(module, dtype, case.out),
-            ours,
-            lambda dtype: iter([(random_tensor((2, TOKENS, SMALL), dtype, 5),)]),
-            theirs,
-        )
-        if why:
-            return why
-    return ""
+        return run
+
+    def inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+        return ((random_tensor((2, TOKENS, SMALL), dtype, 5), mask) for mask in MASKS)
+
+    return differs(lambda dtype: small(module, dtype, out), of(rebuilt(forward, formula)), inputs, of(forward))
 
 
-def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _ProbeCase) -> dict[str, Any]:
+def _arguments(
+    copied: Any, x: Tensor, mask: str, formula: AttentionFormula, table_layout: str, width: int
+) -> dict[str, Any]:
     """Return keyword arguments for a forward, as a transformers model passes them."""
-    names = _parameters(type(copied).forward)
+    names = inspect.signature(type(copied).forward).parameters
     i = torch.arange(TOKENS, dtype=torch.int64, device="cpu")
     seen = i[:, None] >= i
     if mask == "padding and window":
@@ -312,10 +266,10 @@ def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _Pr
         seen[1, :, :, :1] = torch.eye(TOKENS, dtype=torch.bool, device="cpu")[:, :1]
     seen = seen.expand(2, 1, TOKENS, TOKENS)
     added = torch.where(seen, 0.0, torch.finfo(x.dtype).min).to(x.dtype)
-    passed = None if mask == "none" else seen if implementation == SDPA else added
+    passed = None if mask == "none" else seen if formula.implementation == SDPA else added
     named: dict[str, Any] = {"hidden_states": x, "mask" if "mask" in names else "attention_mask": passed}
     if "position_embeddings" in names:
-        named["position_embeddings"] = tables(case.table_layout, case.width, TOKENS, x.dtype)
+        named["position_embeddings"] = tables(table_layout, width, TOKENS, x.dtype)
     for name, parameter in names.items():
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             named.setdefault(name, i[None] if name == "position_ids" else None)
@@ -323,17 +277,12 @@ def _arguments(copied: Any, x: Tensor, mask: str, implementation: str, case: _Pr
     return named
 
 
-@functools.lru_cache(maxsize=256)
-def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(forward).parameters
-
-
-def _widths(copied: Any) -> list[int]:
+def _widths(module: Any) -> list[int]:
     """Return the candidate numbers of rotated features, from the module's attributes."""
     named = ("rotary_ndims", "rotary_dim", "qk_rope_head_dim", "head_dim", "head_size", "attention_head_size")
-    widths = [getattr(copied, name, None) for name in named]
+    widths = [getattr(module, name, None) for name in named]
     whole = [width for width in widths if isinstance(width, int) and width > 1]
-    part = getattr(copied.config, "partial_rotary_factor", None) or 1.0
+    part = getattr(module.config, "partial_rotary_factor", None) or 1.0
     return list(dict.fromkeys([*(int(w * part) // 2 * 2 for w in whole[-1:]), *whole])) or [2]
 
 
@@ -344,35 +293,10 @@ def small(module: Any, dtype: torch.dtype, out: str | None) -> nn.Module:
         module: the attention module.
         dtype: dtype of the copy.
         out: name of the output projection, or None.
-    Raises:
-        NotImplementedError: the module has buffers or children that cannot be copied.
     """
-    parts: dict[str, nn.Module] = {}
-    shapes = {name: size for name, part in module._modules.items() if (size := sizes(part)) is not None}
-    if any(b is not None and b.is_meta for b in module._buffers.values()):
-        raise NotImplementedError("its buffers have no values yet")
-    if not shapes:
-        raise NotImplementedError("it holds no matrices")
-    wide = next((size[0] for name, size in shapes.items() if name != out), 0)
-    for i, (name, part) in enumerate(module._modules.items()):
-        if name in shapes:
-            k, n, bias = shapes[name]
-            k, n = (k, SMALL) if name == out else (SMALL if k == wide else k, n)
-            parts[name] = linear(
-                random_tensor((n, k), dtype, 2 * i, scale=k**-0.5),
-                random_tensor((n,), dtype, 2 * i + 1, scale=0.3) if bias else None,
-            )
-        elif part is None or part._modules or any(b.is_meta for b in part.buffers()):
-            raise NotImplementedError(f"it contains a {type(part).__name__}")
-        else:
-            values = {
-                n: random_tensor(p.shape, dtype, i, 0.5, 0.2) for n, p in part._parameters.items() if p is not None
-            }
-            bare = unconverted_class(part)
-            parts[name] = bare_copy(part, original(bare) or bare, {}, values)
-            parts[name]._buffers.update(buffers_of(part))
-    kind = original(unconverted_class(module)) or unconverted_class(module)
-    own = {name: random_tensor(p.shape, dtype, 99) for name, p in module._parameters.items() if p is not None}
-    copied = bare_copy(module, kind, parts, own)
-    copied._buffers.update(buffers_of(module))
-    return copied
+    shapes = {name: size[:2] for name, part in module._modules.items() if (size := sizes(part)) is not None}
+    wide = next((k for name, (k, _) in shapes.items() if name != out), 0)
+    features = {name: (SMALL if k == wide else k, n) for name, (k, n) in shapes.items()}
+    if out is not None:
+        features[out] = shapes[out][0], SMALL
+    return stand_in(module, dtype, features)

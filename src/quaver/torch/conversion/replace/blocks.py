@@ -5,16 +5,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from quaver.torch.conversion.matchers.swap_class import exchange, read_of_class, restore_class, unconverted_class
+from quaver.torch.conversion.matchers.swap_class import (
+    exchange,
+    original_class,
+    read_of_class,
+    restore_class,
+    unconverted_class,
+)
 from quaver.torch.conversion.replace import attention as attentions
 from quaver.torch.conversion.replace import loss as losses
 from quaver.torch.conversion.replace import mixer as formulas
 from quaver.torch.conversion.replace import mlp as mlps
 from quaver.torch.conversion.replace import norm as norms
-from quaver.torch.conversion.replace.compare import OF_ALL, FusedModule, fixed
+from quaver.torch.conversion.replace.fused import FusedModule, attribute_key, fixed
 from quaver.torch.conversion.replace.mamba_packing import PackedInputs
 from quaver.torch.conversion.replace.mixer import CalledMixer, calls_its_layers
 from quaver.torch.linear.linear import Quantizable
@@ -105,12 +110,6 @@ def place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> list
     Returns:
         One entry per module of a selected kind.
     """
-    # The comparison must not depend on the caller's inference mode or autocast. It seeds the CPU generator, so fork it.
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
-        return _place(modules, blocks)
-
-
-def _place(modules: Sequence[tuple[nn.Module, str, str]], blocks: Blocks) -> list[ReplaceableModule]:
     known: dict[Any, tuple[Any, str]] = {}
     rows = []
     for module, name, left in modules:
@@ -139,8 +138,7 @@ def _complete_packed_inputs(modules: Sequence[nn.Module]) -> None:
     """Install hooks on models with fused mixers that pass the boundaries of packed sequences to all layers."""
     for module in modules:
         _forget_packed_inputs(module)
-        kind: Any = unconverted_class(module)
-        kind = getattr(kind, "_original", kind)
+        kind = original_class(module)
         is_model = hasattr(module, "config") and "input_ids" in inspect.signature(kind.forward).parameters
         if is_model and any(isinstance(part, formulas.FusedMixer) for part in module.modules()):
             module.register_forward_pre_hook(PackedInputs(kind), with_kwargs=True)
@@ -182,30 +180,8 @@ def _formula(
     """Return the formula or the reason; modules that differ in no relevant attribute share the result."""
     if "forward" in module.__dict__:
         return None, "its forward was replaced on the instance"
-    children = tuple((name, _attribute_key(child, part.ignored)) for name, child in module._modules.items())
-    key = part.name, _attribute_key(module, part.ignored), children
+    children = tuple((name, attribute_key(child, part.ignored)) for name, child in module._modules.items())
+    key = part.name, attribute_key(module, part.ignored), children
     if key not in known:
         known[key] = part.formula(module, blocks)
     return known[key]
-
-
-def _attribute_key(module: nn.Module | None, ignored: frozenset[str]) -> Any:
-    """Return a key that distinguishes modules of one class: plain attributes by value, others by identity, and sizes.
-
-    A linear layer is described only by its sizes and dtypes.
-
-    Args:
-        module: the module, or None.
-        ignored: attributes to ignore.
-    """
-    if module is None:
-        return None
-    size = mlps.sizes(module)
-    if size is not None:
-        return size, *(None if p is None else p.dtype for p in module._parameters.values())
-    compared_by_value = tuple((k, v) for k, v in fixed(module.__dict__) if k not in ignored)
-    names = {*OF_ALL, *ignored, *(name for name, _ in compared_by_value)}
-    own = compared_by_value, tuple((k, id(v)) for k, v in module.__dict__.items() if k not in names)
-    shapes = tuple((k, None if p is None else (p.shape, p.dtype)) for k, p in module._parameters.items())
-    kind = type(module)
-    return kind, getattr(kind, "_original", kind).forward, own, shapes

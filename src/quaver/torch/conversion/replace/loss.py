@@ -16,21 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.torch.conversion.matchers.swap_class import BOUNDS, differentiated, original, unconverted_class
-from quaver.torch.conversion.replace.compare import (
-    DTYPES,
-    FusedModule,
-    Named,
-    agree,
-    bare_copy,
-    changed,
-    fixed,
-    of_block,
-    patched,
-    random_tensor,
-    reason_unsupported,
-    wide,
-)
+from quaver.torch.conversion.probe import bare_copy, first_equal, neutral, random_tensor, reason_failed
+from quaver.torch.conversion.replace.fused import DTYPES, FusedModule, Named, changed, fixed, patched
 from quaver.torch.linear.fused_projections import is_bare
 from quaver.torch.linear.linear import Linear
 from quaver.torch.nn.loss import linear_cross_entropy
@@ -191,12 +178,13 @@ def _names(model: Any) -> tuple[str, str] | None:
     return (body, names[0]) if body in model._modules and names and isinstance(head, nn.Linear) else None
 
 
+@neutral()
 def formula_of(model: Any) -> tuple[LossFormula | None, str]:
     """Return how a model computes its loss, or None and the reason why it is not replaced."""
     try:
         return _formula_of(model)
     except Exception as error:
-        return None, reason_unsupported(error)
+        return None, reason_failed(error)
 
 
 def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
@@ -222,18 +210,24 @@ def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
     of_loss = inspect.signature(model.loss_function).parameters
     others_ask = frozenset({*own, *of_loss}) - {*parameters, "self", "kwargs", "logits", "vocab_size"} - KNOWN
     of_config = fixed({name: value for name, value in model.config.__dict__.items() if "logit" in name})
-    why = "no scale or soft cap of its logits reproduces its loss"
-    for scale, cap in _numbers(model):
-        formula = LossFormula(
-            *names, first, takes, model.loss_function, type(output), others, scale, cap, others_ask, of_config=of_config
-        )
-        if _agrees_with_model(model, formula):
-            return formula, ""
-    return None, why
+    common = (*names, first, takes, model.loss_function, type(output), others)
+    candidates = (LossFormula(*common, scale, cap, others_ask, of_config=of_config) for scale, cap in _numbers(model))
+    return first_equal(
+        candidates,
+        lambda dtype: _small(model, dtype),
+        # Each way to count tokens.
+        lambda dtype: iter([({},), ({"num_items_in_batch": COUNT},), ({"shift_labels": IDS.roll(1, 1)},)]),
+        "no scale or soft cap of its logits reproduces its loss",
+        ours=lambda formula, copied, of_loss: formula.of(copied, copied._modules[names[0]].states, IDS, **of_loss)[
+            None
+        ],
+        theirs=lambda copied, more: copied(input_ids=IDS, labels=IDS, **more).loss[None],
+    )
 
 
-#: Labels of the small copy, and its hidden size and vocabulary size.
+#: Labels of the small copy, a number of tokens, and its hidden size and vocabulary size.
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, IGNORED, 10]], dtype=torch.int64, device="cpu")
+COUNT = torch.tensor(7, dtype=torch.int64, device="cpu")
 WIDTH, VOCABULARY = 8, 11
 
 
@@ -269,9 +263,8 @@ def _small(model: Any, dtype: torch.dtype) -> Any:
     with torch.no_grad():
         for i, p in enumerate(linear.parameters()):
             p.copy_(random_tensor(p.shape, torch.float32, 2 + i))
-    kind = unconverted_class(model)
     taken = list(inspect.signature(model._modules[body].forward).parameters)
-    copied: Any = bare_copy(model, original(kind) or kind, {body: _Body(taken, dtype), head: linear}, {})
+    copied: Any = bare_copy(model, {body: _Body(taken, dtype), head: linear}, {})
     copied.config = copy.copy(model.config)
     words = model._modules[head].out_features
     for holder in (copied.config.__dict__, copied.__dict__):
@@ -313,26 +306,3 @@ def _numbers(model: Any) -> Iterator[tuple[float, float | None]]:
         else:
             yield value, None
             yield 1 / value, None
-
-
-def _agrees_with_model(model: Any, formula: LossFormula) -> bool:
-    """Return True if loss and gradients of hidden states and head agree, for each way to count tokens."""
-    for dtype in BOUNDS:
-        for of_loss in (
-            {},
-            {"num_items_in_batch": torch.tensor(7, dtype=torch.int64, device="cpu")},
-            {"shift_labels": IDS.roll(1, 1)},
-        ):
-
-            def theirs(copied: Any, of_loss: dict[str, Any] = of_loss) -> Tensor:
-                loss: Tensor = copied(input_ids=IDS, labels=IDS, **of_loss).loss
-                return loss[None]
-
-            def ours(copied: Any, of_loss: dict[str, Any] = of_loss) -> Tensor:
-                return formula.of(copied, copied._modules[formula.body].states, IDS, **of_loss)[None]
-
-            copied = _small(model, dtype)
-            expected = differentiated(theirs, copied, ())
-            if not agree(of_block(ours, copied, ()), expected, dtype, lambda: wide(theirs, copied, ())):  # noqa: B023
-                return False
-    return True

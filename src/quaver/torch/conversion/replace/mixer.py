@@ -11,34 +11,28 @@ import inspect
 import itertools
 import re
 import textwrap
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.conversion.matchers.swap_class import differentiated, unconverted_class
-from quaver.torch.conversion.replace.compare import (
+from quaver.torch.conversion.matchers.swap_class import original_class, unconverted_class
+from quaver.torch.conversion.probe import OTHER_RESULTS, Results, first_equal, random_tensor, stand_in
+from quaver.torch.conversion.replace.fused import (
     FusedModule,
     Named,
-    bare_copy,
-    buffers_of,
-    changed,
+    bypassed_child,
     fixed,
-    linear,
-    must_run_original,
-    of_block,
-    patched,
-    random_tensor,
+    global_names,
+    needs_original,
     reason_mutable,
-    reason_unsupported,
     replaced,
-    wide,
+    with_functions,
 )
 from quaver.torch.conversion.replace.mamba_packing import cu_seqlens_of, last_starts
-from quaver.torch.linear.fused_projections import is_bare, project
+from quaver.torch.linear.fused_projections import project
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.nn.activation import ACTIVATIONS
 from quaver.torch.nn.ssm.causal_conv import causal_conv1d
@@ -106,14 +100,6 @@ def is_mixer(module: nn.Module) -> bool:
     return "A_log" in module._parameters
 
 
-def original_class(module: nn.Module) -> Any:
-    """Return a module's class as its library defined it."""
-    kind: Any = unconverted_class(module)
-    while "_original" in vars(kind):
-        kind = kind._original
-    return kind
-
-
 def whole_functions(forward: Any) -> tuple[str, ...]:
     """Return the names of functions of `WHOLE` that a forward calls, if each returns None without its package."""
     plain = inspect.unwrap(forward)
@@ -139,7 +125,7 @@ def uses(kind: type, forward: Any) -> dict[str, ModuleUse]:
     Empty if no weight is read, or if there is no source code.
     """
     functions = list(_reached(kind, forward))
-    if not any("weight" in _names(function.__code__) for function in functions):
+    if not any("weight" in global_names(function.__code__) for function in functions):
         return {}
     used: dict[str, ModuleUse] = {}
     for function in functions:
@@ -167,12 +153,7 @@ def _reached(kind: type, forward: Any) -> Iterator[Any]:
         member = inspect.unwrap(found) if callable(found) else found
         if hasattr(member, "__code__"):
             yield member
-            names += _names(member.__code__)
-
-
-def _names(code: Any) -> list[str]:
-    inner = [name for const in code.co_consts if hasattr(const, "co_names") for name in _names(const)]
-    return [*code.co_names, *inner]
+            names += global_names(member.__code__)
 
 
 def _of_text(tree: ast.AST) -> Iterator[tuple[str, ModuleUse]]:
@@ -238,48 +219,11 @@ def layers_quantize(module: nn.Module) -> bool:
 
 def by_its_layers(forward: Any, snapshot: bool) -> Any:
     """Return a copy of the forward whose fused functions return None, after which it calls its layers."""
-    return with_functions(forward, tuple((name, _nothing) for name in whole_functions(forward)), snapshot)
+    return with_functions(forward, dict.fromkeys(whole_functions(forward), _nothing), snapshot)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def with_functions(forward: Any, functions: tuple[tuple[str, Any], ...], snapshot: bool) -> Any:
-    """Return a copy of a function, and of its decorators, with these functions among its globals.
-
-    Args:
-        forward: the function.
-        functions: (name, function) pairs to override.
-        snapshot: True copies the current globals to a plain dict, as torch.compile requires.
-    """
-    decorated = getattr(forward, "__wrapped__", None)
-    if decorated is not None:
-        inner = with_functions(decorated, functions, snapshot)
-        cells = [types.CellType(inner) if c.cell_contents is decorated else c for c in forward.__closure__ or ()]
-        copied = types.FunctionType(
-            forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells)
-        )
-        copied.__kwdefaults__ = forward.__kwdefaults__
-        return functools.update_wrapper(copied, inner)
-    found: dict[str, Any] = forward.__globals__
-    # Leave out `__name__`: torch.compile would look names up in that module.
-    plain = {name: value for name, value in found.items() if name != "__name__"}
-    names = plain | dict(functions) if snapshot else OverlaidNames(found, dict(functions))
-    copied = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    return copied
-
-
-class OverlaidNames(dict[str, Any]):
-    """Dict of globals with some names overridden; all others are looked up in the original module at access."""
-
-    def __init__(self, others: dict[str, Any], own: Mapping[str, Any]) -> None:
-        super().__init__(own, __builtins__=others["__builtins__"], __name__=others["__name__"])
-        self.others = others
-
-    def __missing__(self, name: str) -> Any:
-        return self.others[name]
 
 
 # ---- Mamba-2 mixers with Quaver's convolution, scan and gated norm between their own projections ----
@@ -374,9 +318,7 @@ class FusedMixer(CalledMixer):
         x, cache, mask = _arguments_of_call(args, kwargs)
         if x is None or not _is_empty(cache, self):
             return super().forward(*args, **kwargs)
-        if patched(self) or changed(self.__dict__, formula.attributes) or must_run_original(self, x):
-            return super().forward(*args, **kwargs)
-        if blocking_child(self, formula):
+        if needs_original(self, x) or bypassed_child(self, formula.skipped):
             return super().forward(*args, **kwargs)
         return formula.of(self, x, mask, cache, cu_seqlens_of(x, kwargs))
 
@@ -404,27 +346,9 @@ def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else (x * mask[..., None]).to(x.dtype)
 
 
-def blocking_child(module: nn.Module, formula: MixerFormula) -> str:
-    """Return the name of a child that the block would bypass but must not, or "".
-
-    That is a child that has a hook or whose class or attributes have changed.
-    """
-    parts: Any = module._modules
-    for name, kind, attributes in formula.skipped:
-        part = parts.get(name)
-        if (
-            part is None
-            or unconverted_class(part) is not kind
-            or not is_bare(part)
-            or changed(part.__dict__, attributes)
-        ):
-            return name
-    return ""
-
-
 def hook_note(module: nn.Module, formula: MixerFormula) -> str:
     """Return a note that a hook on a child makes the module's own forward run, or ""."""
-    part = blocking_child(module, formula)
+    part = bypassed_child(module, formula.skipped)
     return f"a hook on {part}: while it is registered, the module's own forward runs" if part else ""
 
 
@@ -445,24 +369,30 @@ def formula_of(module: Any) -> tuple[MixerFormula | None, str]:
         if name != FACTORS:
             return None, f"it has a buffer {name!r}, and a write to it could not be detected"
     forward = original_class(module).forward
-    plain = with_functions(forward, _plain_functions(forward), False)
-    reasons = []
-    for formula in _candidates(module):
-        reasons.append(_differs(module, plain, formula))
-        if not reasons[-1]:
-            return formula, ""
-    # Report the candidate that passed the most comparisons.
-    return None, next((why for why in reasons if "bfloat16" in why), reasons[0])
+    plain = with_functions(forward, _plain_functions(forward))
+
+    def theirs(copied: Any, x: Tensor, mask: Tensor | None) -> Tensor:
+        y: Tensor = plain(copied, x, attention_mask=mask)
+        return y
+
+    return first_equal(
+        _candidates(module),
+        lambda dtype: small(module, dtype),
+        _inputs,
+        OTHER_RESULTS,
+        theirs=theirs,
+        agree=_agree,
+    )
 
 
-def _plain_functions(forward: Any) -> tuple[tuple[str, Any], ...]:
+def _plain_functions(forward: Any) -> dict[str, Any]:
     """Return pure-torch versions of the package functions that a forward calls, because the comparison runs on a
     CPU.
     """
     plain = inspect.unwrap(forward)
     found = {name: plain.__globals__.get(name) for name in plain.__code__.co_names}
     wrapped = {name: function for name, function in found.items() if hasattr(function, "__wrapped__")}
-    return tuple((n, (lambda *a, **k: None) if WHOLE.match(n) else inspect.unwrap(f)) for n, f in wrapped.items())
+    return {n: _nothing if WHOLE.match(n) else inspect.unwrap(f) for n, f in wrapped.items()}
 
 
 def _candidates(module: Any) -> Iterator[MixerFormula]:
@@ -491,39 +421,26 @@ WITHIN, FURTHER = 1e-5, 1.25
 SAMPLES = 4
 
 
-def _differs(module: Any, forward: Any, formula: MixerFormula) -> str:
-    """Return how the outputs differ, or "": in training and evaluation, with and without padding."""
+def _inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Yield inputs, with and without padding."""
     seen = torch.ones(2, TOKENS, dtype=torch.int64, device="cpu")
     seen[1, :2] = 0
-    for dtype, training in itertools.product((torch.float32, torch.bfloat16), (True, False)):
-        copied = small(module, dtype).train(training)
-        ours, theirs = 0.0, 0.0
-        for mask, n in itertools.product((None, seen), range(SAMPLES if dtype is torch.bfloat16 else 1)):
+    for mask, n in itertools.product((None, seen), range(SAMPLES if dtype is torch.bfloat16 else 1)):
+        yield random_tensor((2, TOKENS, SMALL), dtype, 5 + n), mask
 
-            def by_theirs(copied: Any, x: Tensor, mask: Tensor | None = mask) -> Tensor:
-                y: Tensor = forward(copied, x, attention_mask=mask)
-                return y
 
-            def by_ours(copied: Any, x: Tensor, mask: Tensor | None = mask) -> Tensor:
-                return formula.of(copied, x, mask)
-
-            x = (random_tensor((2, TOKENS, SMALL), dtype, 5 + n),)
-            try:
-                expected = differentiated(by_theirs, copied, x)
-                results = of_block(by_ours, copied, x)
-                exact = expected if dtype is torch.float32 else wide(by_theirs, copied, x)
-            except Exception as error:
-                return reason_unsupported(error)
-            where = f"in {str(dtype).partition('.')[2]}, in {'training' if training else 'evaluation'}"
-            if any(not _same_type(a, b) for a, b in zip(results, expected, strict=True)):
-                return f"a small copy gives results of other shapes or dtypes {where}"
-            ours += sum(_relative_errors(results, exact))
-            theirs += sum(_relative_errors(expected, exact))
-            if dtype is torch.float32 and max(_relative_errors(results, exact)) > WITHIN**2:
-                return f"a small copy gives other results {where}"
-        if not ours <= (FURTHER**2 * theirs if dtype is torch.bfloat16 else torch.inf):
-            return f"a small copy gives other results {where}"
-    return ""
+def _agree(dtype: torch.dtype, results: list[Results]) -> bool:
+    """Return True if the errors are within the bound: in float32 of each tensor, in bf16 of all together."""
+    ours, theirs = 0.0, 0.0
+    for got, expected, exact in results:
+        if any(not _same_type(a, b) for a, b in zip(got, expected, strict=True)):
+            return False
+        right = expected if dtype is torch.float32 else exact()
+        errors = _relative_errors(got, right)
+        if dtype is torch.float32 and max(errors) > WITHIN**2:
+            return False
+        ours, theirs = ours + sum(errors), theirs + sum(_relative_errors(expected, right))
+    return dtype is torch.float32 or ours <= FURTHER**2 * theirs
 
 
 def _same_type(a: Tensor | None, b: Tensor | None) -> bool:
@@ -541,31 +458,10 @@ def _relative_errors(results: Sequence[Tensor | None], exact: Sequence[Tensor | 
 
 def small(module: Any, dtype: torch.dtype) -> nn.Module:
     """Return a small copy with few input and output features and the module's own heads."""
-    parts: dict[str, nn.Module] = {}
-    for i, (name, part) in enumerate(module._modules.items()):
-        if name in ("in_proj", "out_proj"):
-            n, k = (
-                part.weight.shape
-                if part._parameters.get("weight") is not None
-                else (part.out_features, part.in_features)
-            )
-            n, k = (n, SMALL) if name == "in_proj" else (SMALL, k)
-            bias = None if getattr(part, "bias", None) is None else random_tensor((n,), dtype, 2 * i + 1, scale=0.3)
-            parts[name] = linear(random_tensor((n, k), dtype, 2 * i, scale=k**-0.5), bias)
-            continue
-        mean, scale = (0.0, 0.5) if name == "conv1d" else (1.0, 0.2)
-        values = {
-            n: random_tensor(p.shape, dtype, i, mean, scale) for n, p in part._parameters.items() if p is not None
-        }
-        parts[name] = bare_copy(part, original_class(part), {}, values)
-        parts[name]._buffers.update(buffers_of(part))
-    own = {n: random_tensor(p.shape, dtype, 50 + i, -0.5, 0.5) for i, (n, p) in enumerate(module._parameters.items())}
-    copied = bare_copy(module, original_class(module), parts, own)
-    like = module._parameters["dt_bias"].dtype
-    for n, b in module._buffers.items():
-        copied._buffers[n] = (
-            None if b is None else random_tensor(b.shape, dtype if b.dtype is like else b.dtype, 70, 1.0, 0.2)
-        )
+    features = {"in_proj": (SMALL, module.in_proj.out_features), "out_proj": (module.out_proj.in_features, SMALL)}
+    copied = stand_in(module, dtype, features)
+    for name in copied._buffers.keys() & {FACTORS}:
+        copied._buffers[name] = random_tensor(module._buffers[name].shape, dtype, 70, 1.0, 0.2)
     if "chunk_size" in copied.__dict__:
         copied.__dict__["chunk_size"] = CHUNK
     return copied

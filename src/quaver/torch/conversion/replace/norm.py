@@ -1,36 +1,21 @@
-"""Replace norms of any family by Quaver's normalization over the last axis, and model functions that apply rope."""
+"""Replace norms of any family by Quaver's normalization over the last axis.
+
+The formula of a norm is its row in `families`, or else the first candidate that `probe` finds to compute the same.
+"""
 
 import inspect
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.backends.gpu import capture
-from quaver.torch.conversion.matchers.swap_class import BOUNDS, close, original, unconverted_class
-from quaver.torch.conversion.replace.compare import (
-    FusedModule,
-    Named,
-    bare_copy,
-    casts,
-    changed,
-    differs,
-    must_run_original,
-    patched,
-    random_tensor,
-    reason_mutable,
-    reason_unsupported,
-    rows,
-)
-from quaver.torch.nn.attention.rope import apply_rotary_to_both
+from quaver.torch.conversion.matchers.swap_class import unconverted_class
+from quaver.torch.conversion.probe import bare_copy, first_equal, random_tensor, rows
+from quaver.torch.conversion.replace.fused import FusedModule, Named, needs_original, reason_mutable
 from quaver.torch.nn.norm import NORMALIZATIONS, Normalization
-from quaver.torch.numerics.versions import has_reliable_version
-
-# ---- norms ----
+from quaver.torch.operations import ops
 
 #: Features of the small copy of a norm without parameters.
 WIDTH = 16
@@ -64,16 +49,17 @@ class FusedNorm(FusedModule):
     _formula: NormFormula
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        formula = self._formula
-        if len(args) != 1 or kwargs or patched(self) or changed(self.__dict__, formula.attributes):
+        if len(args) != 1 or kwargs or needs_original(self, args[0]) or not _fits(self, args[0]):
             return super().forward(*args, **kwargs)
-        if must_run_original(self, args[0]) or casts(args[0]) or not _fits(self, args[0]):
-            return super().forward(*args, **kwargs)
-        return formula.of(self, args[0])
+        return self._formula.of(self, args[0])
 
 
 def _fits(module: FusedNorm, x: Tensor) -> bool:
-    """Return True if gamma has x's dtype and size; otherwise the original promotes or broadcasts."""
+    """Return True if the norm's operations keep x's dtype, and gamma has x's dtype and size; otherwise the original
+    promotes or broadcasts.
+    """
+    if x.dtype is not torch.float32 and torch.is_autocast_enabled(ops.autocast_device(x)):
+        return False
     name = module._formula.weight
     if name is None:
         return x.dim() > 0
@@ -99,38 +85,27 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def formula_of(module: nn.Module) -> tuple[NormFormula | None, str]:
-    """Return what a norm computes, or None and the reason why it is not replaced."""
-    kind = original(unconverted_class(module)) or unconverted_class(module)
+    """Return what a norm computes, or None and the reason why it is not replaced.
+
+    A norm with a gamma [heads, features] is compared with one gamma for all heads.
+    """
     names = [name for name, p in module._parameters.items() if p is not None]
-    width = next((p.shape[0] for p in module._parameters.values() if p is not None), _width(module))
-    if any(p is not None and p.shape[0] != width for p in module._parameters.values()):
+    widths = {p.shape[-1] for p in module._parameters.values() if p is not None} or {_width(module)}
+    if len(widths) > 1:
         return None, "its parameters have several sizes"
     if why := reason_mutable(module.__dict__):
         return None, why
+    (width,) = widths
 
     def of_dtype(dtype: torch.dtype) -> nn.Module:
         values = {name: random_tensor((width,), dtype, i, 0.5, 0.2) for i, name in enumerate(names)}
-        return bare_copy(module, kind, {}, values)
+        return bare_copy(module, {}, values)
 
     def inputs(dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
         return ((x,) for x in rows(width, dtype))
 
-    why = "no normalization of Quaver reproduces its outputs"
-    try:
-        probe = next(rows(width, torch.float32))
-        copied = of_dtype(torch.float32).eval()
-        with torch.no_grad():
-            expected = copied(probe)
-    except Exception as error:
-        return None, reason_unsupported(error)
-    for formula in _candidates(module, names):
-        with torch.no_grad():
-            y = formula.of(copied, probe)
-        if isinstance(expected, Tensor) and expected.shape == y.shape and torch.allclose(y, expected, 1e-4, 1e-6):
-            why = differs(of_dtype, formula.of, inputs)
-            if not why:
-                return formula, ""
-    return None, why
+    otherwise = "no normalization of Quaver reproduces its outputs"
+    return first_equal(_candidates(module, names), of_dtype, inputs, otherwise)
 
 
 def _width(module: nn.Module) -> int:
@@ -149,127 +124,3 @@ def _candidates(module: nn.Module, names: list[str]) -> Iterator[NormFormula]:
         for eps in dict.fromkeys((*own, *EPS)):
             for zero_centered in (False, True) if weight is not None else (False,):
                 yield NormFormula(Normalization(normalization, eps, zero_centered), weight, bias)
-
-
-# ---- functions of transformers' models that apply rope to queries and keys ----
-#
-# A model passes cosines and sines that it computes once for all layers. Here they are rearranged for `apply_rotary`,
-# with the sine negated at the first element of each pair.
-
-#: Layouts of the tables [..., R]: each angle in both halves, at both neighbours, or once.
-HALVES, PAIRS, ONCE = "halves", "pairs", "once"
-#: Llama 4's layout, one tensor of complex numbers; its function is not replaced.
-COMPLEX = "complex"
-
-
-class _RopeThreadState(threading.local):
-    #: Weak references to the last cosines and sines, their cache key, and the tables; empty once they are freed.
-    last: Sequence[Any] = ()
-
-
-_thread = _RopeThreadState()
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rope function (q [B, H, S, D], k [B, G, S, D], cos, sin [B, S, R]) that returns q and k rotated.
-
-    With unsqueeze_dim=2, as in transformers, q and k are [B, S, H, D].
-    """
-
-    #: Layout of the tables; and True if neighbouring features form a pair, False if the two halves do.
-    table_layout: str
-    interleaved: bool
-
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        tables = self._remembered(cos, sin)
-        if unsqueeze_dim == 2:
-            return apply_rotary_to_both(q, k, *tables, self.interleaved)
-        q, k = apply_rotary_to_both(q.transpose(1, 2), k.transpose(1, 2), *tables, self.interleaved)
-        return q.transpose(1, 2), k.transpose(1, 2)
-
-    def _remembered(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tables for these tensors, cached because all layers of a model receive the same ones."""
-        if not (has_reliable_version(cos) and has_reliable_version(sin)) or cos.requires_grad or sin.requires_grad:
-            return self._tables(cos, sin)
-        # Memory allocated in a CUDA graph is only filled during replays.
-        if capture.is_captured_or_rehearsed(cos.device):
-            return self._tables(cos, sin)
-        stream = capture.stream_of(cos.device) if cos.is_cuda else 0
-        facts = self, cos._version, sin._version, stream, torch.is_inference_mode_enabled()
-        # Copy first: another thread may clear the entry.
-        last = tuple(_thread.last)
-        if last and last[0]() is cos and last[1]() is sin and last[2] == facts:
-            cached: tuple[Tensor, Tensor] = last[3]
-            return cached
-        entry: list[Any] = []
-        fresh = self._tables(cos, sin)
-        entry += [weakref.ref(cos, lambda _: entry.clear()), weakref.ref(sin), facts, fresh]
-        _thread.last = entry
-        return fresh
-
-    def _tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)
-        if self.table_layout == PAIRS:
-            cos, sin = cos[..., ::2], sin[..., ::2]
-        elif self.table_layout == HALVES:
-            cos, sin = cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]
-        if self.interleaved:
-            return torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)
-        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-def tables(table_layout: str, width: int, tokens: int, dtype: torch.dtype) -> Any:
-    """Return random cosines and sines [1, S, R] for R features, or complex numbers [1, S, R / 2]."""
-    angle = random_tensor((1, tokens, width // 2), torch.float32, 7, scale=2.0)
-    if table_layout == COMPLEX:
-        return torch.polar(torch.ones_like(angle), angle)
-    if table_layout == PAIRS:
-        angle = angle.repeat_interleave(2, -1)
-    elif table_layout == HALVES:
-        angle = torch.cat([angle, angle], -1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rope_of(function: Callable[..., Any]) -> Rope | None:
-    """Return the `Rope` that computes the same as a model's function, or None."""
-    with torch.inference_mode(False), torch.enable_grad():
-        for rope in (Rope(HALVES, False), Rope(PAIRS, True), Rope(HALVES, True), Rope(ONCE, False)):
-            if all(_agrees(function, rope, HEAD, dtype) for dtype in BOUNDS):
-                # Some functions reject tables with fewer features than a head; those that accept them must agree.
-                return rope if _agrees(function, rope, HEAD // 2, torch.float32, refusing=True) else None
-    return None
-
-
-#: Features of a head in the comparison.
-HEAD = 16
-
-
-def _agrees(function: Callable[..., Any], rope: Rope, width: int, dtype: torch.dtype, refusing: bool = False) -> bool:
-    """Return True if the function and the rope agree when `width` features of each head rotate.
-
-    Args:
-        function: the model's function.
-        rope: Quaver's candidate.
-        width: number of rotated features.
-        dtype: dtype of the inputs.
-        refusing: result if the function raises.
-    """
-    q, k = (random_tensor((2, heads, 5, HEAD), dtype, heads).requires_grad_() for heads in (4, 2))
-    cos, sin = tables(rope.table_layout, width, 5, dtype)
-    try:
-        theirs = function(q, k, cos, sin)
-    except Exception:
-        # The function takes other arguments or tables.
-        return refusing
-    results = []
-    for transposed in (theirs, rope(q, k, cos, sin)):
-        if (
-            not isinstance(transposed, tuple)
-            or len(transposed) != 2
-            or any(y.shape != x.shape for x, y in zip((q, k), transposed, strict=True))
-        ):
-            return False
-        g = [random_tensor(y.shape, dtype, 9) for y in transposed]
-        results.append([*(y.detach() for y in transposed), *torch.autograd.grad(transposed, (q, k), g)])
-    return all(map(close, results[1], results[0]))
