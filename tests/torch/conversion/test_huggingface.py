@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 import quaver.torch as qt
-from quaver.torch.conversion.huggingface.probe import arguments, surroundings
+from quaver.torch.conversion.huggingface.call import arguments, surroundings
 from quaver.torch.conversion.huggingface.roles import Choices, distance
 from tests.close import assert_bitwise
 

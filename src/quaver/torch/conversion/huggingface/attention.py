@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.conversion.huggingface.probe import ATTENTION, LayerArguments, ObservedCall, asks_for_alibi, attribute
-from quaver.torch.conversion.huggingface.roles import Choices, Rows, fill, linear_of, norm_of
+from quaver.torch.conversion.huggingface.call import ATTENTION, LayerArguments, ObservedCall, asks_for_alibi, attribute
+from quaver.torch.conversion.huggingface.roles import Rows, fill, linear_of, norm_of
 from quaver.torch.nn.attention.latent import LatentAttention, LatentConfig
 from quaver.torch.nn.attention.multihead import MultiheadAttention
 from quaver.torch.nn.attention.relative_bias import RelativePositionBias
@@ -38,7 +38,6 @@ def attentions(
     layer_context: LayerArguments,
     observed: ObservedCall,
     fused: bool | None,
-    choices: Choices,
 ) -> Iterator[tuple[dict[str, Any], MultiheadAttention | LatentAttention]]:
     """Yield candidates for the layer's attention.
 
@@ -48,7 +47,6 @@ def attentions(
         layer_context: configuration and mask kind of the layer.
         observed: the observed call of the layer.
         fused: True for one qkv matrix, False for separate ones, None to keep the layer's form.
-        choices: choices of earlier comparisons, used for norms.
     Returns:
         Pairs of options for a `TransformerLayer` and an attention module with the layer's parameters, without a norm in
         front.
@@ -58,12 +56,12 @@ def attentions(
     known = (*ATTENTION, *LATENT, "o")
     linears = {role: linear_of(layer.get_submodule(name)) for role, name in roles.items() if role in known}
     if "kv_down" in linears:
-        return _latents(layer, layer_context, linears, observed, choices)
+        return _latents(layer, layer_context, linears, observed)
     counts = _heads(layer_context, linears)
     whole = "qkv" in linears
     together = whole if fused is None else fused
     base = _options(layer, layer_context, counts, linears) | {"fused": together}
-    norms, scope = _head_norms(observed, counts, choices)
+    norms, scope = _head_norms(observed, counts)
     ropes = _rope_candidates(layer_context, counts.dim, observed.output.device)
     orders = list(_orders(counts)) if whole else [None]
     alibis = (False, True) if asks_for_alibi(layer) else (False,)
@@ -90,7 +88,6 @@ def _latents(
     layer_context: LayerArguments,
     linears: Mapping[str, Any],
     observed: ObservedCall,
-    choices: Choices,
 ) -> Iterator[tuple[dict[str, Any], LatentAttention]]:
     """Yield candidates for multi-head latent attention, as `attentions` does."""
     heads, rows = (
@@ -114,7 +111,7 @@ def _latents(
         "bias": linears["kv_down"][1] is not None,
         "out_bias": linears["o"][1] is not None,
     }
-    norms = [norm_of(event.module, event.input, choices) for event in observed.head_norms()]
+    norms = [norm_of(event.module, event.input.shape[-1]) for event in observed.head_norms()]
     names = ("kv_norm",) if q_rank is None else ("q_norm", "kv_norm")
 
     def candidates() -> Iterator[tuple[dict[str, Any], LatentAttention]]:
@@ -210,7 +207,7 @@ def _position_bias(layer: nn.Module, heads: int, layer_context: LayerArguments) 
     return ours
 
 
-def _head_norms(observed: ObservedCall, counts: HeadShape, choices: Choices) -> tuple[list[nn.Module], str]:
+def _head_norms(observed: ObservedCall, counts: HeadShape) -> tuple[list[nn.Module], str]:
     """Return Quaver's equivalents of the query and key norms, and their scope: "head", "each_head" or "all_heads"."""
     norms = observed.head_norms()
     if not norms:
@@ -224,7 +221,7 @@ def _head_norms(observed: ObservedCall, counts: HeadShape, choices: Choices) -> 
         scope = "all_heads"
     elif any(p.dim() == 2 for p in norms[0].module.parameters()):
         scope = "each_head"
-    return [norm_of(event.module, event.input, choices) for event in norms], scope
+    return [norm_of(event.module, event.input.shape[-1]) for event in norms], scope
 
 
 def _fill(ours: Any, linears: Mapping[str, Any], rows: Rows | None, counts: HeadShape) -> None:

@@ -2,31 +2,31 @@
 parameters.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quaver.recipes.text import check_name
 from quaver.reference.attention import MASKS
 from quaver.torch.conversion.huggingface.attention import attentions
-from quaver.torch.conversion.huggingface.mixers import formula_in, holds_a_mixer, possible_mixtures, read_mixer
-from quaver.torch.conversion.huggingface.probe import (
+from quaver.torch.conversion.huggingface.call import (
     ATTENTION,
     LayerArguments,
     ObservedCall,
     arguments,
     attribute,
+    random_input,
+    same,
     surroundings,
     watched,
 )
-from quaver.torch.conversion.huggingface.probe import MLP as MLP_ROLES
+from quaver.torch.conversion.huggingface.call import MLP as MLP_ROLES
+from quaver.torch.conversion.huggingface.mlp import mlp_of
 from quaver.torch.conversion.huggingface.roles import (
     BOUNDS,
-    ROLES,
     Choices,
-    activations_of,
     distance,
     distance_of_most,
     fill,
@@ -35,17 +35,13 @@ from quaver.torch.conversion.huggingface.roles import (
     randomized,
     roles_of,
 )
+from quaver.torch.conversion.replace.mixer import FACTORS, MixerFormula, formula_of, is_mamba2
 from quaver.torch.linear.linear import Quantizable
-from quaver.torch.nn.mlp import MLP, ComposedBlock
 from quaver.torch.nn.moe.layers import MoE
 from quaver.torch.nn.ssm.mamba2 import Mamba2, Mamba2Layer
 from quaver.torch.nn.transformer import TransformerLayer
 from quaver.torch.state.context import autocast
 
-#: Batch size and number of tokens of the input used for comparison.
-SIZES = 2, 11
-#: Roles of an MLP's matrices.
-MLP_PARTS = ("gate_up", "gate", "up", "down")
 #: Norm placements to try, by the order in which norms ("n"), attention ("a") and MLP ("m") run: `TransformerLayer`
 #: options and the module path of each norm.
 PLACES: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
@@ -69,21 +65,6 @@ PLACES: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
         )
     ],
 }
-
-
-class NormThen(ComposedBlock):
-    """A norm followed by the layer's own module, such as a mixture of experts; returns the module's first output."""
-
-    def __init__(self, norm: nn.Module | None, module: nn.Module) -> None:
-        super().__init__()
-        self.register_module("norm", norm)
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        norm: Any = self._modules["norm"]
-        y = self.module(x if norm is None else norm(x))
-        first: Tensor = y[0] if isinstance(y, tuple | list) else y
-        return first.reshape(x.shape)
 
 
 def from_huggingface(
@@ -127,8 +108,9 @@ def from_huggingface(
     4e-2 in bfloat16.
     """
     _check(layer, mask_type, dropout, attention_dropout)
-    if holds_a_mixer(layer):
-        return _state_space(layer, fused, mask_type)
+    if (mixer := _mixer_in(layer)) is not None:
+        with autocast(enabled=False), torch.no_grad():
+            return _state_space(layer, mixer, fused, mask_type).train(layer.training)
     causal = None if mask_type is None else MASKS[mask_type][1]
     rates = {"dropout": dropout or 0.0, "attention_dropout": attention_dropout or 0.0}
     with autocast(enabled=False), torch.no_grad():
@@ -141,31 +123,23 @@ def from_huggingface(
     return whole
 
 
-def _state_space(layer: nn.Module, fused: bool | None, mask_type: str | None) -> Mamba2Layer | Mamba2:
-    if mask_type not in (None, "causal"):
-        raise ValueError(f"{type(layer).__name__} is a state-space layer, which is always causal: leave out mask_type")
-    with autocast(enabled=False):
-        # The formula of the mixer is found by comparing gradients, so this runs without no_grad.
-        formula = formula_in(layer)
-        with torch.no_grad():
-            choices = Choices()
-            read_mixer(randomized(layer), formula, fused, choices)
-            ours = read_mixer(layer, formula, fused, Choices(choices))
-    return ours.train(layer.training)
-
-
 def _read(
     layer: nn.Module, layer_context: LayerArguments, fused: bool | None, rates: dict[str, float], choices: Choices
 ) -> TransformerLayer:
     """Build the `TransformerLayer` for a layer, in evaluation mode."""
     roles = roles_of(layer)
-    x = _input(layer, roles)
+    if "o" not in roles or not {"qkv", "q", "q_down"} & set(roles) or not {"up", "gate_up", "mixture"} & set(roles):
+        raise ValueError(
+            f"{type(layer).__name__} has no attention and MLP with known names of their matrices; create a "
+            "TransformerLayer yourself, as docs/blocks/transformer.md shows"
+        )
+    x = random_input(layer.get_submodule(roles["o"]), inputs=False)
     observed = watched(layer, roles, x, arguments(layer, layer_context, x))
     inside: Any = {event.name: event.module for event in observed.hidden_dropouts()}
     _check_inner_dropout(layer, {name: module.p for name, module in inside.items()}, rates["dropout"])
-    candidates = attentions(layer, roles, layer_context, observed, fused, choices)
-    options, attention = _same(candidates, observed, ATTENTION, "o", choices, "attention")
-    mlp_options, mlp = _mlp(layer, roles, layer_context, observed, fused, choices)
+    candidates = attentions(layer, roles, layer_context, observed, fused)
+    options, attention = same(candidates, observed, ATTENTION, "o", choices, "attention")
+    mlp_options, mlp = mlp_of(layer, roles, layer_context.config, observed, fused, choices)
     return _placed(layer, layer_context, observed, {**options, **mlp_options, **rates}, attention, mlp, choices)
 
 
@@ -221,99 +195,6 @@ def _dropouts(layer: nn.Module) -> dict[str, float]:
     return rates
 
 
-def _input(layer: nn.Module, roles: Mapping[str, str]) -> Tensor:
-    """Return a random input [B, S, dim] for the layer."""
-    if "o" not in roles or not {"qkv", "q", "q_down"} & set(roles) or not {"up", "gate_up", "mixture"} & set(roles):
-        raise ValueError(
-            f"{type(layer).__name__} has no attention and MLP with known names of their matrices; create a "
-            "TransformerLayer yourself, as docs/blocks/transformer.md shows"
-        )
-    weight = linear_of(layer.get_submodule(roles["o"]))[0]
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(*SIZES, weight.shape[0], generator=generator, dtype=torch.float32, device="cpu")
-    return x.to(weight.device, weight.dtype)
-
-
-def _same(
-    candidates: Any,
-    observed: ObservedCall,
-    begin: tuple[str, ...],
-    end: str,
-    choices: Choices,
-    part: str,
-    off: Any = distance,
-) -> tuple[dict[str, Any], Any]:
-    """Return the first candidate that maps a part's recorded input to its recorded output, within the bound for
-    `off`.
-    """
-    x, expected = observed.input_of(begin), observed.output_of(end)
-    says = f"the layer's {part} has other outputs than Quaver's with any options"
-    taken: tuple[dict[str, Any], Any]
-    # Some mixtures return tokens [B * S, dim] without a sequence axis.
-    expected = expected.reshape(*x.shape[:-1], -1)
-    taken = choices.first(candidates, lambda c: off(c[1].eval()(x), expected), x.dtype, says)
-    return taken
-
-
-def _mlp(
-    layer: nn.Module,
-    roles: Mapping[str, str],
-    layer_context: LayerArguments,
-    observed: ObservedCall,
-    fused: bool | None,
-    choices: Choices,
-) -> tuple[dict[str, Any], nn.Module]:
-    """Return the options and the MLP module, without a norm in front."""
-    if "mixture" in roles:
-        theirs = _mixtures(layer.get_submodule(roles["mixture"]), layer_context)
-        return _same(theirs, observed, MLP_ROLES, "mixture", choices, "MLP", distance_of_most)
-    first = roles["gate_up" if "gate_up" in roles else "up"]
-    names = first.split(".")
-    holders = [layer.get_submodule(".".join(names[:i])) for i in range(len(names) - 1, -1, -1)]
-    linears = {r: linear_of(layer.get_submodule(roles[r])) for r in MLP_PARTS if r in roles}
-    gated = "up" not in linears or "gate" in linears
-    joined = "gate_up" in linears if fused is None else fused
-    dim, hidden = linears["down"][0].shape
-
-    def one_mlp() -> Any:
-        for activation in activations_of(holders, gated):
-            has_bias = linears["down"][1] is not None
-            options = {"hidden": hidden, "activation": activation, "mlp_bias": has_bias}
-            ours = MLP(dim, hidden, activation, fused=joined, bias=has_bias, device="meta")
-            _fill_mlp(ours, linears, hidden)
-            yield options, ours
-
-    return _same(one_mlp(), observed, MLP_ROLES, "down", choices, "MLP")
-
-
-def _mixtures(module: nn.Module, layer_context: LayerArguments) -> Iterator[tuple[dict[str, Any], nn.Module]]:
-    """Yield candidate `MoE` modules, and last the layer's own module."""
-
-    def shared(mlp: nn.Module, ours: MLP) -> None:
-        children = dict(mlp.named_children())
-        roles = {role: [c for name, c in children.items() if ROLES[role].search(name)] for role in MLP_PARTS}
-        linears = {role: linear_of(of_role[0]) for role, of_role in roles.items() if of_role}
-        _fill_mlp(ours, linears, linears["down"][0].shape[1])
-
-    for ours in possible_mixtures(module, layer_context, shared):
-        yield {"hidden": 1}, ours
-    yield {"hidden": 1}, NormThen(None, module)
-
-
-def _fill_mlp(ours: Any, linears: Mapping[str, Any], hidden: int) -> None:
-    fill(ours.down_proj, [linears["down"]])
-    parts = ours._modules
-    if "gate_up_proj" in parts:
-        fill(ours.gate_up_proj, [linears["gate_up"]] if "gate_up" in linears else [linears["gate"], linears["up"]])
-    elif "gate_up" in linears:
-        fill(ours.gate_proj, [linears["gate_up"]], lambda rows: rows[:hidden].clone())
-        fill(ours.up_proj, [linears["gate_up"]], lambda rows: rows[hidden:].clone())
-    else:
-        for role in ("gate", "up"):
-            if role in linears:
-                fill(parts[f"{role}_proj"], [linears[role]])
-
-
 def _placed(
     layer: nn.Module,
     layer_context: LayerArguments,
@@ -330,7 +211,7 @@ def _placed(
             f"norms (n), attention (a) and MLP (m) run in the order {order!r}, but only {', '.join(PLACES)} are "
             "supported"
         )
-    norms = [norm_of(event.module, event.input, choices) for event in observed.stream_norms()]
+    norms = [norm_of(event.module, event.input.shape[-1]) for event in observed.stream_norms()]
     attention.core.dropout = options["attention_dropout"]
     scale = float(attribute(layer, "residual_multiplier", 1.0))
 
@@ -349,3 +230,105 @@ def _placed(
     off = distance_of_most if isinstance(mlp, MoE) else distance
     taken: TransformerLayer = choices.first(candidates(), lambda ours: off(ours(x), observed.output), x.dtype, says)
     return taken
+
+
+# ---- Mamba-2 ----
+
+
+def _state_space(layer: nn.Module, mixer: nn.Module, fused: bool | None, mask_type: str | None) -> Mamba2Layer | Mamba2:
+    if mask_type not in (None, "causal"):
+        raise ValueError(f"{type(layer).__name__} is a state-space layer, which is always causal: leave out mask_type")
+    formula = _formula_of(mixer)
+    choices = Choices()
+    _read_mixer(randomized(layer), formula, fused, choices)
+    return _read_mixer(layer, formula, fused, Choices(choices))
+
+
+def _read_mixer(layer: nn.Module, formula: MixerFormula, fused: bool | None, choices: Choices) -> Mamba2 | Mamba2Layer:
+    """Build the `Mamba2` or `Mamba2Layer` for a mixer, or a layer with one as a direct child, in evaluation mode."""
+    mixer: Any = _mixer_in(layer)
+    roles = {role: name for role, name in roles_of(layer).items() if role in (*MLP_ROLES, "down")}
+    observed = watched(layer, roles, random_input(mixer.in_proj, inputs=True), {})
+    ours: Any = _mixer(mixer, formula)
+    if any(event.role == "dropout" for event in observed.events):
+        raise ValueError(f"Quaver's Mamba2Layer cannot compute {type(layer).__name__}: it has dropout")
+    if mixer is not layer:
+        inside = {id(part) for part in mixer.modules()}
+        norms = [e for e in observed.events if e.role == "norm" and id(e.module) not in inside]
+        if len(norms) != (2 if roles else 1) or "mixture" in roles:
+            raise ValueError(
+                f"{type(layer).__name__} runs {len(norms)} norms beside its mixer; a Mamba2Layer has one norm before "
+                "the mixer, and one before an MLP"
+            )
+        options, mlp = mlp_of(layer, roles, None, observed, fused, choices) if roles else ({}, None)
+        whole: Any = Mamba2Layer(
+            observed.input.shape[-1],
+            residual_scale=float(attribute(layer, "residual_multiplier", 1.0)),
+            residual_in_fp32=bool(getattr(layer, "residual_in_fp32", False)),
+            device="meta",
+            **_mixer_options(mixer, formula),
+            **{name: options[name] for name in ("hidden", "activation") if name in options},
+        )
+        whole.mixer = ours
+        for part, norm in zip((ours, mlp), norms, strict=False):
+            part.register_module("norm", norm_of(norm.module, norm.input.shape[-1]))
+        if mlp is not None:
+            whole.mlp = mlp
+        ours = whole
+    says = f"{type(layer).__name__} has other outputs than Quaver's layer with the same parts"
+    taken: Mamba2 | Mamba2Layer = choices.first(
+        [ours.eval()], lambda one: distance(one(observed.input), observed.output), observed.input.dtype, says
+    )
+    return taken
+
+
+def _mixer_in(layer: nn.Module) -> nn.Module | None:
+    """Return the layer if it is a Mamba-2 mixer, else its direct child that is one, or None."""
+    return next((module for module in (layer, *layer.children()) if is_mamba2(module)), None)
+
+
+def _formula_of(mixer: nn.Module) -> MixerFormula:
+    """Return the formula that a Mamba-2 mixer computes.
+
+    Raises:
+        ValueError: `Mamba2` cannot compute it; the message gives the reason.
+    """
+    formula, why = formula_of(mixer)
+    if FACTORS in mixer._buffers:
+        formula, why = None, f"it multiplies the output of in_proj by {FACTORS}"
+    if formula is None:
+        raise ValueError(f"Mamba2 cannot compute {type(mixer).__name__}: {why}")
+    return formula
+
+
+def _mixer_options(mixer: Any, formula: MixerFormula) -> dict[str, Any]:
+    """Return the `Mamba2` options for a mixer, without a norm in front."""
+    sizes, norm, conv = formula.sizes, formula.norm, mixer.conv1d
+    gate = "no_norm" if norm is None else "norm_first" if norm.norm_before_gate else "gate_first"
+    return {
+        "inner": sizes.heads * sizes.head_dim,
+        "head_dim": sizes.head_dim,
+        "state": sizes.state,
+        "groups": sizes.groups,
+        "taps": conv.weight.shape[-1],
+        "conv_bias": conv.bias is not None,
+        "conv_activation": formula.activation,
+        "bias": linear_of(mixer.in_proj)[1] is not None,
+        "out_bias": linear_of(mixer.out_proj)[1] is not None,
+        "gate": gate,
+        "gate_groups": None if norm is None else norm.groups,
+        "gate_eps": None if norm is None else norm.eps,
+        "dt_limit": formula.dt_limit,
+    }
+
+
+def _mixer(mixer: Any, formula: MixerFormula) -> Mamba2:
+    ours: Any = Mamba2(linear_of(mixer.in_proj)[0].shape[1], device="meta", **_mixer_options(mixer, formula))
+    fill(ours.in_proj, [linear_of(mixer.in_proj)])
+    fill(ours.out_proj, [linear_of(mixer.out_proj)])
+    ours.conv1d._parameters.update(weight=mixer.conv1d.weight, bias=mixer.conv1d.bias)
+    if formula.norm is not None:
+        ours.gated_norm._parameters["weight"] = mixer.norm.weight
+    ours._parameters.update({name: mixer._parameters[name] for name in ("dt_bias", "A_log", "D")})
+    block: Mamba2 = ours.eval()
+    return block

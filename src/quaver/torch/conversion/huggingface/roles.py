@@ -6,15 +6,16 @@ random weights.
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from quaver.torch.conversion.matchers.linears import is_transposed
+from quaver.torch.conversion.replace.norm import formula_of
 from quaver.torch.nn.activation import ACTIVATIONS
-from quaver.torch.nn.norm import NORMALIZATIONS, NormKind, NormOfEachHead, NormOptions, named
+from quaver.torch.nn.norm import NormOfEachHead, NormOptions
 
 # ---- candidates: tried on a copy with random weights, then applied to the layer's own ----
 #
@@ -118,8 +119,6 @@ def randomized(layer: nn.Module) -> nn.Module:
 
 # ---- projections, norms and activations ----
 
-#: Attribute names of a norm's epsilon.
-EPS = ("eps", "variance_epsilon", "epsilon")
 #: Attribute names of the activation between an MLP's matrices.
 ACTIVATION = ("act_fn", "act", "activation_fn", "activation", "intermediate_act_fn", "activation_function")
 
@@ -152,33 +151,31 @@ def fill(linear: Any, parts: Sequence[tuple[nn.Parameter, nn.Parameter | None]],
     linear._parameters["bias"] = None if biases[0] is None else _joined(biases, rows)
 
 
-def norm_of(module: nn.Module, x: Tensor, choices: Choices) -> nn.Module:
-    """Return the Quaver norm that reproduces a module's outputs, with its parameters.
+def norm_of(module: nn.Module, dim: int) -> nn.Module:
+    """Return the Quaver norm over dim features that computes the same as a module, with its parameters.
 
-    Args:
-        module: the transformers norm.
-        x: example input; only its shape, dtype and device are used.
-        choices: choices of earlier comparisons.
     Raises:
-        ValueError: no norm reproduces it.
+        ValueError: no norm computes the same.
     """
-    parameters = {name: p for name, p in module._parameters.items() if p is not None}
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    eps = next((getattr(module, name) for name in EPS if getattr(module, name, None) is not None), None)
-    kind = type(module).__name__
-    if eps is None or not set(parameters) <= {"weight", "bias"}:
+    formula, why = formula_of(module)
+    if formula is None:
         raise ValueError(
-            f"{kind} has no eps with a known name, or parameters other than weight and bias, so it matches no "
-            "Quaver norm"
+            f"{type(module).__name__} has other outputs than LayerNorm, RMSNorm and L2 with its parameters: {why}"
         )
-    tried = _inputs(x)
-    theirs = [module(y) for y in tried]
-
-    def off(ours: nn.Module) -> float:
-        return max(distance(ours(y), z) for y, z in zip(tried, theirs, strict=True))
-
-    says = f"{kind} has other outputs than LayerNorm, RMSNorm and L2 with its parameters"
-    return choices.first(_norms(float(eps), x.shape[-1], weight, bias), off, x.dtype, says)
+    n, parameters = formula.normalization, module._parameters
+    weight = None if formula.weight is None else parameters[formula.weight]
+    bias = None if formula.bias is None else parameters[formula.bias]
+    options = NormOptions(
+        normalization=n.normalization,
+        eps=n.eps,
+        zero_centered=n.zero_centered,
+        norm_bias=bias is not None,
+        device="meta",
+    )
+    each_head = weight is not None and weight.dim() == 2
+    ours: Any = NormOfEachHead(options, *weight.shape) if each_head else options.norm(dim)  # type: ignore[union-attr]
+    ours._parameters.update(weight=weight, bias=bias)
+    return ours  # type: ignore[no-any-return]
 
 
 def activations_of(modules: Sequence[nn.Module], gated: bool) -> list[str]:
@@ -198,35 +195,6 @@ def activations_of(modules: Sequence[nn.Module], gated: bool) -> list[str]:
         y = function(x.clone())
         ones = [torch.ones_like(x)] if gated else []
         return [name for name in rows if distance(ACTIVATIONS[name].forward(x.clone(), *ones), y) <= 1e-6]
-
-
-def _norms(eps: float, dim: int, weight: nn.Parameter | None, bias: nn.Parameter | None) -> Iterator[nn.Module]:
-    """Yield the Quaver norms that have these parameters."""
-    for kind, (centred, weighted) in NORMALIZATIONS.items():
-        if weighted is not (weight is not None) or (bias is not None and not centred):
-            continue
-        for zero_centered in (False, True) if weighted else (False,):
-            ours: NormKind | NormOfEachHead
-            if weight is not None and weight.dim() == 2:
-                options = NormOptions(
-                    normalization=kind,
-                    eps=eps,
-                    zero_centered=zero_centered,
-                    norm_bias=bias is not None,
-                    device="meta",
-                )
-                ours = NormOfEachHead(options, *weight.shape)
-            else:
-                ours = named(kind, dim, eps, zero_centered=zero_centered, bias=bias is not None, device="meta")
-            ours._parameters.update({"weight": weight} | ({} if bias is None else {"bias": bias}) if weighted else {})
-            yield ours
-
-
-def _inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two test inputs: one off zero, and one so small that eps matters."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    randomized = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(x)
-    return randomized + 0.5, randomized * 1e-3
 
 
 def _joined(parts: Sequence[nn.Parameter], rows: Rows | None) -> nn.Parameter:

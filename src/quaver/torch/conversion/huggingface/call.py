@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.conversion.huggingface.roles import is_norm
+from quaver.torch.conversion.huggingface.roles import Choices, distance, is_norm, linear_of
 from quaver.torch.conversion.probe import first_of
 
 # ---- arguments of the layer's forward: rope, mask and positions ----
@@ -180,6 +180,18 @@ def _mask(layer_context: LayerArguments, x: Tensor, boolean: bool = False) -> Te
 ATTENTION, MLP = ("qkv", "q", "k", "v", "q_down", "kv_down"), ("gate_up", "gate", "up", "mixture")
 
 
+#: Batch size and number of tokens of the input used for comparison.
+SIZES = 2, 11
+
+
+def random_input(module: nn.Module, inputs: bool) -> Tensor:
+    """Return a random input [B, S, features] with as many features as a linear layer has inputs, or outputs."""
+    weight = linear_of(module)[0]
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(*SIZES, weight.shape[int(inputs)], generator=generator, dtype=torch.float32, device="cpu")
+    return x.to(weight.device, weight.dtype)
+
+
 @dataclass(frozen=True)
 class ModuleCallEvent:
     """One recorded module call."""
@@ -265,7 +277,7 @@ def watched(layer: nn.Module, roles: Mapping[str, str], x: Tensor, arguments: Ma
         for name, module in layer.named_modules():
             role = names.get(name) or _kind(module)
             if role is not None and not any(name.startswith(f"{other}.") for other in names):
-                hook = _recorded_amax(events, role, name)
+                hook = _recorded(events, role, name)
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         stack.callback(_restore, was_training)
         layer.eval()
@@ -279,6 +291,27 @@ def watched(layer: nn.Module, roles: Mapping[str, str], x: Tensor, arguments: Ma
     return ObservedCall(x, first_of(output), tuple(events))
 
 
+def same(
+    candidates: Any,
+    observed: ObservedCall,
+    begin: tuple[str, ...],
+    end: str,
+    choices: Choices,
+    part: str,
+    off: Any = distance,
+) -> tuple[dict[str, Any], Any]:
+    """Return the first candidate that maps a part's recorded input to its recorded output, within the bound for
+    `off`.
+    """
+    x, expected = observed.input_of(begin), observed.output_of(end)
+    says = f"the layer's {part} has other outputs than Quaver's with any options"
+    taken: tuple[dict[str, Any], Any]
+    # Some mixtures return tokens [B * S, dim] without a sequence axis.
+    expected = expected.reshape(*x.shape[:-1], -1)
+    taken = choices.first(candidates, lambda c: off(c[1].eval()(x), expected), x.dtype, says)
+    return taken
+
+
 def _kind(module: nn.Module) -> str | None:
     """Return "dropout" or "norm" for modules without a role by name, else None."""
     if isinstance(module, nn.Dropout):
@@ -286,7 +319,7 @@ def _kind(module: nn.Module) -> str | None:
     return "norm" if is_norm(module) else None
 
 
-def _recorded_amax(events: list[ModuleCallEvent], role: str, name: str) -> Any:
+def _recorded(events: list[ModuleCallEvent], role: str, name: str) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         passed = args[0] if args else next(iter(options.values()))
         # Clone, because Falcon's layers add to their MLP's output in place.
