@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from transformers import AutoModelForCausalLM
 import quaver.torch as qt
 from benchmarks.cases.models.model_gradients import noise
 from benchmarks.subjects.llama import gradients
+from quaver.torch.conversion.replace import mlp as mlps
+from quaver.torch.conversion.replace import norm as norms
 from quaver.torch.conversion.replace import rope as ropes
-from quaver.torch.conversion.replace.fused import FusedModule
+from quaver.torch.conversion.replace.fused import FusedModule, same_code
 from quaver.torch.conversion.replace.rope import HALVES, Rope, tables
 from tests.close import assert_bitwise, assert_close
 from tests.torch.conversion import families
@@ -554,3 +557,46 @@ def test_a_checkpoint_of_a_submodule() -> None:
     expected = torch.autograd.grad(mlp(x).square().sum(), x)[0]
     y = checkpoint(mlp, x, use_reentrant=False)
     assert_bitwise(torch.autograd.grad(y.square().sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3", "granite", "bamba"])
+def test_modules_known_by_their_code_are_those_that_the_comparison_finds(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = []
+    for known in (True, False):
+        if not known:
+            for module in (norms, mlps, ropes):
+                monkeypatch.setattr(module, "same_code", lambda *_: False)
+        reports.append(qt.convert(model_of(family), "bf16", blocks=True).blocks)
+    assert reports[0] == reports[1] and all(row.block for row in reports[0])
+
+
+def test_code_with_another_global_or_constant_is_not_known() -> None:
+    def cubed(self: Any, x: Tensor) -> Tensor:
+        kind = x.dtype
+        x = x.to(torch.float32)
+        square = x.pow(3).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(square + self.variance_epsilon)
+        return self.weight * x.to(kind)
+
+    of_llama = type(llama().model.norm).forward
+    other = types.FunctionType(of_llama.__code__, {"torch": nn})
+    assert same_code(of_llama, norms._rms_norm)
+    assert not any(same_code(f, norms._rms_norm) for f in (cubed, other, len))
+
+
+def test_attention_functions_of_other_libraries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = type(llama().model.layers[0].self_attn).forward.__globals__["ALL_ATTENTION_FUNCTIONS"]
+    theirs = registry["sdpa"]
+    for factor, block in ((1.0, "attention and rope"), (1.01, "rope")):
+        model, x = llama(), tokens()
+
+        def attend(*args: Any, factor: float = factor, **options: Any) -> Any:
+            return theirs(*args, **options)[0] * factor, None
+
+        monkeypatch.setattr(registry, "_local_mapping", registry._local_mapping | {"sdpa": attend})
+        expected = model(input_ids=x).logits
+        rows = qt.convert(model, "bf16", blocks=True).blocks
+        assert {row.block for row in rows if row.kind == "LlamaAttention"} == {block}
+        assert_close("", model(input_ids=x).logits, expected, FLOAT32)

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver.torch.conversion.replace.attention import small
-from quaver.torch.conversion.probe import CopyError, differs, random_tensor
+from quaver.torch.conversion.probe import CopyError, differs, random_tensor, stand_in
 from quaver.torch.conversion.replace.mlp import MLPFormula
 from tests.torch.conversion.in_place import model_of, tokens
 
@@ -324,10 +323,10 @@ def test_a_hook_on_the_activation_of_packed_weights_is_reported() -> None:
 def test_a_replacement_has_its_own_buffers_and_detects_writes() -> None:
     attention: Any = model_of("llama").model.layers[0].self_attn
     attention.register_buffer("count", torch.zeros(()))
-    assert small(attention, torch.float32, "o_proj").count is not attention.count
+    assert stand_in(attention, torch.float32).count is not attention.count
     attention.register_buffer("count", torch.zeros((), device="meta"))
     with pytest.raises(CopyError, match="no values"):
-        small(attention, torch.float32, "o_proj")
+        stand_in(attention, torch.float32)
 
     class Counting(nn.LayerNorm):
         def __init__(self) -> None:

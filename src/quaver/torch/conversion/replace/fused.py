@@ -184,7 +184,28 @@ def bypassed_child(module: nn.Module, skipped: tuple[tuple[str, type, Named], ..
     return ""
 
 
-# ---- copies of functions with other globals ----
+# ---- functions of transformers' modeling files ----
+
+
+def same_code(function: Any, reference: Any) -> bool:
+    """Return True if a function runs the same instructions as a reference in one of our files.
+
+    transformers copies one text into the files of many families. Names of local variables and annotations may differ,
+    and so may the text of a docstring. Names that are global here must be the same objects there, or functions with the
+    same code.
+    """
+    ours, theirs = (getattr(f, "__code__", None) for f in (reference, function))
+    if ours is None or theirs is None or (ours.co_code, ours.co_names) != (theirs.co_code, theirs.co_names):
+        return False
+    for name in ours.co_names:
+        mine, other = (f.__globals__.get(name) for f in (reference, function))
+        if name in reference.__globals__ and mine is not other and not same_code(other, mine):
+            return False
+    return list(map(_constant, ours.co_consts)) == list(map(_constant, theirs.co_consts))
+
+
+def _constant(value: Any) -> Any:
+    return str if isinstance(value, str) else value
 
 
 def with_functions(forward: Any, functions: Mapping[str, Any], snapshot: bool = False) -> Any:

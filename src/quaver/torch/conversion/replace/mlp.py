@@ -2,8 +2,9 @@
 
     down(activation(up(x)))      down(f(gate(x)) · up(x))      gate and up may be one matrix
 
-The formula of an MLP is its row in `families`. Else the role of each child is found by running a small copy: the order
-of calls, and the first activation that `probe` finds to reproduce its outputs.
+The formula of an MLP is known from the code of its forward (`_gated`) and the class of its activation. Else the role of
+each child is found by running a small copy: the order of calls, and the first activation that `probe` finds to
+reproduce its outputs.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quaver.torch.conversion.matchers.swap_class import original_class
 from quaver.torch.conversion.probe import first_equal, neutral, random_tensor, reason_failed, rows, stand_in
 from quaver.torch.conversion.replace.fused import (
     FusedModule,
@@ -22,6 +24,7 @@ from quaver.torch.conversion.replace.fused import (
     fixed,
     needs_original,
     reason_mutable,
+    same_code,
     sizes,
 )
 from quaver.torch.linear.autograd import IDENTITY_INPUT
@@ -170,6 +173,16 @@ def layout(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {}
 
 
+def _gated(self: Any, x: Any) -> Any:
+    # The forward of LlamaMLP and of the gated MLPs of most other families.
+    y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return y
+
+
+#: Gated activations by the class of the module between gate and up.
+GATES = {nn.SiLU: "swiglu"}
+
+
 def formula_of(module: nn.Module, eight_bits: bool) -> tuple[MLPFormula | None, str]:
     """Return what an MLP computes, or None and the reason why it is not replaced.
 
@@ -183,6 +196,10 @@ def formula_of(module: nn.Module, eight_bits: bool) -> tuple[MLPFormula | None, 
     for part in (module, *(p for p in module._modules.values() if p is not None and sizes(p) is None)):
         if why := reason_mutable(part.__dict__):
             return None, why
+    kind = type(module._modules.get("act_fn"))
+    if same_code(original_class(module).forward, _gated) and kind in GATES:
+        activated = ActivationInputOp(GATES[kind], (), eight_bits)
+        return formula_with(module._modules, activated, ("gate_proj", "up_proj"), "down_proj", ()), ""
     called, residual, why = _traced(module)
     if why:
         return None, why

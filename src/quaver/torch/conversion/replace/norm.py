@@ -1,6 +1,7 @@
 """Replace norms of any family by Quaver's normalization over the last axis.
 
-The formula of a norm is its row in `families`, or else the first candidate that `probe` finds to compute the same.
+The formula of a norm is known from the code of its forward (`_rms_norm`), or else it is the first candidate that
+`probe` finds to compute the same.
 """
 
 import inspect
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.conversion.matchers.swap_class import unconverted_class
+from quaver.torch.conversion.matchers.swap_class import original_class, unconverted_class
 from quaver.torch.conversion.probe import bare_copy, first_equal, random_tensor, rows
-from quaver.torch.conversion.replace.fused import FusedModule, Named, needs_original, reason_mutable
+from quaver.torch.conversion.replace.fused import FusedModule, Named, needs_original, reason_mutable, same_code
 from quaver.torch.nn.norm import NORMALIZATIONS, Normalization
 from quaver.torch.operations import ops
 
@@ -84,11 +85,22 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in unconverted_class(module).__name__.lower() or any("eps" in name for name in module.__dict__)
 
 
-def formula_of(module: nn.Module) -> tuple[NormFormula | None, str]:
+def _rms_norm(self: Any, x: Any) -> Any:
+    # The forward of LlamaRMSNorm and of the norms of some 160 other families.
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    variance = x.pow(2).mean(-1, keepdim=True)
+    x = x * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * x.to(dtype)
+
+
+def formula_of(module: Any) -> tuple[NormFormula | None, str]:
     """Return what a norm computes, or None and the reason why it is not replaced.
 
     A norm with a gamma [heads, features] is compared with one gamma for all heads.
     """
+    if same_code(original_class(module).forward, _rms_norm) and type(module.variance_epsilon) is float:
+        return NormFormula(Normalization("RMSNorm", module.variance_epsilon, False), "weight", None), ""
     names = [name for name, p in module._parameters.items() if p is not None]
     widths = {p.shape[-1] for p in module._parameters.values() if p is not None} or {_width(module)}
     if len(widths) > 1:

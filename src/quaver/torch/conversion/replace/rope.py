@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from quaver.torch.backends.gpu import capture
 from quaver.torch.conversion.probe import differs, random_tensor
+from quaver.torch.conversion.replace.fused import same_code
 from quaver.torch.nn.attention.rope import apply_rotary_to_both
 from quaver.torch.numerics.versions import has_reliable_version
 
 #: Layouts of the tables [..., R]: each angle in both halves, at both neighbours, or once.
 HALVES, PAIRS, ONCE = "halves", "pairs", "once"
-#: Llama 4's layout, one tensor of complex numbers; its function is not replaced.
-COMPLEX = "complex"
 
 
 class _RopeThreadState(threading.local):
@@ -81,11 +80,9 @@ class Rope:
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def tables(table_layout: str, width: int, tokens: int, dtype: torch.dtype) -> Any:
-    """Return random cosines and sines [1, S, R] for R features, or complex numbers [1, S, R / 2]."""
+def tables(table_layout: str, width: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return random cosines and sines [1, S, R] for R features."""
     angle = random_tensor((1, tokens, width // 2), torch.float32, 7, scale=2.0)
-    if table_layout == COMPLEX:
-        return torch.polar(torch.ones_like(angle), angle)
     if table_layout == PAIRS:
         angle = angle.repeat_interleave(2, -1)
     elif table_layout == HALVES:
@@ -93,8 +90,29 @@ def tables(table_layout: str, width: int, tokens: int, dtype: torch.dtype) -> An
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
+def rotate_half(x: Any) -> Any:
+    """Rotate as transformers' function of this code, which most families share."""
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def _rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    """Apply rope as transformers' function of this code."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
 def rope_of(function: Callable[..., Any]) -> Rope | None:
-    """Return the `Rope` that computes the same as a model's function, or None."""
+    """Return the `Rope` that computes the same as a model's function, or None.
+
+    It is known from the code (`_rotate`), or else the first one that `probe` finds to compute the same.
+    """
+    if same_code(function, _rotate):
+        return Rope(HALVES, False)
     for rope in (Rope(HALVES, False), Rope(PAIRS, True), Rope(HALVES, True), Rope(ONCE, False)):
         if not _differs(function, rope, HEAD):
             # Some functions reject tables with fewer features than a head; those that accept them must agree.
