@@ -1,6 +1,6 @@
-"""Which files of the library a call enters: `python -m tests.contracts.entered` prints them for warm forwards.
+"""Which files of the library a call enters: `python -m tests.contracts.entered` prints them.
 
-What a reader of a step has to open. Threads of autograd's are not followed.
+What a reader of a warm forward, or of a conversion, has to open. Threads of autograd's are not followed.
 """
 
 import sys
@@ -52,6 +52,19 @@ def transformer(recipe: str) -> list[str]:
     return entered(lambda: layer(x))
 
 
+def blocks(recipe: str) -> list[str]:
+    """Those of `convert(blocks=True)` on a Llama of transformers, the first call."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=96))
+    return entered(lambda: qt.convert(model, recipe, blocks=True))
+
+
 if __name__ == "__main__":
-    for name, files in (("Linear, rowwise", linear("rowwise")), ("TransformerLayer, mxfp8", transformer("mxfp8"))):
+    for name, files in (
+        ("Linear, rowwise", linear("rowwise")),
+        ("TransformerLayer, mxfp8", transformer("mxfp8")),
+        ("convert(blocks=True), tensorwise", blocks("tensorwise")),
+    ):
         print(f"{name}: {len(files)}", *files, sep="\n  ")

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ from quaver.torch.conversion.matchers.linears import (
 from quaver.torch.conversion.matchers.swap_class import exchange, restore_class
 from quaver.torch.conversion.replace.blocks import Blocks, have_mixers_call, place, remove_overrides
 from quaver.torch.conversion.replace.mixer import bypassed
-from quaver.torch.conversion.report import Implementations, Report, ReportRow, bytes_saved_per_token
+from quaver.torch.conversion.report import Report, ReportRow
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.linear import Quantizable
@@ -142,7 +143,8 @@ def convert(
     report.others = _others(model, converter.reached)
     report.unused = choice.unused
     _update_hooks(model)
-    scaling_step.together(with_history(model))
+    if layers := with_history(model):
+        scaling_step.together(layers)
     _warn(model, choice, converter, report)
     operation.register_flop_formulas()
     return report
@@ -213,7 +215,6 @@ class _ModuleConverter:
         self.dropped: list[str] = []
         #: Subclasses of nn.Linear that were probed, and if they compute what it does.
         self.probed: dict[Any, bool] = {}
-        self.runs = Implementations()
         self.config = getattr(model, "config", None)
 
     def visit(self, module: nn.Module, names: list[str]) -> None:
@@ -282,15 +283,17 @@ class _ModuleConverter:
         else:
             self.report.unreached_parameters += size
         active = linears.active(module, kind, self.config)
-        implementation, saved = "", 0.0
+        row = ReportRow(name, type(module).__name__, recipe, size, 2.0 * size * active, why)
         if recipe is not None and weights:
-            implementation = self.runs(recipe, weights[0], kind.sizes(module))
-            each = active * max(1, kind.experts(module))
-            saved = each * sum(bytes_saved_per_token(recipe, k, weights[0].element_size()) for k in kind.inputs(module))
-        kind_name = type(module).__name__
-        self.report.rows.append(
-            ReportRow(name, kind_name, recipe, implementation, size, 2.0 * size * active, saved, why)
-        )
+            row = replace(
+                row,
+                device=weights[0].device,
+                dtype=weights[0].dtype,
+                features=kind.sizes(module),
+                inputs=tuple(kind.inputs(module)),
+                visits=active * max(1, kind.experts(module)),
+            )
+        self.report.rows.append(row)
 
     def _count_others(self, module: nn.Module, name: str) -> None:
         """Count the parameters that GEMMs read in a module that `convert` does not reach."""
@@ -304,7 +307,7 @@ class _ModuleConverter:
         self.report.chosen_parameters += left
         self.report.unreached_parameters += total - left
         why = "left out by name" if left == total else f"{type(module).__name__} overrides forward and reads it there"
-        self.report.rows.append(ReportRow(name, type(module).__name__, None, "", total, 2.0 * total, 0.0, why))
+        self.report.rows.append(ReportRow(name, type(module).__name__, None, total, 2.0 * total, why))
 
 
 def _parameter_names(module: nn.Module, kind: LinearMatcher) -> list[str]:

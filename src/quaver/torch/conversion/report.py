@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -196,16 +196,37 @@ class ReportRow:
     kind: str
     #: Recipe of the layer, or None if it was not converted.
     recipe: Recipe | None
-    #: Implementation that runs the fprop GEMM on the weight's device; "" if the layer was not converted.
-    implementation: str
     parameters: int
     #: FLOPs of the layer's forward for one token of the model.
     flops: float
-    #: Bytes per token that the layer saves less for backward than in high precision, if no other layer shares its
-    #: input.
-    saved: float
     #: Reason why the layer was not converted, or "".
     why: str = ""
+    #: Of a converted layer: device and dtype of the weight, (input, output) features of the first GEMM, input features
+    #: of each GEMM, and how often a token of the model is an input (for experts, the number that it is routed to).
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    features: tuple[int, int] = (0, 0)
+    inputs: tuple[int, ...] = ()
+    visits: float = 1.0
+
+    @property
+    def implementation(self) -> str:
+        """Return the implementation of the fprop GEMM on the weight's device, named as `explain` names it, or ""."""
+        if self.recipe is None or self.device is None or self.dtype is None:
+            return ""
+        if self.device.type == "meta":
+            return "not on a device yet"
+        return fprop_runs(self.recipe, *self.features, self.dtype, self.device)
+
+    @property
+    def saved(self) -> float:
+        """Return the bytes per token that the layer saves less for backward than in high precision, if no other layer
+        shares its input.
+        """
+        if self.recipe is None or self.dtype is None:
+            return 0.0
+        size = self.dtype.itemsize
+        return self.visits * sum(size * k - saved_bytes(self.recipe, TOKENS, k, size) / TOKENS for k in self.inputs)
 
 
 @dataclass(repr=False)
@@ -288,31 +309,6 @@ def _cells(row: ReportRow, report: Report, count: int) -> tuple[str, ...]:
 
 def _group_rows(rows: list[ReportRow]) -> list[tuple[ReportRow, int]]:
     """Group rows whose names differ only in numbers; return one row per group and the size of the group."""
-    groups: dict[Any, list[ReportRow]] = {}
-    for row in rows:
-        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name)
-        groups.setdefault((name, *list(vars(row).values())[1:]), []).append(row)
-    return [
-        (ReportRow(key[0], *list(vars(same[0]).values())[1:]) if len(same) > 1 else same[0], len(same))
-        for key, same in groups.items()
-    ]
-
-
-class Implementations:
-    """Cached lookup of the implementation that runs the fprop GEMM of a layer, named as `explain` names it."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, str] = {}
-
-    def __call__(self, recipe: Recipe, weight: torch.Tensor, features: tuple[int, int]) -> str:
-        if weight.is_meta:
-            return "not on a device yet"
-        key = recipe, weight.device, weight.dtype, features
-        if key not in self._known:
-            self._known[key] = fprop_runs(recipe, *features, weight.dtype, weight.device)
-        return self._known[key]
-
-
-def bytes_saved_per_token(recipe: Recipe, features: int, itemsize: int) -> float:
-    """Return how many bytes less backward saves for one token's input [features] than in high precision."""
-    return itemsize * features - saved_bytes(recipe, TOKENS, features, itemsize) / TOKENS
+    groups = Counter(replace(row, name=re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name)) for row in rows)
+    first = {replace(row, name=re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name)): row for row in reversed(rows)}
+    return [(row if count > 1 else first[row], count) for row, count in groups.items()]

@@ -2,8 +2,8 @@
 
     down(activation(up(x)))      down(f(gate(x)) · up(x))      gate and up may be one matrix
 
-The formula of an MLP is known from the code of its forward (`_gated`) and the class of its activation. Else the role of
-each child is found by running a small copy: the order of calls, and the first activation that `probe` finds to
+The formula of an MLP is known from the code of its forward (`_gated`) and of its activation's (`_silu`). Else the role
+of each child is found by running a small copy: the order of calls, and the first activation that `probe` finds to
 reproduce its outputs.
 """
 
@@ -179,11 +179,12 @@ def _gated(self: Any, x: Any) -> Any:
     return y
 
 
-#: Gated activations by the class of the module between gate and up.
-GATES = {nn.SiLU: "swiglu"}
+def _silu(self: Any, x: Any) -> Any:
+    # The forward of SiLUActivation.
+    return nn.functional.silu(x)
 
 
-def formula_of(module: nn.Module, eight_bits: bool) -> tuple[MLPFormula | None, str]:
+def formula_of(module: Any, eight_bits: bool) -> tuple[MLPFormula | None, str]:
     """Return what an MLP computes, or None and the reason why it is not replaced.
 
     Args:
@@ -196,9 +197,8 @@ def formula_of(module: nn.Module, eight_bits: bool) -> tuple[MLPFormula | None, 
     for part in (module, *(p for p in module._modules.values() if p is not None and sizes(p) is None)):
         if why := reason_mutable(part.__dict__):
             return None, why
-    kind = type(module._modules.get("act_fn"))
-    if same_code(original_class(module).forward, _gated) and kind in GATES:
-        activated = ActivationInputOp(GATES[kind], (), eight_bits)
+    if same_code(original_class(module).forward, _gated) and same_code(type(module.act_fn).forward, _silu):
+        activated = ActivationInputOp("swiglu", (), eight_bits)
         return formula_with(module._modules, activated, ("gate_proj", "up_proj"), "down_proj", ()), ""
     called, residual, why = _traced(module)
     if why:
