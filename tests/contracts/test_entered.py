@@ -1,4 +1,4 @@
-"""How many files a reader of a warm step or a conversion opens: fewer is better, and a change that adds one must raise a ceiling."""
+"""How many files a reader of a warm step or a conversion opens; a change that adds one must raise a ceiling."""
 
 from tests.contracts.entered import blocks, linear, transformer
 

@@ -290,7 +290,7 @@ class _ModuleConverter:
                 device=weights[0].device,
                 dtype=weights[0].dtype,
                 features=kind.sizes(module),
-                inputs=tuple(kind.inputs(module)),
+                inputs=tuple(k for k, _ in kind.features(module)),
                 visits=active * max(1, kind.experts(module)),
             )
         self.report.rows.append(row)
@@ -353,7 +353,7 @@ def _warn(model: nn.Module, choice: ConversionRules, converter: _ModuleConverter
 def _convert_layer(module: nn.Module, kind: LinearMatcher, recipe: Recipe, name: str, seed: int) -> bool:
     """Convert one layer; return True if recorded state of another recipe was dropped."""
     if not isinstance(module, Quantizable):
-        exchange(module, kind.over(module))
+        exchange(module, kind.over)
         state = module.__dict__["_state"] = LayerState()
         state.members = linears.members(module, kind)
     assert isinstance(module, Quantizable)

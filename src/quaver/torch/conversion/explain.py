@@ -290,7 +290,8 @@ def _explain_gemms(part: Quantizable, name: str, x: Tensor) -> dict[str, Explana
     """Explain a converted module that is not a Linear: its GEMM, or the first and second GEMM of experts."""
     kind = kind_of(part)
     assert kind is not None
-    (k, n), experts, dtype = kind.sizes(part), kind.experts(part), next(part.parameters()).dtype
+    ((k, n), *others), experts = kind.features(part), kind.experts(part)
+    dtype = next(part.parameters()).dtype
     if not experts:
         equivalent = Linear(k, n, bias=False, device="meta", dtype=dtype, recipe=part.recipe)
         return {name: _linear(equivalent, x.new_empty(*x.shape[:-1], k))}
@@ -298,7 +299,7 @@ def _explain_gemms(part: Quantizable, name: str, x: Tensor) -> dict[str, Explana
     # No values are read: one expanded element represents a large weight.
     one = torch.empty(1, dtype=x.dtype, device=x.device)
     tokens = x.shape[:-1].numel()
-    sizes = [("first", k, n), *(("second", inner, k) for inner in kind.inputs(part)[1:])]
+    sizes = [("first", k, n), *(("second", inner, out) for inner, out in others)]
     return {
         f"{name}, {which} product": _grouped(
             one.expand(tokens, k), one.expand(experts, n, k), offsets, recipe=part.recipe

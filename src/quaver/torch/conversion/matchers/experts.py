@@ -9,8 +9,8 @@ Each matrix of a stack is a member with its own history, counts and noise, named
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -149,15 +149,10 @@ def matrices(module: Any) -> tuple[str, str]:
     return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
 
 
-def sizes(module: Any) -> tuple[int, int]:
-    """Return the input and output features of an expert's first GEMM."""
-    n, k = getattr(module, matrices(module)[0]).shape[-2:]
-    return (n, k) if module.is_transposed else (k, n)
-
-
-def inner(module: Any) -> int:
-    """Return the input features of an expert's second GEMM."""
-    return int(module.down_proj.shape[-2 if module.is_transposed else -1])
+def features(module: Any) -> tuple[tuple[int, int], ...]:
+    """Return the input and output features of an expert's first and second GEMM."""
+    shapes = [getattr(module, name).shape[1:] for name in matrices(module)]
+    return tuple((k, n) if module.is_transposed else (n, k) for k, n in shapes)
 
 
 # ---- the quantized GEMM of a module other than nn.Linear ----
@@ -273,43 +268,3 @@ class QuantizedDbrxExperts(Quantizable):
         y = products.by(DBRX[2], y, w2, transposed=True) * weights.reshape(-1)[order].unsqueeze(-1)
         total = torch.zeros_like(x).index_add_(0, order // choices, y.to(x.dtype))
         return total.view(hidden_states.shape[0], -1, glu.hidden_size)
-
-
-class Stack(NamedTuple):
-    """Description of one experts class; the callables take a module of that class."""
-
-    #: Mixin that is put above the class.
-    over: type[Quantizable]
-    #: Parameter names of its matrices.
-    weights: tuple[str, ...]
-    #: Input and output features of the first GEMM.
-    sizes: Callable[[Any], tuple[int, int]]
-    #: Input features of each GEMM input that is quantized.
-    inputs: Callable[[Any], tuple[int, ...]]
-    experts: Callable[[Any], int]
-
-
-#: Descriptions by class name; the class must come from transformers.
-CLASSES = {
-    "Llama4TextExperts": Stack(
-        QuantizedLlama4Experts,
-        LLAMA4,
-        sizes=lambda m: tuple(m.gate_up_proj.shape[1:]),
-        inputs=lambda m: (m.gate_up_proj.shape[1], m.down_proj.shape[1]),
-        experts=lambda m: int(m.gate_up_proj.shape[0]),
-    ),
-    "JetMoeParallelExperts": Stack(
-        QuantizedJetMoeExperts,
-        JETMOE,
-        sizes=lambda m: tuple(m.weight.shape[:0:-1]),
-        inputs=lambda m: (m.weight.shape[2],),
-        experts=lambda m: int(m.weight.shape[0]),
-    ),
-    "DbrxExperts": Stack(
-        QuantizedDbrxExperts,
-        DBRX,
-        sizes=lambda m: (m.mlp.hidden_size, m.mlp.ffn_hidden_size),
-        inputs=lambda m: (m.mlp.hidden_size, m.mlp.ffn_hidden_size),
-        experts=lambda m: int(m.mlp.w1.shape[0] // m.mlp.ffn_hidden_size),
-    ),
-}

@@ -15,7 +15,6 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.matchers import experts
-from quaver.torch.conversion.matchers import experts as stacks
 from quaver.torch.conversion.matchers.experts import product
 from quaver.torch.conversion.probe import bare_copy, differs, random_tensor, rows
 from quaver.torch.conversion.replace.fused import class_key
@@ -253,24 +252,32 @@ def _is_operand(parameter: torch.Tensor) -> bool:
 class LinearMatcher(NamedTuple):
     """Description of one kind of module; the callables take a module of that kind."""
 
-    name: str
     #: Return True if a module is of this kind.
     takes: Callable[[Any], bool]
     #: Class that is put above the module's own.
-    over: Callable[[Any], type[Quantizable]]
-    #: Weights of its GEMMs; for a parametrized weight the parameters that make it.
-    weights: Callable[[Any], Sequence[nn.Parameter]]
-    #: Input and output features of the first GEMM, which rules check.
-    sizes: Callable[[Any], tuple[int, int]]
-    #: Features of each GEMM input.
-    inputs: Callable[[Any], Sequence[int]]
+    over: type[Quantizable]
+    #: Parameter names of its GEMMs' weights.
+    names: Callable[[Any], Sequence[str]]
+    #: Input and output features of each GEMM; rules check the first.
+    features: Callable[[Any], Sequence[tuple[int, int]]]
     #: Return True if the class's forward is the one that `over` replaces.
     computes_alike: Callable[[Any], bool] = lambda module: True
     #: Number of experts; 0 if the weights are not stacks.
     experts: Callable[[Any], int] = lambda module: 0
-    #: Parameter names of the stacks, whose matrices become members of the layer's state. Empty for a module that names
-    #: its members itself.
-    stacks: Callable[[Any], Sequence[str]] = lambda module: ()
+
+    def sizes(self, module: nn.Module) -> tuple[int, int]:
+        """Return the input and output features of the first GEMM."""
+        return self.features(module)[0]
+
+    def weights(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the weights of the module's GEMMs; for a parametrized weight the parameters that make it."""
+        return list(gemm_parameters(module)) if isinstance(module, nn.Linear) else _own(module, *self.names(module))
+
+    def stacks(self, module: nn.Module) -> Sequence[str]:
+        """Return the parameter names of stacks whose matrices become members of the module's state; a `GroupedLinear`
+        names its members itself.
+        """
+        return self.names(module) if self.experts(module) and self.over is not GroupedLinear else ()
 
 
 def _own(module: nn.Module, *names: str) -> list[nn.Parameter]:
@@ -290,81 +297,76 @@ def _own(module: nn.Module, *names: str) -> list[nn.Parameter]:
     return weights
 
 
+def _is_class(name: str) -> Callable[[nn.Module], bool]:
+    """Return a function that returns True for a module of this class of transformers."""
+
+    def takes(module: nn.Module) -> bool:
+        return any(k.__name__ == name and k.__module__.startswith("transformers.models.") for k in type(module).__mro__)
+
+    return takes
+
+
 _LINEAR = LinearMatcher(
-    "nn.Linear",
     takes=lambda m: isinstance(m, nn.Linear),
-    over=lambda m: Linear,
-    weights=lambda m: list(gemm_parameters(m)),
-    sizes=lambda m: (m.in_features, m.out_features),
-    inputs=lambda m: (m.in_features,),
+    over=Linear,
+    names=lambda m: ("weight",),
+    features=lambda m: ((m.in_features, m.out_features),),
     computes_alike=lambda m: type(m).forward is nn.Linear.forward,
 )
 _GROUPED = LinearMatcher(
-    "GroupedLinear",
     takes=lambda m: isinstance(m, GroupedLinear),
-    over=lambda m: GroupedLinear,
-    weights=lambda m: _own(m, "weight"),
-    sizes=lambda m: (m.in_features, m.out_features),
-    inputs=lambda m: (m.in_features,),
+    over=GroupedLinear,
+    names=lambda m: ("weight",),
+    features=lambda m: ((m.in_features, m.out_features),),
     experts=lambda m: int(m.groups),
 )
 _CONV1D = LinearMatcher(
-    "Conv1D",
     takes=is_transposed,
-    over=lambda m: QuantizedConv1D,
-    weights=lambda m: _own(m, "weight"),
-    sizes=lambda m: (m.nx, m.nf),
-    inputs=lambda m: (m.nx,),
+    over=QuantizedConv1D,
+    names=lambda m: ("weight",),
+    features=lambda m: ((m.nx, m.nf),),
     computes_alike=lambda m: type(m).forward is _conv1d(m).forward,  # type: ignore[union-attr]
 )
 _PACKED = LinearMatcher(
-    "nn.MultiheadAttention",
     takes=lambda m: isinstance(m, nn.MultiheadAttention),
-    over=lambda m: QuantizedMultiheadAttention,
-    weights=lambda m: _own(m, "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
-    sizes=lambda m: (m.embed_dim, 3 * m.embed_dim),
-    # For self-attention; with three different inputs it saves three.
-    inputs=lambda m: (m.embed_dim,) if m._qkv_same_embed_dim else (m.embed_dim, m.kdim, m.vdim),
+    over=QuantizedMultiheadAttention,
+    names=lambda m: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    # For self-attention q, k and v are one GEMM; with three different inputs it saves three.
+    features=lambda m: tuple(
+        (k, 3 * m.embed_dim) for k in ((m.embed_dim,) if m._qkv_same_embed_dim else (m.embed_dim, m.kdim, m.vdim))
+    ),
     computes_alike=lambda m: type(m).forward is nn.MultiheadAttention.forward,
 )
 _EXPERTS = LinearMatcher(
-    "experts",
     takes=experts.is_stack,
-    over=lambda m: experts.StackedExperts,
-    weights=lambda m: _own(m, *experts.matrices(m)),
-    sizes=experts.sizes,
-    inputs=lambda m: (experts.sizes(m)[0], experts.inner(m)),
+    over=experts.StackedExperts,
+    names=experts.matrices,
+    features=experts.features,
     computes_alike=lambda m: hasattr(type(m).forward, "__wrapped__"),
     experts=lambda m: int(m.down_proj.shape[0]),
-    stacks=experts.matrices,
 )
-
-
-def _of_class(module: nn.Module) -> stacks.Stack | None:
-    """Return the description of an experts class that transformers does not decorate, or None."""
-    for kind in type(module).__mro__:
-        if kind.__module__.startswith("transformers.models.") and kind.__name__ in stacks.CLASSES:
-            return stacks.CLASSES[kind.__name__]
-    return None
-
-
-def _row_of(module: nn.Module) -> stacks.Stack:
-    row = _of_class(module)
-    assert row is not None
-    return row
-
-
-_STACKS = LinearMatcher(
-    "experts",
-    takes=lambda m: _of_class(m) is not None,
-    over=lambda m: _row_of(m).over,
-    weights=lambda m: _own(m, *_row_of(m).weights),
-    sizes=lambda m: _row_of(m).sizes(m),
-    inputs=lambda m: _row_of(m).inputs(m),
-    experts=lambda m: _row_of(m).experts(m),
-    stacks=lambda m: _row_of(m).weights,
+_LLAMA4 = LinearMatcher(
+    takes=_is_class("Llama4TextExperts"),
+    over=experts.QuantizedLlama4Experts,
+    names=lambda m: experts.LLAMA4,
+    features=lambda m: (tuple(m.gate_up_proj.shape[1:]), tuple(m.down_proj.shape[1:])),
+    experts=lambda m: int(m.gate_up_proj.shape[0]),
 )
-KINDS = (_LINEAR, _GROUPED, _CONV1D, _PACKED, _EXPERTS, _STACKS)
+_JETMOE = LinearMatcher(
+    takes=_is_class("JetMoeParallelExperts"),
+    over=experts.QuantizedJetMoeExperts,
+    names=lambda m: experts.JETMOE,
+    features=lambda m: (tuple(m.weight.shape[:0:-1]),),
+    experts=lambda m: int(m.weight.shape[0]),
+)
+_DBRX = LinearMatcher(
+    takes=_is_class("DbrxExperts"),
+    over=experts.QuantizedDbrxExperts,
+    names=lambda m: experts.DBRX,
+    features=lambda m: ((m.mlp.hidden_size, m.mlp.ffn_hidden_size), (m.mlp.ffn_hidden_size, m.mlp.hidden_size)),
+    experts=lambda m: int(m.mlp.w1.shape[0] // m.mlp.ffn_hidden_size),
+)
+KINDS = (_LINEAR, _GROUPED, _CONV1D, _PACKED, _EXPERTS, _LLAMA4, _JETMOE, _DBRX)
 
 
 def kind_of(module: nn.Module) -> LinearMatcher | None:
@@ -440,7 +442,7 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 def active(module: nn.Module, kind: LinearMatcher, config: Any) -> float:
     """Return the share of a module's weights that one token uses: 1, or for experts the share it is routed to."""
     count = kind.experts(module)
-    if not count or (kind is _STACKS and _row_of(module).over is stacks.QuantizedLlama4Experts):
+    if not count or kind is _LLAMA4:
         # All of Llama 4's experts process every token.
         return 1.0
     configs = [getattr(module, "config", None), config, getattr(config, "text_config", None)]

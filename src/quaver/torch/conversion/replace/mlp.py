@@ -174,7 +174,7 @@ def layout(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _gated(self: Any, x: Any) -> Any:
-    # The forward of LlamaMLP and of the gated MLPs of most other families.
+    # The forward of LlamaMLP and of the MLPs of some 120 other families.
     y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return y
 

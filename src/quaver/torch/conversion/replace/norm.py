@@ -86,7 +86,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _rms_norm(self: Any, x: Any) -> Any:
-    # The forward of LlamaRMSNorm and of the norms of some 160 other families.
+    # The forward of LlamaRMSNorm and of the norms of some 130 other families.
     dtype = x.dtype
     x = x.to(torch.float32)
     variance = x.pow(2).mean(-1, keepdim=True)
