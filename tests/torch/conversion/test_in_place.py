@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 import quaver.torch as qt
 from benchmarks.cases.models.model_gradients import noise
 from benchmarks.subjects.llama import gradients
+from quaver.torch.conversion.replace import attention as attentions
 from quaver.torch.conversion.replace import mlp as mlps
 from quaver.torch.conversion.replace import norm as norms
 from quaver.torch.conversion.replace import rope as ropes
-from quaver.torch.conversion.replace.fused import FusedModule, same_code
+from quaver.torch.conversion.replace.fused_module import FusedModule, same_code
 from quaver.torch.conversion.replace.rope import HALVES, Rope, tables
 from tests.close import assert_bitwise, assert_close
 from tests.torch.conversion import families
@@ -600,3 +601,17 @@ def test_attention_functions_of_other_libraries_are_compared(monkeypatch: pytest
         rows = qt.convert(model, "bf16", blocks=True).blocks
         assert {row.block for row in rows if row.kind == "LlamaAttention"} == {block}
         assert_close("", model(input_ids=x).logits, expected, FLOAT32)
+
+
+def test_rope_with_arguments_that_were_not_compared_runs_the_models_own_function() -> None:
+    passed = []
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        passed.append(more)
+        return q, k
+
+    formula = attentions.AttentionFormula("rotate", rotate, Rope(HALVES, False), "sdpa", None)
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
+    own = attentions._rotate(formula, q, k, *tables(HALVES, 8, 5, torch.float32))
+    assert not passed and not torch.equal(own[0], q)
+    assert attentions._rotate(formula, q, k, *tables(HALVES, 8, 5, torch.float32), 1)[0] is q and passed == [(1,)]

@@ -175,7 +175,7 @@ def norm_of(module: nn.Module, dim: int) -> nn.Module:
     each_head = weight is not None and weight.dim() == 2
     ours: Any = NormOfEachHead(options, *weight.shape) if each_head else options.norm(dim)  # type: ignore[union-attr]
     ours._parameters.update(weight=weight, bias=bias)
-    return ours  # type: ignore[no-any-return]
+    return ours
 
 
 def activations_of(modules: Sequence[nn.Module], gated: bool) -> list[str]:

@@ -17,7 +17,7 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.matchers import experts
 from quaver.torch.conversion.matchers.experts import product
 from quaver.torch.conversion.probe import bare_copy, differs, random_tensor, rows
-from quaver.torch.conversion.replace.fused import class_key
+from quaver.torch.conversion.replace.fused_module import class_key
 from quaver.torch.linear.grouped.layer import GroupedLinear
 from quaver.torch.linear.linear import Linear, Quantizable, is_foreign, recipe_of
 from quaver.torch.numerics.rounding import is_tracing

@@ -91,8 +91,14 @@ def read_of_class(kind: Any, formula: Any) -> tuple[tuple[str, Any], ...]:
             continue
         read[name] = member
         for function in (member, inspect.unwrap(member)) if callable(member) else ():
-            names.extend(getattr(getattr(function, "__code__", None), "co_names", ()))
+            names += global_names(getattr(function, "__code__", None))
     return tuple(item for item in read.items() if item[0] not in shadowed)
+
+
+def global_names(code: Any) -> list[str]:
+    """Return the names of globals and attributes that a function's code, and functions in it, use."""
+    inner = [name for c in getattr(code, "co_consts", ()) if hasattr(c, "co_names") for name in global_names(c)]
+    return [*getattr(code, "co_names", ()), *inner]
 
 
 def original(kind: type) -> type | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quaver.torch.conversion.matchers.swap_class import original_class
 from quaver.torch.conversion.probe import differs, first_of, random_tensor
-from quaver.torch.conversion.replace.fused import FusedModule, replaced, unsupported_input, with_functions
+from quaver.torch.conversion.replace.fused_module import FusedModule, replaced, unsupported_input, with_functions
 from quaver.torch.conversion.replace.rope import Rope, rope_of
 from quaver.torch.nn.attention.op import attention
 from quaver.torch.numerics.rounding import is_tracing
@@ -224,7 +224,7 @@ def _attention_differs(attends: Any) -> str:
     def of_dtype(dtype: torch.dtype) -> nn.Module:
         module: Any = nn.Identity()
         module.num_key_value_groups, module.is_causal = 2, True
-        return module  # type: ignore[no-any-return]
+        return module
 
     def inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         seen = torch.ones(2, 1, 5, 5, dtype=torch.bool, device="cpu").tril()

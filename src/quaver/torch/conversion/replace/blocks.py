@@ -19,7 +19,7 @@ from quaver.torch.conversion.replace import loss as losses
 from quaver.torch.conversion.replace import mixer as formulas
 from quaver.torch.conversion.replace import mlp as mlps
 from quaver.torch.conversion.replace import norm as norms
-from quaver.torch.conversion.replace.fused import FusedModule, attribute_key, fixed
+from quaver.torch.conversion.replace.fused_module import FusedModule, attribute_key, fixed
 from quaver.torch.conversion.replace.mamba_packing import PackedInputs
 from quaver.torch.conversion.replace.mixer import CalledMixer, calls_its_layers
 from quaver.torch.linear.linear import Quantizable

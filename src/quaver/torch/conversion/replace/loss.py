@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.torch.conversion.probe import bare_copy, first_equal, neutral, random_tensor, reason_failed
-from quaver.torch.conversion.replace.fused import DTYPES, FusedModule, Named, changed, fixed, patched
+from quaver.torch.conversion.replace.fused_module import DTYPES, FusedModule, Named, changed, fixed, patched
 from quaver.torch.linear.fused_projections import is_bare
 from quaver.torch.linear.linear import Linear
 from quaver.torch.nn.loss import linear_cross_entropy

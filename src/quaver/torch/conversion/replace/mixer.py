@@ -13,19 +13,18 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.conversion.matchers.swap_class import original_class, unconverted_class
+from quaver.torch.conversion.matchers.swap_class import global_names, original_class, read_of_class, unconverted_class
 from quaver.torch.conversion.probe import Results, first_equal, random_tensor, stand_in
-from quaver.torch.conversion.replace.fused import (
+from quaver.torch.conversion.replace.fused_module import (
     FusedModule,
     Named,
     bypassed_child,
     fixed,
-    global_names,
     needs_original,
     reason_mutable,
     replaced,
@@ -64,14 +63,9 @@ METADATA_ATTRIBUTES = {
 }
 
 
-class ModuleUse(NamedTuple):
-    """Kinds of use of a child module in its parent's forward."""
-
-    #: True if it reads the weight; and True if it reads it only as an argument of functions of `WHOLE`.
-    reads: bool = False
-    inside_alone: bool = True
-    #: True if it uses the child in another way, such as calling it.
-    calls: bool = False
+#: Ways in which a forward uses a child: it reads the weight, does so only as an argument of functions of `WHOLE`, or
+#: uses the child otherwise, such as calling it.
+READ, READ_INSIDE, CALL = "read", "read inside", "call"
 
 
 def bypassed(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> dict[nn.Module, str]:
@@ -88,9 +82,9 @@ def bypassed(module: nn.Module, is_layer: Callable[[nn.Module], bool]) -> dict[n
     used = uses(kind, kind.forward)
     mixes, reasons = is_mixer(module), {}
     for name, layer in layers.items():
-        use = used.get(name, ModuleUse())
+        use = used.get(name, set())
         # For mixers a single read counts: they may call a layer in evaluation and read its weight in training.
-        if use.reads and not (use.calls and (use.inside_alone or not mixes)):
+        if use & {READ, READ_INSIDE} and not (CALL in use and (READ not in use or not mixes)):
             reasons[layer] = f"{kind.__name__} multiplies by its weight without calling it"
     return reasons
 
@@ -119,55 +113,38 @@ def _gives_none(function: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def uses(kind: type, forward: Any) -> dict[str, ModuleUse]:
+def uses(kind: type, forward: Any) -> dict[str, set[str]]:
     """Return how a forward, and the methods it calls, use the module's children, by child name.
 
     Empty if no weight is read, or if there is no source code.
     """
-    functions = list(_reached(kind, forward))
+    members = [inspect.unwrap(member) for _, member in read_of_class(kind, None) if callable(member)]
+    functions = [member for member in members if hasattr(member, "__code__")]
     if not any("weight" in global_names(function.__code__) for function in functions):
         return {}
-    used: dict[str, ModuleUse] = {}
+    used: dict[str, set[str]] = {}
     for function in functions:
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError):
             continue
         for name, use in _of_text(tree):
-            before = used.get(name, ModuleUse())
-            used[name] = ModuleUse(
-                before.reads or use.reads, before.inside_alone and use.inside_alone, before.calls or use.calls
-            )
+            used.setdefault(name, set()).add(use)
     return used
 
 
-def _reached(kind: type, forward: Any) -> Iterator[Any]:
-    """Yield the undecorated forward and the class's methods that it calls."""
-    names, seen = ["forward"], set[str]()
-    while names:
-        name = names.pop()
-        if name in seen or (hasattr(nn.Module, name) and name != "forward"):
-            continue
-        seen.add(name)
-        found: Any = forward if name == "forward" else getattr(kind, name, None)
-        member = inspect.unwrap(found) if callable(found) else found
-        if hasattr(member, "__code__"):
-            yield member
-            names += global_names(member.__code__)
-
-
-def _of_text(tree: ast.AST) -> Iterator[tuple[str, ModuleUse]]:
+def _of_text(tree: ast.AST) -> Iterator[tuple[str, str]]:
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"):
             continue
         above = parents.get(node)
         if not isinstance(above, ast.Attribute) or above.attr == "forward":
-            yield node.attr, ModuleUse(calls=True)
+            yield node.attr, CALL
         elif above.attr == "weight":
             asked = parents.get(above)
             if not (isinstance(asked, ast.Attribute) and asked.attr in METADATA_ATTRIBUTES):
-                yield node.attr, ModuleUse(reads=True, inside_alone=_inside(above, parents))
+                yield node.attr, READ_INSIDE if _inside(above, parents) else READ
 
 
 def _inside(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quaver.torch.conversion.matchers.swap_class import original_class
 from quaver.torch.conversion.probe import first_equal, neutral, random_tensor, reason_failed, rows, stand_in
-from quaver.torch.conversion.replace.fused import (
+from quaver.torch.conversion.replace.fused_module import (
     FusedModule,
     Named,
     bypassed_child,
@@ -114,7 +114,7 @@ def extra_saved_bytes(module: nn.Module, formula: MLPFormula) -> int:
 
     Measured on a small copy and scaled to the module's widths.
     """
-    wide = {}
+    wide: dict[int, int] = {}
     for name, features in layout(module).items():
         wide.update(zip(features, (sizes(module._modules[name]) or ())[:2], strict=True))
     # Packed weights of other libraries may be buffers, so there may be no matrix.

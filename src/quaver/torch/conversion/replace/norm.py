@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quaver.torch.conversion.matchers.swap_class import original_class, unconverted_class
 from quaver.torch.conversion.probe import bare_copy, first_equal, random_tensor, rows
-from quaver.torch.conversion.replace.fused import FusedModule, Named, needs_original, reason_mutable, same_code
+from quaver.torch.conversion.replace.fused_module import FusedModule, Named, needs_original, reason_mutable, same_code
 from quaver.torch.nn.norm import NORMALIZATIONS, Normalization
 from quaver.torch.operations import ops
 

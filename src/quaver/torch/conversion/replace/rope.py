@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quaver.torch.backends.gpu import capture
 from quaver.torch.conversion.probe import differs, random_tensor
-from quaver.torch.conversion.replace.fused import same_code
+from quaver.torch.conversion.replace.fused_module import same_code
 from quaver.torch.nn.attention.rope import apply_rotary_to_both
 from quaver.torch.numerics.versions import has_reliable_version
 

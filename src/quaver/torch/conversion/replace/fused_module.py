@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.torch.conversion.matchers.swap_class import original_class, unconverted_class
+from quaver.torch.conversion.matchers.swap_class import global_names, original_class, unconverted_class
 from quaver.torch.conversion.probe import OF_ALL
 from quaver.torch.linear.fused_projections import is_bare
 from quaver.torch.numerics.rounding import is_tracing
@@ -233,11 +233,6 @@ def _copied(function: Any, names: dict[str, Any], closure: Any) -> Any:
     copied = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
-
-
-def global_names(code: Any) -> list[str]:
-    """Return the names of globals and attributes that a function and the functions in it use."""
-    return [*code.co_names, *(name for c in code.co_consts if hasattr(c, "co_names") for name in global_names(c))]
 
 
 class OverlaidNames(dict[str, Any]):
