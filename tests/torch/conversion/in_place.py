@@ -17,7 +17,7 @@ HEADER = ("family", "computed by blocks", "computed by the module itself")
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "gpt_neox", "falcon", "gpt2", "mpt"),
     *("olmo2", "exaone4", "deepseek_v3", "llama4_text", "gpt_oss", "bert", "t5"),
-    *("phi3", "cohere", "modernbert"),
+    *("phi3", "cohere", "modernbert", "granite"),
     *("mamba2", "bamba", "nemotron_h", "zamba2"),
 )
 #: The same noise and the same random choices aside, outputs are compared without dropout.

@@ -195,7 +195,9 @@ def same_code(function: Any, reference: Any) -> bool:
     same code.
     """
     ours, theirs = (getattr(f, "__code__", None) for f in (reference, function))
-    if ours is None or theirs is None or (ours.co_code, ours.co_names) != (theirs.co_code, theirs.co_names):
+    if ours is None or theirs is None or ours.co_code != theirs.co_code:
+        return False
+    if (ours.co_names, ours.co_argcount) != (theirs.co_names, theirs.co_argcount):
         return False
     for name in ours.co_names:
         mine, other = (f.__globals__.get(name) for f in (reference, function))
