@@ -51,8 +51,9 @@ class QuantizedMultiheadAttention(Quantizable, nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise ValueError("is_causal=True only describes attn_mask, and attn_mask is None; give both")
         batched, first = query.dim() == 3, self.batch_first and query.dim() == 3
-        q, k, v = _same_objects(query, key, value, lambda x: x if batched else x.unsqueeze(1))
-        q, k, v = _same_objects(q, k, v, lambda x: x.transpose(0, 1) if first else x)
+        # [length, batch, features]; one object stays one object, so that it is quantized once.
+        put = {id(x): x.transpose(0, 1) if first else x if batched else x.unsqueeze(1) for x in (query, key, value)}
+        q, k, v = (put[id(x)] for x in (query, key, value))
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         y, weights = self._attend(recipe, (q, k, v), key_padding_mask, attn_mask, need_weights, is_causal)
@@ -126,13 +127,6 @@ class QuantizedMultiheadAttention(Quantizable, nn.MultiheadAttention):
             w, b = (weight, bias) if whole else (weight[rows], None if bias is None else bias[rows])
             outputs += product(self, x, w, b, recipe).chunk(end - start, -1)
         return outputs
-
-
-def _same_objects(query: Tensor, key: Tensor, value: Tensor, change: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply `change` once per distinct object, so that identical inputs stay identical."""
-    k = change(key)  # type: ignore[operator]
-    v = k if value is key else change(value)  # type: ignore[operator]
-    return (k if query is key else change(query)), k, v  # type: ignore[operator]
 
 
 def _check(name: str, mask: Tensor | None, *shapes: list[int]) -> None:
