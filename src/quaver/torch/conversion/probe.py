@@ -2,7 +2,8 @@
 
 Both run on a small copy of the module (`stand_in`) with the same inputs and the same noise, in float32 and bf16, in
 training and evaluation (`differs`). Outputs, their dtypes, and the gradients of inputs and parameters must agree.
-`convert` and `from_huggingface` recognize every class by it that `families` does not list.
+`convert` and `from_huggingface` recognize a class by it unless its code is known (`same_code` in
+`quaver.torch.conversion.replace.fused_module`).
 """
 
 import copy
