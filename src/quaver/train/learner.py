@@ -74,13 +74,6 @@ class DistributedLearner(Learner, Protocol):
         """Load this rank's shards from files of any number of ranks. Raises: ValueError if they do not fit."""
 
 
-class LowBitOptimizerLearner(Learner, Protocol):
-    """A learner whose optimizer is one of `quaver.torch.optim`."""
-
-    def rebuild(self) -> None:
-        """Convert optimizer states that were loaded in their first form to the present one."""
-
-
 # ---- errors ----
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from quaver.train import checkpoint
 from quaver.train.checkpoint import CheckpointError, SavedCheckpoint
 from quaver.train.config import TORCH, TrainConfig, lr_at
-from quaver.train.learner import DistributedLearner, Learner, LowBitOptimizerLearner, Tensors
+from quaver.train.learner import DistributedLearner, Learner, Tensors
 from quaver.train.memory import parameters
 from quaver.train.mesh import ProcessGroup
 from quaver.train.model_config import MODELS
@@ -21,8 +21,8 @@ COUNT = (
     *("recipe", "dtype", "batch", "sequence", "accumulate"),
     *("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip"),
 )
-#: State entry with the form of the optimizer states (see `quaver.torch.optim.state_conversion`), and its present value;
-#: a missing entry means 1.
+#: State entry with the layout of the optimizer states (`LAYOUT` in `quaver.torch.optim`), and its present value; a
+#: missing entry means 1.
 STATES, FORM = "states", 2
 #: AdamW's states of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -56,6 +56,11 @@ def resume_from(
     # Other optimizers validate their states themselves, because only they know codes and residuals.
     wrong = misfits(saved, trained, config, vocab, "recipe" in changed) if config.optimizer == TORCH else []
     if config.optimizer != TORCH:
+        if saved.state.get(STATES, 1) != FORM:
+            raise CheckpointError(
+                f"the checkpoint {path} has optimizer states in a layout of another version of quaver; train that run "
+                "again, or give another --out"
+            )
         check_form(path, saved, trained)
     try:
         if wrong:
@@ -65,8 +70,6 @@ def resume_from(
         else:
             ranks.wait()  # until the first rank has checked the digests
             cast(DistributedLearner, trained).read(path)
-        if config.optimizer != TORCH and saved.state.get(STATES, 1) < FORM:
-            cast(LowBitOptimizerLearner, trained).rebuild()
     except ValueError as error:
         raise CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
     if changed and ranks.first:

@@ -7,6 +7,7 @@ import io
 import itertools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -517,3 +518,27 @@ def test_hooks_around_state_dicts_see_and_change_whole_ones(preset: str) -> None
     assert saved == [state_dict["param_groups"][0]["preset"]]
     assert seen == [100.0]
     assert [float(state["step"]) for state in second.state.values()] == [100.0]
+
+
+@pytest.mark.parametrize("preset", ["lean", "lean/3", "balanced", "nothing"])
+def test_states_in_another_layout_change_nothing(preset: str) -> None:
+    layer = layer_of("tensorwise")
+    optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset="lean")
+    run(layer, optimizer, 1)
+    saved = through_a_file(optimizer.state_dict())
+    assert saved["param_groups"][0]["preset"] == "lean/2"
+    saved["param_groups"][0] |= {"preset": preset, "lr": 5.0}
+    before = {key: value.clone() for key, value in optimizer.state[layer.weight].items()}
+    with pytest.raises(ValueError, match=r"in a layout of another version|is not known"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert all(torch.equal(value, before[key]) for key, value in optimizer.state[layer.weight].items())
+
+
+@pytest.mark.parametrize("name", optim.PRESETS)
+def test_a_saved_preset_is_read_back(name: str) -> None:
+    for preset in (optim.PRESETS[name], replace(optim.PRESETS[name], name="mine")):
+        p = torch.nn.Parameter(torch.zeros(64, 64))
+        saved = through_a_file(optim.AdamW([p], preset=preset).state_dict())
+        # A warning is an error: nothing is converted.
+        optim.AdamW([p], preset=preset).load_state_dict(saved)

@@ -64,8 +64,6 @@ class WeightFormat:
         """Dtype of the elementwise state beside the weight; undefined for "plain"."""
         return {
             **{"remainder": torch.int16, "residual16": torch.int16, "residual8": torch.int8},
-            # Formats of earlier releases.
-            **{"parts16": torch.int16, "parts8": torch.int8},
             **{"float32": torch.float32, "float16": torch.float16},
         }[self.kind]
 

@@ -20,8 +20,8 @@ from quaver.torch.optim.step.step import StepConfig
 # ---- presets ----
 # Convert presets to and from plain data, which `torch.load` reads with `weights_only=True`.
 
-#: Markers of states in the second form (see "first form" below): suffix of a preset's name, or key beside its fields.
-SECOND_FORM, FORM_KEY = "/2", "form"
+#: Version of the layout of moments and residuals: suffix of a preset's name, or key beside its fields.
+LAYOUT, LAYOUT_KEY = 2, "form"
 
 
 def preset_of(preset: Any) -> Preset:
@@ -44,102 +44,35 @@ def preset_of(preset: Any) -> Preset:
 
 
 def packed(preset: Any) -> str | dict[str, Any]:
-    """Return a preset as plain data: its name if it is one of `PRESETS`, else its fields; with the second form's
-    marker.
+    """Return a preset as plain data: its name if it is one of `PRESETS`, else its fields; with the version of the
+    layout if it may store residuals.
     """
     preset = preset_of(preset)
-    marked = has_residuals(preset)
+    versioned = "residual" in preset.codes + preset.bfloat16
     if PRESETS.get(preset.name) == preset:
-        return preset.name + (SECOND_FORM if marked else "")
+        return f"{preset.name}/{LAYOUT}" if versioned else preset.name
     values = {field.name: getattr(preset, field.name) for field in fields(preset)}
     plain = {name: value.text if isinstance(value, StateSpec) else value for name, value in values.items()}
-    return plain | ({FORM_KEY: 2} if marked else {})
-
-
-def has_residuals(preset: Preset) -> bool:
-    """True if a preset may store residuals, which the two forms store differently."""
-    return "residual" in preset.codes + preset.bfloat16
-
-
-# ---- first form ----
-# Read the first form of states, which the presets `lean` and `balanced` wrote in earlier releases.
-#
-#                 first form                                          second form, since then
-#     moments     int8_softsign and uint8_root                        the codes of the preset
-#     residuals   multiples of 2**-7 (int8) or 2**-15 (int16)         the next 8 or 16 bits of the mantissa, see
-#                 of half the distance to the next code               `quaver.torch.optim.master_weights`
-#
-# State dicts of presets with residuals have a marker for the second form (see `packed`). States without it are
-# converted like those of another preset. Source: FlashOptim, arXiv:2602.23349.
-
-#: `WeightFormat.kind` of residuals in the first form, by the kind in the second.
-FIRST_FORM_KINDS = {"residual8": "parts8", "residual16": "parts16"}
-_FIRST = StateSpec(code="int8_softsign")
-_SECOND = StateSpec(code="uint8_root", stochastic=True, floor=True)
-
-
-def in_first_form(preset: Preset) -> Preset:
-    """Return the same preset with residuals in the first form."""
-    return replace(
-        preset,
-        name=f"{preset.name}, in its first form,",
-        codes=FIRST_FORM_KINDS.get(preset.codes, preset.codes),
-        bfloat16=FIRST_FORM_KINDS.get(preset.bfloat16, preset.bfloat16),
-    )
-
-
-#: Presets that wrote the first form, with the formats that they had.
-FIRST_FORM_PRESETS = {
-    preset.name: in_first_form(replace(preset, first=_FIRST, second=_SECOND))
-    for preset in PRESETS.values()
-    if has_residuals(preset)
-}
+    return plain | ({LAYOUT_KEY: LAYOUT} if versioned else {})
 
 
 def saved_preset(saved: Any) -> Preset:
-    """Return the preset that wrote the states of a parameter group.
+    """Return the preset that wrote the states of a parameter group, from the group's entry as `packed` wrote it.
 
-    Args:
-        saved: the group's entry "preset" in the state dict, as `packed` writes it. Without the second form's marker,
-            the result has the first form.
     Raises:
-        ValueError: an unknown preset.
+        ValueError: an unknown preset, or states in another version of the layout.
     """
-    if isinstance(saved, str) and saved in FIRST_FORM_PRESETS:
-        return FIRST_FORM_PRESETS[saved]
-    preset = preset_of(without_form(saved))
-    first = isinstance(saved, Mapping) and FORM_KEY not in saved and has_residuals(preset)
-    return in_first_form(preset) if first else preset
-
-
-def without_form(saved: Any) -> Any:
-    """Return the entry "preset" of a state dict without the second form's marker."""
-    if isinstance(saved, str):
-        return saved.removesuffix(SECOND_FORM)
-    return {name: value for name, value in saved.items() if name != FORM_KEY} if isinstance(saved, Mapping) else saved
-
-
-def read(weight_format: WeightFormat, tensors: tuple[Tensor, ...]) -> Tensor:
-    """Return the weight in float32, with residuals in either form. Exact.
-
-    Args:
-        weight_format: format of the weight and its states.
-        tensors: the weight, its scales if it is stored as codes, and its states in the order of `WeightFormat`.
-    """
-    if weight_format.kind not in FIRST_FORM_KINDS.values():
-        return master_weights.read(weight_format, tensors)
-    weight, residual = tensors[0], tensors[-1]
-    fraction = residual.float() / 2.0 ** (master_weights.BITS[residual.dtype] - 1)
-    if weight_format.code_spec is None:
-        # Half an ULP of bfloat16 is 2**-8 of the power of two; clamp it to a normal number, for infinity as well.
-        power = ((weight.view(torch.int16).int() & 0x7F80) << 16).view(torch.float32)
-        half = power.clamp(min=2.0**-117, max=2.0**127) * 2.0**-8
-        return weight.float() + fraction * half
-    fmt = weight_format.code_spec.format
-    # A float32 with the exponent of half an ULP of the code; a subnormal has the exponent of the smallest normal.
-    exponent = ((weight.view(torch.uint8).int() & 0x7F) >> fmt.mantissa_bits).clamp(min=1)
-    half = (exponent - (fmt.bias + fmt.mantissa_bits + 1) + 127 << 23).view(torch.float32)
-    return master_weights.scaled(weight_format.code_spec, tensors[1], weight.float() + fraction * half)
+    preset = preset_of(
+        {name: value for name, value in saved.items() if name != LAYOUT_KEY}
+        if isinstance(saved, Mapping)
+        else str(saved).removesuffix(f"/{LAYOUT}")
+    )
+    if packed(preset) != saved:
+        raise ValueError(
+            f"the state dict has states of preset {preset.name} in a layout of another version of quaver; nothing was "
+            "loaded: start the optimizer without it"
+        )
+    return preset
 
 
 # ---- rules ----
@@ -275,7 +208,7 @@ def spec_of(name: str, saved: Any, scale: Any, spec: StateSpec) -> StateSpec:
 
 def check_scales(name: str, saved: Tensor, scale: Tensor, spec: StateSpec) -> None:
     """Check the shape and dtype of scales against their codes. Raises: ValueError."""
-    # Earlier releases did not flatten trailing dimensions before they divided rows into blocks.
+    # How many trailing dimensions are one depends on how the parameter was sharded.
     flat = [layout.flat(saved.shape, num_leading_dims) for num_leading_dims in range(max(saved.dim(), 1))]
     shapes = {codes.scale_shape(shape, spec.block, spec.of.numbers) for shape in flat}
     dtype = codes.SCALE_DTYPES[spec.scale]
@@ -377,7 +310,7 @@ def _convert_moment(
         check_scales(name, moment, scale, saved_spec)
     own = layout.local(p)
     local_shape, full_shape = (layout.flat(t.shape, num_leading_dims) for t in (own, p))
-    # Earlier releases did not flatten trailing dimensions, so the same spec had other blocks.
+    # The same spec has other blocks if other trailing dimensions were flattened.
     converts = saved_spec != spec or (
         scale is not None and scale.shape != codes.scale_shape(local_shape, spec.block, spec.of.numbers)
     )
@@ -421,7 +354,7 @@ def _convert_weight_states(
     if (weight_format.kind, weight_format.code_spec) != (saved_weight_format.kind, saved_weight_format.code_spec):
         if not _determines_weight(saved_weight_format, p):
             return {}
-        value = read(saved_weight_format, (*weight, *(layout.rows(tensor) for tensor in tensors)))
+        value = master_weights.read(saved_weight_format, (*weight, *(layout.rows(tensor) for tensor in tensors)))
         first = master_weights.first_states(weight_format, layout.local(p), value.view(layout.local(p).shape))
         # The loaded weight is unchanged; only the states beside it are computed from the value.
         tensors = [*master_weights.around(weight_format, value, (*weight, *(layout.rows(tensor) for tensor in first)))]

@@ -39,7 +39,7 @@ from quaver.train.torch.decoder import (
     prepare,
     quantize_layers,
 )
-from quaver.train.torch.optimizer import TrainStep, load_state, optimizer_of, rebuild, state_of
+from quaver.train.torch.optimizer import TrainStep, load_state, optimizer_of, state_of
 from quaver.train.torch.process_group import TorchProcessGroup, device_of
 from quaver.train.torch.sharding import change_recipe, parallelize
 
@@ -237,10 +237,6 @@ class TorchLearner:
             sharding.read(self.model, self.optimizer, folder)
         except RuntimeError as error:
             raise ValueError(in_short(error)) from error
-
-    def rebuild(self) -> None:
-        """See `quaver.train.learner.LowBitOptimizerLearner`."""
-        rebuild(self.optimizer)
 
     def _runner(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return CapturedStep(self.update) if self.config.capture == "step" else self.update

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from quaver.torch import optim
 from quaver.torch.optim import Optimizer
-from quaver.torch.optim.state_conversion import CODES, without_form
 from quaver.torch.parallel import micro_batches
 from quaver.train import config as optimizer_name
 from quaver.train.config import TrainConfig
@@ -106,8 +105,7 @@ def load_low_bit_state(model: nn.Module, optimizer: optim.Optimizer, tensors: Ma
             name = next(name for name, own in parameters.items() if own is p)
             first = optimizer.first_state(p, group)
             for key, present in first.items():
-                # Earlier versions stored codes of moments under the moments' names.
-                value = remaining.pop(f"{name}/{key}", remaining.pop(f"{name}/{key.removesuffix(CODES)}", None))
+                value = remaining.pop(f"{name}/{key}", None)
                 if value is None:
                     raise ValueError(f"{name}/{key} is missing in the optimizer")
                 if value.shape != present.shape or value.dtype is not present.dtype:
@@ -119,14 +117,6 @@ def load_low_bit_state(model: nn.Module, optimizer: optim.Optimizer, tensors: Ma
             optimizer.state[p] = first
     if remaining:
         raise ValueError(f"{next(iter(remaining))} is not part of the optimizer")
-
-
-def rebuild(optimizer: torch.optim.Optimizer) -> None:
-    """Convert states of `quaver.torch.optim` from their first form (see `state_conversion`); others are unchanged."""
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        group["preset"] = without_form(group["preset"])
-    optimizer.load_state_dict(state)
 
 
 def mesh_of(parameter: Tensor) -> object:
