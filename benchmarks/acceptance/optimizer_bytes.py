@@ -21,7 +21,7 @@ from benchmarks.measuring import machine, results
 from quaver.reference.optimizer_state import PRESETS
 from quaver.torch.optim import AdamW
 from quaver.torch.optim.quantized_gradient import QuantizedGradient
-from quaver.torch.optim.step.step import CHUNK_ELEMENTS
+from quaver.torch.optim.step import CHUNK_ELEMENTS
 from quaver.train import config, memory
 from quaver.train.memory import parameters
 from quaver.train.model_config import MODELS

@@ -17,7 +17,7 @@ from quaver.reference import numerics
 from quaver.torch.numerics.quantized import FLOAT8
 from quaver.torch.numerics.rounding import philox4x32, rows_of_uniform, uniform
 from quaver.torch.operations.ops import QUANTIZE
-from quaver.torch.optim.step import noise
+from quaver.torch.optim import step as pieces
 from tests.close import assert_bitwise
 from tests.operands import SPECS, by_turns, nasty, variants
 from tests.reference.test_philox import KNOWN
@@ -218,7 +218,7 @@ def test_random_words_of_an_optimizer_match_the_reference(first: int) -> None:
     two = numerics.philox2x32((e // 4 & 0xFFFFFFFF, (e // 4 >> 32) ^ np.uint64(upper)), key)
     word = two[np.arange(number), (e % 4 // 2).astype(int)]
     expected = np.where(e % 2 == 0, word, word << 16 | word >> 16)
-    assert np.array_equal(noise.words(first, number, seed, parameter, step, torch.device("cpu")).numpy(), expected)
+    assert np.array_equal(pieces.words(first, number, seed, parameter, step, torch.device("cpu")).numpy(), expected)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 7, 16, 33])

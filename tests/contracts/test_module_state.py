@@ -44,7 +44,7 @@ SAFE = {
     "torch.parallel.moe.expert_parallel:on_ranks": CACHED,
     "torch.parallel.fsdp.gather:_gathering": CACHED,
     "torch.parallel.fsdp.gather:_scattering": CACHED,
-    "torch.optim.step.compiled:_programs": SAME,
+    "torch.optim.compiled:_programs": SAME,
     "torch.linear.grouped.custom_ops:parsed": CACHED,
     "torch.numerics.grouped:_numbers_on": CACHED,
     "torch.conversion.replace.attention:rebuilt": CACHED,

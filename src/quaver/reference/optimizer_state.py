@@ -7,13 +7,16 @@ largest, with or without a sign.
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from quaver.recipes.formats import E4M3, E5M2, Format
 from quaver.recipes.spec import QuantSpec
+from quaver.recipes.text import suggest
 from quaver.reference.numerics import decode as decode_format
 from quaver.reference.numerics import encode as encode_format
 from quaver.reference.numerics import round_to
@@ -368,6 +371,63 @@ PRESETS: dict[str, Preset] = {
         ),
     )
 }
+
+
+# ---- presets as plain data, which `torch.load` reads with `weights_only=True` ----
+
+#: Version of the layout of moments and residuals: suffix of a preset's name, or key beside its fields.
+LAYOUT, LAYOUT_KEY = 2, "form"
+
+
+def preset_of(preset: Any) -> Preset:
+    """Return a `Preset` from a name, from the fields that `packed` returns (without the marker), or unchanged.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(preset, Preset):
+        return preset
+    if isinstance(preset, Mapping):
+        options: dict[str, Any] = dict(preset)
+        options |= {name: StateSpec.parse(options[name]) for name in ("first", "second")}
+        if "/" in options["gradient"]:
+            options["gradient"] = StateSpec.parse(options["gradient"])
+        return Preset(**options)
+    if preset not in PRESETS:
+        raise ValueError(f"preset {preset!r} is not known; {suggest(str(preset), list(PRESETS))}")
+    return PRESETS[preset]
+
+
+def packed(preset: Any) -> str | dict[str, Any]:
+    """Return a preset as plain data: its name if it is one of `PRESETS`, else its fields; with the version of the
+    layout if it may store residuals.
+    """
+    preset = preset_of(preset)
+    versioned = "residual" in preset.codes + preset.bfloat16
+    if PRESETS.get(preset.name) == preset:
+        return f"{preset.name}/{LAYOUT}" if versioned else preset.name
+    values = {field.name: getattr(preset, field.name) for field in fields(preset)}
+    plain = {name: value.text if isinstance(value, StateSpec) else value for name, value in values.items()}
+    return plain | ({LAYOUT_KEY: LAYOUT} if versioned else {})
+
+
+def saved_preset(saved: Any) -> Preset:
+    """Return the preset that wrote the states of a parameter group, from the group's entry as `packed` wrote it.
+
+    Raises:
+        ValueError: an unknown preset, or states in another version of the layout.
+    """
+    preset = preset_of(
+        {name: value for name, value in saved.items() if name != LAYOUT_KEY}
+        if isinstance(saved, Mapping)
+        else str(saved).removesuffix(f"/{LAYOUT}")
+    )
+    if packed(preset) != saved:
+        raise ValueError(
+            f"the state dict has states of preset {preset.name} in a layout of another version of quaver; nothing was "
+            "loaded: start the optimizer without it"
+        )
+    return preset
 
 
 # ---- memory footprint of a matrix: weight, master or residual, gradient, moments ----

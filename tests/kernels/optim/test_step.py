@@ -13,12 +13,10 @@ from quaver.recipes.spec import QuantSpec
 from quaver.reference.optimizer_state import PRESETS, StateSpec
 from quaver.torch.backends.gpu import device
 from quaver.torch.numerics import reference
-from quaver.torch.optim import codes, master_weights
+from quaver.torch.optim import codes, gpu, master_weights
 from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import AdamRule, LionRule, MuonRule, SGDRule
-from quaver.torch.optim.step import gpu, step
-from quaver.torch.optim.step.noise import ShardPosition
-from quaver.torch.optim.step.step import ParameterTensors, RngKey, StepConfig
+from quaver.torch.optim.step import ParameterTensors, RngKey, ShardPosition, StepConfig, step_parameter
 from tests.kernels.compare import DEVICE
 
 LEAN, BALANCED, EXACT = (PRESETS[name] for name in ("lean", "balanced", "exact"))
@@ -195,7 +193,7 @@ def parameter(
 
 def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool = True) -> Any:
     """Moves them to the device, steps them there and returns what was counted."""
-    launches = gpu.Launches({})
+    launches: list[gpu.Launch] = []
     with device.asking("triton"):
         for number, p in enumerate(parameters):
             # A card's tensors are copies, which the caller compares.
@@ -209,9 +207,9 @@ def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool =
                 p.place.local_shape[1] % 128 == 0 and p.place.local_shape[0] % max(row.form.high, 1) == 0
             )
             scalars = p.config.rule.scalars(GROUP, p.state["step"].double().view(1) + 1)
-            launches.add([row], torch.stack(scalars))
+            launches.append(([row], torch.stack(scalars)))
         told = None if keep is None else torch.tensor(keep, device=DEVICE)
-        (counts,) = launches.run(told, statistics).values()
+        ((_, counts),) = gpu.launch(launches, {}, told, statistics)
     return counts
 
 
@@ -225,10 +223,10 @@ def in_pieces(parameters: list[Parameter]) -> list[int | None]:
         p.state["step"] += 1
         scalars = p.config.rule.scalars(GROUP, p.state["step"].double())
         place = RngKey(SEED, number, p.state["step"].long(), p.place)
-        outcome = step.begin(p.config, p.parts, scalars, p.factor, place, p.state.get("amax"))()
-        if outcome.amax is not None:
-            p.state["amax"].copy_(outcome.amax)
-        counts.append(None if outcome.clamped is None else int(outcome.clamped))
+        amax, clamped = step_parameter(p.config, p.parts, scalars, p.factor, place, p.state.get("amax"))
+        if amax is not None:
+            p.state["amax"].copy_(amax)
+        counts.append(None if clamped is None else int(clamped))
     return counts
 
 

@@ -13,12 +13,11 @@ import quaver.torch as qt
 from quaver.recipes import Recipe, get, mxfp8
 from quaver.reference.optimizer_state import FLOAT32
 from quaver.torch import optim
-from quaver.torch.numerics.rounding import noise_stream, round_keys
+from quaver.torch.optim import compiled
+from quaver.torch.optim import step as pieces
 from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import AdamRule
-from quaver.torch.optim.step import compiled, noise
-from quaver.torch.optim.step import step as pieces
-from quaver.torch.optim.step.step import ParameterTensors, RngKey, StepConfig
+from quaver.torch.optim.step import ParameterTensors, RngKey, ShardPosition, StepConfig
 from quaver.torch.quantized_tensor import memory_of
 from tests.kernels.optim.test_step import SQUARES
 
@@ -81,20 +80,20 @@ def same(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_random_words_for_a_compiler_match_eager_steps(dtype: torch.dtype) -> None:
+def test_random_words_for_a_compiler_match_eager_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """int32 keys draw by half words; a first element beyond 2**34, counters across 2**31, a seed of 64 bits."""
     first, drawn = 3 * 2**34 + 2**33 - 2**10, (0xFEDC_BA98_7654_3210, 3, 70_000, torch.device("cpu"))
-    expected = noise.words(first, 4096, *drawn).to(torch.int32)
-    key, upper = noise_stream(*drawn)
-    given = noise.keyed(*drawn, dtype)
-    for one, other in zip(given, (round_keys(key).to(dtype), upper.to(dtype)), strict=True):
-        assert one.dtype is dtype and torch.equal(one, other)
-    assert torch.equal(noise.traced_words(4096, torch.tensor(first), *given), expected)
-    place = compiled._place(first, True, *given)
-    assert all(word.dtype is dtype for word in place)
-    packed4 = noise.traced_packed4(torch.Size((16, 64)), *place)
+    expected = pieces.words(first, 4096, *drawn).to(torch.int32)
+    monkeypatch.setattr(compiled, "in_bytes", lambda _: dtype is torch.int32)
+    config = StepConfig(AdamRule(), WeightFormat("residual8", stochastic=True), (FLOAT32, FLOAT32))
+    rng_key = RngKey(*drawn[:3], ShardPosition((0, 0), (1, 1), (1, 1)))
+    place = compiled._place(config, torch.empty(0), False, first, rng_key)
+    assert place is not None and torch.equal(compiled.traced_words(4096, *place), expected)
+    place = compiled._place(config, torch.empty(0), True, first, rng_key)
+    assert place is not None and all(word.dtype is dtype for word in place)
+    packed4 = compiled.traced_packed4(torch.Size((16, 64)), *place)
     assert torch.equal(torch.stack(packed4, -1).view(-1), expected)
-    pairs = noise.traced_pairs(torch.Size((64, 32)), *place)
+    pairs = compiled.traced_pairs(torch.Size((64, 32)), *place)
     assert torch.equal(torch.stack(pairs, -1).view(-1), expected)
 
 
@@ -142,14 +141,12 @@ def test_a_step_has_its_bits_while_another_thread_compiles(
 def test_scalars_of_another_dtype_or_shape_step_without_a_program() -> None:
     config, part = StepConfig(AdamRule(), WeightFormat("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
     parts = ParameterTensors((part,), ((part.clone(),), (part.clone(),)), (part.clone(),))
-    scalars, drawn = (torch.ones(()),) * 8, RngKey(0, 0, 1, noise.ShardPosition((0, 0), (64, 64), (64, 64)))
+    scalars, drawn = (torch.ones(()),) * 8, RngKey(0, 0, 1, ShardPosition((0, 0), (64, 64), (64, 64)))
     programs = compiled.CompiledSteps()
     for factor in (torch.ones((), dtype=torch.float64), torch.ones(1)):
-        assert programs.begin(config, scalars, factor, drawn, None)(parts, 0, None) is None
-    assert (
-        programs.begin(config, (*scalars[:7], torch.ones((), dtype=torch.float64)), None, drawn, None)(parts, 0, None)
-        is None
-    )
+        assert programs.step(config, parts, scalars, factor, drawn, 0, None, None) is None
+    scalars = (*scalars[:7], torch.ones((), dtype=torch.float64))
+    assert programs.step(config, parts, scalars, None, drawn, 0, None, None) is None
     assert not programs.programs
 
 
@@ -174,7 +171,7 @@ def test_a_piece_that_ends_within_a_block_steps_beside_whole_ones(monkeypatch: p
         both.append((layer, optimizer))
     (layer, ours), (twin, eager) = both
     assert not ours._programs.failed
-    assert sorted(program.four for program in ours._programs.programs) == [False, True]
+    assert sorted(packed4 for _, packed4, *_ in ours._programs.programs) == [False, True]
     for key, value in ours.state[layer.weight].items():
         same(value, eager.state[twin.weight][key], key)
     for (name, t), other in zip(layer.state_dict().items(), twin.state_dict().values(), strict=True):

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,10 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver.reference import optim as bounds
 from quaver.torch import optim
-from quaver.torch.optim import master_weights
-from quaver.torch.optim import state_format as module
+from quaver.torch.optim import layout, master_weights
+from quaver.torch.optim import step as pieces
+from quaver.torch.optim.layout import key_of
 from quaver.torch.optim.master_weights import WeightFormat
-from quaver.torch.optim.state_conversion import key_of
-from quaver.torch.optim.step import layout, noise
-from quaver.torch.optim.step import step as pieces
 
 BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.5, 0.3), (0.95, 0.95), (0.99, 0.9999), (0.3, 0.0901))
 #: Three of its codes are rounded at random, which share a word by tens of bits.
@@ -76,7 +75,7 @@ def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]
 def test_noise_parts_are_uniform_with_the_documented_correlation(number: int) -> None:
     """Means, and products of pairs, of a million elements and of their neighbours, within three sigmas."""
     count = 1 << 20
-    drawn = noise.split_noise(noise.words(3, count, 11, 5, 7, torch.device("cpu")), number)
+    drawn = pieces.split_noise(pieces.words(3, count, 11, 5, 7, torch.device("cpu")), number)
     # Of uniform numbers in [0, 1), less their mean, of variance 1 / 12.
     centred = [share.double() / 2**15 + 2.0**-16 - 0.5 for share in drawn]
     for share in centred:
@@ -111,11 +110,7 @@ def test_stochastic_rounding_of_a_step_is_unbiased(kind: str, dtype: str) -> Non
     optimizer.step()
     config = optimizer.config(p, group)
     parts = optimizer.parts(p, config)
-    parts = pieces.ParameterTensors(
-        tuple(t.clone() for t in parts.weight),
-        tuple(tuple(t.clone() for t in held) for held in parts.moments),
-        parts.gradient,
-    )
+    parts = copied(parts)
     scalars = tuple(s[0] for s in config.rule.scalars(group, torch.tensor([2.0], dtype=torch.float64)))
     amax = optimizer.state[p].get("amax")
     if amax is not None:
@@ -137,8 +132,9 @@ def test_stochastic_rounding_of_a_step_is_unbiased(kind: str, dtype: str) -> Non
     }
     assert wanted and config.noise_per_element == ("weight" in wanted) + any(name != "weight" for name in wanted)
     for step in range(200):
-        word = noise.words(0, 4096, 3, 1, step, torch.device("cpu")).view(64, 64)
-        moved = pieces.compute_step(config, parts, scalars, None, word, amax)
+        word = pieces.words(0, 4096, 3, 1, step, torch.device("cpu")).view(64, 64)
+        moved = copied(parts)
+        pieces.step_chunk(config, moved, scalars, None, partial(next, iter([word])), amax, None)
         values = {"weight": master_weights.read(config.weight_format, moved.weight)}
         values |= {
             f"moment {i}": pieces._decoded(held, spec)
@@ -159,6 +155,11 @@ def test_stochastic_rounding_of_a_step_is_unbiased(kind: str, dtype: str) -> Non
         assert abs(float(z.square().mean()) - 199 / 197) < 3 * (2.1 / len(z)) ** 0.5, name
 
 
+def copied(parts: pieces.ParameterTensors) -> pieces.ParameterTensors:
+    moments = tuple(tuple(t.clone() for t in held) for held in parts.moments)
+    return pieces.ParameterTensors(tuple(t.clone() for t in parts.weight), moments, parts.gradient)
+
+
 def cuts(rows: int, world: int, rng: np.random.Generator) -> list[list[int]]:
     """Where parts of rows begin and end: as torch cuts them, and anyhow, some of no rows."""
     size = -(-rows // world)
@@ -174,8 +175,8 @@ def test_any_split_of_rows_steps_like_the_whole(
     dtype: torch.dtype, shape: tuple[int, ...], preset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worlds of 1, 2, 3 and 5, uneven and with ranks of nothing: weights, codes and scales, bit by bit."""
-    monkeypatch.setattr(module, "SMALL", 0)
-    places: dict[int, noise.ShardPosition] = {}
+    monkeypatch.setattr("quaver.torch.optim.optimizer.SMALL", 0)
+    places: dict[int, pieces.ShardPosition] = {}
     place = layout.place
     monkeypatch.setattr(layout, "place", lambda p: places.get(id(p)) or place(p))
     rng = np.random.default_rng(0)
@@ -185,7 +186,7 @@ def test_any_split_of_rows_steps_like_the_whole(
 
     def train(begin: int, end: int) -> dict[str, Tensor]:
         p = nn.Parameter(first[begin:end].clone())
-        places[id(p)] = noise.ShardPosition((begin, *[0] * (len(shape) - 1)), tuple(p.shape), shape)
+        places[id(p)] = pieces.ShardPosition((begin, *[0] * (len(shape) - 1)), tuple(p.shape), shape)
         optimizer = optim.AdamW([p], lr=1e-2, preset=preset, seed=5)
         for gradient in gradients:
             p.grad = gradient[begin:end].to(p.grad_dtype or torch.float32)
@@ -204,13 +205,13 @@ def test_a_cut_along_any_dimensions_draws_the_words_of_the_whole() -> None:
     rng = np.random.default_rng(0)
     for _ in range(60):
         shape = tuple(int(n) for n in rng.integers(1, 12, rng.integers(1, 4)))
-        whole = noise.words(0, int(np.prod(shape)), 9, 2, 4, torch.device("cpu")).view(shape)
+        whole = pieces.words(0, int(np.prod(shape)), 9, 2, 4, torch.device("cpu")).view(shape)
         start = tuple(int(rng.integers(0, n + 1)) for n in shape)
         part = tuple(int(rng.integers(0, n - at + 1)) for n, at in zip(shape, start, strict=True))
         if 0 in part:
             continue
         rows = int(np.prod(part[:-1]))
-        drawn = noise.words_at(noise.ShardPosition(start, part, shape), slice(0, rows), 9, 2, 4, torch.device("cpu"))
+        drawn = pieces.words_at(pieces.ShardPosition(start, part, shape), slice(0, rows), 9, 2, 4, torch.device("cpu"))
         own = whole[tuple(slice(at, at + n) for at, n in zip(start, part, strict=True))]
         assert torch.equal(drawn.view(part), own), (shape, start, part)
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.optim import codes, master_weights
-from quaver.torch.optim.state_conversion import key_of
+from quaver.torch.optim.layout import key_of
 from quaver.torch.quantized_tensor import memory_of
 
 PAIRS = list(itertools.permutations(("float32", "exact", "balanced", "lean", "msamp"), 2))

@@ -1,6 +1,7 @@
 """Test that stepping four elements at once has the bits of stepping element by element."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from quaver.reference.optimizer_state import PRESETS
 from quaver.torch import optim
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import decode_scales, spread
-from quaver.torch.optim import codes, master_weights
+from quaver.torch.optim import codes, compiled, master_weights
+from quaver.torch.optim import step as pieces
 from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import AdamRule, LionRule, SGDRule
-from quaver.torch.optim.step import compiled, noise
-from quaver.torch.optim.step.step import ParameterTensors, StepConfig, compute_step, write_results
+from quaver.torch.optim.step import ParameterTensors, RngKey, StepConfig, step_chunk
 from tests.kernels.optim.test_step import BLOCKWISE, BLOCKWISE_ANY, MXFP8, SQUARES, TENSORWISE
 from tests.pairs import pairs
 
@@ -94,26 +95,20 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
     ours, theirs = piece(config, bad), piece(config, bad)
     for step in (1, 2, 3):
         scalars = config.rule.scalars(GROUP, torch.tensor(float(step), dtype=torch.float64))
-        place = noise.ShardPosition((0, 0), (ROWS, COLUMNS), (ROWS, COLUMNS))
-        word = (
-            noise.words_at(place, slice(0, ROWS), SEED, 5, step, torch.device("cpu"))
-            if config.noise_per_element
-            else None
-        )
+        place = pieces.ShardPosition((0, 0), (ROWS, COLUMNS), (ROWS, COLUMNS))
+        words = partial(pieces.words_at, place, slice(0, ROWS), SEED, 5, step, torch.device("cpu"))
         factor = None if step == 1 else torch.tensor(0.5)
         parts, amax = theirs
         weight_bound = None if amax is None else config.rule.weight_bound(amax, scalars, ())
-        expected = write_results(config, parts, compute_step(config, parts, scalars, factor, word, weight_bound), told)
+        expected = step_chunk(config, parts, scalars, factor, words, weight_bound, told)
         own = ours[0]
         assert compiled.fits(config, own)
-        keyed = noise.keyed(SEED, 5, step, torch.device("cpu"), torch.int32)
-        drawn = (torch.tensor(0, dtype=torch.int32), *keyed)
         done = compiled.run_packed4(
             config,
             compiled.viewed(own),
             scalars,
             factor,
-            drawn if config.noise_per_element else None,
+            compiled._place(config, own.weight[0], True, 0, RngKey(SEED, 5, step, place)),
             weight_bound,
             told,
         )

@@ -12,7 +12,7 @@ import quaver.torch as qt
 from quaver.reference import optim as bounds
 from quaver.torch import optim
 from quaver.torch.optim import master_weights
-from quaver.torch.optim.step import step as pieces
+from quaver.torch.optim import step as pieces
 from quaver.torch.quantized_tensor import QuantizedTensor, memory_of
 from tests.pairs import pairs
 

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.optim.step import layout, noise
+from quaver.torch.optim import layout
+from quaver.torch.optim import step as pieces
 from quaver.torch.parallel import Checkpoint, gather_quantized
 from tests import two_ranks
 from tests.close import assert_bitwise
@@ -341,11 +342,11 @@ def words_of_a_part_are_those_of_the_whole(rank: int) -> None:
         start = tuple(int(torch.randint(0, n + 1, (), generator=draw)) for n in whole)
         part = tuple(int(torch.randint(0, n - at + 1, (), generator=draw)) for n, at in zip(whole, start, strict=True))
         numel = torch.Size(whole).numel()
-        every = noise.words(0, numel, 5, 3, 2, torch.device("cpu")).view(whole)
+        every = pieces.words(0, numel, 5, 3, 2, torch.device("cpu")).view(whole)
         own = every[tuple(slice(at, at + n) for at, n in zip(start, part, strict=True))]
         rows = own.reshape(torch.Size(part[:-1]).numel(), part[-1])
         low = rows.shape[0] // 3
-        got = noise.words_at(noise.ShardPosition(start, part, whole), slice(low, rows.shape[0]), 5, 3, 2, rows.device)
+        got = pieces.words_at(pieces.ShardPosition(start, part, whole), slice(low, rows.shape[0]), 5, 3, 2, rows.device)
         assert_bitwise(got, rows[low:], f"{part} at {start} of {whole}")
 
 

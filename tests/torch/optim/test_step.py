@@ -13,9 +13,9 @@ import quaver.torch as qt
 from quaver.recipes import Recipe, get, mxfp8
 from quaver.recipes.spec import QuantSpec
 from quaver.torch import optim
+from quaver.torch.optim import step
 from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import AdamRule
-from quaver.torch.optim.step import step
 from tests.kernels.optim.test_step import BLOCKWISE, MXFP8, SQUARES, TENSORWISE
 
 ROOT = Path(__file__).resolve().parents[3]

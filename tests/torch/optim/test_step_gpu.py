@@ -12,9 +12,9 @@ from quaver.torch import optim
 from quaver.torch.backends.gpu import device
 from quaver.torch.backends.gpu import optim as stepping
 from quaver.torch.backends.gpu.buffers import CrossStream
+from quaver.torch.optim import gpu
 from quaver.torch.optim import optimizer as optimizer_file
-from quaver.torch.optim.step import gpu
-from quaver.torch.optim.step.step import ParameterTensors, StepConfig, begin
+from quaver.torch.optim.step import ParameterTensors, StepConfig, step_parameter
 from tests.torch.backends.gpu.launch_counts import _Kernels, _Operations
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu
 from tests.torch.backends.gpu.streams import GPU, stand_in
@@ -106,10 +106,10 @@ def test_weights_with_scales_of_blocks_step_by_the_kernel(recipe: Any, preset: s
 
     def counted(how: StepConfig, parts: ParameterTensors, *given: Any) -> Any:
         left.append(parts.weight[0].shape)
-        return begin(how, parts, *given)
+        return step_parameter(how, parts, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_file, "begin", counted)
+        patch.setattr(optimizer_file, "step_parameter", counted)
         ours, optimizer = trained(rule, preset, True, recipe)
     theirs, _ = trained(rule, preset, False, recipe)
     alone = recipe.fprop.b.block == (1, 32)
@@ -145,7 +145,11 @@ def test_stacks_of_whole_blocks_step_as_one_matrix(recipe: Any, layout: Any, tak
                 y = layer(torch.randn(48, 128, generator=draw), torch.tensor([16, 32, 48], dtype=torch.int32))
             (y * torch.randn(48, 64, generator=draw)).sum().backward()
             with device.asking("triton" if kernels else "none"), pytest.MonkeyPatch.context() as patch:
-                patch.setattr(optimizer_file, "begin", lambda *given, now=kernels: [left.append(now), begin(*given)][1])
+                patch.setattr(
+                    optimizer_file,
+                    "step_parameter",
+                    lambda *given, now=kernels: [left.append(now), step_parameter(*given)][1],
+                )
                 optimizer.step()
             optimizer.zero_grad()
         both.append(all_of(model, optimizer))
@@ -236,7 +240,7 @@ def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:
         backward(model, 1, float("inf"))
         # What a gradient scaler says is read on the device: a number on a CPU is the host's.
         keep = torch.tensor(False)
-        taken = gpu.Launches(optimizer._kernels)
+        taken: list[gpu.Launch] = []
         for group in optimizer.param_groups:
             optimizer._begin_group(group, list(enumerate(group["params"])), keep, None, taken)
         optimizer._launch(taken, keep)

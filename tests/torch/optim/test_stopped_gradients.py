@@ -5,7 +5,7 @@ import torch
 
 from quaver.torch import optim
 from quaver.torch.optim import codes
-from quaver.torch.optim.state_conversion import key_of
+from quaver.torch.optim.layout import key_of
 
 OWN = ("exact", "balanced", "lean")
 RULES = {

@@ -275,7 +275,7 @@ def _share(word, INDEX: tl.constexpr, NUMBER: tl.constexpr):
 # ---- step: many parameters in one launch; each gradient and state is read once and written once ----
 # A table has the addresses of each parameter's tensors, a second one the blocks of a parameter that each program
 # processes. Values that change from step to step are read on the device, so that a CUDA graph can contain the launch.
-# The bits equal those of `quaver.torch.optim.step.step`.
+# The bits equal those of `quaver.torch.optim.step`.
 
 
 @triton.jit

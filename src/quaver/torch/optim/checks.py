@@ -1,14 +1,15 @@
-"""Checks of optimizer options, parameters and gradients, and a warning for learning rates too small for 8-bit
-residuals.
-"""
+"""Checks of options and parameters when an optimizer is created."""
 
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from quaver.torch.linear.stored_weight import REPLACED, without_layer
+from quaver.torch.linear import stored_weight
+from quaver.torch.optim.layout import is_stack, shardings
+from quaver.torch.optim.step import StepConfig
 
 #: Unsupported options of torch's optimizers: the reason and what to do instead, shown if they are True.
 TORCHS = {
@@ -17,7 +18,6 @@ TORCHS = {
     "fused": "parameters are stepped in chunks in any case: leave it out",
     "differentiable": "codes have no derivative: leave it out, or take torch's optimizer",
 }
-NONFINITE = ("keep", "skip", "raise")
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -29,15 +29,6 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} has no option {option!r}")
         if value:
             raise ValueError(f"{name} was given {option}={value!r}; {TORCHS[option]}")
-
-
-def check_nonfinite(nonfinite: str) -> None:
-    """Raise a ValueError unless `nonfinite` is "keep", "skip" or "raise"."""
-    if nonfinite not in NONFINITE:
-        raise ValueError(
-            f"nonfinite is {nonfinite!r}; give 'keep' (NaN propagates, as in torch), 'skip' (skip and count "
-            "such a step) or 'raise'"
-        )
 
 
 def check_group(name: str, group: Mapping[str, Any]) -> None:
@@ -98,63 +89,54 @@ def check_tied(parameters: Sequence[Tensor]) -> None:
         seen.add(id(p))
 
 
-def check_scaler(in_backward: bool) -> None:
-    """Raise a ValueError if gradients are stepped in backward, where torch.amp.GradScaler cannot see them."""
-    if in_backward:
-        raise ValueError("torch.amp.GradScaler does not see gradients that are stepped in backward; train in bfloat16")
+def check_stack(p: Tensor, config: StepConfig, preset: str) -> None:
+    """Raise a ValueError if a preset would use one scale for all matrices of a stack."""
+    in_all = (
+        any(spec.of.scaled and spec.block is None for spec in config.moments) or config.weight_format.needs_whole_weight
+    )
+    if in_all and is_stack(p, config.weight_format.code_spec, config.rule.needs_matrix):
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} is a stack of matrices, and preset {preset!r} has one "
+            "scale per parameter: use one with block scales, such as 'balanced' or 'lean'"
+        )
 
 
-def check_replaced(parameters: Sequence[Tensor]) -> None:
-    """Raise a ValueError for parameters that the model has replaced or that belong to no layer."""
-    for p in parameters:
-        by = getattr(p, REPLACED, None)
-        if by is not None:
+def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
+    """Raise a ValueError if a sharded parameter cannot be stepped shard by shard."""
+    cuts = shardings(p)
+    if isinstance(p, DTensor) and stored_weight.owner(p) is not None and not stored_weight.holds_codes(p):
+        raise ValueError(
+            f"a stored weight of shape {tuple(p.shape)} was passed directly to fully_shard, which shards its values: "
+            "call quaver.torch.parallel.gather_quantized(model) before fully_shard"
+        )
+    if not cuts:
+        return
+    sharded = f"a parameter of shape {tuple(p.shape)} is sharded over the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
+    rule = config.rule.name
+    if config.rule.needs_matrix:
+        raise ValueError(
+            f"{sharded}, and {rule} needs whole matrices: give it to AdamW or Lion, or exclude it with "
+            "fully_shard(..., ignored_params=...)"
+        )
+    if any(spec.of.scaled and spec.block is None for spec in config.moments) or config.weight_format.needs_whole_weight:
+        raise ValueError(
+            f"{sharded}, and preset {preset!r} has one scale for the whole parameter: use one with block scales, "
+            "such as 'balanced' or 'lean'"
+        )
+    of_codes = config.weight_format.code_spec
+    if of_codes is not None and (len(cuts) > 1 or cuts[0][0] != 0):
+        raise ValueError(f"{sharded} by more than rows, which codes do not support: shard it by fully_shard only")
+    height = 1 if of_codes is None else of_codes.block[0] or 1
+    if config.predicts_scale and p.shape[0] % (height * p.device_mesh.size(cuts[0][1])) and height > 1:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{sharded}, which cuts blocks of {height} whole rows, and preset {preset!r} needs their scales "
+            "before a step: use fewer ranks, or a recipe with another block"
+        )
+    ranks = prod(p.device_mesh.size(over) for dim, over in cuts if dim == p.dim() - 1)  # type: ignore[attr-defined]
+    for spec in config.moments:
+        if ranks > 1 and spec.of.scaled and spec.block is not None and p.shape[-1] % (spec.block * ranks):
             raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} was replaced by {by} after the optimizer was created, "
-                "which would step a parameter that the model no longer has: create the optimizer afterwards"
+                f"{sharded}, {ranks} of which shard its {p.shape[-1]} columns, and preset {preset!r} has a scale "
+                f"for each {spec.block}: use preset='exact' or 'float32' for it, or fewer ranks for tensor "
+                "parallelism"
             )
-    for p in without_layer(parameters):
-        raise ValueError(
-            f"a parameter of {p.dtype} and shape {tuple(p.shape)} belongs to no layer, as in an optimizer "
-            "that was pickled, or copied without its model, and gets no gradient: create an optimizer of the "
-            "model's parameters, and load this one's state_dict() into it"
-        )
-
-
-def check_gradient(p: Tensor) -> None:
-    """Raise a ValueError for a sparse gradient."""
-    assert p.grad is not None
-    if p.grad.is_sparse:
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(p.shape)} is sparse; use nn.Embedding with "
-            "sparse=False, or torch.optim.SparseAdam for its weight"
-        )
-
-
-def warn_of_rate(lr: float, resolutions: Iterable[float], stochastic: bool) -> bool:
-    """Warn if steps of a learning rate are too small for 8-bit residuals. Returns True if it warned.
-
-    Args:
-        lr: learning rate.
-        resolutions: for each parameter, the mean distance between neighbouring values that weight and residual can
-            represent.
-        stochastic: residuals are rounded stochastically, so that no step is lost on average.
-    """
-    coarse = sorted(resolutions)
-    if not coarse or lr == 0:
-        return False
-    middle = coarse[len(coarse) // 2]
-    # Adam's updates have about the size of the learning rate.
-    if lr >= middle * (1 / 16 if stochastic else 1 / 2):
-        return False
-    lost = (
-        "stochastic rounding adds noise sixteen times as large"
-        if stochastic
-        else "steps below half of that are rounded away"
-    )
-    warnings.warn(
-        f"the learning rate is {lr:.2g}, and for half of the weights 8-bit residuals have a resolution of "
-        f"{middle:.2g}: {lost}; use preset balanced, whose residuals have 16 bits, from here on",
-        stacklevel=4,
-    )
-    return True

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from quaver.reference.optimizer_state import StateSpec
 from quaver.torch.linear.stored_weight import gradient_dtype
-from quaver.torch.optim.checks import check_gradient
-from quaver.torch.optim.quantized_gradient import QuantizedGradient, local_quantized, norm_of
-from quaver.torch.optim.step import layout
+from quaver.torch.optim import layout
+from quaver.torch.optim.quantized_gradient import QuantizedGradient, norm_of
 from quaver.torch.quantized_tensor import memory_of
 
 # ---- storage of gradients ----
@@ -106,7 +105,7 @@ class Gradients:
 
     def finite(self, p: Tensor) -> Tensor:
         """Return True if a parameter's gradient is finite: bool []."""
-        quantized = local_quantized(p.grad)
+        quantized = layout.local_quantized(p.grad)
         if quantized is not None:
             return quantized.all_finite()
         gradient = layout.part_of_gradient(p)
@@ -160,13 +159,13 @@ class Gradients:
         norms: dict[tuple[Any, ...], list[Tensor]] = {}
         for p in parameters:
             own = norms.setdefault(layout.groups(p), [])
-            quantized = local_quantized(p.grad)
+            quantized = layout.local_quantized(p.grad)
             if quantized is not None:
                 own.append(quantized.norm_of(order))
             elif p.grad is not None:
                 own.append(norm_of(layout.gradient(p), order))
             elif not own:
-                own.append(_nothing(p))
+                own.append(torch.zeros((), dtype=torch.float32, device=p.device))
         sums = []
         for groups, own in norms.items():
             total = torch.linalg.vector_norm(torch.stack([norm.to(own[0].device) for norm in own]), order)
@@ -181,8 +180,14 @@ class Gradients:
         return torch.linalg.vector_norm(torch.stack([each.to(sums[0].device) for each in sums]), order)
 
 
-def _nothing(p: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.float32, device=p.device)
+def check_gradient(p: Tensor) -> None:
+    """Raise a ValueError for a sparse gradient."""
+    assert p.grad is not None
+    if p.grad.is_sparse:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(p.shape)} is sparse; use nn.Embedding with "
+            "sparse=False, or torch.optim.SparseAdam for its weight"
+        )
 
 
 # ---- stepping during backward ----
@@ -243,7 +248,8 @@ class GradientRelease:
             self._beside(device, waiting, factor)
         else:
             self.update(waiting, factor)
-            self._free(waiting)
+        for p in waiting:
+            p.grad = None
 
     def update(self, waiting: list[Tensor], factor: Tensor | None) -> None:
         """Step parameters by the optimizer's method."""
@@ -262,7 +268,6 @@ class GradientRelease:
         # The tensors are freed before the side stream has read them, so tell the allocator.
         for tensor in (*self._gradients_of(waiting), *(() if factor is None else (factor,))):
             tensor.record_stream(side)
-        self._free(waiting)
 
     def _gradients_of(self, parameters: list[Tensor]) -> Iterator[Tensor]:
         """Yield all tensors that store the gradients of parameters."""
@@ -270,10 +275,6 @@ class GradientRelease:
             if p.grad is not None:
                 own = layout.local(p.grad)
                 yield from own.tensors() if isinstance(own, QuantizedGradient) else (own,)
-
-    def _free(self, waiting: list[Tensor]) -> None:
-        for p in waiting:
-            p.grad = None
 
     def end(self) -> None:
         """Step the remaining parameters, and wait for all steps."""

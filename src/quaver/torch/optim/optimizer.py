@@ -1,43 +1,39 @@
-"""`Optimizer`, the base class of all optimizers: torch's interface and the step."""
+"""`Optimizer`, the base class of all optimizers: torch's interface, the formats of each parameter, and the step."""
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from quaver.reference.optimizer_state import PRESETS, SMALL, Preset, packed, preset_of
 from quaver.torch.linear import stored_weight
 from quaver.torch.operations.ops import no_kernels
-from quaver.torch.optim import master_weights
+from quaver.torch.optim import gpu, layout, master_weights, ranks
 from quaver.torch.optim.checks import (
-    check_gradient,
+    check_divided,
     check_group,
-    check_nonfinite,
     check_options,
     check_parameter,
-    check_replaced,
-    check_scaler,
+    check_stack,
     check_tied,
-    warn_of_rate,
 )
-from quaver.torch.optim.gradients import GradientRelease, Gradients
-from quaver.torch.optim.quantized_gradient import local_quantized
+from quaver.torch.optim.compiled import CompiledSteps
+from quaver.torch.optim.gradients import GradientRelease, Gradients, check_gradient
 from quaver.torch.optim.rules import UpdateRule
-from quaver.torch.optim.state_conversion import preset_of
-from quaver.torch.optim.state_format import LazyStates, OptimizerBase, groups_of
-from quaver.torch.optim.step import gpu, layout, ranks
-from quaver.torch.optim.step.compiled import CompiledSteps
-from quaver.torch.optim.step.step import ParameterStepResult, RngKey, StepConfig, begin
+from quaver.torch.optim.state_dict import load
+from quaver.torch.optim.step import ParameterTensors, RngKey, StepConfig, step_parameter, write
 from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state.history.sync import check_agreement
 
-#: Largest number of elements whose steps may be in progress together, because some of them are copies.
-MAX_PENDING_ELEMENTS = 1 << 24
+NONFINITE = ("keep", "skip", "raise")
 
 
-class Optimizer(OptimizerBase):
+class Optimizer(torch.optim.Optimizer):
     """Base class of `AdamW` and the other optimizers.
 
     A parameter group may have its own `preset`. Norms, biases and tensors of fewer than 4096 elements have float32
@@ -61,7 +57,11 @@ class Optimizer(OptimizerBase):
         **torchs: Any,
     ) -> None:
         check_options(type(self).__name__, torchs)
-        check_nonfinite(nonfinite)
+        if nonfinite not in NONFINITE:
+            raise ValueError(
+                f"nonfinite is {nonfinite!r}; give 'keep' (NaN propagates, as in torch), 'skip' (skip and count "
+                "such a step) or 'raise'"
+            )
         self.nonfinite = nonfinite
         self.statistics = statistics
         #: True if large parameters are stepped by torch.compile.
@@ -132,9 +132,124 @@ class Optimizer(OptimizerBase):
         for p in group["params"]:
             check_parameter(p, rule.name, rule.needs_matrix)
             if p.requires_grad and layout.shardings(p):
-                layout.check_divided(p, self.config(p, group), self.preset(p, group).name)
+                check_divided(p, self.config(p, group), self.preset(p, group).name)
             elif p.requires_grad and p.dim() == 3:
-                layout.check(p, self.config(p, group), self.preset(p, group).name)
+                check_stack(p, self.config(p, group), self.preset(p, group).name)
+
+    # ---- formats ----
+
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
+        """Return the update rule of a parameter group."""
+        raise NotImplementedError
+
+    def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
+        """Return the preset of a parameter: that of its group, or "float32" for vectors and small tensors."""
+        small = p.dim() < 2 or p.numel() < SMALL
+        return PRESETS["float32"] if small and not stored_weight.holds_codes(p) else preset_of(group["preset"])
+
+    def config(self, p: Tensor, group: Mapping[str, Any]) -> StepConfig:
+        """Return a parameter's step configuration: rule, and formats of weight, states and gradient."""
+        preset = self.preset(p, group)
+        rule = self.rule(group, preset)
+        specs = tuple(preset.first if signed else preset.second for signed in rule.signed)
+        weight_format = master_weights.weight_format_of(p, preset)
+        predicts_scale = (
+            weight_format.kind.startswith("residual")
+            and weight_format.code_spec is not None
+            and None in weight_format.code_spec.block
+        )
+        quantized = layout.local_quantized(p.grad)
+        spec = None if quantized is None else quantized.contents.spec
+        return StepConfig(rule, weight_format, specs, spec, predicts_scale and rule.has_weight_bound, self.statistics)
+
+    # ---- states ----
+
+    def first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Create the state of a parameter before its first step."""
+        config = self.config(p, group)
+        state = layout.first_state(p, config)
+        if config.predicts_scale:
+            state["amax"] = self._amax(p, config, state)
+        return state
+
+    def parts(self, p: Tensor, config: StepConfig) -> ParameterTensors:
+        """Return all tensors that a parameter's step reads and writes: this rank's shards, as matrices."""
+        return layout.tensors_of(p, config, self.state[p])
+
+    def parts_of_weight(self, p: Tensor, config: StepConfig) -> tuple[Tensor, ...]:
+        """Return the tensors that represent a parameter's weight, in `WeightFormat`'s order."""
+        return layout.tensors_of_weight(p, config, self.state[p])
+
+    def set_state(self, p: Tensor, group: Mapping[str, Any], loaded: Mapping[str, Tensor]) -> None:
+        """Replace the state of a parameter by a loaded one; what it lacks is created."""
+        first = self.first_state(p, group)
+        self.state[p] = {**first, **{name: value for name, value in loaded.items() if name in first}}
+        self.state[p]["step"] = first["step"] + loaded["step"].to(first["step"].device)
+        self.state[p].pop("amax", None)
+        self._ensure_amax(p, self.config(p, group))
+        self._stepped.pop(p, None)
+
+    def _initial_state(self, p: Tensor) -> dict[str, Tensor]:
+        """`first_state` of a parameter; {} for a tensor that is not a parameter of this optimizer, as in torch."""
+        groups = [group for group in self.param_groups if any(p is each for each in group["params"])]
+        return self.first_state(p, groups[0]) if groups else {}
+
+    def _ensure_amax(self, p: Tensor, config: StepConfig) -> None:
+        """Add the amaxes of the weight's blocks to its state if its scales are predicted; else remove them."""
+        if not config.predicts_scale:
+            self.state[p].pop("amax", None)
+        elif "amax" not in self.state[p]:
+            self.state[p]["amax"] = self._amax(p, config, self.state[p])
+
+    def _amax(self, p: Tensor, config: StepConfig, state: Mapping[str, Tensor]) -> Tensor:
+        if layout.shardings(p):
+            self._local_amax.add(p)
+        return layout.amaxes(p, config, layout.tensors_of_weight(p, config, state))
+
+    def _check_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Create moments that the rule newly needs, and check the other states. Raises: ValueError."""
+        config, state = self.config(p, group), self.state[p]
+        if not any(name in state or name + layout.CODES in state for name in config.rule.names):
+            # Restart the step count, because the first step of a momentum differs.
+            first, beside = self.first_state(p, group), config.weight_format.states
+            state.update({name: first[name] for name in first if name not in beside or name not in state})
+        layout.check_state(p, config, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Like `torch.optim.Optimizer.state_dict`, with codes in their dtypes and presets as plain data."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if not len(self.state) and all(p.grad is None for p in parameters):
+            # torch.distributed.checkpoint loads into the tensors of this state dict, so create them.
+            self.state.update({p: self._initial_state(p) for p in parameters})
+        # Run before the user's hooks, which should see the saved form.
+        handle = self.register_state_dict_post_hook(_pack_groups, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state dict of any preset, or of torch.optim, torchao.optim or MS-AMP. Load the model first.
+
+        Groups keep their presets; states in other formats are converted, with a warning.
+
+        Raises:
+            ValueError: a state dict of another rule, with other groups or shapes, or with unsupported options. Nothing
+                is loaded then.
+        """
+        before = self.param_groups, self.state, set(self._local_amax)
+        try:
+            self._load(state_dict)
+        except BaseException:
+            # torch replaces groups and state by new objects, so the old ones are unchanged.
+            self.param_groups, self.state, self._local_amax = before
+            raise
+
+    def _load(self, state_dict: Any) -> None:
+        """`load_state_dict` without rollback: it may have loaded a part when it raises."""
+        load(self, state_dict, super().load_state_dict)
+
+    # ---- step ----
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -149,9 +264,10 @@ class Optimizer(OptimizerBase):
 
     def _step(self) -> None:
         """`step` after the closure, with no hooks of torch around it."""
-        if hasattr(self, "grad_scale"):
-            # Set by GradScaler; None after unscale_.
-            check_scaler(self._release is not None)
+        if hasattr(self, "grad_scale") and self._release is not None:
+            raise ValueError(
+                "torch.amp.GradScaler does not see gradients that are stepped in backward; train in bfloat16"
+            )
         overflow, factor = self._scaling()
         parameters = [p for group in self.param_groups for p in group["params"]]
         check_replaced(parameters)
@@ -170,6 +286,13 @@ class Optimizer(OptimizerBase):
             # The step has applied `factor` already. Leave unscaled values in p.grad, as GradScaler does otherwise.
             for p in parameters:
                 layout.local(p.grad).mul_(factor.to(p.grad.device))
+
+    def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return torch.amp.GradScaler's overflow flag and the factor that unscales gradients, each None without one."""
+        overflow, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        # A GradScaler that has seen no gradient passes the number 0; after unscale_ the scale is None.
+        overflow = overflow if isinstance(overflow, Tensor) else None
+        return overflow, None if scale is None else scale.float().reciprocal().reshape(())
 
     def _update(self, parameters: list[Tensor], factor: Tensor | None, overflow: Tensor | None = None) -> None:
         """Step the given parameters.
@@ -194,28 +317,22 @@ class Optimizer(OptimizerBase):
                 return
             overflow = None
         apply_step = None if overflow is None else overflow.reshape(()) == 0
-        param_count, launches = 0, gpu.Launches(self._kernels)
-        prepared: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
+        index, launches = 0, list[gpu.Launch]()
+        stepping: list[ranks.SteppingParameter] = []
         for group in self.param_groups:
-            numbered = [(param_count + i, p) for i, p in enumerate(group["params"]) if id(p) in chosen]
-            param_count += len(group["params"])
+            numbered = [(index + i, p) for i, p in enumerate(group["params"]) if id(p) in chosen]
+            index += len(group["params"])
             if numbered:
-                prepared += self._begin_group(group, numbered, apply_step, factor, launches)
-        stepping_parameters = [stepping for _, _, stepping in prepared]
-        agreed_amaxes = ranks.agree_on_amaxes(stepping_parameters, self._local_amax)
-        waiting: list[Callable[[], object]] = []
-        elements = 0
-        for param_index, param_group, stepping in prepared:
-            if stepping.scalars:
-                waiting += self._begin_parameter(
-                    stepping, param_group, param_index, agreed_amaxes.get(stepping.p, {}), apply_step
-                )
-                elements += stepping.p.numel()
-            if self._programs is None or elements > MAX_PENDING_ELEMENTS:
-                elements = _finish(waiting)
-        _finish(waiting)
-        self._launch(launches, apply_step)
-        ranks.gather_scales(stepping_parameters)
+                stepping += self._begin_group(group, numbered, apply_step, factor, launches)
+        sharded = [one for one in stepping if one.parts is not None]
+        agreed = ranks.agree_on_amaxes(sharded, self._local_amax) if sharded else {}
+        for one in stepping:
+            if one.scalars:
+                self._step_parameter(one, agreed.get(one.p, {}), apply_step)
+        if launches:
+            self._launch(launches, apply_step)
+        if sharded:
+            ranks.gather_scales(sharded)
         for p in parameters:
             if stored_weight.holds_codes(p):
                 if isinstance(p, QuantizedTensor):
@@ -242,7 +359,7 @@ class Optimizer(OptimizerBase):
                 old.copy_(new.view(old.shape))
         elif config.predicts_scale and "amax" in state:
             # In place, because a CUDA graph reads this tensor.
-            layout.local(state["amax"]).copy_(layout.local(self._amax(p, config, self.parts_of_weight(p, config))))
+            layout.local(state["amax"]).copy_(layout.local(self._amax(p, config, state)))
 
     def _written(self, p: Tensor) -> bool:
         """True if a weight stored as codes may have been written since this optimizer stepped it."""
@@ -283,8 +400,7 @@ class Optimizer(OptimizerBase):
 
     def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
         """Return 1 if any gradient is not finite, else 0, float32 []. Raise a ValueError if `nonfinite` is "raise"."""
-        finite = [self.gradients.finite(p) for p in parameters]
-        finite = layout.agreed(finite, parameters)
+        finite = ranks.all_finite([self.gradients.finite(p) for p in parameters], parameters)
         if self.nonfinite == "raise":
             bad = [p for p, ok in zip(parameters, finite, strict=True) if not ok]
             if bad:
@@ -298,6 +414,154 @@ class Optimizer(OptimizerBase):
         # In place, so that a CUDA graph counts at each replay.
         self.skipped += nonfinite
         return nonfinite.float() if overflow is None else nonfinite.float() + overflow.to(nonfinite.device)
+
+    def _begin_group(
+        self,
+        group: dict[str, Any],
+        numbered: list[tuple[int, Tensor]],
+        apply_step: Tensor | None,
+        factor: Tensor | None,
+        launches: "list[gpu.Launch]",
+    ) -> list[ranks.SteppingParameter]:
+        """Prepare the step of a group's parameters: create states, count steps, hand parameters to kernels.
+
+        Returns:
+            Every parameter that kernels do not step, or that needs amaxes agreed between ranks.
+        """
+        for _, p in numbered:
+            if not self.state[p]:
+                self.state[p] = self.first_state(p, group)
+            if stored_weight.holds_codes(p):
+                self._follow_writes(p, self.config(p, group))
+        rule = self.rule(group, preset_of(group["preset"]))
+        self._check_rate(group, [p for _, p in numbered])
+        without_kernel = self._for_kernels(group, rule, numbered, factor, launches)
+        scalars: dict[Tensor, tuple[Tensor, ...]] = {}
+        if without_kernel:
+            steps = [self.state[p]["step"] for p in without_kernel]
+            for count in steps:
+                count += 1 if apply_step is None else apply_step.to(count.device)
+            scalars_of_each = zip(*(s.unbind() for s in rule.scalars(group, torch.stack(steps).double())), strict=True)
+            scalars = dict(zip(without_kernel, scalars_of_each, strict=True))
+        prepared = []
+        for index, p in numbered:
+            config = self.config(p, group)
+            needs_amax_sync = config.weight_format.code_spec is not None and layout.shardings(p)
+            if p in scalars or needs_amax_sync:
+                self._ensure_amax(p, config)
+                parts = self.parts(p, config) if needs_amax_sync else None
+                amax = layout.local(self.state[p]["amax"]) if config.predicts_scale else None
+                own = scalars.get(p, ())
+                prepared.append(
+                    ranks.SteppingParameter(p, index, group, config, parts, own, self._factor(p, factor), amax)
+                )
+        return prepared
+
+    def _for_kernels(
+        self,
+        group: dict[str, Any],
+        rule: UpdateRule,
+        numbered: list[tuple[int, Tensor]],
+        factor: Tensor | None,
+        launches: "list[gpu.Launch]",
+    ) -> list[Tensor]:
+        """Collect the parameters that GPU kernels can step into `launches`; return the others."""
+        without_kernel, rows = [], dict[torch.device, list[Any]]()
+        for index, p in numbered:
+            weight, state = layout.local(p).detach(), self.state[p]
+            if weight.is_cpu and no_kernels(weight):
+                without_kernel.append(p)
+                continue
+            config = self.config(p, group)
+            self._ensure_amax(p, config)
+            place = layout.flat_place(p, layout.num_leading_dims(p, rule.needs_matrix))
+            arguments = config, self.parts(p, config), place
+            if gpu.HAS_KERNEL(weight, *arguments, state["step"]):
+                row = gpu.kernel_parameter(*arguments, group["seed"], index, state, self._factor(p, factor))
+                row.owner = p
+                rows.setdefault(weight.device, []).append(row)
+            else:
+                gpu.warn_once(self._said, weight, *arguments, state["step"])
+                without_kernel.append(p)
+        for of_device in rows.values():
+            # The kernel increments the step itself if the step is applied.
+            steps = torch.stack([row.tensors["step"] for row in of_device]).double() + 1
+            launches.append((of_device, torch.stack(rule.scalars(group, steps))))
+        return without_kernel
+
+    def _launch(self, launches: "list[gpu.Launch]", apply_step: Tensor | None) -> None:
+        """Launch the kernels for the collected parameters."""
+        for rows, counts in gpu.launch(launches, self._kernels, apply_step, self.statistics):
+            for i, row in enumerate(rows):
+                # Caches that compare version counters must notice these writes.
+                torch.autograd.graph.increment_version([row.owner, *(t for t in row.written if not t.is_inference())])
+                if counts is not None and row.form.clamp:
+                    self._count(row.owner, counts[i], layout.local(row.owner).numel())
+
+    def _factor(self, p: Tensor, factor: Tensor | None) -> Tensor | None:
+        """Return the factor of a parameter's gradient, float32 [] on its device: the common one times that of its
+        quantized gradient.
+        """
+        quantized = layout.local_quantized(p.grad)
+        own = None if quantized is None else quantized.contents.factor
+        return factor if own is None else own if factor is None else own * factor
+
+    def _check_rate(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
+        """Warn once if the learning rate is too small for 8-bit residuals."""
+        if self._warned or isinstance(group["lr"], Tensor):
+            return
+        fine = [
+            p
+            for p in parameters
+            if self.config(p, group).weight_format.kind == "residual8" and stored_weight.holds_codes(p)
+        ]
+        if fine and not self._resolution:
+            here = [p for p in fine if layout.local(p).is_cpu and layout.local(p).numel()]
+            self._resolution = [master_weights.resolution(layout.value_of(p)) for p in here]
+        self._warned = warn_of_rate(group["lr"], self._resolution, preset_of(group["preset"]).stochastic)
+
+    def _step_parameter(
+        self, one: ranks.SteppingParameter, agreed: Mapping[int, Tensor], apply_step: Tensor | None
+    ) -> None:
+        """Step a parameter, segment by segment.
+
+        Args:
+            one: the parameter.
+            agreed: amaxes that ranks agreed on for it, see `ranks.agree_on_amaxes`.
+            apply_step: bool []; False leaves everything unchanged; None always steps.
+        """
+        p, config, own = one.p, one.config, layout.local(one.p)
+        place = layout.flat_place(p, layout.num_leading_dims(p, config.rule.needs_matrix))
+        tensors = one.parts or self.parts(p, config)
+        for segment in layout.segments(p, config):
+            parts = layout.of_segment(tensors, segment)
+            at = layout.at_segment(place, segment)
+            amax = one.amax if one.amax is None or segment.group is None else one.amax[segment.group]
+            new_amax, clamped = step_parameter(
+                config,
+                parts,
+                one.scalars,
+                one.factor,
+                RngKey(one.group["seed"], one.index, self.state[p]["step"].long(), at),
+                amax,
+                apply_step,
+                self._programs,
+                tuple(agreed[ranks.OF_RULE].unbind()) if ranks.OF_RULE in agreed else None,
+                None if segment.crosses_shards is None else agreed[segment.crosses_shards],
+            )
+            if new_amax is not None:
+                assert amax is not None
+                write([amax], [new_amax], apply_step)
+            if self.statistics and clamped is not None:
+                self._count(p, clamped, parts.weight[0].numel())
+        if layout.in_rows(own) is not own:
+            # The parameter's memory is not row-major, so the step worked on a copy.
+            own.copy_(tensors.weight[0].view(own.shape))
+
+    def _count(self, p: Tensor, clamped: Tensor, elements: int) -> None:
+        """Add to the numbers of clamped updates and of all updates of a parameter."""
+        before, total = self.counted.get(p, (torch.zeros_like(clamped), 0))
+        self.counted[p] = before + clamped, total + elements
 
     def step_in_backward(self, outstanding_bytes: int = 1 << 25, max_norm: float = float("inf")) -> None:
         """From now on step parameters during backward; `step()` then only finishes the step.
@@ -328,176 +592,6 @@ class Optimizer(OptimizerBase):
         self._release = GradientRelease(self.gradients, self._update, outstanding_bytes, max_norm)
         self.gradients.watch(p for group in self.param_groups for p in group["params"])
         self.gradients.arrived = self._release.arrived
-
-    def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return torch.amp.GradScaler's overflow flag and the factor that unscales gradients, each None without one."""
-        overflow, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        # A GradScaler that has seen no gradient passes the number 0.
-        overflow = overflow if isinstance(overflow, Tensor) else None
-        return overflow, None if scale is None else scale.float().reciprocal().reshape(())
-
-    def _begin_group(
-        self,
-        group: dict[str, Any],
-        numbered: list[tuple[int, Tensor]],
-        apply_step: Tensor | None,
-        factor: Tensor | None,
-        launches: gpu.Launches,
-    ) -> list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]]:
-        """Prepare the step of a group's parameters: create states, count steps, hand parameters to kernels.
-
-        Returns:
-            Index, group and step data of every parameter that kernels do not step, or that needs amaxes agreed between
-            ranks.
-        """
-        for _, p in numbered:
-            if not self.state[p]:
-                self.state[p] = self.first_state(p, group)
-            if stored_weight.holds_codes(p):
-                self._follow_writes(p, self.config(p, group))
-        rule = self.rule(group, preset_of(group["preset"]))
-        self._check_rate(group, [p for _, p in numbered])
-        without_kernel = self._for_kernels(group, rule, numbered, factor, launches)
-        scalars: dict[Tensor, tuple[Tensor, ...]] = {}
-        if without_kernel:
-            steps = [self.state[p]["step"] for _, p in without_kernel]
-            for count in steps:
-                count += 1 if apply_step is None else apply_step.to(count.device)
-            scalars_of_each = zip(*(s.unbind() for s in rule.scalars(group, torch.stack(steps).double())), strict=True)
-            scalars = dict(zip((p for _, p in without_kernel), scalars_of_each, strict=True))
-        prepared: list[tuple[int, Mapping[str, Any], ranks.SteppingParameter]] = []
-        for param_index, p in numbered:
-            config = self.config(p, group)
-            needs_amax_sync = config.weight_format.code_spec is not None and layout.shardings(p)
-            if p in scalars or needs_amax_sync:
-                self._ensure_amax(p, config)
-                amax = layout.local(self.state[p]["amax"]) if config.predicts_scale else None
-                # Other tensors are looked up later, when the parameter is stepped, since some are copies.
-                parts, own_factor = self.parts(p, config) if needs_amax_sync else None, self._factor(p, factor)
-                prepared.append(
-                    (
-                        param_index,
-                        group,
-                        ranks.SteppingParameter(p, config, parts, scalars.get(p, ()), own_factor, amax),
-                    )
-                )
-        return prepared
-
-    def _for_kernels(
-        self,
-        group: dict[str, Any],
-        rule: UpdateRule,
-        numbered: list[tuple[int, Tensor]],
-        factor: Tensor | None,
-        launches: gpu.Launches,
-    ) -> list[tuple[int, Tensor]]:
-        """Collect the parameters that GPU kernels can step into `launches`; return the others."""
-        without_kernel, rows = [], dict[torch.device, list[Any]]()
-        for param_index, p in numbered:
-            weight, state = layout.local(p).detach(), self.state[p]
-            if weight.is_cpu and no_kernels(weight):
-                without_kernel.append((param_index, p))
-                continue
-            config = self.config(p, group)
-            self._ensure_amax(p, config)
-            arguments = (
-                config,
-                self.parts(p, config),
-                layout.flat_place(p, layout.num_leading_dims(p, rule.needs_matrix)),
-            )
-            if gpu.HAS_KERNEL(weight, *arguments, state["step"]):
-                row = gpu.kernel_parameter(*arguments, group["seed"], param_index, state, self._factor(p, factor))
-                row.owner = p
-                rows.setdefault(weight.device, []).append(row)
-            else:
-                gpu.warn_once(self._said, weight, *arguments, state["step"])
-                without_kernel.append((param_index, p))
-        for of_device in rows.values():
-            # The kernel increments the step itself if the step is applied.
-            steps = torch.stack([row.tensors["step"] for row in of_device]).double() + 1
-            launches.add(of_device, torch.stack(rule.scalars(group, steps)))
-        return without_kernel
-
-    def _launch(self, launches: gpu.Launches, apply_step: Tensor | None) -> None:
-        """Launch the kernels for the collected parameters."""
-        for where, counts in launches.run(apply_step, self.statistics).items():
-            for i, row in enumerate(launches.rows[where]):
-                # Caches that compare version counters must notice these writes.
-                torch.autograd.graph.increment_version([row.owner, *(t for t in row.written if not t.is_inference())])
-                if counts is not None and row.form.clamp:
-                    before, total = self.counted.get(row.owner, (torch.zeros_like(counts[i]), 0))
-                    self.counted[row.owner] = before + counts[i], total + layout.local(row.owner).numel()
-
-    def _factor(self, p: Tensor, factor: Tensor | None) -> Tensor | None:
-        """Return the factor of a parameter's gradient, float32 [] on its device: the common one times that of its
-        quantized gradient.
-        """
-        quantized = local_quantized(p.grad)
-        own = None if quantized is None else quantized.contents.factor
-        return factor if own is None else own if factor is None else own * factor
-
-    def _check_rate(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
-        """Warn once if the learning rate is too small for 8-bit residuals."""
-        if self._warned or isinstance(group["lr"], Tensor):
-            return
-        fine = [
-            p
-            for p in parameters
-            if self.config(p, group).weight_format.kind == "residual8" and stored_weight.holds_codes(p)
-        ]
-        if fine and not self._resolution:
-            here = [p for p in fine if layout.local(p).is_cpu and layout.local(p).numel()]
-            self._resolution = [master_weights.resolution(layout.value_of(p)) for p in here]
-        self._warned = warn_of_rate(group["lr"], self._resolution, preset_of(group["preset"]).stochastic)
-
-    def _begin_parameter(
-        self,
-        stepping: ranks.SteppingParameter,
-        group: Mapping[str, Any],
-        param_index: int,
-        agreed_amaxes: Mapping[int, Tensor],
-        apply_step: Tensor | None,
-    ) -> Iterator[Callable[[], object]]:
-        """Start the step of each segment of a parameter; yields a function that finishes it."""
-        p, config, amax, own = stepping.p, stepping.config, stepping.amax, layout.local(stepping.p)
-        place = layout.flat_place(p, layout.num_leading_dims(p, config.rule.needs_matrix))
-        tensors = stepping.parts or self.parts(p, config)
-        for segment in ranks.segments(p, config):
-            parts = ranks.of_segment(tensors, segment)
-            rng_key = RngKey(group["seed"], param_index, self.state[p]["step"].long(), ranks.at_segment(place, segment))
-            global_amax = ranks.agreed_for(agreed_amaxes, segment)
-            segment_amax = amax if amax is None or segment.group is None else amax[segment.group]
-            finish = begin(
-                config,
-                parts,
-                stepping.scalars,
-                stepping.factor,
-                rng_key,
-                segment_amax,
-                apply_step,
-                self._programs,
-                global_amax,
-            )
-            yield partial(self._finish_segment, p, finish, parts.weight[0].numel(), segment_amax, apply_step)
-        if layout.in_rows(own) is not own:
-            # The parameter's memory is not row-major, so the step worked on a copy.
-            yield lambda: own.copy_(tensors.weight[0].view(own.shape))
-
-    def _finish_segment(
-        self,
-        p: Tensor,
-        finish: Callable[[], ParameterStepResult],
-        elements: int,
-        amax: Tensor | None,
-        apply_step: Tensor | None,
-    ) -> None:
-        outcome = finish()
-        if outcome.amax is not None:
-            assert amax is not None
-            amax.copy_(outcome.amax if apply_step is None else torch.where(apply_step, outcome.amax, amax))
-        if self.statistics and outcome.clamped is not None:
-            before, total = self.counted.get(p, (torch.zeros_like(outcome.clamped), 0))
-            self.counted[p] = before + outcome.clamped, total + elements
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -546,8 +640,104 @@ def _option(value: Any) -> Any:
     return value.tolist() if value.is_cpu else tuple(value.shape)
 
 
-def _finish(waiting: list[Callable[[], object]]) -> int:
-    """Finish all steps that have started; returns 0, the number of elements still in progress."""
-    while waiting:
-        waiting.pop(0)()
-    return 0
+def check_replaced(parameters: list[Tensor]) -> None:
+    """Raise a ValueError for parameters that the model has replaced or that belong to no layer."""
+    for p in parameters:
+        by = getattr(p, stored_weight.REPLACED, None)
+        if by is not None:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} was replaced by {by} after the optimizer was created, "
+                "which would step a parameter that the model no longer has: create the optimizer afterwards"
+            )
+    for p in stored_weight.without_layer(parameters):
+        raise ValueError(
+            f"a parameter of {p.dtype} and shape {tuple(p.shape)} belongs to no layer, as in an optimizer "
+            "that was pickled, or copied without its model, and gets no gradient: create an optimizer of the "
+            "model's parameters, and load this one's state_dict() into it"
+        )
+
+
+def warn_of_rate(lr: float, resolutions: Iterable[float], stochastic: bool) -> bool:
+    """Warn if steps of a learning rate are too small for 8-bit residuals. Returns True if it warned.
+
+    Args:
+        lr: learning rate.
+        resolutions: for each parameter, the mean distance between neighbouring values that weight and residual can
+            represent.
+        stochastic: residuals are rounded stochastically, so that no step is lost on average.
+    """
+    coarse = sorted(resolutions)
+    if not coarse or lr == 0:
+        return False
+    middle = coarse[len(coarse) // 2]
+    # Adam's updates have about the size of the learning rate.
+    if lr >= middle * (1 / 16 if stochastic else 1 / 2):
+        return False
+    lost = (
+        "stochastic rounding adds noise sixteen times as large"
+        if stochastic
+        else "steps below half of that are rounded away"
+    )
+    warnings.warn(
+        f"the learning rate is {lr:.2g}, and for half of the weights 8-bit residuals have a resolution of "
+        f"{middle:.2g}: {lost}; use preset balanced, whose residuals have 16 bits, from here on",
+        stacklevel=4,
+    )
+    return True
+
+
+def _pack_groups(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Replace presets by plain data in a state dict, in place."""
+    for group in state["param_groups"]:
+        group["preset"] = packed(group["preset"])
+    # torch's SGD would silently start from zero momentum if it found no buffer; with an empty one its step fails.
+    for key, own in state["state"].items():
+        if f"momentum_buffer{layout.CODES}" in own:
+            state["state"][key] = {**own, "momentum_buffer": torch.empty(0, dtype=torch.float32, device="cpu")}
+
+
+def groups_of(params: Any) -> Any:
+    """Split a model into parameter groups, with preset "float32" for embeddings; anything but a module is returned
+    unchanged.
+    """
+    if not isinstance(params, nn.Module):
+        return params
+    embeddings = {id(p) for module in params.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    trained = [p for p in params.parameters() if p.requires_grad]
+    table = [p for p in trained if id(p) in embeddings]
+    others = [p for p in trained if id(p) not in embeddings]
+    groups: list[dict[str, Any]] = [{"params": others}] if others else []
+    return groups + ([{"params": table, "preset": "float32"}] if table else [])
+
+
+# ---- lazy states ----
+# Optimizer states that are created at the first access, so that checkpoints can be loaded before the first step.
+#
+# If `optimizer.state` is empty, torch.distributed.checkpoint creates states by a step with zero gradients. Here that
+# step would fail for weights stored as codes, because such a gradient has the parameter's dtype, and it would count as
+# a step. `LazyStates` is truthy even if it is empty, so that torch skips that step.
+
+
+class LazyStates(defaultdict[Tensor, Any]):
+    """State of each parameter, created at the first access.
+
+    Args:
+        initial_state: method of the optimizer that creates a parameter's state; only a weak reference is stored.
+    """
+
+    def __init__(self, initial_state: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        super().__init__(dict)
+        self._initial_state = WeakMethod(initial_state)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, p: Tensor) -> dict[str, Tensor]:
+        initial_state = self._initial_state()
+        assert initial_state is not None
+        state = self[p] = initial_state(p)
+        return state
+
+    def __reduce__(self) -> Any:
+        # A copy or pickle belongs to another optimizer, which wraps it again.
+        return defaultdict, (dict,), None, None, iter(self.items())

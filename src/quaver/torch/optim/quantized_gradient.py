@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from quaver.reference.optimizer_state import StateSpec
 from quaver.torch.numerics.quantized import make_wrapper_subclass, no_torch_function
@@ -245,17 +244,6 @@ def encode_in_chunks(gradient: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor]
 def norm_of(x: Tensor, order: float) -> Tensor:
     """Return the vector norm of a tensor, float32 []; 0 for an empty one, such as a shard without rows."""
     return torch.linalg.vector_norm(x if x.numel() else x.new_zeros(1), order, dtype=torch.float32)
-
-
-def local_quantized(gradient: Tensor | None) -> QuantizedGradient | None:
-    """Return the gradient, or its local shard of a DTensor, if it is stored as codes or bfloat16; else None."""
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return local if isinstance(local, QuantizedGradient) and local.value is None else None
-
-
-def unwrapped(gradient: Tensor) -> Tensor:
-    """Return the plain tensor of a `QuantizedGradient` that was dequantized in place; any other gradient unchanged."""
-    return gradient.value if isinstance(gradient, QuantizedGradient) and gradient.value is not None else gradient
 
 
 def _alias(gradient: QuantizedGradient, *_: Any) -> QuantizedGradient:

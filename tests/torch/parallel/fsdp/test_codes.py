@@ -27,7 +27,7 @@ from quaver.recipes.spec import Recipe
 from quaver.reference.optimizer_state import PRESETS
 from quaver.torch import optim
 from quaver.torch.linear import stored_weight
-from quaver.torch.optim.step import layout
+from quaver.torch.optim import layout
 from quaver.torch.parallel import Checkpoint, gather_quantized, sync_amax_histories
 from tests import two_ranks
 from tests.close import assert_bitwise

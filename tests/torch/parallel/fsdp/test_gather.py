@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.backends.gpu.buffers import CrossStream
-from quaver.torch.optim.step import layout
+from quaver.torch.optim import layout
 from quaver.torch.parallel import check_consistency, gather_quantized
 from quaver.torch.parallel.fsdp import amax_sync, shard_tensors, torch_internals
 from tests import two_ranks

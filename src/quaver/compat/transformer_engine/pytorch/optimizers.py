@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from quaver.options import checks
-from quaver.reference.optimizer_state import FLOAT32, Preset, StateSpec
+from quaver.reference.optimizer_state import FLOAT32, Preset, StateSpec, packed
 from quaver.torch.optim.master_weights import WeightFormat, around
 from quaver.torch.optim.optimizers import Adam
-from quaver.torch.optim.state_conversion import packed
 
 #: Format of a moment by its dtype, the argument `exp_avg_dtype` or `exp_avg_sq_dtype`.
 MOMENT_SPECS = {

@@ -3,13 +3,13 @@
 Kernels support Adam, AdamW and Lion with weights that are floats, or E4M3 codes with one scale or block scales, and
 with moments that are floats or codes in blocks of 64. These are the presets `float32`, `exact`, `balanced` and `lean`.
 They support SGD with weights that are floats or have block scales. The bits are those of
-`quaver.torch.optim.step.step`.
+`quaver.torch.optim.step`.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from quaver.reference.optimizer_state import StateSpec
 from quaver.torch.operations.operation import Implementation, Operation
 from quaver.torch.operations.ops import no_kernels
 from quaver.torch.optim.rules import AdamRule, LionRule, SGDRule, UpdateRule
-from quaver.torch.optim.step.noise import ShardPosition
-from quaver.torch.optim.step.step import ParameterTensors, StepConfig
+from quaver.torch.optim.step import ParameterTensors, ShardPosition, StepConfig, stored
 
 if TYPE_CHECKING:
     from quaver.torch.backends.gpu import optim
@@ -106,7 +105,7 @@ def _of_gradient(config: StepConfig, parts: ParameterTensors) -> str:
 
 def _of_place(config: StepConfig, parts: ParameterTensors, place: ShardPosition, step: Tensor) -> str:
     weight = parts.weight[0]
-    tensors = (*parts.weight, *(t for moment_tensors in parts.moments for t in moment_tensors), *parts.gradient)
+    tensors = (*stored(parts), *parts.gradient)
     if not weight.numel():
         return "it has no elements"
     if not place.contiguous or weight.numel() > MAX_ELEMENTS:
@@ -194,48 +193,43 @@ def _named(rule: UpdateRule) -> str:
     return "adamw" if rule.decoupled else "adam"
 
 
-class Launches:
-    """Parameters of one step that kernels step, by device."""
+#: Parameters whose step counts are on one device, and the scalars of their rule: float32 [scalars, parameters].
+Launch: TypeAlias = "tuple[Sequence[optim.ParameterRow], Tensor]"
 
-    def __init__(self, device_launches: "dict[torch.device, optim.OptimizerLaunches]") -> None:
-        self.device_launches = device_launches
-        self.rows: dict[torch.device, list[optim.ParameterRow]] = {}
-        self.scalars: dict[torch.device, list[Tensor]] = {}
 
-    def add(self, rows: "Sequence[optim.ParameterRow]", scalars: Tensor) -> None:
-        """Add parameters whose step counts are on one device.
+def launch(
+    launches: Sequence[Launch],
+    steppers: "dict[torch.device, optim.OptimizerLaunches]",
+    apply_step: Tensor | None,
+    statistics: bool,
+) -> "list[tuple[list[optim.ParameterRow], Tensor | None]]":
+    """Step parameters by kernels, those of one device together.
 
-        Args:
-            rows: the parameters.
-            scalars: scalars of their rule, float32 [scalars, rows].
-        """
-        self.rows.setdefault(scalars.device, []).extend(rows)
-        self.scalars.setdefault(scalars.device, []).append(scalars)
+    Args:
+        launches: the parameters.
+        steppers: prepared kernel arguments by device, which the optimizer stores between steps.
+        apply_step: bool []; False leaves everything unchanged; None always steps.
+        statistics: count clamped updates.
+    Returns:
+        For each device, its parameters and the number of clamped updates, int64 [parameters], or None without
+        statistics.
+    """
+    from quaver.torch.backends.gpu import optim
 
-    def run(self, apply_step: Tensor | None, statistics: bool) -> Mapping[torch.device, Tensor | None]:
-        """Step all added parameters.
-
-        Args:
-            apply_step: bool []; False leaves everything unchanged; None always steps.
-            statistics: count clamped updates.
-        Returns:
-            By device, the number of clamped updates, int64 [rows], or None without statistics.
-        """
-        if not self.rows:
-            return {}
-        from quaver.torch.backends.gpu import optim
-
-        counts: dict[torch.device, Tensor | None] = {}
-        for where, rows in self.rows.items():
-            stepper = self.device_launches.setdefault(where, optim.OptimizerLaunches())
-            counts[where] = torch.zeros(len(rows), dtype=torch.int64, device=where) if statistics else None
-            stepper(
-                rows,
-                torch.cat(self.scalars[where], 1),
-                None if apply_step is None else apply_step.to(where),
-                counts[where],
-            )
-        return counts
+    done: list[tuple[list[optim.ParameterRow], Tensor | None]] = []
+    for device in dict.fromkeys(scalars.device for _, scalars in launches):
+        own = [(rows, scalars) for rows, scalars in launches if scalars.device == device]
+        every = [row for rows, _ in own for row in rows]
+        counts = torch.zeros(len(every), dtype=torch.int64, device=device) if statistics else None
+        stepper = steppers.setdefault(device, optim.OptimizerLaunches())
+        stepper(
+            every,
+            torch.cat([scalars for _, scalars in own], 1),
+            None if apply_step is None else apply_step.to(device),
+            counts,
+        )
+        done.append((every, counts))
+    return done
 
 
 def warn_once(said: set[str], weight: Tensor, *operands: object) -> None:

@@ -1,24 +1,28 @@
 """Step of one parameter, chunk by chunk, so that temporary memory is limited to one chunk.
 
 A chunk is some rows of the parameter. Its weight, moments and gradient are read as float32, the rule is applied, and
-the results are written back in place. A state with a single scale, or a rule that needs a whole matrix, makes the whole
-parameter one chunk.
+the results are written back in place: `step_chunk`, eager and compiled. A state with a single scale, or a rule that
+needs a whole matrix, makes the whole parameter one chunk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import lcm
-from typing import NamedTuple, Protocol
+from functools import partial
+from math import lcm, prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quaver.reference.optim import NOISE_BITS
 from quaver.reference.optimizer_state import StateSpec
+from quaver.torch.numerics.rounding import noise_stream, philox2x32
 from quaver.torch.optim import codes, master_weights
 from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import UpdateResult, UpdateRule
-from quaver.torch.optim.step import noise
-from quaver.torch.optim.step.noise import ShardPosition
+
+if TYPE_CHECKING:
+    from quaver.torch.optim.compiled import CompiledSteps
 
 #: Elements per chunk; its temporaries fit into a core's caches.
 CHUNK_ELEMENTS = 1 << 16
@@ -26,6 +30,33 @@ CHUNK_ELEMENTS = 1 << 16
 COMPILED_CHUNK_ELEMENTS = (1 << 20, 1 << 18)
 #: If rows do not matter, matrices are reshaped to rows whose width is a multiple of this.
 ROW_MULTIPLE = 64
+LOW = 0xFFFFFFFF
+
+
+class ShardPosition(NamedTuple):
+    """Position of a shard in the whole parameter."""
+
+    #: First index of the shard along each dimension.
+    global_offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        """True if the shard's elements are consecutive in the whole parameter."""
+        return self.local_shape[1:] == self.global_shape[1:]
+
+    def narrowed(self, columns: slice) -> "ShardPosition":
+        """Return the position of some columns of the shard."""
+        if columns == slice(0, self.local_shape[-1] if self.local_shape else 1):
+            return self
+        offset = (*self.global_offset[:-1], self.global_offset[-1] + columns.start)
+        return ShardPosition(offset, (*self.local_shape[:-1], columns.stop - columns.start), self.global_shape)
+
+    @property
+    def flat_offset(self) -> int:
+        """Index of the shard's first element in the whole parameter."""
+        return sum(at * prod(self.global_shape[dim + 1 :]) for dim, at in enumerate(self.global_offset))
 
 
 @dataclass(frozen=True)
@@ -83,68 +114,84 @@ class ParameterTensors(NamedTuple):
     gradient: tuple[Tensor, ...]
 
 
-class StepResult(NamedTuple):
-    """New tensors of a chunk after its step."""
+def stored(parts: ParameterTensors) -> tuple[Tensor, ...]:
+    """Return the tensors that a step writes: those of the weight and of all moments."""
+    return (*parts.weight, *(t for moment_tensors in parts.moments for t in moment_tensors))
 
-    weight: tuple[Tensor, ...]
-    moments: tuple[tuple[Tensor, ...], ...]
+
+class RngKey(NamedTuple):
+    """Key of the random words of a parameter's step."""
+
+    seed: int
+    parameter: int
+    #: Step count, int64 [] or a number.
+    step: Tensor | int
+    #: Position of this rank's shard in the whole parameter.
+    place: ShardPosition
+
+
+# ---- one chunk ----
+
+
+class ChunkResult(NamedTuple):
+    """What a step of a chunk returns besides the tensors that it writes."""
+
     #: Amaxes of the weight's blocks as stored, if scales are predicted.
     amax: Tensor | None
     #: Number of clamped updates, int64 []; None if the rule does not clamp.
     clamped: Tensor | None
+    #: New scale of the whole weight, if it has a single one.
+    scale: Tensor | None
 
 
-def compute_step(
+def step_chunk(
     config: StepConfig,
-    parts: ParameterTensors,
+    own: ParameterTensors,
     scalars: tuple[Tensor, ...],
     factor: Tensor | None,
-    word: Tensor | None,
-    amax: Tensor | None,
-) -> StepResult:
-    """Compute the step of a chunk without writing to it.
+    words: Callable[[], Tensor],
+    bound: Tensor | None,
+    apply_step: Tensor | None,
+) -> ChunkResult:
+    """Step a chunk in place.
 
     Args:
         config: step configuration.
-        parts: tensors of the chunk.
+        own: tensors of the chunk; a single scale of the weight is returned instead of written.
         scalars: scalars of the rule, float32 [].
         factor: multiplier of the gradient, float32 [], or None.
-        word: int64 random words of the chunk's shape, if the configuration needs noise.
-        amax: upper bounds of the weight's blocks, if scales are predicted.
+        words: returns the chunk's random words, int32 or int64 of its shape; called after the rule, so that its
+            temporaries and the words are not in memory together.
+        bound: upper bounds of the weight's blocks, or None to measure them.
+        apply_step: bool []; False leaves everything unchanged; None always steps.
     """
-    rounding_noise = [] if word is None else noise.split_noise(word, config.noise_per_element)
-    return encode_results(config, parts, apply_rule(config, parts, scalars, factor), rounding_noise, amax)
-
-
-def encode_results(
-    config: StepConfig, parts: ParameterTensors, after: UpdateResult, rounding_noise: list[Tensor], amax: Tensor | None
-) -> StepResult:
-    """Quantize the results of a step to the storage formats.
-
-    Args:
-        config: step configuration.
-        parts: previous tensors, for their dtypes.
-        after: result of the rule.
-        rounding_noise: noise for each stochastically rounded code; emptied to free memory early.
-        amax: upper bounds of the weight's blocks, if scales are predicted.
-    """
-    weight, moments, clamped = after.weight, [*after.moments], after.clamped
-    del after
+    weight, moments, clamped = apply_rule(config, own, scalars, factor)
+    rest = [*moments]
+    del moments
     clamped = clamped.sum() if config.counts_clamped and clamped is not None else None
-    weight_noise = rounding_noise.pop() if config.weight_format.stochastic else None
-    states = tuple(
-        _encoded(moments.pop(0), spec, rounding_noise[0] if spec.stochastic else None) for spec in config.moments
-    )
-    rounding_noise.clear()
-    written = master_weights.write(config.weight_format, weight, parts.weight, weight_noise, amax)
+    noise = split_noise(words(), config.noise_per_element) if config.noise_per_element else []
+    weight_noise = noise.pop() if config.weight_format.stochastic else None
+    new = [_encoded(rest.pop(0), spec, noise[0] if spec.stochastic else None) for spec in config.moments]
+    noise.clear()
+    written = master_weights.write(config.weight_format, weight, own.weight, weight_noise, bound)
     del weight, weight_noise
-    amax_after = None
+    amax, spec = None, config.weight_format.code_spec
     if config.predicts_scale:
-        assert config.weight_format.code_spec is not None
-        amax_after = master_weights.block_amax(
-            config.weight_format.code_spec, master_weights.read(config.weight_format, written)
-        )
-    return StepResult(written, states, amax_after, clamped)
+        assert spec is not None
+        amax = master_weights.block_amax(spec, master_weights.read(config.weight_format, written))
+    targets, values = [*stored(own)], [*written, *(t for moment_tensors in new for t in moment_tensors)]
+    scale = None
+    if config.single_scale:
+        targets.pop(1)
+        scale = values.pop(1)
+    write(targets, values, apply_step)
+    return ChunkResult(amax, clamped, scale)
+
+
+def write(targets: Sequence[Tensor], values: Sequence[Tensor], apply_step: Tensor | None) -> None:
+    """Copy values to tensors in place, unless `apply_step`, bool [], is False."""
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value if apply_step is None else torch.where(apply_step, value, target))
 
 
 def apply_rule(
@@ -178,63 +225,10 @@ def _encoded(moment: Tensor, spec: StateSpec, noise_bits: Tensor | None) -> tupl
     return (written,) if scale is None else (written, scale)
 
 
-class RngKey(NamedTuple):
-    """Key of the random words of a parameter's step."""
-
-    seed: int
-    parameter: int
-    #: Step count, int64 [] or a number.
-    step: Tensor | int
-    #: Position of this rank's shard in the whole parameter.
-    place: ShardPosition
+# ---- one parameter ----
 
 
-class InplaceStepResult(NamedTuple):
-    """Results of a chunk's step in place."""
-
-    #: As in `StepResult`.
-    amax: Tensor | None
-    clamped: Tensor | None
-    #: New scale of the whole weight, if it has a single one.
-    scale: Tensor | None
-
-
-class StepPrograms(Protocol):
-    """Interface of compiled steps of chunks."""
-
-    def begin(
-        self,
-        config: StepConfig,
-        scalars: tuple[Tensor, ...],
-        factor: Tensor | None,
-        rng_key: RngKey,
-        apply_step: Tensor | None,
-    ) -> Callable[[ParameterTensors, int, Tensor | None], Callable[[], InplaceStepResult | None] | None]:
-        """Return a function that prepares steps of a parameter's chunks, given the chunk, the index of its first
-        element in the whole parameter, and the weight's bounds as in `compute_step`.
-
-        That function returns None for an unsupported chunk. The step that it prepares returns None if it failed without
-        changing anything.
-        """
-
-
-class GlobalAmax(NamedTuple):
-    """Amaxes that ranks with shards of a stored weight agreed on before a step."""
-
-    #: Amaxes of gradient and moments, see `largest`, if the rule needs them and scales are predicted.
-    gradient_and_moment_amaxes: tuple[Tensor, ...] = ()
-    #: Amaxes after the step of blocks that cross shards, or None.
-    amax: Tensor | None = None
-
-
-class ParameterStepResult(NamedTuple):
-    """Results of a parameter's step."""
-
-    amax: Tensor | None
-    clamped: Tensor | None
-
-
-def begin(
+def step_parameter(
     config: StepConfig,
     parts: ParameterTensors,
     scalars: tuple[Tensor, ...],
@@ -242,13 +236,11 @@ def begin(
     rng_key: RngKey,
     amax: Tensor | None = None,
     apply_step: Tensor | None = None,
-    programs: StepPrograms | None = None,
-    global_amax: GlobalAmax | None = None,
-) -> Callable[[], ParameterStepResult]:
-    """Prepare a parameter's step, and return a function that carries it out in place; nothing is written before.
-
-    Arguments of compiled programs are created here. After a chunk's step the Python interpreter is no longer in a
-    core's caches, so starting several parameters together saves a fifteenth of the time.
+    programs: "CompiledSteps | None" = None,
+    agreed: tuple[Tensor, ...] | None = None,
+    bound: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Step a parameter in place.
 
     Args:
         config: step configuration.
@@ -257,114 +249,61 @@ def begin(
         factor: multiplier of the gradient, or None.
         rng_key: key of the random words.
         amax: amaxes of its blocks before the step, if scales are predicted.
-        apply_step: bool []; False leaves everything unchanged; None always steps.
+        apply_step: as in `step_chunk`.
         programs: compiled steps of large chunks; None runs all in eager mode.
-        global_amax: amaxes agreed between ranks; None if this rank has the whole parameter or whole blocks.
+        agreed: amaxes of gradient and moments over all ranks, see `largest`; None if this rank has the whole parameter.
+        bound: amaxes after the step of blocks that cross shards, or None.
+    Returns:
+        The amaxes of its blocks after the step, and the number of clamped updates, each None if there are none.
     """
-    weight_bound = None if global_amax is None else global_amax.amax
     if config.predicts_scale:
         assert amax is not None
-        gradient_and_moment_amaxes = (
-            largest(config, parts, factor) if config.rule.bound_needs_amaxes and global_amax is None else ()
-        )
-        weight_bound = config.rule.weight_bound(
-            amax, scalars, gradient_and_moment_amaxes if global_amax is None else global_amax.gradient_and_moment_amaxes
-        )
-    if programs is not None and rng_key.place.contiguous:
+        if agreed is None:
+            agreed = largest(config, parts, factor) if config.rule.bound_needs_amaxes else ()
+        bound = config.rule.weight_bound(amax, scalars, agreed)
+    compiled = programs is not None and rng_key.place.contiguous
+    if compiled:
         parts, rng_key = reshape_rows(config, parts, rng_key)
-    columns = parts.weight[0].shape[1]
-    run = (
-        None
-        if programs is None or not rng_key.place.contiguous
-        else programs.begin(config, scalars, factor, rng_key, apply_step)
-    )
-    prepared: list[tuple[Callable[[], InplaceStepResult | None] | None, Sequence[slice]]] = []
-    for large, small in split_into_chunks(config, parts, run is not None):
-        by_program = None
-        if large is not None and run is not None:
-            bound = bounds_of_rows(weight_bound, config, parts, large)
-            flat_offset = rng_key.place.flat_offset + large.start * columns
-            by_program = run(cut(config, parts, large), flat_offset, bound)
-        prepared.append((by_program, small))
-
-    def finish() -> ParameterStepResult:
-        done: list[InplaceStepResult] = []
-        for by_program, small in prepared:
-            result = None if by_program is None else by_program()
-            if result is not None:
-                done.append(result)
-                continue
-            for rows, across in [(some, across) for some in small for across in column_chunks(config, parts, some)]:
-                done.append(
-                    _step_eagerly(config, parts, rows, across, scalars, factor, rng_key, weight_bound, apply_step)
-                )
-        return _combine_chunks(config, parts, done, apply_step)
-
-    return finish
-
-
-def _step_eagerly(
-    config: StepConfig,
-    parts: ParameterTensors,
-    rows: slice,
-    across: slice,
-    scalars: tuple[Tensor, ...],
-    factor: Tensor | None,
-    rng_key: RngKey,
-    weight_bound: Tensor | None,
-    apply_step: Tensor | None,
-) -> InplaceStepResult:
-    """Step some rows and columns of a parameter in eager mode."""
-    bound, own = bounds_of_rows(weight_bound, config, parts, rows), cut(config, parts, rows)
-    if across != slice(0, parts.weight[0].shape[1]):
-        own = cut_across(config, own, across)
-        bound = None if bound is None else of_columns(bound, config.weight_format.code_spec.block[1], across)  # type: ignore[union-attr]
-    # This order avoids having the float32 temporaries and the random words in memory together.
-    after, rounding_noise = [apply_rule(config, own, scalars, factor)], list[Tensor]()
-    if config.noise_per_element:
-        place = rng_key.place.narrowed(across)
-        words = noise.words_at(place, rows, *rng_key[:3], parts.weight[0].device)
-        rounding_noise = noise.split_noise(words, config.noise_per_element)
-        del words
-    return write_results(config, own, encode_results(config, own, after.pop(), rounding_noise, bound), apply_step)
+    done: list[ChunkResult] = []
+    for large, small in split_into_chunks(config, parts, compiled):
+        result = None
+        if large is not None:
+            assert programs is not None
+            first = rng_key.place.flat_offset + large.start * parts.weight[0].shape[1]
+            own_bound = bounds_of_rows(bound, config, large)
+            result = programs.step(
+                config, cut(config, parts, large), scalars, factor, rng_key, first, own_bound, apply_step
+            )
+        if result is not None:
+            done.append(result)
+            continue
+        for rows, columns in [(some, columns) for some in small for columns in column_chunks(config, parts, some)]:
+            own, own_bound = cut(config, parts, rows), bounds_of_rows(bound, config, rows)
+            if columns != slice(0, parts.weight[0].shape[1]):
+                own = cut_across(config, own, columns)
+                if own_bound is not None:
+                    own_bound = of_columns(own_bound, config.weight_format.code_spec.block[1], columns)  # type: ignore[union-attr]
+            place, device = rng_key.place.narrowed(columns), own.weight[0].device
+            words = partial(words_at, place, rows, *rng_key[:3], device)
+            done.append(step_chunk(config, own, scalars, factor, words, own_bound, apply_step))
+    return _combine_chunks(config, parts, done, apply_step)
 
 
 def _combine_chunks(
-    config: StepConfig, parts: ParameterTensors, done: list[InplaceStepResult], apply_step: Tensor | None
-) -> ParameterStepResult:
+    config: StepConfig, parts: ParameterTensors, done: list[ChunkResult], apply_step: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     """Combine the results of a parameter's chunks, and write a single scale."""
-    scale = _max_over_chunks([chunk_result.scale for chunk_result in done if chunk_result.scale is not None])
-    if scale is not None:
+    scales = [result.scale for result in done if result.scale is not None]
+    if scales:
         # NaN if a chunk has a value that is not finite.
-        target = parts.weight[1]
-        target.copy_(scale if apply_step is None else torch.where(apply_step, scale, target))
-    amaxes = [chunk_result.amax for chunk_result in done if chunk_result.amax is not None]
-    amax = None
+        write([parts.weight[1]], [torch.stack(scales).amax(0)], apply_step)
+    amaxes, amax = [result.amax for result in done if result.amax is not None], None
     if amaxes:
         assert config.weight_format.code_spec is not None
-        amax = _max_over_chunks(amaxes) if config.weight_format.code_spec.block[0] is None else torch.cat(amaxes)
-    clamped = [chunk_result.clamped for chunk_result in done if chunk_result.clamped is not None]
-    return ParameterStepResult(amax, torch.stack(clamped).sum() if clamped else None)
-
-
-def _max_over_chunks(each: list[Tensor]) -> Tensor | None:
-    """Return the maximum over chunks; NaN counts as the largest. None if there are none."""
-    return torch.stack(each).amax(0) if len(each) > 1 else each[0] if each else None
-
-
-def write_results(
-    config: StepConfig, own: ParameterTensors, result: StepResult, apply_step: Tensor | None
-) -> InplaceStepResult:
-    """Write the results of a chunk's step to its tensors."""
-    old = [*own.weight, *(t for moment_tensors in own.moments for t in moment_tensors)]
-    new = [*result.weight, *(t for moment_tensors in result.moments for t in moment_tensors)]
-    scale = None
-    if config.single_scale:
-        old.pop(1)
-        scale = new.pop(1)
-    for target, value in zip(old, new, strict=True):
-        target.copy_(value if apply_step is None else torch.where(apply_step, value, target))
-    return InplaceStepResult(result.amax, result.clamped, scale)
+        by_rows = config.weight_format.code_spec.block[0] is not None
+        amax = torch.cat(amaxes) if by_rows else torch.stack(amaxes).amax(0)
+    clamped = [result.clamped for result in done if result.clamped is not None]
+    return amax, torch.stack(clamped).sum() if clamped else None
 
 
 def reshape_rows(config: StepConfig, parts: ParameterTensors, rng_key: RngKey) -> tuple[ParameterTensors, RngKey]:
@@ -373,9 +312,9 @@ def reshape_rows(config: StepConfig, parts: ParameterTensors, rng_key: RngKey) -
     rows, columns = parts.weight[0].shape
     specs = (*config.moments, *(() if config.gradient is None else (config.gradient,)))
     width = lcm(ROW_MULTIPLE, *(s.block for s in specs if s.block is not None))
-    tensors = (*parts.weight, *(t for moment_tensors in parts.moments for t in moment_tensors), *parts.gradient)
     by_rows = config.single_chunk or (spec is not None and spec.block != (None, None))
-    if by_rows or columns % width or not rows or not all(t.is_contiguous() for t in tensors):
+    contiguous = all(t.is_contiguous() for t in (*stored(parts), *parts.gradient))
+    if by_rows or columns % width or not rows or not contiguous:
         return parts, rng_key
     number = rows * columns // width
 
@@ -384,7 +323,7 @@ def reshape_rows(config: StepConfig, parts: ParameterTensors, rng_key: RngKey) -
 
     weight = tuple(t if spec is not None and i == 1 else of(t) for i, t in enumerate(parts.weight))
     moments = tuple(tuple(map(of, moment_tensors)) for moment_tensors in parts.moments)
-    place = noise.ShardPosition((0, rng_key.place.flat_offset), (number, width), (number, width))
+    place = ShardPosition((0, rng_key.place.flat_offset), (number, width), (number, width))
     return ParameterTensors(weight, moments, tuple(map(of, parts.gradient))), rng_key._replace(place=place)
 
 
@@ -479,27 +418,88 @@ def cut(config: StepConfig, parts: ParameterTensors, rows: slice) -> ParameterTe
     """Select a chunk's rows from all tensors of a parameter."""
     if rows == slice(0, parts.weight[0].shape[0]):
         return parts
-    weight = list(parts.weight)
+    weight = [t[rows] if config.weight_format.code_spec is None or i != 1 else t for i, t in enumerate(parts.weight)]
     if config.weight_format.code_spec is not None:
-        weight[1] = of_rows(weight[1], config, parts, rows)
-    of_spec = [0, 2] if config.weight_format.code_spec is not None else range(len(weight))
-    for index in of_spec:
-        weight[index] = weight[index][rows]
+        weight[1] = of_rows(parts.weight[1], config, rows)
     moments = tuple(tuple(t[rows] for t in moment_tensors) for moment_tensors in parts.moments)
     return ParameterTensors(tuple(weight), moments, tuple(t[rows] for t in parts.gradient))
 
 
-def of_rows(blocks: Tensor, config: StepConfig, parts: ParameterTensors, rows: slice) -> Tensor:
+def of_rows(blocks: Tensor, config: StepConfig, rows: slice) -> Tensor:
     """Select the rows of a tensor that stores one value for each block of the weight."""
     assert config.weight_format.code_spec is not None
     block = config.weight_format.code_spec.block[0]
-    if block is None:
-        return blocks
-    return blocks[rows.start // block : -(-rows.stop // block)]
+    return blocks if block is None else blocks[rows.start // block : -(-rows.stop // block)]
 
 
-def bounds_of_rows(
-    weight_bound: Tensor | None, config: StepConfig, parts: ParameterTensors, rows: slice
-) -> Tensor | None:
+def bounds_of_rows(bound: Tensor | None, config: StepConfig, rows: slice) -> Tensor | None:
     """Select the bounds of some rows' blocks."""
-    return None if weight_bound is None else of_rows(weight_bound, config, parts, rows)
+    return None if bound is None else of_rows(bound, config, rows)
+
+
+# ---- noise ----
+# Random bits for stochastic rounding, one word per element and step, shared by its codes.
+#
+# Two words of Philox serve four elements, 16 bits each. An element reads its word starting at its own half. A code then
+# has 15 bits of noise, the upper ones from its own half, the lower ones from its neighbour's. The counter is the
+# element's position in the whole parameter, so sharded parameters draw the same noise as unsharded ones.
+
+
+def words_at(
+    place: ShardPosition, rows: slice, seed: int, parameter: int, step: Tensor | int, device: torch.device
+) -> Tensor:
+    """Return the words of some rows of a shard, whose leading dimensions are flattened: int64 [rows, K]. See
+    `words`.
+    """
+    columns, number = place.local_shape[-1] if place.local_shape else 1, rows.stop - rows.start
+    if place.contiguous:
+        drawn = words(place.flat_offset + rows.start * columns, number * columns, seed, parameter, step, device)
+        return drawn.view(number, columns)
+    at = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device)
+    firsts = torch.full_like(at, place.flat_offset)
+    for dim in range(len(place.local_shape) - 2, -1, -1):
+        firsts += at % place.local_shape[dim] * prod(place.global_shape[dim + 1 :])
+        at = at // place.local_shape[dim]
+    # Groups of four that cover a row, wherever it starts within its first group.
+    g = firsts[:, None] // 4 + torch.arange((columns + 6) // 4, dtype=torch.int64, device=device)
+    inside = firsts[:, None] % 4 + torch.arange(columns, dtype=torch.int64, device=device)
+    return _drawn(g.view(-1), seed, parameter, step).view(g.shape[0], 4 * g.shape[1]).gather(1, inside)
+
+
+def words(first: int, number: int, seed: int, parameter: int, step: Tensor | int, device: torch.device) -> Tensor:
+    """Return the random words of elements first, first + 1, ... of a parameter: int64 [number], below 2**32.
+
+    Args:
+        first: index of the first element.
+        number: number of elements.
+        seed: 64 bits.
+        parameter: index of the parameter in the optimizer.
+        step: step count; an int64 tensor of one element stays on its device.
+        device: device of the result.
+    Exact: word e % 4 / 2 of Philox2x32-10 at (e / 4, its upper half xor the upper word of `noise_stream`) under its
+    key; for an odd e with its halves swapped.
+    """
+    begin, end = first // 4, -(-(first + number) // 4)
+    g = torch.arange(begin, max(end, begin), dtype=torch.int64, device=device)
+    return _drawn(g, seed, parameter, step)[first - 4 * begin :][:number]
+
+
+def _drawn(g: Tensor, seed: int, parameter: int, step: Tensor | int) -> Tensor:
+    """Return the words of groups of four elements: int64 [4 * groups]."""
+    key, upper = noise_stream(seed, parameter, step, g.device)
+    first, second = philox2x32(g & LOW, (g >> 32).bitwise_xor_(upper), key)
+    return torch.stack([first, swap_halves(first) & LOW, second, swap_halves(second) & LOW], -1).view(-1)
+
+
+def swap_halves(word: Tensor) -> Tensor:
+    """Swap the 16-bit halves of a word, in the lower 32 bits."""
+    return word << 16 | (word >> 16) & 0xFFFF
+
+
+def split_noise(word: Tensor, number: int) -> list[Tensor]:
+    """Extract noise for `number` (one or two) codes from words: each int32 below 2**15, of the words' shape.
+
+    Each is 15 bits, and the second starts eight bits below the first. So each is uniform, and their correlation is at
+    most 1/256.
+    """
+    return [(word >> (17 - 16 // number * i)).bitwise_and_(2**NOISE_BITS - 1).to(torch.int32) for i in range(number)]

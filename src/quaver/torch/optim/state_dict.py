@@ -1,78 +1,140 @@
-"""Convert one parameter's state from a state dict to the formats of this optimizer, through float32 if they differ."""
+"""Load state dicts of any preset and of other libraries: states in other formats are converted through float32."""
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from quaver.recipes.text import suggest
-from quaver.reference.optimizer_state import FLOAT32, PRESETS, Preset, StateSpec
-from quaver.torch.optim import codes, master_weights, rules
-from quaver.torch.optim.checks import TORCHS
+from quaver.reference.optimizer_state import FLOAT32, Preset, StateSpec, saved_preset
+from quaver.torch.optim import codes, layout, master_weights, rules
+from quaver.torch.optim.checks import TORCHS, check_group
+from quaver.torch.optim.layout import CODES, key_of
 from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import UpdateRule
-from quaver.torch.optim.step import layout
-from quaver.torch.optim.step.step import StepConfig
+from quaver.torch.optim.step import StepConfig
 
-# ---- presets ----
-# Convert presets to and from plain data, which `torch.load` reads with `weights_only=True`.
+if TYPE_CHECKING:
+    from quaver.torch.optim.optimizer import Optimizer
 
-#: Version of the layout of moments and residuals: suffix of a preset's name, or key beside its fields.
-LAYOUT, LAYOUT_KEY = 2, "form"
+# ---- loading ----
 
 
-def preset_of(preset: Any) -> Preset:
-    """Return a `Preset` from a name, from the fields that `packed` returns (without the marker), or unchanged.
+def load(optimizer: "Optimizer", state_dict: Any, load_groups: Callable[[Any], None]) -> None:
+    """Load a state dict, converting states; it may have loaded a part when it raises.
 
-    Raises:
-        ValueError: an unknown name.
+    Args:
+        optimizer: the optimizer to load into.
+        state_dict: state dict of this or another library.
+        load_groups: torch's `load_state_dict`.
     """
-    if isinstance(preset, Preset):
-        return preset
-    if isinstance(preset, Mapping):
-        options: dict[str, Any] = dict(preset)
-        options |= {name: StateSpec.parse(options[name]) for name in ("first", "second")}
-        if "/" in options["gradient"]:
-            options["gradient"] = StateSpec.parse(options["gradient"])
-        return Preset(**options)
-    if preset not in PRESETS:
-        raise ValueError(f"preset {preset!r} is not known; {suggest(str(preset), list(PRESETS))}")
-    return PRESETS[preset]
+    own, loaded = optimizer.param_groups, dict[str, Any]()
+    messages: Counter[str] = Counter()
+
+    def check(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        missing = [name for name in ("state", "param_groups") if not isinstance(state_dict.get(name), dict | list)]
+        if missing or not isinstance(state_dict["state"], Mapping):
+            raise ValueError(f"a state dict has a dict `state` and a list `param_groups`; {DAMAGED}")
+        for mine, group in zip(own, state_dict["param_groups"], strict=False):
+            check_saved_group(group, mine)
+        loaded.update(state_dict)
+        return {**state_dict, "state": {}}
+
+    def convert(_: torch.optim.Optimizer) -> None:
+        messages.update(_convert(optimizer, loaded, own))
+
+    # Run after the user's pre-hooks, which may change the state dict, and before post-hooks, which see loaded
+    # states.
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(check),
+        optimizer.register_load_state_dict_post_hook(convert, prepend=True),
+    ]
+    try:
+        load_groups(state_dict)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for message, number in messages.items():
+        warnings.warn(f"{number} parameters: {message}", stacklevel=4)
 
 
-def packed(preset: Any) -> str | dict[str, Any]:
-    """Return a preset as plain data: its name if it is one of `PRESETS`, else its fields; with the version of the
-    layout if it may store residuals.
+def _convert(optimizer: "Optimizer", loaded: Mapping[str, Any], own: list[dict[str, Any]]) -> list[str]:
+    """Complete the groups that torch has loaded, and load the states.
+
+    Args:
+        loaded: the state dict.
+        own: the groups before.
+    Returns:
+        Warnings, one per parameter concerned.
     """
-    preset = preset_of(preset)
-    versioned = "residual" in preset.codes + preset.bfloat16
-    if PRESETS.get(preset.name) == preset:
-        return f"{preset.name}/{LAYOUT}" if versioned else preset.name
-    values = {field.name: getattr(preset, field.name) for field in fields(preset)}
-    plain = {name: value.text if isinstance(value, StateSpec) else value for name, value in values.items()}
-    return plain | ({LAYOUT_KEY: LAYOUT} if versioned else {})
+    names = [group.get("preset") for group in loaded["param_groups"]]
+    saved_presets = [None if preset is None else saved_preset(preset) for preset in names]
+    for group, mine in zip(optimizer.param_groups, own, strict=True):
+        group["preset"] = mine["preset"]
+        for name, value in (
+            optimizer.defaults | {"rule": mine["rule"]} if "rule" in mine else optimizer.defaults
+        ).items():
+            group.setdefault(name, value)
+        if group.get("adjust_lr_fn", "") is None:
+            group["adjust_lr_fn"] = "original"
+        if "betas" in group:
+            # Other libraries do not record whether betas were constant. Schedulers that change them add
+            # max_momentum.
+            steady = () if "max_momentum" in group else tuple(group["betas"])
+            group.setdefault("steady_betas", steady)
+        check_group(type(optimizer).__name__, group)
+    messages = []
+    for group, saved, preset in zip(optimizer.param_groups, loaded["param_groups"], saved_presets, strict=True):
+        for p, key in zip(group["params"], saved["params"], strict=True):
+            if key in loaded["state"]:
+                check_saved_state(key, loaded["state"][key], optimizer.config(p, group).rule)
+                messages += _load_state(optimizer, p, group, loaded["state"][key], preset)
+    return messages
 
 
-def saved_preset(saved: Any) -> Preset:
-    """Return the preset that wrote the states of a parameter group, from the group's entry as `packed` wrote it.
+def _load_state(
+    optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], preset: Preset | None
+) -> list[str]:
+    """Load one parameter's state.
 
-    Raises:
-        ValueError: an unknown preset, or states in another version of the layout.
+    Args:
+        optimizer: the optimizer to load into.
+        p: the parameter.
+        group: its parameter group.
+        saved: its entry of the state dict.
+        preset: the preset that wrote it; None for another library.
+    Returns:
+        Warnings about missing and converted states.
     """
-    preset = preset_of(
-        {name: value for name, value in saved.items() if name != LAYOUT_KEY}
-        if isinstance(saved, Mapping)
-        else str(saved).removesuffix(f"/{LAYOUT}")
+    config, saved_config = optimizer.config(p, group), None
+    if preset is not None:
+        saved_config = optimizer.config(p, {**group, "preset": preset})
+        specs = []
+        for name, signed, own in zip(config.rule.names, config.rule.signed, saved_config.moments, strict=True):
+            moment = saved.get(name + CODES, saved.get(name))
+            spec = preset.first if signed else preset.second
+            specs.append(own if moment is None else spec_of(name, moment, saved.get(f"{name}_scale"), spec))
+        saved_config = replace(saved_config, moments=tuple(specs))
+    # A shard may start within a block of scales: read it with one scale per row.
+    weight_format, tensors = layout.in_own_rows(p, config.weight_format)
+    weight = tuple(layout.rows(t) for t in tensors)
+    saved_format = None if saved_config is None else layout.in_own_rows(p, saved_config.weight_format)[0]
+    state, missing = convert_state(
+        p, saved, replace(config, weight_format=weight_format), saved_config, saved_format, weight
     )
-    if packed(preset) != saved:
-        raise ValueError(
-            f"the state dict has states of preset {preset.name} in a layout of another version of quaver; nothing was "
-            "loaded: start the optimizer without it"
-        )
-    return preset
+    optimizer.set_state(p, group, state)
+    messages = [missing] if missing else []
+    if saved_config is None or (saved_config.moments, saved_config.weight_format) != (
+        config.moments,
+        config.weight_format,
+    ):
+        source = "another library" if preset is None else f"preset {preset.name}"
+        messages.append(f"states of {source} were converted to preset {optimizer.preset(p, group).name}")
+    return messages
 
 
 # ---- rules ----
@@ -89,18 +151,11 @@ OWNER_OF_MOMENT = {
     **{"acc_delta": "Adadelta", "square_avg": "RMSprop", "sum": "Adagrad", "ax": "ASGD", "prev": "Rprop"},
     **{"exp_avg_sq": "Adam", "exp_avg": "Adam or Lion", "momentum_buffer": "SGD or Muon"},
 }
-#: Suffix of keys of moments stored as codes. torch does not know such keys, so it never reads codes as values.
-CODES = "_codes"
 #: End of errors about state dicts that no optimizer writes.
 DAMAGED = "nothing was loaded: is the file damaged?"
 
 
-def key_of(moment: str, spec: StateSpec) -> str:
-    """Return the key of a moment in a parameter's state."""
-    return moment + CODES if spec.of.scaled else moment
-
-
-def check_group(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_saved_group(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Check a parameter group of a state dict.
 
     Args:
@@ -143,7 +198,7 @@ def rule_of(group: Mapping[str, Any]) -> str:
     return ("Adam" if "eps" in group else "Lion") if "betas" in group else ""
 
 
-def check_state(key: object, saved: Mapping[str, Any], rule: UpdateRule) -> None:
+def check_saved_state(key: object, saved: Mapping[str, Any], rule: UpdateRule) -> None:
     """Check a parameter's state in a state dict.
 
     Args:
@@ -255,7 +310,12 @@ def values(saved: Any, scale: Tensor | None, spec: StateSpec | None) -> Tensor:
 
 
 def convert_state(
-    p: Tensor, saved: Mapping[str, Any], config: StepConfig, saved_way: StepConfig | None, weight: tuple[Tensor, ...]
+    p: Tensor,
+    saved: Mapping[str, Any],
+    config: StepConfig,
+    saved_config: StepConfig | None,
+    saved_format: WeightFormat | None,
+    weight: tuple[Tensor, ...],
 ) -> tuple[dict[str, Tensor], str]:
     """Convert a parameter's state to the formats of this optimizer.
 
@@ -263,7 +323,8 @@ def convert_state(
         p: the parameter, with its weight already loaded.
         saved: its entry of the state dict.
         config: step configuration of this optimizer for p, with the formats of its states.
-        saved_way: the same for the optimizer that wrote the state dict; None for another library's.
+        saved_config: the same for the optimizer that wrote the state dict; None for another library's.
+        saved_format: format of the weight and its states in the state dict; None for another library's.
         weight: the weight and its scales, as matrices.
     Returns:
         The state, and a warning if a part of it was not saved, else "".
@@ -278,10 +339,10 @@ def convert_state(
     state = {"step": torch.as_tensor(step, dtype=torch.float32, device="cpu").clone()}
     for index, ((name, moment), spec) in enumerate(zip(saved_moments.items(), config.moments, strict=True)):
         if moment is not None:
-            saved_spec = None if saved_way is None else saved_way.moments[index]
+            saved_spec = None if saved_config is None else saved_config.moments[index]
             state |= _convert_moment(p, name, moment, saved.get(f"{name}_scale"), spec, saved_spec, num_leading_dims)
-    if saved_way is not None:
-        state |= _convert_weight_states(p, saved, config.weight_format, saved_way.weight_format, weight)
+    if saved_format is not None:
+        state |= _convert_weight_states(p, saved, config.weight_format, saved_format, weight)
     missing = ""
     if config.weight_format.states and config.weight_format.states[0] not in state:
         missing = (

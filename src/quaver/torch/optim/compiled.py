@@ -6,9 +6,8 @@ program. The rest at a matrix's end steps in eager mode, with the same bits.
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +17,27 @@ from quaver.recipes.spec import QuantSpec
 from quaver.reference.optimizer_state import StateSpec
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, decode_scales
-from quaver.torch.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, magnitude_bits
+from quaver.torch.numerics.rounding import (
+    INFINITY_BITS,
+    SMALLEST_NORMAL_BITS,
+    magnitude_bits,
+    noise_stream,
+    round_keys,
+    traced,
+)
 from quaver.torch.optim import codes, master_weights
 from quaver.torch.optim.master_weights import WeightFormat
-from quaver.torch.optim.step import noise
-from quaver.torch.optim.step.step import (
-    InplaceStepResult,
+from quaver.torch.optim.step import (
+    LOW,
+    ChunkResult,
     ParameterTensors,
     RngKey,
     StepConfig,
-    compute_step,
-    write_results,
+    split_noise,
+    step_chunk,
+    stored,
+    swap_halves,
+    write,
 )
 
 # ---- packed4 ----
@@ -47,7 +56,6 @@ BLOCK, LONG, LANES = 64, 128, 16
 MORE = {"residual8": 8, "residual16": 16}
 #: Larger than the bits of any finite multiple of a scale.
 FAR = 0x70000000
-_LOW = 0xFFFFFFFF
 
 #: int32 [blocks, 16]: one tensor for bytes, two for 16-bit elements.
 Lanes = tuple[Tensor, ...]
@@ -150,8 +158,8 @@ def run_packed4(
     place: tuple[Tensor, ...] | None,
     amax: Tensor | None,
     apply_step: Tensor | None,
-) -> InplaceStepResult:
-    """Step a chunk in place: `step.compute_step` and `step.write_results` on the views of `viewed`."""
+) -> ChunkResult:
+    """Step a chunk in place: `step.step_chunk` on the views of `viewed`."""
     weight_format, spec = config.weight_format, config.weight_format.code_spec
     moment_tensors = [own.weight[0], *own.weight[1 if spec is None else 2 :]]
     weight, gradient = tuple(map(_lanes, moment_tensors)), _lanes(own.gradient[0])
@@ -198,12 +206,11 @@ def run_packed4(
         moment_tensors.insert(1, own.weight[1])
         new = [*_coded_in_blocks(weight_format, unpacked, weight_noise, own.weight[1].shape), *new]
     moment_tensors += [t for each in own.moments for t in each]
-    for target, value in zip(moment_tensors, new, strict=True):
-        target.copy_(value if apply_step is None else torch.where(apply_step, value, target))
+    write(moment_tensors, new, apply_step)
     clamped = None
     if config.counts_clamped and after[0].clamped is not None:
         clamped = torch.stack([result.clamped.sum() for result in after if result.clamped is not None]).sum()
-    return InplaceStepResult(amax_after, clamped, new_scale)
+    return ChunkResult(amax_after, clamped, new_scale)
 
 
 def _lanes(tensor: Tensor) -> Lanes:
@@ -215,7 +222,7 @@ def _lanes(tensor: Tensor) -> Lanes:
     if tensor.dtype is torch.float32:
         return (tensor.view(torch.int32),)
     apart = tensor.view(torch.float32).view(-1, LANES, 2).transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    return noise.in_memory(apart.view(torch.int32)).unbind(1)
+    return in_memory(apart.view(torch.int32)).unbind(1)
 
 
 def _above(packed: Lanes, k: int, number: int) -> Tensor:
@@ -243,8 +250,8 @@ def _joined(unpacked: list[Tensor], bits: int, mask: Tensor | None = None) -> Te
     if len(packed) == 1:
         return packed[0].view(torch.float32)
     # In a loop of its own: with int64 in a loop, the compiler unrolls twice as far and runs out of registers.
-    low, high = (noise.in_memory(lane).long() for lane in packed)
-    return low & _LOW | high << 32
+    low, high = (in_memory(lane).long() for lane in packed)
+    return low & LOW | high << 32
 
 
 def _weight(weight_format: WeightFormat, packed: tuple[Lanes, ...], k: int, number: int) -> Tensor:
@@ -332,7 +339,7 @@ def _coded_in_blocks(
     high, wide = spec.block
     assert high is not None and wide is not None
     # In a loop of its own: fused, it would read across rows.
-    maxima = noise.in_memory(_max_over_planes([x.abs() for x in unpacked]).view(torch.int32)).view(torch.float32)
+    maxima = in_memory(_max_over_planes([x.abs() for x in unpacked]).view(torch.int32)).view(torch.float32)
     # Use magnitude bits: in compiled code the maximum of NaN has all bits set.
     amax_bits = magnitude_bits(maxima.view(blocks[0], high, blocks[1], wide // 4).amax((1, 3)))
     amax_bits = torch.where(amax_bits < SMALLEST_NORMAL_BITS, 0, amax_bits)
@@ -352,7 +359,7 @@ def _spread(blocks: Tensor, spec: QuantSpec, packed: torch.Size) -> Tensor:
         return blocks
     rows, columns = blocks.shape
     line = blocks.unsqueeze(-1).expand(rows, columns, wide // 4).reshape(rows, -1)
-    line = noise.in_memory(line.view(torch.int32)).view(torch.float32)
+    line = in_memory(line.view(torch.int32)).view(torch.float32)
     return line.view(rows, 1, -1, LANES).expand(rows, high, -1, LANES).reshape(packed)
 
 
@@ -362,8 +369,8 @@ def _plane_noise(
     """Return the noise of each plane, for each stochastically rounded code."""
     if place is None:
         return [[] for _ in range(number)]
-    words = noise.traced_pairs(shape, *place) if number == 2 else noise.traced_packed4(shape, *place)
-    return [noise.split_noise(word, config.noise_per_element) for word in words]
+    words = traced_pairs(shape, *place) if number == 2 else traced_packed4(shape, *place)
+    return [split_noise(word, config.noise_per_element) for word in words]
 
 
 def _moment(packed: Lanes, moment_tensors: tuple[Tensor, ...], spec: StateSpec, k: int, number: int) -> Tensor:
@@ -411,26 +418,71 @@ def _max_over_planes(unpacked: list[Tensor]) -> Tensor:
     return torch.maximum(torch.maximum(a, b), torch.maximum(c, d))
 
 
+# ---- noise ----
+
+
+def traced_words(number: int, first: Tensor, keys: Tensor, upper: Tensor) -> Tensor:
+    """`step.words` for compiled code: values that change are tensors, not constants of the program.
+
+    Args:
+        number: a multiple of four.
+        first: int64 [], a multiple of four.
+        keys, upper: int64 or int32 [10] and []: round keys and upper counter word of `noise_stream`. With AVX-512,
+            int64 takes two thirds of the time of int32; with AVX2, one and a half times.
+    """
+    g = torch.arange(number // 4, dtype=torch.int64, device=first.device) + first // 4
+    drawn = traced((g & LOW).to(keys.dtype), (g >> 32).to(keys.dtype) ^ upper, keys)
+    # The lower 32 bits are enough for `split_noise`.
+    low, high = (word.to(torch.int32) for word in drawn)
+    return torch.stack([low, swap_halves(low), high, swap_halves(high)], -1).view(-1)
+
+
+def traced_packed4(
+    shape: torch.Size, first: Tensor, keys: Tensor, upper: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Like `traced_words`, but separate tensors for elements 4 i, 4 i + 1, 4 i + 2 and 4 i + 3: int32 of the given
+    shape.
+
+    Args:
+        shape: shape of each result.
+        first: [] in the dtype of the keys, lower word of the first counter; no later counter may have another upper
+            word.
+        keys, upper: int64 or int32 [10] and []: round keys, and the upper word of these counters.
+    """
+    low, high = (in_memory(word.view(shape)) for word in _traced_from(first, shape.numel(), keys, upper))
+    return low, swap_halves(low), high, swap_halves(high)
+
+
+def traced_pairs(shape: torch.Size, first: Tensor, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Like `traced_packed4`, for elements 2 i and 2 i + 1."""
+    drawn = _traced_from(first, shape.numel() // 2, keys, upper)
+    word = in_memory(torch.stack([each.view(torch.float32) for each in drawn], -1).view(shape).view(torch.int32))
+    return word, swap_halves(word)
+
+
+def _traced_from(first: Tensor, number: int, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both words of `number` consecutive counters: int32 [number]."""
+    c0 = torch.arange(number, dtype=keys.dtype, device=first.device) + first
+    if keys.dtype is torch.int64:
+        c0 = c0 & LOW
+    low, high = traced(c0, upper.expand(c0.shape), keys)
+    return low.to(torch.int32), high.to(torch.int32)
+
+
+def in_memory(word: Tensor) -> Tensor:
+    """Make a compiler materialize an int32 tensor, so that its users do not compute it again.
+
+    A strided view forces a tensor into memory. It is viewed as float32, since compilers read int32 in half vectors.
+    """
+    bits = word.view(torch.float32)
+    return bits.as_strided(bits.shape, bits.stride()).view(torch.int32)
+
+
 # ---- compilation ----
 
 #: Maximum number of programs of one optimizer, one for each shape of a chunk; further shapes step in eager mode.
 MAX_PROGRAMS = 16
-
-#: Shape, strides, dtype and device of a tensor.
-Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-
-
-class Program(NamedTuple):
-    """Key of a compiled program: step configuration, tensors of the chunk, absent arguments, and packed4 or not."""
-
-    config: StepConfig
-    kinds: tuple[Kind, ...]
-    no_factor: bool
-    no_apply_step: bool
-    four: bool
-
-
-#: No guards: chunks step a thousand times a second, and `Program` has already compared everything.
+#: No guards: chunks step a thousand times a second, and a program's key has already compared everything.
 OPTIONS: dict[str, Any] = {
     "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
     "size_asserts": False,
@@ -438,89 +490,65 @@ OPTIONS: dict[str, Any] = {
 }
 #: Size of a tensor that is allocated and freed once. glibc returns freed memory to the system if it exceeds twice the
 #: largest block that was mapped and freed before. Without this, some processes had 3,000 page faults per chunk, two
-#: fifths
-#: of a step.
+#: fifths of a step.
 TEMPORARIES = 1 << 24
-#: Programs of this process, shared by all optimizers.
-_programs: dict[Program, Callable[..., InplaceStepResult]] = {}
+#: Programs of this process, shared by all optimizers: by step configuration, whether the chunk is packed4, absent
+#: arguments, and shape, strides, dtype and device of each tensor.
+_programs: dict[tuple[Any, ...], Callable[..., ChunkResult]] = {}
 
 
 class CompiledSteps:
     """Programs of an optimizer, compiled at first use."""
 
     def __init__(self) -> None:
-        self.programs: set[Program] = set()
+        self.programs: set[tuple[Any, ...]] = set()
         self.failed = False
         torch.empty(TEMPORARIES, dtype=torch.uint8, device="cpu")
 
-    def program(self, key: Program) -> Callable[..., InplaceStepResult] | None:
-        """Return the program for a key; None if there would be too many."""
-        if self.failed or (key not in self.programs and len(self.programs) >= MAX_PROGRAMS):
+    def step(
+        self,
+        config: StepConfig,
+        own: ParameterTensors,
+        scalars: tuple[Tensor, ...],
+        factor: Tensor | None,
+        rng_key: RngKey,
+        first: int,
+        bound: Tensor | None,
+        apply_step: Tensor | None,
+    ) -> ChunkResult | None:
+        """Step a chunk in place by a program: see `step.step_chunk`.
+
+        Args:
+            rng_key: key of the parameter's random words.
+            first: index of the chunk's first element in the whole parameter.
+        Returns:
+            None if no program can step the chunk; nothing was changed then.
+        """
+        # A program has no guards and would misread scalars of another dtype; it reads memory, which fake tensors lack.
+        numbers = scalars if factor is None else (*scalars, factor)
+        readable = all(number.dtype is torch.float32 and not number.dim() for number in numbers)
+        readable = readable and all(type(t) is Tensor for t in (*stored(own), *own.gradient))
+        if self.failed or not readable or (config.noise_per_element and first % 4):
+            return None
+        packed4 = fits(config, own)
+        # The upper counter word must be the same for the whole chunk.
+        if packed4 and first >> 34 != (first + own.weight[0].numel() - 1) >> 34:
+            return None
+        own = viewed(own) if packed4 else _typed(config, own)
+        kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in (*stored(own), *own.gradient))
+        key = (config, packed4, factor is None, apply_step is None, kinds)
+        if key not in self.programs and len(self.programs) >= MAX_PROGRAMS:
             return None
         self.programs.add(key)
         if key not in _programs:
             # The compiler caches by code object, so each program gets its own copy.
-            run = run_packed4 if key.four else _run
+            run = run_packed4 if packed4 else _run
             code = run.__code__.replace(co_name=f"optimizer_step_{len(_programs)}")
-            own = FunctionType(code, run.__globals__)
-            _programs[key] = torch.compile(own, dynamic=False, fullgraph=True, options=OPTIONS)
-        return _programs[key]
-
-    def begin(
-        self,
-        config: StepConfig,
-        scalars: tuple[Tensor, ...],
-        factor: Tensor | None,
-        rng_key: RngKey,
-        apply_step: Tensor | None,
-    ) -> Callable[[ParameterTensors, int, Tensor | None], Callable[[], InplaceStepResult | None] | None]:
-        """Return a function that prepares steps of a parameter's chunks; implements `StepPrograms.begin`."""
-        # By number of rows, in which a parameter's chunks differ: packed4 or not, and the program.
-        runs: dict[int, tuple[bool, Callable[..., InplaceStepResult] | None]] = {}
-        # A program has no guards and would misread scalars of another dtype.
-        numbers = scalars if factor is None else (*scalars, factor)
-        read = all(number.dtype is torch.float32 and not number.dim() for number in numbers)
-        noise_key: tuple[Tensor, Tensor] | None = None
-
-        def step_of(
-            own: ParameterTensors, first: int, amax: Tensor | None
-        ) -> Callable[[], InplaceStepResult | None] | None:
-            nonlocal noise_key
-            if self.failed or not read or (config.noise_per_element and first % 4):
-                return None
-            rows, elements = own.weight[0].shape[0], own.weight[0].numel()
-            if rows not in runs and not all(type(t) is Tensor for t in _tensors(own)):
-                # A program reads memory, which fake tensors lack.
-                runs[rows] = False, None
-            four = runs[rows][0] if rows in runs else fits(config, own)
-            # The upper counter word must be the same for the whole chunk.
-            if four and first >> 34 != (first + elements - 1) >> 34:
-                return None
-            own = viewed(own) if four else _typed(config, own)
-            if rows not in runs:
-                kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for t in _tensors(own))
-                runs[rows] = four, self.program(Program(config, kinds, factor is None, apply_step is None, four))
-            run = runs[rows][1]
-            if run is None:
-                return None
-            place = None
-            if config.noise_per_element:
-                device = own.weight[0].device
-                if noise_key is None:
-                    noise_key = noise.keyed(
-                        *rng_key[:3], device, torch.int32 if in_bytes(own.weight[0]) else torch.int64
-                    )
-                place = _place(first, four, *noise_key)
-            return partial(self._run, run, (config, own, scalars, factor, place, amax, apply_step))
-
-        return step_of
-
-    def _run(self, program: Callable[..., InplaceStepResult], noise_key: tuple[Any, ...]) -> InplaceStepResult | None:
-        """Run a program on a chunk; returns None if it cannot be compiled."""
-        if self.failed:
-            return None
+            copy = FunctionType(code, run.__globals__)
+            _programs[key] = torch.compile(copy, dynamic=False, fullgraph=True, options=OPTIONS)
+        place = _place(config, own.weight[0], packed4, first, rng_key)
         try:
-            return program(*noise_key)
+            return _programs[key](config, own, scalars, factor, place, bound, apply_step)
         except Exception as error:
             # Compilation fails before anything is written.
             self.failed = True
@@ -533,18 +561,22 @@ class CompiledSteps:
             return None
 
 
-def _tensors(own: ParameterTensors) -> tuple[Tensor, ...]:
-    return (*own.weight, *(t for moment_tensors in own.moments for t in moment_tensors), *own.gradient)
-
-
-def _place(first: int, four: bool, keys: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors that locate a chunk's noise; for packed4, the lower word of its first counter."""
-    if not four:
-        return torch.tensor(first, dtype=torch.int64, device=keys.device), keys, upper
+def _place(
+    config: StepConfig, weight: Tensor, packed4: bool, first: int, rng_key: RngKey
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the tensors that locate a chunk's noise: the first element, round keys and upper counter word; for
+    packed4 the lower word of the first counter. None without noise.
+    """
+    if not config.noise_per_element:
+        return None
+    dtype = torch.int32 if in_bytes(weight) else torch.int64
+    key, upper = noise_stream(*rng_key[:3], weight.device)
+    keys, upper = round_keys(key.view(())).to(dtype), upper.view(()).to(dtype)
+    if not packed4:
+        return torch.tensor(first, dtype=torch.int64, device=weight.device), keys, upper
     high, low = divmod(first // 4, 1 << 32)
-    low = (low ^ 1 << 31) - (1 << 31) if keys.dtype is torch.int32 else low
-    at = torch.tensor(low, dtype=keys.dtype, device=keys.device)
-    return at, keys, upper ^ high if high else upper
+    low = (low ^ 1 << 31) - (1 << 31) if dtype is torch.int32 else low
+    return torch.tensor(low, dtype=dtype, device=weight.device), keys, upper ^ high if high else upper
 
 
 def _typed(config: StepConfig, own: ParameterTensors) -> ParameterTensors:
@@ -580,10 +612,12 @@ def _run(
     scalars: tuple[Tensor, ...],
     factor: Tensor | None,
     place: tuple[Tensor, ...] | None,
-    amax: Tensor | None,
+    bound: Tensor | None,
     apply_step: Tensor | None,
-) -> InplaceStepResult:
-    shape = own.weight[0].shape
-    word = None if place is None else noise.traced_words(shape.numel(), *place).view(shape)
-    result = compute_step(config, own, scalars, factor, word, amax)
-    return write_results(config, own, result, apply_step)
+) -> ChunkResult:
+    def words() -> Tensor:
+        assert place is not None
+        shape = own.weight[0].shape
+        return traced_words(shape.numel(), *place).view(shape)
+
+    return step_chunk(config, own, scalars, factor, words, bound, apply_step)

@@ -1,1 +1,0 @@
-"""One optimizer step: eager, compiled, by GPU kernels, and across ranks."""
