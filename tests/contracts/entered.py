@@ -1,6 +1,7 @@
 """Which files of the library a call enters: `python -m tests.contracts.entered` prints them.
 
-What a reader of a warm forward, or of a conversion, has to open. Threads of autograd's are not followed.
+What a reader of a warm forward, of a conversion or of an optimizer's first step has to open. Threads of autograd's are
+not followed.
 """
 
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 import quaver.torch as qt
+from quaver.torch import optim
 
 ROOT = Path(qt.__file__).parents[1]
 
@@ -61,10 +63,19 @@ def blocks(recipe: str) -> list[str]:
     return entered(lambda: qt.convert(model, recipe, blocks=True))
 
 
+def optimizer_step(preset: str) -> list[str]:
+    """Those of the first step of AdamW for one matrix, without compilation."""
+    layer = torch.nn.Linear(1024, 1024, bias=False)
+    optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset=preset)
+    layer(torch.randn(4, 1024)).square().mean().backward()
+    return entered(optimizer.step)
+
+
 if __name__ == "__main__":
     for name, files in (
         ("Linear, rowwise", linear("rowwise")),
         ("TransformerLayer, mxfp8", transformer("mxfp8")),
         ("convert(blocks=True), tensorwise", blocks("tensorwise")),
+        ("AdamW step, lean", optimizer_step("lean")),
     ):
         print(f"{name}: {len(files)}", *files, sep="\n  ")

@@ -1,9 +1,15 @@
 """How many files a reader of a warm step or a conversion opens; a change that adds one must raise a ceiling."""
 
+import subprocess
+import sys
+
+from tests.conftest import ROOT
 from tests.contracts.entered import blocks, linear, transformer
 
 #: On a CPU, forward: the files of src/quaver in which a function runs; one says whether a compiler traces.
 LINEAR, TENSORWISE, TRANSFORMER = 10, 10, 23
+#: Of a first step of AdamW under `lean`, for one matrix of floats.
+OPTIMIZER_STEP = 12
 
 
 def test_a_warm_forward_enters_few_files() -> None:
@@ -24,3 +30,12 @@ def test_a_conversion_with_blocks_enters_few_files() -> None:
     files = blocks("tensorwise")
     assert len(files) <= BLOCKS, files
     assert "torch/conversion/convert.py" in files and "torch/conversion/probe.py" not in files
+
+
+def test_a_first_optimizer_step_enters_few_files() -> None:
+    # In a process of its own: layers register hooks of every optimizer's step when they are first used.
+    command = "from tests.contracts.entered import optimizer_step; print(*optimizer_step('lean'))"
+    files = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    entered = files.stdout.split()
+    assert len(entered) <= OPTIMIZER_STEP, entered
+    assert "torch/optim/step.py" in entered

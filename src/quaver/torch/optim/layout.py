@@ -314,16 +314,10 @@ def segments(p: Tensor, config: StepConfig) -> list[ShardSegment]:
     position, spec = place(p), config.weight_format.code_spec
     if is_stack(p, spec, config.rule.needs_matrix):
         groups, n = p.shape[:2]
-        blocks = 0 if spec is None else 1 if spec.block[0] is None else -(-n // spec.block[0])
-        return [
-            ShardSegment(
-                slice(group * n, (group + 1) * n),
-                slice(group * blocks, (group + 1) * blocks) if blocks else None,
-                None,
-                group,
-            )
-            for group in range(groups)
-        ]
+        high = None if spec is None else 1 if spec.block[0] is None else -(-n // spec.block[0])
+        cuts = [slice(group * n, (group + 1) * n) for group in range(groups)]
+        of_blocks = [None if high is None else slice(group * high, (group + 1) * high) for group in range(groups)]
+        return [ShardSegment(cuts[group], of_blocks[group], None, group) for group in range(groups)]
     every = slice(0, local(p).shape[0] if local(p).dim() else 1)
     if spec is None or not shardings(p):
         return [ShardSegment(every, None, None)]

@@ -40,6 +40,8 @@ class Optimizer(torch.optim.Optimizer):
     states with any preset.
     """
 
+    #: Returns the update rule of a parameter group under a preset.
+    rule: Callable[[Mapping[str, Any], Preset], UpdateRule]
     #: GradScaler passes `grad_scale` and `found_inf` as attributes, without a device synchronization.
     _step_supports_amp_scaling = True
     #: This optimizer writes the codes and scales of weights stored in 8 bits.
@@ -137,10 +139,6 @@ class Optimizer(torch.optim.Optimizer):
                 check_stack(p, self.config(p, group), self.preset(p, group).name)
 
     # ---- formats ----
-
-    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
-        """Return the update rule of a parameter group."""
-        raise NotImplementedError
 
     def preset(self, p: Tensor, group: Mapping[str, Any]) -> Preset:
         """Return the preset of a parameter: that of its group, or "float32" for vectors and small tensors."""
@@ -542,7 +540,7 @@ class Optimizer(torch.optim.Optimizer):
                 parts,
                 one.scalars,
                 one.factor,
-                RngKey(one.group["seed"], one.index, self.state[p]["step"].long(), at),
+                RngKey(one.group["seed"], one.number, self.state[p]["step"].long(), at),
                 amax,
                 apply_step,
                 self._programs,

@@ -14,7 +14,7 @@ Common arguments of every class:
 Unsupported options of torch, such as `fused=True`, raise an error.
 """
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,13 +22,12 @@ from torch import Tensor
 from quaver.reference.optimizer_state import Preset
 from quaver.torch.optim import rules
 from quaver.torch.optim.optimizer import Optimizer
-from quaver.torch.optim.rules import UpdateRule
 
 
 class Adam(Optimizer):
     """Adam: weight decay is added to the gradient. See `quaver.torch.optim.rules`."""
 
-    decoupled = False
+    rule = staticmethod(partial(rules.AdamRule.of_group, decoupled=False))
 
     def __init__(
         self,
@@ -50,25 +49,11 @@ class Adam(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("steady_betas", tuple(group["betas"]))
 
-    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
-        return rule_of_adam(group, preset, self.decoupled)
-
-
-def rule_of_adam(group: Mapping[str, Any], preset: Preset, decoupled: bool) -> UpdateRule:
-    """Return the Adam rule of a parameter group; it clamps updates if the preset asks for it and the bound is valid."""
-    b1, b2 = group["betas"]
-    # The bound holds for constant betas only; a schedule that changes them, such as OneCycleLR, disables it.
-    steady = tuple(group.get("steady_betas", (b1, b2))) == (b1, b2)
-    if not steady and isinstance(group, dict):
-        group["steady_betas"] = ()
-    clamps = preset.clamp and b1**2 < b2 < 1 and steady
-    return rules.AdamRule(decoupled, clamps, group["maximize"])
-
 
 class AdamW(Adam):
     """AdamW: weight decay scales down the weight itself. See `quaver.torch.optim.rules`."""
 
-    decoupled = True
+    rule = staticmethod(partial(rules.AdamRule.of_group, decoupled=True))
 
     def __init__(
         self,
@@ -85,6 +70,8 @@ class AdamW(Adam):
 class Lion(Optimizer):
     """Lion. See `quaver.torch.optim.rules`."""
 
+    rule = staticmethod(rules.LionRule.of_group)
+
     def __init__(
         self,
         params: Any,
@@ -99,12 +86,11 @@ class Lion(Optimizer):
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {**options, "preset": preset}, **others)
 
-    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
-        return rules.LionRule(group["maximize"])
-
 
 class SGD(Optimizer):
     """SGD with torch's momentum. See `quaver.torch.optim.rules`."""
+
+    rule = staticmethod(rules.SGDRule.of_group)
 
     def __init__(
         self,
@@ -129,9 +115,6 @@ class SGD(Optimizer):
         options |= {"nesterov": nesterov, "maximize": maximize, "preset": preset}
         super().__init__(params, options, **others)
 
-    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
-        return rules.SGDRule(group["momentum"] != 0, group["nesterov"], group["maximize"])
-
 
 class Muon(Optimizer):
     """Muon for matrices, and for stacks [E, n, k], whose matrices are stepped separately.
@@ -139,6 +122,8 @@ class Muon(Optimizer):
     A parameter group with `rule="adamw"` uses AdamW, with `betas` and `eps`. Put embeddings, heads, norms, biases and
     convolution weights there. See `quaver.torch.optim.rules`.
     """
+
+    rule = staticmethod(rules.MuonRule.of_group)
 
     def __init__(
         self,
@@ -168,8 +153,3 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("steady_betas", tuple(group["betas"]))
-
-    def rule(self, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
-        if group["rule"] == "adamw":
-            return rule_of_adam(group, preset, decoupled=True)
-        return rules.MuonRule(group["nesterov"], adjust=group["adjust_lr_fn"], maximize=group["maximize"])

@@ -29,8 +29,8 @@ class SteppingParameter(NamedTuple):
     """A parameter whose step has been prepared."""
 
     p: Tensor
-    #: Its index in the optimizer.
-    index: int
+    #: Its number in the optimizer.
+    number: int
     group: Mapping[str, Any]
     config: StepConfig
     #: Tensors of a sharded weight stored as codes, else None: others are looked up when the parameter is stepped,

@@ -11,12 +11,13 @@ arXiv:1711.05101; U_t is defined in `quaver.reference.optim`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quaver.reference.optimizer_state import Preset
 from quaver.torch.numerics.rounding import is_tracing
 
 # ---- interface ----
@@ -31,31 +32,24 @@ class UpdateResult(NamedTuple):
     clamped: Tensor | None = None
 
 
-class UpdateRule(Protocol):
+class UpdateRule:
     """Update formula. Instances that compute the same are equal, so that they share compiled code.
 
     Scalars are float32 tensors of shape [], so that a changed learning rate needs no recompilation.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of torch's optimizer with this rule."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the moments in the state of torch's optimizer for this rule."""
-
-    @property
-    def signed(self) -> tuple[bool, ...]:
-        """For each moment, True if it can be negative, such as Adam's first."""
-
-    @property
-    def has_weight_bound(self) -> bool:
-        """True if `weight_bound` bounds the weights after a step."""
-
-    @property
-    def needs_matrix(self) -> bool:
-        """True if a step needs a whole matrix at once."""
+    #: Name of torch's optimizer with this rule.
+    name = ""
+    #: Names of the moments in the state of torch's optimizer for this rule.
+    names: tuple[str, ...] = ()
+    #: For each moment, True if it can be negative, such as Adam's first.
+    signed: tuple[bool, ...] = ()
+    #: True if a step needs a whole matrix at once.
+    needs_matrix = False
+    #: True if `weight_bound` bounds the weights after a step.
+    has_weight_bound = True
+    #: True if `weight_bound` needs the amaxes of gradient and moments.
+    bound_needs_amaxes = False
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
         """Return the scalars of a step, each float32 [parameters].
@@ -64,15 +58,13 @@ class UpdateRule(Protocol):
             group: parameter group, with torch's option names.
             steps: float64 [parameters], 1 at the first step.
         """
+        raise NotImplementedError
 
     def __call__(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> UpdateResult:
         """Compute a step. All tensors are float32 of one shape; none is modified."""
-
-    @property
-    def bound_needs_amaxes(self) -> bool:
-        """True if `weight_bound` needs the amaxes of gradient and moments."""
+        raise NotImplementedError
 
     def weight_bound(
         self, amax: Tensor, scalars: tuple[Tensor, ...], gradient_and_moment_amaxes: tuple[Tensor, ...]
@@ -85,6 +77,13 @@ class UpdateRule(Protocol):
             gradient_and_moment_amaxes: amaxes of the gradient and of each moment before the step, float32 [], if
                 `bound_needs_amaxes`.
         """
+        raise NotImplementedError
+
+
+def expanded(steps: Tensor, *numbers: Tensor | float) -> tuple[Tensor, ...]:
+    """Return numbers as float32 tensors of the shape of `steps`."""
+    each = (number if isinstance(number, Tensor) else torch.full_like(steps, number) for number in numbers)
+    return tuple(number.float() for number in each)
 
 
 # ---- adam ----
@@ -94,7 +93,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
-class AdamRule:
+class AdamRule(UpdateRule):
     """Adam, or AdamW if `decoupled`."""
 
     decoupled: bool = True
@@ -102,15 +101,23 @@ class AdamRule:
     clamp: bool = True
     maximize: bool = False
 
-    @property
-    def has_weight_bound(self) -> bool:
-        return self.clamp
-
     name = "Adam"
     names = ("exp_avg", "exp_avg_sq")
     signed = (True, False)
-    needs_matrix = False
-    bound_needs_amaxes = False
+
+    @property
+    def has_weight_bound(self) -> bool:  # type: ignore[override]
+        return self.clamp
+
+    @classmethod
+    def of_group(cls, group: Mapping[str, Any], preset: Preset, decoupled: bool) -> "AdamRule":
+        """Return the rule of a parameter group; it clamps updates if the preset asks for it and the bound is valid."""
+        b1, b2 = group["betas"]
+        # The bound holds for constant betas only; a schedule that changes them, such as OneCycleLR, disables it.
+        steady = tuple(group.get("steady_betas", (b1, b2))) == (b1, b2)
+        if not steady and isinstance(group, dict):
+            group["steady_betas"] = ()
+        return cls(decoupled, preset.clamp and b1**2 < b2 < 1 and steady, group["maximize"])
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
         (b1, b2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
@@ -121,12 +128,9 @@ class AdamRule:
             ratio = b1**2 / b2
             grown = (1 - ratio**steps) / (1 - ratio) * (1 - power2)
             update_bound = (1 - b1) / (1 - b2) ** 0.5 * grown.sqrt() / (1 - power1)
-        numbers = (
-            *(torch.full_like(steps, v) for v in (lerp_weight(b1), lerp_weight(b2), eps)),
-            *(lr, lr * decay if self.decoupled else torch.full_like(steps, decay)),
-            *(1 / (1 - power1), (1 - power2).rsqrt(), update_bound),
-        )
-        return tuple(number.float() for number in numbers)
+        bias_corrections = 1 / (1 - power1), (1 - power2).rsqrt()
+        decay = lr * decay if self.decoupled else decay
+        return expanded(steps, lerp_weight(b1), lerp_weight(b2), eps, lr, decay, *bias_corrections, update_bound)
 
     def __call__(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
@@ -211,7 +215,7 @@ def expand_lr(lr: Tensor | float, steps: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LionRule:
+class LionRule(UpdateRule):
     """Lion; a step changes a weight by at most lr, besides its decay."""
 
     maximize: bool = False
@@ -219,19 +223,15 @@ class LionRule:
     name = "Lion"
     names = ("exp_avg",)
     signed = (True,)
-    needs_matrix = False
-    bound_needs_amaxes = False
-    has_weight_bound = True
+
+    @classmethod
+    def of_group(cls, group: Mapping[str, Any], _: Preset) -> "LionRule":
+        """Return the rule of a parameter group."""
+        return cls(group["maximize"])
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
         (b1, b2), lr = group["betas"], expand_lr(group["lr"], steps)
-        numbers = (
-            torch.full_like(steps, lerp_weight(b1)),
-            torch.full_like(steps, lerp_weight(b2)),
-            lr,
-            lr * group["weight_decay"],
-        )
-        return tuple(number.float() for number in numbers)
+        return expanded(steps, lerp_weight(b1), lerp_weight(b2), lr, lr * group["weight_decay"])
 
     def __call__(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
@@ -263,7 +263,7 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 
 @dataclass(frozen=True)
-class MuonRule:
+class MuonRule(UpdateRule):
     """Muon for one matrix. It has no bound, so amaxes are measured after a step."""
 
     nesterov: bool = True
@@ -276,15 +276,20 @@ class MuonRule:
     names = ("momentum_buffer",)
     signed = (True,)
     needs_matrix = True
-    bound_needs_amaxes = False
     has_weight_bound = False
+
+    @classmethod
+    def of_group(cls, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
+        """Return the rule of a parameter group, which is AdamW's if the group says so."""
+        if group["rule"] == "adamw":
+            return AdamRule.of_group(group, preset, decoupled=True)
+        return cls(group["nesterov"], adjust=group["adjust_lr_fn"], maximize=group["maximize"])
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
         lr = expand_lr(group["lr"], steps)
         # Weight of the buffer in its moving average, and of the gradient in Nesterov's.
-        momentum = (torch.full_like(steps, lerp_weight(beta)) for beta in (group["momentum"], 1 - group["momentum"]))
-        numbers = (lr, lr * group["weight_decay"], *momentum)
-        return tuple(number.float() for number in numbers)
+        momentum = lerp_weight(group["momentum"]), lerp_weight(1 - group["momentum"])
+        return expanded(steps, lr, lr * group["weight_decay"], *momentum)
 
     def __call__(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
@@ -297,11 +302,6 @@ class MuonRule:
         rows, columns = weight.shape
         ratio = max(1, rows / columns) ** 0.5 if self.adjust == "original" else 0.2 * max(rows, columns) ** 0.5
         return UpdateResult(weight - weight * decay - update * (lr * ratio), (buffer,))
-
-    def weight_bound(
-        self, amax: Tensor, scalars: tuple[Tensor, ...], gradient_and_moment_amaxes: tuple[Tensor, ...]
-    ) -> Tensor:
-        raise NotImplementedError
 
 
 def orthogonalized(update: Tensor, steps: int, eps: float) -> Tensor:
@@ -329,35 +329,32 @@ def orthogonalized(update: Tensor, steps: int, eps: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SGDRule:
+class SGDRule(UpdateRule):
     """SGD; the amaxes of gradient and buffer bound a step."""
 
     momentum: bool = False
     nesterov: bool = False
     maximize: bool = False
 
-    needs_matrix = False
-    bound_needs_amaxes = True
-    has_weight_bound = True
-
     name = "SGD"
+    bound_needs_amaxes = True
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
-    def signed(self) -> tuple[bool, ...]:
+    def signed(self) -> tuple[bool, ...]:  # type: ignore[override]
         return (True,) if self.momentum else ()
 
+    @classmethod
+    def of_group(cls, group: Mapping[str, Any], _: Preset) -> "SGDRule":
+        """Return the rule of a parameter group."""
+        return cls(group["momentum"] != 0, group["nesterov"], group["maximize"])
+
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
-        first = steps <= 1
-        new = torch.where(first, 1.0, 1.0 - group["dampening"])
-        numbers = (
-            *(expand_lr(group["lr"], steps), torch.full_like(steps, group["weight_decay"])),
-            *(torch.full_like(steps, group["momentum"]), new),
-        )
-        return tuple(number.float() for number in numbers)
+        new = torch.where(steps <= 1, 1.0, 1.0 - group["dampening"])
+        return expanded(steps, expand_lr(group["lr"], steps), group["weight_decay"], group["momentum"], new)
 
     def __call__(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]

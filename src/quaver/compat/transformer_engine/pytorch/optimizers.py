@@ -11,6 +11,7 @@ from quaver.options import checks
 from quaver.reference.optimizer_state import FLOAT32, Preset, StateSpec, packed
 from quaver.torch.optim.master_weights import WeightFormat, around
 from quaver.torch.optim.optimizers import Adam
+from quaver.torch.optim.rules import AdamRule
 
 #: Format of a moment by its dtype, the argument `exp_avg_dtype` or `exp_avg_sq_dtype`.
 MOMENT_SPECS = {
@@ -86,6 +87,9 @@ class FusedAdam(Adam):
         # With counts on the host, GradScaler must decide on the host whether to skip a step.
         self._step_supports_amp_scaling = capturable
         super().__init__(params, lr, betas, eps, weight_decay, preset=preset)
+
+    def rule(self, group: Mapping[str, Any], preset: Preset) -> AdamRule:
+        return AdamRule.of_group(group, preset, self.decoupled)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("decoupled", "capturable", "use_decoupled_grad", "set_grad_none", "_step_supports_amp_scaling")
