@@ -543,7 +543,7 @@ class Optimizer(torch.optim.Optimizer):
                 RngKey(one.group["seed"], one.number, self.state[p]["step"].long(), at),
                 amax,
                 apply_step,
-                self._programs,
+                None if self._programs is None else self._programs.step,
                 tuple(agreed[ranks.OF_RULE].unbind()) if ranks.OF_RULE in agreed else None,
                 None if segment.crosses_shards is None else agreed[segment.crosses_shards],
             )

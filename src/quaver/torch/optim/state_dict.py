@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +18,14 @@ from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import UpdateRule
 from quaver.torch.optim.step import StepConfig
 
-if TYPE_CHECKING:
-    from quaver.torch.optim.optimizer import Optimizer
-
 # ---- loading ----
 
 
-def load(optimizer: "Optimizer", state_dict: Any, load_groups: Callable[[Any], None]) -> None:
+def load(optimizer: Any, state_dict: Any, load_groups: Callable[[Any], None]) -> None:
     """Load a state dict, converting states; it may have loaded a part when it raises.
 
     Args:
-        optimizer: the optimizer to load into.
+        optimizer: the `Optimizer` to load into.
         state_dict: state dict of this or another library.
         load_groups: torch's `load_state_dict`.
     """
@@ -62,7 +59,7 @@ def load(optimizer: "Optimizer", state_dict: Any, load_groups: Callable[[Any], N
         warnings.warn(f"{number} parameters: {message}", stacklevel=4)
 
 
-def _convert(optimizer: "Optimizer", loaded: Mapping[str, Any], own: list[dict[str, Any]]) -> list[str]:
+def _convert(optimizer: Any, loaded: Mapping[str, Any], own: list[dict[str, Any]]) -> list[str]:
     """Complete the groups that torch has loaded, and load the states.
 
     Args:
@@ -97,12 +94,12 @@ def _convert(optimizer: "Optimizer", loaded: Mapping[str, Any], own: list[dict[s
 
 
 def _load_state(
-    optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], preset: Preset | None
+    optimizer: Any, p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any], preset: Preset | None
 ) -> list[str]:
     """Load one parameter's state.
 
     Args:
-        optimizer: the optimizer to load into.
+        optimizer: the `Optimizer` to load into.
         p: the parameter.
         group: its parameter group.
         saved: its entry of the state dict.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import lcm, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from quaver.torch.numerics.rounding import noise_stream, philox2x32
 from quaver.torch.optim import codes, master_weights
 from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import UpdateResult, UpdateRule
-
-if TYPE_CHECKING:
-    from quaver.torch.optim.compiled import CompiledSteps
 
 #: Elements per chunk; its temporaries fit into a core's caches.
 CHUNK_ELEMENTS = 1 << 16
@@ -134,7 +131,7 @@ class RngKey(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """What a step of a chunk returns besides the tensors that it writes."""
+    """Results of a chunk's step besides the tensors that it writes."""
 
     #: Amaxes of the weight's blocks as stored, if scales are predicted.
     amax: Tensor | None
@@ -236,7 +233,7 @@ def step_parameter(
     rng_key: RngKey,
     amax: Tensor | None = None,
     apply_step: Tensor | None = None,
-    programs: "CompiledSteps | None" = None,
+    compiled_step: Callable[..., ChunkResult | None] | None = None,
     agreed: tuple[Tensor, ...] | None = None,
     bound: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -250,7 +247,7 @@ def step_parameter(
         rng_key: key of the random words.
         amax: amaxes of its blocks before the step, if scales are predicted.
         apply_step: as in `step_chunk`.
-        programs: compiled steps of large chunks; None runs all in eager mode.
+        compiled_step: `compiled.CompiledSteps.step`, for large chunks; None runs all in eager mode.
         agreed: amaxes of gradient and moments over all ranks, see `largest`; None if this rank has the whole parameter.
         bound: amaxes after the step of blocks that cross shards, or None.
     Returns:
@@ -261,17 +258,17 @@ def step_parameter(
         if agreed is None:
             agreed = largest(config, parts, factor) if config.rule.bound_needs_amaxes else ()
         bound = config.rule.weight_bound(amax, scalars, agreed)
-    compiled = programs is not None and rng_key.place.contiguous
-    if compiled:
+    if not rng_key.place.contiguous:
+        compiled_step = None
+    if compiled_step is not None:
         parts, rng_key = reshape_rows(config, parts, rng_key)
     done: list[ChunkResult] = []
-    for large, small in split_into_chunks(config, parts, compiled):
+    for large, small in split_into_chunks(config, parts, compiled_step is not None):
         result = None
-        if large is not None:
-            assert programs is not None
+        if large is not None and compiled_step is not None:
             first = rng_key.place.flat_offset + large.start * parts.weight[0].shape[1]
             own_bound = bounds_of_rows(bound, config, large)
-            result = programs.step(
+            result = compiled_step(
                 config, cut(config, parts, large), scalars, factor, rng_key, first, own_bound, apply_step
             )
         if result is not None:
