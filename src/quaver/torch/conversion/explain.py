@@ -133,6 +133,13 @@ def _linear(layer: Linear, x: Tensor) -> Explanation:
             rows += _gemm(name, recipe, operands, _weight_dtype(layer) if name == "wgrad" else dtype, layer.weight_spec)
         if layer.weight_spec is None and _emulated_at_once(recipe, operands):
             rows = [_as_values(row) for row in rows]
+    with torch.no_grad():
+        weight: Any = layer._parameters.get("weight")
+        shard: Any = weight.to_local() if hasattr(weight, "to_local") else None
+    if hasattr(shard, "why_high_precision"):
+        why = shard.why_high_precision
+        runs, passed_over = ("high precision", (("codes", why),)) if why else ("codes", ())
+        rows.append(ExplanationRow("weight of all ranks", "all-gather by fully_shard", runs, passed_over))
     return Explanation(recipe, tuple(rows))
 
 

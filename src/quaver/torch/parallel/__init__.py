@@ -1,10 +1,11 @@
 """Public API to train a model on many ranks, applied to the model from outside; no layer stores a device mesh."""
 
 from quaver.torch.parallel.checkpoint import Checkpoint, sync_amax_histories
+from quaver.torch.parallel.comm_counter import CommCounter
 from quaver.torch.parallel.consistency import check_consistency
 from quaver.torch.parallel.context.context_parallel import ContextParallel, context_parallel
-from quaver.torch.parallel.fsdp.amax_sync import micro_batches
-from quaver.torch.parallel.fsdp.gather import CommCounter, GatherReport, gather_quantized, refresh_gather
+from quaver.torch.parallel.fsdp.gather import GatherReport, gather_quantized, refresh_gather
+from quaver.torch.parallel.fsdp.scales import micro_batches, precompute_scales
 from quaver.torch.parallel.moe.dispatch import AllToAllSplits, all_to_all
 from quaver.torch.parallel.moe.expert_parallel import ExpertParallel
 from quaver.torch.parallel.pipeline import pipeline_stage
@@ -37,6 +38,7 @@ __all__ = [
     "gather_quantized",
     "micro_batches",
     "pipeline_stage",
+    "precompute_scales",
     "quantize_gradients",
     "refresh_gather",
     "sync_amax_histories",

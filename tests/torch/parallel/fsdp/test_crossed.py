@@ -35,7 +35,7 @@ def crossed_of(name: str, steps: int, **options: Any) -> Case:
 def crossed_bytes(rank: int) -> None:
     """One of each kind of scale, and of each width of codes."""
     for name in ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"):
-        options: dict[str, Any] = {"steps": 1, "in_bf16": True, "bias": False, "sizes": (256, 256, 256)}
+        options: dict[str, Any] = {"steps": 1, "in_bf16": True, "bias": False, "sizes": (256, 512, 256)}
         plain, codes = (crossed.train(recipes.get(name), as_codes=each, **options)[0].traffic for each in (False, True))
         share = codes.gathered / plain.gathered
         assert codes.gathers == plain.gathers, name

@@ -26,14 +26,15 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.backends.gpu.buffers import CrossStream
 from quaver.torch.optim import layout
-from quaver.torch.parallel import check_consistency, gather_quantized
-from quaver.torch.parallel.fsdp import amax_sync, shard_tensors, torch_internals
+from quaver.torch.parallel import check_consistency, gather_quantized, refresh_gather
+from quaver.torch.parallel.fsdp import scales, shards, torch_internals
 from tests import two_ranks
 from tests.pairs import pairs
 from tests.torch.backends.gpu.streams import GPU, stand_in
 from tests.torch.parallel.fsdp.live import Live
 from tests.torch.parallel.fsdp.test_operands import RECIPES
 from tests.torch.parallel.fsdp.training import (
+    SIZES,
     Case,
     adam,
     assert_same,
@@ -63,7 +64,7 @@ def of_recipe(name: str, steps: int = STEPS, **options: Any) -> Case:
     """Losses and weights of every step."""
 
     def case(rank: int) -> None:
-        _, codes = assert_same(RECIPES[name](), steps=steps, **options)
+        _, codes = assert_same(RECIPES[name](), steps=steps, **{"sizes": WHOLE.get(name, SIZES)} | options)
         assert codes.traffic.agreements <= steps + ONCE * (1 + options.get("hsdp", False))
 
     case.__name__ = f"{name} {options}"
@@ -80,12 +81,28 @@ def bytes_of_gathers(rank: int) -> None:
             (False, BOTH.get(name, MOST.get(name))),
         ):
             runs = [
-                train(name, (512, 256, 128), as_codes=each, after_forward=after_forward, **options)
+                train(name, (512, 256, 256), as_codes=each, after_forward=after_forward, **options)
                 for each in (False, True)
             ]
             share = runs[1].traffic.gathered / runs[0].traffic.gathered
             assert runs[1].traffic.gathers == runs[0].traffic.gathers, name
             assert most is not None and share <= most, f"{name}, resharded {after_forward}: {share:.4f} of bf16's bytes"
+
+
+def shards_that_cut_blocks(rank: int) -> None:
+    """Such a weight is gathered in high precision, which `explain` says, with the same numbers; others as codes."""
+    for name, sizes, height in (
+        ("mxfp8", (32, 48, 64), 32),
+        ("blockwise", (32, 64, 256), 128),
+        ("nvfp4", (32, 40, 32), 16),
+    ):
+        plain, codes = assert_same(name, sizes, steps=3, micro=2, after_forward=name != "mxfp8")
+        assert codes.traffic.gathers == plain.traffic.gathers
+        explained = qt.explain(codes.net, torch.ones(8, sizes[0]))
+        says = f"not codes: ranks have {sizes[1] // 2} rows each, which is no multiple of {height}"
+        assert says in repr(explained["0"]) and "not codes" not in repr(explained["2"])
+        gathers = refresh_gather(codes.net)
+        assert [*gathers.quantized] == ["2"] and "no multiple of" in gathers.in_high_precision["0"]
 
 
 def micro_batches(rank: int) -> None:
@@ -357,8 +374,8 @@ def one_rank_of_a_mesh(rank: int) -> None:
 
 def names_of_torch_that_are_gone(rank: int) -> None:
     """Without fully_shard's own names both operands travel, and the numbers are the same."""
-    names = amax_sync.managed_parameters
-    amax_sync.managed_parameters = lambda root: iter(())
+    names = scales.managed_parameters
+    scales.managed_parameters = lambda root: iter(())
     try:
         for name in ("mxfp8", "delayed"):
             _, codes = assert_same(name, steps=3)
@@ -366,7 +383,7 @@ def names_of_torch_that_are_gone(rank: int) -> None:
         with pytest.raises(ValueError, match="this torch does not reveal"):
             train("mxfp8", as_codes=True, in_bf16=True, steps=1)
     finally:
-        amax_sync.managed_parameters = names
+        scales.managed_parameters = names
 
 
 def loops_without_an_optimizer(rank: int) -> None:
@@ -418,6 +435,54 @@ def loops_without_an_optimizer(rank: int) -> None:
             says = f"{name}, {write.__name__}, {parts}"
             run = partial(use, write=write, after_forward=i < 2, parts=parts)
             compare(lambda name=name: converted(name, network((32, 32, 32))), run, says)
+
+
+def scales_computed_once(rank: int) -> None:
+    """By `precompute_scales` or the first forward, for all forwards until a weight is written, on whichever rank."""
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
+    for name in ("tensorwise", "rowwise", "nvfp4"):
+        net: Any = converted(name)
+        gather_quantized(net)
+        plain, net = sharded(converted(name)), sharded(net)
+        optimizer = adam(net)
+
+        def equal(written: int, says: str, net: Any = net, plain: Any = plain) -> None:
+            for each in (plain, net):
+                for part in each.modules():
+                    if isinstance(part, FSDPModule):
+                        part.reshard()
+            with torch.no_grad():
+                for p, q in zip(plain.parameters(), net.parameters(), strict=True):
+                    p.to_local().copy_(layout.local(q))
+                with counted() as traffic:
+                    values = [net(x) for _ in range(3)]
+                assert all(torch.equal(y, plain(x)) for y in values), says
+            assert traffic.agreements == written, says
+
+        def scale(p: Any, by: float) -> None:
+            with torch.no_grad():
+                p.mul_(by)
+
+        equal(1, "the first forward")
+        equal(0, "nothing was written")
+        net(x).sum().backward()
+        optimizer.step()
+        with counted() as traffic:
+            qt.parallel.precompute_scales(net)
+        assert traffic.agreements == 1
+        equal(0, "precompute_scales after a step")
+        optimizer.step()
+        equal(1, "a step")
+        scale(net[0].weight.to_local(), 3.0)
+        equal(1, "a write to a shard")
+        if rank:
+            scale(net[0].weight.to_local()[:1], 5.0)
+        equal(1, "a write on one rank")
+        scale(net.state_dict()["2.weight"].to_local(), 7.0)
+        equal(1, "a write to a tensor of the state dict")
+        scale(net.state_dict()["2.weight"].to_local().data, 9.0)
+        qt.parallel.precompute_scales(net)
+        equal(0, "precompute_scales after a write without a trace")
 
 
 def a_torch_with_one_group_a_module(rank: int) -> None:
@@ -480,8 +545,10 @@ def compiled(rank: int) -> None:
         net(torch.ones(4, 32))
 
 
-#: Parts of uneven rows, ranks without any, blocks on all ranks.
-UNEVEN = [(50, 36, 21), (40, 5, 33)]
+#: Of parts of uneven rows, ranks without any, whole blocks of 32 and of 16, and blocks on all ranks.
+UNEVEN = [(50, 127, 21), (40, 5, 63), (50, 36, 21)]
+#: Where two ranks have whole blocks.
+WHOLE = {"blockwise": (32, 256, 256)}
 _OF_BLOCKS = ["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 _OWN = [name for name in recipes.RECIPES if name != "bf16"]
 #: Steps of the quick tests; more of histories and of noise, which steps add to.
@@ -564,7 +631,7 @@ def other_recipes_than_the_weights(rank: int) -> None:
     sharded(net)
     with qt.autocast(enabled=False), pytest.raises(ValueError, match="0 runs under no recipe, and its weight was gath"):
         net(torch.ones(4, 32))
-    rows = nn.Sequential(qt.Linear(32, 32))
+    rows = nn.Sequential(qt.Linear(32, 64))
     gather_quantized(rows, recipe="mxfp8")
     fully_shard(rows)
     with qt.autocast("rowwise"), pytest.raises(ValueError, match=r"runs under Recipe\(rowwise.*codes of .*mxfp8"):
@@ -595,13 +662,20 @@ def ranks_that_differ(rank: int) -> None:
         net = network((32, 48, 64))
         return under("mxfp8", nn.Sequential(OrderedDict(a=net[0], b=net[1], c=net[2])))
 
-    assert """rank 1 has "0 under 'tensorwise'""" in prepare(lambda: under("tensorwise"))
-    assert """where rank 0 has "0 under 'mxfp8'""" in prepare(lambda: under("mxfp8", skip=["0"]))
-    assert "rank 1 has '0: codes of mxfp8'" in prepare(lambda: under("mxfp8", network((32, 48, 64))[:2]))
-    assert """rank 1 has "a under 'mxfp8'""" in prepare(renamed)
-    assert "rank 1 has '0.weight (48, 16)" in prepare(lambda: under("mxfp8", network((16, 48, 64))))
-    assert "rank 1 cannot go on: gather_quantized has no weight" in prepare(lambda: None)
-    assert "2: codes of mxfp8" in prepare(lambda: under("mxfp8"), skip=["0"] if rank == 0 else ["2"])
+    def reordered() -> Any:
+        net = under("mxfp8")
+        net._modules = OrderedDict(reversed([*net._modules.items()]))
+        return net
+
+    assert "rank 0: 0 under 'mxfp8'" in prepare(lambda: under("tensorwise"))
+    assert "rank 1: 0 under 'tensorwise'" in prepare(lambda: under("tensorwise"))
+    assert "rank 1: 0 unknown" in prepare(lambda: under("mxfp8", skip=["0"]))
+    assert "rank 1: 2 unknown" in prepare(lambda: under("mxfp8", network((32, 48, 64))[:2]))
+    assert "rank 1: 0 unknown, 0.weight unknown" in prepare(renamed)
+    assert "0.weight (48, 32) torch.float32" in prepare(lambda: under("mxfp8", network((16, 48, 64))))
+    assert "rank 0: no error; rank 1: gather_quantized has no weight" in prepare(lambda: None)
+    assert "gather of 2 codes of mxfp8" in prepare(lambda: under("mxfp8"), skip=["0"] if rank == 0 else ["2"])
+    assert "order of these names" in prepare(reordered)
     check_consistency(network((32, 48, 64)))
     # Of a mesh without the other rank it is seen at the first gather.
     alone = two_ranks.mesh(2, 1, names=("replicas", "shards"))["shards"]
@@ -696,7 +770,7 @@ def streams_of_gathers(rank: int) -> None:
             net: Any = converted(name)
             gather_quantized(net)
             sharded(net)
-            patch.setattr(amax_sync, "CrossStream", lambda tensors, _: CrossStream(tensors, GPU))
+            patch.setattr(scales, "CrossStream", lambda tensors, _: CrossStream(tensors, GPU))
             mesh, shard = net[0].weight.device_mesh, net[0].weight.to_local()
 
             def gather(stream: int, mesh: Any = mesh, shard: Any = shard) -> tuple[Any, Any]:
@@ -705,19 +779,14 @@ def streams_of_gathers(rank: int) -> None:
 
             def read(sent: Any) -> set[int]:
                 """Addresses of what a layer reads of this rank's own, and not of what travelled."""
-                given: list[Any] = [
-                    x
-                    for joint in sent.operand_gathers
-                    for x in (joint.local_shard.common, joint.local_shard.tensor_factor)
-                ]
-                given += [joint.amax for joint in sent.operand_gathers]
+                given: list[Any] = [x for part in sent.shards for x in (part.common, part.tensor_factor, part.amax)]
                 return {t.data_ptr() for t in given if isinstance(t, Tensor)}
 
             with qt.parallel.micro_batches(net):
                 inputs, sent = gather(2)
                 assert ("waits", 2, 2) not in streams.log and not streams.keeps(2)
                 streams.now = 1
-                shard.fsdp_post_all_gather([shard_tensors._gather(t, mesh) for t in inputs], sent, torch.float32)
+                shard.fsdp_post_all_gather([shards._gather(t, mesh) for t in inputs], sent, torch.float32)
                 assert ("waits", 1, 2) in streams.log and read(sent) <= streams.keeps(1)
                 # A gather on the stream that computes reads the same codes.
                 again, _ = gather(1)
@@ -730,7 +799,7 @@ def streams_of_gathers(rank: int) -> None:
                 assert ("waits", 2, 1) in streams.log, "codes that the stream that computes has written"
                 assert {t.data_ptr() for t in again} == {t.data_ptr() for t in inputs} <= streams.keeps(2)
             streams.log.clear()
-            patch.setattr(amax_sync, "CrossStream", CrossStream)
+            patch.setattr(scales, "CrossStream", CrossStream)
 
 
 def reverted(rank: int) -> None:
@@ -738,7 +807,7 @@ def reverted(rank: int) -> None:
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
     net = sharded(converted("mxfp8"))
     assert qt.revert(net) == ["0", "2"]
-    assert torch.equal(net(x), sharded(network((32, 48, 64)))(x))
+    assert torch.equal(net(x), sharded(network(SIZES))(x))
     net = converted("mxfp8")
     gather_quantized(net)
     qt.revert(sharded(net))
@@ -768,10 +837,19 @@ def steps_that_are_skipped(rank: int) -> None:
 
 OPTIONS: list[Callable[[int], None]] = [
     *(policies, live_bytes, compiled_blocks, weights_that_exist_only_in_codes),
-    *(bytes_of_gathers, micro_batches, optimizers, roots_alone, evaluations, recomputation, blocks),
+    *(
+        bytes_of_gathers,
+        shards_that_cut_blocks,
+        micro_batches,
+        optimizers,
+        roots_alone,
+        evaluations,
+        recomputation,
+        blocks,
+    ),
     *(checkpoints, made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
     *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),
-    *(a_torch_with_one_group_a_module, loops_without_an_optimizer),
+    *(a_torch_with_one_group_a_module, loops_without_an_optimizer, scales_computed_once),
     *(written_and_moved, parts_without_a_common_root, reverted, parts_of_columns),
     *(rows_on_the_cpu, streams_of_gathers),
 ]
@@ -783,7 +861,7 @@ CASES: dict[int, list[Case]] = {
     ],
     4: [
         *(
-            of_recipe(name, 3 if name in _OF_BLOCKS else 2, sizes=UNEVEN[i % 2], tokens=8)
+            of_recipe(name, 3 if name in _OF_BLOCKS else 2, sizes=UNEVEN[i % 3], tokens=8)
             for i, name in enumerate((*_OF_BLOCKS, *(name for name in _OWN if name not in _OF_BLOCKS)))
         ),
         of_recipe("nvfp4", 2, hsdp=True, tokens=8),
@@ -863,7 +941,7 @@ def test_a_prepared_model_is_copied_and_written_as_any_other(tmp_path: Path) -> 
     for key, value in torch.load(tmp_path / "state.pt").items():
         assert torch.equal(value, plain.state_dict()[key]), key
     net.load_state_dict(plain.state_dict(), assign=True)
-    assert all(isinstance(net[i].weight, shard_tensors.Shard) for i in (0, 2))  # type: ignore[index]
+    assert all(isinstance(net[i].weight, shards.Shard) for i in (0, 2))  # type: ignore[index]
 
 
 @pytest.mark.parametrize("ranks", CASES)

@@ -17,6 +17,8 @@ from quaver.torch.parallel import gather_quantized, micro_batches
 from tests import two_ranks
 
 Case = Callable[[int], None]
+#: Features; two ranks have whole blocks of 32 rows of both weights.
+SIZES = (32, 64, 64)
 
 
 @dataclass
@@ -61,7 +63,7 @@ def network(sizes: tuple[int, int, int], bias: bool = True) -> nn.Sequential:
 
 
 def converted(recipe: str | Recipe, net: nn.Module | None = None) -> nn.Module:
-    net = network((32, 48, 64)) if net is None else net
+    net = network(SIZES) if net is None else net
     qt.convert(net, recipe)
     return net
 
@@ -115,7 +117,7 @@ def compare(
 
 def train(
     recipe: str | Recipe,
-    sizes: tuple[int, int, int] = (32, 48, 64),
+    sizes: tuple[int, int, int] = SIZES,
     *,
     as_codes: bool,
     steps: int = 20,
@@ -168,7 +170,7 @@ def train(
     return Run(losses, traffic, net)
 
 
-def assert_same(recipe: str | Recipe, sizes: tuple[int, int, int] = (32, 48, 64), **options: Any) -> tuple[Run, Run]:
+def assert_same(recipe: str | Recipe, sizes: tuple[int, int, int] = SIZES, **options: Any) -> tuple[Run, Run]:
     """All losses and all weights after them, bit for bit."""
     plain, codes = (train(recipe, sizes, as_codes=each, **options) for each in (False, True))
     where = f"{recipe}, {sizes}, {options}"

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from quaver.torch.linear.stored_weight import CODE_DTYPES, CODES, is_stored_transposed, scales_of
 from quaver.torch.numerics.quantized import storage
-from quaver.torch.parallel.fsdp.shard_tensors import SHARD_OPS, Shard
-from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters, set_local
+from quaver.torch.parallel.fsdp.shards import SHARD_OPS, Shard, wrap
+from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, managed_parameters, set_local
 from quaver.torch.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -29,8 +29,8 @@ aten = torch.ops.aten
 class StoredShardInfo:
     """State of one stored weight under fully_shard."""
 
-    #: No amax agreement depends on this weight.
-    amax_sync = None
+    #: Ranks agree on no amaxes of this weight.
+    model = None
 
     def __init__(self, layer: nn.Module, name: str, root: nn.Module) -> None:
         weight: Any = layer._parameters["weight"]
@@ -48,6 +48,9 @@ class StoredShardInfo:
         layer = self.layer()
         dtype: torch.dtype = torch.float32 if layer is None else layer.__dict__["weight_dtype"]
         return dtype
+
+    def invalidate(self) -> None:
+        """Do nothing, because codes are gathered unchanged."""
 
     def check(self) -> None:
         """Raise a ValueError before a gather if fully_shard would silently corrupt the weight."""
@@ -86,6 +89,10 @@ class CodeShard(Shard):
     def reported_dtype(cls, plain: Tensor, weight_state: Any) -> torch.dtype:
         dtype: torch.dtype = weight_state.dtype if plain.dtype in CODES else plain.dtype
         return dtype
+
+    @property
+    def why_high_precision(self) -> str:
+        return ""
 
     @property
     def layer_of_codes(self) -> nn.Module | None:
@@ -141,7 +148,7 @@ class CodeShard(Shard):
             options["dtype"] = shard.plain.dtype
         return super().__torch_dispatch__(function, types, args, options)
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:  # type: ignore[override]
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         info: Any = self.weight_state
         info.check()
         own = self.plain.view(torch.uint8)
@@ -177,27 +184,8 @@ def shard_codes(layer: nn.Module, name: str, root: nn.Module) -> None:
     """Replace the weight of a layer by a tensor that fully_shard gathers as bytes, and its scales by buffers."""
     weight: Any = layer._parameters["weight"]
     info: Any = StoredShardInfo(layer, name, root)
-    _stored[layer] = info
     scales, codes = scales_of(layer), weight.codes.detach().view(info.codes)
     layer._parameters["weight"] = nn.Parameter(CodeShard(codes, info), requires_grad=weight.requires_grad)
     for scale_name, scale in scales.items():
         layer.register_buffer(scale_name, scale)
-    layer.register_load_state_dict_post_hook(_shard_again)
-
-
-#: State of each prepared layer; a copied layer is not prepared.
-_stored: "weakref.WeakKeyDictionary[nn.Module, StoredShardInfo]" = weakref.WeakKeyDictionary()
-
-
-def _shard_again(layer: nn.Module, _: object) -> None:
-    """Wrap the weight again after a state dict was loaded, which may have replaced the parameter."""
-    info: Any = _stored.get(layer)
-    if info is None:
-        return
-    parameter: Any = layer._parameters["weight"]
-    part = local(parameter)
-    if part is None and not isinstance(parameter, CodeShard):
-        shard = CodeShard(parameter.detach(), info)
-        layer._parameters["weight"] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-    elif part is not None and not isinstance(part, CodeShard):
-        set_local(parameter, CodeShard(part, info))
+    wrap(layer, CodeShard, info)

@@ -6,19 +6,21 @@ of the rows. `GatheredWeight` is the parameter that the layer sees after the all
 operands for fprop and dgrad.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from quaver.recipes.spec import Recipe
 from quaver.torch.linear import general
 from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass
 from quaver.torch.parallel.comm import count_collective
-from quaver.torch.parallel.fsdp.amax_sync import GatheredWeightState
-from quaver.torch.parallel.fsdp.operands import OperandGather, scale_buffer_shape
+from quaver.torch.parallel.fsdp.scales import GatheredWeightState, OperandShard
+from quaver.torch.parallel.fsdp.torch_internals import local, set_local
 from quaver.torch.quantized_tensor import PIN_MEMORY, TO_COPY
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import graph_task_id
@@ -74,9 +76,11 @@ class Shard(Tensor):
         return f"Shard({self.weight_state.name}, {self.plain})"
 
     @property
-    def amax_sync(self) -> Any:
-        """The `ModelAmaxSync` of the weight's model; an optimizer step on this shard invalidates its amaxes."""
-        return self.weight_state.amax_sync
+    def why_high_precision(self) -> str:
+        """Why fully_shard gathers the weight in high precision, or "" if it gathers codes; for `explain`."""
+        if self.weight_state.mesh is None:
+            self.weight_state.model.find_shards()
+        return self.weight_state.why_high_precision
 
     @property
     def data(self) -> Tensor:
@@ -114,6 +118,8 @@ class Shard(Tensor):
 
         plain_args, plain_kwargs = _each(unwrapped, (tuple(args), kwargs or {}))
         result = function(*plain_args, **plain_kwargs)
+        for shard in _written(function, args, kwargs or {}):
+            shard.weight_state.invalidate()
         if args and isinstance(args[0], Shard) and result is plain_args[0]:
             # An in-place operation.
             return args[0]
@@ -135,60 +141,56 @@ class Shard(Tensor):
     # FSDP extension hooks. With more than one argument, fully_shard would require shards of equal size and scales would
     # not fit.
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], "GatherMetadata"]:
-        weight_state = self.weight_state
-        weight_state.amax_sync.ensure_synced_amaxes(weight_state, mesh)
-        fsdp_parameter = weight_state.fsdp_parameter
-        if fsdp_parameter is not None:
-            fsdp_parameter.check(weight_state.name)
-        key, factor = weight_state.factor()
-        gemms = _operands_to_gather(weight_state)
-        operand_gathers = [weight_state.operand_gather(gemm, mesh, key, factor) for gemm in gemms]
-        inputs = [
-            t
-            for operand_gather in operand_gathers
-            for t in (operand_gather.local_shard.codes, operand_gather.local_shard.scales)
-            if t is not None
-        ]
-        shapes = [t.shape for t in inputs]
-        if fsdp_parameter is not None and shapes != weight_state.last_input_shapes:
-            fsdp_parameter.forget_outputs()
-        weight_state.last_input_shapes = shapes
-        return tuple(inputs), GatherMetadata(operand_gathers, key, mesh, _current_pass(weight_state))
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], "GatherMetadata | None"]:
+        state = self.weight_state
+        state.model.ensure_amaxes(state, mesh)
+        if state.fsdp_parameter is not None:
+            state.fsdp_parameter.check(state.name)
+        if state.why_high_precision:
+            rows = state.rows()
+            assert rows is not None
+            return (rows,), None
+        if state.fsdp_parameter is not None:
+            # Other operands than those of the last gather may have other sizes.
+            state.fsdp_parameter.forget_outputs()
+        key, factor = state.factor()
+        shards = [state.shard(gemm, key, factor) for gemm in _operands_to_gather(state)]
+        return tuple(t for shard in shards for t in shard.sent), GatherMetadata(shards, key, _current_pass(state))
 
     def fsdp_post_all_gather(
-        self, outputs: Sequence[Tensor], metadata: "GatherMetadata", dtype: torch.dtype, *, out: Any = None
+        self, outputs: Sequence[Tensor], metadata: "GatherMetadata | None", dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        weight_state = self.weight_state
-        x = weight_state.values()
-        assert x is not None
-        if dtype is not x.dtype:
+        state = self.weight_state
+        expected = (None if state.fsdp_parameter is None else state.fsdp_parameter.dtype) or self.dtype
+        if dtype is not expected:
             raise ValueError(
-                f"{weight_state.name} is {x.dtype} and is computed in {dtype}, which this torch does not reveal "
+                f"{state.name} is {expected} and is computed in {dtype}, which this torch does not reveal "
                 "before it is quantized: give fully_shard no MixedPrecisionPolicy(param_dtype=...), or "
                 "convert the model's dtype"
             )
-        gathered = list(outputs)
-        if out is None:
-            buffers = _scale_buffers(weight_state, metadata.mesh, x.device)
-            wrapper = GatheredWeight(weight_state, dtype, x.device, GatheredOperands({}, metadata, buffers))
-        else:
-            wrapper = getattr(out, "_local_tensor", out)
-        contents = wrapper.contents
-        contents.operands.clear()
-        contents.gather_metadata = metadata
-        for operand_gather in metadata.operand_gathers:
-            tensors = [
-                t for t in (operand_gather.local_shard.codes, operand_gather.local_shard.scales) if t is not None
-            ]
-            if operand_gather.rows.ranks > 1:
-                tensors = [gathered.pop(0) for _ in tensors]
-            contents.operands[operand_gather.operand.gemm] = operand_gather.assemble(
-                tensors, contents.buffers[operand_gather.operand.gemm]
-            )
-        if out is not None:
-            return None
-        return wrapper, tuple(buffer for buffer in contents.buffers.values() if buffer is not None)
+        if metadata is None:
+            # A view of the gathered rows, which fully_shard itself has written if there is one already.
+            return None if out is not None else (outputs[0], ())
+        state.gathered.clear()
+        state.gathered_key, state.gathered_pass = metadata.factor_key, metadata.current_pass
+        arrived = list(outputs)
+        for shard in metadata.shards:
+            # fully_shard over one rank gathers only the first input.
+            tensors = [arrived.pop(0) for _ in shard.sent] if state.mesh.size() > 1 else shard.sent
+            state.gathered[shard.operand.gemm] = shard.assemble(tensors, state.shape[0])
+        return None if out is not None else (GatheredWeight(state, dtype, self.device), ())
+
+
+def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Shard]:
+    """Return the shards that an operation writes to."""
+    schema = function._schema.arguments
+    values = [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(schema)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    flat = [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]
+    return [x for x in flat if isinstance(x, Shard)]
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
@@ -203,38 +205,25 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 class GatherMetadata(NamedTuple):
     """Data passed from `fsdp_pre_all_gather` to `fsdp_post_all_gather`."""
 
-    operand_gathers: Sequence[OperandGather]
+    shards: Sequence[OperandShard]
     #: Key that identifies the delayed-scaling factor used for these codes.
     factor_key: float
-    mesh: Any
     #: The pass that reads this gather: "forward", "backward" or "recomputation"; see `_current_pass`.
     current_pass: str
 
 
-class GatheredOperands:
-    """Contents of a gathered weight: operands by GEMM, and scale buffers, which fully_shard frees with its own."""
-
-    __slots__ = ("buffers", "gather_metadata", "operands")
-
-    def __init__(
-        self, operands: dict[str, Quantized], metadata: GatherMetadata, buffers: dict[str, Tensor | None]
-    ) -> None:
-        self.operands, self.gather_metadata, self.buffers = operands, metadata, buffers
-
-
 class GatheredWeight(Tensor):
-    """A gathered weight [N, K] without values, with whole operands; implements
+    """A gathered weight [N, K] without values, whose operands are in its state; implements
     `quaver.torch.linear.general.PrequantizedWeight`.
     """
 
     weight_state: GatheredWeightState
-    contents: GatheredOperands
     eagerly = staticmethod(eagerly)
 
     @staticmethod
-    def __new__(cls, weight_state: Any, dtype: torch.dtype, device: torch.device, contents: Any) -> "GatheredWeight":
+    def __new__(cls, weight_state: Any, dtype: torch.dtype, device: torch.device) -> "GatheredWeight":
         wrapper: GatheredWeight = make_wrapper_subclass(cls, torch.Size(weight_state.shape), dtype=dtype, device=device)
-        wrapper.weight_state, wrapper.contents = weight_state, contents
+        wrapper.weight_state = weight_state
         return wrapper
 
     def __init__(self, *_: object) -> None:
@@ -249,7 +238,7 @@ class GatheredWeight(Tensor):
     ) -> Any:
         wrapper = next(x for x in args if isinstance(x, GatheredWeight))
         if function in OF_NO_VALUES:
-            return cls(wrapper.weight_state, wrapper.dtype, wrapper.device, wrapper.contents)
+            return cls(wrapper.weight_state, wrapper.dtype, wrapper.device)
         if function is aten.zeros_like.default:
             # Zero gradient of a weight that did not contribute to the loss.
             return torch.zeros(wrapper.shape, dtype=wrapper.dtype, device=wrapper.device)
@@ -272,31 +261,21 @@ class GatheredWeight(Tensor):
         """Return the operand of a GEMM ("fprop" or "dgrad"). Gather it now if the last gather lacks it or used another
         factor.
         """
-        weight_state, contents = self.weight_state, self.contents
-        if side == "dgrad":
-            weight_state.amax_sync.in_backward = True
-        gemm = weight_state.operand(side).gemm
-        factor_key: float = general.factor_key(call)
-        if gemm not in contents.operands or contents.gather_metadata.factor_key != factor_key:
-            self._gather_now(gemm, factor_key, call)
-        q = contents.operands[gemm]
+        state = self.weight_state
+        gemm, factor_key = state.operand(side).gemm, general.factor_key(call)
+        if gemm not in state.gathered:
+            state.passes_needing_both.add(state.gathered_pass)
+        if state.gathered_key != factor_key:
+            state.gathered.clear()
+        if gemm not in state.gathered:
+            shard = state.shard(gemm, factor_key, None if call.factors is None else call.factors[1])
+            state.gathered_key = factor_key
+            with torch.no_grad():
+                state.gathered[gemm] = shard.assemble([_gather(t, state.mesh) for t in shard.sent], state.shape[0])
+        q = state.gathered[gemm]
         if call.training and call.factors is not None and side == "fprop":
             amax.record(call.layer, amax.WEIGHT, q.amax)
-        return q.T if side == "dgrad" and weight_state.fprop_serves_dgrad else q
-
-    def _gather_now(self, gemm: str, factor_key: float, call: Any) -> None:
-        weight_state, contents = self.weight_state, self.contents
-        if gemm not in contents.operands:
-            weight_state.passes_needing_both.add(contents.gather_metadata.current_pass)
-        if contents.gather_metadata.factor_key != factor_key:
-            contents.operands.clear()
-        factor = None if call.factors is None else call.factors[1]
-        operand_gather = weight_state.operand_gather(gemm, contents.gather_metadata.mesh, factor_key, factor)
-        contents.gather_metadata = contents.gather_metadata._replace(factor_key=factor_key)
-        with torch.no_grad():
-            inputs = [t for t in (operand_gather.local_shard.codes, operand_gather.local_shard.scales) if t is not None]
-            outputs = [_gather(t, contents.gather_metadata.mesh) for t in inputs]
-            contents.operands[gemm] = operand_gather.assemble(outputs)
+        return q.T if side == "dgrad" and len(state.operands) == 1 else q
 
 
 def _gather(t: Tensor, mesh: Any) -> Tensor:
@@ -306,36 +285,68 @@ def _gather(t: Tensor, mesh: Any) -> Tensor:
     return every
 
 
-def _current_pass(weight_state: GatheredWeightState) -> str:
+def _current_pass(state: GatheredWeightState) -> str:
     """Return the pass that needs the current gather: "forward", "backward" or "recomputation" of activations."""
-    if weight_state.fsdp_parameter is not None and weight_state.fsdp_parameter.in_backward:
+    if state.fsdp_parameter is not None and state.fsdp_parameter.in_backward:
         return "backward"
     return "forward" if graph_task_id() == -1 else "recomputation"
 
 
-def _operands_to_gather(weight_state: GatheredWeightState) -> list[str]:
+def _operands_to_gather(state: GatheredWeightState) -> list[str]:
     """Return the GEMMs whose operands the current gather sends: only one if its buffers are freed before another pass
     reads them.
     """
-    if weight_state.fprop_serves_dgrad:
+    if len(state.operands) == 1:
         return ["fprop"]
-    current_pass = _current_pass(weight_state)
-    if (
-        weight_state.fsdp_parameter is None
-        or not weight_state.fsdp_parameter.for_one_pass
-        or current_pass in weight_state.passes_needing_both
-    ):
+    current_pass = _current_pass(state)
+    for_one_pass = state.fsdp_parameter is not None and state.fsdp_parameter.for_one_pass
+    if not for_one_pass or current_pass in state.passes_needing_both:
         return ["fprop", "dgrad"]
     return ["dgrad" if current_pass == "backward" else "fprop"]
 
 
-def _scale_buffers(weight_state: GatheredWeightState, mesh: Any, device: torch.device) -> dict[str, Tensor | None]:
-    """Allocate buffers for the ordered scales of both operands, because a later gather may need the other one."""
-    shapes = {
-        operand.gemm: scale_buffer_shape(operand, weight_state.rows(mesh), weight_state.shape[1])
-        for operand in weight_state.operands
-    }
-    return {
-        name: None if shape is None else torch.empty(shape, dtype=torch.uint8, device=device)
-        for name, shape in shapes.items()
-    }
+# ---- wrapped parameters ----
+
+#: Class and state of the shard of each prepared layer; the state is None if its weight is no longer gathered as codes.
+_wrapped: "weakref.WeakKeyDictionary[nn.Module, tuple[type[Shard], Any]]" = weakref.WeakKeyDictionary()
+
+
+def wrap(layer: nn.Module, kind: type[Shard], state: Any) -> None:
+    """Make a layer's weight, or its shard, a `kind` with this state; a plain tensor if the state is None."""
+    if layer not in _wrapped:
+        layer.register_state_dict_post_hook(_write_plain)
+        layer.register_load_state_dict_post_hook(_wrap_again)
+    _wrapped[layer] = kind, state
+    parameter: Any = layer._parameters["weight"]
+    shard = local(parameter)
+    if shard is not None:
+        # fully_shard's shard, or a tensor-parallel shard that fully_shard will shard again.
+        set_local(parameter, getattr(shard, "plain", shard).detach())
+    _wrap_again(layer)
+
+
+def _wrap_again(layer: nn.Module, _: object = None) -> None:
+    """Wrap the weight if it is plain, as after load_state_dict with assign=True."""
+    (kind, state), parameter = _wrapped.get(layer, (Shard, None)), layer._parameters.get("weight")
+    shard = local(parameter)
+    if parameter is None or state is None or isinstance(parameter if shard is None else shard, Shard):
+        return
+    if shard is None:
+        layer._parameters["weight"] = nn.Parameter(kind(parameter.detach(), state), parameter.requires_grad)
+    else:
+        set_local(parameter, kind(shard, state))
+
+
+def _write_plain(layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Replace a Shard in a state dict by the plain tensor with the same memory."""
+    value: Any = state_dict.get(prefix + "weight")
+    shard: Any = value if isinstance(value, Shard) else local(value)
+    if not isinstance(shard, Shard) or value.requires_grad:
+        return
+    own: Any = layer._parameters["weight"]
+    # Writes to this tensor change the version of the layer's.
+    plain = getattr(own if local(own) is None else local(own), "plain", shard.plain).detach()
+    if value is not shard:
+        mesh, placements = value.device_mesh, value.placements
+        plain = DTensor.from_local(plain, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+    state_dict[prefix + "weight"] = plain

@@ -1,0 +1,538 @@
+"""Amaxes and codes of a rank's rows of the weights that fully_shard gathers as codes.
+
+A rank quantizes its own rows, made of whole blocks. If a scale covers rows or columns of other ranks, ranks first agree
+on its amax: `precompute_scales` computes the amaxes of all weights of a model and all-reduces them. They, and the codes
+made with them, are valid until the weight is written. Then the next forward or gather computes them again.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu.buffers import CrossStream
+from quaver.torch.conversion.convert import RollHistories
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.quantized import Quantized, ScalarOverride, pack, storage
+from quaver.torch.numerics.rounding import SMALLEST_NORMAL_BITS, magnitude_bits, rotate
+from quaver.torch.operations.functional import quantize
+from quaver.torch.parallel.comm import all_reduce_amax
+from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters
+from quaver.torch.state.context import active_context
+from quaver.torch.state.history import amax
+from quaver.torch.state.history.sync import check_agreement
+from quaver.torch.state.layer_state import graph_task_id
+
+# ---- one operand of a rank's rows ----
+
+
+class WeightOperand(NamedTuple):
+    """An operand made from a weight [N, K]: fprop's, or dgrad's, which is its transpose in the weight's layout."""
+
+    #: "fprop" or "dgrad".
+    gemm: str
+    spec: QuantSpec
+
+    @property
+    def transposed(self) -> bool:
+        """True if the operand is the transpose of the weight."""
+        return self.gemm == "dgrad"
+
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        """Rows and columns of the weight in a block; None for all of them."""
+        return self.spec.block[::-1] if self.transposed else self.spec.block
+
+    def oriented(self, x: Tensor) -> Tensor:
+        """Return the weight x [N, K] in the operand's orientation."""
+        return x.t() if self.transposed else x
+
+
+def weight_operands(recipe: Recipe) -> tuple[WeightOperand, ...]:
+    """Return the weight operands of a recipe; only one if fprop's codes also serve dgrad."""
+    assert recipe.fprop.b is not None and recipe.dgrad.b is not None
+    first = WeightOperand("fprop", recipe.fprop.b)
+    return (first,) if recipe.reuse.weight else (first, WeightOperand("dgrad", recipe.dgrad.b))
+
+
+class OperandAmaxes(NamedTuple):
+    """int32 bits of the amaxes of an operand that ranks agree on."""
+
+    #: Amaxes of its blocks, in the shape of `quantize`'s amax, if their scales cover other ranks' elements; else None.
+    blocks: Tensor | None
+    #: Amax of the whole weight, [1, 1], for two-level scales and histories; else None.
+    tensor: Tensor | None
+
+
+def own_amaxes(x: Tensor, operand: WeightOperand, tp_axis: int | None, with_tensor: bool) -> OperandAmaxes:
+    """Return what a rank contributes to the agreed amaxes.
+
+    Args:
+        x: this rank's rows [n, K].
+        tp_axis: axis along which tensor parallelism has sharded the weight, or None.
+        with_tensor: also return the amax of the whole weight.
+    """
+    spec, (height, width) = operand.spec, operand.block
+    crosses = height is None or (width is None and tp_axis == 1)
+    if not (crosses or with_tensor):
+        return OperandAmaxes(None, None)
+    y = operand.oriented(x).to(torch.float32)
+    bits = magnitude_bits(rotate(y) if spec.hadamard else y)
+    blocks = reference.block_bits(bits, spec) if crosses else None
+    if not with_tensor or (blocks is not None and spec.per_tensor):
+        return OperandAmaxes(blocks, blocks if with_tensor else None)
+    top = bits.amax().view(1, 1) if bits.numel() else bits.new_zeros((1, 1))
+    return OperandAmaxes(blocks, torch.where(top < SMALLEST_NORMAL_BITS, 0, top))
+
+
+class OperandShard(NamedTuple):
+    """A rank's rows of an operand, and the scales that all ranks have in common.
+
+    Exact: codes and scales are those of the whole weight. Both have the weight's layout, so that the bytes of a rank
+        follow directly on those of the previous rank.
+    """
+
+    operand: WeightOperand
+    #: Codes per row, including the padding of a Hadamard rotation.
+    k: int
+    #: uint8 [rows, bytes per row].
+    codes: Tensor
+    #: uint8 [block rows, bytes of their scales]; None if all ranks have the same scales.
+    scales: Tensor | None
+    #: The scales if they are not sent, else None.
+    common: Tensor | float | None
+    #: `Quantized.tensor_factor` of two-level scales.
+    tensor_factor: Tensor | None
+    #: Largest magnitude of the whole weight, float32 [1, 1]; None without a history.
+    amax: Tensor | None
+    #: Record of the writes to these tensors, which another CUDA stream may have made.
+    written: CrossStream | None = None
+
+    @property
+    def sent(self) -> list[Tensor]:
+        """The inputs of the all-gather."""
+        return [self.codes] if self.scales is None else [self.codes, self.scales]
+
+    def assemble(self, gathered: Sequence[Tensor], n: int) -> Quantized:
+        """Return the whole operand as a view of the bytes of all ranks.
+
+        Args:
+            gathered: what all ranks `sent`, in rank order.
+            n: rows of the weight; further rows are padding.
+        """
+        if self.written is not None:
+            self.written.wait()
+        spec, scale = self.operand.spec, self.common
+        data = gathered[0].view(-1, self.codes.shape[1])[:n].view(storage(spec.format))
+        if self.scales is not None:
+            height = self.operand.block[0]
+            assert height is not None
+            scale = gathered[1].view(-1, self.scales.shape[1])[: -(-n // height)]
+            scale = scale if spec.scale == "e8m0" or spec.two_level else scale.view(torch.float32)
+        shape = (self.k, n) if self.operand.transposed else (n, self.k)
+        return Quantized(data, scale, spec, shape, self.operand.transposed, self.tensor_factor, self.amax)  # type: ignore[arg-type]
+
+
+def quantize_rows(x: Tensor, operand: WeightOperand, amaxes: OperandAmaxes, factor: ScalarOverride) -> OperandShard:
+    """Quantize a rank's rows.
+
+    Args:
+        x: this rank's rows [n, K], float32, bfloat16 or float16, padded with zeros to as many as other ranks have.
+        operand: the operand.
+        amaxes: amaxes that ranks have agreed on.
+        factor: delayed-scaling factor, as in `quantize`.
+    """
+    spec = operand.spec
+    bits = amaxes.tensor if spec.two_level else amaxes.blocks
+    q = quantize(operand.oriented(x), spec, None if bits is None else bits.view(torch.float32), factor=factor)
+    codes, scale = q.data, q.plain_scale() if isinstance(q.scale, Tensor) else q.scale
+    if q.transposed != operand.transposed:
+        codes = pack(q.stored_codes().t()) if spec.format.packed else q.stored_codes().t()
+        scale = scale.t() if isinstance(scale, Tensor) else scale
+    codes, scales = codes.contiguous().view(torch.uint8), None
+    if operand.block[0] is not None:
+        assert isinstance(scale, Tensor)
+        scales = scale.reshape(-1).view(torch.uint8).view(scale.shape[0], scale.shape[1] * scale.element_size())
+    largest = None if amaxes.tensor is None else amaxes.tensor.view(torch.float32)
+    k = q.shape[operand.transposed ^ 1]
+    return OperandShard(operand, k, codes, scales, scale if scales is None else None, q.tensor_factor, largest)
+
+
+# ---- weights of a model ----
+
+
+class GatheredWeightState:
+    """State on this rank of one weight that is gathered as codes.
+
+    Args:
+        model: the state of its model.
+        layer: the layer that multiplies by it.
+        name: name of the layer.
+        recipe: the recipe of its codes.
+        shape: shape of the tensor that fully_shard shards: the weight, or this rank's tensor-parallel shard of it.
+        tp_axis: axis along which tensor parallelism has sharded the weight before, or None.
+        tp_mesh: mesh of the ranks with those shards.
+    """
+
+    def __init__(
+        self,
+        model: "GatheredModelState",
+        layer: nn.Module,
+        name: str,
+        recipe: Recipe,
+        shape: tuple[int, int],
+        tp_axis: int | None = None,
+        tp_mesh: Any = None,
+    ) -> None:
+        self.model, self.layer, self.name, self.recipe, self.shape = model, weakref.ref(layer), name, recipe, shape
+        self.tp_axis, self.tp_mesh, self.operands = tp_axis, tp_mesh, weight_operands(recipe)
+        #: fully_shard's object for the weight; None before the first gather or if this torch has other internals.
+        self.fsdp_parameter: FsdpParameter | None = None
+        #: The sharded parameter, as last seen.
+        self.parameter: Any = None
+        #: Mesh dimension over which fully_shard shards the weight; None before fully_shard or the first gather.
+        self.mesh: Any = None
+        #: Agreed amaxes by GEMM ("fprop" or "dgrad"); None if the weight was written since.
+        self.amaxes: dict[str, OperandAmaxes] | None = None
+        #: Version of the weight at the last agreement.
+        self.agreed_version: tuple[int, ...] = ()
+        #: This rank's rows by GEMM, with the key of the delayed-scaling factor used.
+        self.shards: dict[str, tuple[float, OperandShard]] = {}
+        #: Passes that needed an operand which their gather had not brought; from then on both operands are sent.
+        self.passes_needing_both: set[str] = set()
+        #: What the last gather brought: operands by GEMM, the key of their factor, and the pass it was for.
+        self.gathered: dict[str, Quantized] = {}
+        self.gathered_key = 0.0
+        self.gathered_pass = "forward"
+
+    @property
+    def why_high_precision(self) -> str:
+        """Why the weight is gathered in high precision, or "": a shard of some rank ends within a block.
+
+        Shards of fully_shard are known once `mesh` is.
+        """
+        n, ranks = self.shape[0], 1 if self.mesh is None else self.mesh.size()
+        own = -(-n // ranks)
+        for height in (operand.block[0] for operand in self.operands):
+            if height is not None and own < n and own % height:
+                return f"ranks have {own} rows each, which is no multiple of {height}"
+        if self.tp_axis is not None:
+            own, needed = self.shape[self.tp_axis], 1
+            for operand in self.operands:
+                rotated = self.tp_axis == 1 and operand.spec.hadamard
+                needed = math.lcm(needed, operand.block[self.tp_axis] or 1, 16 if rotated else 1)
+            if own % needed:
+                return f"ranks of tensor parallelism have {own} features each, which is no multiple of {needed}"
+        return ""
+
+    def operand(self, gemm: str) -> WeightOperand:
+        """Return the operand of "fprop" or "dgrad"; the only one if both are the same."""
+        return self.operands[0 if gemm == "fprop" else -1]
+
+    def sharded(self) -> Any:
+        """Return the sharded parameter, as last seen if it is gathered now; None before fully_shard."""
+        layer = self.layer()
+        if self.fsdp_parameter is not None:
+            self.parameter = self.fsdp_parameter.sharded
+        elif layer is not None and hasattr(local(layer._parameters.get("weight")), "plain"):
+            self.parameter = layer._parameters["weight"]
+        return self.parameter
+
+    def rows(self) -> Tensor | None:
+        """Return this rank's rows in the dtype to quantize from, padded with zeros to as many as other ranks have.
+
+        None on meta and before fully_shard.
+        """
+        shard: Any = local(self.sharded())
+        if shard is None or self.mesh is None or shard.plain.is_meta:
+            return None
+        rows: Tensor = shard.plain.detach()
+        missing = -(-self.shape[0] // self.mesh.size()) - rows.shape[0]
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+        dtype = None if self.fsdp_parameter is None else self.fsdp_parameter.dtype
+        return rows if dtype is None else rows.to(dtype)
+
+    def invalidate(self) -> None:
+        """Drop amaxes and codes: the weight was written."""
+        self.amaxes, self.shards = None, {}
+
+    def is_stale(self) -> bool:
+        """Return True if the weight was written or replaced since ranks agreed on its amaxes."""
+        return self.amaxes is None or self._version() != self.agreed_version
+
+    def _version(self) -> tuple[int, ...]:
+        parameter = self.sharded()
+        plain: Any = getattr(local(parameter), "plain", None)
+        if plain is None:
+            return ()
+        return parameter._version, plain.data_ptr(), -1 if plain.is_inference() else plain._version
+
+    def measure(self) -> None:
+        """Compute this rank's contribution to the agreed amaxes."""
+        self.invalidate()
+        x, has_history = self.rows(), self.recipe.delayed is not None
+        if x is not None and not self.why_high_precision:
+            self.agreed_version = self._version()
+            self.amaxes = {
+                operand.gemm: own_amaxes(x, operand, self.tp_axis, operand.spec.two_level or has_history)
+                for operand in self.operands
+            }
+
+    def reductions(self) -> Iterator[tuple[Tensor, list[Any]]]:
+        """Yield each amax with the process groups over which it is reduced: fully_shard's and tensor parallelism's."""
+        over_fsdp = [] if self.mesh is None or self.mesh.size() == 1 else [self.mesh.get_group()]
+        over_tp = [] if self.tp_mesh is None else [self.tp_mesh.get_group()]
+        for gemm, (blocks, tensor) in (self.amaxes or {}).items():
+            height, width = self.operand(gemm).block
+            if blocks is not None:
+                split = (height, width)[self.tp_axis or 0] is None
+                yield blocks, (over_fsdp if height is None else []) + (over_tp if split else [])
+            if tensor is not None and tensor is not blocks:
+                yield tensor, over_fsdp + over_tp
+
+    def factor(self) -> tuple[float, ScalarOverride]:
+        """Return the layer's present delayed-scaling factor for the weight, preceded by a key that changes with it."""
+        layer = self.layer()
+        if self.recipe.delayed is None or layer is None:
+            return 0.0, None
+        factors = amax.saved_factors(layer)
+        if isinstance(factors, Tensor):
+            buffer = layer._buffers["factor"]
+            assert buffer is not None
+            return buffer._version, factors[amax.WEIGHT]
+        return factors[amax.WEIGHT], factors[amax.WEIGHT]
+
+    def shard(self, gemm: str, key: float, factor: ScalarOverride) -> OperandShard:
+        """Return this rank's rows of an operand, quantized once until the weight is written or the factor changes.
+
+        fully_shard calls it on its copy-in stream, and for some gathers on the compute stream.
+        """
+        operand = self.operand(gemm)
+        cached = self.shards.get(operand.gemm)
+        if cached is None or cached[0] != key:
+            x = self.rows()
+            assert x is not None and self.amaxes is not None
+            self.model.agreed.wait()
+            shard = quantize_rows(x, operand, self.amaxes[operand.gemm], factor)
+            written = CrossStream([t for t in shard if isinstance(t, Tensor)], x.device)
+            cached = self.shards[operand.gemm] = key, shard._replace(written=written)
+        elif cached[1].written is not None:
+            cached[1].written.wait()
+        return cached[1]
+
+
+class GatheredModelState:
+    """The weights of a model that are gathered as codes."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = weakref.ref(root)
+        self.weights: list[GatheredWeightState] = []
+        #: The agreed amaxes, with the CUDA stream that wrote them.
+        self.agreed = CrossStream((), torch.device("cpu"))
+        #: Process groups of all ranks, including replicas, that hold shards of the first weight; () before the first
+        #: gather.
+        self.groups: tuple[Any, ...] = ()
+
+    def ensure_amaxes(self, weight: GatheredWeightState, mesh: Any) -> None:
+        """Make sure that ranks have agreed on amaxes of the present values before a weight is gathered.
+
+        Args:
+            weight: the weight.
+            mesh: mesh dimension over which fully_shard shards it.
+        Raises:
+            ValueError: on all ranks, if they prepared different weights or recipes.
+        """
+        if not self.groups:
+            self.begin()
+        for each in self.weights if weight.mesh is None else ():
+            # This torch has other internals.
+            each.mesh = mesh
+        if not weight.why_high_precision and weight.is_stale():
+            self.agree()
+
+    def find_shards(self) -> None:
+        """Find fully_shard's objects for the weights."""
+        root, by_layer = self.root(), {weight.layer(): weight for weight in self.weights}
+        for module, name, fsdp_parameter in managed_parameters(root) if root is not None else ():
+            if name == "weight" and module in by_layer:
+                by_layer[module].fsdp_parameter, by_layer[module].mesh = fsdp_parameter, fsdp_parameter.mesh
+
+    def begin(self) -> None:
+        """Before the first agreement, raise on all ranks if they prepared different weights, and register hooks."""
+        self.find_shards()
+        over = next(p for p in (weight.sharded() for weight in self.weights) if p is not None).device_mesh
+        groups = tuple(over.get_group(dim) for dim in range(over.ndim))
+        offloaded = next(
+            (w.name for w in self.weights if w.fsdp_parameter is not None and w.fsdp_parameter.offloads), ""
+        )
+        error = (
+            f"{offloaded} is gathered as codes, which are computed on the GPU, and CPUOffloadPolicy keeps its "
+            "rows on the CPU: give fully_shard no offload_policy, or leave the layer out with "
+            "gather_quantized(model, skip=[...])"
+        )
+        facts = {w.name: f"{w.shape} cut along {w.tp_axis} under {w.recipe.text}" for w in self.weights}
+        check_agreement(
+            "gather_quantized's first gather",
+            {"weights": len(facts), **facts, **self._facts()},
+            *groups,
+            error=error if offloaded else "",
+            advice="build and convert the model in the same way on all ranks before gather_quantized",
+        )
+        self.groups = groups
+        self._register_hooks()
+
+    def _register_hooks(self) -> None:
+        root = self.root()
+        for module in root.modules() if root is not None else ():
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if isinstance(hook, RollHistories):
+                    # Run before fully_shard's own hook, so that a root's weights are gathered with the rolled factors.
+                    module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
+        if root is not None:
+            # This hook, too, must run before fully_shard's own.
+            root.register_forward_pre_hook(_ForwardHook(self), prepend=True)
+        if not _OptimizerStepHook.hooked:
+            _OptimizerStepHook.hooked = True
+            register_optimizer_step_post_hook(_stepped)
+
+    def begin_forward(self) -> None:
+        """Begin a forward of the root: check that ranks agree on its settings, and compute amaxes if any rank has
+        written a weight.
+
+        Raises:
+            ValueError: on all ranks, if one runs under another recipe or dtype, or with other gradient settings.
+        """
+        stale = any(not weight.why_high_precision and weight.is_stale() for weight in self.weights)
+        if check_agreement("a forward after gather_quantized", self._facts(), *self.groups, flag=stale):
+            self.agree()
+
+    def agree(self) -> None:
+        """Compute the amaxes of all weights, with one all-reduce for each mesh dimension over which they differ."""
+        for weight in self.weights:
+            weight.measure()
+        reductions = [each for weight in self.weights for each in weight.reductions()]
+        for group in dict.fromkeys(group for _, groups in reductions for group in groups):
+            members = [bits for bits, groups in reductions if group in groups]
+            flat = torch.cat([bits.reshape(-1) for bits in members])
+            try:
+                all_reduce_amax(flat, group)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the all-reduce of weight amaxes failed on this rank ({error}); a rank that has written no "
+                    "weights, or has run other forwards, does not call it: write weights on all ranks or on none, "
+                    "and skip a step by an all-reduce of the condition"
+                ) from error
+            for bits, agreed in zip(members, flat.split([bits.numel() for bits in members]), strict=True):
+                bits.copy_(agreed.view_as(bits))
+        written = [bits for bits, _ in reductions]
+        self.agreed = CrossStream(written, written[0].device if written else torch.device("cpu"))
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the settings that must be the same on all ranks in a forward."""
+        # A reverted layer has no recipe.
+        recipes = [(weight, getattr(weight.layer(), "recipe", None)) for weight in self.weights]
+        others = [
+            f"{weight.name} {own.text}" for weight, own in recipes if own is not None and own is not weight.recipe
+        ]
+        parameter = self.weights[0].parameter
+        device = "cpu" if parameter is None else parameter.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        recipe, root = active_context.now[0], self.root()
+        return {
+            "recipe of autocast": None if recipe is None else recipe.text,
+            "recipes switched off": active_context.now[1],
+            "recipes of layers": others or "those of gather_quantized",
+            "dtype of torch.autocast": cast,
+            "gradients": torch.is_grad_enabled(),
+            "frozen": [] if root is None else [name for name, p in root.named_parameters() if not p.requires_grad],
+        }
+
+
+class _ForwardHook:
+    """Forward pre-hook of the root module that calls `GatheredModelState.begin_forward`."""
+
+    def __init__(self, model: GatheredModelState) -> None:
+        self._model = weakref.ref(model)
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: object) -> None:
+        model = self._model()
+        if model is not None and graph_task_id() == -1:
+            model.begin_forward()
+
+
+def remove_forward_hooks(root: nn.Module) -> None:
+    """Remove the hooks of earlier preparations of a model. Garbage collection cannot do it: its time differs between
+    ranks.
+    """
+    for module in root.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, _ForwardHook):
+                del module._forward_pre_hooks[key]
+
+
+# ---- explicit and automatic invalidation ----
+
+
+class _OptimizerStepHook:
+    """True once the global optimizer post-step hook is registered."""
+
+    hooked = False
+
+
+def _stepped(optimizer: Optimizer, *_: object) -> None:
+    """Invalidate the weights that an optimizer has stepped; the next forward computes their amaxes."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = getattr(local(parameter), "weight_state", None)
+            if state is not None:
+                state.invalidate()
+
+
+def precompute_scales(model: nn.Module) -> None:
+    """Compute the scales of all weights that fully_shard gathers as codes, with one all-reduce for the model.
+
+        optimizer.step()
+        precompute_scales(model)
+
+    Call it on all ranks, after weights were written. Without it the next forward does the same for weights that an
+    optimizer has stepped or that were written through the model's parameters, `.data` and `to_local()` included. It is
+    needed after other writes, for instance through `.data` of a tensor of the state dict. Scales and codes are reused
+    until a weight is written.
+
+    Args:
+        model: model after `gather_quantized` and fully_shard; without weights gathered as codes nothing happens.
+    Raises:
+        ValueError: on all ranks, if one of them makes another call.
+    Source: torchao's `precompute_float8_dynamic_scale_for_fsdp` (github.com/pytorch/ao, torchao/float8/fsdp_utils.py).
+    """
+    shards: list[Any] = [local(p) for p in model.parameters()]
+    for state in dict.fromkeys(shard.weight_state.model for shard in shards if hasattr(shard, "weight_state")):
+        # Before its first forward fully_shard may still replace shards; the first gather computes the scales.
+        if state is not None and state.groups:
+            check_agreement("precompute_scales", {}, *state.groups)
+            state.agree()
+
+
+@contextmanager
+def micro_batches(model: nn.Module) -> Iterator[None]:
+    """Quantize a model's weights once for all forwards and backwards in the block.
+
+        with micro_batches(model):
+            for x in batches:
+                model(x).backward()
+        optimizer.step()
+
+    It calls `precompute_scales` when it begins. Enter it on all ranks at the same steps.
+
+    Args:
+        model: model prepared by `gather_quantized`; without such weights the block has no effect.
+    """
+    precompute_scales(model)
+    yield
