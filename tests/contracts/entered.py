@@ -1,7 +1,7 @@
 """Which files of the library a call enters: `python -m tests.contracts.entered` prints them.
 
-What a reader of a warm forward, of a conversion or of an optimizer's first step has to open. Threads of autograd's are
-not followed.
+What a reader of a warm forward, of a conversion, of an optimizer's first step or of FSDP has to open. Threads of
+autograd's are not followed.
 """
 
 import sys
@@ -11,9 +11,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import quaver.torch as qt
 from quaver.torch import optim
+from quaver.torch.parallel import gather_quantized
 
 ROOT = Path(qt.__file__).parents[1]
 
@@ -71,11 +75,34 @@ def optimizer_step(preset: str) -> list[str]:
     return entered(optimizer.step)
 
 
+def gathered(recipe: str) -> list[str]:
+    """Those of `gather_quantized`, `fully_shard` and the first forward and backward of two layers, on one rank."""
+    first = not dist.is_initialized()
+    if first:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    qt.convert(layers, recipe)
+    x = torch.randn(64, 64)
+
+    def step() -> None:
+        gather_quantized(layers)
+        for part in (*layers, layers):
+            fully_shard(part)
+        layers(x).sum().backward()
+
+    try:
+        return entered(step)
+    finally:
+        if first:
+            dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     for name, files in (
         ("Linear, rowwise", linear("rowwise")),
         ("TransformerLayer, mxfp8", transformer("mxfp8")),
         ("convert(blocks=True), tensorwise", blocks("tensorwise")),
         ("AdamW step, lean", optimizer_step("lean")),
+        ("gather_quantized, fully_shard, a step, mxfp8", gathered("mxfp8")),
     ):
         print(f"{name}: {len(files)}", *files, sep="\n  ")

@@ -4,12 +4,14 @@ import subprocess
 import sys
 
 from tests.conftest import ROOT
-from tests.contracts.entered import blocks, linear, transformer
+from tests.contracts.entered import blocks, gathered, linear, transformer
 
 #: On a CPU, forward: the files of src/quaver in which a function runs; one says whether a compiler traces.
 LINEAR, TENSORWISE, TRANSFORMER = 10, 10, 23
 #: Of a first step of AdamW under `lean`, for one matrix of floats.
 OPTIMIZER_STEP = 12
+#: With `gather_quantized` and `fully_shard`, the first forward and backward; 19 of them run for two layers alone.
+GATHERED = 26
 
 
 def test_a_warm_forward_enters_few_files() -> None:
@@ -39,3 +41,9 @@ def test_a_first_optimizer_step_enters_few_files() -> None:
     entered = files.stdout.split()
     assert len(entered) <= OPTIMIZER_STEP, entered
     assert "torch/optim/step.py" in entered
+
+
+def test_a_step_with_weights_gathered_as_codes_enters_few_files() -> None:
+    files = gathered("mxfp8")
+    assert len(files) <= GATHERED, files
+    assert "torch/parallel/fsdp/shards.py" in files

@@ -535,13 +535,18 @@ def unsharded_weight(layer: Any) -> Any:
     part = code_shard(weight)
     if part is None:
         return weight
+    return of_codes(layer, part.plain, layer.weight_dtype)
+
+
+def of_codes(layer: Any, codes: Tensor, dtype: torch.dtype) -> QuantizedTensor:
+    """Return the codes of a layer's whole stored weight, with the layer's scales, as a tensor that reports `dtype`."""
     spec, scales = layer.weight_spec, scales_of(layer)
     return QuantizedTensor(
-        part.plain.view(storage(spec.format)),
+        codes.view(storage(spec.format)),
         scales["weight_scale"],
         spec,
         factor=scales.get("weight_factor"),
-        dtype=layer.weight_dtype,
+        dtype=dtype,
         columns=layer.in_features,
         transposed=is_stored_transposed(layer),
     )

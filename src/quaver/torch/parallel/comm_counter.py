@@ -7,14 +7,19 @@ removed at the end.
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quaver.torch.parallel import comm as traffic
-from quaver.torch.parallel.fsdp.torch_internals import Collectives, collectives
+from quaver.torch.parallel.fsdp.torch_internals import (
+    get_collectives,
+    groups_with_collectives,
+    replicas,
+    set_collectives,
+)
 from quaver.torch.state.history import sync
 
 
@@ -51,7 +56,7 @@ class CommCounter(traffic.SentBytes):
         super().__init__()
         self.model, self.look = model, look
         self.nonfinite: Tensor | None = None
-        self._before: list[tuple[Collectives, Any, Any]] = []
+        self._before: list[tuple[Any, Any, Any]] = []
 
     def forget(self) -> None:
         """Reset `nonfinite`."""
@@ -71,23 +76,49 @@ class CommCounter(traffic.SentBytes):
         self._attach(model)
 
     def _attach(self, model: nn.Module) -> None:
-        for fsdp_group in collectives(model):
-            gather, scatter = fsdp_group.all_gather, fsdp_group.reduce_scatter
+        for fsdp_group in groups_with_collectives(model):
+            gather, scatter = get_collectives(fsdp_group)
             self._before.append((fsdp_group, gather, scatter))
-            fsdp_group.all_gather = _as(gather, _gathering(_kind(gather)), self, fsdp_group)
-            fsdp_group.reduce_scatter = _as(scatter, _scattering(_kind(scatter)), self, fsdp_group)
+            set_collectives(
+                fsdp_group,
+                _calling(gather, self._gather),
+                _calling(scatter, partial(self._scatter, fsdp_group, getattr(scatter, "counts_itself", False))),
+            )
+
+    def _gather(
+        self, call: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        if async_op:
+            traffic.count("weights", "gather", input_tensor, group, (self,))
+            return call(output_tensor, input_tensor, group, async_op)
+        with traffic.count_collective("weights", "gather", input_tensor, group, (self,)):
+            return call(output_tensor, input_tensor, group, async_op)
+
+    def _scatter(
+        self,
+        fsdp_group: Any,
+        counts_itself: bool,
+        call: Any,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        if self.look and input_tensor.numel():
+            # A single pass with no sum that could overflow.
+            bad = ~torch.linalg.vector_norm(input_tensor, float("inf")).isfinite()
+            self.nonfinite = bad if self.nonfinite is None else self.nonfinite | bad
+        if replicas(fsdp_group) is not None:
+            traffic.count("gradients", "reduce", output_tensor, replicas(fsdp_group), (self,))
+        with traffic.count_collective("gradients", "scatter", input_tensor, group, () if counts_itself else (self,)):
+            return call(output_tensor, input_tensor, group, op, async_op)
 
     def __exit__(self, *_: object) -> None:
         for fsdp_group, gather, scatter in self._before:
-            fsdp_group.all_gather, fsdp_group.reduce_scatter = gather, scatter
+            set_collectives(fsdp_group, gather, scatter)
         self._before.clear()
         traffic.active.all = tuple(each for each in traffic.active.all if each is not self)
-
-    def _see(self, gradient: Tensor) -> None:
-        if self.look and gradient.numel():
-            # A single pass with no sum that could overflow.
-            bad = ~torch.linalg.vector_norm(gradient, float("inf")).isfinite()
-            self.nonfinite = bad if self.nonfinite is None else self.nonfinite | bad
 
 
 def _of_histories(maxima: Tensor, group: Any) -> AbstractContextManager[Any]:
@@ -98,50 +129,15 @@ def _of_headers(header: Tensor, group: Any) -> AbstractContextManager[Any]:
     return traffic.count_collective("control", "reduce", header, group)
 
 
-def _as(comm: Any, kind: type, owner: CommCounter, fsdp_group: Collectives) -> Any:
-    """Copy a fully_shard collective and change its class to one that counts."""
-    counting = copy.copy(comm)
-    counting.__class__ = kind
-    counting.owner, counting.fsdp_group = owner, fsdp_group
+def _calling(comm: Any, call: Callable[..., Any]) -> Any:
+    """Return a copy of a fully_shard collective whose calls go to `call`, with the original call as first argument.
+
+    It has a subclass of the collective's class, which fully_shard looks at.
+    """
+    kind, counting = type(comm), copy.copy(comm)
+
+    def through(self: Any, *args: Any, **keywords: Any) -> Any:
+        return call(partial(kind.__call__, self), *args, **keywords)
+
+    counting.__class__ = type(kind.__name__, (kind,), {"__call__": through, "__module__": kind.__module__})
     return counting
-
-
-@cache
-def _gathering(kind: Any) -> type:
-    """Return a subclass of an all-gather class that counts its traffic."""
-
-    def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        owner = (self.owner,)
-        if async_op:
-            traffic.count("weights", "gather", input_tensor, group, owner)
-            return kind.__call__(self, output_tensor, input_tensor, group, async_op)
-        with traffic.count_collective("weights", "gather", input_tensor, group, owner):
-            return kind.__call__(self, output_tensor, input_tensor, group, async_op)
-
-    return _derived(kind, call)
-
-
-@cache
-def _scattering(kind: Any) -> type:
-    """Return a subclass of a reduce-scatter class that counts its traffic and checks gradients for NaN and infinity."""
-    counts_itself = getattr(kind, "counts_itself", False)
-
-    def call(
-        self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        owner = (self.owner,)
-        self.owner._see(input_tensor)
-        if self.fsdp_group.replicas is not None:
-            traffic.count("gradients", "reduce", output_tensor, self.fsdp_group.replicas, owner)
-        with traffic.count_collective("gradients", "scatter", input_tensor, group, () if counts_itself else owner):
-            return kind.__call__(self, output_tensor, input_tensor, group, op, async_op)
-
-    return _derived(kind, call)
-
-
-def _derived(kind: Any, call: Callable[..., Any]) -> type:
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-
-
-def _kind(x: Any) -> Any:
-    return type(x)

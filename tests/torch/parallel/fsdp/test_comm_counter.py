@@ -26,7 +26,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch import parallel
 from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel, comm
-from quaver.torch.parallel.fsdp.torch_internals import collectives
+from quaver.torch.parallel.fsdp.torch_internals import get_collectives, groups_with_collectives
 from tests import two_ranks
 from tests.torch.parallel.fsdp.training import adam, converted, sharded, step
 
@@ -81,12 +81,12 @@ def fsdp(rank: int) -> None:
         net, optimizer, expected = start()
         expected.append(step(net, optimizer, 1))
         net, optimizer, values = start()
-        before = [(unit.all_gather, unit.reduce_scatter) for unit in collectives(net)]
+        before = [get_collectives(unit) for unit in groups_with_collectives(net)]
         ours, torchs = counted(partial(append, values, net, optimizer), net)
         assert values == expected, name
         assert ours.bytes["weights"] == torchs["gather"] and ours.bytes["gradients"] == torchs["scatter"], name
         assert ours.bytes["amaxes"] + ours.bytes["control"] == torchs["reduce"] and ours.calls["gradients"] == 2, name
-        assert len(before) == 2 and [(unit.all_gather, unit.reduce_scatter) for unit in collectives(net)] == before
+        assert len(before) == 2 and [get_collectives(unit) for unit in groups_with_collectives(net)] == before
 
 
 def append(values: list[float], net: nn.Module, optimizer: torch.optim.Optimizer) -> None:

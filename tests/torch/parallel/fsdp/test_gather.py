@@ -489,7 +489,7 @@ def a_torch_with_one_group_a_module(rank: int) -> None:
     """torch 2.11 has `_fsdp_param_group` where later ones have `_fsdp_param_groups`: dtypes and counts are the same."""
     net = sharded(converted("mxfp8"))
     held = [(module, name) for module, name, _ in torch_internals.managed_parameters(net)]
-    number = len(list(torch_internals.collectives(net)))
+    number = len(list(torch_internals.groups_with_collectives(net)))
     parts = [part for part in net.modules() if isinstance(part, FSDPModule)]
     with pytest.MonkeyPatch.context() as patch:
         for part in parts:
@@ -497,7 +497,7 @@ def a_torch_with_one_group_a_module(rank: int) -> None:
             older = SimpleNamespace(_fsdp_param_group=(state._fsdp_param_groups or [None])[0])
             patch.setattr(part, "_get_fsdp_state", lambda older=older: older)
         assert [(module, name) for module, name, _ in torch_internals.managed_parameters(net)] == held != []
-        assert len(list(torch_internals.collectives(net))) == number > 0
+        assert len(list(torch_internals.groups_with_collectives(net))) == number > 0
 
 
 def compiled_blocks(rank: int) -> None:
@@ -779,7 +779,8 @@ def streams_of_gathers(rank: int) -> None:
 
             def read(sent: Any) -> set[int]:
                 """Addresses of what a layer reads of this rank's own, and not of what travelled."""
-                given: list[Any] = [x for part in sent.shards for x in (part.common, part.tensor_factor, part.amax)]
+                given: list[Any] = [x for part in sent.shards for x in (part.own.tensor_factor, part.own.amax)]
+                given += [part.own.scale for part in sent.shards if len(part.sent) == 1]
                 return {t.data_ptr() for t in given if isinstance(t, Tensor)}
 
             with qt.parallel.micro_batches(net):

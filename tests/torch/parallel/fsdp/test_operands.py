@@ -96,8 +96,10 @@ def test_joined_parts_equal_the_whole(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("height", [1, 16, 32, 128])
 def test_shards_that_end_within_a_block_are_known(height: int) -> None:
-    spec = replace(recipes.get("blockwise").fprop.b, block=(height, 128))
-    recipe = replace(recipes.get("blockwise"), fprop=replace(recipes.get("blockwise").fprop, b=spec))
+    base = recipes.get("blockwise")
+    assert base.fprop.b is not None and base.dgrad.b is not None
+    fprop, dgrad = replace(base.fprop.b, block=(height, 16)), replace(base.dgrad.b, block=(16, height))
+    recipe = replace(base, fprop=replace(base.fprop, b=fprop), dgrad=replace(base.dgrad, b=dgrad))
     for n, k, ranks in SHAPES:
         ends = [len(part) for part in torch.empty(n).chunk(ranks)]
         positions = [sum(ends[:i]) for i in range(1, len(ends))]

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quaver.torch.linear.stored_weight import CODE_DTYPES, CODES, is_stored_transposed, scales_of
-from quaver.torch.numerics.quantized import storage
+from quaver.torch.linear.stored_weight import CODE_DTYPES, CODES, of_codes, scales_of
 from quaver.torch.parallel.fsdp.shards import SHARD_OPS, Shard, wrap
 from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, managed_parameters, set_local
-from quaver.torch.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
@@ -65,20 +63,6 @@ class StoredShardInfo:
         if self.fsdp_parameter is not None:
             self.fsdp_parameter.check(self.name)
 
-    def quantized(self, codes: Tensor, dtype: torch.dtype) -> QuantizedTensor:
-        """Return the gathered codes with the scales of the layer as a weight that reports `dtype`."""
-        layer: Any = self.layer()
-        spec, scales = layer.weight_spec, scales_of(layer)
-        return QuantizedTensor(
-            codes[: self.rows].view(storage(spec.format)),
-            scales["weight_scale"],
-            spec,
-            factor=scales.get("weight_factor"),
-            dtype=dtype,
-            columns=layer.in_features,
-            transposed=is_stored_transposed(layer),
-        )
-
 
 class CodeShard(Shard):
     """Codes of a stored weight, or of one rank's rows of it; implements
@@ -96,14 +80,12 @@ class CodeShard(Shard):
 
     @property
     def layer_of_codes(self) -> nn.Module | None:
-        info: Any = self.weight_state
-        layer: nn.Module | None = info.layer()
+        layer: nn.Module | None = self.weight_state.layer()
         return layer
 
     @property
     def name_of_codes(self) -> str:
-        info: Any = self.weight_state
-        name: str = info.name
+        name: str = self.weight_state.name
         return name
 
     def as_bytes(self, parameter: Tensor) -> Tensor:
@@ -111,7 +93,7 @@ class CodeShard(Shard):
         return _as_dtensor(parameter, data) if isinstance(parameter, DTensor) else data
 
     def with_bytes(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
-        info: Any = self.weight_state
+        info = self.weight_state
         own = data.to_local() if isinstance(data, DTensor) else data
         shard = CodeShard(own.view(info.codes), info)
         if not isinstance(parameter, DTensor):
@@ -129,7 +111,7 @@ class CodeShard(Shard):
         options = dict(kwargs or {})
         if shard is None:
             return super().__torch_dispatch__(function, types, args, options)
-        info: Any = shard.weight_state
+        info = shard.weight_state
         source = getattr(args[1], "plain", args[1]) if function is aten.copy_.default else shard.plain
         if function is aten.copy_.default and getattr(args[1], "weight_state", info) is not info:
             raise ValueError(
@@ -149,7 +131,7 @@ class CodeShard(Shard):
         return super().__torch_dispatch__(function, types, args, options)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
-        info: Any = self.weight_state
+        info = self.weight_state
         info.check()
         own = self.plain.view(torch.uint8)
         rows = -(-info.rows // mesh.size())
@@ -162,8 +144,8 @@ class CodeShard(Shard):
     def fsdp_post_all_gather(  # type: ignore[override]
         self, outputs: Sequence[Tensor], sent: None, dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        info: Any = self.weight_state
-        gathered = info.quantized(outputs[0], dtype)
+        info = self.weight_state
+        gathered = of_codes(info.layer(), outputs[0][: info.rows], dtype)
         if out is None:
             return gathered, ()
         # Backward has saved this weight; its codes may lie elsewhere now.

@@ -21,7 +21,6 @@ from quaver.torch.parallel.fsdp.codes import shard_codes
 from quaver.torch.parallel.fsdp.scales import (
     GatheredModelState,
     GatheredWeightState,
-    remove_forward_hooks,
 )
 from quaver.torch.parallel.fsdp.shards import Shard, wrap
 from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters
@@ -103,7 +102,10 @@ def refresh_gather(
             part.reshard()
     fsdp_parameters = {layer: p for layer, name, p in managed_parameters(model) if name == "weight"}
     report, states = _choose_gathers(model, recipe, skip, mesh, fsdp_parameters)
-    remove_forward_hooks(model)
+    for shard in (local(p) for p in model.parameters()):
+        if type(shard) is Shard and shard.weight_state.model.hook is not None:
+            # Not left to garbage collection, whose time differs between ranks.
+            shard.weight_state.model.hook.remove()
     by_layer = {state.layer(): state for state in states}
     for layer in [module for module in model.modules() if isinstance(module, Linear)]:
         shard, state = local(layer._parameters.get("weight")), by_layer.get(layer)

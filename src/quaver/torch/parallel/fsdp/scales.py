@@ -9,6 +9,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.buffers import CrossStream
 from quaver.torch.conversion.convert import RollHistories
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.quantized import Quantized, ScalarOverride, pack, storage
+from quaver.torch.numerics.quantized import Quantized, ScalarOverride, pack
 from quaver.torch.numerics.rounding import SMALLEST_NORMAL_BITS, magnitude_bits, rotate
 from quaver.torch.operations.functional import quantize
 from quaver.torch.parallel.comm import all_reduce_amax
@@ -92,32 +93,28 @@ def own_amaxes(x: Tensor, operand: WeightOperand, tp_axis: int | None, with_tens
 
 
 class OperandShard(NamedTuple):
-    """A rank's rows of an operand, and the scales that all ranks have in common.
+    """A rank's rows of an operand.
 
     Exact: codes and scales are those of the whole weight. Both have the weight's layout, so that the bytes of a rank
         follow directly on those of the previous rank.
     """
 
     operand: WeightOperand
-    #: Codes per row, including the padding of a Hadamard rotation.
-    k: int
-    #: uint8 [rows, bytes per row].
-    codes: Tensor
-    #: uint8 [block rows, bytes of their scales]; None if all ranks have the same scales.
-    scales: Tensor | None
-    #: The scales if they are not sent, else None.
-    common: Tensor | float | None
-    #: `Quantized.tensor_factor` of two-level scales.
-    tensor_factor: Tensor | None
-    #: Largest magnitude of the whole weight, float32 [1, 1]; None without a history.
-    amax: Tensor | None
-    #: Record of the writes to these tensors, which another CUDA stream may have made.
-    written: CrossStream | None = None
+    #: The rows as an operand; `amax` is that of the whole weight.
+    own: Quantized
+    #: Record of the writes to its tensors, which another CUDA stream may have made.
+    written: CrossStream
 
     @property
     def sent(self) -> list[Tensor]:
-        """The inputs of the all-gather."""
-        return [self.codes] if self.scales is None else [self.codes, self.scales]
+        """The inputs of the all-gather, uint8: codes [rows, bytes], and scales [block rows, bytes] if ranks differ in
+        them.
+        """
+        codes, scale = self.own.data.view(torch.uint8), self.own.scale
+        if self.operand.block[0] is None:
+            return [codes]
+        assert isinstance(scale, Tensor)
+        return [codes, scale.view(-1).view(torch.uint8).view(scale.shape[0], scale.shape[1] * scale.element_size())]
 
     def assemble(self, gathered: Sequence[Tensor], n: int) -> Quantized:
         """Return the whole operand as a view of the bytes of all ranks.
@@ -126,17 +123,14 @@ class OperandShard(NamedTuple):
             gathered: what all ranks `sent`, in rank order.
             n: rows of the weight; further rows are padding.
         """
-        if self.written is not None:
-            self.written.wait()
-        spec, scale = self.operand.spec, self.common
-        data = gathered[0].view(-1, self.codes.shape[1])[:n].view(storage(spec.format))
-        if self.scales is not None:
-            height = self.operand.block[0]
-            assert height is not None
-            scale = gathered[1].view(-1, self.scales.shape[1])[: -(-n // height)]
-            scale = scale if spec.scale == "e8m0" or spec.two_level else scale.view(torch.float32)
-        shape = (self.k, n) if self.operand.transposed else (n, self.k)
-        return Quantized(data, scale, spec, shape, self.operand.transposed, self.tensor_factor, self.amax)  # type: ignore[arg-type]
+        self.written.wait()
+        own, height = self.own, self.operand.block[0]
+        data = gathered[0].view(-1, own.data.shape[1])[:n].view(own.data.dtype)
+        scale, shape = own.scale, (own.shape[0], n) if own.transposed else (n, own.shape[1])
+        if height is not None:
+            assert isinstance(scale, Tensor)
+            scale = gathered[1].view(-1, self.sent[1].shape[1])[: -(-n // height)].view(scale.dtype)
+        return Quantized(data, scale, own.spec, shape, own.transposed, own.tensor_factor, own.amax)
 
 
 def quantize_rows(x: Tensor, operand: WeightOperand, amaxes: OperandAmaxes, factor: ScalarOverride) -> OperandShard:
@@ -150,18 +144,16 @@ def quantize_rows(x: Tensor, operand: WeightOperand, amaxes: OperandAmaxes, fact
     """
     spec = operand.spec
     bits = amaxes.tensor if spec.two_level else amaxes.blocks
-    q = quantize(operand.oriented(x), spec, None if bits is None else bits.view(torch.float32), factor=factor)
-    codes, scale = q.data, q.plain_scale() if isinstance(q.scale, Tensor) else q.scale
+    q = quantize(operand.oriented(x), spec, None if bits is None else bits.view(torch.float32), factor=factor).plain()
+    data, scale = q.data, q.scale
     if q.transposed != operand.transposed:
-        codes = pack(q.stored_codes().t()) if spec.format.packed else q.stored_codes().t()
-        scale = scale.t() if isinstance(scale, Tensor) else scale
-    codes, scales = codes.contiguous().view(torch.uint8), None
-    if operand.block[0] is not None:
-        assert isinstance(scale, Tensor)
-        scales = scale.reshape(-1).view(torch.uint8).view(scale.shape[0], scale.shape[1] * scale.element_size())
+        codes = q.stored_codes().t()
+        data = pack(codes) if spec.format.packed else codes.contiguous().view(data.dtype)
+        scale = scale.t().contiguous() if isinstance(scale, Tensor) else scale
     largest = None if amaxes.tensor is None else amaxes.tensor.view(torch.float32)
-    k = q.shape[operand.transposed ^ 1]
-    return OperandShard(operand, k, codes, scales, scale if scales is None else None, q.tensor_factor, largest)
+    own = Quantized(data, scale, spec, q.shape, operand.transposed, q.tensor_factor, largest)
+    tensors = [t for t in (data, scale, q.tensor_factor, largest) if isinstance(t, Tensor)]
+    return OperandShard(operand, own, CrossStream(tensors, x.device))
 
 
 # ---- weights of a model ----
@@ -319,11 +311,8 @@ class GatheredWeightState:
             x = self.rows()
             assert x is not None and self.amaxes is not None
             self.model.agreed.wait()
-            shard = quantize_rows(x, operand, self.amaxes[operand.gemm], factor)
-            written = CrossStream([t for t in shard if isinstance(t, Tensor)], x.device)
-            cached = self.shards[operand.gemm] = key, shard._replace(written=written)
-        elif cached[1].written is not None:
-            cached[1].written.wait()
+            cached = self.shards[operand.gemm] = key, quantize_rows(x, operand, self.amaxes[operand.gemm], factor)
+        cached[1].written.wait()
         return cached[1]
 
 
@@ -338,6 +327,8 @@ class GatheredModelState:
         #: Process groups of all ranks, including replicas, that hold shards of the first weight; () before the first
         #: gather.
         self.groups: tuple[Any, ...] = ()
+        #: Handle of the root's forward pre-hook.
+        self.hook: Any = None
 
     def ensure_amaxes(self, weight: GatheredWeightState, mesh: Any) -> None:
         """Make sure that ranks have agreed on amaxes of the present values before a weight is gathered.
@@ -396,10 +387,8 @@ class GatheredModelState:
                     module._forward_pre_hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
         if root is not None:
             # This hook, too, must run before fully_shard's own.
-            root.register_forward_pre_hook(_ForwardHook(self), prepend=True)
-        if not _OptimizerStepHook.hooked:
-            _OptimizerStepHook.hooked = True
-            register_optimizer_step_post_hook(_stepped)
+            self.hook = root.register_forward_pre_hook(partial(_begin_forward, weakref.ref(self)), prepend=True)
+        _watch_optimizers()
 
     def begin_forward(self) -> None:
         """Begin a forward of the root: check that ranks agree on its settings, and compute amaxes if any rank has
@@ -454,40 +443,28 @@ class GatheredModelState:
         }
 
 
-class _ForwardHook:
-    """Forward pre-hook of the root module that calls `GatheredModelState.begin_forward`."""
-
-    def __init__(self, model: GatheredModelState) -> None:
-        self._model = weakref.ref(model)
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: object) -> None:
-        model = self._model()
-        if model is not None and graph_task_id() == -1:
-            model.begin_forward()
-
-
-def remove_forward_hooks(root: nn.Module) -> None:
-    """Remove the hooks of earlier preparations of a model. Garbage collection cannot do it: its time differs between
-    ranks.
-    """
-    for module in root.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, _ForwardHook):
-                del module._forward_pre_hooks[key]
+@torch.compiler.disable
+def _begin_forward(model: "weakref.ref[GatheredModelState]", *_: object) -> None:
+    """Forward pre-hook of the root module that calls `GatheredModelState.begin_forward`, but not in recomputation."""
+    state = model()
+    if state is not None and graph_task_id() == -1:
+        state.begin_forward()
 
 
 # ---- explicit and automatic invalidation ----
 
 
-class _OptimizerStepHook:
-    """True once the global optimizer post-step hook is registered."""
-
-    hooked = False
+@cache
+def _watch_optimizers() -> None:
+    """Register the hook below once."""
+    register_optimizer_step_post_hook(_stepped)
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
-    """Invalidate the weights that an optimizer has stepped; the next forward computes their amaxes."""
+    """Invalidate the weights that an optimizer has stepped; the next forward computes their amaxes.
+
+    A collective here would hang if a rank skipped the step.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = getattr(local(parameter), "weight_state", None)

@@ -46,11 +46,12 @@ class Shard(Tensor):
     """A weight, or one rank's rows of it, that fully_shard gathers as codes."""
 
     plain: Tensor
-    weight_state: GatheredWeightState
+    #: `GatheredWeightState`; of a `CodeShard` its `StoredShardInfo`.
+    weight_state: Any
     eagerly = staticmethod(eagerly)
 
     @staticmethod
-    def __new__(cls, plain: Tensor, weight_state: GatheredWeightState) -> "Shard":
+    def __new__(cls, plain: Tensor, weight_state: Any) -> "Shard":
         shard: Shard = make_wrapper_subclass(
             cls,
             plain.size(),
@@ -108,7 +109,7 @@ class Shard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        weight_states: list[GatheredWeightState] = []
+        weight_states: list[Any] = []
 
         def unwrapped(x: Any) -> Any:
             if isinstance(x, Shard):

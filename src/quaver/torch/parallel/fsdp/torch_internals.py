@@ -92,38 +92,7 @@ class FsdpParameter:
         self._parameter.all_gather_outputs = []
 
 
-class Collectives:
-    """The collectives that fully_shard uses for one parameter group."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    @property
-    def all_gather(self) -> Any:
-        """The all-gather object: a custom one or torch's own."""
-        return self._group._all_gather_comm
-
-    @all_gather.setter
-    def all_gather(self, comm: Any) -> None:
-        self._group._all_gather_comm = comm
-
-    @property
-    def reduce_scatter(self) -> Any:
-        """The reduce-scatter object: a custom one or torch's own."""
-        return self._group._reduce_scatter_comm
-
-    @reduce_scatter.setter
-    def reduce_scatter(self, comm: Any) -> None:
-        self._group._reduce_scatter_comm = comm
-
-    @property
-    def replicas(self) -> Any:
-        """The process group that all-reduces gradients after the reduce-scatter (hybrid sharding), or None."""
-        summed = self._group.all_reduce_grads
-        return getattr(self._group.mesh_info, "replicate_process_group", None) if summed else None
-
-
-#: Attributes that `Collectives` reads.
+#: Attributes of a parameter group that the functions for its collectives use.
 _OF_COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm", "all_reduce_grads", "mesh_info")
 #: Attributes that `FsdpParameter` reads.
 _OF_GROUP = (
@@ -150,13 +119,26 @@ def managed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, FsdpP
                 yield info.module, info.param_name, FsdpParameter(group, parameter)
 
 
-def collectives(model: nn.Module) -> Iterator[Collectives]:
-    """Yield the collectives of every fully_shard parameter group in a model; nothing if this torch lacks the
-    attributes.
-    """
+def groups_with_collectives(model: nn.Module) -> Iterator[Any]:
+    """Yield every fully_shard parameter group in a model; nothing if this torch lacks the attributes."""
     for group in _groups(model):
         if all(hasattr(group, name) for name in _OF_COLLECTIVES):
-            yield Collectives(group)
+            yield group
+
+
+def get_collectives(group: Any) -> tuple[Any, Any]:
+    """Return the all-gather and the reduce-scatter of a parameter group: custom ones or torch's own."""
+    return group._all_gather_comm, group._reduce_scatter_comm
+
+
+def set_collectives(group: Any, all_gather: Any, reduce_scatter: Any) -> None:
+    """Replace the collectives of a parameter group."""
+    group._all_gather_comm, group._reduce_scatter_comm = all_gather, reduce_scatter
+
+
+def replicas(group: Any) -> Any:
+    """Return the process group that all-reduces gradients after the reduce-scatter (hybrid sharding), or None."""
+    return getattr(group.mesh_info, "replicate_process_group", None) if group.all_reduce_grads else None
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
