@@ -437,6 +437,21 @@ def loops_without_an_optimizer(rank: int) -> None:
             compare(lambda name=name: converted(name, network((32, 32, 32))), run, says)
 
 
+def evaluations_in_inference_mode(rank: int) -> None:
+    """Codes computed there serve the next training step."""
+
+    def use(net: Any) -> list[float]:
+        optimizer, values = adam(sharded(net)), []
+        for i in range(3):
+            values.append(step(net, optimizer, i))
+            with torch.inference_mode():
+                values.append(net(torch.ones(4, 32)).sum().item())
+        return values
+
+    for name in ("tensorwise", "mxfp8", "nvfp4"):
+        compare(lambda name=name: converted(name), use, name)
+
+
 def scales_computed_once(rank: int) -> None:
     """By `precompute_scales` or the first forward, for all forwards until a weight is written, on whichever rank."""
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
@@ -851,6 +866,7 @@ OPTIONS: list[Callable[[int], None]] = [
     *(checkpoints, made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
     *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),
     *(a_torch_with_one_group_a_module, loops_without_an_optimizer, scales_computed_once),
+    evaluations_in_inference_mode,
     *(written_and_moved, parts_without_a_common_root, reverted, parts_of_columns),
     *(rows_on_the_cpu, streams_of_gathers),
 ]

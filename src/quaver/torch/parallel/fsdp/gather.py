@@ -18,10 +18,7 @@ from quaver.torch.linear.stored_weight import FOUR_BITS
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel.consistency import compare_models
 from quaver.torch.parallel.fsdp.codes import shard_codes
-from quaver.torch.parallel.fsdp.scales import (
-    GatheredModelState,
-    GatheredWeightState,
-)
+from quaver.torch.parallel.fsdp.scales import GatheredModelState, GatheredWeightState
 from quaver.torch.parallel.fsdp.shards import Shard, wrap
 from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters
 from quaver.torch.parallel.tensor.layers import layout_of
@@ -66,8 +63,10 @@ def gather_quantized(
             to gather. Raised on all ranks if one of them fails or has built another model. Later, in a forward: a layer
             runs under another recipe than its weight was gathered for.
     Exact: outputs, gradients and updates are bit for bit those of fully_shard without it.
-    Source: torchao's FP8 all-gather for FSDP2 (github.com/pytorch/ao, torchao/float8) has per-tensor scales; the
-        agreement on blocks that cross shards is Quaver's.
+        If `fully_shard` gives a rank part of a block, it gathers that weight in high precision, and
+        `quaver.torch.explain` names it.
+    Source: torchao's FP8 all-gather for FSDP2 (github.com/pytorch/ao, torchao/float8) has per-tensor scales; scales of
+        blocks, rows and columns are Quaver's.
     """
     report, states = _choose_gathers(model, recipe, skip, mesh, {})
     for state in states:
@@ -136,13 +135,10 @@ def _choose_gathers(
         patterns = [skip] if isinstance(skip, str) else list(skip)
         sharing = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}
-        unused = [
-            p for p in patterns if not any(fnmatch(n, p) for n, each in layers.items() if isinstance(each, Linear))
-        ]
+        names = [name for name, layer in layers.items() if isinstance(layer, Linear)]
+        unused = ", ".join(repr(p) for p in sorted(patterns) if not any(fnmatch(name, p) for name in names))
         if unused:
-            raise ValueError(
-                f"no quantized layer has a name that matches {', '.join(map(repr, sorted(unused)))} in skip"
-            )
+            raise ValueError(f"no quantized layer has a name that matches {unused} in skip")
         for name, layer in layers.items():
             own_recipe = layer.recipe or default_recipe
             if isinstance(layer, GroupedLinear):
@@ -178,8 +174,8 @@ def _choose_gathers(
         # The other ranks would otherwise wait for this one.
         compare_models(model, mesh, error=error)
         raise
-    gathers = dict(line.split(": ", 1) for line in str(report).split("\n"))
-    compare_models(model, mesh, {f"gather of {name}": how for name, how in gathers.items()})
+    gathers = (line.partition(": ") for line in str(report).splitlines())
+    compare_models(model, mesh, {f"gather of {name}": how for name, _, how in gathers})
     return report, state.weights
 
 

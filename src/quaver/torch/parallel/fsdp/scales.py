@@ -281,10 +281,10 @@ class GatheredWeightState:
         over_fsdp = [] if self.mesh is None or self.mesh.size() == 1 else [self.mesh.get_group()]
         over_tp = [] if self.tp_mesh is None else [self.tp_mesh.get_group()]
         for gemm, (blocks, tensor) in (self.amaxes or {}).items():
-            height, width = self.operand(gemm).block
+            block = self.operand(gemm).block
             if blocks is not None:
-                split = (height, width)[self.tp_axis or 0] is None
-                yield blocks, (over_fsdp if height is None else []) + (over_tp if split else [])
+                crosses_tp = self.tp_axis is not None and block[self.tp_axis] is None
+                yield blocks, (over_fsdp if block[0] is None else []) + (over_tp if crosses_tp else [])
             if tensor is not None and tensor is not blocks:
                 yield tensor, over_fsdp + over_tp
 
@@ -375,11 +375,7 @@ class GatheredModelState:
             error=error if offloaded else "",
             advice="build and convert the model in the same way on all ranks before gather_quantized",
         )
-        self.groups = groups
-        self._register_hooks()
-
-    def _register_hooks(self) -> None:
-        root = self.root()
+        self.groups, root = groups, self.root()
         for module in root.modules() if root is not None else ():
             for key, hook in list(module._forward_pre_hooks.items()):
                 if isinstance(hook, RollHistories):
