@@ -26,7 +26,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.backends.gpu.buffers import CrossStream
 from quaver.torch.optim import layout
-from quaver.torch.parallel import check_consistency, gather_quantized, refresh_gather
+from quaver.torch.parallel import check_consistency, comm, gather_quantized, refresh_gather
 from quaver.torch.parallel.fsdp import scales, shards, torch_internals
 from tests import two_ranks
 from tests.pairs import pairs
@@ -493,6 +493,13 @@ def scales_computed_once(rank: int) -> None:
         if rank:
             scale(net[0].weight.to_local()[:1], 5.0)
         equal(1, "a write on one rank")
+        with torch.no_grad():
+            net[0].weight.to_local()[0, 3] = 5.0
+            equal(1, "a write to an element")
+            net[0].weight.to_local().transpose(0, 1).unsqueeze(0)[0, 1, 2] = 6.0
+            equal(1, "a write to an element of a view")
+            net[0].weight.to_local().unbind()[1].mul_(7.0)
+            equal(1, "a write to a row")
         scale(net.state_dict()["2.weight"].to_local(), 7.0)
         equal(1, "a write to a tensor of the state dict")
         scale(net.state_dict()["2.weight"].to_local().data, 9.0)
@@ -802,7 +809,7 @@ def streams_of_gathers(rank: int) -> None:
                 inputs, sent = gather(2)
                 assert ("waits", 2, 2) not in streams.log and not streams.keeps(2)
                 streams.now = 1
-                shard.fsdp_post_all_gather([shards._gather(t, mesh) for t in inputs], sent, torch.float32)
+                shard.fsdp_post_all_gather([comm.gather(t, 0, mesh.get_group())() for t in inputs], sent, torch.float32)
                 assert ("waits", 1, 2) in streams.log and read(sent) <= streams.keeps(1)
                 # A gather on the stream that computes reads the same codes.
                 again, _ = gather(1)

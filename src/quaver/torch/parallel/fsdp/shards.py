@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.recipes.spec import Recipe
 from quaver.torch.linear import general
 from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass
-from quaver.torch.parallel.comm import count_collective
+from quaver.torch.parallel.comm import gather
 from quaver.torch.parallel.fsdp.scales import GatheredWeightState, OperandShard
 from quaver.torch.parallel.fsdp.torch_internals import local, set_local
 from quaver.torch.quantized_tensor import PIN_MEMORY, TO_COPY
@@ -124,7 +123,9 @@ class Shard(Tensor):
         if args and isinstance(args[0], Shard) and result is plain_args[0]:
             # An in-place operation.
             return args[0]
-        if function not in SHARD_OPS:
+        # Writes to a view must be noticed, too.
+        is_view = any(returned.alias_info is not None for returned in function._schema.returns)
+        if function not in SHARD_OPS and not is_view:
             return result
         return _each(lambda x: cls(x, weight_states[0]) if isinstance(x, Tensor) else x, result)
 
@@ -272,18 +273,12 @@ class GatheredWeight(Tensor):
             shard = state.shard(gemm, factor_key, None if call.factors is None else call.factors[1])
             state.gathered_key = factor_key
             with torch.no_grad():
-                state.gathered[gemm] = shard.assemble([_gather(t, state.mesh) for t in shard.sent], state.shape[0])
+                arrived = [gather(t, 0, state.mesh.get_group(), kind="weights") for t in shard.sent]
+                state.gathered[gemm] = shard.assemble([wait() for wait in arrived], state.shape[0])
         q = state.gathered[gemm]
         if call.training and call.factors is not None and side == "fprop":
             amax.record(call.layer, amax.WEIGHT, q.amax)
         return q.T if side == "dgrad" and len(state.operands) == 1 else q
-
-
-def _gather(t: Tensor, mesh: Any) -> Tensor:
-    every, own = t.new_empty((mesh.size() * t.shape[0], *t.shape[1:])), t.contiguous()
-    with count_collective("weights", "gather", own, mesh.get_group()):
-        dist.all_gather_into_tensor(every, own, mesh.get_group())
-    return every
 
 
 def _current_pass(state: GatheredWeightState) -> str:
