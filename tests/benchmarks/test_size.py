@@ -17,7 +17,7 @@ def function() -> int:
 
 
 def test_code_excludes_comments_docstrings_and_blank_lines() -> None:
-    assert size.measured(SOURCE) == size.Size(files=1, lines=11, code=4, docstrings=3)
+    assert size.measured(SOURCE) == size.Size(files=1, lines=11, code=4, docstrings=3, tokens=12)
 
 
 def test_the_table_sums_all_packages() -> None:
@@ -25,6 +25,11 @@ def test_the_table_sums_all_packages() -> None:
     assert {"`quaver.torch`", "`quaver.kernels`", "`quaver`"} <= {row[0] for row in packages}
     for column in range(1, 5):
         assert sum(int(row[column].replace(",", "")) for row in packages) == int(total[column].replace(",", ""))
+
+
+def test_every_file_of_the_front_end_has_one_subject() -> None:
+    counted = sum(int(row[2].replace(",", "")) for row in size.subjects(size.sizes()))
+    assert counted == sum(s.code for path, s in size.sizes().items() if size.SOURCES / "torch" in path.parents)
 
 
 def test_the_page_has_its_markers() -> None:
