@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from quaver.recipes.spec import Recipe
-from quaver.torch.backends.cpu import decode
 from quaver.torch.backends.gpu import capture, device, fused_quantize
 from quaver.torch.backends.gpu.device import out_of_memory
 from quaver.torch.linear import general, stored_weight
@@ -228,19 +227,11 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     values = weights
     if calls[0].comm is not None:
         values, lead = [call.comm.local_weight for call in calls], calls[0].comm.shape(inputs.shape, 0)[:-1]
-    # All layers read this operand, so its decoded values are cached meanwhile.
-    shares = n > 1 and not traced
-    if shares:
-        decode.cache_decoded(operands[0], decode.INPUT)
-    try:
-        for call, weight, bias in zip(calls, values, biases, strict=True):
-            w = call.plan.quantize_weight(call, weight) if w is None else w
-            y = call.plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
-            outputs.append(shaped(y, (*lead, weight.shape[0])))
-            w = None
-    finally:
-        if shares:
-            decode.drop_decoded(operands[0])
+    for call, weight, bias in zip(calls, values, biases, strict=True):
+        w = call.plan.quantize_weight(call, weight) if w is None else w
+        y = call.plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
+        outputs.append(shaped(y, (*lead, weight.shape[0])))
+        w = None
     saved: Sequence[Any] = (None,)
     layout: Any = NOTHING_SAVED
     if save:
@@ -282,29 +273,22 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
             saved_input = recomputed = RecomputedInput(setup, saved, calls[0], shape, dtype)
         else:
             saved_input, _ = recompute(setup, saved, calls[0])
-    shares = n > 1 and saved_input is not None and not is_tracing()
-    if shares:
-        decode.cache_decoded(saved_input[0], decode.INPUT)
     grad_y = general.matrix(gs[0]) if setup.return_input and gs[0] is not None else None
     grad_weights: list[Any] = [None] * n
     grad_biases: list[Tensor | None] = [None] * n
     # Same order as autograd's accumulation: last computed first.
-    try:
-        for i in range(n - 1, -1, -1):
-            if of_layers[i] is None:
-                if calls[i].pending is not None:
-                    calls[i].pending.finish()
-                continue
-            needed = need_input, needs[count + i], needs[count + n + i]
-            part, grad_weights[i], grad_biases[i] = gradients(
-                calls[i], of_layers[i], weights[i], saved_input, needed, weight_dtypes[i], bias_dtypes[i]
-            )
-            if part is not None:
-                part = part if part.dtype is dtype else part.to(dtype)
-                grad_y = part if grad_y is None else add(grad_y, part)
-    finally:
-        if shares:
-            decode.drop_decoded(saved_input[0])
+    for i in range(n - 1, -1, -1):
+        if of_layers[i] is None:
+            if calls[i].pending is not None:
+                calls[i].pending.finish()
+            continue
+        needed = need_input, needs[count + i], needs[count + n + i]
+        part, grad_weights[i], grad_biases[i] = gradients(
+            calls[i], of_layers[i], weights[i], saved_input, needed, weight_dtypes[i], bias_dtypes[i]
+        )
+        if part is not None:
+            part = part if part.dtype is dtype else part.to(dtype)
+            grad_y = part if grad_y is None else add(grad_y, part)
     grad_inputs: Sequence[Tensor | None] = (None,) * count
     if recomputed is not None and recomputed.gradients is not None:
         grad_inputs = recomputed.gradients

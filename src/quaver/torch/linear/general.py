@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.torch.backends.cpu import decode
 from quaver.torch.backends.gpu import capture, device
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands
@@ -346,8 +345,6 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
         grad_bias = None if sums is None or not need_bias else ops.bias_gradient(g, bias_dtype, sums)
         return q, None, transposed, None, grad_bias
     q = quantize(call, amax.GRAD_OUTPUT, "grad_output", g, a, False)
-    if need_input and need_weight and call.recipe.reuse.grad_output and not call.traced and g.is_cpu:
-        decode.cache_decoded(q, decode.GRADIENT)
     return q, None, None, None, None
 
 

@@ -92,9 +92,6 @@ class Quantized:
     #: Sums of the original matrix from the quantization kernel, float32 [blocks of rows, columns]; their sum is a bias
     #: gradient.
     partial_sums: Tensor | None = None
-    #: Key of the cached values of a CPU operand that is read more than once in a call: see
-    #: `quaver.torch.backends.cpu.decode`.
-    decode_cache_key: object = None
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +123,7 @@ class Quantized:
             cached_transpose = Quantized(
                 self.data, self.scale, self.spec, shape, transposed, self.tensor_factor, self.amax, self.decoded
             )
-            cached_transpose.swizzled, cached_transpose.decode_cache_key = self.swizzled, self.decode_cache_key
+            cached_transpose.swizzled = self.swizzled
             self.cached_transpose = cached_transpose
         return cached_transpose
 

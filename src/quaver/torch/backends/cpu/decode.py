@@ -1,9 +1,7 @@
 """Decode codes to bf16 or float32 values on a CPU, with block scales applied: the operands of `gemm`."""
 
 import math
-import threading
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -229,64 +227,3 @@ _subnormal = 5e-324
 def _flushes_subnormals() -> bool:
     """Return True if this thread flushes subnormals to zero, as set by torch.set_flush_denormal."""
     return _subnormal * 1.0 == 0.0
-
-
-# ---- decoded operands shared by several GEMMs ----
-# Query, key and value projections read the same input, and dgrad and wgrad the same gradient. The caller gives such an
-# operand a key; its decoded values stay in a scratch buffer until the next operand with a key takes it. A key is valid
-# for one object in one call. Codes that outlive a call, such as a weight's, get none, because they could change in
-# between.
-
-#: Scratch buffers of cached operands: a layer's input, and the gradient of its output.
-INPUT, GRADIENT = "input", "gradient"
-
-
-class DecodeCacheKey:
-    """Cached values of an operand, shared with its transpose, that this thread reads again in the same call."""
-
-    __slots__ = ("as_bf16", "slot", "values")
-
-    def __init__(self, slot: str) -> None:
-        self.slot = slot
-        #: Decoded values in storage order, in bf16 or float32, and the factor for the product.
-        self.values: tuple[Tensor, float] | None = None
-        self.as_bf16 = False
-
-
-class _DecodeCache(threading.local):
-    def __init__(self) -> None:
-        self.of: dict[str, DecodeCacheKey] = {}
-
-
-thread = _DecodeCache()
-
-
-def cache_decoded(q: Any, slot: str) -> None:
-    """Give a key to a large `Quantized` on a CPU; ignore smaller ones and other operands."""
-    if isinstance(q, Quantized) and q.data.is_cpu and q.data.numel() * 2 >= quantize.SMALLEST:
-        q.decode_cache_key = DecodeCacheKey(slot)
-
-
-def drop_decoded(q: Any) -> None:
-    """Remove the key at the end of the call."""
-    if isinstance(q, Quantized):
-        q.decode_cache_key = None
-
-
-def values_of(q: Quantized, as_bf16: bool, tiny: bool, slot: str) -> tuple[Tensor, Tensor | float] | None:
-    """Decode an operand, or return its values from an earlier call if it has a key; `slot` is for those without one."""
-    key = q.decode_cache_key
-    if key is None or tiny:
-        return decode(q, as_bf16, tiny, slot)
-    assert isinstance(key, DecodeCacheKey)
-    if key.values is not None and key.as_bf16 is as_bf16 and thread.of.get(key.slot) is key:
-        values, factor = key.values
-        return values.t() if q.transposed else values, factor
-    # The key whose values are in the buffer becomes invalid.
-    thread.of.pop(key.slot, None)
-    result = decode(q, as_bf16, tiny, key.slot)
-    if result is not None and isinstance(result[1], float) and result[0].nbytes <= quantize.LARGEST:
-        values = result[0].t() if q.transposed else result[0]
-        key.values, key.as_bf16 = (values, result[1]), as_bf16
-        thread.of[key.slot] = key
-    return result

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.cpu import quantize
-from quaver.torch.backends.cpu.decode import ROWS, decode, decodes_exactly_to_bf16, rescales_exactly, values_of
+from quaver.torch.backends.cpu.decode import ROWS, decode, decodes_exactly_to_bf16, rescales_exactly
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 
@@ -152,9 +152,7 @@ def matmul(
     # torch rounds the product to bf16 itself.
     as_bf16 = dtype is torch.bfloat16 and bias is None and not tiny and rescales_exactly(a) and rescales_exactly(b)
     as_bf16 = as_bf16 and multiplies_bf16()
-    # Most operands have no key; deciding inline saves a Python call.
-    left = (decode if a.decode_cache_key is None else values_of)(a, as_bf16, tiny, "left")
-    right = (decode if b.decode_cache_key is None else values_of)(b, as_bf16, tiny, "right")
+    left, right = decode(a, as_bf16, tiny, "left"), decode(b, as_bf16, tiny, "right")
     if left is None or right is None:
         # float32 cannot represent the products of scales that differ this much or are not finite.
         return _written(reference.matmul(a, b, dtype, bias), out)
