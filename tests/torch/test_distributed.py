@@ -188,6 +188,21 @@ def leftovers(rank: int) -> None:
         gc.enable()
 
 
+def a_model_that_one_rank_keeps(rank: int) -> None:
+    """It has trained on both ranks; a second model of the same layers is reduced with that of the other rank."""
+    kept = []
+    for number in range(2):
+        net = model()
+        kept += [net] * (rank == 0)
+        for step in range(3):
+            with qt.autocast("delayed"):
+                net(data(rank, 10 * number + step)).square().mean().backward()
+        for layer in (net[0], net[2]):
+            assert_bitwise(*gathered(layer.history[1:].contiguous()), f"model {number}")
+        del net, layer
+        gc.collect()
+
+
 def as_one_process(rank: int) -> None:
     """Blocks of 32 tokens are within a rank, so the ranks' gradients average to those of the whole batch."""
     net, whole = model(), model()
@@ -398,6 +413,7 @@ CASES = [
     groups_that_are_the_layers_own,
     ranks_with_other_layers,
     leftovers,
+    a_model_that_one_rank_keeps,
     as_one_process,
     every_recipe,
 ]

@@ -314,7 +314,8 @@ def _agree(layout: _Layout, layers: Sequence[nn.Module], group: Any) -> None:
     """Exchange the layers of all ranks and lay out their rows; layers of the previous layout remain."""
     new = {amax.number_of(layer) for layer in layers}
     own: dict[tuple[Any, ...], nn.Module] = {}
-    for layer in amax.layers():
+    # Of layers with equal keys the newest come first: a rank may keep models that others have dropped.
+    for layer in reversed(amax.layers()):
         if amax.number_of(layer) in new or amax.number_of(layer) in layout.positions:
             key, copies = _key_of(layer), 0
             while (*key, copies) in own:
