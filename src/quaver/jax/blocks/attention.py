@@ -226,8 +226,8 @@ def rope(
     positions = positions + (shift[:, None] if shift.ndim else shift)
     angle = angles(positions, rotary_dim, theta)
     angle = angle.reshape(-1, x.shape[1], 1, rotary_dim // 2)  # [1 or B, S, 1, turning / 2]
-    transposed = _rotate(x[..., :rotary_dim].astype(jnp.float32), jnp.cos(angle), jnp.sin(angle), interleaved)
-    return jnp.concatenate([transposed.astype(x.dtype), x[..., rotary_dim:]], axis=-1)
+    rotated = _rotate(x[..., :rotary_dim].astype(jnp.float32), jnp.cos(angle), jnp.sin(angle), interleaved)
+    return jnp.concatenate([rotated.astype(x.dtype), x[..., rotary_dim:]], axis=-1)
 
 
 def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:

@@ -173,8 +173,8 @@ class LatentAttention(ComposedBlock):
             return q, r
         cos, sin = rope.tables(r, layout=self.layout, **where)
         plain, rotary = q.split((self.latent.plain_dim, self.latent.rope_dim), -1)
-        transposed = apply_rotary(rotary, cos, sin, rope.interleaved)
-        return torch.cat((plain, transposed), -1), apply_rotary(r, cos, sin, rope.interleaved)
+        rotated = apply_rotary(rotary, cos, sin, rope.interleaved)
+        return torch.cat((plain, rotated), -1), apply_rotary(r, cos, sin, rope.interleaved)
 
     def _up(self, c: Tensor, r: Tensor, normalized: bool) -> tuple[Tensor, Tensor]:
         """Return keys and values of all heads, from latents and rotated rope keys."""

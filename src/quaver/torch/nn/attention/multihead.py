@@ -222,8 +222,8 @@ class MultiheadAttention(ComposedBlock):
             x, outputs = outputs[0], outputs[1:]
         if memory is not None:
             outputs += normalized_projections(None, memory, [parts[name] for name in names[1:]])
-        transposed = len(names) < 3 and rope is not None and parts["q_norm"] is None
-        if transposed and len(names) == 1 and sizes[0][1] == sizes[2][1] and not isinstance(cu_seqlens, tuple):
+        rotates = len(names) < 3 and rope is not None and parts["q_norm"] is None
+        if rotates and len(names) == 1 and sizes[0][1] == sizes[2][1] and not isinstance(cu_seqlens, tuple):
             return x, outputs[0].unflatten(-1, (-1, sizes[0][1]))
         if len(names) < 3:
             widths = (self._parts[name] for name in names)
@@ -231,7 +231,7 @@ class MultiheadAttention(ComposedBlock):
             outputs = tuple(itertools.chain.from_iterable(split))
         # Same as `unflatten`, in three quarters of its time.
         q, k, v = (y.view(*y.shape[:-1], *size) for y, size in zip(outputs, sizes, strict=True))
-        if transposed and torch.is_grad_enabled():
+        if rotates and torch.is_grad_enabled():
             # Backward will need only v of the fused projection: a copy lets the rest be freed.
             v = v.contiguous()
         return x, q, k, v

@@ -169,12 +169,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
         partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
         partner = wide.roll(rotary_dim // 2, -1)
-    transposed = wide * cos
-    transposed = transposed - partner * sin if back else transposed + partner * sin
+    rotated = wide * cos
+    rotated = rotated - partner * sin if back else rotated + partner * sin
     if rotary_dim != x.shape[-1]:
-        return torch.cat([transposed.to(x.dtype), x[..., rotary_dim:]], dim=-1).contiguous()
-    transposed = transposed if x.dtype is transposed.dtype else transposed.to(x.dtype)
-    return transposed.contiguous()
+        return torch.cat([rotated.to(x.dtype), x[..., rotary_dim:]], dim=-1).contiguous()
+    rotated = rotated if x.dtype is rotated.dtype else rotated.to(x.dtype)
+    return rotated.contiguous()
 
 
 def _not_launched(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *_: Any) -> str:
@@ -204,12 +204,12 @@ class _FusedRotaryFunction(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.constants = heads, interleaved, not back
         x = tuple(one if one is None or one.stride(-1) == 1 else one.contiguous() for one in x)
-        transposed: tuple[Tensor | None, ...]
+        rotated: tuple[Tensor | None, ...]
         if heads is None:
-            transposed = _KERNEL.run(*x, cos, sin, interleaved, back)
+            rotated = _KERNEL.run(*x, cos, sin, interleaved, back)
         else:
-            transposed = _PARTS.run(x, heads, cos, sin, interleaved)
-        return transposed
+            rotated = _PARTS.run(x, heads, cos, sin, interleaved)
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor | None) -> Any:
@@ -232,8 +232,8 @@ class _RotaryFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.constants = interleaved, back
-        transposed: Tensor = ROTATE.operator(x, cos, sin, interleaved, back)
-        return transposed
+        rotated: Tensor = ROTATE.operator(x, cos, sin, interleaved, back)
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -468,7 +468,7 @@ class RotaryEmbedding(nn.Module):
     def extra_repr(self) -> str:
         f = self.frequencies
         scaled = "" if f.rope_type == "default" else f", {f.rope_type}"
-        return f"{self.head_dim}, turning={f.dim}, theta={f.theta:g}, interleaved={self.interleaved}{scaled}"
+        return f"{self.head_dim}, rotated={f.dim}, theta={f.theta:g}, interleaved={self.interleaved}{scaled}"
 
 
 def _to(x: Tensor, passed: Any) -> Any:
