@@ -18,12 +18,12 @@ from quaver.torch.conversion.export.layouts import (
     COMPRESSED_TENSORS,
     DEEPSEEK,
     MODELOPT,
+    MXFP4,
     FileFormat,
     Inputs,
     UnsupportedByFormat,
     layout_of,
 )
-from quaver.torch.conversion.export.mxfp4 import MXFP4
 from quaver.torch.conversion.export.operands import decoded
 from quaver.torch.numerics.quantized import swizzle
 from quaver.torch.numerics.reference import quantize as torch_quantize
@@ -226,7 +226,6 @@ class Records:
         codes = next(tensors[name] for name in ("weight", "weight_packed", "_blocks") if name in tensors)
         scale = next(tensors[name] for name in ("weight_scale", "weight_scale_inv", "_scales") if name in tensors)
         tensor_scale = tensors.get("weight_global_scale", tensors.get("weight_scale_2", torch.ones(1)))
-        method = {"deepseek": "fp8"}.get(fmt.name, fmt.name)
         name = "block" if fmt is DEEPSEEK else layout
         # In the order of qvn_layout.
         number = ["tensor", "channel", "block", "mx", "nv"].index(name) + (name == "nv" and fmt is MODELOPT)
@@ -235,7 +234,7 @@ class Records:
         for stored in (codes, scale):
             data = stored.contiguous().reshape(-1).view(torch.uint8).numpy()
             self._write(data.size, data)
-        self._write(decoded(tensors, method).dense().numpy())
+        self._write(decoded(tensors, fmt.method).dense().numpy())
         return True
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import quaver
 import quaver.torch as qt
 from quaver import reference
-from quaver.torch.conversion.export.expert_names import STACKS
+from quaver.torch.conversion.export.layouts import STACKS
 from tests.close import assert_bitwise
 from tests.torch.conversion.export.served import dense
 from tests.torch.conversion.families import tiny, tokens

@@ -16,7 +16,8 @@ import quaver
 import quaver.torch as qt
 from quaver import recipes, reference
 from quaver.torch.conversion.export.check import divergence, log_probabilities, with_exported_weights
-from quaver.torch.conversion.export.operands import FUSED, Reader, disassemble
+from quaver.torch.conversion.export.layouts import FUSED
+from quaver.torch.conversion.export.operands import Reader, disassemble
 from quaver.torch.quantized_tensor import memory_of
 from tests.close import assert_bitwise
 from tests.torch.conversion.export.page import PAGE

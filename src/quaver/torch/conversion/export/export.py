@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -26,25 +26,23 @@ from quaver.torch.conversion.export.check import (
     run,
 )
 from quaver.torch.conversion.export.layouts import (
-    COMPRESSED_TENSORS,
-    DEEPSEEK,
-    MODELOPT,
+    FORMATS,
     FileFormat,
     Inputs,
     Scheme,
     UnsupportedByFormat,
+    check_width,
     cut,
+    fused_groups,
     layout_of,
     with_one_factor,
 )
-from quaver.torch.conversion.export.mxfp4 import MXFP4
 from quaver.torch.conversion.export.operands import (
     DisassembledModel,
     Reader,
     StoredOperand,
     decoded,
     disassemble,
-    fused_groups,
     unwrapped,
 )
 from quaver.torch.conversion.matchers.swap_class import original, unconverted_class
@@ -166,7 +164,6 @@ def check_place(folder: Path) -> None:
 
 # ---- export ----
 
-FORMATS: dict[str, FileFormat] = {f.name: f for f in (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT, MXFP4)}
 #: Default maximum bytes of tensors per file.
 SHARD_BYTES = 5_000_000_000
 
@@ -249,7 +246,10 @@ def export(
         with evaluating(model), recording_input_amaxes(model) as seen:
             run(model, calibrate)
     known = [one.inputs(seen) for one in parts.collected]
-    plan: list[Written] = [(one, _scheme(kind, one, k), k) for one, k in zip(parts.collected, known, strict=True)]
+    plan: list[Written] = []
+    for one, statistics in zip(parts.collected, known, strict=True):
+        with _advising(kind, one, statistics):
+            plan.append((one, _scheme(kind, one, statistics), statistics))
     trained = None if check is None else log_probabilities(model, check)
     before = 0
     groups = _fused(plan, parts.matrices)
@@ -260,9 +260,13 @@ def export(
         for group in groups:
             before += _write_fused(files, kind, group)
         _describe(files, kind, model, parts, plan)
-    result = _summary(folder, kind, parts, plan, files.total, before)
+    result = Exported(folder, kind.name, {}, {}, files.total, before, dict.fromkeys(parts.left, "asked for by name"))
+    for one, scheme, _ in plan:
+        key = scheme.name, scheme.weight
+        result.layers.setdefault(key, []).extend(piece.prefix.rstrip(".") for piece in one.pieces)
+        result.reads[key] = scheme.reads
     if trained is not None:
-        result.check = compare(model, check, trained, plan, parts.left_layers, Reader(folder))
+        result.check = compare(model, check, trained, plan, list(parts.left.values()), Reader(folder))
     return result
 
 
@@ -270,37 +274,32 @@ def _scheme(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
     """Return the scheme in which a format stores a weight.
 
     Raises:
-        ValueError: the format cannot store it.
+        UnsupportedByFormat: the format cannot store it.
     """
-    try:
-        return _fit(kind, one, known)
-    except UnsupportedByFormat as error:
-        raise _cannot_store_error(kind, one, known, error) from error
-
-
-def _fit(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
     if kind.stacked != bool(one.stack):
         holds = "only stacks of experts as one tensor" if kind.stacked else "no stack of experts as one tensor"
         raise UnsupportedByFormat(f"it stores {holds}")
     return kind.scheme(layout_of(one.spec), one.spec, known)
 
 
-def _cannot_store_error(kind: FileFormat, one: StoredOperand, known: Inputs, error: UnsupportedByFormat) -> ValueError:
-    others = [other.name for other in FORMATS.values() if other is not kind and _holds(other, one, known)]
-    advice = f"use format={' or '.join(map(repr, others))}" if others else "no other format can store it either"
-    layer = one.module_name
-    return ValueError(
-        f"{kind.name!r} cannot store the codes of {layer}: {error}; {advice}, or write it in high precision with "
-        f"high_precision=[{layer!r}]"
-    )
-
-
-def _holds(kind: FileFormat, one: StoredOperand, known: Inputs) -> bool:
+@contextmanager
+def _advising(kind: FileFormat, one: StoredOperand, known: Inputs) -> Iterator[None]:
+    """Context that completes the message of `UnsupportedByFormat` with the formats that can store the weight."""
     try:
-        _fit(kind, one, known)
-    except UnsupportedByFormat:
-        return False
-    return True
+        yield
+    except UnsupportedByFormat as error:
+        others = []
+        for other in FORMATS.values():
+            with suppress(UnsupportedByFormat):
+                if other is not kind:
+                    _scheme(other, one, known)
+                    others.append(other.name)
+        advice = f"use format={' or '.join(map(repr, others))}" if others else "no other format can store it either"
+        layer = one.module_name
+        raise ValueError(
+            f"{kind.name!r} cannot store the codes of {layer}: {error}; {advice}, or write it in high precision with "
+            f"high_precision=[{layer!r}]"
+        ) from error
 
 
 def _fused(plan: Sequence[Written], matrices: Sequence[str]) -> list[list[Written]]:
@@ -358,11 +357,10 @@ def _write(files: Writing, kind: FileFormat, one: StoredOperand, scheme: Scheme,
             f"{one.name} contains infinities or NaN, so a server would compute NaN: export an earlier checkpoint"
         )
     for piece in one.pieces:
-        try:
+        with _advising(kind, one, known):
             part = cut(q, piece.start, piece.stop)
-            tensors = kind.tensors(part, scheme, known)
-        except UnsupportedByFormat as error:
-            raise _cannot_store_error(kind, one, known, error) from error
+            check_width(part, scheme.layout)
+        tensors = kind.tensors(part, scheme, known)
         _verify(piece.prefix, part, tensors, kind)
         for suffix, tensor in tensors.items():
             files.add(piece.prefix + suffix, tensor.unflatten(0, (one.stack, -1)) if one.stack else tensor)
@@ -372,8 +370,7 @@ def _write(files: Writing, kind: FileFormat, one: StoredOperand, scheme: Scheme,
 
 def _verify(name: str, q: Quantized, tensors: Mapping[str, Tensor], kind: FileFormat) -> None:
     """Decode a weight from the tensors to write and raise if any bit differs from the operand."""
-    method = {"deepseek": "fp8"}.get(kind.name, kind.name)
-    read = decoded({suffix: tensor.cpu() for suffix, tensor in tensors.items()}, method).dense()
+    read = decoded({suffix: tensor.cpu() for suffix, tensor in tensors.items()}, kind.method).dense()
     wrong = int((read.view(torch.int32) != q.dequantize().cpu().contiguous().view(torch.int32)).sum())
     if wrong:
         raise ValueError(
@@ -397,7 +394,8 @@ def _describe(
             config["tie_word_embeddings"] = False
     elif isinstance(own, dict):
         config = dict(own)
-    config["quantization_config"] = kind.configuration(schemes, parts.matrices)
+    configuration = kind.configuration(schemes, parts.matrices)
+    config["quantization_config"] = {"quant_method": kind.method} | configuration
     files.json("config.json", config)
     for name, content in kind.beside(schemes, parts.matrices).items():
         files.json(name, content)
@@ -409,18 +407,6 @@ def _describe(
 def _tied(model: nn.Module) -> set[str]:
     """Return the names of weights that a transformers model ties to others."""
     return set(getattr(model, "all_tied_weights_keys", None) or ())
-
-
-def _summary(
-    folder: Path, kind: FileFormat, parts: DisassembledModel, plan: Sequence[Written], total: int, before: int
-) -> Exported:
-    layers: dict[tuple[str, QuantSpec], list[str]] = {}
-    reads = {}
-    for one, scheme, _ in plan:
-        key = scheme.name, scheme.weight
-        layers.setdefault(key, []).extend(piece.prefix.rstrip(".") for piece in one.pieces)
-        reads[key] = scheme.reads
-    return Exported(folder, kind.name, layers, reads, total, before, parts.left)
 
 
 def _bytes(tensor: Tensor) -> int:

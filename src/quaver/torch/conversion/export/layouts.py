@@ -1,10 +1,11 @@
-"""Layouts of quantized operands in files, and the formats compressed-tensors, DeepSeek and ModelOpt.
+"""What servers read: layouts of operands in files, formats of checkpoints, names of experts, fused layers.
 
 A layout is a reader's view of a spec's blocks: one scale per tensor, per row, per 128 × 128 square, or per block of 32
-or 16 along k. A block of several rows is written as several rows that repeat its scale, which changes no number.
+or 16 along k. A block of several rows is written as several rows that repeat its scale, which changes no number. Each
+table names its source.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -51,11 +52,8 @@ class Scheme:
         where = "measured"
         if self.static:
             where = "the tensor's factor in the file" if self.input.two_level else "scale in the file"
-        return f"inputs {self.input.format}[{_block(self.input)}], {where}"
-
-
-def _block(spec: QuantSpec) -> str:
-    return spec.text.partition("[")[2].partition("]")[0]
+        block = self.input.text.partition("[")[2].partition("]")[0]
+        return f"inputs {self.input.format}[{block}], {where}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,40 +82,31 @@ class Inputs:
         return E4M3.max * E2M1.max / self.amax if self.amax else 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
 class FileFormat:
-    """A checkpoint format for export. Each format is one constant of this class.
+    """A checkpoint format for export. Each format is one constant of this class."""
 
-    Args:
-        name: value of `format=`.
-        readers: programs that read the format.
-        scheme: function of (layout, weight's spec, inputs) that returns a `Scheme` or raises `UnsupportedByFormat`.
-        tensors: function of (operand, scheme, inputs) that returns a layer's tensors by the suffix after the layer's
-            name.
-        configuration: function of (schemes by layer name, names of matrices in high precision) that returns the
-            quantization entry of config.json.
-        beside: function with the same arguments that returns the content of further JSON files, by file name.
-        stacked: True for a format that only stores stacks of experts as one tensor, False for one that stores matrices.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        readers: str,
-        scheme: Callable[[Layout, QuantSpec, Inputs], Scheme],
-        tensors: Callable[[Quantized, Scheme, Inputs], dict[str, Tensor]],
-        configuration: Callable[[Mapping[str, Scheme], list[str]], dict[str, Any]],
-        beside: Callable[[Mapping[str, Scheme], list[str]], dict[str, Any]] = lambda schemes, left: {},
-        stacked: bool = False,
-    ) -> None:
-        self.name, self.readers, self.scheme, self.tensors = name, readers, scheme, tensors
-        self.configuration, self.beside, self.stacked = configuration, beside, stacked
+    #: Value of `format=`, and the `quant_method` that config.json has for it.
+    name: str
+    method: str
+    #: Function of (layout, weight's spec, inputs) that returns a `Scheme` or raises `UnsupportedByFormat`.
+    scheme: Callable[[Layout, QuantSpec, Inputs], Scheme]
+    #: Function of (operand, scheme, inputs) that returns a layer's tensors by the suffix after the layer's name.
+    tensors: Callable[[Quantized, Scheme, Inputs], dict[str, Tensor]]
+    #: Function of (schemes by layer name, names of matrices in high precision) that returns the quantization entry of
+    #: config.json, without its `quant_method`.
+    configuration: Callable[[Mapping[str, Scheme], list[str]], dict[str, Any]]
+    #: Function with the same arguments that returns the content of further JSON files, by file name.
+    beside: Callable[[Mapping[str, Scheme], list[str]], dict[str, Any]] = lambda schemes, left: {}
+    #: True for a format that only stores stacks of experts as one tensor, False for one that stores matrices.
+    stacked: bool = False
 
 
 def layout_of(spec: QuantSpec) -> Layout:
     """Return the file layout of a weight's spec.
 
     Raises:
-        Unfit: no server reads these blocks or scales.
+        UnsupportedByFormat: no server reads these blocks or scales.
     """
     name, (rows, k) = spec.format.name, spec.block
     if name == "e4m3" and spec.scale in ("fp32", "power_of_two", "unit") and not spec.hadamard:
@@ -138,7 +127,7 @@ def check_width(q: Quantized, layout: Layout) -> None:
     """Raise if K is not a multiple of the layout's block width.
 
     Raises:
-        Unfit: the message gives K and the width.
+        UnsupportedByFormat: the message gives K and the width.
     """
     width = WIDTHS[layout]
     if q.shape[1] % width:
@@ -170,9 +159,25 @@ def row_scales(q: Quantized) -> Tensor:
     return q.scale.repeat_interleave(height, 0)[: q.shape[0]].contiguous()
 
 
-def one_scale(q: Quantized) -> Tensor:
-    """Return the scale of a per-tensor operand, float32 []."""
-    return q.scales().reshape(()).clone()
+def stored_scales(q: Quantized, layout: Layout) -> Tensor:
+    """Return an operand's scales as files store them, float32 [row blocks, k blocks], or for "mx" and "nv"
+    `row_scales`.
+    """
+    return row_scales(q) if WIDTHS[layout] > 1 else q.scales().contiguous()
+
+
+#: Specs with which readers quantize inputs, by the weight's layout; "mx" inputs have the format of the weight.
+INPUTS: dict[Layout, QuantSpec] = {
+    "tensor": QuantSpec(E4M3, (None, None), "fp32"),
+    "channel": QuantSpec(E4M3, (1, None), "fp32"),
+    "block": QuantSpec(E4M3, (1, 128), "fp32"),
+    "nv": QuantSpec(E2M1, (1, 16), "two_level_fp32"),
+}
+
+
+def reader_input(layout: Layout, weight: QuantSpec) -> QuantSpec:
+    """Return the spec with which readers quantize the input of a weight."""
+    return replace(weight, block=(1, 32)) if layout == "mx" else INPUTS[layout]
 
 
 def tensor_factor(q: Quantized) -> Tensor:
@@ -185,7 +190,7 @@ def cut(q: Quantized, start: int, stop: int) -> Quantized:
     """Return rows start to stop of an operand as an operand with the same codes and scales.
 
     Raises:
-        Unfit: the rows start within a block of several rows.
+        UnsupportedByFormat: the rows start within a block of several rows.
     """
     if (start, stop) == (0, q.shape[0]):
         return q
@@ -227,112 +232,95 @@ def with_one_factor(operands: Sequence[Quantized]) -> list[Quantized] | None:
 
 #: Format names of MX weights (blocks of 32) by the bits of an element.
 MX_NAMES = {8: "mxfp8-quantized", 6: "mxfp6-pack-quantized", 4: "mxfp4-pack-quantized"}
+_MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_NV = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+#: The format's description of (weight, input) by layout.
+STRATEGIES: dict[Layout, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensor": ({"strategy": "tensor"}, {"strategy": "tensor"}),
+    "channel": ({"strategy": "channel"}, {"strategy": "token"}),
+    "block": ({"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}),
+    "mx": (_MX, _MX),
+    "nv": (_NV, _NV),
+}
 
 
 def _scheme(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
-    quantizes = inputs.spec is not None
+    quantizes, static = inputs.spec is not None, False
     if layout == "mx":
-        reads = replace(spec, block=(1, 32)) if quantizes else None
-        return Scheme(name=MX_NAMES[spec.format.bits], layout=layout, weight=spec, input=reads)
-    if layout == "nv":
-        static = quantizes and inputs.amax is not None
-        reads = QuantSpec(E2M1, (1, 16), "two_level_fp32") if static else None
-        return Scheme(name="nvfp4-pack-quantized", layout=layout, weight=spec, input=reads, static=static)
-    if not quantizes:
-        return Scheme(name="naive-quantized", layout=layout, weight=spec)
-    block = {"tensor": (None, None), "channel": (1, None), "block": (1, 128)}[layout]
-    static = layout == "tensor" and inputs.scale is not None
-    reads = QuantSpec(E4M3, block, "fp32")
-    return Scheme(name="float-quantized", layout=layout, weight=spec, input=reads, static=static)
+        name = MX_NAMES[spec.format.bits]
+    elif layout == "nv":
+        name = "nvfp4-pack-quantized"
+        static = quantizes = quantizes and inputs.amax is not None
+    else:
+        name = "float-quantized" if quantizes else "naive-quantized"
+        static = quantizes and layout == "tensor" and inputs.scale is not None
+    reads = reader_input(layout, spec) if quantizes else None
+    return Scheme(name=name, layout=layout, weight=spec, input=reads, static=static)
 
 
 def _tensors(q: Quantized, scheme: Scheme, inputs: Inputs) -> dict[str, Tensor]:
-    check_width(q, scheme.layout)
-    codes = stored_codes(q)
+    scales = stored_scales(q, scheme.layout)
+    tensors = {"weight" if scheme.weight.format is E4M3 else "weight_packed": stored_codes(q), "weight_scale": scales}
     if scheme.layout == "nv":
-        scales = row_scales(q).view(torch.float8_e4m3fn)
-        tensors = {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": tensor_factor(q).view(1)}
-        if scheme.static:
-            tensors["input_global_scale"] = torch.tensor([inputs.static_factor], dtype=torch.float32, device="cpu")
-        return tensors
-    name = "weight" if scheme.weight.format is E4M3 else "weight_packed"
-    if scheme.layout == "mx":
-        return {name: codes, "weight_scale": row_scales(q)}
-    tensors = {
-        name: codes,
-        "weight_scale": one_scale(q).view(1) if scheme.layout == "tensor" else q.scales().contiguous(),
-    }
+        tensors["weight_scale"] = scales.view(torch.float8_e4m3fn)
+        tensors["weight_global_scale"] = tensor_factor(q).view(1)
+    elif scheme.layout == "tensor":
+        tensors["weight_scale"] = scales.view(1)
     if scheme.static:
-        tensors["input_scale"] = torch.tensor([inputs.scale], dtype=torch.float32, device="cpu")
+        name, value = ("input_scale", inputs.scale)
+        if scheme.layout == "nv":
+            name, value = ("input_global_scale", inputs.static_factor)
+        tensors[name] = _scalar(value).view(1)
     return tensors
 
 
-def _arguments(spec: QuantSpec, layout: Layout, of_weight: bool, static: bool) -> dict[str, Any]:
-    """Return the format's description of one operand."""
-    words: dict[str, Any] = {"num_bits": spec.format.bits, "type": "float", "symmetric": True}
-    words["dynamic"] = not (of_weight or static)
-    if layout == "nv":
-        return words | {
-            "strategy": "tensor_group",
-            "group_size": 16,
-            "scale_dtype": "torch.float8_e4m3fn",
-            "dynamic": False if of_weight else "local",
-        }
-    if layout == "mx":
-        return words | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-    if layout == "block":
-        if of_weight:
-            return words | {"strategy": "block", "block_structure": [128, 128]}
-        return words | {"strategy": "group", "group_size": 128}
-    strategy = layout if layout == "tensor" or of_weight else "token"
-    return words | {"strategy": strategy}
+def _scalar(value: float | None) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
-    reads = scheme.input
+def _group(scheme: Scheme) -> dict[str, Any]:
+    """Return the format's description of a scheme; layers with equal descriptions form a group."""
+    weight, reads = STRATEGIES[scheme.layout]
+    dynamic = "local" if scheme.layout == "nv" else not scheme.static
     return {
         "format": scheme.name,
-        "targets": targets,
-        "weights": _arguments(scheme.weight, scheme.layout, True, False),
-        "input_activations": None if reads is None else _arguments(reads, scheme.layout, False, scheme.static),
+        "targets": [],
+        "weights": _operand(scheme.weight, False) | weight,
+        "input_activations": None if scheme.input is None else _operand(scheme.input, dynamic) | reads,
         "output_activations": None,
     }
 
 
+def _operand(spec: QuantSpec, dynamic: bool | str) -> dict[str, Any]:
+    return {"num_bits": spec.format.bits, "type": "float", "symmetric": True, "dynamic": dynamic}
+
+
 def _configuration(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
     """Return config.json's entry: one group for all linear layers if they share a scheme, else a group per scheme."""
-    groups: dict[str, Any] = {}
-    each = list(dict.fromkeys(_same(scheme) for scheme in schemes.values()))
-    for number, scheme in enumerate(each):
-        targets = ["Linear"] if len(each) == 1 else [name for name in schemes if _same(schemes[name]) == scheme]
-        groups[f"group_{number}"] = _group(scheme, targets)
-    names = {group["format"] for group in groups.values()}
+    each = {name: _group(scheme) for name, scheme in schemes.items()}
+    groups: list[dict[str, Any]] = []
+    for group in each.values():
+        if group not in groups:
+            groups.append(group)
+    targets = [[name for name in each if each[name] == group] for group in groups] if len(groups) > 1 else [["Linear"]]
+    names = {group["format"] for group in groups}
     return {
-        "quant_method": "compressed-tensors",
         "format": names.pop() if len(names) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": groups,
+        "config_groups": {f"group_{i}": group | {"targets": targets[i]} for i, group in enumerate(groups)},
         "ignore": left,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
 
 
-def _same(scheme: Scheme) -> Scheme:
-    """Normalize a scheme: drop differences that the format does not record, namely how scales were chosen and how many
-        rows
-    share one.
-    """
-    weight = (
-        replace(scheme.weight, block=(1, scheme.weight.block[1])) if scheme.layout in ("mx", "nv") else scheme.weight
-    )
-    kind = {"two_level_fp32": "two_level", "fp32": "power_of_two", "unit": "power_of_two"}.get(
-        weight.scale, weight.scale
-    )
-    return replace(scheme, weight=replace(weight, scale=kind))  # type: ignore[arg-type]
-
-
-COMPRESSED_TENSORS = FileFormat("compressed-tensors", "vLLM, SGLang, transformers", _scheme, _tensors, _configuration)
+COMPRESSED_TENSORS = FileFormat(
+    name="compressed-tensors",
+    method="compressed-tensors",
+    scheme=_scheme,
+    tensors=_tensors,
+    configuration=_configuration,
+)
 
 
 # ---- DeepSeek's block format ----
@@ -344,7 +332,6 @@ COMPRESSED_TENSORS = FileFormat("compressed-tensors", "vLLM, SGLang, transformer
 # Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3, and the configuration of its checkpoints.
 
 SIZE = 128
-READS = QuantSpec(E4M3, (1, SIZE), "fp32")
 
 
 def _scheme_deepseek(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
@@ -354,7 +341,7 @@ def _scheme_deepseek(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
         )
     if inputs.spec is None:
         raise UnsupportedByFormat("its readers quantize inputs, and this recipe leaves them in high precision")
-    return Scheme(name="fp8", layout=layout, weight=spec, input=READS)
+    return Scheme(name="fp8", layout=layout, weight=spec, input=INPUTS["block"])
 
 
 def _tensors_deepseek(q: Quantized, scheme: Scheme, inputs: Inputs) -> dict[str, Tensor]:
@@ -365,7 +352,6 @@ def _tensors_deepseek(q: Quantized, scheme: Scheme, inputs: Inputs) -> dict[str,
 
 def _configuration_deepseek(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
     return {
-        "quant_method": "fp8",
         "fmt": "e4m3",
         "weight_block_size": [SIZE, SIZE],
         "activation_scheme": "dynamic",
@@ -374,7 +360,11 @@ def _configuration_deepseek(schemes: Mapping[str, Scheme], left: list[str]) -> d
 
 
 DEEPSEEK = FileFormat(
-    "deepseek", "vLLM, SGLang, transformers", _scheme_deepseek, _tensors_deepseek, _configuration_deepseek
+    name="deepseek",
+    method="fp8",
+    scheme=_scheme_deepseek,
+    tensors=_tensors_deepseek,
+    configuration=_configuration_deepseek,
 )
 
 
@@ -382,6 +372,14 @@ DEEPSEEK = FileFormat(
 #
 # One algorithm for the whole model, or one per layer.
 # Source: github.com/NVIDIA/Model-Optimizer, version 0.47: names of its algorithms and tensors, hf_quant_config.json.
+
+#: Names of algorithms that quantize inputs, by layout.
+ALGORITHMS: dict[Layout, str] = {
+    "tensor": "FP8",
+    "channel": "FP8_PER_CHANNEL_PER_TOKEN",
+    "mx": "MXFP8",
+    "nv": "NVFP4",
+}
 
 
 def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
@@ -391,94 +389,70 @@ def _scheme_modelopt(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
                 "it stores the reciprocal of the tensor's factor, which is only exact for powers of two; train "
                 "with nvfp4(power_of_two=True)"
             )
-        static = inputs.spec is not None and inputs.amax is not None
-        reads = QuantSpec(E2M1, (1, 16), "two_level_fp32") if static else None
-        name = "NVFP4" if static else "W4A16_NVFP4"
-        return Scheme(name=name, layout=layout, weight=spec, input=reads, static=static)
-    if inputs.spec is None:
+        if inputs.spec is None or inputs.amax is None:
+            return Scheme(name="W4A16_NVFP4", layout=layout, weight=spec)
+    elif inputs.spec is None:
         raise UnsupportedByFormat("its readers quantize inputs, and this recipe leaves them in high precision")
-    if layout == "tensor":
-        if inputs.static_scale is None:
-            raise UnsupportedByFormat(
-                "it stores the scale of a layer's inputs, which is unknown: give calibrate=inputs, which measures "
-                "it for linear layers, but not for stacked experts"
-            )
-        return Scheme(name="FP8", layout=layout, weight=spec, input=QuantSpec(E4M3, (None, None), "fp32"), static=True)
-    if layout == "channel":
-        reads = QuantSpec(E4M3, (1, None), "fp32")
-        return Scheme(name="FP8_PER_CHANNEL_PER_TOKEN", layout=layout, weight=spec, input=reads)
-    if layout == "mx" and spec.format is E4M3:
-        return Scheme(name="MXFP8", layout=layout, weight=spec, input=QuantSpec(E4M3, (1, 32), "e8m0"))
-    raise UnsupportedByFormat(f"none of its algorithms supports weights in {spec}")
+    elif layout == "tensor" and inputs.static_scale is None:
+        raise UnsupportedByFormat(
+            "it stores the scale of a layer's inputs, which is unknown: give calibrate=inputs, which measures "
+            "it for linear layers, but not for stacked experts"
+        )
+    elif layout == "block" or (layout == "mx" and spec.format is not E4M3):
+        raise UnsupportedByFormat(f"none of its algorithms supports weights in {spec}")
+    reads, static = reader_input(layout, spec), layout in ("tensor", "nv")
+    return Scheme(name=ALGORITHMS[layout], layout=layout, weight=spec, input=reads, static=static)
 
 
 def _tensors_modelopt(q: Quantized, scheme: Scheme, inputs: Inputs) -> dict[str, Tensor]:
-    check_width(q, scheme.layout)
-    codes = stored_codes(q)
+    scales = stored_scales(q, scheme.layout)
+    tensors = {"weight": stored_codes(q), "weight_scale": scales}
     if scheme.layout == "nv":
-        scales = row_scales(q).view(torch.float8_e4m3fn)
-        tensors = {"weight": codes, "weight_scale": scales, "weight_scale_2": 1.0 / tensor_factor(q)}
-        if inputs.static_factor is not None and scheme.static:
+        tensors["weight_scale"] = scales.view(torch.float8_e4m3fn)
+        tensors["weight_scale_2"] = 1.0 / tensor_factor(q)
+        if scheme.static and inputs.static_factor is not None:
             tensors["input_scale"] = _scalar(1.0 / inputs.static_factor)
-        return tensors
-    if scheme.layout == "mx":
-        return {"weight": codes, "weight_scale": row_scales(q)}
+    elif scheme.layout == "tensor":
+        tensors |= {"weight_scale": scales.view(()), "input_scale": _scalar(inputs.static_scale)}
+    elif scheme.layout == "channel":
+        tensors["weight_scale"] = scales.flatten()
+    return tensors
+
+
+def _group_size(scheme: Scheme) -> dict[str, int]:
+    width = WIDTHS[scheme.layout]
+    return {"group_size": width} if width > 1 else {}
+
+
+def _group_modelopt(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    words = {"dynamic": False, "num_bits": scheme.weight.format.bits, "type": "float", **_group_size(scheme)}
     if scheme.layout == "channel":
-        return {"weight": codes, "weight_scale": q.scales().flatten().contiguous()}
-    return {"weight": codes, "weight_scale": one_scale(q), "input_scale": _scalar(inputs.static_scale)}
-
-
-def _scalar(value: float | None) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device="cpu")
-
-
-#: (bits, block size along k) by algorithm.
-SIZES = {"FP8": (8, None), "FP8_PER_CHANNEL_PER_TOKEN": (8, None), "MXFP8": (8, 32), "NVFP4": (4, 16)}
-SIZES["W4A16_NVFP4"] = SIZES["NVFP4"]
-
-
-def _group_modelopt(name: str, targets: list[str]) -> dict[str, Any]:
-    bits, size = SIZES[name]
-    words: dict[str, Any] = {"dynamic": False, "num_bits": bits, "type": "float"}
-    words |= {} if size is None else {"group_size": size}
-    weights = words | ({"strategy": "channel"} if name == "FP8_PER_CHANNEL_PER_TOKEN" else {})
-    group: dict[str, Any] = {"weights": weights, "targets": targets}
-    if name == "FP8_PER_CHANNEL_PER_TOKEN":
-        group["input_activations"] = words | {"dynamic": True, "strategy": "token"}
-    elif name != "W4A16_NVFP4":
-        group["input_activations"] = words
-    return group
+        weights, reads = words | {"strategy": "channel"}, words | {"dynamic": True, "strategy": "token"}
+    else:
+        weights, reads = words, words
+    group = {"weights": weights, "targets": targets}
+    return group if scheme.input is None else group | {"input_activations": reads}
 
 
 def _details(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
     """Return the entry for both JSON files: the one algorithm, or "MIXED_PRECISION" and the algorithm of each layer."""
-    names = list(dict.fromkeys(scheme.name for scheme in schemes.values()))
-    each = {name: {"quant_algo": name} | _size(name) for name in names}
-    if len(names) == 1:
-        return each[names[0]] | {"kv_cache_quant_algo": None, "exclude_modules": left}
-    layers = {layer: each[scheme.name] for layer, scheme in schemes.items()}
-    return {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "quantized_layers": layers}
-
-
-def _size(name: str) -> dict[str, int]:
-    size = SIZES[name][1]
-    return {} if size is None else {"group_size": size}
+    each = {layer: {"quant_algo": scheme.name} | _group_size(scheme) for layer, scheme in schemes.items()}
+    if len({scheme.name for scheme in schemes.values()}) == 1:
+        return next(iter(each.values())) | {"kv_cache_quant_algo": None, "exclude_modules": left}
+    return {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "quantized_layers": each}
 
 
 PRODUCER = {"name": "quaver", "version": quaver.__version__}
 
 
 def _configuration_modelopt(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
-    details = _details(schemes, left)
-    names = list(dict.fromkeys(scheme.name for scheme in schemes.values()))
-    of_name = {name: [layer for layer, scheme in schemes.items() if scheme.name == name] for name in names}
-    groups = {
-        f"group_{number}": _group_modelopt(name, ["Linear"] if len(names) == 1 else of_name[name])
-        for number, name in enumerate(names)
-    }
-    layers = {"quantized_layers": details["quantized_layers"]} if "quantized_layers" in details else {}
+    details, groups = _details(schemes, left), {}
+    each = {scheme.name: scheme for scheme in schemes.values()}
+    for number, (name, scheme) in enumerate(each.items()):
+        named = [layer for layer, other in schemes.items() if other.name == name]
+        groups[f"group_{number}"] = _group_modelopt(scheme, ["Linear"] if len(each) == 1 else named)
+    layers = {"quantized_layers": details["quantized_layers"]} if len(each) > 1 else {}
     return {
-        "quant_method": "modelopt",
         "quant_algo": details["quant_algo"],
         "config_groups": groups,
         "ignore": left,
@@ -492,5 +466,134 @@ def _beside(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
 
 
 MODELOPT = FileFormat(
-    "modelopt", "TensorRT-LLM, vLLM, SGLang", _scheme_modelopt, _tensors_modelopt, _configuration_modelopt, _beside
+    name="modelopt",
+    method="modelopt",
+    scheme=_scheme_modelopt,
+    tensors=_tensors_modelopt,
+    configuration=_configuration_modelopt,
+    beside=_beside,
 )
+
+
+# ---- mxfp4, that of GPT-OSS: the experts of a layer in MXFP4, everything else in high precision ----
+#
+#     tensor               dtype  shape                 content
+#     gate_up_proj_blocks  uint8  [E, 2 I, H / 32, 16]  E2M1 codes, two a byte, the even k in the lower half
+#     gate_up_proj_scales  uint8  [E, 2 I, H / 32]      E8M0 scales
+#     down_proj_blocks     uint8  [E, H, I / 32, 16]
+#     down_proj_scales     uint8  [E, H, I / 32]
+#
+# E experts, H hidden features, I features between the two projections. Rows of gate and up alternate: gate is in the
+# even rows of gate_up_proj. Servers leave inputs in 16 bits.
+# Source: the checkpoints openai/gpt-oss-20b and 120b, and transformers 5.23, integrations/mxfp4.py.
+
+#: Modules in high precision, as config.json of the published checkpoints lists them.
+HIGH_PRECISION = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+
+
+def _scheme_mxfp4(layout: Layout, spec: QuantSpec, inputs: Inputs) -> Scheme:
+    if layout != "mx" or spec.format is not E2M1:
+        raise UnsupportedByFormat(
+            f"it stores E2M1 codes with one E8M0 scale per 32 values along k, but this weight is {spec}"
+        )
+    return Scheme(name="mxfp4", layout=layout, weight=spec)
+
+
+def _tensors_mxfp4(q: Quantized, scheme: Scheme, inputs: Inputs) -> dict[str, Tensor]:
+    return {"_blocks": stored_codes(q).unflatten(1, (-1, 16)), "_scales": row_scales(q)}
+
+
+def _configuration_mxfp4(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
+    # Layers whose experts are in high precision are not in the published list.
+    experts = [name for name in left if name.endswith(".experts")]
+    return {"modules_to_not_convert": [*HIGH_PRECISION, *experts]}
+
+
+MXFP4 = FileFormat(
+    name="mxfp4",
+    method="mxfp4",
+    scheme=_scheme_mxfp4,
+    tensors=_tensors_mxfp4,
+    configuration=_configuration_mxfp4,
+    stacked=True,
+)
+FORMATS: dict[str, FileFormat] = {f.name: f for f in (COMPRESSED_TENSORS, DEEPSEEK, MODELOPT, MXFP4)}
+
+
+# ---- names of exported experts for model families whose checkpoints store all experts of a layer as one tensor ----
+#
+# Checkpoints of most families have a tensor for each expert, and transformers splits its stacks when it saves them. For
+# the other families `STACKS` says under which names servers read quantized experts, as found in the servers' source
+# code. Export refuses quantized experts of a family that is in neither group.
+
+#: {suffix of a stack's name in the checkpoint: suffixes of the layers that an expert's rows are split into equally}.
+#: "{}" is replaced by the number of the expert.
+SplitNames = Mapping[str, tuple[str, ...]]
+
+_GATE_UP: SplitNames = {
+    ".experts.gate_up_proj": (".experts.{}.gate_proj", ".experts.{}.up_proj"),
+    ".experts.down_proj": (".experts.{}.down_proj",),
+}
+_GRANITE: SplitNames = {
+    ".input_linear.weight": (".experts.{}.gate_proj", ".experts.{}.up_proj"),
+    ".output_linear.weight": (".experts.{}.down_proj",),
+}
+
+#: Names of each expert's layers by `config.model_type` of transformers; None if servers read one tensor for all
+#: experts, in format "mxfp4". The comments name the servers, and the file or pull request in which this was found.
+STACKS: dict[str, SplitNames | None] = {
+    "gpt_oss": None,  # vLLM and SGLang, models/gpt_oss.py; transformers, integrations/mxfp4.py
+    "granitemoe": _GRANITE,  # SGLang, pull request 37679
+    "granitemoehybrid": _GRANITE,  # vLLM, models/granitemoehybrid.py: get_expert_mapping
+    "llama4": _GATE_UP,  # vLLM, models/llama4.py: make_expert_params_mapping
+    "llama4_text": _GATE_UP,
+    "qwen3_5_moe": _GATE_UP,  # vLLM, models/qwen3_5.py: get_expert_mapping
+    "qwen3_5_moe_text": _GATE_UP,
+}
+
+
+def expert_layers(family: str, key: str) -> tuple[str, ...]:
+    """Return the names of the layers that servers read for one expert of a stack.
+
+    Args:
+        family: `config.model_type`.
+        key: the name of the stack in the checkpoint.
+    Returns:
+        Names with "{}" for the number of the expert, in the order of the expert's rows; () if servers do not read this
+        stack split by expert.
+    """
+    for suffix, names in (STACKS.get(family) or {}).items():
+        if key.endswith(suffix):
+            return tuple(key.removesuffix(suffix) + name for name in names)
+    return ()
+
+
+# ---- layers that servers fuse ----
+
+#: Last names of projections that servers fuse into one weight, which then has one scheme and one tensor factor. From
+#: `packed_modules_mapping` and `stacked_params_mapping` of vLLM's and SGLang's models (November 2026).
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),  # most decoders
+    ("query", "key", "value"),  # BERT
+    ("gate_proj", "up_proj"),  # most decoders
+    ("w1", "w3"),  # Mixtral's and DeepSeek's experts
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # deepseek_v2.py: fused_qkv_a_proj
+    ("wq_a", "wkv"),  # deepseek_v4.py: fused_wqa_wkv
+    ("wkv", "wgate"),  # deepseek_v4.py: fused_wkv_wgate
+    ("in_proj_qkv", "in_proj_z"),  # qwen3_5.py: in_proj_qkvz
+    ("in_proj_b", "in_proj_a"),  # qwen3_5.py: in_proj_ba
+)
+
+
+def fused_groups(names: Iterable[str]) -> list[list[str]]:
+    """Group layer names of a checkpoint so that those that a server fuses are in one list."""
+    groups: dict[str, list[str]] = {name: [name] for name in names}
+    for name in list(groups):
+        parent, dot, last = name.rpartition(".")
+        for tied in FUSED:
+            for other in tied if last in tied else ():
+                one, two = groups[name], groups.get(f"{parent}{dot}{other}")
+                if two is not None and two is not one:
+                    one += two
+                    groups.update(dict.fromkeys(two, one))
+    return list({id(group): group for group in groups.values()}.values())

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from quaver.recipes.conversion import matches
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.torch.conversion.export.expert_names import STACKS, expert_layers
-from quaver.torch.conversion.export.layouts import Inputs, row_scales
+from quaver.torch.conversion.export.layouts import STACKS, Inputs, expert_layers, row_scales
 from quaver.torch.conversion.matchers.experts import QuantizedLlama4Experts
 from quaver.torch.conversion.matchers.linears import kind_of, wrappers
 from quaver.torch.conversion.quantized_weights import ADDED
@@ -142,12 +141,10 @@ class DisassembledModel:
     collected: list[StoredOperand]
     #: All tensors that are not exported as codes, by checkpoint name.
     plain: dict[str, Tensor]
-    #: Layers and experts that train quantized but are written in high precision, and the reason.
-    left: dict[str, str]
+    #: Layers and experts that train quantized but are written in high precision because they were asked for, by name.
+    left: dict[str, Quantizable]
     #: Checkpoint names of linear layers in high precision; experts appear under the names that servers look up.
     matrices: list[str]
-    #: The modules named in `left`.
-    left_layers: list[Quantizable]
 
 
 def disassemble(model: nn.Module, high_precision: Sequence[str]) -> DisassembledModel:
@@ -161,8 +158,7 @@ def disassemble(model: nn.Module, high_precision: Sequence[str]) -> Disassembled
             format supports; a pattern matches no layer; the model has PEFT adapters or no quantized layer.
     """
     collected: list[StoredOperand] = []
-    left: dict[str, str] = {}
-    left_layers: list[Quantizable] = []
+    left: dict[str, Quantizable] = {}
     used: set[str] = set()
     if any(wrappers(model)):
         raise ValueError(
@@ -178,8 +174,7 @@ def disassemble(model: nn.Module, high_precision: Sequence[str]) -> Disassembled
         patterns = [pattern for pattern in high_precision if matches(pattern, name)]
         if patterns:
             used.update(patterns)
-            left[name] = "asked for by name"
-            left_layers.append(module)
+            left[name] = module
         else:
             collected += _operands_of_layer(module, name, recipe)
     unused = [pattern for pattern in high_precision if pattern not in used]
@@ -199,7 +194,7 @@ def disassemble(model: nn.Module, high_precision: Sequence[str]) -> Disassembled
     ]
     collected_names = {one.name for one in collected}
     stacks = {f"{name}.{matrix}": module for name, module in _named(model) for matrix in _stacks(module)}
-    parts = DisassembledModel(collected, plain, left, matrices, left_layers)
+    parts = DisassembledModel(collected, plain, left, matrices)
     return _renamed(model, parts, {name: module for name, module in stacks.items() if name not in collected_names})
 
 
@@ -238,7 +233,11 @@ def _operands_of_layer(module: Quantizable, name: str, recipe: Recipe | None) ->
         each = itertools.product(names, range(count))
         return [StoredOperand(f"{name}.{matrix}", module, recipe, e, number) for number, (matrix, e) in enumerate(each)]
     if not isinstance(module, Linear):
-        raise _unsupported(name, module, "no format has codes for a layer of this kind")
+        raise ValueError(
+            f"{name or 'the model'} ({type(module).__name__}) trains quantized, but no format has codes for a layer of "
+            f"this kind: write it in high precision with high_precision=[{name!r}]; the served model then differs "
+            "from the trained one there"
+        )
     if "weight" not in module._parameters:
         raise ValueError(
             f"the weight of {name or 'the model'} is computed by a parametrization: remove it first, "
@@ -254,13 +253,6 @@ def _stacks(module: nn.Module) -> Sequence[str]:
     kind = kind_of(module)
     names = () if kind is None else kind.stacks(module)
     return names if all(module._parameters.get(name) is not None for name in names) else ()
-
-
-def _unsupported(name: str, module: nn.Module, why: str) -> ValueError:
-    return ValueError(
-        f"{name or 'the model'} ({type(module).__name__}) trains quantized, but {why}: write it in high precision "
-        f"with high_precision=[{name!r}]; the served model then differs from the trained one there"
-    )
 
 
 def _check(name: str, weight: Tensor) -> None:
@@ -380,8 +372,8 @@ def _operands_of_stack(each: list[StoredOperand], key: str, family: str) -> list
     Raises:
         ValueError: no known server reads quantized experts of this family.
     """
-    one, served = each[0], STACKS.get(family)
-    if served is not None and served.split is None:
+    one = each[0]
+    if family in STACKS and STACKS[family] is None:
         return [replace(one, expert=None, stack=len(each), pieces=[Piece(key, 0, len(each) * one.rows)])]
     layers = expert_layers(family, key)
     if not layers:
@@ -421,35 +413,6 @@ def store_operand(layer: Quantizable, q: Quantized) -> None:
     layer.weight = nn.Parameter(QuantizedTensor.from_quantized(q, dtype), requires_grad=False)
 
 
-#: Last names of projections that servers fuse into one weight, which then has one scheme and one tensor factor. From
-#: `packed_modules_mapping` and `stacked_params_mapping` of vLLM's and SGLang's models (November 2026).
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),  # most decoders
-    ("query", "key", "value"),  # BERT
-    ("gate_proj", "up_proj"),  # most decoders
-    ("w1", "w3"),  # Mixtral's and DeepSeek's experts
-    ("q_a_proj", "kv_a_proj_with_mqa"),  # deepseek_v2.py: fused_qkv_a_proj
-    ("wq_a", "wkv"),  # deepseek_v4.py: fused_wqa_wkv
-    ("wkv", "wgate"),  # deepseek_v4.py: fused_wkv_wgate
-    ("in_proj_qkv", "in_proj_z"),  # qwen3_5.py: in_proj_qkvz
-    ("in_proj_b", "in_proj_a"),  # qwen3_5.py: in_proj_ba
-)
-
-
-def fused_groups(names: Iterable[str]) -> list[list[str]]:
-    """Group layer names of a checkpoint so that those that a server fuses are in one list."""
-    groups: dict[str, list[str]] = {name: [name] for name in names}
-    for name in list(groups):
-        parent, dot, last = name.rpartition(".")
-        for tied in FUSED:
-            for other in tied if last in tied else ():
-                one, two = groups[name], groups.get(f"{parent}{dot}{other}")
-                if two is not None and two is not one:
-                    one += two
-                    groups.update(dict.fromkeys(two, one))
-    return list({id(group): group for group in groups.values()}.values())
-
-
 # ---- decoding: an independent reader of exported files, written from the formats' published formulas ----
 #
 # It uses none of Quaver's decoding: element values are computed from the fields of the OCP formats, and scales as each
@@ -462,7 +425,7 @@ def fused_groups(names: Iterable[str]) -> list[list[str]]:
 #                         4 bits, two-level scales: codes × (weight_scale × weight_scale_2)
 #     mxfp4               blocks × scales, with the rows of all experts concatenated
 #
-# Source: OCP Microscaling Formats 1.0, sections 5.3 and 5.4, and the sources named in `layouts` and `mxfp4`.
+# Source: OCP Microscaling Formats 1.0, sections 5.3 and 5.4, and the sources named in `layouts`.
 
 
 @dataclass(frozen=True)
