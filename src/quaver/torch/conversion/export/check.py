@@ -10,12 +10,12 @@ of a serving library are not run.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quaver import recipes
 from quaver.recipes.spec import Delayed, GemmSpec, QuantSpec, Recipe
 from quaver.torch.conversion.export.layouts import Inputs, Scheme
 from quaver.torch.conversion.export.operands import Decoded, Reader, StoredOperand, is_stored_transposed
@@ -83,26 +83,20 @@ def compare(
         left: quantized layers that were written in high precision.
         reader: reader of the exported folder.
     """
-    collected, schemes, known = zip(*written, strict=True)
-    with with_exported_weights(collected, reader), restored(left):
+    schemes = [scheme for _, scheme, _ in written]
+    with with_exported_weights([one for one, _, _ in written], reader), restored(left):
         for layer in left:
-            layer.recipe = recipes.get(HIGH_PRECISION)
+            layer.recipe = HIGH_PRECISION
         same = log_probabilities(model, inputs)
-        with with_recipes(
-            collected, [reader_recipe(one, scheme) for one, scheme in zip(collected, schemes, strict=True)], known
-        ):
+        with with_recipes(written, [reader_recipe(one, scheme) for one, scheme, _ in written]):
             read = log_probabilities(model, inputs)
-        with with_recipes(collected, [HIGH_PRECISION] * len(collected), known):
+        with with_recipes(written, [HIGH_PRECISION] * len(written)):
             high = log_probabilities(model, inputs)
-    words = " or ".join(dict.fromkeys(map(_describe_inputs, schemes)))
+    # A factor of two-level scales is in the file, but this check measures it again.
+    measured = [scheme.static and scheme.input is not None and scheme.input.two_level for scheme in schemes]
+    texts = (scheme.reads + ", which is measured here" * m for scheme, m in zip(schemes, measured, strict=True))
     of_weights, of_inputs, of_high = (divergence(trained, other) for other in (same, read, high))
-    return ExportCheck(of_weights, of_inputs, of_high, words, trained.shape[0])
-
-
-def _describe_inputs(scheme: Scheme) -> str:
-    """Describe how this check quantizes inputs in place of a reader."""
-    two_level = scheme.static and scheme.input is not None and scheme.input.two_level
-    return scheme.reads + (", which is measured here" if two_level else "")
+    return ExportCheck(of_weights, of_inputs, of_high, " or ".join(dict.fromkeys(texts)), trained.shape[0])
 
 
 @contextmanager
@@ -152,30 +146,23 @@ def divergence(p: Tensor, q: Tensor) -> Divergence:
 @contextmanager
 def recording_input_amaxes(model: nn.Module) -> Iterator[dict[tuple[nn.Module, str], float]]:
     """Context that records the input amax of each quantized layer, by layer and parameter name."""
-    watch, before = _RecordedInputs(), counters.active.counters
-    counters.active.counters = watch  # type: ignore[assignment]
+    seen: dict[tuple[nn.Module, str], float] = {}
+
+    def count(layer: nn.Module, operand: str, x: Tensor, q: Any, parameter: str = "weight") -> None:
+        if operand == "input" and x.numel():
+            key = layer, parameter
+            seen[key] = max(seen.get(key, 0.0), float(x.detach().abs().max()))
+
+    before = counters.active.counters
+    # The counters' hook sees each tensor that is quantized.
+    counters.active.counters = SimpleNamespace(count=count)  # type: ignore[assignment]
     try:
-        yield watch.seen
+        yield seen
     finally:
         counters.active.counters = before
 
 
-class _RecordedInputs:
-    """Records input amaxes through the counters' hook, which sees each tensor that is quantized."""
-
-    def __init__(self) -> None:
-        self.seen: dict[tuple[nn.Module, str], float] = {}
-
-    def count(self, layer: nn.Module, operand: str, x: Tensor, q: Any, parameter: str = "weight") -> None:
-        if operand == "input" and x.numel():
-            key = layer, parameter
-            self.seen[key] = max(self.seen.get(key, 0.0), float(x.detach().abs().max()))
-
-
 # ---- exported weights in place of the model's ----
-
-#: Attributes that change when a layer gets another weight or recipe.
-ATTRIBUTES = ("_state", "recipe", "weight_spec", "weight_dtype", "keep_initial")
 
 
 @contextmanager
@@ -183,69 +170,52 @@ def restored(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Context that restores parameters, buffers and attributes of layers on exit; inside, each layer has fresh
     state.
     """
-    saved = [
-        (
-            layer,
-            dict(layer._parameters),
-            dict(layer._buffers),
-            {a: layer.__dict__[a] for a in ATTRIBUTES if a in layer.__dict__},
-        )
-        for layer in dict.fromkeys(layers)
-    ]
-    for layer, *_ in saved:
+    layers = list(dict.fromkeys(layers))
+    places = [place for layer in layers for place in (layer.__dict__, layer._parameters, layer._buffers)]
+    saved: list[dict[str, Any]] = [dict(place) for place in places]
+    for layer in layers:
         state = state_of(layer)
         layer.__dict__["_state"] = LayerState(state.serial)
         state_of(layer).pieces = state.pieces
     try:
         yield
     finally:
-        for layer, parameters, buffers, attributes in saved:
-            for place, values in ((layer._parameters, parameters), (layer._buffers, buffers)):
-                place.clear()
-                place.update(values)  # type: ignore[arg-type]
-            for name in ATTRIBUTES:
-                layer.__dict__.pop(name, None)
-            layer.__dict__.update(attributes)
+        for place, values in zip(places, saved, strict=True):
+            place.clear()
+            place.update(values)
 
 
 @contextmanager
 def with_exported_weights(collected: Sequence[StoredOperand], reader: Reader) -> Iterator[None]:
     """Context in which layers use the weights that a reader returns."""
     with restored([one.layer for one in collected]):
-        for each in _group_by_parameter(collected):
-            one = each[0]
-            weights = [joined([reader.decoded(piece.prefix) for piece in part.pieces]) for part in each]
-            spec = one.spec
-            if not one.of_experts and spec.format.name in stored_weight.CODE_DTYPES:
-                _store_codes(one.layer, weights[0], spec)
+        # Each parameter once, even if a layer has two names; a stack of experts has a part for each of them.
+        parameters: dict[tuple[int, str], dict[int | None, StoredOperand]] = {}
+        for one in collected:
+            parameters.setdefault((id(one.layer), one.last), {}).setdefault(one.expert, one)
+        for parts in parameters.values():
+            one, *_ = parts.values()
+            weights = [joined([reader.decoded(piece.prefix) for piece in part.pieces]) for part in parts.values()]
+            if not one.of_experts and one.spec.format.name in stored_weight.CODE_DTYPES:
+                _store_codes(one.layer, weights[0], one.spec)
             else:
                 _store_values(one, [weight.dense() for weight in weights])
         yield
 
 
 @contextmanager
-def with_recipes(
-    collected: Sequence[StoredOperand], recipes_of: Sequence[Recipe], inputs: Sequence[Inputs]
-) -> Iterator[None]:
+def with_recipes(written: Sequence[Written], recipes: Sequence[Recipe]) -> Iterator[None]:
     """Context in which layers run other recipes, with the known static scales of their inputs."""
-    with restored([one.layer for one in collected]):
-        for one, recipe, known in zip(collected, recipes_of, inputs, strict=True):
-            one.layer.recipe = recipes.get(recipe)
+    with restored([one.layer for one, _, _ in written]):
+        for (one, _, known), recipe in zip(written, recipes, strict=True):
+            one.layer.recipe = recipe
             if recipe.delayed is not None:
                 for name in STATE:
                     one.layer._buffers.pop(name, None)
-                create_state_buffers(one.layer, one.layer.recipe)
+                create_state_buffers(one.layer, recipe)
                 assert known.static_scale is not None
                 one.layer.get_buffer("factor")[amax.INPUT] = 1.0 / known.static_scale
         yield
-
-
-def _group_by_parameter(collected: Sequence[StoredOperand]) -> list[list[StoredOperand]]:
-    """Group the weights by parameter, each once, even if a layer has two names."""
-    each: dict[tuple[int, str], dict[int | None, StoredOperand]] = {}
-    for one in collected:
-        each.setdefault((id(one.layer), one.last), {}).setdefault(one.expert, one)
-    return [list(parts.values()) for parts in each.values()]
 
 
 def joined(parts: Sequence[Decoded]) -> Decoded:
