@@ -9,7 +9,71 @@ from torch import Tensor
 # ---- contiguous ----
 
 
-class KVCache:
+class LayerCache:
+    """Base of caches of two buffers [B, ...] per layer, for sequences of one length.
+
+    Args:
+        layers: number of layers that share the cache.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._counts = [0] * layers
+        self._buffers: tuple[list[Tensor | None], list[Tensor | None]] = [None] * layers, [None] * layers
+
+    @property
+    def layers(self) -> int:
+        """Number of layers that share the cache."""
+        return len(self._counts)
+
+    @property
+    def batch(self) -> int | None:
+        """Batch size B; None before the first update."""
+        first = next((buffer for buffer in self._buffers[0] if buffer is not None), None)
+        return None if first is None else first.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that every layer has cached; during a forward, those before it."""
+        return min(self._counts)
+
+    def length_of(self, layer: int) -> int:
+        """Return the number of tokens that one layer has cached."""
+        return self._counts[layer]
+
+    def reset(self) -> None:
+        """Drop all tokens; the next update may have another batch size or dtype."""
+        self._counts = [0] * self.layers
+
+    def reorder(self, indices: Tensor) -> None:
+        """Replace sequence i by sequence indices[i], for beam search.
+
+        Args:
+            indices: int [B'], each below B; B' may differ from B, to expand a batch into beams.
+        Raises:
+            ValueError: the cache is empty, or indices (on the CPU) are out of range.
+        """
+        if not any(self._counts):
+            raise ValueError("the cache is empty; reorder it after the first update")
+        if indices.is_cpu:  # Reading indices on a GPU would synchronize.
+            check_indices(indices.tolist(), self.batch or 0)
+        for layer, count in enumerate(self._counts):
+            for buffers in self._buffers:
+                old = buffers[layer]
+                if old is None:
+                    continue
+                taken = self._used(old, count)[indices.to(old.device)]
+                if taken.shape[0] != old.shape[0]:
+                    # Inference tensors cannot be written outside inference mode.
+                    with torch.inference_mode(False):
+                        old = buffers[layer] = old.new_empty(taken.shape[0], *old.shape[1:])
+                self._used(old, count).copy_(taken)
+
+    def _used(self, buffer: Tensor, count: int) -> Tensor:
+        """Return the view of a buffer that a number of tokens have filled."""
+        return buffer
+
+
+class KVCache(LayerCache):
     """Key/value cache with one buffer [B, capacity, G, D] per layer, allocated at the first update.
 
     Args:
@@ -25,25 +89,8 @@ class KVCache:
         if layers < 1 or capacity < 1:
             raise ValueError(f"a cache needs positive numbers of layers and tokens, not {layers} and {capacity}")
         self.capacity = capacity
-        self._counts = [0] * layers
-        self._keys: list[Tensor | None] = [None] * layers
-        self._values: list[Tensor | None] = [None] * layers
-
-    @property
-    def layers(self) -> int:
-        """Number of layers that share the cache."""
-        return len(self._counts)
-
-    @property
-    def batch(self) -> int | None:
-        """Batch size B; None before the first update."""
-        first = next((k for k in self._keys if k is not None), None)
-        return None if first is None else first.shape[0]
-
-    @property
-    def length(self) -> int:
-        """Number of tokens that every layer has cached; during a forward, those before it."""
-        return min(self._counts)
+        super().__init__(layers)
+        self._keys, self._values = self._buffers
 
     @property
     def offset(self) -> int:
@@ -57,10 +104,6 @@ class KVCache:
         if first is None:
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         return torch.full((first.shape[0],), self.length, dtype=torch.int64, device=first.device)
-
-    def length_of(self, layer: int) -> int:
-        """Return the number of tokens that one layer has cached."""
-        return self._counts[layer]
 
     def mask(self, mask: Any, mask_type: str, queries: int) -> tuple[Any, str]:
         """Return (mask, mask_type) for attention of the new tokens on the result of `update`.
@@ -135,10 +178,6 @@ class KVCache:
         keys, values = self._keys[layer], self._values[layer] = enlarged
         return keys, values
 
-    def reset(self) -> None:
-        """Drop all tokens; the next update may have another batch size or dtype."""
-        self._counts = [0] * self.layers
-
     def truncate(self, length: int) -> None:
         """Drop the tokens from `length` on.
 
@@ -149,37 +188,22 @@ class KVCache:
             raise ValueError(f"the cache holds {self.length} tokens; it cannot be truncated to {length}")
         self._counts = [length] * self.layers
 
-    def reorder(self, indices: Tensor) -> None:
-        """Replace sequence i by sequence indices[i], for beam search.
-
-        Args:
-            indices: int [B'], each below B; B' may differ from B, to expand a batch into beams.
-        Raises:
-            ValueError: the cache is empty, or indices (on the CPU) are out of range.
-        """
-        if not any(self._counts):
-            raise ValueError("the cache is empty; reorder it after the first update")
-        if indices.is_cpu:  # Reading indices on a GPU would synchronize.
-            check_indices(indices.tolist(), self.batch or 0)
-        for layer, count in enumerate(self._counts):
-            for store in (self._keys, self._values):
-                old = store[layer]
-                if old is None:
-                    continue
-                taken = old[indices.to(old.device), :count]
-                if taken.shape[0] != old.shape[0]:
-                    with torch.inference_mode(False):
-                        old = store[layer] = old.new_empty(taken.shape[0], *old.shape[1:])
-                old[:, :count] = taken
+    def _used(self, buffer: Tensor, count: int) -> Tensor:
+        return buffer[:, :count]
 
 
 def check_new(k: Tensor, v: Tensor, layer: int, layers: int) -> None:
     """Raise ValueError unless k and v are keys and values of one layer."""
-    if not 0 <= layer < layers:
-        raise ValueError(f"layer {layer} of a cache for {layers}; make it for more layers, or count from 0")
+    check_layer(layer, layers, k, v)
     if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"keys have shape {tuple(k.shape)} and values {tuple(v.shape)}; both are [B, S, G, D or Dv]")
-    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+
+
+def check_layer(layer: int, layers: int, *new: Tensor) -> None:
+    """Raise ValueError for a layer that does not exist, or new tokens that require gradients."""
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer {layer} of a cache for {layers}; make it for more layers, or count from 0")
+    if torch.is_grad_enabled() and any(tokens.requires_grad for tokens in new):
         raise ValueError("a cache does not support gradients of earlier tokens; decode under torch.no_grad()")
 
 

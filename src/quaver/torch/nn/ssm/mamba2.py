@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quaver.options import pick, takes
 from quaver.torch.linear.fused_projections import project
 from quaver.torch.nn.activation import ActivationInputOp
-from quaver.torch.nn.attention.kv_cache import check_even, check_indices, check_same, same
+from quaver.torch.nn.attention.kv_cache import LayerCache, check_even, check_layer, check_same, same
 from quaver.torch.nn.mlp import MLP, ComposedBlock, MLPOptions, PartOptions
 from quaver.torch.nn.norm import normalized_projections
 from quaver.torch.nn.ssm.causal_conv import CausalConv1d, last_tokens
@@ -34,7 +34,7 @@ from quaver.torch.state.context import checkpoint
 # ---- cache for decoding, whose size does not depend on the number of tokens ----
 
 
-class StateCache:
+class StateCache(LayerCache):
     """Cache of state-space layers for decoding: the last tokens of each layer's convolution and the state of its scan.
 
     Args:
@@ -49,30 +49,9 @@ class StateCache:
     def __init__(self, layers: int) -> None:
         if layers < 1:
             raise ValueError(f"a cache needs a positive number of layers, not {layers}")
-        self._counts = [0] * layers
+        super().__init__(layers)
         #: [B, taps - 1, channels] in the tokens' dtype, and [B, H, P, N] in float32 or float64, per layer.
-        self._tokens: list[Tensor | None] = [None] * layers
-        self._states: list[Tensor | None] = [None] * layers
-
-    @property
-    def layers(self) -> int:
-        """Number of layers that share the cache."""
-        return len(self._counts)
-
-    @property
-    def batch(self) -> int | None:
-        """Batch size B; None before the first update."""
-        first = next((state for state in self._states if state is not None), None)
-        return None if first is None else first.shape[0]
-
-    @property
-    def length(self) -> int:
-        """Number of tokens that every layer has processed; during a forward, those before it."""
-        return min(self._counts)
-
-    def length_of(self, layer: int) -> int:
-        """Return the number of tokens that one layer has processed."""
-        return self._counts[layer]
+        self._tokens, self._states = self._buffers
 
     def read(self, layer: int, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return one layer's last tokens and state, valid until its next update; (None, None) before the first.
@@ -84,10 +63,7 @@ class StateCache:
             ValueError: a layer that does not exist or is ahead of the others, another batch size, or x that requires
                 gradients.
         """
-        if not 0 <= layer < self.layers:
-            raise ValueError(f"layer {layer} of a cache for {self.layers}; make it for more layers, or count from 0")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError("a cache does not support gradients of earlier tokens; decode under torch.no_grad()")
+        check_layer(layer, self.layers, x)
         check_even(self._counts, layer)
         if not self._counts[layer]:
             return None, None
@@ -111,24 +87,19 @@ class StateCache:
             ValueError: shapes or dtypes that differ from earlier ones; nothing is written in that case.
         """
         new = tokens.detach(), state.detach()
-        stores = self._tokens, self._states
         if self._counts[layer]:
-            for store, value, what in zip(stores, new, ("last tokens", "states"), strict=True):
-                old = store[layer]
+            for buffers, value, what in zip(self._buffers, new, ("last tokens", "states"), strict=True):
+                old = buffers[layer]
                 assert old is not None
                 check_same(old, value, what, tuple(range(value.dim())))
         # Inference tensors cannot be written outside inference mode.
         with torch.inference_mode(False):
-            for store, value in zip(stores, new, strict=True):
-                old = store[layer]
+            for buffers, value in zip(self._buffers, new, strict=True):
+                old = buffers[layer]
                 if old is None or not same(old, value, tuple(range(value.dim()))):
-                    old = store[layer] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                    old = buffers[layer] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
                 old.copy_(value)
         self._counts[layer] += count
-
-    def reset(self) -> None:
-        """Drop all tokens; the next update may have another batch size or dtype."""
-        self._counts = [0] * self.layers
 
     def truncate(self, length: int) -> None:
         """Drop all tokens (length 0), or none.
@@ -143,24 +114,6 @@ class StateCache:
                 f"the cache has seen {self.length} tokens and a state cannot be truncated to {length}: keep a "
                 "copy.deepcopy of the cache to return to, or reset() it"
             )
-
-    def reorder(self, indices: Tensor) -> None:
-        """Replace sequence i by sequence indices[i], for beam search.
-
-        Args:
-            indices: int [B'], each below B; B' may differ from B, to expand a batch into beams.
-        Raises:
-            ValueError: the cache is empty, or indices (on the CPU) are out of range.
-        """
-        if not any(self._counts):
-            raise ValueError("the cache is empty; reorder it after the first update")
-        if indices.is_cpu:  # Reading indices on a GPU would synchronize.
-            check_indices(indices.tolist(), self.batch or 0)
-        for store in (self._tokens, self._states):
-            for layer, old in enumerate(store):
-                if old is not None and self._counts[layer]:
-                    with torch.inference_mode(False):
-                        store[layer] = old[indices.to(old.device)]
 
 
 # ---- block ----
