@@ -285,7 +285,7 @@ class ActivationInputOp:
         self, *x: Tensor | None, implementation: int | None = None
     ) -> tuple[Tensor, tuple[Tensor | Quantized | None, ...]]:
         assert x[0] is not None
-        run = ops.chosen(ACTIVATE, x[0]) if implementation is None else ACTIVATE.implementations[implementation].run
+        run = ops.chosen(ACTIVATE, x[0], implementation)
         y = run(self.name, self.options, x)
         if not self.eight_bits or x[0].dtype not in ops.DTYPES:
             return y, x
@@ -309,11 +309,7 @@ class ActivationInputOp:
         return y, tuple(gradients)
 
     def backward(self, g: Tensor, saved: Sequence[Any], implementation: int | None = None) -> tuple[Tensor, ...]:
-        run = (
-            ops.chosen(ACTIVATE_BACKWARD, g)
-            if implementation is None
-            else ACTIVATE_BACKWARD.implementations[implementation].run
-        )
+        run = ops.chosen(ACTIVATE_BACKWARD, g, implementation)
         if not isinstance(saved[0], Quantized):
             return tuple(run(self.name, self.options, g, saved))
         if not ops.on_host(g) or not _in_blocks(g):

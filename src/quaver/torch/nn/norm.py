@@ -5,7 +5,7 @@ Backward uses the input and one or two float32 statistics per row. The output is
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,35 +30,48 @@ NORMALIZATIONS = {"LayerNorm": (True, True), "RMSNorm": (False, True), "L2": (Fa
 QK_NORM_SCOPES = ("head", "each_head", "all_heads")
 
 
-@dataclass(frozen=True)
-class Normalization:
-    """Normalization as a function of x, weight and bias, usable as an input op of
-    `quaver.torch.linear.autograd`.
+class NormalizationOp:
+    """Base of normalizations that are input ops of `quaver.torch.linear.autograd`.
 
-    Backward saves x and the statistics of the rows.
+    Backward saves the inputs and the statistics of the rows.
     """
 
-    normalization: str
+    recomputes_input = False
     eps: float
-    zero_centered: bool
-    recomputes_input: bool = False
     #: eps as text for torch.compile: with dynamic shapes a float becomes a symbol, which two autograd functions cannot
     #: share.
-    eps_text: str = field(init=False, repr=False, compare=False, default="")
+    eps_text: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eps_text", repr(float(self.eps)))
 
     def __call__(self, *x: Tensor | None) -> Tensor:
-        return run_standalone(self, NO_SECOND_DERIVATIVE, *x)
+        y: Tensor = run_standalone(self, NO_SECOND_DERIVATIVE, *x)  # type: ignore[arg-type]
+        return y
+
+    @property
+    def traceable_eps(self) -> float:
+        """eps as a constant for a compiler."""
+        return float(self.eps_text) if is_tracing() else self.eps
+
+    def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
+        raise AssertionError("what a norm made is kept")
+
+
+@dataclass(frozen=True)
+class Normalization(NormalizationOp):
+    """Normalization as a function of x, weight and bias."""
+
+    normalization: str
+    eps: float
+    zero_centered: bool
 
     def forward(self, *x: Tensor | None, implementation: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         value, gamma, beta = x
         assert value is not None
         gamma, beta = gamma_and_beta(value, gamma, beta, self.zero_centered)
-        run = ops.chosen(NORMALIZE, value) if implementation is None else NORMALIZE.implementations[implementation].run
-        eps = float(self.eps_text) if is_tracing() else self.eps
-        y, mean, factor = run(value, gamma, beta, self.normalization, eps)
+        run = ops.chosen(NORMALIZE, value, implementation)
+        y, mean, factor = run(value, gamma, beta, self.normalization, self.traceable_eps)
         return y, (value, gamma, beta, mean, factor)
 
     def quantized(
@@ -70,16 +83,9 @@ class Normalization:
         gamma, beta = gamma_and_beta(value, weight, bias, self.zero_centered)
         return kernels.normalized(value, gamma, beta, self.normalization, self.eps, spec, factor, want_output)
 
-    def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
-        raise AssertionError("what a norm made is kept")
-
     def backward(self, g: Tensor, saved: Sequence[Any], implementation: int | None = None) -> tuple[Tensor | None, ...]:
         x, gamma, beta, mean, factor = saved
-        run = (
-            ops.chosen(NORMALIZE_BACKWARD, x)
-            if implementation is None
-            else NORMALIZE_BACKWARD.implementations[implementation].run
-        )
+        run = ops.chosen(NORMALIZE_BACKWARD, x, implementation)
         of_x, of_gamma, of_beta = run(g, x, gamma, beta, mean, factor, self.normalization)
         return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta
 
@@ -302,7 +308,7 @@ def normalized_projections(
 
 NO_SECOND_DERIVATIVE = (
     "this normalization supports first derivatives only (no second derivative, no torch.func), because its "
-    "backward is written by hand: use torch.nn.LayerNorm or RMSNorm there"
+    "backward is written by hand: use torch's own operations there"
 )
 
 

@@ -48,8 +48,14 @@ def on_host(x: Tensor) -> bool:
     return x.is_cpu and not device.forced_implementations and not is_tracing()
 
 
-def chosen(operation: Operation, x: Tensor) -> Callable[..., Any]:
-    """Return the function that runs an operation on x: the plain torch function itself where only that runs."""
+def chosen(operation: Operation, x: Tensor, implementation: int | None = None) -> Callable[..., Any]:
+    """Return the function that runs an operation on x: the plain torch function itself where only that runs.
+
+    Args:
+        implementation: index of the implementation to run, if it is known.
+    """
+    if implementation is not None:
+        return operation.implementations[implementation].run
     return operation.implementations[-1].run if on_host(x) else operation
 
 

@@ -7,7 +7,7 @@ once; backward saves x, the gate and one number per row and group. Source: Dao a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,48 +19,24 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.fused_quantize import FusedQuantizeResult
 from quaver.torch.linear.fused_projections import is_bare, project
 from quaver.torch.linear.linear import Linear
-from quaver.torch.nn.activation import run_standalone
-from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.nn.norm import NormalizationOp
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
 
-NO_SECOND_DERIVATIVE = (
-    "this normalization supports first derivatives only (no second derivative, no torch.func), because its "
-    "backward is written by hand: use torch's own operations there"
-)
-
 
 @dataclass(frozen=True)
-class GatedNormalization:
-    """Gated normalization as a function of x, gate and gamma, usable as an input op of
-    `quaver.torch.linear.autograd`.
-    """
+class GatedNormalization(NormalizationOp):
+    """Gated normalization as a function of x, gate and gamma."""
 
     groups: int
     eps: float
     norm_before_gate: bool
-    recomputes_input: bool = False
-    #: eps as text for torch.compile: with dynamic shapes a float becomes a symbol, which two autograd functions cannot
-    #: share.
-    eps_text: str = field(init=False, repr=False, compare=False, default="")
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "eps_text", repr(float(self.eps)))
-
-    def __call__(self, *x: Tensor | None) -> Tensor:
-        y: Tensor = run_standalone(self, NO_SECOND_DERIVATIVE, *x)
-        return y
 
     def forward(self, *x: Tensor | None, implementation: int | None = None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         value, gate, gamma = x
         assert value is not None
-        run = (
-            ops.chosen(GATED_NORMALIZE, value)
-            if implementation is None
-            else GATED_NORMALIZE.implementations[implementation].run
-        )
-        eps = float(self.eps_text) if is_tracing() else self.eps
-        y, factor = run(value, gate, gamma, self.groups, eps, self.norm_before_gate)
+        run = ops.chosen(GATED_NORMALIZE, value, implementation)
+        y, factor = run(value, gate, gamma, self.groups, self.traceable_eps, self.norm_before_gate)
         return y, (value, gate, gamma, factor)
 
     def quantized(
@@ -68,12 +44,8 @@ class GatedNormalization:
     ) -> FusedQuantizeResult | None:
         return None
 
-    def recompute_input(self, saved: Sequence[Any], g: Tensor | None = None) -> tuple[Tensor, tuple[Any, ...] | None]:
-        raise AssertionError("what a norm made is kept")
-
     def backward(self, g: Tensor, saved: Sequence[Any], implementation: int | None = None) -> tuple[Tensor | None, ...]:
-        operation = GATED_NORMALIZE_BACKWARD
-        run = ops.chosen(operation, g) if implementation is None else operation.implementations[implementation].run
+        run = ops.chosen(GATED_NORMALIZE_BACKWARD, g, implementation)
         return tuple(run(g, *saved, self.groups, self.norm_before_gate))
 
 
