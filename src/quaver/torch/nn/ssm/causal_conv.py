@@ -159,22 +159,26 @@ class _PaddedRows:
         self.wide = torch.promote_types(x.dtype, torch.float32)
         self.taps = weight.to(self.wide).t().contiguous()
         self.before = before = weight.shape[1] - 1
-        #: (first row, length) of each concatenated sequence; None for a regular batch.
-        self.places: list[tuple[int, int]] | None = None
+        #: Output row of each token of concatenated sequences [tokens], and rows of the tokens before each sequence
+        #: [sequences, before]; None for a regular batch.
+        self.tokens: Tensor | None = None
+        self.earlier: Tensor | None = None
         if cu_seqlens is None:
             self.rows = F.pad(x.to(self.wide), (0, 0, before, 0))
             if initial is not None:
                 self.rows[:, :before] = initial
             return
-        lengths = lengths_of(cu_seqlens, x.shape[1])
-        assert lengths is not None
-        starts = [0, *accumulate(length + before for length in lengths)]
-        self.places = list(zip(starts, lengths, strict=False))
-        self.rows = x.new_zeros(1, starts[-1], x.shape[2], dtype=self.wide)
-        for n, ((start, length), part) in enumerate(zip(self.places, x[0].split(lengths), strict=True)):
-            if initial is not None:
-                self.rows[0, start : start + before] = initial[n]
-            self.rows[0, start + before : start + before + length] = part
+        lengths_of(cu_seqlens, x.shape[1])  # A traced call has not validated them.
+        # Each sequence follows the tokens before it, so that token t of sequence n has output row t + n * before.
+        starts = cu_seqlens.to(torch.int64)
+        offsets = torch.arange(cu_seqlens.shape[0] - 1, dtype=torch.int64, device=x.device) * before
+        every = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
+        self.tokens = every + torch.bucketize(every, starts[1:], right=True) * before
+        self.earlier = (starts[:-1] + offsets)[:, None] + torch.arange(before, dtype=torch.int64, device=x.device)
+        self.rows = x.new_zeros(1, x.shape[1] + self.earlier.numel(), x.shape[2], dtype=self.wide)
+        if initial is not None:
+            self.rows[0, self.earlier] = initial.to(self.wide)
+        self.rows[0, self.tokens + before] = x[0].to(self.wide)
 
     @property
     def outputs(self) -> int:
@@ -182,43 +186,33 @@ class _PaddedRows:
         return max(0, self.rows.shape[1] - self.before)
 
     def convolved(self, bias: Tensor | None) -> Tensor:
-        """Return z for all rows."""
+        """Return z of the tokens."""
         n = self.outputs
         z = self.rows[:, :n] * self.taps[0]
         for k in range(1, self.before + 1):
             z.addcmul_(self.rows[:, k : k + n], self.taps[k])
-        return z if bias is None else z.add_(bias.to(self.wide))
-
-    def picked(self, z: Tensor) -> Tensor:
-        """Return the rows of z that belong to tokens."""
-        if self.places is None:
-            return z
-        return torch.cat([z[:, :0], *(z[:, start : start + length] for start, length in self.places)], 1)
+        z = z if bias is None else z.add_(bias.to(self.wide))
+        return z if self.tokens is None else z[:, self.tokens]
 
     def spread(self, g: Tensor) -> Tensor:
-        """Undo `picked`: write a gradient of tokens to their rows, zeros elsewhere."""
-        if self.places is None:
+        """Write a gradient of tokens to their output rows, zeros elsewhere."""
+        if self.tokens is None:
             return g
-        spread = g.new_zeros(1, self.outputs, g.shape[2])
-        for (start, length), part in zip(self.places, g[0].split([n for _, n in self.places]), strict=True):
-            spread[0, start : start + length] = part
-        return spread
+        return g.new_zeros(1, self.outputs, g.shape[2]).index_copy_(1, self.tokens, g)
 
     def parted(self, g: Tensor) -> tuple[Tensor, Tensor]:
         """Split a gradient of the rows into that of x and that of the tokens before."""
         before = self.before
-        if self.places is None:
+        if self.tokens is None or self.earlier is None:
             return g[:, before:], g[:, :before]
-        first = [g[:, start : start + before] for start, _ in self.places]
-        rest = [g[:, start + before : start + before + length] for start, length in self.places]
-        return torch.cat([g[:, :0], *rest], 1), torch.cat([g.new_zeros(0, before, g.shape[2]), *first])
+        return g[:, self.tokens + before], g[0, self.earlier]
 
 
 def _plain_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, activation: str
 ) -> Tensor:
     rows = _PaddedRows(x, weight, initial, cu_seqlens)
-    z = rows.picked(rows.convolved(bias))
+    z = rows.convolved(bias)
     return ACTIVATIONS[activation].forward(z).to(x.dtype)
 
 
@@ -232,7 +226,7 @@ def _plain_backward(
     activation: str,
 ) -> list[Tensor]:
     rows = _PaddedRows(x, weight, initial, cu_seqlens)
-    z = rows.picked(rows.convolved(bias))
+    z = rows.convolved(bias)
     (dz,) = ACTIVATIONS[activation].backward(g.to(rows.wide), z)
     dz, n = rows.spread(dz), rows.outputs
     of_rows, of_taps = torch.zeros_like(rows.rows), torch.empty_like(rows.taps)
