@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quaver.torch.nn.ssm.causal_conv import chunks_of
+from quaver.torch.nn.ssm.chunked_scan import chunks_of
 from tests.close import assert_bitwise
 
 CPU = torch.device("cpu")
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def test_split_sequences_are_joined_back(lengths: list[int], size: int) -> None:
     x = torch.randn(sum(lengths), 3)
     chunks = chunks_of(lengths, size, CPU)
-    total = len(chunks.begins)
+    total = len(chunks.sequences)
     assert total == sum(-(-n // size) for n in lengths)
     out, at = torch.full_like(x, torch.nan), 0
     for first in range(0, total, 2):
@@ -26,8 +26,7 @@ def test_split_sequences_are_joined_back(lengths: list[int], size: int) -> None:
     for sequence, length in enumerate(lengths):
         own = -(-length // size)
         if own:
-            assert chunks.begins[at : at + own] == [sequence] + [-1] * (own - 1)
-            assert chunks.ends[at : at + own] == [-1] * (own - 1) + [sequence]
+            assert chunks.sequences[at : at + own] == [sequence] * own
             whole = chunks.taken(x, at, at + own, x.dtype).flatten(0, 1)
             start = sum(lengths[:sequence])
             assert_bitwise(whole[:length], x[start : start + length])

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution before a scan, with its activation; and the chunks into which a scan divides sequences.
+"""Causal depthwise convolution before a scan, with its activation.
 
     z_t = bias + Σ_k weight[:, k] x_(t-K+1+k),    y = activation(z)
 
@@ -7,8 +7,7 @@ Backward saves x and recomputes z. Source: Gu and Dao 2023, arXiv:2312.00752 §3
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,6 @@ from quaver.torch.nn.activation import ACTIVATIONS, get_activation, run_standalo
 from quaver.torch.nn.attention.inputs import lengths_of
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
-
-# ---- convolution ----
 
 NO_SECOND_DERIVATIVE = (
     "this convolution supports first derivatives only (no second derivative, no torch.func), because its backward "
@@ -267,59 +264,3 @@ BACKWARD: Operation[list[Tensor]] = Operation(
     ],
     fake=_fake_backward,
 )
-
-
-# ---- chunks of concatenated sequences; no chunk has tokens of two sequences ----
-
-
-class SequenceChunks(NamedTuple):
-    """Assignment of the tokens of all sequences to chunks of `size` slots; a sequence's last chunk may have empty
-    slots.
-    """
-
-    size: int
-    #: Per chunk: the sequence that begins with it, or -1; and the sequence that ends with it, or -1.
-    begins: list[int]
-    ends: list[int]
-    #: Token of each slot, int64 [chunks * size]; None if tokens are already in slot order.
-    tokens: Tensor | None
-    #: bool [chunks, size], True for an empty slot; None if there is none.
-    spare: Tensor | None
-
-    def taken(self, x: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Gather x [tokens, ...] for a range of chunks: [chunks, size, ...] in a dtype, 0 in empty slots."""
-        a, b, lead = first * self.size, last * self.size, (last - first, self.size)
-        if self.tokens is None:
-            return x[a:b].to(dtype).view(*lead, *x.shape[1:])
-        taken = x.index_select(0, self.tokens[a:b]).to(dtype).view(*lead, *x.shape[1:])
-        if self.spare is None:
-            return taken
-        return taken.masked_fill_(self.spare[first:last].view(*lead, *(1,) * (x.dim() - 1)), 0)
-
-    def put(self, out: Tensor, values: Tensor, first: int, last: int) -> None:
-        """Scatter values [chunks, size, ...] to their tokens in out [tokens, ...]."""
-        flat = values.reshape(-1, *values.shape[2:])
-        if self.tokens is None:
-            out[first * self.size : last * self.size].copy_(flat)
-            return
-        tokens = self.tokens[first * self.size : last * self.size]
-        if self.spare is not None:
-            there = (~self.spare[first:last]).flatten().nonzero().squeeze(1)
-            tokens, flat = tokens[there], flat[there]
-        out.index_copy_(0, tokens, flat.to(out.dtype))
-
-
-def chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> SequenceChunks:
-    """Divide concatenated sequences of these lengths into chunks."""
-    counts = [-(-length // size) for length in lengths]
-    begins, ends = [-1] * sum(counts), [-1] * sum(counts)
-    for sequence, (count, last) in enumerate(zip(counts, accumulate(counts), strict=True)):
-        if count:
-            begins[last - count], ends[last - 1] = sequence, sequence
-    if all(length % size == 0 for length in lengths):
-        return SequenceChunks(size, begins, ends, None, None)
-    starts = [0, *accumulate(lengths)]
-    place = torch.arange(max(counts) * size, dtype=torch.int64, device=device)
-    tokens = torch.cat([start + place[: count * size] for start, count in zip(starts, counts, strict=False)])
-    spare = torch.cat([place[: n * size] >= length for n, length in zip(counts, lengths, strict=True)])
-    return SequenceChunks(size, begins, ends, tokens.masked_fill_(spare, 0), spare.view(-1, size))

@@ -13,14 +13,13 @@ Source: Dao and Gu 2024, arXiv:2405.21060 §6.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from quaver.torch.nn.ssm.causal_conv import SequenceChunks
 
 # ---- recurrence, token by token: the plain and slow definition of the scan ----
 #
@@ -103,6 +102,58 @@ def skip(D: Tensor) -> Tensor:
     return D[:, None] if D.dim() == 1 else D
 
 
+# ---- chunks of concatenated sequences; no chunk has tokens of two sequences ----
+
+
+class SequenceChunks(NamedTuple):
+    """Assignment of the tokens of all sequences to chunks of `size` slots; a sequence's last chunk may have empty
+    slots.
+    """
+
+    size: int
+    #: Sequence of each chunk.
+    sequences: list[int]
+    #: Token of each slot, int64 [chunks * size]; None if tokens are already in slot order.
+    tokens: Tensor | None
+    #: bool [chunks, size], True for an empty slot; None if there is none.
+    spare: Tensor | None
+
+    def taken(self, x: Tensor, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Gather x [tokens, ...] for a range of chunks: [chunks, size, ...] in a dtype, 0 in empty slots."""
+        a, b, lead = first * self.size, last * self.size, (last - first, self.size)
+        if self.tokens is None:
+            return x[a:b].to(dtype).view(*lead, *x.shape[1:])
+        taken = x.index_select(0, self.tokens[a:b]).to(dtype).view(*lead, *x.shape[1:])
+        if self.spare is None:
+            return taken
+        return taken.masked_fill_(self.spare[first:last].view(*lead, *(1,) * (x.dim() - 1)), 0)
+
+    def put(self, out: Tensor, values: Tensor, first: int, last: int) -> None:
+        """Scatter values [chunks, size, ...] to their tokens in out [tokens, ...]."""
+        flat = values.reshape(-1, *values.shape[2:])
+        if self.tokens is None:
+            out[first * self.size : last * self.size].copy_(flat)
+            return
+        tokens = self.tokens[first * self.size : last * self.size]
+        if self.spare is not None:
+            there = (~self.spare[first:last]).flatten().nonzero().squeeze(1)
+            tokens, flat = tokens[there], flat[there]
+        out.index_copy_(0, tokens, flat.to(out.dtype))
+
+
+def chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> SequenceChunks:
+    """Divide concatenated sequences of these lengths into chunks."""
+    counts = [-(-length // size) for length in lengths]
+    sequences = [sequence for sequence, count in enumerate(counts) for _ in range(count)]
+    if all(length % size == 0 for length in lengths):
+        return SequenceChunks(size, sequences, None, None)
+    starts = [0, *accumulate(lengths)]
+    place = torch.arange(max(counts) * size, dtype=torch.int64, device=device)
+    tokens = torch.cat([start + place[: count * size] for start, count in zip(starts, counts, strict=False)])
+    spare = torch.cat([place[: n * size] >= length for n, length in zip(counts, lengths, strict=True)])
+    return SequenceChunks(size, sequences, tokens.masked_fill_(spare, 0), spare.view(-1, size))
+
+
 # ---- chunked scan ----
 
 #: Bound of A dt by dtype: exp of larger exponents is 0 or infinite anyway. Clamping keeps the sums of a chunk finite,
@@ -180,17 +231,17 @@ class ScanChunks(NamedTuple):
 def forward(inputs: ScanInputs, chunks: SequenceChunks, sequences: int) -> tuple[Tensor, Tensor]:
     """Return y [T, H, P] in x's dtype, and the state after each sequence [sequences, H, P, N], float32 or float64."""
     y, D = torch.empty_like(inputs.x, memory_format=torch.contiguous_format), _wide_skip(inputs)
-    states = _States(inputs, sequences)
+    final = _initial(inputs, sequences)
     for first, last in _pieces(inputs, chunks):
         piece = _read(inputs, chunks, first, last)
         entering = _added(piece)
-        states.pass_on(chunks, first, entering, piece.sums)
+        _passed_on(chunks, first, entering, final, piece.sums)
         output = _multiplied(piece, piece.x * piece.dt[..., None], piece.decays())
         output.addcmul_(across(piece.C, entering), piece.entering[..., None])
         if D is not None:
             output.addcmul_(D, piece.x)
         chunks.put(y, _tokens_first(output), first, last)
-    return y, states.final
+    return y, final
 
 
 def backward(
@@ -291,41 +342,40 @@ class _ChunkGradients:
         return after.add_(before).add_(through[..., None])
 
 
-class _States:
-    """Running state of each sequence over the chunks."""
+def _initial(inputs: ScanInputs, sequences: int) -> Tensor:
+    """Return a copy of the initial states [sequences, H, P, N]."""
+    _, _, dim, size, heads = inputs.sizes
+    if inputs.initial is None:
+        return inputs.x.new_zeros(sequences, heads, dim, size, dtype=inputs.wide)
+    return inputs.initial.to(inputs.wide, copy=True, memory_format=torch.contiguous_format)
 
-    def __init__(self, inputs: ScanInputs, sequences: int) -> None:
-        groups, shared, dim, size, heads = inputs.sizes
-        self.shape = groups, shared, dim, size
-        self.final = inputs.x.new_zeros(sequences, heads, dim, size, dtype=inputs.wide)
-        if inputs.initial is not None:
-            self.final.copy_(inputs.initial)
-        self.sequence = -1
 
-    def pass_on(self, chunks: SequenceChunks, first: int, added: Tensor, sums: Tensor) -> None:
-        """Replace each chunk's contribution to its state, [n, G, r, P, N], by the state that enters it, in place.
+def _passed_on(chunks: SequenceChunks, first: int, added: Tensor, states: Tensor, sums: Tensor) -> None:
+    """Replace each chunk's contribution to its leaving state by the state that enters it.
 
-        `final` is written where a sequence ends.
-        """
-        decays = torch.exp(sums[..., -1].to(added.dtype))[..., None, None]
-        for i in range(added.shape[0]):
-            begins, ends = chunks.begins[first + i], chunks.ends[first + i]
-            if begins >= 0:
-                self.state = self.final[begins].view(self.shape)
-            leaves = torch.addcmul(added[i], self.state, decays[i])
-            added[i] = self.state
-            self.state = leaves
-            if ends >= 0:
-                self.final[ends] = leaves.view(self.final.shape[1:])
+    Args:
+        chunks: the chunks of all sequences.
+        first: number of the first chunk in this range.
+        added: the contributions [n, G, r, P, N], replaced in place.
+        states: running state per sequence, [sequences, H, P, N]; updated in place to that after the last chunk.
+        sums: cumulative sums of A dt.
+    """
+    decays = torch.exp(sums[..., -1].to(added.dtype))[..., None, None]
+    for i in range(added.shape[0]):
+        state = states[chunks.sequences[first + i]].view(added.shape[1:])
+        leaves = torch.addcmul(added[i], state, decays[i])
+        added[i] = state
+        state.copy_(leaves)
 
 
 def _entered(inputs: ScanInputs, chunks: SequenceChunks, sequences: int) -> Tensor:
     """Return the state that enters each chunk, [chunks, G, r, P, N]."""
-    states = _States(inputs, sequences)
-    entered = inputs.x.new_empty(len(chunks.begins), *states.shape, dtype=inputs.wide)
+    groups, shared, dim, size, _ = inputs.sizes
+    states = _initial(inputs, sequences)
+    entered = inputs.x.new_empty(len(chunks.sequences), groups, shared, dim, size, dtype=inputs.wide)
     for first, last in _pieces(inputs, chunks):
         piece = _read(inputs, chunks, first, last)
-        states.pass_on(chunks, first, _added(piece, entered[first:last]), piece.sums)
+        _passed_on(chunks, first, _added(piece, entered[first:last]), states, piece.sums)
     return entered
 
 
@@ -343,25 +393,17 @@ def _passed_back(chunks: SequenceChunks, first: int, entering: Tensor, leaving: 
     passed = torch.empty_like(entering)
     decays = torch.exp(sums[..., -1].to(entering.dtype))[..., None, None]
     for i in reversed(range(entering.shape[0])):
-        sequence = _sequence(chunks, first + i)
-        state = leaving[sequence].view(entering.shape[1:])
+        state = leaving[chunks.sequences[first + i]].view(entering.shape[1:])
         passed[i] = state
         state.mul_(decays[i]).add_(entering[i])
     return passed
-
-
-def _sequence(chunks: SequenceChunks, chunk: int) -> int:
-    """Return the sequence to which a chunk belongs."""
-    while chunks.begins[chunk] < 0:
-        chunk -= 1
-    return chunks.begins[chunk]
 
 
 def _pieces(inputs: ScanInputs, chunks: SequenceChunks) -> Iterator[tuple[int, int]]:
     """Yield (first, last) of the ranges of chunks that are computed at a time."""
     _, _, dim, state, heads = inputs.sizes
     each = max(1, ELEMENTS // (heads * max(chunks.size**2, dim * state)))
-    total = len(chunks.begins)
+    total = len(chunks.sequences)
     for first in range(0, total, each):
         yield first, min(first + each, total)
 

@@ -14,8 +14,7 @@ from quaver.recipes.text import check_instance
 from quaver.torch.nn.activation import run_standalone
 from quaver.torch.nn.attention.inputs import lengths_of
 from quaver.torch.nn.ssm import chunked_scan
-from quaver.torch.nn.ssm.causal_conv import chunks_of
-from quaver.torch.nn.ssm.chunked_scan import UNLIMITED, recurrence, skip, step, steps_of
+from quaver.torch.nn.ssm.chunked_scan import UNLIMITED, chunks_of, recurrence, skip, step, steps_of
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
 
@@ -30,15 +29,10 @@ CHUNK = 256
 WITHIN = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
-def installed(name: str) -> bool:
-    """Return True if a package can be imported."""
-    return find_spec(name) is not None
-
-
 def reason(name: str, x: Tensor, *others: Any) -> str:
     """Return why a package cannot run this call, or ""."""
     said = name.replace("_", "-")
-    if not installed(name):
+    if find_spec(name) is None:
         return f"{said} is not installed"
     if not x.is_cuda:
         return f"{said} runs on GPUs, and this is {x.device.type!r}"
@@ -65,11 +59,10 @@ def by_mamba_ssm(
             "cu_seqlens": cu_seqlens.to(torch.int32),
             "return_varlen_states": True,
         }
-    limit = tuple(map(float, how.limit.split(",")))
     with ops.without_autocast(x.device.type):
         y, *states = mamba_chunk_scan_combined(
             x, dt, A, B, C, how.chunk or CHUNK, D=D, dt_bias=dt_bias, initial_states=initial, dt_softplus=how.softplus,
-            dt_limit=limit, return_final_states=True, **packed,
+            dt_limit=_limit(how.limit), return_final_states=True, **packed,
         )  # fmt: skip
     return y, states[-1].float()
 
@@ -81,10 +74,9 @@ def by_fla(
     """Run the scan with fla's gated linear attention, one decay per head: keys B, queries C, values dt x."""
     from fla.ops.simple_gla import chunk_simple_gla  # type: ignore[import-not-found]
 
-    least, most = map(float, how.limit.split(","))
     with ops.without_autocast(x.device.type):
         bias = None if dt_bias is None else dt_bias.float()
-        steps = steps_of(dt.float(), bias, how.softplus, (least, most))
+        steps = steps_of(dt.float(), bias, how.softplus, _limit(how.limit))
         queries, keys = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (C, B))
         y, state = chunk_simple_gla(
             q=queries, k=keys, v=(steps[..., None] * x).to(x.dtype), g=steps * A.float(), scale=1.0,
@@ -102,10 +94,6 @@ PACKAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"mamba_ssm": by_mam
 @cache
 def _differs(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return why the package's scan is not used after comparison with the recurrence, or ""."""
-
-    class How:
-        softplus, limit, chunk = True, "0.0,inf", 64
-
     generator = torch.Generator("cpu").manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -118,8 +106,7 @@ def _differs(name: str, device: torch.device, dtype: torch.dtype) -> str:
         leaves = [v.clone().requires_grad_() for v in narrow]
         wide = [v.float().requires_grad_() for v in narrow]
         try:
-            arguments: list[Any] = [*leaves, None, None, None, How]
-            y, _ = PACKAGES[name](*arguments)
+            y, _ = PACKAGES[name](*leaves, None, None, None, ScanOptions(True, "0.0,inf", 64))
             ours = [y, *torch.autograd.grad(y.float().sum(), leaves)]
         except Exception as error:
             return f"a small scan of {name} does not run: {str(error).partition(chr(10))[0][:100]}"
