@@ -86,14 +86,13 @@ class Writing:
         """Add a tensor; writes a file when the size limit is reached."""
         if name in self.where:
             raise ValueError(f"two tensors of this model have the same name {name!r} in its checkpoint")
-        size = tensor.numel() * tensor.element_size()
-        if self.collected and self.bytes + size > self.limit:
+        if self.collected and self.bytes + tensor.nbytes > self.limit:
             self._flush()
         # Clone: safetensors cannot store two tensors that share memory.
         self.collected[name] = tensor.detach().cpu().contiguous().clone()
         self.where[name] = len(self.files)
-        self.bytes += size
-        self.total += size
+        self.bytes += tensor.nbytes
+        self.total += tensor.nbytes
 
     def _flush(self) -> None:
         path = self.folder / f"part-{len(self.files)}.safetensors"
@@ -256,7 +255,7 @@ def export(
     with writing(folder, shard_bytes) as files:
         for name, tensor in parts.plain.items():
             files.add(name, tensor)
-            before += _bytes(tensor)
+            before += tensor.nbytes
         for group in groups:
             before += _write_fused(files, kind, group)
         _describe(files, kind, model, parts, plan)
@@ -390,7 +389,9 @@ def _describe(
     if hasattr(own, "to_json_string"):
         config = json.loads(own.to_json_string())
         config["architectures"] = [(original(unconverted_class(model)) or type(model)).__name__]
-        if getattr(own, "tie_word_embeddings", False) and any(one.name in _tied(model) for one, _, _ in plan):
+        # Names of weights that a transformers model ties to others.
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        if getattr(own, "tie_word_embeddings", False) and any(one.name in tied for one, _, _ in plan):
             config["tie_word_embeddings"] = False
     elif isinstance(own, dict):
         config = dict(own)
@@ -402,12 +403,3 @@ def _describe(
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):
         files.json("generation_config.json", json.loads(generation.to_json_string()))
-
-
-def _tied(model: nn.Module) -> set[str]:
-    """Return the names of weights that a transformers model ties to others."""
-    return set(getattr(model, "all_tied_weights_keys", None) or ())
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

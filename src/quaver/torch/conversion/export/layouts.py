@@ -1,4 +1,4 @@
-"""What servers read: layouts of operands in files, formats of checkpoints, names of experts, fused layers.
+"""Tables of what servers read: layouts of operands in files, formats of checkpoints, names of experts, fused layers.
 
 A layout is a reader's view of a spec's blocks: one scale per tensor, per row, per 128 × 128 square, or per block of 32
 or 16 along k. A block of several rows is written as several rows that repeat its scale, which changes no number. Each
