@@ -237,6 +237,8 @@ class _Layout:
         #: Amaxes in the row at each position, and the device of the ranks that have the row.
         self.sizes: list[int] = []
         self.device = torch.device("cpu")
+        #: True once a step has begun with rows; then every rank takes part where a step begins.
+        self.in_steps = False
 
 
 class _Layouts:
@@ -260,12 +262,12 @@ def reduce(list_layers: Callable[[], Sequence[nn.Module]], group: Any, where: st
             so it must hold no references to layers that may be dropped.
         group: process group, or None for the default one.
         where: name of the caller, for the error of ranks that make different calls.
-        always: False to do nothing if no rank has had a layer yet and this one has none.
+        always: False to do nothing if this rank has no layers, unless an earlier such call had rows.
     """
     if not has_ranks(group):
         return
     layout, layers = _layout_of(group), _with_rows(list_layers())
-    if not (always or layers or layout.sizes):
+    if not (always or layers or layout.in_steps):
         return
     is_new = any(amax.number_of(layer) not in layout.positions for layer in layers)
     if check_agreement(where, {}, group, flag=is_new):
@@ -274,6 +276,7 @@ def reduce(list_layers: Callable[[], Sequence[nn.Module]], group: Any, where: st
         gc.collect()
         layers = _with_rows(list_layers())
         _agree(layout, layers, group)
+    layout.in_steps |= where == ROLLS and bool(layout.sizes)
     if layout.sizes:
         rows = [torch.zeros(size, dtype=torch.float32, device=layout.device) for size in layout.sizes]
         for layer in layers:
