@@ -60,7 +60,6 @@ SAFE = {
     "torch.nn.loss:_warned": WARNS,
     "torch.conversion.quantized_weights:_frozen_layers": "filled under a lock",
     "torch.conversion.quantized_weights:_hooked": "filled under a lock",
-    "torch.backends.gpu.quantize_launch:_places": OWN,
     "torch.backends.gpu.capture:rehearsed": "one thread rehearses a stream, and sets change in one step",
     "torch.backends.gpu.fused_quantize:_announced": WARNS,
     "torch.backends.gpu.device:forced_implementations": "`only` is the process's, entered in one thread at a time",

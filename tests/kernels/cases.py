@@ -151,7 +151,7 @@ def two(
     by_way = []
     for one, of_one, wanted in (
         (x, spec, RequestedOperands(sums=sums)),
-        (w, other, RequestedOperands(transpose=True, codes=True)),
+        (w, other, RequestedOperands(transpose=True)),
     ):
         family = quantize.family_of(of_one, of_one)
         way = None if family is None or family.plan_launch is None else family.plan_launch(one, of_one, of_one, wanted)

@@ -14,7 +14,7 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver import recipes
 from quaver.recipes.spec import GemmSpec, Recipe
-from quaver.torch.backends.gpu import block_scaled, scaled_mm
+from quaver.torch.backends.gpu import quantize_launch, scaled_mm
 from quaver.torch.backends.gpu.quantize_launch import SMALL
 from quaver.torch.linear import autograd, plan_gpu
 from quaver.torch.linear import linear as linear_module
@@ -221,7 +221,7 @@ def test_two_level_scaling_has_the_bits_of_the_general_path(
     """Also with only the required gradients: only stochastic rounding advances the noise count."""
     become(100, monkeypatch)
     if k == 128:
-        monkeypatch.setattr(block_scaled, "SMALL", 1 << 12)
+        monkeypatch.setattr(quantize_launch, "SMALL", 1 << 12)
     recipe = recipes.nvfp4(**{off: False})
     first = qt.Linear(k, n, bias=False, dtype=torch.bfloat16, recipe=recipe)
     second = copy.deepcopy(first)

@@ -16,14 +16,15 @@ from quaver.torch.backends.gpu.buffers import PACKED4
 from quaver.torch.backends.gpu.quantize import family_of
 from quaver.torch.backends.gpu.quantize_launch import (
     TOGETHER,
-    DelayedInputs,
+    QuantizeInputs,
     QuantizeLaunch,
     RequestedOperands,
-    RngInputs,
     RowColOperands,
     RowColQuantizer,
     can_share_launches,
-    of_matrix,
+    delayed_inputs,
+    noise_inputs,
+    reuse_results,
 )
 from quaver.torch.backends.gpu.scaled_mm import (
     FAST,
@@ -80,7 +81,7 @@ class DelayedState:
     #: Result of `amax.newest` for each column: where a kernel writes the amax.
     newest: list[Tensor | None]
     #: Kernel arguments made of both, per column.
-    by_column: list[DelayedInputs]
+    by_column: list[QuantizeInputs]
     rolled: Tensor | None
     factor: Tensor
     version: int
@@ -96,7 +97,7 @@ class DelayedState:
 
 def _with_newest(delayed: DelayedState, newest: list[Tensor | None]) -> DelayedState:
     by_column = [
-        of_matrix(delayed.factors, i, *launch_arguments)
+        delayed_inputs(delayed.factors, i, *launch_arguments)
         for i, launch_arguments in enumerate(zip(delayed.known, newest, strict=True))
     ]
     return replace(delayed, newest=newest, by_column=by_column)
@@ -182,7 +183,7 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
     quantize_together = None
     if weight.dtype is x.dtype and x.numel() + weight.numel() <= TOGETHER:
         weight_launch = _plan_quantization(
-            weight.detach(), recipe.fprop.b, recipe.dgrad.b, RequestedOperands(True, True, views=views)
+            weight.detach(), recipe.fprop.b, recipe.dgrad.b, RequestedOperands(transpose=True, views=views), True
         )
         if weight_launch is not None and can_share_launches(input_launch, weight_launch):
             both = RowColQuantizer(x.device, input_launch, weight_launch)
@@ -205,7 +206,7 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
         quantize_weight=quantize_weight,
         transpose_weight=transpose_weight,
         quantize_grad=_quantizer(RowColQuantizer(x.device, of_grad_output), recipe, amax.GRAD_OUTPUT),
-        transpose_grad=written_transpose if gemms["wgrad"] is not None else _plain_grad,
+        transpose_grad=_plain_grad if gemms["wgrad"] is None else _transposed_view if views else written_transpose,
         fprop=_gemm_function(fprop, x.dtype, True),
         dgrad=_gemm_function(dgrad, x.dtype, True),
         wgrad=_plain_wgrad if gemms["wgrad"] is None else _wgrad_function(gemms["wgrad"], x.dtype),
@@ -219,6 +220,10 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
 
 def _transpose_input(call: LinearCall, x: Tensor, operands: Operands) -> tuple[Tensor, Any]:
     return (x if operands[2] is None else operands[2]), operands[3]
+
+
+def _transposed_view(call: LinearCall, g: Tensor, operands: Operands) -> tuple[Tensor, Any]:
+    return operands[0].t(), operands[3]
 
 
 def _plain_grad(call: LinearCall, g: Tensor, operands: Operands) -> tuple[Tensor, Any]:
@@ -272,8 +277,8 @@ def _stochastic_cast(cast: RowColQuantizer) -> Callable[..., Operands]:
             return (None,) * 5
         drawn = _noise_inputs(layer, cast.device)[bool(needs[0]), bool(needs[1])]
         codes, scales, transposed_codes, transposed_scales, sums, inverse, transposed_inverse = cast(x, drawn)
-        if drawn.factors is not layer._buffers.get("count"):
-            write_back_counts(layer, drawn.factors)
+        if drawn.values is not layer._buffers.get("count"):
+            write_back_counts(layer, drawn.values)
         return codes, [scales, inverse], transposed_codes, [transposed_scales, transposed_inverse], sums
 
     return quantized
@@ -287,10 +292,10 @@ class RngState(NamedTuple):
     #: (seed, name, serial, device).
     source: tuple[Any, ...]
     #: Arguments by (need matrix, need transpose).
-    each: dict[tuple[bool, bool], RngInputs]
+    each: dict[tuple[bool, bool], QuantizeInputs]
 
 
-def _noise_inputs(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bool], RngInputs]:
+def _noise_inputs(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bool], QuantizeInputs]:
     """Return the noise arguments of grad_output by (need matrix, need transpose)."""
     state: LayerState = layer._state  # type: ignore[assignment]
     module_state, count = layer.__dict__, layer._buffers.get("count")
@@ -303,7 +308,7 @@ def _noise_inputs(layer: nn.Module, device: torch.device) -> dict[tuple[bool, bo
             return each
     seed, stream, transposed_stream, counts = noise_of(layer, device)
     streams = seed, stream, transposed_stream
-    each = {wanted: RngInputs(streams, wanted, counts) for wanted in ((True, True), (True, False), (False, True))}
+    each = {wanted: noise_inputs(streams, wanted, counts) for wanted in ((True, True), (True, False), (False, True))}
     # A counter on another device is copied for each call, so it is not reused.
     state.drawn = RngState(counts, counts.data_ptr(), source, each) if counts is count else None
     return each
@@ -361,7 +366,11 @@ def _restore_layout(right: Tensor, of_right: Any, kind: ScaledGemmKind) -> tuple
 
 
 def _plan_quantization(
-    like: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands
+    like: Tensor,
+    spec: QuantSpec | None,
+    other: QuantSpec | None,
+    wanted: RequestedOperands,
+    saves_codes: bool = False,
 ) -> QuantizeLaunch | None:
     """Return the launches that quantize a matrix, and its transpose if `other` is given; None if no kernel can."""
     if spec is None or ops.no_kernels(like) or quantize.reason(like, spec):
@@ -372,7 +381,8 @@ def _plan_quantization(
         return None
     if not spec.two_level and (spec.rounding != "nearest" or spec.hadamard):
         return None
-    return family.plan_launch(like, spec, other, wanted)
+    one = family.plan_launch(like, spec, other, wanted)
+    return None if one is None else reuse_results(one, saves_codes, wanted.transpose)
 
 
 def _gemm(
@@ -436,7 +446,7 @@ def _quantize_together(
         def quantize_both(
             w: Tensor, spec: QuantSpec, other: QuantSpec, _: None, factor: Tensor | None, *launch_arguments: Any
         ) -> tuple[Quantized, Quantized]:
-            of_w = None if factor is None else of_matrix(factor.view(1), 0, *launch_arguments[2:4])
+            of_w = None if factor is None else delayed_inputs(factor.view(1), 0, *launch_arguments[2:4])
             written = both(x, of_x, w, of_w)
             operands.append(written[:5])
             return _quantized(written[5:], spec, other, views, of_w is not None and of_w.launch_key[1])

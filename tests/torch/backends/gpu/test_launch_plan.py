@@ -59,7 +59,7 @@ def test_another_layout_gets_another_launch_plan(other: Tensor) -> None:
 
 
 def test_another_device_gets_another_launch_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0))
+    monkeypatch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0, None))
     decided: list[str] = []
 
     def decide(given: Sequence[Any]) -> LaunchPlan:

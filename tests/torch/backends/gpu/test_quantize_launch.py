@@ -13,10 +13,10 @@ from quaver.torch.backends.gpu import quantize
 from quaver.torch.backends.gpu.quantize_launch import (
     QuantizeLaunch,
     RequestedOperands,
-    RngInputs,
     RowColQuantizer,
     can_share_launches,
-    of_matrix,
+    delayed_inputs,
+    noise_inputs,
 )
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
@@ -63,7 +63,7 @@ def assert_is_reference(written: Any, x: Tensor, spec: QuantSpec, kept: bool) ->
 def test_two_matrices_in_shared_launches_equal_the_reference(
     specs: tuple[QuantSpec, QuantSpec], shapes: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
-    wanted = RequestedOperands(), RequestedOperands(transpose=True, codes=True)
+    wanted = RequestedOperands(), RequestedOperands(transpose=True)
     both = None
     values = [[torch.from_numpy(x).bfloat16() for x in nasty(shape).values()] for shape in shapes]
     # Each kind of the one beside another kind of the other, every other pair by turns.
@@ -83,9 +83,9 @@ def test_two_matrices_in_shared_launches_equal_the_reference(
 
 
 def meeting(both: RowColQuantizer) -> list[Tensor]:
-    buffers = [i for i, buffer in enumerate(both.buffers) if buffer is not None and buffer.zeros]
-    assert buffers
-    return [tensors[i] for tensors, _ in both.places.values() for i in buffers]
+    zeros = [i for i, buffer in enumerate(both.reused) if buffer.zeros]
+    assert zeros
+    return [tensors[3 * len(both.matrices) + i] for tensors, _ in both.places.values() for i in zeros]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_four_bits_in_both_directions_by_one_launch_equal_the_reference(
     ids, random = (3_456_789_012, 11), rounding == "stochastic"
     for x in (torch.from_numpy(x).bfloat16() for x in nasty(shape).values()):
         before = counts.tolist()
-        written = both(x, RngInputs((seed, *ids), wanted, counts) if random or not all(wanted) else None)
+        written = both(x, noise_inputs((seed, *ids), wanted, counts) if random or not all(wanted) else None)
         for i, (matrix, spec) in enumerate(zip((x, x.t()), specs, strict=True)):
             assert counts[i] == before[i] + (wanted[i] and random)
             if wanted[i]:
@@ -139,8 +139,10 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
         torch.linspace(5, -7, 64 * 48).view(64, 48).bfloat16(),
     )
     factors, history = torch.tensor([4.0, 0.5, 9.0]), torch.tensor([1.0, 1.0, 8.0])
-    both = RowColQuantizer(x.device, way(x, TENSOR, RequestedOperands()), way(w, TENSOR, RequestedOperands(True, True)))
-    of_x, of_w = (of_matrix(factors, i, known, history[i + 1 : i + 2]) for i in (0, 1))
+    both = RowColQuantizer(
+        x.device, way(x, TENSOR, RequestedOperands()), way(w, TENSOR, RequestedOperands(transpose=True))
+    )
+    of_x, of_w = (delayed_inputs(factors, i, known, history[i + 1 : i + 2]) for i in (0, 1))
     written = both(x, of_x, w, of_w)
     for codes, scale, matrix, factor in ((*written[:2], x, 4.0), (*written[5:7], w, 0.5)):
         expected = reference.quantize(matrix, TENSOR, None, factor)
@@ -151,7 +153,7 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
 
 def test_matrices_share_a_launch_when_one_kernel_handles_both() -> None:
     x = torch.empty(64, 128)
-    kept = RequestedOperands(True, True)
+    kept = RequestedOperands(transpose=True)
     assert can_share_launches(way(x, TENSOR, RequestedOperands()), way(x, TENSOR, kept))
     assert not can_share_launches(way(x, TENSOR, RequestedOperands()), way(x, ROWS, kept))
     assert not can_share_launches(way(x, TENSOR, RequestedOperands(views=True)), way(x, TENSOR, kept)), (
@@ -165,15 +167,16 @@ def test_launches_that_fail_leave_nothing_behind_for_the_next() -> None:
     x = torch.full((32, 48), 3.0).bfloat16()
     rows = RowColQuantizer(x.device, way(x, ROWS, RequestedOperands()))
     rows(x)
-    first, second = rows.parts[None, 0]
+    runs = rows.plans[None].runs
+    second, select = runs[1]
 
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    rows.parts[None, 0] = [first, (*second[:-1], fail)]
+    runs[1] = fail, select
     with pytest.raises(KeyboardInterrupt):
         rows(x * 100)
-    rows.parts[None, 0] = [first, second]
+    runs[1] = second, select
     assert_is_reference(rows(x), x, ROWS, False)
 
 
@@ -181,7 +184,7 @@ def test_each_thread_and_stream_has_its_own_workspace() -> None:
     """What one launch leaves to the next must not be met by those of another stream, or of another thread on it."""
     x = torch.ones(32, 48).bfloat16()
     both, stream = RowColQuantizer(x.device, way(x, ROWS, RequestedOperands())), [0]
-    both.card = 0, lambda: 0, lambda _: stream[0]
+    both.card = (*both.card[:2], lambda _: stream[0], both.card[3])
     for stream[0] in (0, 1):
         both(x)
     thread = threading.Thread(target=both, args=(x,))

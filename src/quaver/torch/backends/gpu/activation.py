@@ -213,13 +213,13 @@ def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]
 
 
 def _backward_pass(tensors_in: Sequence[Any], name: str, options: Sequence[float], inputs: int) -> LaunchPlan:
-    tensors_in = (*tensors_in, None)[:5]
+    tensors = (*tensors_in, None)[:5]
     rows, columns, _ = extent(tensors_in[0])
     bm, bn, warps = BACKWARD_TILE
     grid = -(-rows // bm), -(-columns // bn)
-    numbers = (rows, columns, *(0 if x is None else extent(x)[2] for x in tensors_in), *_limits(options))
+    numbers = (rows, columns, *(0 if x is None else extent(x)[2] for x in tensors), *_limits(options))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, **_formula(name, True)}
-    return LaunchPlan(tensors_in, (), [LaunchSpec(activate_backward, grid, tensors_in, numbers, constants, warps)])
+    return LaunchPlan(tensors_in, (), [LaunchSpec(activate_backward, grid, tensors, numbers, constants, warps)])
 
 
 _backwards = LaunchPlanCache(_backward_pass)

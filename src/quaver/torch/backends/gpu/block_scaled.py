@@ -21,7 +21,6 @@ from quaver.torch.backends.gpu.launch import workspace
 from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.quantize_launch import (
     COUNTS,
-    SMALL,
     QuantizeLaunch,
     RequestedOperands,
     without_memory,
@@ -76,7 +75,7 @@ def by_exponents(
 
 def _mx_pass(inputs: Sequence[Any], spec: QuantSpec, straight: bool, transposed: bool) -> LaunchPlan:
     quantize_launch = _mx_launches(inputs[0], spec, straight, transposed, RequestedOperands())
-    return LaunchPlan(inputs, quantize_launch.buffers, quantize_launch.launches(None, None))
+    return LaunchPlan(inputs, quantize_launch.results, quantize_launch.launches(None, None))
 
 
 _mx = LaunchPlanCache(_mx_pass)
@@ -92,22 +91,18 @@ def plan_launch(
 def _mx_launches(
     x: Tensor, spec: QuantSpec, straight: bool, transposed: bool, wanted: RequestedOperands
 ) -> QuantizeLaunch:
-    (rows, k), large, want_transpose = x.shape, x.numel() > SMALL, wanted.transpose
+    rows, k = x.shape
     two_launches = straight and transposed and _needs_two_launches(spec, x.device)
     q = s = qt = st = None
     if straight:
-        fresh = large or wanted.codes
-        q, s = buffer_for_codes(rows, k, spec, fresh), _buffer(rows, k, fresh)
+        q, s = buffer_for_codes(rows, k, spec), _buffer(rows, k)
     if transposed:
-        qt, st = (
-            codes_in_words(k, rows, spec, want_transpose, large or want_transpose),
-            _buffer(k, rows, large or want_transpose),
-        )
+        qt, st = codes_in_words(k, rows, spec, wanted.transpose), _buffer(k, rows)
     if s is not None and (two_launches or not transposed):
         s = in_words(s)
     written = [(q, s, None, None), (None, None, qt, st)] if two_launches else [(q, s, qt, st)]
     launches = [_mx_launch((x, *buffers), spec) for buffers in written]
-    return QuantizeLaunch(x, (q, s, qt, st, None), lambda *_: launches)
+    return QuantizeLaunch(x, (q, s, qt, st, None), (), lambda *_: launches)
 
 
 def _needs_two_launches(spec: QuantSpec, device: torch.device) -> bool:
@@ -117,8 +112,8 @@ def _needs_two_launches(spec: QuantSpec, device: torch.device) -> bool:
     return spec.block[0] == 32 and architecture(device) >= 100 and triton.__version__.startswith("3.7.")
 
 
-def _buffer(rows: int, k: int, fresh: bool) -> BufferSpec:
-    return BufferSpec((_scales(rows, k, 32),), (1,), torch.float8_e8m0fnu, _as_bytes, fresh)
+def _buffer(rows: int, k: int) -> BufferSpec:
+    return BufferSpec((_scales(rows, k, 32),), (1,), torch.float8_e8m0fnu, _as_bytes)
 
 
 def _as_bytes(scales: Tensor) -> Tensor:
@@ -251,16 +246,12 @@ def plan_launch_two_level(
     """
     if other is None or spec.hadamard or spec.scale != other.scale or not spec.block == other.block == (1, 16):
         return None
-    want_transpose = wanted.transpose
     moving = spec.rounding == "stochastic", other.rounding == "stochastic"
-    if want_transpose and any(moving):
+    if wanted.transpose and any(moving):
         return None
     x = without_memory(x)
-    (rows, k), large = x.shape, x.numel() > SMALL
-    along, down = (
-        _nv_buffers(rows, k, large or wanted.codes, False),
-        _nv_buffers(k, rows, large or want_transpose, want_transpose),
-    )
+    rows, k = x.shape
+    along, down = _nv_buffers(rows, k, False), _nv_buffers(k, rows, wanted.transpose)
     top, transposed_top, work = whole((1, 1), torch.float32), whole((1, 1), torch.float32), zeros(4)
     drawn = whole((2,), torch.int64) if any(moving) else None
 
@@ -275,15 +266,16 @@ def plan_launch_two_level(
         tensors = x, *along, top, *down, transposed_top if other.hadamard else top, drawn
         return [measured, _nv_both_launch(tensors, (spec, other), (straight, transposed), key_words)]
 
-    buffers = (*along[:2], *down[:2], None, along[2], down[2], top, transposed_top, work, drawn)
-    return QuantizeLaunch(x, buffers, launches, (1, 2, 3, 4, 5, 6, 7), inputs=(COUNTS, None))
+    results = (*along[:2], *down[:2], None, along[2], down[2])
+    reused = (top, transposed_top, work) if drawn is None else (top, transposed_top, work, drawn)
+    return QuantizeLaunch(x, results, reused, launches, inputs=(COUNTS, None))
 
 
-def _nv_buffers(rows: int, k: int, fresh: bool, transposed: bool) -> tuple[BufferSpec, BufferSpec, BufferSpec]:
+def _nv_buffers(rows: int, k: int, transposed: bool) -> tuple[BufferSpec, BufferSpec, BufferSpec]:
     """Return buffer specs for codes, scales, and the inverse of the tensor factor."""
-    codes = in_words(row_major((rows, -(-k // 32) * 16), PACKED4, transposed, fresh))
-    scales = BufferSpec((_scales(rows, k, 16),), (1,), torch.float8_e4m3fn, _as_bytes, fresh)
-    return codes, scales, whole((1, 1), torch.float32)._replace(fresh=fresh)
+    codes = in_words(row_major((rows, -(-k // 32) * 16), PACKED4, transposed))
+    scales = BufferSpec((_scales(rows, k, 16),), (1,), torch.float8_e4m3fn, _as_bytes)
+    return codes, scales, whole((1, 1), torch.float32)
 
 
 def _nv_both_launch(

@@ -27,9 +27,7 @@ class BufferSpec(NamedTuple):
     dtype: torch.dtype
     #: Converts the tensor to the kernel's argument; the interpreter looks at more than the address.
     kernel_args: Callable[[Tensor], Tensor] = torch.Tensor.detach
-    #: True if a `QuantizeLaunch` allocates a new tensor per call; otherwise a thread reuses one per stream.
-    fresh: bool = False
-    #: True if launches expect zeros; a reused buffer is zero again after the launches.
+    #: True if launches expect zeros.
     zeros: bool = False
 
 
@@ -38,11 +36,11 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype) -> BufferSpec:
     return BufferSpec(shape, torch.empty(shape, dtype=dtype, device="meta").stride(), dtype)
 
 
-def row_major(shape: tuple[int, int], dtype: torch.dtype, transposed: bool = False, fresh: bool = False) -> BufferSpec:
+def row_major(shape: tuple[int, int], dtype: torch.dtype, transposed: bool = False) -> BufferSpec:
     """Return the spec of a row-major matrix, or of its transposed view if `transposed`."""
     if transposed:
-        return BufferSpec(shape[::-1], (1, shape[1]), dtype, torch.Tensor.t, fresh)
-    return BufferSpec(shape, (shape[1], 1), dtype, fresh=fresh)
+        return BufferSpec(shape[::-1], (1, shape[1]), dtype, torch.Tensor.t)
+    return BufferSpec(shape, (shape[1], 1), dtype)
 
 
 def in_words(buffer: BufferSpec) -> BufferSpec:

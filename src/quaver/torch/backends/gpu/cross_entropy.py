@@ -139,28 +139,29 @@ def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _column_sum_pass(tensors_in: Sequence[Any], dtype: torch.dtype, few: bool) -> LaunchPlan:
-    return LaunchPlan(tensors_in, *_launches(tensors_in[0], tensors_in[0].device, dtype, few))
+    out, launches = _launches(tensors_in[0], tensors_in[0].device, dtype, few)
+    return LaunchPlan(tensors_in, (out,), launches)
 
 
 def _launches(
     x: Tensor | BufferSpec, device: torch.device, dtype: torch.dtype, few: bool
-) -> tuple[tuple[BufferSpec, ...], list[LaunchSpec]]:
-    """Return the buffer specs, the sums first, and the launches."""
+) -> tuple[BufferSpec, list[LaunchSpec]]:
+    """Return the spec of the sums, and the launches."""
     rows, columns = x.shape
     apart = x.strides[0] if isinstance(x, BufferSpec) else x.stride(0)
     bm, bn, _ = COLUMN_SUM_BLOCK
     out = whole((columns,), dtype)
     if few:
-        return (out,), [sum_launch(x, out, rows, columns)]
+        return out, [sum_launch(x, out, rows, columns)]
     blocks, across = -(-rows // bm), -(-columns // bn)
     programs = max(1, min(blocks // 2, PROGRAMS * multiprocessors(device) // across))
     each = -(-blocks // programs) * bm
     down = -(-rows // each)
     if down == 1:
-        return (out,), [_launch(x, out, (rows, columns, apart), each, COLUMN_SUM_BLOCK)]
+        return out, [_launch(x, out, (rows, columns, apart), each, COLUMN_SUM_BLOCK)]
     partial = whole((down, columns), torch.float32)
     first = _launch(x, partial, (rows, columns, apart), each, COLUMN_SUM_BLOCK)
-    return (out, partial), [first, sum_launch(partial, out, down, columns)]
+    return out, [first, sum_launch(partial, out, down, columns)]
 
 
 _sums = LaunchPlanCache(_column_sum_pass)
@@ -170,17 +171,12 @@ def summed(quantize_launch: QuantizeLaunch, dtype: torch.dtype) -> QuantizeLaunc
     """Extend a `QuantizeLaunch` to sum the matrix over its rows, replacing the sums of blocks, as `column_sum` or
     `add_up`.
     """
-    partial = quantize_launch.buffers[4]
+    partial = quantize_launch.results[4]
     few = partial is not None and partial.shape[0] <= FEW
-    buffers, launches = _launches(
-        quantize_launch.x if partial is None else partial, quantize_launch.x.device, dtype, few
-    )
-    new = {id(buffer): buffer._replace(fresh=True) for buffer in buffers}
-    sums = [each._replace(tensors=[new.get(id(t), t) for t in each.tensors]) for each in launches]
+    out, launches = _launches(quantize_launch.x if partial is None else partial, quantize_launch.x.device, dtype, few)
     return quantize_launch._replace(
-        buffers=(*quantize_launch.buffers, *new.values()),
-        launches=lambda known, notes: [*quantize_launch.launches(known, notes), *sums],
-        results=(*quantize_launch.results[:4], len(quantize_launch.buffers) + 1, *quantize_launch.results[5:]),
+        results=(*quantize_launch.results[:4], out, *quantize_launch.results[5:]),
+        launches=lambda known, notes: [*quantize_launch.launches(known, notes), *launches],
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu import launch
-from quaver.torch.backends.gpu.buffers import BufferSpec, example_argument, pattern
+from quaver.torch.backends.gpu.buffers import PACKED4, BufferSpec, empty, example_argument, pattern
 from quaver.torch.backends.gpu.device import tables
 
 #: Function to map over tensors in C loops.
@@ -42,57 +42,83 @@ class LaunchPlan:
 
     Args:
         tensors_in: example tensors, each a distinct object; the first is not None.
-        buffers: specs of the outputs; None for an output that no kernel writes.
-        launches: in order.
+        results: specs of the outputs, which may repeat or be in `tensors_in`; None for one that no kernel writes.
+        launches: in order; specs that are no results are those of temporaries.
     """
 
-    __slots__ = ("buffers", "card", "parts", "patterns", "results", "runs", "zeroed")
+    __slots__ = ("buffers", "card", "packed4", "parts", "patterns", "results", "runs", "specs", "zeroed")
 
     def __init__(
-        self, tensors_in: Sequence[Tensor | None], buffers: Sequence[BufferSpec | None], launches: Sequence[LaunchSpec]
+        self, tensors_in: Sequence[Any], results: Sequence[BufferSpec | None], launches: Sequence[LaunchSpec]
     ) -> None:
-        device = tensors_in[0].device  # type: ignore[union-attr]
-        self.card, self.buffers = launch.card(device)[:3], [buffer for buffer in buffers if buffer is not None]
+        device = tensors_in[0].device
+        self.card, known = launch.card(device), {id(x) for x in tensors_in}
+        named = [x for each in (results, *(one.tensors for one in launches)) for x in each if id(x) not in known]
+        self.buffers = list({id(x): x for x in named if isinstance(x, BufferSpec)}.values())
         self.patterns = [pattern(buffer, device) for buffer in self.buffers]
+        #: True if packed4 codes are among them, which torch cannot fill, as it does in deterministic mode.
+        self.packed4 = any(like.dtype is PACKED4 for like in self.patterns)
         #: Indices of buffers that must be zero at first.
         self.zeroed = [i for i, buffer in enumerate(self.buffers) if buffer.zeros]
-        #: Picks the results, in the order of `buffers`, from the written tensors with None appended.
-        numbers = iter(range(len(buffers)))
-        order = [-1 if buffer is None else next(numbers) for buffer in buffers]
-        self.results: Callable[[list[Any]], Sequence[Any]] = itemgetter(*order) if len(order) > 1 else list
-        places = {id(x): i for i, x in enumerate((*tensors_in, *self.buffers)) if x is not None}
+        every = (*tensors_in, *self.buffers)
+        #: Specs among the arguments, and of the outputs.
+        self.specs = [x if isinstance(x, BufferSpec) else None for x in every]
+        places = {id(x): i for i, x in enumerate(every) if x is not None}
+        places[id(None)] = -1
+        #: Picks the results from all tensors with None appended.
+        self.results = _select(results, places)
         #: Compiled launches, and functions that pick the tensors of each.
         self.runs: list[tuple[launch.Run, Callable[..., Any]]] = []
         for one in launches:
-            select_arguments = itemgetter(*(-1 if x is None else places[id(x)] for x in one.tensors))
-            self.runs.append((one.compiled(device), select_arguments))
-        #: Start functions with their arguments, by stream; None if the kernels are interpreted.
+            self.runs.append((one.compiled(device), _select(one.tensors, places)))
+        #: Start functions with their arguments, by stream; None if launches take tensors instead of addresses.
         self.parts: dict[int, list[Any]] | None = {} if all(hasattr(run, "on") for run, _ in self.runs) else None
 
-    def __call__(self, tensors_in: Sequence[Tensor | None], addresses: list[int | None]) -> Sequence[Any]:
-        """Allocate the outputs and run the launches; returns the outputs, None where a spec is None."""
-        written: list[Any] = list(map(torch.empty_like, self.patterns))
+    def __call__(self, tensors_in: Sequence[Tensor | None], addresses: Sequence[int | None]) -> Sequence[Any]:
+        """Allocate the outputs and run the launches; returns the outputs, None where a spec is None.
+
+        Args:
+            tensors_in: read only if `parts` is None, or for results.
+            addresses: those of the tensors.
+        """
+        index, current, stream_of, entering = self.card
+        if self.parts is not None and current() != index:
+            with entering(index):
+                return self(tensors_in, addresses)
+        written = self._allocate() if self.buffers else ()
+        if self.parts is None:
+            kernel_args = [
+                x if spec is None or x is None else spec.kernel_args(x)
+                for x, spec in zip((*tensors_in, *written), self.specs, strict=True)
+            ]
+            for run, select_arguments in self.runs:
+                run(*select_arguments((*kernel_args, None)))
+            return self.results((*tensors_in, *written, None))
+        every = (*addresses, *map(address_of, written), None)
+        stream = stream_of(index)
+        for start, head, tail, select_arguments in self.parts.get(stream) or self._parts_on(stream):
+            start(*(head + select_arguments(every) + tail))
+        return self.results((*tensors_in, *written, None))
+
+    def _allocate(self) -> list[Tensor]:
+        if self.packed4 and torch.are_deterministic_algorithms_enabled():
+            written = [empty(buffer, self.patterns[0].device) for buffer in self.buffers]
+        else:
+            written = list(map(torch.empty_like, self.patterns))
         for i in self.zeroed:
             written[i].zero_()
-        index, current, stream_of = self.card
-        if self.parts is None or current() != index:
-            kernel_args = [buffer.kernel_args(x) for x, buffer in zip(written, self.buffers, strict=True)]
-            for run, select_arguments in self.runs:
-                run(*select_arguments((*tensors_in, *kernel_args, None)))
-        else:
-            addresses += map(address_of, written)
-            addresses.append(None)
-            stream = stream_of(index)
-            parts = self.parts.get(stream)
-            if parts is None:
-                parts = self.parts[stream] = [
-                    (*run.on(stream), select)  # type: ignore[attr-defined]
-                    for run, select in self.runs
-                ]
-            for start, head, tail, select_arguments in parts:
-                start(*(head + select_arguments(addresses) + tail))
-        written.append(None)
-        return self.results(written)
+        return written
+
+    def _parts_on(self, stream: int) -> list[Any]:
+        parts = [(*run.on(stream), select) for run, select in self.runs]  # type: ignore[attr-defined]
+        self.parts[stream] = parts  # type: ignore[index]
+        return parts
+
+
+def _select(tensors: Sequence[Any], places: dict[int, int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function that picks some tensors, or their addresses, from all."""
+    order = [places[id(x)] for x in tensors]
+    return itemgetter(*order) if len(order) > 1 else lambda x: tuple(x[i] for i in order)
 
 
 class LaunchPlanCache:

@@ -6,9 +6,7 @@ kernels may share launches.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -17,13 +15,13 @@ from torch import Tensor
 
 from quaver.kernels import rowwise, tensorwise
 from quaver.torch.backends.gpu import capture, launch
-from quaver.torch.backends.gpu.buffers import PACKED4, BufferSpec, empty, pattern, row_major
-from quaver.torch.backends.gpu.launch_plan import LaunchSpec
+from quaver.torch.backends.gpu.buffers import BufferSpec, empty, pattern, row_major
+from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchSpec
 
 # ---- launches ----
 
-#: Largest matrix in elements whose uncached codes are written to a reused buffer. For larger ones new memory is
-#: allocated for as long as needed; their launches wait for the GPU anyway.
+#: Largest matrix in elements whose unsaved codes are written to a reused buffer. Launches of larger ones wait for the
+#: GPU anyway.
 SMALL = 1 << 16
 #: Largest number of elements of two matrices that share launches. The cast reads what was measured from the L2 cache,
 #: which holds both; with larger ones it would read the first from memory again, which takes longer than a launch.
@@ -80,53 +78,45 @@ FACTOR, NEWEST = row_major((1, 1), torch.float32), row_major((1, 1), torch.float
 COUNTS = row_major((1, 1), torch.int64)
 
 
-@dataclass(slots=True)
-class DelayedInputs:
-    """Delayed-scaling arguments of one matrix."""
+class QuantizeInputs(NamedTuple):
+    """Arguments of a quantization besides the matrix; see `delayed_inputs` and `noise_inputs`."""
 
-    #: (True if the encode factor is known to be set, so that one pass suffices; True if the amax is recorded).
-    launch_key: tuple[bool, bool]
-    #: Encode factors of the layer's operands, and the column of this matrix.
-    factors: Tensor
+    #: Arguments of `QuantizeLaunch.launches`.
+    launch_key: tuple[Any, Any]
+    #: Encode factors of the layer's operands, or noise counts; and the first element that the kernels read.
+    values: Tensor
     column: int
     #: Newest amax of the history, float32 of one element, which is raised to this one; or None.
     newest: Tensor | None
-    #: Addresses of factor and newest amax.
-    factor_at: int
-    newest_at: int | None
+    #: Addresses of that element and of `newest`.
+    addresses: tuple[int, int | None]
+
+    def tensors(self) -> tuple[Tensor, Tensor | None]:
+        return self.values[self.column :], self.newest
 
 
-class RngInputs:
-    """Noise arguments of one stochastically rounded matrix, passed in place of `DelayedInputs`.
+def delayed_inputs(factors: Tensor, column: int, known: bool, newest: Tensor | None) -> QuantizeInputs:
+    """Return the arguments for delayed scaling; `known` is True if the factor is set, so that one pass suffices."""
+    addresses = factors.data_ptr() + 4 * column, None if newest is None else newest.data_ptr()
+    return QuantizeInputs((known, newest is not None), factors, column, newest, addresses)
+
+
+def noise_inputs(streams: tuple[int, int, int], wanted: tuple[bool, bool], counts: Tensor) -> QuantizeInputs:
+    """Return the arguments for stochastic rounding.
 
     Args:
         streams: seed, stream of the matrix, stream of its transpose.
         wanted: which of the two operands are needed.
         counts: how often each was rounded before.
     """
-
-    __slots__ = ("factor_at", "factors", "launch_key")
-
-    column = slice(None)
-    newest = newest_at = None
-
-    def __init__(self, streams: tuple[int, int, int], wanted: tuple[bool, bool], counts: Tensor) -> None:
-        #: Key by which the launches are chosen.
-        self.launch_key = streams, wanted
-        self.factors, self.factor_at = counts, counts.data_ptr()
-
-
-def of_matrix(factors: Tensor, column: int, known: bool, newest: Tensor | None) -> DelayedInputs:
-    address = None if newest is None else newest.data_ptr()
-    return DelayedInputs((known, newest is not None), factors, column, newest, factors.data_ptr() + 4 * column, address)
+    return QuantizeInputs((streams, wanted), counts, 0, None, (counts.data_ptr(), None))
 
 
 class RequestedOperands(NamedTuple):
     """Operands that a `QuantizeLaunch` must produce."""
 
-    #: True if the transpose (or the codes themselves, as of a weight) is cached, so that each call must allocate it.
+    #: True for a matrix whose transpose is cached or saved as the right side of a GEMM.
     transpose: bool = False
-    codes: bool = False
     #: True to sum blocks of rows if that costs no extra read, for the gradient of a bias.
     sums: bool = False
     #: True if GEMMs read either direction, so that with a common scale the transpose is a view.
@@ -138,20 +128,36 @@ class QuantizeLaunch(NamedTuple):
 
     #: Placeholder of the contiguous matrix [rows, columns].
     x: Tensor
-    #: Specs of codes, scales, transposed codes, their scales (None if not written), sums of blocks of rows, and
-    #: temporaries.
-    buffers: tuple[BufferSpec | None, ...]
-    #: Returns the launches, which use the matrix, the buffers, `FACTOR` and `NEWEST`. Arguments: whether delayed
-    #: scaling knows the factor, and whether it records the amax (both None without delayed scaling). For stochastic
-    #: rounding the arguments are those of `RngInputs` instead.
+    #: Specs of the `RowColOperands`, and of further results.
+    results: tuple[BufferSpec | None, ...]
+    #: Specs of small temporaries and results that calls reuse; those that must be zero are zero again after the
+    #: launches.
+    reused: tuple[BufferSpec, ...]
+    #: Returns the launches, which use the matrix, the buffers and `inputs`. Arguments: whether delayed scaling knows
+    #: the factor, and whether it records the amax; for stochastic rounding `streams` and `wanted` of `noise_inputs`.
+    #: Both are None without `QuantizeInputs`.
     launches: Callable[[Any, Any], Sequence[LaunchSpec]]
-    #: Indices of the buffers, from 1 on, that become `RowColOperands`; buffers that are not written are replaced by
-    #: others.
-    results: tuple[int, ...] = (1, 2, 3, 4, 5)
-    #: True if the transpose is a view of the codes instead of the third buffer.
-    transposed: bool = False
-    #: Placeholders of the arguments that a call passes besides the matrix.
+    #: Placeholders of `QuantizeInputs`.
     inputs: tuple[BufferSpec, BufferSpec | None] = (FACTOR, NEWEST)
+
+
+def reuse_results(one: QuantizeLaunch, codes: bool, transpose: bool) -> QuantizeLaunch:
+    """Let calls for a small matrix reuse results that neither a cache nor autograd saves.
+
+    A step of a layer of 16 × 16 takes the host 4 to 6 % longer if each call allocates them.
+
+    Args:
+        codes: True if the codes and their scales are saved.
+        transpose: True if those of the transpose are.
+    """
+    if one.x.numel() > SMALL:
+        return one
+    operands = one.results[:4] + one.results[5:]
+    # Two-level scales have inverse tensor factors after the five `RowColOperands`.
+    of_transpose = (False, False, True, True, False, True)
+    saved = {id(b) for b, t in zip(operands, of_transpose, strict=False) if (transpose if t else codes)}
+    unsaved = {id(b): b for b in operands if b is not None and id(b) not in saved}
+    return one._replace(reused=(*one.reused, *unsaved.values()))
 
 
 def can_share_launches(a: QuantizeLaunch, b: QuantizeLaunch) -> bool:
@@ -173,179 +179,91 @@ def shared_launches(by_launch: Sequence[Sequence[LaunchSpec]]) -> list[LaunchSpe
 
 
 # ---- planned quantization, used by `linear.plan_gpu` ----
-# Kernels and buffers are worked out once per shape. A call allocates what is cached or saved, and launches. Codes that
-# only the next GEMMs read are written to a reused buffer.
 
 
 class RowColQuantizer:
     """Quantizes a matrix to both operands, or two matrices in shared launches.
 
+    Kernels are planned once. Calls allocate the results that are saved; the calls of a thread on a stream reuse
+    temporaries and small results.
+
     Args:
         device: device of the matrices.
-        matrix_launches: one `QuantizeLaunch` per matrix; two must satisfy `can_share_launches`.
+        matrices: one `QuantizeLaunch` per matrix; two must satisfy `can_share_launches`.
     """
 
-    __slots__ = (
-        "buffers",
-        "card",
-        "device",
-        "fresh",
-        "matrix_launches",
-        "packed4",
-        "parts",
-        "places",
-        "reallocated",
-        "results",
-        "second",
-        "transposed",
-    )
+    __slots__ = ("card", "device", "matrices", "places", "plans", "reused")
 
-    def __init__(self, device: torch.device, *matrix_launches: QuantizeLaunch) -> None:
-        self.device, self.matrix_launches = device, matrix_launches
-        self.card = launch.card(device)[:3]
-        #: Per matrix: the matrix, its buffers, factor, newest amax, and None.
-        self.buffers: list[BufferSpec | None] = []
-        results: list[int] = []
-        #: Offsets of the matrices whose transposes are views of their codes, and of those that allocate new codes per
-        #: call.
-        self.transposed: list[int] = []
-        self.reallocated: list[int] = []
-        for quantize_launch in matrix_launches:
-            #: Offset of the last matrix.
-            self.second = len(self.buffers)
-            self.transposed += [self.second] if quantize_launch.transposed else []
-            self.reallocated += (
-                [self.second]
-                if quantize_launch.transposed and quantize_launch.buffers[0] and quantize_launch.buffers[0].fresh
-                else []
-            )
-            results += [self.second + i for i in quantize_launch.results]
-            self.buffers += [None, *quantize_launch.buffers, None, None, None]
-        self.results: Callable[[list[Any]], Any] = itemgetter(*results)
-        #: Buffers that each call allocates, and patterns for them.
-        self.fresh = [(i, pattern(buffer, device)) for i, buffer in enumerate(self.buffers) if buffer and buffer.fresh]
-        #: True if packed4 codes are among them.
-        self.packed4 = any(like.dtype is PACKED4 for _, like in self.fresh)
-        #: Launches by (delayed-scaling key, stream).
-        self.parts: dict[Any, list[Part]] = {}
-        #: Tensors and addresses of the reused buffers by (thread, stream).
+    def __init__(self, device: torch.device, *matrices: QuantizeLaunch) -> None:
+        self.device, self.matrices, self.card = device, matrices, launch.card(device)
+        self.reused = [buffer for one in matrices for buffer in one.reused]
+        #: Plans by the keys of `QuantizeInputs`.
+        self.plans: dict[Any, LaunchPlan] = {}
+        #: By (thread, stream) the tensors of the plans and their addresses: per matrix x and `inputs`, which each call
+        #: sets, and the reused ones.
         self.places: dict[tuple[int, int], tuple[list[Any], list[Any]]] = {}
 
-    def __call__(self, x: Tensor, inputs: DelayedInputs | RngInputs | None = None, *second: Any) -> Any:
-        """Quantize a matrix like that of the first way; `second` is (matrix, arguments or None) of the second way.
+    def __call__(self, x: Tensor, inputs: QuantizeInputs | None = None, *second: Any) -> Any:
+        """Quantize a matrix of the planned shape; `second` is (matrix, `QuantizeInputs` or None) of the other one.
 
-        Returns the `RowColOperands` of the first matrix, followed by that of the second.
+        Returns the `RowColOperands` and further results of the first matrix, followed by those of the second.
         """
-        index, current, stream_of = self.card
-        stream = stream_of(index)
-        tensors, addresses = self.places.get((get_ident(), stream)) or self._place(stream)
-        if self.fresh:
-            tensors = tensors.copy()
-            fills = self.packed4 and torch.are_deterministic_algorithms_enabled()
-            for i, like in self.fresh:
-                tensor = tensors[i] = empty(self.buffers[i], self.device) if fills else torch.empty_like(like)  # type: ignore[arg-type]
-                addresses[i] = tensor.data_ptr()
-            if self.reallocated:
-                self._set_transposes(tensors, self.reallocated)
-        addresses[0] = x.data_ptr()
         key: Any = None
+        place = get_ident(), self.card[2](self.card[0])
+        tensors, addresses = self.places.get(place) or self._allocate(place)
+        addresses[0] = x.data_ptr()
         if inputs is not None:
-            key = inputs.launch_key
-            addresses[self.second - 3], addresses[self.second - 2] = inputs.factor_at, inputs.newest_at
+            key, addresses[1:3] = inputs.launch_key, inputs.addresses
         if second:
-            key = key, self._address_second(addresses, *second)
-        parts = self.parts.get((key, stream)) or self._decide(key, stream)
+            w, of_w = second
+            addresses[3] = w.data_ptr()
+            key = key, None
+            if of_w is not None:
+                key, addresses[4:6] = (key[0], of_w.launch_key), of_w.addresses
+        plan = self.plans.get(key) or self._make_plan(key)
+        if plan.parts is None:
+            # No addresses: an interpreter looks at the tensors.
+            tensors = tensors.copy()
+            for i, (matrix, (y, given)) in enumerate(zip(self.matrices, ((x, inputs), second), strict=False)):
+                tensors[3 * i] = y.detach().view(matrix.x.shape)
+                if given is not None:
+                    tensors[3 * i + 1 : 3 * i + 3] = given.tensors()
         try:
-            if parts[0][0] is None or current() != index:
-                self._run(tensors, parts, (x, inputs, *second))
-            else:
-                for start, head, take, tail, _ in parts:
-                    start(*(head + take(addresses) + tail))
+            return plan(tensors, addresses)
         except BaseException:
-            # After an error, zero the buffers that a completed launch may have left nonzero for the next.
-            for buffer, tensor in zip(self.buffers, tensors, strict=True):
-                if buffer is not None and buffer.zeros:
-                    tensor.zero_()
+            # A completed launch may have left temporaries nonzero for the next.
+            self.places.pop(place, None)
             raise
-        return self.results(tensors)
 
-    def _address_second(self, addresses: list[Any], x: Tensor, inputs: DelayedInputs | None) -> Any:
-        addresses[self.second] = x.data_ptr()
-        if inputs is None:
-            return None
-        addresses[-3], addresses[-2] = inputs.factor_at, inputs.newest_at
-        return inputs.launch_key
+    def _allocate(self, place: tuple[int, int]) -> tuple[list[Any], list[Any]]:
+        with torch.inference_mode(False):
+            reused = [empty(buffer, self.device) for buffer in self.reused]
+        absent = [None] * 3 * len(self.matrices)
+        allocated = [*absent, *reused], [*absent, *(t.data_ptr() for t in reused)]
+        # Memory of a captured graph is filled at each replay, and useless to other work.
+        if not capture.capturing(self.device):
+            self.places[place] = allocated
+        return allocated
 
-    def _set_transposes(self, tensors: list[Any], matrix_launches: list[int]) -> None:
-        for at in matrix_launches:
-            codes = tensors[at + 1]
-            tensors[at + 3] = None if codes is None else codes.t()
-
-    def _decide(self, key: Any, stream: int) -> "list[Part]":
-        by_launch, takes, at = [], [], 0
-        for quantize_launch, one in zip(
-            self.matrix_launches, (key,) if len(self.matrix_launches) == 1 else key, strict=True
-        ):
-            # Absent arguments map to the last entry, which is None.
-            whose = (quantize_launch.x, *quantize_launch.buffers, *quantize_launch.inputs, None)
-            places = {id(x): at + i for i, x in enumerate(whose)}
-            launches = quantize_launch.launches(*(one or (None, None)))
-            by_launch.append(launches)
-            takes.append([[places[id(x)] for x in launch.tensors] for launch in launches])
-            at += len(whose)
-        shared = shared_launches(by_launch) if len(by_launch) == 2 else None
-        if shared is None:
-            pairs = zip(chain(*by_launch), chain(*takes), strict=True)
-        else:
-            pairs = zip(shared, ([*a, *b] for a, b in zip(*takes, strict=True)), strict=True)
-        parts = [_part(one.compiled(self.device), taken, stream) for one, taken in pairs]
-        if len(self.parts) >= launch.MAX_CACHED:
-            # Each layer with stochastic rounding has entries of its own.
-            self.parts.clear()
-        self.parts[key, stream] = parts
-        return parts
-
-    def _run(self, tensors: list[Any], parts: "list[Part]", taken: Sequence[Any]) -> None:
-        """Run launches that take tensors instead of addresses."""
-        kernel_args = [
-            None if buffer is None else buffer.kernel_args(t) for buffer, t in zip(self.buffers, tensors, strict=True)
-        ]
-        ends = (self.second, len(kernel_args)) if len(self.matrix_launches) == 2 else (len(kernel_args),)
-        for number, (quantize_launch, end) in enumerate(zip(self.matrix_launches, ends, strict=True)):
-            x, inputs = taken[2 * number : 2 * number + 2]
-            kernel_args[number * self.second] = x.detach().view(quantize_launch.x.shape)
-            if inputs is not None:
-                kernel_args[end - 3], kernel_args[end - 2] = inputs.factors[inputs.column], inputs.newest
-        for part in parts:
-            part[-1](*part[2](kernel_args))
-
-    def _place(self, stream: int) -> tuple[list[Any], list[Any]]:
-        thread_and_stream = get_ident(), stream
-        buffers = tuple(None if buffer is None or buffer.fresh else buffer for buffer in self.buffers)
-        shared = *thread_and_stream, self.device, buffers, *self.transposed
-        if shared not in _places:
-            with torch.inference_mode(False):
-                tensors = [None if buffer is None else empty(buffer, self.device) for buffer in buffers]
-                self._set_transposes(tensors, self.transposed)
-            place = tensors, [None if t is None else t.data_ptr() for t in tensors]
-            if capture.capturing(self.device):
-                # Memory of this graph, filled at each replay and useless to other work.
-                return place
-            if len(_places) >= launch.MAX_CACHED:
-                _places.clear()
-            _places[shared] = place
-        place = self.places[thread_and_stream] = _places[shared]
-        return place
-
-
-#: Reused buffers by thread, stream, device and specs; layers share them.
-_places: dict[Any, tuple[list[Any], list[Any]]] = {}
-
-#: A launch: Triton's launcher (None if interpreted), arguments before the addresses, a function that picks the
-#: addresses, arguments after them, and the launch as a function of tensors.
-Part = tuple[Any, Any, Callable[[Sequence[Any]], tuple[Any, ...]], Any, launch.Run]
-
-
-def _part(run: Any, takes: Sequence[int], stream: int) -> Part:
-    start, head, tail = run.on(stream) if hasattr(run, "on") else (None, None, None)
-    return start, head, itemgetter(*takes), tail, run
+    def _make_plan(self, key: Any) -> LaunchPlan:
+        tensors_in: list[Any] = []
+        by_matrix, results = [], []
+        for matrix, own in zip(self.matrices, (key,) if len(self.matrices) == 1 else key, strict=True):
+            # Distinct placeholders for each matrix.
+            inputs = {id(one): one._replace() for one in matrix.inputs if one is not None}
+            tensors_in += (matrix.x, *(None if one is None else inputs[id(one)] for one in matrix.inputs))
+            by_matrix.append(
+                [
+                    one._replace(tensors=[inputs.get(id(t), t) for t in one.tensors])
+                    for one in matrix.launches(*(own or (None, None)))
+                ]
+            )
+            results += matrix.results
+        launches = shared_launches(by_matrix) if len(by_matrix) == 2 else by_matrix[0]
+        if launches is None:
+            launches = [*chain(*by_matrix)]
+        if len(self.plans) >= launch.MAX_CACHED:
+            # Each layer with stochastic rounding has plans of its own.
+            self.plans.clear()
+        plan = self.plans[key] = LaunchPlan([*tensors_in, *self.reused], results, launches)
+        return plan

@@ -18,7 +18,7 @@ from quaver.torch.backends.gpu.buffers import BufferSpec, row_major
 from quaver.torch.backends.gpu.device import architecture
 from quaver.torch.backends.gpu.launch import multiprocessors
 from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
-from quaver.torch.backends.gpu.quantize_launch import SMALL, QuantizeLaunch, RequestedOperands, without_memory, zeros
+from quaver.torch.backends.gpu.quantize_launch import QuantizeLaunch, RequestedOperands, without_memory, zeros
 from quaver.torch.backends.gpu.tensorwise import (
     DTYPES,
     buffer_for_codes,
@@ -53,14 +53,14 @@ def by_rows(
     """
     rows, k = x.shape
     known_amax = None if amax is None else amax.expand(k if spec is None else rows, 1).contiguous()
-    q, scale, qt, transposed_scale, *_ = _passes((x, known_amax), spec, other)
+    q, scale, qt, transposed_scale, _ = _passes((x, known_amax), spec, other)
     straight = None if spec is None else Quantized(of(q, k), scale, spec, (rows, k))
     return straight, None if other is None else Quantized(of(qt, rows), transposed_scale, other, (k, rows))
 
 
 def _pass(operands: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
     quantize_launch = _row_launches(operands[0], spec, other, RequestedOperands(), operands[1])
-    return LaunchPlan(operands, quantize_launch.buffers, quantize_launch.launches(None, None))
+    return LaunchPlan(operands, quantize_launch.results, quantize_launch.launches(None, None))
 
 
 _passes = LaunchPlanCache(_pass)
@@ -79,24 +79,22 @@ def plan_launch(
 def _row_launches(
     x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands, amax: Tensor | None = None
 ) -> QuantizeLaunch:
-    (rows, k), large, want_transpose = x.shape, x.numel() > SMALL, wanted.transpose
+    rows, k = x.shape
     q = scale = qt = transposed_scale = amax_values = None
     launches = []
     if other is not None:
-        qt = codes_in_words(k, rows, other, want_transpose, large or want_transpose)
-        transposed_scale, amax_values = (
-            row_major((k, 1), torch.float32, want_transpose, large or want_transpose),
-            zeros(buffer_for_amax_values(k)),
-        )
+        qt = codes_in_words(k, rows, other, wanted.transpose)
+        transposed_scale = row_major((k, 1), torch.float32, wanted.transpose)
+        amax_values = zeros(buffer_for_amax_values(k))
     if spec is not None:
-        fresh = large or wanted.codes
-        q, scale = buffer_for_codes(rows, k, spec, fresh), row_major((rows, 1), torch.float32, fresh=fresh)
+        q, scale = buffer_for_codes(rows, k, spec), row_major((rows, 1), torch.float32)
         launches.append(_rows((x, q, scale, amax_values, amax), spec))
     if other is not None:
         if spec is None or k > LONGEST:
             launches.append(_column_amaxes(x, amax_values))
         launches.append(_columns((x, qt, transposed_scale, amax_values, amax), other))
-    return QuantizeLaunch(x, (q, scale, qt, transposed_scale, None, amax_values), lambda *_: launches)
+    reused = () if amax_values is None else (amax_values,)
+    return QuantizeLaunch(x, (q, scale, qt, transposed_scale, None), reused, lambda *_: launches)
 
 
 def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
@@ -229,7 +227,7 @@ def by_blocks(
 
 def _pass_blockwise(operands: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
     quantize_launch = _blockwise_launches(operands[0], spec, other, RequestedOperands(), operands[1])
-    return LaunchPlan(operands, quantize_launch.buffers, quantize_launch.launches(None, None))
+    return LaunchPlan(operands, quantize_launch.results, quantize_launch.launches(None, None))
 
 
 _passes_blockwise = LaunchPlanCache(_pass_blockwise)
@@ -249,18 +247,16 @@ def plan_launch_blockwise(
 def _blockwise_launches(
     x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands, amax: Tensor | None = None
 ) -> QuantizeLaunch:
-    (rows, k), large, want_transpose = x.shape, x.numel() > SMALL, wanted.transpose
+    rows, k = x.shape
     q = scale = qt = transposed_scale = None
     if spec is not None:
-        fresh = large or wanted.codes
-        q, scale = buffer_for_codes(rows, k, spec, fresh), _buffer(rows, k, spec, fresh)
+        q, scale = buffer_for_codes(rows, k, spec), _buffer(rows, k, spec)
     if other is not None:
-        qt = codes_in_words(k, rows, other, want_transpose, large or want_transpose)
-        transposed_scale = _buffer(k, rows, other, large or want_transpose)
+        qt, transposed_scale = codes_in_words(k, rows, other, wanted.transpose), _buffer(k, rows, other)
     one = spec or other
     assert one is not None
     launches = [_launch((x, q, qt, scale, transposed_scale, amax), one)]
-    return QuantizeLaunch(x, (q, scale, qt, transposed_scale, None), lambda *_: launches)
+    return QuantizeLaunch(x, (q, scale, qt, transposed_scale, None), (), lambda *_: launches)
 
 
 def _operand_of(q: Tensor | None, scale: Tensor | None, spec: QuantSpec | None, rows: int, k: int) -> Quantized | None:
@@ -275,10 +271,10 @@ def _shape(rows: int, k: int, square: bool) -> tuple[int, int]:
     return (-(-rows // BLOCK), -(-blocks // 4) * 4) if square else (blocks, rows)
 
 
-def _buffer(rows: int, k: int, spec: QuantSpec, fresh: bool) -> BufferSpec:
+def _buffer(rows: int, k: int, spec: QuantSpec) -> BufferSpec:
     """Return the buffer spec of these scales; those of squares are padded with zeros."""
     square = spec.block[0] == BLOCK
-    buffer = row_major(_shape(rows, k, square), torch.float32, not square, fresh)
+    buffer = row_major(_shape(rows, k, square), torch.float32, not square)
     return buffer._replace(zeros=square and -(-k // BLOCK) % 4 != 0)
 
 

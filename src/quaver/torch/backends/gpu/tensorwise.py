@@ -18,7 +18,6 @@ from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, L
 from quaver.torch.backends.gpu.quantize_launch import (
     FACTOR,
     NEWEST,
-    SMALL,
     QuantizeLaunch,
     RequestedOperands,
     without_memory,
@@ -48,16 +47,16 @@ def empty_codes(rows: int, k: int, spec: QuantSpec, device: torch.device) -> Ten
     return torch.empty((rows, padded(k)), dtype=FLOAT8[spec.format.name], device=device)
 
 
-def buffer_for_codes(rows: int, k: int, spec: QuantSpec, fresh: bool = False) -> BufferSpec:
+def buffer_for_codes(rows: int, k: int, spec: QuantSpec) -> BufferSpec:
     """Return the buffer spec of `empty_codes`."""
-    return row_major((rows, padded(k)), FLOAT8[spec.format.name], fresh=fresh)
+    return row_major((rows, padded(k)), FLOAT8[spec.format.name])
 
 
-def codes_in_words(rows: int, k: int, spec: QuantSpec, transposed: bool = False, fresh: bool = False) -> BufferSpec:
+def codes_in_words(rows: int, k: int, spec: QuantSpec, transposed: bool = False) -> BufferSpec:
     """Return the buffer spec of codes that a kernel writes as int32, four each; `transposed` makes it a transposed
     view.
     """
-    return in_words(row_major((rows, padded(k)), FLOAT8[spec.format.name], transposed, fresh))
+    return in_words(row_major((rows, padded(k)), FLOAT8[spec.format.name], transposed))
 
 
 def padded(k: int) -> int:
@@ -234,23 +233,20 @@ def plan_launch(
     if other is None:
         return None
     x = without_memory(x)
-    (rows, k), large = x.shape, x.numel() > SMALL
-    want_transpose, views = wanted.transpose, wanted.views
-    q = buffer_for_codes(rows, k, spec, large or wanted.codes or (want_transpose and views))
-    scale = row_major((1, 1), torch.float32, fresh=large or want_transpose)
-    qt = None if views else codes_in_words(k, rows, spec, want_transpose, large or want_transpose)
-    partial = buffer_for_sums(rows, k)._replace(fresh=large) if wanted.sums else None
-    top, work = row_major((1, 1), torch.float32, fresh=wanted.codes), zeros(4)
+    rows, k = x.shape
+    q, scale, top = buffer_for_codes(rows, k, spec), whole((1, 1), torch.float32), whole((1, 1), torch.float32)
+    qt = None if wanted.views else codes_in_words(k, rows, spec, wanted.transpose)
+    partial, work = buffer_for_sums(rows, k) if wanted.sums else None, zeros(4)
 
     def launches(known: bool | None, notes: bool | None) -> list[LaunchSpec]:
         factor, newest = None if known is None else FACTOR, NEWEST if notes else None
         cast = _cast((x, q, qt, scale, top, factor, None, newest, work if known else None, partial), spec)
         return [cast] if known else [_measuring(x, top, work), cast]
 
-    buffers = (q, scale, qt, None, partial, top, work)
-    # The cached operand of a view is the right side of a GEMM: the codes as they are.
-    results = (1, 2, 1 if views and want_transpose else 3, 2, 6 if wanted.transpose else 5)
-    return QuantizeLaunch(x, buffers, launches, results, views and not want_transpose)
+    if wanted.transpose:
+        # The cached operand of a view is the right side of a GEMM: the codes as they are.
+        return QuantizeLaunch(x, (q, scale, q if qt is None else qt, scale, top), (work,), launches)
+    return QuantizeLaunch(x, (q, scale, qt, scale, partial), (top, work), launches)
 
 
 # ---- copying the transpose of codes, for GEMMs that read rows only ----
