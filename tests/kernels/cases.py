@@ -28,7 +28,7 @@ from quaver.torch.backends.gpu import (
 )
 from quaver.torch.backends.gpu import emulation as emulated_blocks
 from quaver.torch.backends.gpu import optim as optimizing
-from quaver.torch.backends.gpu.launch_plan import LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchSpec
 from quaver.torch.backends.gpu.optim import MomentFormat
 from quaver.torch.backends.gpu.quantize_launch import RequestedOperands, shared_launches
 from quaver.torch.numerics.quantized import FLOAT8, Quantized

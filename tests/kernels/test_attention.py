@@ -15,7 +15,7 @@ from quaver.recipes import get
 from quaver.recipes.spec import AttentionSpec, QuantSpec
 from quaver.reference import attention as specification
 from quaver.torch.backends.gpu import attention as gpu
-from quaver.torch.backends.gpu import device, launch_plan
+from quaver.torch.backends.gpu import device, launch
 from quaver.torch.nn.attention import fp8
 from quaver.torch.nn.attention.dot_product import explain_attention
 from quaver.torch.nn.attention.inputs import outside_of, runs_of_keys
@@ -96,10 +96,10 @@ def test_ampere_tiles_with_bitwise_codes_give_the_same_results(
 ) -> None:
     tiles: list[tuple[int, int, int]] = []
 
-    def recorded(*launch: Any) -> Any:
-        constants = launch[4]
+    def recorded(*args: Any) -> Any:
+        constants = args[4]
         tiles.append((constants["BM"], constants["BN"], constants["INTEGERS"]))
-        return launch_plan.LaunchSpec(*launch)
+        return launch.LaunchSpec(*args)
 
     monkeypatch.setattr(device, "_architecture", lambda _: 80)
     monkeypatch.setattr(gpu, "LaunchSpec", recorded)

@@ -7,7 +7,7 @@ from torch import Tensor
 from quaver import E4M3, E5M2, QuantSpec
 from quaver.torch.backends.gpu import block_scaled
 from quaver.torch.backends.gpu.block_scaled import by_exponents
-from quaver.torch.backends.gpu.launch_plan import LaunchPlanCache
+from quaver.torch.backends.gpu.launch import LaunchPlanCache
 from quaver.torch.backends.gpu.quantize_launch import RequestedOperands
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized

@@ -10,7 +10,7 @@ from torch import Tensor
 from quaver.kernels.cross_entropy import column_sums
 from quaver.torch.backends.gpu import activation, launch, norm
 from quaver.torch.backends.gpu.buffers import whole
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec
 
 X = torch.arange(8 * 16, dtype=torch.float32).view(8, 16)
 

@@ -15,8 +15,7 @@ from quaver.kernels.activation import activate, activate_backward, activate_bloc
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import whole
 from quaver.torch.backends.gpu.fused_quantize import FusedQuantizeResult, mode
-from quaver.torch.backends.gpu.launch import workspace
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, workspace
 from quaver.torch.backends.gpu.norm import SYNCHRONIZING, buffers_for, extent
 from quaver.torch.backends.gpu.tensorwise import DTYPES, codes_in_words, format_constants
 from quaver.torch.numerics.quantized import Quantized

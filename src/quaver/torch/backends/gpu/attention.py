@@ -11,7 +11,7 @@ from quaver.kernels.attention import attention as forward_kernel
 from quaver.recipes.spec import AttentionSpec, QuantSpec
 from quaver.torch.backends.gpu.buffers import BufferSpec, whole
 from quaver.torch.backends.gpu.device import architecture, traits
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.tensorwise import DTYPES, SECOND_AXIS, format_constants, integers
 
 #: Head dimensions that the tiles support.

@@ -17,8 +17,7 @@ from quaver.kernels.nvfp4 import nvfp4_along, nvfp4_both, nvfp4_down, rotated_am
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import PACKED4, BufferSpec, in_words, row_major, whole
 from quaver.torch.backends.gpu.device import architecture
-from quaver.torch.backends.gpu.launch import workspace
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, workspace
 from quaver.torch.backends.gpu.quantize_launch import (
     COUNTS,
     QuantizeLaunch,

@@ -10,8 +10,7 @@ from quaver.kernels.cross_entropy import column_sums
 from quaver.kernels.cross_entropy import cross_entropy as kernel
 from quaver.torch.backends.gpu.buffers import BufferSpec, whole
 from quaver.torch.backends.gpu.fused_quantize import DTYPES
-from quaver.torch.backends.gpu.launch import aligned, multiprocessors
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, aligned, multiprocessors
 from quaver.torch.backends.gpu.quantize_launch import QuantizeLaunch
 
 # ---- cross entropy ----

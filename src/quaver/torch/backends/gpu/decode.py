@@ -9,7 +9,7 @@ from torch import Tensor
 from quaver.kernels.mxfp8 import decode as decode_kernel
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import whole
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.tensorwise import DTYPES as CODES
 from quaver.torch.backends.gpu.tensorwise import grid as over
 from quaver.torch.backends.gpu.tensorwise import integers

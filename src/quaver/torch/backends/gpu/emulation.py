@@ -24,8 +24,7 @@ from quaver.recipes.formats import E4M3, E5M2, Format
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.block_scaled import halves
 from quaver.torch.backends.gpu.buffers import BufferSpec, whole
-from quaver.torch.backends.gpu.launch import workspace
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, workspace
 from quaver.torch.backends.gpu.tensorwise import DTYPES, grid, integers, measure
 from quaver.torch.numerics.quantized import FLOAT8
 

@@ -18,8 +18,15 @@ from quaver.torch.backends.gpu.buffers import BufferSpec, row_major, whole
 from quaver.torch.backends.gpu.cross_entropy import sum_launch
 from quaver.torch.backends.gpu.fused_quantize import DTYPES as DTYPES_rope
 from quaver.torch.backends.gpu.fused_quantize import WIDEST, FusedQuantizeResult, mode
-from quaver.torch.backends.gpu.launch import aligned, multiprocessors, power_above, workspace
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import (
+    LaunchPlan,
+    LaunchPlanCache,
+    LaunchSpec,
+    aligned,
+    multiprocessors,
+    power_above,
+    workspace,
+)
 from quaver.torch.backends.gpu.tensorwise import DTYPES, buffer_for_codes, format_constants
 from quaver.torch.numerics.quantized import Quantized
 

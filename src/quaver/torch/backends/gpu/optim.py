@@ -19,7 +19,7 @@ from quaver.kernels.optim.step import step, step_of_blocks
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu import capture
 from quaver.torch.backends.gpu.buffers import CrossStream
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.tensorwise import integers
 
 #: Blocks that a program processes at once, and rounds: 16 elements per thread. FEW_BLOCKS is used where each element is

@@ -16,7 +16,7 @@ from torch import Tensor
 from quaver.kernels import rowwise, tensorwise
 from quaver.torch.backends.gpu import capture, launch
 from quaver.torch.backends.gpu.buffers import BufferSpec, empty, pattern, row_major
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchSpec
 
 # ---- launches ----
 
@@ -247,7 +247,8 @@ class RowColQuantizer:
 
     def _make_plan(self, key: Any) -> LaunchPlan:
         tensors_in: list[Any] = []
-        by_matrix, results = [], []
+        by_matrix: list[Sequence[LaunchSpec]] = []
+        results: list[BufferSpec | None] = []
         for matrix, own in zip(self.matrices, (key,) if len(self.matrices) == 1 else key, strict=True):
             # Distinct placeholders for each matrix.
             inputs = {id(one): one._replace() for one in matrix.inputs if one is not None}

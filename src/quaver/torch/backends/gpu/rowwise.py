@@ -16,8 +16,7 @@ from quaver.kernels.rowwise import squares as squares_kernel
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import BufferSpec, row_major
 from quaver.torch.backends.gpu.device import architecture
-from quaver.torch.backends.gpu.launch import multiprocessors
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, multiprocessors
 from quaver.torch.backends.gpu.quantize_launch import QuantizeLaunch, RequestedOperands, without_memory, zeros
 from quaver.torch.backends.gpu.tensorwise import (
     DTYPES,

@@ -25,8 +25,14 @@ from quaver.torch.backends.gpu.buffers import BufferSpec, whole
 from quaver.torch.backends.gpu.cross_entropy import sum_launch
 from quaver.torch.backends.gpu.device import architecture
 from quaver.torch.backends.gpu.fused_quantize import DTYPES
-from quaver.torch.backends.gpu.launch import aligned, multiprocessors, power_above
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import (
+    LaunchPlan,
+    LaunchPlanCache,
+    LaunchSpec,
+    aligned,
+    multiprocessors,
+    power_above,
+)
 from quaver.torch.backends.gpu.ssm_chunks import MOST, ChunkTable, chunks_of
 
 # ---- causal convolution ----

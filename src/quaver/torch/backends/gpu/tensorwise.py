@@ -13,8 +13,7 @@ from quaver.kernels.tensorwise import transpose as kernel
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import BufferSpec, in_words, row_major, whole
 from quaver.torch.backends.gpu.device import architecture
-from quaver.torch.backends.gpu.launch import aligned, workspace
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, aligned, workspace
 from quaver.torch.backends.gpu.quantize_launch import (
     FACTOR,
     NEWEST,

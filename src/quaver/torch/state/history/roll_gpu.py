@@ -18,8 +18,7 @@ from quaver.kernels.tensorwise import roll as roll_kernel
 from quaver.recipes.spec import Delayed, QuantSpec
 from quaver.torch.backends.gpu import capture
 from quaver.torch.backends.gpu.buffers import whole
-from quaver.torch.backends.gpu.launch import power_above
-from quaver.torch.backends.gpu.launch_plan import LaunchPlan, LaunchPlanCache, LaunchSpec
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, power_above
 from quaver.torch.state.layer_state import state_of
 
 #: Longest history that one program reads.
