@@ -365,19 +365,23 @@ class LaunchPlan:
             {} if all(isinstance(run, CompiledLaunch) for run, _ in self.runs) else None
         )
 
-    def __call__(self, tensors_in: Sequence[Tensor | None], addresses: Sequence[int | None]) -> Sequence[Any]:
+    def __call__(
+        self, tensors_in: Sequence[Tensor | None], addresses: Sequence[int | None], stream: int | None = None
+    ) -> Sequence[Any]:
         """Allocate the outputs and run the launches; returns the outputs, None where a spec is None.
 
         Args:
             tensors_in: read only if `parts` is None, or for results.
             addresses: those of the tensors.
+            stream: the stream of the current GPU, if the caller knows it.
         """
         index, current, stream_of, entering = self.card
-        if self.parts is not None and current() != index:
+        parts = self.parts
+        if parts is not None and current() != index:
             with entering(index):
                 return self(tensors_in, addresses)
         written = self._allocate() if self.buffers else ()
-        if self.parts is None:
+        if parts is None:
             kernel_args = [
                 x if spec is None or x is None else spec.kernel_args(x)
                 for x, spec in zip((*tensors_in, *written), self.specs, strict=True)
@@ -386,8 +390,9 @@ class LaunchPlan:
                 run(*select_arguments((*kernel_args, None)))
             return self.results((*tensors_in, *written, None))
         every = (*addresses, *map(address_of, written), None)
-        stream = stream_of(index)
-        for start, head, tail, select_arguments in self.parts.get(stream) or self._parts_on(stream):
+        if stream is None:
+            stream = stream_of(index)
+        for start, head, tail, select_arguments in parts.get(stream) or self._parts_on(stream):
             start(*(head + select_arguments(every) + tail))
         return self.results((*tensors_in, *written, None))
 

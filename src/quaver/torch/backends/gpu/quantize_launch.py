@@ -209,7 +209,8 @@ class RowColQuantizer:
         Returns the `RowColOperands` and further results of the first matrix, followed by those of the second.
         """
         key: Any = None
-        place = get_ident(), self.card[2](self.card[0])
+        stream = self.card[2](self.card[0])
+        place = get_ident(), stream
         tensors, addresses = self.places.get(place) or self._allocate(place)
         addresses[0] = x.data_ptr()
         if inputs is not None:
@@ -229,7 +230,7 @@ class RowColQuantizer:
                 if given is not None:
                     tensors[3 * i + 1 : 3 * i + 3] = given.tensors()
         try:
-            return plan(tensors, addresses)
+            return plan(tensors, addresses, stream)
         except BaseException:
             # A completed launch may have left temporaries nonzero for the next.
             self.places.pop(place, None)
