@@ -40,8 +40,6 @@ SAFE = {
     "torch.nn.ssm.scan:_differs": CACHED,
     "torch.conversion.matchers.swap_class:_counterparts": ONCE,
     "torch.parallel.tensor.sharded_module:_sharded": CACHED,
-    "torch.parallel.moe.expert_parallel:in_groups": CACHED,
-    "torch.parallel.moe.expert_parallel:on_ranks": CACHED,
     "torch.optim.compiled:_programs": SAME,
     "torch.linear.grouped.custom_ops:parsed": CACHED,
     "torch.numerics.grouped:_numbers_on": CACHED,

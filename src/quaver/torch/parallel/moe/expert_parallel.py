@@ -1,10 +1,9 @@
 """Expert parallelism as a `ParallelStyle` for torch's `parallelize_module`.
 
 Each rank has some of the experts, whose weights are shards of DTensors, and its own tokens, which are sent to the ranks
-of their experts. The style changes the class of modules to subclasses made here.
+of their experts. The style puts the classes made here above those of the modules.
 """
 
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -13,13 +12,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from quaver.recipes.spec import QuantSpec
-from quaver.torch.conversion.matchers.swap_class import PUT_ABOVE
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.linear import recipe_of
 from quaver.torch.nn.moe.layers import Experts, MoE
 from quaver.torch.nn.moe.permutation import moves, unpermute
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel.moe.dispatch import DispatchedRows, DispatchPlan, WireFormat, sent_back, why_no_spec
+from quaver.torch.parallel.tensor.sharded_module import ShardedModule, shard
 from quaver.torch.state import weight_cache
 from quaver.torch.state.buffers import STATE
 from quaver.torch.state.history.sync import check_agreement
@@ -69,8 +68,7 @@ class ExpertParallel(ParallelStyle):
         _check(experts, type(module).__name__, device_mesh)
         for layer in experts.children():
             _divide(layer, device_mesh, self.src_data_rank)
-        kind: Any = type(experts)
-        experts.__class__ = on_ranks(kind, self.ways)
+        shard(experts, _ShardedExperts, self.ways)
         if isinstance(module, MoE):
             module.register_forward_pre_hook(_check_input, prepend=True)
         return module
@@ -148,171 +146,130 @@ def _divide(layer: Any, mesh: Any, source: int | None) -> None:
     layer.groups = own
     state = layer._state
     state.members = state.members[first : first + own]
-    kind: Any = type(layer)
-    layer.__class__ = in_groups(kind)
+    shard(layer, _ShardedGroups, None)
 
 
-@cache
-def in_groups(kind: Any) -> type:
-    """Return the subclass of a `GroupedLinear` class whose parameters are DTensors sharded over experts."""
-    members: dict[str, Any] = {
-        "forward": _local("forward"),
-        "project": _local("project"),
-        "_save_to_state_dict": _save,
-        "_load_from_state_dict": _load,
-        "__reduce_ex__": _reduce,
-        "__module__": kind.__module__,
-        "_of_ranks": (in_groups, ()),
-        PUT_ABOVE: True,
-    }
-    return type(kind.__name__, (kind,), members)
+class _ShardedGroups(ShardedModule):
+    """Put above a `GroupedLinear` class: parameters are DTensors sharded over experts."""
 
+    _parameters: Any
+    groups: int
 
-@cache
-def on_ranks(kind: Any, ways: tuple[Any, ...]) -> type:
-    """Return the subclass of an `Experts` class that dispatches tokens to other ranks."""
-    members: dict[str, Any] = {
-        "forward": _forward,
-        "wire_formats": ways,
-        "__reduce_ex__": _reduce,
-        "__module__": kind.__module__,
-        "_of_ranks": (on_ranks, (ways,)),
-        PUT_ABOVE: True,
-    }
-    return type(kind.__name__, (kind,), members)
+    def forward(self, *args: Any) -> Any:
+        return self._with_local_parameters(super().forward, *args)
 
+    def project(self, *args: Any) -> Any:
+        above: Any = super()
+        return self._with_local_parameters(above.project, *args)
 
-def _reduce(module: Any, protocol: int) -> Any:
-    """Pickle a module of a generated class by its original class and the arguments to generate it."""
-    kind = next(kind for kind in type(module).__mro__ if "_of_ranks" in vars(kind))
-    of_class, more = vars(kind)["_of_ranks"]
-    return _rebuild, (of_class, kind.__bases__[0], more), module.__getstate__()
-
-
-def _rebuild(of_class: Any, kind: Any, more: tuple[Any, ...]) -> Any:
-    exchanged: Any = of_class(kind, *more)
-    return exchanged.__new__(exchanged)
-
-
-def _local(name: str) -> Any:
-    """Return a method that runs the original one on the local tensors of the layer's DTensor parameters."""
-
-    def method(layer: Any, *args: Any) -> Any:
-        layer_parameters = layer._parameters
-        local = {key: p.to_local() if isinstance(p, DTensor) else p for key, p in layer_parameters.items()}
-        layer.__dict__["_parameters"] = local
+    def _with_local_parameters(self, method: Any, *args: Any) -> Any:
+        """Call a method of the original class, which sees the local tensors of the DTensor parameters."""
+        parameters = self._parameters
+        local = {key: p.to_local() if isinstance(p, DTensor) else p for key, p in parameters.items()}
+        self.__dict__["_parameters"] = local
         try:
-            return getattr(super(_original(layer), layer), name)(*args)
+            return method(*args)
         finally:
-            layer.__dict__["_parameters"] = layer_parameters
+            self.__dict__["_parameters"] = parameters
 
-    return method
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save like the original class, with recipe state as DTensors, so that a checkpoint has the state of all
+        ranks.
+        """
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in STATE:
+            value = destination.get(prefix + name)
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                destination[prefix + name] = DTensor.from_local(value, _expert_mesh(self), [Shard(0)], run_check=False)
 
-
-def _mesh(layer: Any) -> Any:
-    return layer._parameters["weight"].device_mesh
-
-
-def _save(layer: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-    """Save like the original class, with recipe state as DTensors, so that a checkpoint has the state of all ranks."""
-    super(_original(layer), layer)._save_to_state_dict(destination, prefix, keep_vars)
-    for name in STATE:
-        value = destination.get(prefix + name)
-        if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            destination[prefix + name] = DTensor.from_local(value, _expert_mesh(layer), [Shard(0)], run_check=False)
-
-
-def _load(layer: Any, state_dict: Any, prefix: str, *args: Any) -> None:
-    """Load like the original class, from a state dict with this rank's experts or with all of them."""
-    mesh = _expert_mesh(layer)
-    own = layer.groups
-    rows = slice(own * mesh.get_local_rank(), own * (mesh.get_local_rank() + 1))
-    for name in STATE:
-        value = state_dict.get(prefix + name)
-        if isinstance(value, DTensor):
-            value = value.to_local()
-        elif isinstance(value, Tensor) and value.shape[0] == own * mesh.size():
-            value = value[rows]
-        if value is not None:
-            state_dict[prefix + name] = value
-    for name in ("weight", "bias"):
-        value, parameter = state_dict.get(prefix + name), layer._parameters[name]
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and isinstance(parameter, DTensor):
-            state_dict[prefix + name] = distribute_tensor(
-                value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-    super(_original(layer), layer)._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _original(layer: Any) -> Any:
-    """Return the generated class of a layer, whose `super()` is the original class."""
-    return next(kind for kind in type(layer).__mro__ if "_of_ranks" in vars(kind))
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Load like the original class, from a state dict with this rank's experts or with all of them."""
+        mesh = _expert_mesh(self)
+        own = self.groups
+        rows = slice(own * mesh.get_local_rank(), own * (mesh.get_local_rank() + 1))
+        for name in STATE:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, DTensor):
+                value = value.to_local()
+            elif isinstance(value, Tensor) and value.shape[0] == own * mesh.size():
+                value = value[rows]
+            if value is not None:
+                state_dict[prefix + name] = value
+        for name in ("weight", "bias"):
+            value, parameter = state_dict.get(prefix + name), self._parameters[name]
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and isinstance(parameter, DTensor):
+                state_dict[prefix + name] = distribute_tensor(
+                    value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _expert_mesh(layer: Any) -> Any:
     """Return the mesh dimension over which experts are sharded; fully_shard adds others before it."""
-    mesh = _mesh(layer)
-    if mesh.ndim == 1:
-        return mesh
-    return mesh[mesh.mesh_dim_names[-1]]
+    mesh = layer._parameters["weight"].device_mesh
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
 
 
-@torch.compiler.disable
-def _forward(
-    experts: Any,
-    x: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    capacity: int | None = None,
-    meanwhile: Any = None,
-) -> Any:
-    """`Experts.forward` for this rank's tokens and the experts of all ranks.
+class _ShardedExperts(ShardedModule):
+    """Put above an `Experts` class: dispatches tokens to other ranks, in the wire formats of `layout_on_ranks`."""
 
-    Args:
-        capacity: maximum number of this rank's choices per expert.
-    """
-    first_projection = experts._modules[experts._first_projections]
-    mesh = _expert_mesh(first_projection)
-    group, number = mesh.get_group(), experts.experts * mesh.size()
-    recipe = recipe_of(first_projection, False)
-    why: str | Exception = ""
-    try:
-        if recipe is not None and recipe.delayed is not None:
-            raise ValueError(
-                f"recipe {recipe} uses scaling histories, which ranks reduce layer by layer, but ranks have "
-                "different experts in the same layer: for experts on ranks use a recipe with current "
-                "scaling, such as tensorwise"
-            )
-        x = experts.checked(x, indices, capacity, number)
-    except Exception as error:
-        # Catch any exception: the other ranks wait.
-        why = error
-    spec = None if recipe is None else recipe.fprop.a
-    dispatch, combine, gradients = (
-        x.dtype if wire_format is None else wire_format for wire_format in experts.wire_formats
-    )
-    if dispatch == "recipe":
-        dispatch = spec if spec is not None and moves(spec) and not why_no_spec(spec) else x.dtype
-    # All ranks must raise if one does, or they would wait for its rows.
-    what = {
-        "experts": number,
-        "width": experts.dim,
-        "dtype": x.dtype,
-        "recipe": None if recipe is None else recipe.text,
-        "dispatch": dispatch,
-        "combine": combine,
-        "gradients by": gradients,
-        "gradients": torch.is_grad_enabled(),
-        "gradient of tokens, of weights": (x.requires_grad, weights.requires_grad),
-        "gradients of parameters": [p.requires_grad for p in experts.parameters()],
-    }
-    if graph_task_id() == -1:
-        check_agreement("experts on ranks", what, group, error=why)
-    elif isinstance(why, Exception):
-        raise why
-    dispatch_plan = DispatchPlan.of(indices, number, experts.pad, capacity, group)
-    arriving = DispatchedRows(dispatch_plan, dispatch, gradients)
-    rows = experts.on_rows(arriving, (x,), dispatch_plan.offsets)
-    came, other = sent_back(rows, dispatch_plan, combine, gradients, meanwhile)
-    y = unpermute(came, dispatch_plan.places, indices.shape[1], weights)
-    return y if meanwhile is None else (y, other)
+    @torch.compiler.disable
+    def forward(
+        self,
+        x: Tensor,
+        indices: Tensor,
+        weights: Tensor,
+        capacity: int | None = None,
+        meanwhile: Any = None,
+    ) -> Any:
+        """`Experts.forward` for this rank's tokens and the experts of all ranks.
+
+        Args:
+            capacity: maximum number of this rank's choices per expert.
+        """
+        experts: Any = self
+        first_projection = experts._modules[experts._first_projections]
+        mesh = _expert_mesh(first_projection)
+        group, number = mesh.get_group(), experts.experts * mesh.size()
+        recipe = recipe_of(first_projection, False)
+        why: str | Exception = ""
+        try:
+            if recipe is not None and recipe.delayed is not None:
+                raise ValueError(
+                    f"recipe {recipe} uses scaling histories, which ranks reduce layer by layer, but ranks have "
+                    "different experts in the same layer: for experts on ranks use a recipe with current "
+                    "scaling, such as tensorwise"
+                )
+            x = experts.checked(x, indices, capacity, number)
+        except Exception as error:
+            # Catch any exception: the other ranks wait.
+            why = error
+        spec = None if recipe is None else recipe.fprop.a
+        dispatch, combine, gradients = (
+            x.dtype if wire_format is None else wire_format for wire_format in experts.layout_on_ranks
+        )
+        if dispatch == "recipe":
+            dispatch = spec if spec is not None and moves(spec) and not why_no_spec(spec) else x.dtype
+        # All ranks must raise if one does, or they would wait for its rows.
+        what = {
+            "experts": number,
+            "width": experts.dim,
+            "dtype": x.dtype,
+            "recipe": None if recipe is None else recipe.text,
+            "dispatch": dispatch,
+            "combine": combine,
+            "gradients by": gradients,
+            "gradients": torch.is_grad_enabled(),
+            "gradient of tokens, of weights": (x.requires_grad, weights.requires_grad),
+            "gradients of parameters": [p.requires_grad for p in experts.parameters()],
+        }
+        if graph_task_id() == -1:
+            check_agreement("experts on ranks", what, group, error=why)
+        elif isinstance(why, Exception):
+            raise why
+        dispatch_plan = DispatchPlan.of(indices, number, experts.pad, capacity, group)
+        arriving = DispatchedRows(dispatch_plan, dispatch, gradients)
+        rows = experts.on_rows(arriving, (x,), dispatch_plan.offsets)
+        came, other = sent_back(rows, dispatch_plan, combine, gradients, meanwhile)
+        y = unpermute(came, dispatch_plan.places, indices.shape[1], weights)
+        return y if meanwhile is None else (y, other)
