@@ -200,21 +200,14 @@ class _AllToAllFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: AllToAllSplits, spec: Any, gradients: Any, group: Any) -> Tensor:
         ctx.way = splits.back, gradients, group, x.dtype
-        return _moved(x, splits, x.dtype if spec is None else spec, group).to(x.dtype)
+        rows: Tensor = begin(x, x.dtype if spec is None else spec, splits, group)().to(x.dtype)
+        return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
         back, gradients, group, dtype = ctx.way
-        return _moved(g, back, gradients, group).to(dtype), None, None, None, None
-
-
-def _moved(x: Tensor, splits: AllToAllSplits, by: QuantSpec | torch.dtype, group: Any) -> Tensor:
-    if isinstance(by, QuantSpec):
-        q: Quantized = exchange_operand(quantize_rows(x, by, group), splits, group)()
-        return q.dequantize()
-    rows: Tensor = exchange_rows(x.to(by), splits, group)()
-    return rows
+        return begin(g, gradients, back, group)().to(dtype), None, None, None, None
 
 
 def exchange_rows(x: Tensor, splits: AllToAllSplits, group: Any = None) -> Pending:
@@ -393,21 +386,6 @@ class DispatchedRows:
         return (combined(back, plan.places, plan.k, None) if needs[0] else None,)
 
 
-class DispatchState:
-    """Pending all-to-all shared by the two autograd functions of one call."""
-
-    __slots__ = ("rows",)
-
-    def __init__(self) -> None:
-        self.rows: Pending | None = None
-
-    def wait_rows(self) -> Any:
-        """Wait for the pending exchange and return its rows; may be called once per exchange."""
-        rows, self.rows = self.rows, None
-        assert rows is not None
-        return rows()
-
-
 def sent_back(
     rows: Tensor,
     dispatch_plan: DispatchPlan,
@@ -425,10 +403,11 @@ def sent_back(
     Returns:
         The rows, and the result of `meanwhile`.
     """
-    dispatch_state = DispatchState()
-    ticket = _Send.apply(rows, dispatch_plan, combine, gradients, dispatch_state)
+    #: The exchange that one of the two autograd functions has started and the other waits for.
+    travelling: list[Pending] = []
+    ticket = _Send.apply(rows, dispatch_plan, combine, travelling)
     other = None if meanwhile is None else meanwhile()
-    came: Tensor = _Receive.apply(ticket, dispatch_plan, gradients, dispatch_state)
+    came: Tensor = _Receive.apply(ticket, dispatch_plan, gradients, travelling)
     return came, other
 
 
@@ -439,25 +418,20 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        dispatch_plan: DispatchPlan,
-        combine: WireFormat,
-        gradients: WireFormat,
-        dispatch_state: DispatchState,
+        ctx: Any, rows: Tensor, dispatch_plan: DispatchPlan, combine: WireFormat, travelling: list[Pending]
     ) -> Tensor:
-        ctx.facts = dispatch_plan, dispatch_state, rows.dtype
+        ctx.facts = dispatch_plan, travelling, rows.dtype
         pending = begin(_select_rows(rows, dispatch_plan.back), combine, dispatch_plan.splits.back, dispatch_plan.group)
-        dispatch_state.rows = lambda: pending().to(rows.dtype)
+        travelling.append(lambda: pending().to(rows.dtype))
         return _placeholder((sum(dispatch_plan.splits.sent), rows.shape[1]), rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        dispatch_plan, dispatch_state, dtype = ctx.facts
-        came = dispatch_state.wait_rows().to(dtype)
+        dispatch_plan, travelling, dtype = ctx.facts
+        came = travelling.pop()().to(dtype)
         # Padding rows were not sent and get index -1.
-        return take(came, dispatch_plan.by_expert, 1), None, None, None, None
+        return take(came, dispatch_plan.by_expert, 1), None, None, None
 
 
 class _Receive(torch.autograd.Function):
@@ -465,17 +439,17 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ticket: Tensor, dispatch_plan: DispatchPlan, gradients: WireFormat, dispatch_state: DispatchState
+        ctx: Any, ticket: Tensor, dispatch_plan: DispatchPlan, gradients: WireFormat, travelling: list[Pending]
     ) -> Tensor:
-        ctx.facts = dispatch_plan, gradients, dispatch_state
-        rows: Tensor = dispatch_state.wait_rows()
+        ctx.facts = dispatch_plan, gradients, travelling
+        rows: Tensor = travelling.pop()()
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> Any:
-        dispatch_plan, gradients, dispatch_state = ctx.facts
-        dispatch_state.rows = begin(g, gradients, dispatch_plan.splits, dispatch_plan.group)
+        dispatch_plan, gradients, travelling = ctx.facts
+        travelling.append(begin(g, gradients, dispatch_plan.splits, dispatch_plan.group))
         return _placeholder(g.shape, g), None, None, None
 
 
