@@ -1,8 +1,8 @@
 """Attention over a sequence sharded across ranks: one function with the modes "gather", "ring" and "all_to_all"."""
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,6 @@ from quaver.torch.parallel.context.comm import (
     unpack,
 )
 from quaver.torch.state.history.sync import check_agreement, describe_tensor
-from quaver.torch.state.layer_state import graph_task_id
 
 # ---- gather ----
 # Each rank all-gathers keys and values, and runs ordinary attention on those that its queries see.
@@ -152,7 +151,7 @@ def attend_heads(
     heads = q.shape[-2] // ranks
     own = slice(across.rank * heads, (across.rank + 1) * heads)
     plain = across._replace(spec=None)
-    wide, keys, values = (_ToHeads.apply(x, how) for x, how in ((q, plain), (k, across), (v, across)))
+    wide, keys, values = (_Exchange.apply(x, how, True) for x, how in ((q, plain), (k, across), (v, across)))
     hides = sight.left >= 0 or sight.right > 0
     ends = None if sight.ends is None else torch.tensor(sight.ends, dtype=torch.int32, device="cpu")
     out = attention(
@@ -165,36 +164,24 @@ def attend_heads(
         cu_seqlens=ends,
         **options,
     )
-    local: Tensor = _ToTokens.apply(out, plain)
+    local: Tensor = _Exchange.apply(out, plain, False)
     return local
 
 
-class _ToHeads(torch.autograd.Function):
-    """All-to-all from this rank's tokens to its heads, [..., tokens, heads, D]; gradients are sent unquantized."""
+class _Exchange(torch.autograd.Function):
+    """All-to-all from this rank's tokens to its heads, [..., tokens, heads, D], or back; gradients are sent
+    unquantized.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, across: SequenceGroup) -> Tensor:
-        ctx.across = across._replace(spec=None)
-        return _to_heads(x, across)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _to_tokens(grad, ctx.across), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """All-to-all from this rank's heads back to this rank's tokens; the inverse of `_ToHeads`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, across: SequenceGroup) -> Tensor:
-        ctx.across = across
-        return _to_tokens(x, across)
+    def forward(ctx: Any, x: Tensor, across: SequenceGroup, to_heads: bool) -> Tensor:
+        ctx.across, ctx.back = across._replace(spec=None), _to_tokens if to_heads else _to_heads
+        return _to_heads(x, across) if to_heads else _to_tokens(x, across)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _to_heads(grad, ctx.across), None
+        return ctx.back(grad, ctx.across), None, None
 
 
 def _to_heads(x: Tensor, across: SequenceGroup) -> Tensor:
@@ -216,13 +203,6 @@ def _to_tokens(x: Tensor, across: SequenceGroup) -> Tensor:
 # their float32 gradients, which end at their owners. Source: Liu et al. 2023, arXiv:2310.01889.
 
 
-class _RingArguments(NamedTuple):
-    across: SequenceGroup
-    sight: CausalWindow
-    scale: float
-    soft_cap: float | None
-
-
 def attend_ring(
     q: Tensor,
     k: Tensor,
@@ -236,8 +216,8 @@ def attend_ring(
     sinks: Tensor | None,
 ) -> Tensor:
     """Return this rank's attention output in mode "ring"; q, k, v and the result have the given layout."""
-    arguments = _RingArguments(across, sight, scale, soft_cap)
-    out: Tensor = _RingAttentionFunction.apply(*(heads_first(x, layout) for x in (q, k, v)), sinks, arguments)
+    heads = (heads_first(x, layout) for x in (q, k, v))
+    out: Tensor = _RingAttentionFunction.apply(*heads, sinks, across, sight, scale, soft_cap)
     return heads_back(out, layout)
 
 
@@ -245,21 +225,28 @@ class _RingAttentionFunction(torch.autograd.Function):
     """Ring attention. Saves q, this rank's packed keys and values, the output, and two numbers per query; no scores."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: _RingArguments) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        across: SequenceGroup,
+        sight: CausalWindow,
+        scale: float,
+        soft_cap: float | None,
+    ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        payload = [*pack(k.unsqueeze(0), arguments.across.spec), *pack(v.unsqueeze(0), arguments.across.spec)]
+        payload = [*pack(k.unsqueeze(0), across.spec), *pack(v.unsqueeze(0), across.spec)]
         queries = q.to(wide)
         merged = comm.MergedSoftmax(
             queries.new_zeros((*q.shape[:3], v.shape[3])),
             queries.new_full(q.shape[:3], -torch.inf),
             queries.new_zeros(q.shape[:3]),
         )
-        coming, ranks = None, arguments.across.order.ranks
-        for step in range(ranks):
-            key_value = payload if coming is None else coming()
-            coming = send_to_next(key_value, arguments.across.group) if step < ranks - 1 else None
-            keys, values = _unpack(key_value, arguments, q.dtype)
-            for rows, columns, block in _blocks(arguments, step, q):
+        for step, key_value in enumerate(_around(payload, across)):
+            keys, values = _unpack(key_value, across, q.dtype)
+            for rows, columns, block in _blocks(step, q, across, sight, scale, soft_cap):
                 operands = queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
                 merged.rows(rows).add(comm.forward(*operands, block))
         if sinks is not None:
@@ -268,24 +255,21 @@ class _RingAttentionFunction(torch.autograd.Function):
             merged.add(comm.MergedSoftmax(torch.zeros_like(merged.out), top, torch.ones_like(top)))
         result = merged.normalized().to(q.dtype)
         ctx.save_for_backward(q, result, merged.top, merged.total, sinks, *payload)
-        ctx.arguments = arguments
+        ctx.across, ctx.masked_by = across, (sight, scale, soft_cap)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, out, top, total, sinks, *key_value = ctx.saved_tensors
-        arguments, wide = ctx.arguments, total.dtype
+        across, masked_by, wide = ctx.across, ctx.masked_by, total.dtype
         queries, grad = q.to(wide), grad.to(wide)
         merged = comm.MergedSoftmax((grad * out.to(wide)).sum(-1, keepdim=True), top, total)
-        dq, ranks, group = torch.zeros_like(queries), arguments.across.order.ranks, arguments.across.group
-        coming = sums = None
-        for step in range(ranks):
-            key_value = key_value if coming is None else coming()
-            coming = send_to_next(key_value, group) if step < ranks - 1 else None
-            keys, values = _unpack(key_value, arguments, q.dtype)
+        dq, sums = torch.zeros_like(queries), None
+        for step, present in enumerate(_around(key_value, across)):
+            keys, values = _unpack(present, across, q.dtype)
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-            for rows, columns, block in _blocks(arguments, step, q):
+            for rows, columns, block in _blocks(step, q, across, *masked_by):
                 operands = grad[:, :, rows], queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
                 of_block = comm.backward(*operands, merged.rows(rows), block)
                 for x, part, g in zip((dq, dk, dv), (rows, columns, columns), of_block, strict=True):
@@ -293,30 +277,41 @@ class _RingAttentionFunction(torch.autograd.Function):
             if sums is not None:
                 # Add the gradients that the previous ranks computed for the keys present here.
                 dk, dv = (own.add_(before) for own, before in zip((dk, dv), sums(), strict=True))
-            sums = send_to_next((dk, dv), group) if ranks > 1 else lambda sums_of=(dk, dv): sums_of
-        assert sums is not None
-        dk, dv = sums()
+            if across.order.ranks > 1:
+                sums = send_to_next((dk, dv), across.group)
+        if sums is not None:
+            dk, dv = sums()
         dsinks = None
         if sinks is not None:
             p = (sinks.to(wide)[:, None] - top).exp() / total
             dsinks = -(p * merged.out.squeeze(-1)).sum((0, 2)).to(sinks.dtype)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsinks, None
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsinks, None, None, None, None
 
 
-def _unpack(key_value: list[Tensor], arguments: _RingArguments, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _around(payload: list[Tensor], across: SequenceGroup) -> Iterator[list[Tensor]]:
+    """Yield packed keys and values of this rank, then of each rank before it, while the next ones are received."""
+    ranks = across.order.ranks
+    for step in range(ranks):
+        coming = send_to_next(payload, across.group) if step < ranks - 1 else None
+        yield payload
+        if coming is not None:
+            payload = coming()
+
+
+def _unpack(key_value: list[Tensor], across: SequenceGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Unpack keys and values, rounded to `dtype` as in a single process, then widened to at least float32."""
     half = len(key_value) // 2
     wide = torch.promote_types(dtype, torch.float32)
     keys, values = (
-        unpack([x[0] for x in part], arguments.across.spec, dtype).to(wide)
-        for part in (key_value[:half], key_value[half:])
+        unpack([x[0] for x in part], across.spec, dtype).to(wide) for part in (key_value[:half], key_value[half:])
     )
     return keys, values
 
 
-def _blocks(arguments: _RingArguments, step: int, q: Tensor) -> Iterator[tuple[slice, slice, comm.ScoreBlock]]:
+def _blocks(
+    step: int, q: Tensor, across: SequenceGroup, sight: CausalWindow, scale: float, soft_cap: float | None
+) -> Iterator[tuple[slice, slice, comm.ScoreBlock]]:
     """Yield the visible pairs of query and key chunks at a ring step: slices of both, and their `ScoreBlock`."""
-    across, sight = arguments.across, arguments.sight
     order, rank = across.order, across.rank
     tokens = q.shape[2] * order.ranks
     length = tokens // order.chunks
@@ -327,7 +322,7 @@ def _blocks(arguments: _RingArguments, step: int, q: Tensor) -> Iterator[tuple[s
             if keys[0] >= last or keys[1] <= first:
                 continue
             hidden, bias = sight.hidden(queries, keys, q.device), sight.bias(queries, keys, q.device)
-            block = comm.ScoreBlock(arguments.scale, arguments.soft_cap, hidden, bias)
+            block = comm.ScoreBlock(scale, soft_cap, hidden, bias)
             yield slice(i * length, (i + 1) * length), slice(j * length, (j + 1) * length), block
 
 
@@ -392,23 +387,32 @@ def context_parallel_attention(
     error: str | Exception = ""
     try:
         recipe = None if recipe is None else recipes.get(recipe)
-        _check_options(how, mask_type, window, chunk, soft_cap, dropout)
+        check_name("how", how, WAYS)
+        check_name("mask type", mask_type, MASKS)
+        check_window(mask_type, window)
+        check_chunk(chunk)
+        check_numbers(soft_cap, dropout)
         spec = spec_of(quantized)
         wide, keys, _ = all_heads_first(layout, q, k, v)
         refuse(mask_type, mask is not None, bias is not None, dropout, how, recipe)
         _check_parts(wide.shape[2], keys.shape[2], order)
-        _check_slopes(alibi_slopes)
+        if alibi_slopes is not None and alibi_slopes.requires_grad:
+            raise ValueError("alibi_slopes require a gradient, which context parallelism does not support; detach them")
         if how == "all_to_all":
             check_heads_divide(wide.shape[1], keys.shape[1], order.ranks)
         ends = _ends(layout, cu_seqlens, wide.shape[2] * order.ranks)
-        sinks = _as_tensor(sinks, wide)
+        if isinstance(sinks, str):
+            check_name("sinks", sinks, (OFF_BY_ONE,))
+            sinks = wide.new_zeros(wide.shape[1], dtype=torch.float32)
     except Exception as raised:  # any exception, because the other ranks wait
         error = raised
     compared: dict[str, Any] = {name: describe_tensor(x) for name, x in (("q", q), ("k", k), ("v", v))}
-    compared |= {"recipe": recipe, "how": how, "balanced": balanced, "quantized": spec, "scale": scale}
+    # The full text of the recipe, because its name does not include its options.
+    compared |= {"recipe": getattr(recipe, "text", recipe), "how": how, "balanced": balanced, "quantized": spec}
     compared |= {"sinks": describe_tensor(sinks) if isinstance(sinks, Tensor) else sinks, "mask_type": mask_type}
     compared |= {"layout": layout, "window": window, "chunk": chunk, "alibi_slopes": describe_tensor(alibi_slopes)}
-    _compare(compared | {"soft_cap": soft_cap, "cu_seqlens": ends}, group, error)
+    compared |= {"scale": scale, "soft_cap": soft_cap, "cu_seqlens": ends, "gradients": torch.is_grad_enabled()}
+    check_agreement("attention across ranks", compared, group, error=error, forward=True)
     left, right = bounds(mask_type, window)
     across = SequenceGroup(group, order, 1 if layout == "bshd" else 0, spec)
     sight = CausalWindow(left, right, chunk, alibi_slopes, ends)
@@ -423,40 +427,6 @@ def context_parallel_attention(
 def _as_autocast(kind: str, *tensors: Tensor) -> Iterator[Tensor]:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (x if dtype is None or x.dtype not in ops.DTYPES else x.to(dtype) for x in tensors)
-
-
-def _check_options(
-    how: str, mask_type: str, window: Window | None, chunk: int | None, soft_cap: float | None, dropout: float
-) -> None:
-    check_name("how", how, WAYS)
-    check_name("mask type", mask_type, MASKS)
-    check_window(mask_type, window)
-    check_chunk(chunk)
-    check_numbers(soft_cap, dropout)
-
-
-def _check_slopes(alibi_slopes: Tensor | None) -> None:
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes require a gradient, which context parallelism does not support; detach them")
-
-
-def _as_tensor(sinks: str | Tensor | None, wide: Tensor) -> Tensor | None:
-    """Return sinks given by name as a tensor of zeros, one per head of the queries `wide` [B, H, S, D]."""
-    if not isinstance(sinks, str):
-        return sinks
-    check_name("sinks", sinks, (OFF_BY_ONE,))
-    return wide.new_zeros(wide.shape[1], dtype=torch.float32)
-
-
-def _compare(facts: Mapping[str, Any], group: Group, error: str | Exception) -> None:
-    """Raise the same ValueError on all ranks if arguments differ or one has an error; skipped in recomputation."""
-    if graph_task_id() == -1:
-        # Compare the full text, because the recipe's name does not include its options.
-        recipe = getattr(facts["recipe"], "text", facts["recipe"])
-        what = {**facts, "recipe": recipe, "gradients": torch.is_grad_enabled()}
-        check_agreement("attention across ranks", what, group, error=error)
-    elif isinstance(error, Exception):  # recomputation repeats a forward that was compared
-        raise error
 
 
 def group_of(mesh: DeviceMesh | Group | None) -> Group:

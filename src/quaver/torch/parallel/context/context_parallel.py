@@ -36,7 +36,6 @@ from quaver.torch.parallel.context.comm import ChunkOrder, Group, scatter_in_ord
 from quaver.torch.parallel.tensor import joined
 from quaver.torch.parallel.tensor.layers import layout_of
 from quaver.torch.state.history.sync import check_agreement, describe_tensor
-from quaver.torch.state.layer_state import graph_task_id
 
 Layer = MultiheadAttention | LatentAttention
 
@@ -275,10 +274,7 @@ class _PositionHook:
         except Exception as raised:
             # Catch any exception: the other ranks wait.
             error = raised
-        if graph_task_id() == -1:
-            check_agreement(f"{where} across ranks", what, self.across.group, error=error)
-        elif isinstance(error, Exception):
-            raise error
+        check_agreement(f"{where} across ranks", what, self.across.group, error=error, forward=True)
         attend: Any = layer.core.attend
         attend.ends = ends
         placed = options.get("positions")

@@ -263,10 +263,7 @@ class _ShardedExperts(ShardedModule):
             "gradient of tokens, of weights": (x.requires_grad, weights.requires_grad),
             "gradients of parameters": [p.requires_grad for p in experts.parameters()],
         }
-        if graph_task_id() == -1:
-            check_agreement("experts on ranks", what, group, error=why)
-        elif isinstance(why, Exception):
-            raise why
+        check_agreement("experts on ranks", what, group, error=why, forward=True)
         dispatch_plan = DispatchPlan.of(indices, number, experts.pad, capacity, group)
         arriving = DispatchedRows(dispatch_plan, dispatch, gradients)
         rows = experts.on_rows(arriving, (x,), dispatch_plan.offsets)

@@ -27,7 +27,6 @@ from quaver.torch.parallel.tensor.vocab import loss_over_ranks
 from quaver.torch.state.buffers import create_state_buffers
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history.sync import check_agreement, describe_tensor
-from quaver.torch.state.layer_state import graph_task_id
 
 
 def layout_of(layer: nn.Module) -> ShardLayout | None:
@@ -161,20 +160,16 @@ def _prepare_call(layer: Any, input: Tensor) -> ShardedLayerCall:
     if isinstance(layer, Quantizable):
         joined.watch(layer, weights)
     training, name = torch.is_grad_enabled(), name_of(layer)
-    if graph_task_id() == -1:
-        # Recomputed forwards need no check; the first forward was checked.
-        what = {
-            "style": layout.name,
-            "input": describe_tensor(input),
-            "input in GEMMs": x.dtype,
-            "weights": [describe_tensor(each) for each in weights],
-            "biases": [describe_tensor(each) for each in biases],
-            "gradients": training,
-            "recipe": recipe.text,
-        }
-        check_agreement(name, what, weight.device_mesh.get_group(), error=error)
-    elif isinstance(error, Exception):
-        raise error
+    what = {
+        "style": layout.name,
+        "input": describe_tensor(input),
+        "input in GEMMs": x.dtype,
+        "weights": [describe_tensor(each) for each in weights],
+        "biases": [describe_tensor(each) for each in biases],
+        "gradients": training,
+        "recipe": recipe.text,
+    }
+    check_agreement(name, what, weight.device_mesh.get_group(), error=error, forward=True)
     if training and isinstance(layer, Quantizable) and layer._state.buffers_recipe is not recipe:
         create_state_buffers(layer, recipe)
     call = begin(layer, recipe, x, x.dtype, training)

@@ -22,7 +22,6 @@ from quaver.torch.parallel.tensor.plan import of_sums, plain_product
 from quaver.torch.parallel.tensor.sequence import SequenceLayout, gathered
 from quaver.torch.parallel.tensor.sharded_module import ShardedModule
 from quaver.torch.state.history.sync import check_agreement, describe_tensor
-from quaver.torch.state.layer_state import graph_task_id
 
 # ---- cross entropy ----
 # Cross entropy of vocabulary-parallel logits; no rank ever has the logits of all tokens of the vocabulary.
@@ -525,10 +524,7 @@ class VocabShardedEmbedding(ShardedModule):
                 f"{name} has {weight.shape[0]} rows, and token ids range from {int(input.min())} to {int(input.max())}"
             )
         what = {"tokens": describe_tensor(input), "weight": describe_tensor(weight)}
-        if graph_task_id() == -1:
-            check_agreement(name, what | {"gradients": torch.is_grad_enabled()}, group, error=why)
-        elif why:
-            raise ValueError(why)
+        check_agreement(name, what | {"gradients": torch.is_grad_enabled()}, group, error=why, forward=True)
         first = each * words.mesh.get_local_rank()
         place = input - first
         own = (place >= 0) & (place < each)
