@@ -4,6 +4,7 @@ All other layers of a Transformer process tokens independently and are left unch
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ def context_parallel(
     dropping = Dropping(across, 1 if "bshd" in layouts or not layouts else 0)
     for layer in list(model.modules()):
         if isinstance(layer, Layer):
-            layer.register_forward_pre_hook(_PositionHook(across), with_kwargs=True)
+            layer.register_forward_pre_hook(partial(_set_positions, across), with_kwargs=True)
         if isinstance(layer, TransformerLayer):
             layer.drop = dropping
         if isinstance(layer, nn.Dropout):
@@ -244,44 +245,41 @@ class ContextParallelAttention:
         )
 
 
-class _PositionHook:
+def _set_positions(
+    across: ContextParallel, layer: Layer, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, Any]:
     """Forward pre-hook that sets the positions of this rank's tokens and passes cu_seqlens directly to the core
     attention.
     """
-
-    def __init__(self, across: ContextParallel) -> None:
-        self.across = across
-
-    def __call__(self, layer: Layer, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        x = args[0] if args else options["x"]
-        ends = options.get("cu_seqlens")
-        where = type(layer).__name__
-        what: dict[str, Any] = {}
-        error: str | Exception = ""
-        masked, bent = (options.get(name) is not None for name in ("mask", "bias"))
-        try:
-            refuse(layer.core.mask_type, masked, bent, 0.0, self.across.how, None, where)
-            if options.get("cache") is not None:
-                raise ValueError(
-                    f"{where} has a sharded sequence, which does not support a cache of keys and values; pass no cache"
-                )
-            if isinstance(ends, tuple):
-                raise ValueError(
-                    f"{where} runs self attention on a sharded sequence; pass one cu_seqlens, that of the whole batch"
-                )
-            what = {"x": describe_tensor(x), "training": layer.training}
-            what["cu_seqlens"] = None if ends is None else ends.tolist()
-        except Exception as raised:
-            # Catch any exception: the other ranks wait.
-            error = raised
-        check_agreement(f"{where} across ranks", what, self.across.group, error=error, forward=True)
-        attend: Any = layer.core.attend
-        attend.ends = ends
-        placed = options.get("positions")
-        if placed is None:
-            tokens = x.shape[1 if layer.layout == "bshd" else 0] * _ranks_of_tokens(layer)
-            placed = self.across.positions(tokens, x.device, ends)
-        return args, {**options, "cu_seqlens": None, "positions": placed}
+    x = args[0] if args else options["x"]
+    ends = options.get("cu_seqlens")
+    where = type(layer).__name__
+    what: dict[str, Any] = {}
+    error: str | Exception = ""
+    masked, bent = (options.get(name) is not None for name in ("mask", "bias"))
+    try:
+        refuse(layer.core.mask_type, masked, bent, 0.0, across.how, None, where)
+        if options.get("cache") is not None:
+            raise ValueError(
+                f"{where} has a sharded sequence, which does not support a cache of keys and values; pass no cache"
+            )
+        if isinstance(ends, tuple):
+            raise ValueError(
+                f"{where} runs self attention on a sharded sequence; pass one cu_seqlens, that of the whole batch"
+            )
+        what = {"x": describe_tensor(x), "training": layer.training}
+        what["cu_seqlens"] = None if ends is None else ends.tolist()
+    except Exception as raised:
+        # Catch any exception: the other ranks wait.
+        error = raised
+    check_agreement(f"{where} across ranks", what, across.group, error=error, forward=True)
+    attend: Any = layer.core.attend
+    attend.ends = ends
+    placed = options.get("positions")
+    if placed is None:
+        tokens = x.shape[1 if layer.layout == "bshd" else 0] * _ranks_of_tokens(layer)
+        placed = across.positions(tokens, x.device, ends)
+    return args, {**options, "cu_seqlens": None, "positions": placed}
 
 
 def _check_model(model: nn.Module, cores: list[tuple[DotProductAttention, list[str]]], across: ContextParallel) -> None:
