@@ -1,14 +1,11 @@
-"""Collectives for quantized operands, amaxes and float32 sums, and counters of the bytes they send.
+"""Collectives for quantized operands, amaxes and float32 sums.
 
 Codes are never summed. torch's collectives add bytes without complaint, and the sum of two codes is not the code of the
 sum.
 """
 
-import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,156 +14,7 @@ from torch import Tensor
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import quantize
-
-# ---- traffic counters ----
-# Count the bytes, calls and waiting seconds of each collective by kind. Counting is off by default and then costs one
-# attribute look-up (`active.all`). The list is per process, not per thread, because on a GPU backward runs in another
-# thread than forward.
-
-Kind = Literal["weights", "gradients", "activations", "keys_values", "amaxes", "control"]
-#: Kinds of traffic. "keys_values" is everything that context-parallel attention sends; "control" is small values that
-#: ranks agree on, such as a mean loss.
-KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations", "keys_values", "amaxes", "control")
-#: Communication pattern: all-gather, reduce-scatter, all-reduce, all-to-all, or point-to-point.
-CommPattern = Literal["gather", "scatter", "reduce", "exchange", "send"]
-
-
-class SentBytes:
-    """Counters of what this rank has sent to other ranks while it was listed in `active.all`.
-
-    Attributes:
-        bytes: Counter of bytes by kind; see `sent`.
-        calls: Counter of collectives by kind.
-        waiting: the kind of traffic that this rank waits for now, or "".
-    """
-
-    def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-        self.waiting = ""
-        self._waited = 0.0
-        self._events: list[tuple[Any, Any]] = []
-
-    @property
-    def seconds(self) -> float:
-        """Seconds spent waiting for collectives: host time for CPU tensors, stream time for GPU tensors."""
-        for begin, end in self._events:
-            end.synchronize()
-            self._waited += begin.elapsed_time(end) / 1e3
-        self._events.clear()
-        return self._waited
-
-
-class _ActiveCounters:
-    """The process-wide tuple of counters that are active now."""
-
-    all: tuple[SentBytes, ...] = ()
-
-
-active = _ActiveCounters()
-
-
-def sent(way: CommPattern, size: int, ranks: int) -> int:
-    """Return the bytes that one rank sends, assuming the algorithm that sends fewest.
-
-    Args:
-        way: communication pattern.
-        size: bytes of this rank's shard for "gather"; bytes of this rank's whole input for every other pattern.
-        ranks: size of the process group.
-    """
-    if way == "gather":
-        return size * (ranks - 1)
-    return size if way == "send" else (1 + (way == "reduce")) * size * (ranks - 1) // ranks
-
-
-def count_collective(
-    kind: Kind, way: CommPattern, x: Tensor, group: Any = None, by: tuple[SentBytes, ...] | None = None
-) -> AbstractContextManager[Any]:
-    """Return a context manager that counts a collective and times the block, in which the collective is waited for.
-
-    Args:
-        kind: kind of traffic.
-        way: communication pattern.
-        x: tensor that is sent; its size is interpreted as in `sent`.
-        group: process group; None is the default one.
-        by: counters to update; None means all active ones.
-    """
-    by = active.all if by is None else by
-    if not by:
-        return nullcontext()
-    count(kind, way, x, group, by)
-    return _WaitTimer(kind, x, by)
-
-
-def count_async(kind: Kind, way: CommPattern, x: Tensor, group: Any, work: Any) -> Callable[[], object]:
-    """Count an asynchronous collective that has started, and return a function that waits for it.
-
-    Args:
-        work: torch's work handle, or a list of handles.
-    """
-    works = work if isinstance(work, list) else [work]
-
-    def wait() -> None:
-        for each in works:
-            each.wait()
-
-    by = active.all
-    if not by:
-        return wait
-    count(kind, way, x, group, by)
-
-    def timed() -> None:
-        with _WaitTimer(kind, x, by):
-            wait()
-
-    return timed
-
-
-def waiting(kind: Kind, x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context manager that records its block as time spent waiting for x from another rank."""
-    return _WaitTimer(kind, x, active.all) if active.all else nullcontext()
-
-
-def count(kind: Kind, way: CommPattern, x: Tensor, group: Any, by: tuple[SentBytes, ...]) -> None:
-    """Add a collective's bytes and one call to the counters, without timing it."""
-    size = sent(way, x.numel() * x.element_size(), dist.get_world_size(group))
-    for each in by:
-        each.bytes[kind] += size
-        each.calls[kind] += 1
-
-
-class _WaitTimer:
-    """Context manager that measures how long this rank waits; uses CUDA events for GPU tensors."""
-
-    __slots__ = ("begun", "by", "event", "kind", "x")
-
-    def __init__(self, kind: str, x: Tensor, by: tuple[SentBytes, ...]) -> None:
-        self.kind, self.x, self.by = kind, x, by
-
-    def __enter__(self) -> None:
-        for each in self.by:
-            each.waiting = self.kind
-        self.event = _event() if self.x.is_cuda else None
-        self.begun = time.perf_counter()
-
-    def __exit__(self, failure: object, *_: object) -> None:
-        seconds, end = time.perf_counter() - self.begun, _event() if self.x.is_cuda else None
-        for each in self.by:
-            if end is None:
-                each._waited += seconds
-            else:
-                each._events.append((self.event, end))
-            if failure is None:  # Keep the kind after an exception, for error reports.
-                each.waiting = ""
-
-
-def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-# ---- collectives on quantized operands ----
+from quaver.torch.parallel.comm_counter import Kind, count_async, count_collective
 
 #: torch 2.13 renamed these collectives and warns about the earlier names.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

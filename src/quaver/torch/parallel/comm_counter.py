@@ -1,19 +1,21 @@
 """`CommCounter`: count the bytes that this rank sends to others, and the time it waits for them.
 
-fully_shard's traffic is counted through its own extension point: a custom all-gather and reduce-scatter, which are
-removed at the end.
+Collectives report to the counters that are active; without any, that costs one attribute look-up. fully_shard's traffic
+is counted through its own extension point: a custom all-gather and reduce-scatter, which are removed at the end.
 """
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from quaver.torch.parallel import comm as traffic
 from quaver.torch.parallel.fsdp.torch_internals import (
     get_collectives,
     groups_with_collectives,
@@ -22,13 +24,20 @@ from quaver.torch.parallel.fsdp.torch_internals import (
 )
 from quaver.torch.state.history import sync
 
+Kind = Literal["weights", "gradients", "activations", "keys_values", "amaxes", "control"]
+#: Kinds of traffic. "keys_values" is everything that context-parallel attention sends; "control" is small values that
+#: ranks agree on, such as a mean loss.
+KINDS: tuple[Kind, ...] = ("weights", "gradients", "activations", "keys_values", "amaxes", "control")
+#: Communication pattern: all-gather, reduce-scatter, all-reduce, all-to-all, or point-to-point.
+CommPattern = Literal["gather", "scatter", "reduce", "exchange", "send"]
 
-class CommCounter(traffic.SentBytes):
+
+class CommCounter:
     """Count the bytes that this rank sends to others, by kind, and the time it waits, while the context is active.
 
         with CommCounter(model) as traffic:
             loss = step(batch)
-        print(traffic.bytes, traffic.seconds)
+        print(bytes, seconds)
 
     Kinds are "weights", "gradients", "activations", "keys_values", "amaxes" and "control". It counts what Quaver and
     fully_shard send. It does not count torch's own tensor parallelism, pipelines not made by `pipeline_stage`, or
@@ -53,20 +62,34 @@ class CommCounter(traffic.SentBytes):
     """
 
     def __init__(self, model: nn.Module | None = None, *, look: bool = False) -> None:
-        super().__init__()
         self.model, self.look = model, look
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.waiting = ""
         self.nonfinite: Tensor | None = None
         self._before: list[tuple[Any, Any, Any]] = []
+        self._waited = 0.0
+        #: CUDA events at the beginning and the end of each wait.
+        self._events: list[tuple[Any, Any]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent waiting for collectives: host time for CPU tensors, stream time for GPU tensors."""
+        for begin, end in self._events:
+            end.synchronize()
+            self._waited += begin.elapsed_time(end) / 1e3
+        self._events.clear()
+        return self._waited
 
     def forget(self) -> None:
         """Reset `nonfinite`."""
         self.nonfinite = None
 
     def __enter__(self) -> "CommCounter":
-        if any(each is self for each in traffic.active.all):
+        if any(each is self for each in active.all):
             raise ValueError("this CommCounter is already counting; make another one")
-        traffic.active.all += (self,)
-        sync.watched.of_rows, sync.watched.by = _of_histories, _of_headers
+        active.all += (self,)
+        sync.watched.reduction = _count_reduction
         if self.model is not None:
             self._attach(self.model)
         return self
@@ -89,9 +112,9 @@ class CommCounter(traffic.SentBytes):
         self, call: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
         if async_op:
-            traffic.count("weights", "gather", input_tensor, group, (self,))
+            count("weights", "gather", input_tensor, group, (self,))
             return call(output_tensor, input_tensor, group, async_op)
-        with traffic.count_collective("weights", "gather", input_tensor, group, (self,)):
+        with count_collective("weights", "gather", input_tensor, group, (self,)):
             return call(output_tensor, input_tensor, group, async_op)
 
     def _scatter(
@@ -110,23 +133,120 @@ class CommCounter(traffic.SentBytes):
             bad = ~torch.linalg.vector_norm(input_tensor, float("inf")).isfinite()
             self.nonfinite = bad if self.nonfinite is None else self.nonfinite | bad
         if replicas(fsdp_group) is not None:
-            traffic.count("gradients", "reduce", output_tensor, replicas(fsdp_group), (self,))
-        with traffic.count_collective("gradients", "scatter", input_tensor, group, () if counts_itself else (self,)):
+            count("gradients", "reduce", output_tensor, replicas(fsdp_group), (self,))
+        with count_collective("gradients", "scatter", input_tensor, group, () if counts_itself else (self,)):
             return call(output_tensor, input_tensor, group, op, async_op)
 
     def __exit__(self, *_: object) -> None:
         for fsdp_group, gather, scatter in self._before:
             set_collectives(fsdp_group, gather, scatter)
         self._before.clear()
-        traffic.active.all = tuple(each for each in traffic.active.all if each is not self)
+        active.all = tuple(each for each in active.all if each is not self)
 
 
-def _of_histories(maxima: Tensor, group: Any) -> AbstractContextManager[Any]:
-    return traffic.count_collective("amaxes", "reduce", maxima, group)
+class _ActiveCounters:
+    """The counters that are active now: of the process, not of a thread, because on a GPU backward has its own."""
+
+    all: tuple[CommCounter, ...] = ()
 
 
-def _of_headers(header: Tensor, group: Any) -> AbstractContextManager[Any]:
-    return traffic.count_collective("control", "reduce", header, group)
+active = _ActiveCounters()
+
+
+def sent(way: CommPattern, size: int, ranks: int) -> int:
+    """Return the bytes that one rank sends, assuming the algorithm that sends fewest.
+
+    Args:
+        way: communication pattern.
+        size: bytes of this rank's shard for "gather"; bytes of this rank's whole input for every other pattern.
+        ranks: size of the process group.
+    """
+    if way == "gather":
+        return size * (ranks - 1)
+    return size if way == "send" else (1 + (way == "reduce")) * size * (ranks - 1) // ranks
+
+
+def count(kind: Kind, way: CommPattern, x: Tensor, group: Any, by: tuple[CommCounter, ...]) -> None:
+    """Add a collective's bytes and one call to the counters, without timing it.
+
+    Args:
+        kind: kind of traffic.
+        way: communication pattern.
+        x: tensor that is sent; its size is interpreted as in `sent`.
+        group: process group; None is the default one.
+        by: counters to update.
+    """
+    size = sent(way, x.numel() * x.element_size(), dist.get_world_size(group)) if by else 0
+    for each in by:
+        each.bytes[kind] += size
+        each.calls[kind] += 1
+
+
+def count_collective(
+    kind: Kind, way: CommPattern, x: Tensor, group: Any = None, by: tuple[CommCounter, ...] | None = None
+) -> AbstractContextManager[Any]:
+    """Return a context manager that counts a collective and times the block, in which the collective is waited for.
+
+    Args:
+        kind, way, x, group: as in `count`.
+        by: counters to update; None means all active ones.
+    """
+    by = active.all if by is None else by
+    count(kind, way, x, group, by)
+    return waiting(kind, x, by)
+
+
+def count_async(kind: Kind, way: CommPattern, x: Tensor, group: Any, work: Any) -> Callable[[], object]:
+    """Count an asynchronous collective that has started, and return a function that waits for it.
+
+    Args:
+        kind, way, x, group: as in `count`.
+        work: torch's work handle, or a list of handles.
+    """
+    by = active.all
+    count(kind, way, x, group, by)
+
+    def wait() -> None:
+        with waiting(kind, x, by):
+            for each in work if isinstance(work, list) else [work]:
+                each.wait()
+
+    return wait
+
+
+def waiting(kind: Kind, x: Tensor, by: tuple[CommCounter, ...] | None = None) -> AbstractContextManager[Any]:
+    """Return a context manager that records its block as time spent waiting for x from another rank."""
+    by = active.all if by is None else by
+    return _timed(kind, x, by) if by else nullcontext()
+
+
+@contextmanager
+def _timed(kind: Kind, x: Tensor, by: tuple[CommCounter, ...]) -> Iterator[None]:
+    for each in by:
+        each.waiting = kind
+    event, begun = _event(x), time.perf_counter()
+    yield
+    # After an exception the kind stays, for error reports.
+    seconds, end = time.perf_counter() - begun, _event(x)
+    for each in by:
+        each.waiting = ""
+        if event is None:
+            each._waited += seconds
+        else:
+            each._events.append((event, end))
+
+
+def _event(x: Tensor) -> Any:
+    """Record a CUDA event; None for a CPU tensor."""
+    if not x.is_cuda:
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _count_reduction(kind: Kind, x: Tensor, group: Any) -> AbstractContextManager[Any]:
+    return count_collective(kind, "reduce", x, group)
 
 
 def _calling(comm: Any, call: Callable[..., Any]) -> Any:

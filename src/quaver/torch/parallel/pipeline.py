@@ -31,7 +31,7 @@ from quaver.torch.linear.general import LATER
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, first_derivative
 from quaver.torch.operations.selective_checkpoint import hide_from_policies
-from quaver.torch.parallel.comm import active, count, waiting
+from quaver.torch.parallel.comm_counter import active, count, waiting
 from quaver.torch.state.context import active_context, autocast
 from quaver.torch.state.history.scaling_step import graph_is_retained
 from quaver.torch.state.layer_state import LayerState
@@ -288,27 +288,23 @@ class _Stage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_index: int) -> list[Any]:
-        return _timed(super().get_fwd_recv_ops(fwd_chunk_index))
+        return _counted(super().get_fwd_recv_ops(fwd_chunk_index))
 
     def get_bwd_recv_ops(self, bwd_chunk_index: int) -> list[Any]:
-        return _timed(super().get_bwd_recv_ops(bwd_chunk_index))
+        return _counted(super().get_bwd_recv_ops(bwd_chunk_index))
 
     def get_fwd_send_ops(self, fwd_chunk_index: int) -> list[Any]:
-        return _sent(super().get_fwd_send_ops(fwd_chunk_index))
+        return _counted(super().get_fwd_send_ops(fwd_chunk_index), sends=True)
 
     def get_bwd_send_ops(self, bwd_chunk_index: int) -> list[Any]:
-        return _sent(super().get_bwd_send_ops(bwd_chunk_index))
+        return _counted(super().get_bwd_send_ops(bwd_chunk_index), sends=True)
 
 
-def _sent(operations: list[Any]) -> list[Any]:
+def _counted(operations: list[Any], sends: bool = False) -> list[Any]:
+    """Count what is sent, and make operations return work objects that count the time a schedule waits."""
     for each in operations if active.all else ():
-        count("activations", "send", each.tensor, each.group, active.all)
-    return _timed(operations)
-
-
-def _timed(operations: list[Any]) -> list[Any]:
-    """Make send and receive operations return work objects that count the time a schedule waits."""
-    for each in operations if active.all else ():
+        if sends:
+            count("activations", "send", each.tensor, each.group, active.all)
         # On a GPU the host does not wait, and torch batches several operations.
         if not each.tensor.is_cuda:
             each.op = partial(_begun, each.op)

@@ -23,8 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from quaver.recipes.text import shown
-from quaver.torch.parallel import CommCounter
-from quaver.torch.parallel.comm import KINDS, SentBytes, count_collective
+from quaver.torch.parallel.comm_counter import KINDS, CommCounter, count_collective
 from quaver.torch.state.history.sync import new_group
 from quaver.train.config import TrainConfig, reason
 from quaver.train.mesh import MeshSizes, OtherRankFailed, RankError, rank
@@ -73,7 +72,7 @@ class HeartbeatMonitor:
         sent: traffic counters of this rank.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, sent: SentBytes) -> None:
+    def __init__(self, store: Any, rank: int, world: int, sent: CommCounter) -> None:
         with suppress(NotImplementedError, RuntimeError):
             store = store.clone()
         store.set_timeout(ANSWER)

@@ -34,7 +34,7 @@ from quaver.torch.parallel import (
     refresh_gather,
     sync_amax_histories,
 )
-from quaver.torch.parallel.comm import count_collective, waiting
+from quaver.torch.parallel.comm_counter import count_collective, waiting
 from quaver.torch.state.buffers import STATE
 from quaver.train.config import ORDERS, TrainConfig, holders, stages_each
 from quaver.train.mesh import check_words

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch import parallel
-from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel, comm
+from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel, comm_counter
 from quaver.torch.parallel.fsdp.torch_internals import get_collectives, groups_with_collectives
 from tests import two_ranks
 from tests.torch.parallel.fsdp.training import adam, converted, sharded, step
@@ -63,7 +63,7 @@ def counted(use: Any, model: nn.Module | None = None, waits: bool = True) -> tup
     with CommCounter(model) as ours, Seen() as torchs:
         use()
     assert sum(ours.bytes.values()) == sum(torchs.bytes.values()) > 0, f"{dict(ours.bytes)} {dict(torchs.bytes)}"
-    assert (ours.seconds > 0) == waits and set(ours.bytes) <= set(comm.KINDS) and not ours.waiting
+    assert (ours.seconds > 0) == waits and set(ours.bytes) <= set(comm_counter.KINDS) and not ours.waiting
     return ours, torchs.bytes
 
 
@@ -214,7 +214,7 @@ def who_is_slow_is_waited_for(rank: int) -> None:
         with pytest.raises(ValueError, match="is already counting"), outer:
             pass
         parallel.comm.sum_parts(torch.ones(4))()
-    assert outer.calls["activations"] == 2 and inner.calls["activations"] == 1 and not comm.active.all
+    assert outer.calls["activations"] == 2 and inner.calls["activations"] == 1 and not comm_counter.active.all
     assert inner.seconds > 0.2 if rank == 0 else inner.seconds < 0.2
 
 
@@ -274,14 +274,14 @@ def test_replicas_are_counted(tmp_path: Path) -> None:
 
 
 def test_bytes_match_the_algorithms_that_send_fewest() -> None:
-    assert [comm.sent(way, 120, 4) for way in ("gather", "scatter", "reduce", "exchange", "send")] == [
+    assert [comm_counter.sent(way, 120, 4) for way in ("gather", "scatter", "reduce", "exchange", "send")] == [
         *(360, 90, 180, 90, 120),
     ]
 
 
 def test_nothing_is_counted_by_default() -> None:
-    assert recipes.RECIPES and not comm.active.all
-    with comm.count_collective("weights", "gather", torch.ones(2)) as entered:
+    assert recipes.RECIPES and not comm_counter.active.all
+    with comm_counter.count_collective("weights", "gather", torch.ones(2)) as entered:
         assert entered is None
 
 

@@ -14,7 +14,7 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.nn.attention.inputs import alibi
 from quaver.torch.numerics.quantized import Quantized, storage
 from quaver.torch.operations.functional import quantize
-from quaver.torch.parallel.comm import Kind, count_async, count_collective
+from quaver.torch.parallel.comm_counter import Kind, count_async, count_collective
 
 # ---- chunks and masks ----
 # Positions of a sequence's chunks and the keys that queries see; nothing here communicates.

@@ -23,7 +23,8 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import DTYPES
-from quaver.torch.parallel.comm import Pending, all_reduce_amax, count_async, count_collective
+from quaver.torch.parallel.comm import Pending, all_reduce_amax
+from quaver.torch.parallel.comm_counter import count_async, count_collective
 from quaver.torch.state.history.sync import check_agreement
 
 # ---- quantized all-to-all ----

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quaver.torch.parallel.comm import count_collective
+from quaver.torch.parallel.comm_counter import count_collective
 
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 

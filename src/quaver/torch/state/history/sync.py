@@ -68,12 +68,11 @@ MAX_SHOWN = 3
 
 
 class _TrafficHook:
-    """Hooks that count the all-reduces of this module; set by `quaver.torch.parallel.comm`."""
+    """Counts the all-reduces of this module; set by `quaver.torch.parallel.CommCounter`."""
 
     def __init__(self) -> None:
-        #: (tensor, group) -> context manager around the all-reduce of a header, and of rows of histories.
-        self.by: Callable[[Tensor, Any], AbstractContextManager[Any]] = lambda header, group: nullcontext()
-        self.of_rows: Callable[[Tensor, Any], AbstractContextManager[Any]] = lambda rows, group: nullcontext()
+        #: (kind of traffic, tensor, group) -> context manager around an all-reduce.
+        self.reduction: Callable[[Any, Tensor, Any], AbstractContextManager[Any]] = lambda *_: nullcontext()
 
 
 watched = _TrafficHook()
@@ -168,7 +167,7 @@ def exchange(
     # max(bits) == -max(-bits) == min(bits) only if all ranks have the same digest.
     header = torch.tensor([bits, -bits, flag], dtype=torch.int64, device=device)
     for group in cpu_groups:
-        with watched.by(header, group):
+        with watched.reduction("control", header, group):
             try:
                 dist.all_reduce(header, dist.ReduceOp.MAX, group)
             except RuntimeError as failed:
@@ -295,7 +294,7 @@ def reduce(list_layers: Callable[[], Sequence[nn.Module]], group: Any, where: st
 def reduce_rows(rows: list[Tensor], group: Any) -> None:
     """All-reduce tensors of equal sizes on all ranks by maximum, in place."""
     flat = torch.cat([row.reshape(-1) for row in rows])
-    with watched.of_rows(flat, group):
+    with watched.reduction("amaxes", flat, group):
         dist.all_reduce(flat, dist.ReduceOp.MAX, group)
     copy_each(
         rows, [part.view(row.shape) for part, row in zip(flat.split([row.numel() for row in rows]), rows, strict=True)]
