@@ -64,7 +64,7 @@ def sync_amax_histories(model: nn.Module) -> None:
     Args:
         model: a model with Quaver layers, in any wrappers; on a pipeline rank its stages.
     """
-    scaling_step.agree(_layers(model))
+    scaling_step.agree([module for module in model.modules() if isinstance(module, Quantizable)])
 
 
 class Checkpoint:
@@ -117,7 +117,8 @@ class Checkpoint:
                 # torch created these states by a step without gradients, which would count as the first step.
                 for optimizer in fresh:
                     optimizer.state.clear()
-            names = self._names(fresh)
+            without = {p for optimizer in fresh for p in _trained_parameters(optimizer)}
+            names = {name for name, p in self._parameters().items() if p in without}
         return {name: value for name, value in state.items() if _of_parameter(name) not in names}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -127,8 +128,7 @@ class Checkpoint:
             ValueError: on all ranks. The folder already has a checkpoint, one rank lacks optimizers or `others` that
                 another has, a state cannot be taken, or the files or their digests could not be written.
         """
-        self._wait_for_writing()
-        self._check(_why_not_save(Path(folder)), f"save into {folder}", self._parts())
+        self._begin_save(folder)
         state = self.state_dict()
         with _first_error(f"save into {folder}"):
             dcp.save(state, checkpoint_id=folder, process_group=self.group)
@@ -153,8 +153,7 @@ class Checkpoint:
             ValueError: on all ranks. The folder already has a checkpoint, one rank lacks optimizers or `others` that
                 another has, or a state cannot be taken.
         """
-        self._wait_for_writing()
-        self._check(_why_not_save(Path(folder)), f"save into {folder}", self._parts())
+        self._begin_save(folder)
         if self._async_group is None and dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(self.group)
             self._async_group = new_group(ranks, backend="gloo", use_local_synchronization=self.group is not None)
@@ -195,7 +194,7 @@ class Checkpoint:
         where = Path(folder)
         why = f"{where} has no whole checkpoint ({INDEX} is not there): give another folder"
         self._check("" if (where / INDEX).exists() else why, f"load {where}", self._parts())
-        self._check(_check_digests(where, _rank(self.group), _ranks(self.group)), f"load {where}")
+        self._check(_check_digests(where, *self._rank_and_ranks()), f"load {where}")
         with self._on_all_ranks(f"load {where}"):
             metadata = dcp.FileSystemReader(where).read_metadata()
             for name in sorted({place.relative_path for place in metadata.storage_data.values()}):
@@ -203,7 +202,12 @@ class Checkpoint:
                 (where / name).stat()
         saved = metadata.state_dict_metadata
         sync_amax_histories(self.model)
-        before = self._incomplete_states()
+        # The present states of those optimizers in which a trained parameter has no state yet.
+        before = {
+            optimizer: dict(optimizer.state)
+            for optimizer in self.optimizers
+            if not all(optimizer.state.get(p) for p in _trained_parameters(optimizer))
+        }
         try:
             whole = self._with_all_states(before)
             self._compare(where, saved, whole)
@@ -219,15 +223,12 @@ class Checkpoint:
             dcp.load(requested, checkpoint_id=where, process_group=self.group)
         with self._on_all_ranks(f"load {where}"):
             self._set({**{name: value for name, value in whole.items() if not _is_recipe_state(name)}, **requested})
-        self._forget({_of_parameter(name) for name in whole if name not in saved and _is_unused(saved, name)})
-
-    def _incomplete_states(self) -> dict[torch.optim.Optimizer, dict[Any, Any]]:
-        """Return the present states of those optimizers in which a trained parameter has no state yet."""
-        return {
-            optimizer: dict(optimizer.state)
-            for optimizer in self.optimizers
-            if not all(optimizer.state.get(p) for p in _trained_parameters(optimizer))
-        }
+        parameters = self._parameters()
+        for name in whole:
+            if name not in saved and _is_unused(saved, name):
+                # The parameter had no state yet when the checkpoint was saved.
+                for optimizer in self.optimizers:
+                    optimizer.state.pop(parameters[_of_parameter(name)], None)
 
     def _with_all_states(self, lacking: Collection[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return `_state` with a state for every trained parameter.
@@ -246,10 +247,9 @@ class Checkpoint:
             for p, gradient in aside:
                 p.grad = gradient
 
-    def _names(self, optimizers: Iterable[torch.optim.Optimizer]) -> set[str]:
-        """Return the checkpoint names of the optimizers' trained parameters."""
-        trained = {p for optimizer in optimizers for p in _trained_parameters(optimizer)}
-        return {_unwrapped(name) for name, p in _unwrap_ddp(self.model).named_parameters() if p in trained}
+    def _parameters(self) -> dict[str, Any]:
+        """Return the parameters by their names in a checkpoint."""
+        return {_unwrapped(name): p for name, p in _unwrap_ddp(self.model).named_parameters()}
 
     def _state(self) -> dict[str, Any]:
         of_model: Any = get_model_state_dict(self.model)
@@ -269,21 +269,12 @@ class Checkpoint:
         for name, value in part(OTHERS).items():
             self.others[name].load_state_dict(value)
 
-    def _forget(self, names: set[str]) -> None:
-        """Delete optimizer states of parameters that had no state yet when the checkpoint was saved."""
-        unused = {
-            parameter for name, parameter in _unwrap_ddp(self.model).named_parameters() if _unwrapped(name) in names
-        }
-        for optimizer in self.optimizers:
-            for parameter in unused & set(optimizer.state):
-                del optimizer.state[parameter]
-
     def _take_state(self, saved: Mapping[str, Any]) -> bool:
         """Create recipe-state buffers that the checkpoint has and the layers lack. Return True if any was created."""
         created = False
-        for prefix, layer in _named_layers(self.model):
-            for name in STATE:
-                stored = saved.get(f"{MODEL}{prefix}{name}")
+        for of_layer, layer in _unwrap_ddp(self.model).named_modules():
+            for name in STATE if isinstance(layer, Quantizable) else ():
+                stored = saved.get(MODEL + _unwrapped(f"{of_layer}.{name}".lstrip(".")))
                 if isinstance(stored, TensorStorageMetadata):
                     created |= take_state(layer, name, tuple(stored.size), stored.properties.dtype)
         return created
@@ -294,14 +285,21 @@ class Checkpoint:
         missing = {
             name for name in saved if name.startswith(MODEL) and name not in whole and not _is_recipe_state(name)
         }
-        if _ranks(self.group) > 1:
-            every: list[Any] = [None] * _ranks(self.group)
+        _, ranks = self._rank_and_ranks()
+        if ranks > 1:
+            every: list[Any] = [None] * ranks
             # Entries missing on every rank; a single pipeline rank lacks those of other stages.
             dist.all_gather_object(every, missing, self.group)
             missing = set.intersection(*every)
         if missing and not why:
             why = f"it has {_some(missing)}, which this model lacks"
         self._check(f"{folder} is a checkpoint of another model: {why}" if why else "", f"load {folder}")
+
+    def _begin_save(self, folder: str | os.PathLike[str]) -> None:
+        self._wait_for_writing()
+        exists = (Path(folder) / INDEX).exists()
+        why = f"{folder} already has a checkpoint, which would be overwritten: give another folder" if exists else ""
+        self._check(why, f"save into {folder}", self._parts())
 
     def _wait_for_writing(self) -> None:
         """Wait for the last asynchronous save, so that its collectives do not mix with new ones. Its future reports its
@@ -332,9 +330,14 @@ class Checkpoint:
         advice = "give Checkpoint optimizers and others on all ranks or on none"
         check_agreement(did, what or {}, self.group, error=why, advice=advice)
 
+    def _rank_and_ranks(self) -> tuple[int, int]:
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(self.group), dist.get_world_size(self.group)
+        return 0, 1
+
     def _write_digests(self, folder: Path) -> None:
         """Write the SHA-256 of each checkpoint file, on the first rank only."""
-        if _rank(self.group) != 0:
+        if self._rank_and_ranks()[0]:
             return
         digests = {path.name: _digest(path) for path in [folder / INDEX, *sorted(folder.glob(PARTS))]}
         unnamed = folder / f"{DIGESTS}.tmp"
@@ -366,26 +369,6 @@ def _trained_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def _ranks(group: Any) -> int:
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-
-
-def _rank(group: Any) -> int:
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, Quantizable)]
-
-
-def _named_layers(model: nn.Module) -> list[tuple[str, Quantizable]]:
-    """Return quantizable layers with the prefix of their names in a checkpoint."""
-    layers = [
-        (_unwrapped(name), each) for name, each in _unwrap_ddp(model).named_modules() if isinstance(each, Quantizable)
-    ]
-    return [(f"{name}." if name else "", layer) for name, layer in layers]
-
-
 def _unwrap_ddp(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
@@ -398,11 +381,6 @@ def _unwrapped(name: str) -> str:
 def _is_recipe_state(name: str) -> bool:
     """True if the name is recipe state, which a checkpoint may lack or have in excess."""
     return name.startswith(MODEL) and name.rpartition(".")[2] in (*STATE, *SCALES)
-
-
-def _why_not_save(folder: Path) -> str:
-    there = (folder / INDEX).exists()
-    return f"{folder} already has a checkpoint, which would be overwritten: give another folder" if there else ""
 
 
 def _digest(path: Path) -> str:
