@@ -76,9 +76,9 @@ def sums_are_those_of_what_was_quantized(rank: int) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for size in (2, 254, 256, 2 * 1000):
                 parts = [part_of(r, size, dtype) for r in range(RANKS)]
-                got = comm.scatter_quantized_sums(parts[rank], spec)()
+                got = comm.scatter_quantized_sums(parts[rank], spec)
                 assert_bitwise(got, summed(parts, spec)[rank], f"{spec}, {dtype}, {size}")
-    assert comm.scatter_quantized_sums(torch.empty(0), SPECS[0])().shape == (0,)
+    assert comm.scatter_quantized_sums(torch.empty(0), SPECS[0]).shape == (0,)
 
 
 def what_is_not_finite_reaches_the_sum(rank: int) -> None:
@@ -87,9 +87,9 @@ def what_is_not_finite_reaches_the_sum(rank: int) -> None:
             x = torch.ones(512)
             if rank == sender:
                 x[300] = value
-            got = comm.scatter_quantized_sums(x, SPECS[0])()
+            got = comm.scatter_quantized_sums(x, SPECS[0])
             assert got.isnan().any() == (rank == 1), f"{value} of rank {sender} is in the part of rank 1"
-            whole = comm.all_gather_quantized(got, SPECS[0])()
+            whole = comm.all_gather_quantized(got, SPECS[0])
             assert whole[256:384].isnan().all() and (whole[:256] == 2).all() and (whole[384:] == 2).all()
 
 

@@ -114,13 +114,7 @@ def sum_parts(x: Tensor, group: Any = None, kind: Kind = "activations") -> Pendi
         ValueError: x has another dtype.
     """
     _summable(x)
-    wait = count_async(kind, "reduce", x, group, dist.all_reduce(x, dist.ReduceOp.SUM, group, async_op=True))
-
-    def finish() -> Tensor:
-        wait()
-        return x
-
-    return finish
+    return count_async(kind, "reduce", x, group, dist.all_reduce(x, dist.ReduceOp.SUM, group, async_op=True), x)
 
 
 def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
@@ -140,13 +134,7 @@ def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
     x = x.contiguous().view(-1, x.shape[-1])
     part = x.new_empty((x.shape[0] // ranks, x.shape[1]))
     work = reduce_scatter(part, x, dist.ReduceOp.SUM, group, async_op=True)
-    wait = count_async("activations", "scatter", x, group, work)
-
-    def finish() -> Tensor:
-        wait()
-        return part
-
-    return finish
+    return count_async("activations", "scatter", x, group, work, part)
 
 
 def merge_disjoint(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:
@@ -161,28 +149,16 @@ def merge_disjoint(x: Tensor, group: Any = None, dim: int | None = None) -> Pend
         A function that waits and returns the whole tensor or this rank's shard.
     """
     if dim is None:
-        whole = x.contiguous().view(-1).view(torch.uint8)
-        everybody = dist.all_reduce(whole, dist.ReduceOp.MAX, group, async_op=True)
-        wait_whole = count_async("activations", "reduce", whole, group, everybody)
-
-        def finish_whole() -> Tensor:
-            wait_whole()
-            return whole.view(x.dtype).view(x.shape)
-
-        return finish_whole
+        whole = x.contiguous()
+        work = dist.all_reduce(whole.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group, async_op=True)
+        return count_async("activations", "reduce", whole, group, work, whole)
     ranks = dist.get_world_size(group)
     parts = x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).contiguous()
     own = torch.empty_like(parts[0])
     work = reduce_scatter(
         own.view(-1).view(torch.uint8), parts.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group, async_op=True
     )
-    wait = count_async("activations", "scatter", parts, group, work)
-
-    def finish() -> Tensor:
-        wait()
-        return own
-
-    return finish
+    return count_async("activations", "scatter", parts, group, work, own)
 
 
 def _summable(x: Tensor) -> None:
@@ -193,8 +169,8 @@ def _summable(x: Tensor) -> None:
         )
 
 
-def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
-    """Start a reduce-scatter (sum) of x [ranks × n] in which each rank quantizes its values once.
+def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Tensor:
+    """Reduce-scatter (sum) x [ranks × n], where each rank quantizes its values once.
 
     Codes and scales are sent as bytes in one all-to-all and summed in float32 in the order of ranks. A shard that is
     not a whole number of blocks is padded with zeros.
@@ -204,8 +180,8 @@ def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Pen
         spec: blocks of one row, rounded to nearest.
         group: process group; None is the default one.
     Returns:
-        A function that waits and returns this rank's shard of the sum, [n] in float32. Exact: the float32 sum of the
-        dequantized shards. A block with a NaN or an infinity on any rank is NaN.
+        This rank's shard of the sum, [n] in float32. Exact: the float32 sum of the dequantized shards. A block with a
+        NaN or an infinity on any rank is NaN.
     Raises:
         ValueError: an unsupported spec, or the length of x is no multiple of the number of ranks.
     """
@@ -218,36 +194,26 @@ def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Pen
     part = x.numel() // ranks
     sent, layout = _as_bytes(x.view(ranks, part), spec)
     received = torch.empty_like(sent)
-    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-    wait = count_async("gradients", "exchange", sent, group, work)
-
-    def finish() -> Tensor:
-        wait()
-        parts = _from_bytes(received, layout)
-        total = parts[0].clone()
-        for other in parts[1:]:
-            total += other
-        return total[:part]
-
-    return finish
+    with count_collective("gradients", "exchange", sent, group):
+        dist.all_to_all_single(received, sent, group=group)
+    parts = _from_bytes(received, layout)
+    total = parts[0].clone()
+    for other in parts[1:]:
+        total += other
+    return total[:part]
 
 
-def all_gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Pending:
-    """Start an all-gather of every rank's x [n], quantized once by its rank.
+def all_gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Tensor:
+    """All-gather every rank's x [n], quantized once by its rank.
 
     Returns:
-        A function that waits and returns [ranks × n] in float32, the same bits on all ranks. A rank gets its own values
-        dequantized, too.
+        [ranks × n] in float32, the same bits on all ranks. A rank gets its own values dequantized, too.
     Raises:
         ValueError: a spec that `scatter_quantized_sums` does not accept.
     """
     sent, layout = _as_bytes(x.view(1, -1), spec)
-    whole = gather(sent, 0, group, kind="gradients")
-
-    def finish() -> Tensor:
-        return _from_bytes(whole(), layout)[:, : x.numel()].reshape(-1)
-
-    return finish
+    whole = gather(sent, 0, group, kind="gradients")()
+    return _from_bytes(whole, layout)[:, : x.numel()].reshape(-1)
 
 
 def check_gradient_spec(spec: Any) -> int:

@@ -196,20 +196,26 @@ def count_collective(
     return waiting(kind, x, by)
 
 
-def count_async(kind: Kind, way: CommPattern, x: Tensor, group: Any, work: Any) -> Callable[[], object]:
-    """Count an asynchronous collective that has started, and return a function that waits for it.
+def count_async(
+    kind: Kind, way: CommPattern, x: Tensor, group: Any, work: Any, result: Any = None
+) -> Callable[[], Any]:
+    """Count an asynchronous collective that has started.
 
     Args:
         kind, way, x, group: as in `count`.
         work: torch's work handle, or a list of handles.
+        result: what the collective writes to.
+    Returns:
+        A function that waits and returns `result`.
     """
     by = active.all
     count(kind, way, x, group, by)
 
-    def wait() -> None:
+    def wait() -> Any:
         with waiting(kind, x, by):
             for each in work if isinstance(work, list) else [work]:
                 each.wait()
+        return result
 
     return wait
 

@@ -83,7 +83,7 @@ class QuantizedReduceScatter:
         """Write this rank's shard of the sum, mean or scaled sum of all inputs [ranks × n] into the output [n]."""
         scale = _scale_of_sum(op)
         _check(input_tensor, self.name or "the root", self.spec, group)
-        total = comm.scatter_quantized_sums(input_tensor, self.spec, group)()
+        total = comm.scatter_quantized_sums(input_tensor, self.spec, group)
         if op == dist.ReduceOp.AVG:
             total /= dist.get_world_size(group)
         output_tensor.copy_(total if scale is None else total * scale)
@@ -126,8 +126,8 @@ def _mean(state: _CommHookState, bucket: dist.GradBucket) -> torch.futures.Futur
     _check(own, f"bucket {bucket.index()}", state.spec, state.group)
     part = -(-own.numel() // ranks)
     whole = torch.nn.functional.pad(own, (0, part * ranks - own.numel()))
-    mean = comm.scatter_quantized_sums(whole, state.spec, state.group)() / ranks
-    own.copy_(comm.all_gather_quantized(mean, state.spec, state.group)()[: own.numel()])
+    mean = comm.scatter_quantized_sums(whole, state.spec, state.group) / ranks
+    own.copy_(comm.all_gather_quantized(mean, state.spec, state.group)[: own.numel()])
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(own)
     return done

@@ -38,9 +38,9 @@ def seen(events: list[str]) -> Iterator[None]:
         wait = count_async(kind, way, *args)  # type: ignore[arg-type]
         events.append(f"begin {way}")
 
-        def waiting() -> None:
+        def waiting() -> Any:
             events.append(f"wait {way}")
-            wait()
+            return wait()
 
         return waiting
 

@@ -218,13 +218,7 @@ def exchange_rows(x: Tensor, splits: AllToAllSplits, group: Any = None) -> Pendi
     work = dist.all_to_all_single(rows, x, [*splits.received], [*splits.sent], group, async_op=True)
     # For the byte counters: rows that go to other ranks (splits are unequal).
     to_others = x[splits.sent[dist.get_rank(group)] :]
-    wait = count_async("activations", "send", to_others, group, work)
-
-    def finish() -> Tensor:
-        wait()
-        return rows
-
-    return finish
+    return count_async("activations", "send", to_others, group, work, rows)
 
 
 def _why_not(
