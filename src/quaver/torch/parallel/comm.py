@@ -192,11 +192,13 @@ def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Ten
             f"{tuple(x.shape)}: pad it"
         )
     part = x.numel() // ranks
-    sent, layout = _as_bytes(x.view(ranks, part), spec)
+    q = _quantized_rows(x.view(ranks, part), spec)
+    sent = pack_rows(q)
     received = torch.empty_like(sent)
     with count_collective("gradients", "exchange", sent, group):
         dist.all_to_all_single(received, sent, group=group)
-    parts = _from_bytes(received, layout)
+    del sent
+    parts = unpack_rows(received, q).dequantize()
     total = parts[0].clone()
     for other in parts[1:]:
         total += other
@@ -211,9 +213,9 @@ def all_gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Tenso
     Raises:
         ValueError: a spec that `scatter_quantized_sums` does not accept.
     """
-    sent, layout = _as_bytes(x.view(1, -1), spec)
-    whole = gather(sent, 0, group, kind="gradients")()
-    return _from_bytes(whole, layout)[:, : x.numel()].reshape(-1)
+    q = _quantized_rows(x.view(1, -1), spec)
+    whole = gather(pack_rows(q), 0, group, kind="gradients")()
+    return unpack_rows(whole, q).dequantize()[:, : x.numel()].reshape(-1)
 
 
 def check_gradient_spec(spec: Any) -> int:
@@ -227,26 +229,31 @@ def check_gradient_spec(spec: Any) -> int:
     return block
 
 
-#: Layout of quantized rows sent as bytes: spec, columns, dtype of the codes, bytes of a row's codes, dtype of the
-#: scales.
-Layout = tuple[QuantSpec, int, torch.dtype, int, torch.dtype]
-
-
-def _as_bytes(rows: Tensor, spec: QuantSpec) -> tuple[Tensor, Layout]:
-    """Quantize rows [m, n] and return uint8 [m, bytes], each row's codes followed by its scales, and the layout."""
+def _quantized_rows(rows: Tensor, spec: QuantSpec) -> Quantized:
+    """Quantize rows [m, n], padded with zeros to whole blocks."""
     block = check_gradient_spec(spec)
-    columns = -(-rows.shape[1] // block) * block
-    q = quantize(torch.nn.functional.pad(rows, (0, columns - rows.shape[1])).contiguous(), spec).plain()
+    return quantize(torch.nn.functional.pad(rows, (0, -rows.shape[1] % block)).contiguous(), spec).plain()
+
+
+# ---- rows as bytes ----
+
+
+def pack_rows(q: Quantized) -> Tensor:
+    """Return uint8 [rows, bytes]: each row's codes followed by its scales. One scale for all is not packed."""
+    codes = q.data.contiguous().view(torch.uint8)
+    if q.spec.block[0] is None:
+        return codes
     assert isinstance(q.scale, Tensor)
-    codes, scales = q.data.contiguous().view(torch.uint8), q.scale.reshape(-1).view(torch.uint8)
-    layout = spec, columns, q.data.dtype, codes.shape[1], q.scale.dtype
-    return torch.cat([codes, scales.view(rows.shape[0], scales.numel() // rows.shape[0])], 1), layout
+    scales = q.scale.reshape(-1).view(torch.uint8)
+    return torch.cat([codes, scales.view(q.scale.shape[0], q.scale.shape[1] * q.scale.element_size())], 1)
 
 
-def _from_bytes(rows: Tensor, layout: Layout) -> Tensor:
-    """Dequantize rows that `_as_bytes` packed, to float32 [m, columns]."""
-    spec, columns, dtype, size, of_scales = layout
-    count = rows.shape[0]
-    # Flatten to one row first: torch cannot view a matrix with a single column as another dtype.
-    scales = rows[:, size:].reshape(-1).clone().view(of_scales).view(count, -1)
-    return Quantized(rows[:, :size].contiguous().view(dtype), scales, spec, (count, columns)).dequantize()
+def unpack_rows(rows: Tensor, like: Quantized) -> Quantized:
+    """Undo `pack_rows` for any number of rows, with the other properties of `like`."""
+    scale, size = like.scale, like.data.shape[1] * like.data.element_size()
+    if like.spec.block[0] is not None:
+        assert isinstance(scale, Tensor)
+        # Flatten to one row first: torch cannot view a matrix with a single column as another dtype.
+        scale = rows[:, size:].reshape(-1).clone().view(scale.dtype).view(rows.shape[0], scale.shape[1])
+    data = rows[:, :size].contiguous().view(like.data.dtype)
+    return Quantized(data, scale, like.spec, (rows.shape[0], like.shape[1]), False, like.tensor_factor)

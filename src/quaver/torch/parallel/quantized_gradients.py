@@ -47,7 +47,7 @@ def quantize_gradients(model: nn.Module, spec: QuantSpec = BLOCKS) -> nn.Module:
             "float16 can be quantized: convert it, or do not quantize gradients"
         )
     if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(_CommHookState(spec, model.process_group), _mean)
+        model.register_comm_hook(model.process_group, lambda group, bucket: _mean(bucket, spec, group))
         return model
     units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -113,21 +113,14 @@ def _scale_of_sum(op: Any) -> Any:
     return scale
 
 
-class _CommHookState:
-    """State passed to the DistributedDataParallel communication hook."""
-
-    def __init__(self, spec: QuantSpec, group: Any) -> None:
-        self.spec, self.group = spec, group
-
-
-def _mean(state: _CommHookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+def _mean(bucket: Any, spec: QuantSpec, group: Any) -> torch.futures.Future[Tensor]:
     """Average a gradient bucket over the ranks in quantized form."""
-    own, ranks = bucket.buffer(), dist.get_world_size(state.group)
-    _check(own, f"bucket {bucket.index()}", state.spec, state.group)
+    own, ranks = bucket.buffer(), dist.get_world_size(group)
+    _check(own, f"bucket {bucket.index()}", spec, group)
     part = -(-own.numel() // ranks)
     whole = torch.nn.functional.pad(own, (0, part * ranks - own.numel()))
-    mean = comm.scatter_quantized_sums(whole, state.spec, state.group) / ranks
-    own.copy_(comm.all_gather_quantized(mean, state.spec, state.group)[: own.numel()])
+    mean = comm.scatter_quantized_sums(whole, spec, group) / ranks
+    own.copy_(comm.all_gather_quantized(mean, spec, group)[: own.numel()])
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(own)
     return done

@@ -23,7 +23,7 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.operations.functional import quantize
 from quaver.torch.operations.ops import DTYPES
-from quaver.torch.parallel.comm import Pending, all_reduce_amax
+from quaver.torch.parallel.comm import Pending, all_reduce_amax, pack_rows, unpack_rows
 from quaver.torch.parallel.comm_counter import count_async, count_collective
 from quaver.torch.state.history.sync import check_agreement
 
@@ -140,21 +140,8 @@ def exchange_operand(q: Quantized, splits: AllToAllSplits, group: Any = None) ->
     """
     _refuse(why_no_spec(q.spec) or _why_no_rows(q.shape[0], splits))
     q = q.upright()
-    sent = q.data.view(torch.uint8)
-    codes = sent.shape[1]
-    with_scales = q.spec.block[0] is not None
-    if with_scales:
-        assert isinstance(q.scale, Tensor)
-        sent = torch.cat([sent, _bytes(q.scale)], 1)
-    finish = exchange_rows(sent, splits, group)
-
-    def wait() -> Quantized:
-        rows = finish()
-        scale = _numbers(rows[:, codes:], q.scale) if with_scales else q.scale
-        data = rows[:, :codes].contiguous().view(q.data.dtype)
-        return Quantized(data, scale, q.spec, (rows.shape[0], q.shape[1]), False, q.tensor_factor)
-
-    return wait
+    finish = exchange_rows(pack_rows(q), splits, group)
+    return lambda: unpack_rows(finish(), q)
 
 
 def all_to_all(
@@ -260,17 +247,6 @@ def _why_no_rows(rows: int, splits: AllToAllSplits) -> str:
 def _refuse(why: str) -> None:
     if why:
         raise ValueError(why)
-
-
-def _bytes(scale: Tensor) -> Tensor:
-    """View scales [rows, blocks] as uint8 [rows, bytes]."""
-    return scale.reshape(-1).view(torch.uint8).view(scale.shape[0], scale.shape[1] * scale.element_size())
-
-
-def _numbers(raw: Tensor, like: Any) -> Tensor:
-    """Undo `_bytes`, with the dtype and number of columns of `like`."""
-    # Flatten to one row first: torch cannot view a matrix with a single column as another dtype.
-    return raw.reshape(-1).clone().view(like.dtype).view(raw.shape[0], like.shape[1])
 
 
 # ---- dispatch and combine of one call ----
