@@ -91,14 +91,11 @@ class CommCounter:
         active.all += (self,)
         sync.watched.reduction = _count_reduction
         if self.model is not None:
-            self._attach(self.model)
+            self.also(self.model)
         return self
 
     def also(self, model: nn.Module) -> None:
         """Also count fully_shard's traffic of another model until the context ends."""
-        self._attach(model)
-
-    def _attach(self, model: nn.Module) -> None:
         for fsdp_group in groups_with_collectives(model):
             gather, scatter = get_collectives(fsdp_group)
             self._before.append((fsdp_group, gather, scatter))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quaver.recipes.spec import QuantSpec
+from quaver.torch.linear.grouped.operands import RowInputOp
 from quaver.torch.nn.moe.permutation import combined, order, take, take_quantized
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
@@ -321,8 +322,8 @@ def begin(rows: Tensor, way: WireFormat, splits: AllToAllSplits, group: Any) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class DispatchedRows:
-    """Received rows as the input of a grouped GEMM; implements `quaver.torch.linear.grouped.operands.RowInputOp`.
+class DispatchedRows(RowInputOp):
+    """Received rows as the input of a grouped GEMM.
 
     If rows are sent in the spec of the recipe's input, the GEMM uses the received codes directly.
     """
@@ -343,13 +344,6 @@ class DispatchedRows:
         q = take_quantized(quantize_rows(tokens, self.dispatch, plan.group), plan.sources, plan.k)
         rows = take_quantized(exchange_operand(q, plan.splits, plan.group)(), plan.by_expert, 1)
         return rows if self.dispatch == spec else rows.dequantize().to(tokens.dtype), ()
-
-    def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
-        raise AssertionError("rows that came are kept")
-
-    def high(self, saved: Sequence[Any]) -> Tensor | None:
-        # The rows arrived quantized, so no high-precision input exists.
-        return None
 
     def backward(self, g: Tensor, saved: Sequence[Any], needs: Sequence[Any]) -> tuple[Tensor | None, ...]:
         plan = self.dispatch_plan
