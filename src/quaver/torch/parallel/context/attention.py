@@ -387,23 +387,15 @@ def context_parallel_attention(
     error: str | Exception = ""
     try:
         recipe = None if recipe is None else recipes.get(recipe)
-        check_name("how", how, WAYS)
-        check_name("mask type", mask_type, MASKS)
-        check_window(mask_type, window)
-        check_chunk(chunk)
-        check_numbers(soft_cap, dropout)
+        _check_options(how, mask_type, window, chunk, soft_cap, dropout, alibi_slopes)
         spec = spec_of(quantized)
         wide, keys, _ = all_heads_first(layout, q, k, v)
         refuse(mask_type, mask is not None, bias is not None, dropout, how, recipe)
         _check_parts(wide.shape[2], keys.shape[2], order)
-        if alibi_slopes is not None and alibi_slopes.requires_grad:
-            raise ValueError("alibi_slopes require a gradient, which context parallelism does not support; detach them")
         if how == "all_to_all":
             check_heads_divide(wide.shape[1], keys.shape[1], order.ranks)
         ends = _ends(layout, cu_seqlens, wide.shape[2] * order.ranks)
-        if isinstance(sinks, str):
-            check_name("sinks", sinks, (OFF_BY_ONE,))
-            sinks = wide.new_zeros(wide.shape[1], dtype=torch.float32)
+        sinks = _as_tensor(sinks, wide)
     except Exception as raised:  # any exception, because the other ranks wait
         error = raised
     compared: dict[str, Any] = {name: describe_tensor(x) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -413,9 +405,8 @@ def context_parallel_attention(
     compared |= {"layout": layout, "window": window, "chunk": chunk, "alibi_slopes": describe_tensor(alibi_slopes)}
     compared |= {"scale": scale, "soft_cap": soft_cap, "cu_seqlens": ends, "gradients": torch.is_grad_enabled()}
     check_agreement("attention across ranks", compared, group, error=error, forward=True)
-    left, right = bounds(mask_type, window)
     across = SequenceGroup(group, order, 1 if layout == "bshd" else 0, spec)
-    sight = CausalWindow(left, right, chunk, alibi_slopes, ends)
+    sight = CausalWindow(*bounds(mask_type, window), chunk, alibi_slopes, ends)
     scale = 1 / math.sqrt(q.shape[-1] or 1) if scale is None else scale
     options: dict[str, Any] = {"layout": layout, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
     options |= {"recipe": recipe} if how == "all_to_all" else {}
@@ -427,6 +418,32 @@ def context_parallel_attention(
 def _as_autocast(kind: str, *tensors: Tensor) -> Iterator[Tensor]:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (x if dtype is None or x.dtype not in ops.DTYPES else x.to(dtype) for x in tensors)
+
+
+def _check_options(
+    how: str,
+    mask_type: str,
+    window: Window | None,
+    chunk: int | None,
+    soft_cap: float | None,
+    dropout: float,
+    alibi_slopes: Tensor | None,
+) -> None:
+    check_name("how", how, WAYS)
+    check_name("mask type", mask_type, MASKS)
+    check_window(mask_type, window)
+    check_chunk(chunk)
+    check_numbers(soft_cap, dropout)
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes require a gradient, which context parallelism does not support; detach them")
+
+
+def _as_tensor(sinks: str | Tensor | None, wide: Tensor) -> Tensor | None:
+    """Return sinks given by name as a tensor of zeros, one per head of the queries `wide` [B, H, S, D]."""
+    if not isinstance(sinks, str):
+        return sinks
+    check_name("sinks", sinks, (OFF_BY_ONE,))
+    return wide.new_zeros(wide.shape[1], dtype=torch.float32)
 
 
 def group_of(mesh: DeviceMesh | Group | None) -> Group:
