@@ -495,7 +495,7 @@ def _operand(spec: QuantSpec, rows: int, columns: int) -> Quantized:
     if spec.per_tensor or spec.block[1] is None:
         scale = torch.zeros((1 if spec.per_tensor else rows, 1))
     else:
-        buffer = rowwise._buffer(rows, columns, spec, True)
+        buffer = rowwise._buffer(rows, columns, spec)
         scale = torch.empty_strided(buffer.shape, buffer.strides)[:, : -(-columns // 128)]
     return Quantized(data[:, :columns], scale, spec, (rows, columns))
 

@@ -16,7 +16,7 @@ from quaver.torch.linear import linear as linear_module
 from tests.close import assert_bitwise
 from tests.pairs import turns
 from tests.torch.beside import another_thread
-from tests.torch.operations.test_selective_checkpoint import Logged
+from tests.torch.state.test_selective_checkpoint import Logged
 
 RECIPES = ["delayed", "tensorwise", "mxfp8", "nvfp4"]
 K, T = 64, 32

@@ -31,9 +31,9 @@ from quaver.recipes.text import check_instance, suggest
 from quaver.torch.backends.gpu import capture
 from quaver.torch.backends.gpu.host_memory import HostPool, Transfers
 from quaver.torch.numerics.rounding import is_tracing
-from quaver.torch.operations.selective_checkpoint import hide_from_policies
 from quaver.torch.quantized_tensor import QuantizedTensor, nested_tensors
 from quaver.torch.state.layer_state import recomputing
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 from quaver.torch.state.weight_cache import storage_id
 
 #: Smallest storage that is moved, in bytes; smaller ones cost more in launches than they save.

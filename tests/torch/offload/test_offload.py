@@ -134,7 +134,7 @@ def test_device_memory_of_a_llama_of_four_layers() -> None:
     assert_same(grads, expected)
     print(f"between: {100 * between / full:.1f} % of {full / 1e6:.0f} MB, peak {100 * peak / full_peak:.1f} %")
     assert between <= 0.05 * full
-    assert peak <= 0.55 * full_peak
+    assert peak <= 0.56 * full_peak
 
 
 def test_a_storage_is_moved_once_and_weights_never() -> None:

@@ -70,8 +70,9 @@ def test_predicted_bytes_are_those_that_a_layer_moves(recipe: str) -> None:
         layer(torch.randn(1, tokens, config.dim, dtype=torch.bfloat16))
     planned = price("llama-tiny", recipe, "h100", tokens=tokens, sequence=tokens)
     ((_, placed),) = planned.layers.values()
-    # Attention on a CPU recomputes its result.
-    predicted = sum(p.activation.bytes for p in placed.placements if p.activation.name != "attention: result")
+    # In bf16 the output projection saves the attention's result itself.
+    shared = "attention: result" if recipe == "bf16" else ""
+    predicted = sum(p.activation.bytes for p in placed.placements if p.activation.name != shared)
     (moved,) = (size for way, size in simulated.log if way == "out")
     assert predicted == pytest.approx(moved, rel=0.05)
 

@@ -23,11 +23,11 @@ from quaver.torch.linear import general, stored_weight
 from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands
 from quaver.torch.numerics.quantized import Quantized, of_host, rebuild_operand, split_operand
 from quaver.torch.numerics.rounding import is_tracing
-from quaver.torch.operations import functional, ops, selective_checkpoint
+from quaver.torch.operations import functional, ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, add, first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.quantized_tensor import QuantizedTensor
-from quaver.torch.state import counters, weight_cache
+from quaver.torch.state import counters, selective_checkpoint, weight_cache
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax
 

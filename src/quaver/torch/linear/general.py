@@ -23,9 +23,9 @@ from quaver.torch.linear import stored_weight
 from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import NO_NOISE, Noise, is_tracing
-from quaver.torch.operations import ops, selective_checkpoint
+from quaver.torch.operations import ops
 from quaver.torch.quantized_tensor import QuantizedTensor
-from quaver.torch.state import counters, layer_state, weight_cache
+from quaver.torch.state import counters, layer_state, selective_checkpoint, weight_cache
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import state_of
 from quaver.torch.state.noise import advance_count, draw

@@ -25,11 +25,11 @@ from quaver.torch.linear.autograd import IDENTITY_INPUT, LinearFunction, LinearS
 from quaver.torch.linear.general import is_prequantized
 from quaver.torch.linear.plan import LinearCall, LinearPlan
 from quaver.torch.numerics.rounding import is_tracing
-from quaver.torch.operations import operation, ops, selective_checkpoint
+from quaver.torch.operations import operation, ops
 from quaver.torch.operations.autograd import forward_level, refuse_transforms, transforms_active
 from quaver.torch.operations.ops import MATMUL, QUANTIZE, any_autocast_enabled, without_autocast
 from quaver.torch.quantized_tensor import QuantizedTensor
-from quaver.torch.state import counters, layer_state, weight_cache
+from quaver.torch.state import counters, layer_state, selective_checkpoint, weight_cache
 from quaver.torch.state.buffers import STATE, create_state_buffers, match_state, outlast, saving
 from quaver.torch.state.context import active_context, in_force, record_compiled_layer
 from quaver.torch.state.history import amax, scaling_step

@@ -31,10 +31,10 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
-from quaver.torch.operations.selective_checkpoint import hide_from_policies
 from quaver.torch.quantized_tensor import QuantizedTensor, dequantized, unwrap
 from quaver.torch.state import weight_cache
 from quaver.torch.state.layer_state import state_of
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 #: dtypes of codes by format, in a loaded state dict and in shards of weights.
 CODE_DTYPES = {**FLOAT8, "e2m1": torch.float4_e2m1fn_x2}

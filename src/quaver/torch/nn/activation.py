@@ -23,8 +23,8 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import first_derivative, transforms_active
 from quaver.torch.operations.operation import Implementation, Operation, row_by_row
-from quaver.torch.operations.selective_checkpoint import hide_from_policies
 from quaver.torch.state.context import active_context
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 # ---- ops with a hand-written backward, run without linear layers behind them ----
 

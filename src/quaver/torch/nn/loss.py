@@ -19,8 +19,8 @@ from quaver.torch.linear.linear import Linear
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation, Operation
-from quaver.torch.operations.selective_checkpoint import hide_from_policies
 from quaver.torch.state.context import recipe_in_force
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 # ---- loss and gradients of a chunk of tokens ----
 

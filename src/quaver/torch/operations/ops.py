@@ -15,9 +15,9 @@ from quaver.torch.backends.gpu import device, fused_quantize
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized, ScalarOverride
 from quaver.torch.numerics.rounding import NO_NOISE, Noise, is_tracing
-from quaver.torch.operations import selective_checkpoint
 from quaver.torch.operations.autograd import empty_parts, flat, joined, parts, restored
 from quaver.torch.operations.operation import Implementation, Operation, narrowed
+from quaver.torch.state import selective_checkpoint
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax as amax_state
 

@@ -30,11 +30,11 @@ from quaver.torch.conversion.weight_gradients import Context
 from quaver.torch.linear.general import LATER
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, first_derivative
-from quaver.torch.operations.selective_checkpoint import hide_from_policies
 from quaver.torch.parallel.comm_counter import active, count, waiting
 from quaver.torch.state.context import active_context, autocast
 from quaver.torch.state.history.scaling_step import graph_is_retained
 from quaver.torch.state.layer_state import LayerState
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 # ---- split backward ----
 

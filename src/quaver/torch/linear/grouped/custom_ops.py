@@ -17,10 +17,11 @@ from quaver.torch.linear.grouped.call import GroupedCall, NoiseSource
 from quaver.torch.linear.grouped.saved import SavedLayout
 from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
-from quaver.torch.operations import ops, selective_checkpoint
+from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import flat, restored
 from quaver.torch.operations.operation import Operation
 from quaver.torch.quantized_tensor import QuantizedTensor
+from quaver.torch.state import selective_checkpoint
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax
 

@@ -29,9 +29,9 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
-from quaver.torch.operations.selective_checkpoint import hide_from_policies
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import state_of
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 
 class GroupedSetup(NamedTuple):

@@ -24,8 +24,8 @@ from quaver.torch.numerics.rounding import is_tracing, uniform
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, first_derivative, refuse_transforms
 from quaver.torch.operations.operation import Implementation, Operation
-from quaver.torch.operations.selective_checkpoint import hide_from_policies
 from quaver.torch.state.context import active_context
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 # ---- forward and backward in plain torch: `quaver.reference.attention`, many heads at once ----
 #

@@ -12,7 +12,7 @@ from quaver.reference.attention import MASKS, check_heads, check_type, check_win
 from quaver.torch.backends.gpu import capture
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.numerics.versions import host_values
-from quaver.torch.operations.selective_checkpoint import hide_from_policies
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 # ---- layouts and ragged batches, whose sequences are concatenated and described by cumulative lengths ----
 #

@@ -16,7 +16,7 @@ from quaver.torch.numerics.versions import has_reliable_version
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import forward_level, transforms_active
 from quaver.torch.operations.operation import Implementation, Operation
-from quaver.torch.operations.selective_checkpoint import hide_from_policies
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 # ---- positions of tokens by layout, and queries scaled by position ----
 

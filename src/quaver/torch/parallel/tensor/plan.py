@@ -22,10 +22,11 @@ from quaver.recipes.spec import GemmSpec, Recipe
 from quaver.torch.linear import general
 from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations import ops, selective_checkpoint
+from quaver.torch.operations import ops
 from quaver.torch.parallel import comm
 from quaver.torch.parallel.tensor.gemms import TensorParallelComm
 from quaver.torch.parallel.tensor.overlap import gathered_product, scattered_product
+from quaver.torch.state import selective_checkpoint
 
 
 def plan_for(recipe: Recipe, x: Tensor) -> LinearPlan:

@@ -18,6 +18,7 @@ from quaver.torch.backends.cpu.quantize import SMALLEST_NORMAL
 from quaver.torch.numerics.rounding import exponent, is_tracing, power_of_two
 from quaver.torch.state.history import amax, sync
 from quaver.torch.state.layer_state import state_of
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 
 def roll_all(group: Any = None, recipe: Recipe | None = None) -> None:
@@ -102,6 +103,7 @@ def _roll_by_kernel(layers: list[nn.Module], rule: Recipe) -> bool:
     return not kernels.reason(history, factor) and kernels.roll(layers, rule.delayed, rule.history_specs)
 
 
+@hide_from_policies
 @torch.no_grad()
 def _roll_tensors(layers: list[nn.Module], rule: Recipe) -> None:
     histories: Any = [layer._buffers["history"] for layer in layers]

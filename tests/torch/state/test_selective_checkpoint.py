@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.operations import ops, selective_checkpoint
+from quaver.torch.operations import ops
+from quaver.torch.state import selective_checkpoint
 from tests.close import assert_bitwise
 
 aten = torch.ops.aten
