@@ -70,6 +70,8 @@ def own(group: Any) -> Any:
     return None if group is None or (dist.is_available() and group is dist.group.WORLD) else group
 
 
+# A recomputed forward does not roll.
+@hide_from_policies
 def roll(layers: Iterable[nn.Module], recipe: Recipe | None = None) -> None:
     """Roll the histories of layers and compute new factors; columns without a recorded amax are unchanged.
 
@@ -103,7 +105,6 @@ def _roll_by_kernel(layers: list[nn.Module], rule: Recipe) -> bool:
     return not kernels.reason(history, factor) and kernels.roll(layers, rule.delayed, rule.history_specs)
 
 
-@hide_from_policies
 @torch.no_grad()
 def _roll_tensors(layers: list[nn.Module], rule: Recipe) -> None:
     histories: Any = [layer._buffers["history"] for layer in layers]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import graph_task_id, state_of
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 # ---- process groups with the timeout of the default group ----
 # torch would give a new group its own timeout, 30 minutes over gloo, whatever the default group has.
@@ -257,6 +258,8 @@ class _Layouts:
 _lock = threading.Lock()
 
 
+# A recomputed forward reduces nothing.
+@hide_from_policies
 def reduce(list_layers: Callable[[], Sequence[nn.Module]], group: Any, where: str, always: bool = True) -> None:
     """All-reduce row 0 of the layers' histories by maximum over a process group.
 
