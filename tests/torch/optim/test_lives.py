@@ -17,7 +17,7 @@ from quaver.torch import optim
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.stored_weight import check_gradient
 from quaver.torch.numerics import rounding
-from quaver.torch.optim import master_weights
+from quaver.torch.optim import layout, master_weights
 from quaver.torch.optim.quantized_gradient import QuantizedGradient
 from quaver.torch.quantized_tensor import memory_of
 
@@ -172,7 +172,9 @@ def test_the_initial_value_that_a_layer_keeps_begins_the_master(preset: str, bou
     layer.weight.grad = torch.zeros(192, 160, dtype=layer.weight.grad_dtype)
     optimizer.step()
     config = optimizer.config(layer.weight, optimizer.param_groups[0])
-    weight = master_weights.read(config.weight_format, optimizer.parts_of_weight(layer.weight, config))
+    weight = master_weights.read(
+        config.weight_format, layout.tensors_of_weight(layer.weight, config, optimizer.state[layer.weight])
+    )
     error, largest = (float(tensor.detach().abs().max()) for tensor in (weight - initial, initial))
     assert error <= bound * largest
     assert float((codes != memory_of(layer.weight).view(torch.uint8)).float().mean()) < 0.01

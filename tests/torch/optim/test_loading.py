@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.optim import codes, master_weights
+from quaver.torch.optim import codes, layout, master_weights
 from quaver.torch.optim.layout import key_of
 from quaver.torch.quantized_tensor import memory_of
 
@@ -49,7 +49,9 @@ def run(layer: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
 
 def full_weight(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     config = optimizer.config(p, optimizer.param_groups[0])
-    return master_weights.read(config.weight_format, optimizer.parts_of_weight(p, config)).view(p.shape)
+    return master_weights.read(config.weight_format, layout.tensors_of_weight(p, config, optimizer.state[p])).view(
+        p.shape
+    )
 
 
 def through_a_file(state: Any) -> Any:

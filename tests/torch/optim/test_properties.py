@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver.reference import optim as bounds
 from quaver.torch import optim
-from quaver.torch.optim import master_weights
+from quaver.torch.optim import layout, master_weights
 from quaver.torch.optim import step as pieces
 from quaver.torch.quantized_tensor import QuantizedTensor, memory_of
 from tests.pairs import pairs
@@ -46,7 +46,7 @@ def give(p: Tensor, gradient: Tensor) -> None:
 def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     """The weight with its residual, float32."""
     config = optimizer.config(p, optimizer.param_groups[0])
-    return master_weights.read(config.weight_format, optimizer.parts_of_weight(p, config))
+    return master_weights.read(config.weight_format, layout.tensors_of_weight(p, config, optimizer.state[p]))
 
 
 @pytest.mark.parametrize(("preset", "rule", "recipe"), pairs(("balanced", "lean"), RULES, RECIPES))

@@ -136,7 +136,7 @@ def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
     for spec in config.moments:
         if ranks > 1 and spec.of.scaled and spec.block is not None and p.shape[-1] % (spec.block * ranks):
             raise ValueError(
-                f"{sharded}, {ranks} of which shard its {p.shape[-1]} columns, and preset {preset!r} has a scale "
+                f"{sharded}, {ranks} of them along its {p.shape[-1]} columns, and preset {preset!r} has a scale "
                 f"for each {spec.block}: use preset='exact' or 'float32' for it, or fewer ranks for tensor "
                 "parallelism"
             )

@@ -174,10 +174,6 @@ class Optimizer(torch.optim.Optimizer):
         """Return all tensors that a parameter's step reads and writes: this rank's shards, as matrices."""
         return layout.tensors_of(p, config, self.state[p])
 
-    def parts_of_weight(self, p: Tensor, config: StepConfig) -> tuple[Tensor, ...]:
-        """Return the tensors that represent a parameter's weight, in `WeightFormat`'s order."""
-        return layout.tensors_of_weight(p, config, self.state[p])
-
     def set_state(self, p: Tensor, group: Mapping[str, Any], loaded: Mapping[str, Tensor]) -> None:
         """Replace the state of a parameter by a loaded one; what it lacks is created."""
         first = self.first_state(p, group)

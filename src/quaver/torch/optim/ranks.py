@@ -193,7 +193,7 @@ def _max_block_rows(p: Tensor, height: int) -> int:
 
 
 def all_finite(finite: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-    """All-reduce the flags of which parameters' gradients are finite, bool [] each."""
+    """All-reduce a flag for each parameter, bool []: True if its gradient is finite on all ranks."""
     if not parameters:
         return finite
     bits = torch.stack([ok.to(parameters[0].device) for ok in finite]).logical_not().int()

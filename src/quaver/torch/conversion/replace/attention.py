@@ -26,8 +26,8 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 #: Attention implementation that Quaver replaces, and one for which only rope is replaced: eager attention returns
 #: weights, and gives a query that sees no key the average of all values.
 SDPA, EAGER = "sdpa", "eager"
-#: Keyword arguments of which the original function computes something else, or raises an error; if one is passed, it
-#: runs.
+#: Keyword arguments that the block does not support. If one is passed, the original function runs, or raises its own
+#: error.
 THEIRS = ("output_attentions", "cache", "softcap", "s_aux")
 
 
