@@ -102,7 +102,7 @@ class OperandShard(NamedTuple):
     operand: WeightOperand
     #: The rows as an operand; `amax` is that of the whole weight.
     own: Quantized
-    #: Record of the writes to its tensors, which another CUDA stream may have made.
+    #: Makes the current CUDA stream wait for the one that wrote the tensors; the host does not wait.
     written: CrossStream
 
     @property
@@ -194,9 +194,11 @@ class GatheredWeightState:
         self.amaxes: dict[str, OperandAmaxes] | None = None
         #: Version of the weight at the last agreement.
         self.agreed_version: tuple[int, ...] = ()
-        #: This rank's rows by GEMM, with the key of the delayed-scaling factor used.
+        #: This rank's rows by GEMM, with the key of the delayed-scaling factor used: its value, or its buffer's version
+        #: if it is a tensor. Keys are compared for equality only.
         self.shards: dict[str, tuple[float, OperandShard]] = {}
-        #: Passes that needed an operand which their gather had not brought; from then on both operands are sent.
+        #: Passes ("forward", "backward") that needed an operand which their gather had not brought; later gathers for
+        #: such a pass send both operands.
         self.passes_needing_both: set[str] = set()
         #: What the last gather brought: operands by GEMM, the key of their factor, and the pass it was for.
         self.gathered: dict[str, Quantized] = {}
@@ -205,9 +207,9 @@ class GatheredWeightState:
 
     @property
     def why_high_precision(self) -> str:
-        """Why the weight is gathered in high precision, or "": a shard of some rank ends within a block.
+        """Why the weight is gathered in high precision (a rank's shard ends within a block); "" if it is sent as codes.
 
-        Shards of fully_shard are known once `mesh` is.
+        fully_shard's shards are checked once `mesh` is set.
         """
         n, ranks = self.shape[0], 1 if self.mesh is None else self.mesh.size()
         own = -(-n // ranks)
@@ -394,7 +396,8 @@ class GatheredModelState:
             ValueError: on all ranks, if one runs under another recipe or dtype, or with other gradient settings.
         """
         stale = any(not weight.why_high_precision and weight.is_stale() for weight in self.weights)
-        if check_agreement("a forward after gather_quantized", self._facts(), *self.groups, flag=stale):
+        any_stale = check_agreement("a forward after gather_quantized", self._facts(), *self.groups, flag=stale)
+        if any_stale:
             self.agree()
 
     def agree(self) -> None:
@@ -469,7 +472,7 @@ def _stepped(optimizer: Optimizer, *_: object) -> None:
 
 
 def precompute_scales(model: nn.Module) -> None:
-    """Compute the scales of all weights that fully_shard gathers as codes, with one all-reduce for the model.
+    """Compute the scales of all weights that fully_shard gathers as codes, by an all-reduce for each mesh dimension.
 
         optimizer.step()
         precompute_scales(model)
@@ -495,14 +498,14 @@ def precompute_scales(model: nn.Module) -> None:
 
 @contextmanager
 def micro_batches(model: nn.Module) -> Iterator[None]:
-    """Quantize a model's weights once for all forwards and backwards in the block.
+    """Call `precompute_scales` for the forwards and backwards in the block, which then share the weights' codes.
 
         with micro_batches(model):
             for x in batches:
                 model(x).backward()
         optimizer.step()
 
-    It calls `precompute_scales` when it begins. Enter it on all ranks at the same steps.
+    Enter it on all ranks at the same steps.
 
     Args:
         model: model prepared by `gather_quantized`; without such weights the block has no effect.
