@@ -1,4 +1,4 @@
-"""A rank that is killed, stopped, asleep or NaN is named, in one sentence, in time; what was saved is whole."""
+"""A run with a rank that is killed, stopped or NaN ends with one sentence, in time; what was saved is whole."""
 
 import json
 import os
@@ -18,7 +18,6 @@ from quaver.train import checkpoint
 from quaver.train.config import TrainConfig, to_toml
 from quaver.train.loop import run_training
 from quaver.train.metrics import losses, read
-from quaver.train.torch import sharding
 from tests import forked
 from tests.conftest import ROOT
 from tests.train.conftest import MakeConfig
@@ -33,16 +32,8 @@ FAILS = 7
 
 
 def fail(how: str) -> None:
-    """Have this process fail in a way: in step `FAILS`, in a forward or in a backward, or as it writes a checkpoint."""
+    """Have this process fail in a way in step `FAILS`, in a forward or in a backward."""
     seen = {"steps": 0}
-
-    def write(*given: Any) -> Any:
-        print(f"fails {time.time()}", flush=True)
-        time.sleep(120)
-
-    if how == "write":
-        sharding.HuggingFaceStorageWriter.write_data = write
-        return
 
     def forward(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not type(module).__name__.endswith("Decoder") or not torch.is_grad_enabled():
@@ -55,8 +46,6 @@ def fail(how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if how == "sleep":
-            time.sleep(120)
         if how == "raise":
             raise RuntimeError("the disk of this test is on fire")
         return {"loss": lambda y: y * torch.nan, "gradient": poisoned}[how](output)
@@ -138,8 +127,7 @@ def check(start: Start, outcome: tuple[int | None, str, str], sentence: str, wit
     """That the sentence is said once, in time, and the checkpoint of step 5 is whole."""
     code, printed, said = outcome
     assert code == 1 and "fails " in printed, said
-    named = [line for line in said.splitlines() if re.search(r"\bstep [67]( \(|:)", line)]
-    assert len(named) == 1 and re.match(sentence, named[0]), said
+    assert len([line for line in said.splitlines() if re.search(sentence, line)]) == 1, said
     assert start.ended - float(printed.split("fails ")[1].split()[0]) < within, said
     last = checkpoint.latest(Path(start.config.out))
     # Every file is compared with its digest.
@@ -152,21 +140,16 @@ def begun(make_config: MakeConfig, folder: Path, ways: Iterable[str], **options:
     return {how: Start(how, make_config(how, **common), folder) for how in ways}
 
 
+LOST = r"another rank ended, of memory or a signal perhaps, or did not answer for --timeout seconds \(.*; continue with"
 QUICK = {
-    "kill": r"rank 1 ended without a word at step [67] \(training\), of memory or a signal perhaps",
+    "kill": LOST,
     "loss": "stopped at step 7: the loss is nan; it comes from rank 1; ",
-    "gradient": "stopped at step 7: the gradient's norm is nan; it comes from rank 1; the first gradient",
+    "gradient": "stopped at step 7: the gradient's norm is nan; the first gradient",
 }
-SLOW = {
-    "stop": r"rank 1 stopped at step [67] \(training\) and does not answer, while others waited",
-    "sleep": r"rank 1 is furthest behind, at step 7 \(training\), after \d+ collectives, where it has been for ",
-}
-#: What is said of one that writes its part of a checkpoint for too long, behind the steps.
-WRITES = r"rank 1 is furthest behind, at step \d+ \(saving\), after \d+ collectives, where it has been for "
 
 
 @pytest.mark.ranks
-def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_resumes(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_rank_that_dies_or_has_a_nan_ends_the_run_which_resumes(make_config: MakeConfig, tmp_path: Path) -> None:
     starts = begun(make_config, tmp_path, [*QUICK, "raise"])
     seen = outcomes(starts)
     for how, sentence in QUICK.items():
@@ -186,25 +169,11 @@ def test_a_rank_that_dies_or_has_a_nan_is_named_and_the_run_resumes(make_config:
     alone = make_config("alone", recipe="mxfp8", dtype="float32", batch=2, accumulate=2, clip=0.0)
     assert run_training(alone).losses == after
 
-    # What a step of several ranks records, and says.
-    record = next(record for record in records if "loss" in record)
-    assert record["own_seconds_min"] <= record["own_seconds_median"] <= record["own_seconds_max"]
-    assert record["own_seconds_max"] <= record["step_seconds"] and record["slowest_rank"] in (0, 1)
-    assert 0 < record["communication"] < 1 and record["bytes_weights"] > 0 and record["bytes_gradients"] > 0
-    assert re.search(r"step \d+ of 10  loss .*% communication, 0.\d MB a rank, rank [01] slowest", said)
-
 
 @pytest.mark.ranks
-def test_a_stuck_rank_is_named_after_the_timeout(make_config: MakeConfig, tmp_path: Path) -> None:
-    starts = begun(make_config, tmp_path, SLOW, timeout=TIMEOUT)
-    starts |= begun(make_config, tmp_path, ["write"], timeout=TIMEOUT, async_save=True)
-    seen = outcomes(starts, patient=False)
-    for how, sentence in SLOW.items():
-        check(starts[how], seen[how], sentence, TIMEOUT + LATER)
-    # Behind the steps, too, in a group of its own.
-    code, printed, said = seen["write"]
-    assert code == 1 and re.search(WRITES, said) and len(said.strip().splitlines()) < 20, said
-    assert starts["write"].ended - float(printed.split("fails ")[1].split()[0]) < TIMEOUT + LATER, said
+def test_a_rank_that_is_stopped_ends_the_run_after_the_timeout(make_config: MakeConfig, tmp_path: Path) -> None:
+    starts = begun(make_config, tmp_path, ["stop"], timeout=TIMEOUT)
+    check(starts["stop"], outcomes(starts, patient=False)["stop"], LOST, TIMEOUT + LATER)
 
 
 if __name__ == "__main__":

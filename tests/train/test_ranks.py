@@ -253,8 +253,6 @@ def test_tensor_parallel_ranks_match_a_single_process(
             patch.setattr(decoder, "quantize_layers", split_layers)
             run_training(one)
         assert losses_of(recorded(one)) == losses_of(recorded(config)), config.recipe
-    high, *as_codes = (read(Path(config.out) / "metrics.jsonl")[0]["bytes_weights"] for config in quantized)
-    assert max(as_codes) < high, "weights that lie in parts travel as codes, too"
 
     # From two times two ranks to two that share layers, to two that share batches, and to one.
     alone = {"fsdp": 1, "tp": 1}

@@ -11,7 +11,6 @@ import pytest
 from quaver.train import checkpoint
 from quaver.train.config import ORDERS, TrainConfig, holders, stages_each
 from quaver.train.loop import TrainResult, run_training
-from quaver.train.metrics import read
 from tests.train.conftest import MakeConfig
 from tests.train.test_ranks import (
     DELAYED,
@@ -119,8 +118,6 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
     saved = [checkpoint.load(Path(config.out) / "step-000004", {}) for config in (whole, transposed)]
     for tensor, value in saved[0].model.items():
         np.testing.assert_array_equal(saved[1].model[tensor], value, tensor)
-    # What a stage's norm, head and embedding send is counted, too.
-    assert read(Path(whole.out) / "metrics.jsonl")[0]["bytes_weights"] > 0
 
 
 def go_on_from(source: TrainConfig, config: TrainConfig) -> None:

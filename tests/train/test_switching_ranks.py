@@ -53,10 +53,6 @@ def test_ranks_change_their_recipe_as_the_single_process_does(make_config: MakeC
         one = plain(config, f"{name}-one", batch=2, accumulate=2)
         run_training(one)
         assert losses_of(recorded(one)) == losses_of(recorded(config)), name
-        sent = [record["bytes_weights"] for record in records_of(config) if "loss" in record]
-        as_codes = sent[:5] if name == "to-bf16" else sent[5:] if name == "from-bf16" else sent[:7]
-        high = [size for size in sent if size not in as_codes]
-        assert len(high) == len(sent) - len(as_codes) and max(as_codes) < min(high), f"{name}: {sent}"
     assert switches(records_of(between)) == {4: 2, 8: 3}
     assert switches(records_of(by_loss)) == {SMOOTHED + 1: 2}
     for config in resumed:

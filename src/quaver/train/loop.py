@@ -380,17 +380,14 @@ def go_on(
     with save_on_error(saver, config):
         for step in range(start + 1, config.steps + 1):
             batch = training_batch(tokens.train, config, step)
-            ranks.at(step, "training")
             precision.begin(step, trained)
             record = precision.saw(train_step(trained, batch, step, config), ranks)
-            log({**record, **ranks.done()})
+            log(record)
             last_one = step == config.steps
             if last_one or due(step, config.validate_every):
-                ranks.at(step, "validation")
                 log(validation(trained, validation_set, step))
             stop = ranks.largest(interrupt.number or 0)
             if last_one or due(step, config.checkpoint_every) or stop:
-                ranks.at(step, "saving")
                 state = {**facts, **precision.state(), STATES: FORM, "config": asdict(config)}
                 path = saver.save(step, state)
             if stop and not last_one:

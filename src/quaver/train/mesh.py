@@ -5,7 +5,6 @@ Ranks of tensor parallelism, which communicate most, have consecutive numbers.
 
 import math
 import os
-from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from quaver.recipes.spec import Recipe
@@ -45,12 +44,6 @@ class ProcessGroup(Protocol):
     def broadcast(self, value: Any) -> Any:
         """Broadcast the first rank's value, a small object of Python's built-in types."""
 
-    def at(self, step: int, phase: str) -> None:
-        """Record where this rank is, for error messages of ranks that wait for it."""
-
-    def done(self) -> Mapping[str, float]:
-        """Return statistics since the last `at` for a record: seconds of ranks, the slowest rank, bytes sent."""
-
 
 class SingleProcess:
     """The interface for a run of a single process."""
@@ -66,12 +59,6 @@ class SingleProcess:
 
     def broadcast(self, value: Any) -> Any:
         return value
-
-    def at(self, step: int, phase: str) -> None:
-        pass
-
-    def done(self) -> Mapping[str, float]:
-        return {}
 
 
 def same(ranks: ProcessGroup, what: str, value: Any) -> None:

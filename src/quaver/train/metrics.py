@@ -2,12 +2,7 @@
 
 Training lines have step, loss, lr, grad_norm, tokens_per_second and seconds; validation lines have step,
 validation_loss and seconds. If the recipe changes during the run, training lines also have part, the number of the
-current phase from 1.
-
-With several ranks there are also step_seconds, the longest of all ranks; own_seconds_min, _median and _max, without the
-time that a rank waited for others; slowest_rank, the one with the most own seconds; communication, the mean share of a
-step that ranks waited; and bytes_weights, bytes_gradients and so on, what a rank sent in the step, averaged over ranks.
-Floats are written in full, so that runs can be compared bit for bit.
+current phase from 1. Floats are written in full, so that runs can be compared bit for bit.
 
 Training lines of a model with experts have balance_loss and z_loss, averaged over layers before weighting; dropped, the
 share of choices beyond an expert's capacity; busiest, the load of the busiest expert of any layer relative to an even

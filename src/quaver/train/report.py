@@ -160,14 +160,7 @@ def numbers(record: Record, parts: Sequence[str] = ()) -> str:
     said = f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
     if 0 < record.get("part", 0) <= len(parts):
         said += f"  {parts[record['part'] - 1]}"
-    return said + among_ranks(record) if "communication" in record else said
-
-
-def among_ranks(record: Record) -> str:
-    """Format the communication of a step: share of waiting time, bytes sent per rank, and the slowest rank."""
-    sent = sum(size for name, size in record.items() if name.startswith("bytes_"))
-    share, slowest = record["communication"], record["slowest_rank"]
-    return f"  {share:.0%} communication, {sent / 1e6:,.1f} MB a rank, rank {slowest} slowest"
+    return said
 
 
 def time_left(seconds: float, done: int, total: int) -> str:

@@ -204,11 +204,15 @@ class TorchLearner:
         size = batch.shape[1] if self.group is None else batch.shape[1] // self.group.sizes.fsdp
         pieces = torch.from_numpy(batch).to(self.device).view(-1, size, batch.shape[-1])
         first = first_module(self.model, pieces, self.update.loss)
-        return first.says if self.group is None else self.group.whose(self.update.own) + self.group.earliest(first)
+        if self.group is None:
+            return first.says
+        # Before the first step, as in a validation, no rank has a loss of its own.
+        nonfinite = "" if self.update.own is None else self.group.ranks_of_nonfinite(self.update.own)
+        return nonfinite + self.group.earliest(first)
 
     def first_gradient(self, batch: np.ndarray) -> str:
         first = first_gradient(self.model)
-        return first.says if self.group is None else self.group.whose() + self.group.earliest(first, backward=True)
+        return first.says if self.group is None else self.group.earliest(first, backward=True)
 
     def tensors(self) -> tuple[Tensors, Tensors]:
         return arrays(self.model.state_dict()), arrays(state_of(self.model, self.optimizer))

@@ -1,4 +1,4 @@
-"""torch's process group of a run: joining, heartbeats, devices, and error reports that name the failed rank.
+"""torch's process group of a run: devices, collectives of the loop, joining and leaving, and errors of ranks.
 
 Only tested with gloo on CPUs. On GPUs, NCCL handles tensors and gloo handles control messages.
 """
@@ -6,12 +6,11 @@ Only tested with gloo on CPUs. On GPUs, NCCL handles tensors and gloo handles co
 import json
 import os
 import signal
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -23,143 +22,9 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from quaver.recipes.text import shown
-from quaver.torch.parallel.comm_counter import KINDS, CommCounter, count_collective
 from quaver.torch.state.history.sync import new_group
 from quaver.train.config import TrainConfig, reason
 from quaver.train.mesh import MeshSizes, OtherRankFailed, RankError, rank
-
-# ---- heartbeats ----
-# Each rank writes heartbeats to the shared store, so that the final error can name the rank that is furthest behind.
-#
-# A thread writes them, so a rank that computes for long is not taken for dead, and a rank that is stopped or gone falls
-# silent. A rank whose collective has failed watches all heartbeats for a while, using only its own clock.
-
-#: Seconds between heartbeats, and seconds after which a rank without one counts as silent.
-EVERY, SILENT = 0.5, 4.0
-#: Timeout of the store.
-ANSWER = timedelta(seconds=5)
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """Position of a rank at one time."""
-
-    #: Number of this heartbeat.
-    number: int
-    step: int
-    #: "training", "validation" or "saving".
-    phase: str
-    #: Number of collectives that the rank has started.
-    calls: int
-    #: Kind of traffic that it waited for, or "".
-    waiting: str
-    #: Seconds since its step, phase or number of collectives changed.
-    idle: float
-    #: True if the rank has left because the run ends.
-    left: bool = False
-
-    def place(self) -> str:
-        return f"at step {self.step} ({self.phase})" if self.step else f"before step 1 ({self.phase})"
-
-
-class HeartbeatMonitor:
-    """Writes this rank's heartbeats and reads those of all ranks.
-
-    Args:
-        store: torch.distributed store; heartbeats use a separate connection if possible.
-        rank: rank of this process.
-        world: number of ranks.
-        sent: traffic counters of this rank.
-    """
-
-    def __init__(self, store: Any, rank: int, world: int, sent: CommCounter) -> None:
-        with suppress(NotImplementedError, RuntimeError):
-            store = store.clone()
-        store.set_timeout(ANSWER)
-        self.store, self.rank, self.world, self.sent = store, rank, world, sent
-        self.step, self.phase = 0, "setting up"
-        self._number, self._moved = 0, time.monotonic()
-        self._seen: tuple[int, str, int, str] | None = None
-        self._ended, self._woken = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="quaver-pulse", daemon=True)
-
-    def at(self, step: int, phase: str) -> None:
-        """Set this rank's present step and phase."""
-        self.step, self.phase = step, phase
-        self._woken.set()
-
-    def begin(self) -> None:
-        self._thread.start()
-
-    def end(self) -> None:
-        """Write a last heartbeat that says that this rank leaves."""
-        self._ended.set()
-        self._woken.set()
-        self._thread.join(2 * ANSWER.total_seconds())
-        with suppress(RuntimeError):
-            self._write(left=True)
-
-    def _beat(self) -> None:
-        while not self._ended.is_set():
-            self._woken.wait(EVERY)
-            self._woken.clear()
-            try:
-                self._write()
-            except RuntimeError:  # the store does not respond; ranks that read heartbeats will notice
-                continue
-
-    def _write(self, left: bool = False) -> None:
-        seen = (self.step, self.phase, sum(self.sent.calls.values()), self.sent.waiting)
-        if seen != self._seen:
-            self._seen, self._moved = seen, time.monotonic()
-        self._number += 1
-        sign = Heartbeat(self._number, *seen, time.monotonic() - self._moved, left)
-        self.store.set(f"pulse/{self.rank}", json.dumps(asdict(sign)))
-
-    def signs(self) -> dict[int, Heartbeat]:
-        """Return the newest heartbeat of each rank that has written one. Raises: RuntimeError if the store does not
-        respond.
-        """
-        keys = {rank: f"pulse/{rank}" for rank in range(self.world)}
-        keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        return {rank: Heartbeat(**json.loads(self.store.get(key))) for rank, key in keys.items()}
-
-    def behind(self) -> tuple[list[int], list[int], Mapping[int, Heartbeat]]:
-        """Watch all ranks until each has written a new heartbeat or `SILENT` seconds have passed.
-
-        Returns:
-            The silent ranks; of the others those furthest behind; and the newest heartbeat of each.
-        """
-        first, begun = self.signs(), time.monotonic()
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        while True:
-            # Give other waiting ranks time to leave.
-            time.sleep(2 * EVERY)
-            newest = self.signs()
-            silent = [rank for rank in others if _silent(first, newest, rank)]
-            if not silent or time.monotonic() > begun + SILENT:
-                alive = {rank: newest[rank] for rank in others if rank not in silent and not newest[rank].left}
-                return silent, _furthest(alive), newest
-
-
-def _silent(first: Mapping[int, Heartbeat], newest: Mapping[int, Heartbeat], rank: int) -> bool:
-    if rank not in newest:
-        return True
-    return not newest[rank].left and rank in first and newest[rank].number == first[rank].number
-
-
-def _furthest(alive: Mapping[int, Heartbeat]) -> list[int]:
-    """Return the live ranks in the earliest step that are not waiting; else those with the fewest collectives."""
-    if not alive:
-        return []
-    step = min(sign.step for sign in alive.values())
-    alive = {rank: sign for rank, sign in alive.items() if sign.step == step}
-    busy = [rank for rank, sign in alive.items() if not sign.waiting]
-    if busy and len(busy) < len(alive):
-        return busy
-    fewest = min(sign.calls for sign in alive.values())
-    return [rank for rank, sign in alive.items() if sign.calls == fewest]
-
 
 # ---- devices ----
 
@@ -204,6 +69,8 @@ class PipelineStages(Protocol):
         """Return the stage of a module or parameter."""
 
 
+#: Timeout of the store once a rank has failed.
+ANSWER = timedelta(seconds=5)
 #: Store key by which one rank claims to report the error.
 CLAIM = "ended"
 #: Words that identify a lost connection to another rank; gloo and NCCL raise ordinary RuntimeErrors.
@@ -225,20 +92,13 @@ class TorchProcessGroup:
         pipeline: the model's pipeline stages, or None.
         saving: separate process group of all ranks for asynchronous saves, or None.
         cut: selects this rank's tokens of a [B, S] tensor; all without context parallelism.
-        traffic: counters of sent bytes and waiting times.
     """
 
     def __init__(
-        self, sizes: MeshSizes, device: torch.device, async_save: bool, store: Any, limit: timedelta | None = None
+        self, sizes: MeshSizes, device: torch.device, async_save: bool, limit: timedelta | None = None
     ) -> None:
         self.number, self.rank = dist.get_world_size(), dist.get_rank()
-        self._entered = ExitStack()
-        self.traffic = self._entered.enter_context(CommCounter(look=True))
-        self.pulse = HeartbeatMonitor(store, self.rank, self.number, self.traffic)
-        self.pulse.begin()
-        self._begun = (time.perf_counter(), 0.0, [0] * len(KINDS))
-        self.device = device
-        self.sizes = sizes
+        self.device, self.sizes = device, sizes
         self.mesh: DeviceMesh = init_device_mesh(
             device.type, (sizes.pp, sizes.fsdp * sizes.cp, sizes.tp), mesh_dim_names=("pp", *DIMENSIONS)
         )
@@ -262,8 +122,7 @@ class TorchProcessGroup:
 
     def largest(self, value: int) -> int:
         number = torch.tensor(value, dtype=torch.int64, device="cpu")
-        with count_collective("control", "reduce", number):
-            dist.all_reduce(number, dist.ReduceOp.MAX)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
 
     def broadcast(self, value: Any) -> Any:
@@ -271,60 +130,13 @@ class TorchProcessGroup:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def numbers(self, values: list[float]) -> list[list[float]]:
-        """All-gather each rank's numbers, of the same count."""
-        own = torch.tensor(values, dtype=torch.float64, device="cpu")
-        parts = [torch.empty_like(own) for _ in range(self.number)]
-        with count_collective("control", "gather", own):
-            dist.all_gather(parts, own)
-        return [part.tolist() for part in parts]
-
-    def watch(self, model: torch.nn.Module) -> None:
-        """Also count fully_shard's traffic of a model."""
-        self.traffic.also(model)
-
-    def at(self, step: int, phase: str) -> None:
-        self.pulse.at(step, phase)
-        self.traffic.forget()
-        self._begun = (time.perf_counter(), self.traffic.seconds, [self.traffic.bytes[kind] for kind in KINDS])
-
-    def done(self) -> dict[str, float]:
-        begun, waited, before = self._begun
-        seconds, waited = time.perf_counter() - begun, self.traffic.seconds - waited
-        sent = [self.traffic.bytes[kind] - size for kind, size in zip(KINDS, before, strict=True)]
-        of_steps, of_waits, *of_kinds = zip(*self.numbers([seconds, waited, *sent]), strict=True)
-        own = [step - wait for step, wait in zip(of_steps, of_waits, strict=True)]
-        return {
-            "step_seconds": round(max(of_steps), 6),
-            "own_seconds_min": round(min(own), 6),
-            "own_seconds_median": round(statistics.median(own), 6),
-            "own_seconds_max": round(max(own), 6),
-            "slowest_rank": own.index(max(own)),
-            "communication": round(sum(of_waits) / sum(of_steps), 4),
-            **{
-                f"bytes_{kind}": round(statistics.mean(sizes))
-                for kind, sizes in zip(KINDS, of_kinds, strict=True)
-                if any(sizes)
-            },
-        }
-
-    def whose(self, loss: torch.Tensor | None = None) -> str:
-        """Return a clause that names the ranks whose own loss, or unreduced gradients, are not finite.
-
-        Args:
-            loss: this rank's own loss; None checks gradients.
-        """
-        bad = self.traffic.nonfinite if loss is None else ~loss.isfinite()
-        ranks = [str(rank) for rank, (own,) in enumerate(self.numbers([float(bad is not None and bool(bad))])) if own]
+    def ranks_of_nonfinite(self, loss: torch.Tensor) -> str:
+        """Return a clause that names the ranks whose own loss is not finite."""
+        ranks = [str(rank) for rank, finite in enumerate(self.of_all(loss).isfinite().tolist()) if not finite]
         if not ranks:
             return ""
         of = "all ranks" if len(ranks) == self.number > 1 else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
         return f"it comes from {of}; "
-
-    def leave(self) -> None:
-        """Stop counting, and write a last heartbeat."""
-        self._entered.close()
-        self.pulse.end()
 
     def rows(self, batch: int) -> slice:
         """Return which sequences of a batch belong to this rank."""
@@ -341,8 +153,7 @@ class TorchProcessGroup:
         """Return the mean over ranks with different sequences or tokens."""
         parts = self.sizes.fsdp * self.sizes.cp
         if parts > 1:
-            with count_collective("control", "reduce", value, self.mesh.get_group("data")):
-                dist.all_reduce(value, dist.ReduceOp.SUM, self.mesh.get_group("data"))
+            dist.all_reduce(value, dist.ReduceOp.SUM, self.mesh.get_group("data"))
             value /= parts
         return value
 
@@ -379,8 +190,7 @@ class TorchProcessGroup:
     def of_all(self, value: torch.Tensor) -> torch.Tensor:
         """All-gather one number per rank, in rank order: [ranks]."""
         every = [torch.empty_like(value) for _ in range(self.number)]
-        with count_collective("control", "gather", value):
-            dist.all_gather(every, value)
+        dist.all_gather(every, value)
         return torch.stack(every)
 
     def counts(self, parameter: torch.Tensor) -> bool:
@@ -411,7 +221,7 @@ def joined(config: TrainConfig, sizes: MeshSizes) -> Iterator[TorchProcessGroup]
     """Join the process group that the environment describes, and leave it at the end.
 
     Raises: OtherRankFailed if another rank reports the error. On ranks other than the first, RankError instead of a
-    ValueError. If a connection is lost and no rank reports why, a RankError that says so.
+    ValueError, also if a connection is lost and no rank reports why.
     """
     device = local_device(config)
     store, number, world = next(iter(rendezvous("env://")))
@@ -421,11 +231,10 @@ def joined(config: TrainConfig, sizes: MeshSizes) -> Iterator[TorchProcessGroup]
     limit = timedelta(seconds=config.timeout) if config.timeout else None
     check_options(store, number, world, config)
     dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=limit)
-    group = heard = None
+    heard = None
     try:
         with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
-            group = TorchProcessGroup(sizes, device, config.async_save, store, limit)
-            yield group
+            yield TorchProcessGroup(sizes, device, config.async_save, limit)
     except Exception as error:
         if _is_lost(error) and threading.current_thread() is threading.main_thread():
             # torchrun has noticed a dead process and sends SIGTERM to the others; report the error first.
@@ -433,13 +242,15 @@ def joined(config: TrainConfig, sizes: MeshSizes) -> Iterator[TorchProcessGroup]
         if not _reports_error(store, number):
             raise OtherRankFailed from error
         if _is_lost(error):
-            raise RankError(describe_lost_connection(error, group)) from error
+            message = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise RankError(
+                "another rank ended, of memory or a signal perhaps, or did not answer for --timeout seconds "
+                f"({message}); continue with --resume"
+            ) from error
         if number == 0 or not isinstance(error, ValueError | OSError):
             raise
         raise RankError(f"rank {number}: {reason(error)}") from error
     finally:
-        if group is not None:
-            group.leave()
         with suppress(RuntimeError, ValueError):
             dist.destroy_process_group()
         if heard is not None:
@@ -473,32 +284,6 @@ def check_options(store: Any, number: int, world: int, config: TrainConfig) -> N
     if said:
         time.sleep(POLITE)  # the store may belong to this process, and other ranks must read it first
         raise ValueError(said)
-
-
-def describe_lost_connection(error: Exception, group: TorchProcessGroup | None) -> str:
-    """Describe why a collective failed: which rank is gone, does not respond, or is furthest behind."""
-    message = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    go_on = "continue with --resume"
-    try:
-        silent, behind, signs = ([], [], {}) if group is None else group.pulse.behind()
-    except RuntimeError:
-        # The first rank hosts the store, so it is gone or stopped.
-        return f"rank 0, which keeps the ranks' store, does not answer any more ({message}); {go_on}"
-    late = "imed out" in str(error)
-    named = silent or (behind if late else [])
-    if not named:
-        return f"another rank ended without a word, of memory or a signal perhaps ({message}); {go_on}"
-    who = f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}"
-    place = signs[named[0]].place() if named[0] in signs else "before it gave a sign"
-    if silent and not late:
-        return f"{who} ended without a word {place}, of memory or a signal perhaps ({message}); {go_on}"
-    if silent:
-        return f"{who} stopped {place} and does not answer, while others waited ({message}); {go_on}"
-    sign = signs[named[0]]
-    where = f"{place}, after {sign.calls} collectives, where it has been for {sign.idle:.0f} seconds"
-    return (
-        f"{who} is furthest behind, {where}, while others waited ({message}); {go_on}, and --timeout if it was at work"
-    )
 
 
 def _is_lost(error: Exception) -> bool:

@@ -34,7 +34,6 @@ from quaver.torch.parallel import (
     refresh_gather,
     sync_amax_histories,
 )
-from quaver.torch.parallel.comm_counter import count_collective, waiting
 from quaver.torch.state.buffers import STATE
 from quaver.train.config import ORDERS, TrainConfig, holders, stages_each
 from quaver.train.mesh import check_words
@@ -175,20 +174,16 @@ class Pipeline:
                 continue
             if index and self.holders[index - 1] != rank:
                 x = torch.empty((len(batch), *self.shape[1:]), dtype=torch.float32, device=batch.device)
-                with waiting("activations", x):
-                    dist.recv(x, ranks[self.holders[index - 1]], self.among)
+                dist.recv(x, ranks[self.holders[index - 1]], self.among)
             x = next(parts)(x, self.group.cut(batch[:, 1:]) if index == last else None)
             if index < last and self.holders[index + 1] != rank:
-                with count_collective("activations", "send", x, self.among):
-                    dist.send(x.contiguous(), ranks[self.holders[index + 1]], self.among)
+                dist.send(x.contiguous(), ranks[self.holders[index + 1]], self.among)
         has_last = self.holders[-1] == self.rank
         return self._of_last(x.squeeze() if has_last else torch.zeros((), dtype=torch.float32, device=batch.device))
 
     def _of_last(self, value: Tensor) -> Tensor:
         """Broadcast a number from the last stage."""
-        gives = self.holders[-1] == self.rank
-        with count_collective("control", "send", value, self.among) if gives else waiting("control", value):
-            dist.broadcast(value, dist.get_process_group_ranks(self.among)[self.holders[-1]], self.among)
+        dist.broadcast(value, dist.get_process_group_ranks(self.among)[self.holders[-1]], self.among)
         return value
 
 
@@ -244,8 +239,6 @@ def parallelize(
     reshards = False if group.sizes.pp > 1 and ORDERS[config.pp_schedule].splits else None
     for unit in (*model.layers, *wholes):
         shard(unit, group, reshards)
-    for whole in wholes:
-        group.watch(whole)
     return report
 
 
