@@ -25,8 +25,7 @@ from quaver.torch.backends.gpu.quantize_launch import (
     without_memory,
     zeros,
 )
-from quaver.torch.backends.gpu.tensorwise import DTYPES, buffer_for_codes, codes_in_words, integers, measure
-from quaver.torch.backends.gpu.tensorwise import grid as over
+from quaver.torch.backends.gpu.tensorwise import DTYPES, buffer_for_codes, codes_in_words, integers, measure, tiles
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import BLOCKS, FLOAT8, ROWS, Quantized
 
@@ -140,14 +139,9 @@ def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     """
     x, q, _, qt, _ = tensors
     rows, k = x.shape
-    bm, bn, warps = MX_ROWS_BLOCK if qt is None else MX_COLUMNS_BLOCK
-    grid, tall = over(-(-rows // bm), -(-k // bn))
+    grid, constants, warps = tiles(x.shape, MX_ROWS_BLOCK if qt is None else MX_COLUMNS_BLOCK)
     q_stride = -(-k // 16) * 16
-    constants: dict[str, Any] = {
-        "BM": bm,
-        "BN": bn,
-        "EVEN": rows % bm == 0 and k % bn == 0,
-        "TALL": tall,
+    constants |= {
         "SQUARE": spec.block[0] == 32,
         "EMAX": spec.format.emax,
         "TOP_MANTISSA": spec.format.max_mantissa,
@@ -155,7 +149,7 @@ def _mx_launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
         "dtype": DTYPES[spec.format.name],
     }
     if qt is None:
-        constants["NEAR"] = (bm + 1) * max(x.stride(0), q_stride) < 2**31
+        constants["NEAR"] = (MX_ROWS_BLOCK[0] + 1) * max(x.stride(0), q_stride) < 2**31
         alone = rows, k, x.stride(0), q_stride, across(k, 32)
         return LaunchSpec(mxfp8_rows, grid, tensors[:3], alone, constants, warps)
     constants["ROWS"] = q is not None
@@ -215,13 +209,8 @@ def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, 
     x = tensors[0]
     rows, columns = x.shape
     k = spec.padded(rows if down else columns)
-    bm, bn, warps = NV_STOCHASTIC_BLOCKS[down] if spec.rounding == "stochastic" else NV_BLOCK
-    grid, tall = over(-(-rows // bm), -(-columns // bn))
-    constants = {
-        "BM": bm,
-        "BN": bn,
-        "EVEN": rows % bm == 0 and columns % bn == 0,
-        "TALL": tall,
+    grid, constants, warps = tiles(x.shape, NV_STOCHASTIC_BLOCKS[down] if spec.rounding == "stochastic" else NV_BLOCK)
+    constants |= {
         "POWER_OF_TWO": spec.scale == "two_level",
         "SQUARE": spec.block[0] == 16,
         "HADAMARD": spec.hadamard,
@@ -259,7 +248,7 @@ def plan_launch_two_level(
         rotated = transposed and other.hadamard
         amax_values = top if straight or not rotated else None, transposed_top if rotated else None
         moves = straight and moving[0], transposed and moving[1]
-        measured = _amaxes_launch(x, (*amax_values, work, None if drawn is None else COUNTS, drawn), moves)
+        measured = amaxes_launch(x, (*amax_values, work, None if drawn is None else COUNTS, drawn), moves)
         seed, *ids = streams or (0, 0, 0)
         key_words = [half for word in (*ids, seed, seed >> 32) for half in halves(word)]
         tensors = x, *along, top, *down, transposed_top if other.hadamard else top, drawn
@@ -303,19 +292,16 @@ def _nv_both_launch(
     return LaunchSpec(nvfp4_both, (sum(programs),), tensors, numbers, constants, warps)
 
 
-def _amaxes_launch(x: Tensor, own: tuple[BufferSpec | None, ...], moves: tuple[bool, bool]) -> LaunchSpec:
+def amaxes_launch(x: Tensor, own: Sequence[Tensor | BufferSpec | None], moves: tuple[bool, bool]) -> LaunchSpec:
     """Return the launch that measures a matrix, and the same after the rotation of groups of its rows.
 
     Args:
-        own: specs of both amaxes, workspace, noise counts, and a copy of the counts before the launch.
+        own: both amaxes, workspace, noise counts, and a copy of the counts before the launch.
         moves: which of the counts advance.
     """
-    rows, columns = x.shape
-    bm, bn, warps = NV_BLOCK
-    grid, tall = over(-(-rows // bm), -(-columns // bn))
-    even = rows % bm == 0 and columns % bn == 0
-    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "FIRST": moves[0], "SECOND": moves[1]}
-    numbers = rows, columns, x.stride(0), grid[0] * grid[1]
+    grid, constants, warps = tiles(x.shape, NV_BLOCK)
+    constants |= {"FIRST": moves[0], "SECOND": moves[1]}
+    numbers = *x.shape, x.stride(0), grid[0] * grid[1]
     return LaunchSpec(amaxes, grid, (x, *own), numbers, constants, warps)
 
 
@@ -327,12 +313,9 @@ def rotated(x: Tensor, down: bool) -> Tensor:
 
 def _rotated_pass(inputs: Sequence[Any], down: bool) -> LaunchPlan:
     x, work = inputs
-    rows, columns = x.shape
-    bm, bn, warps = NV_BLOCK
-    grid, tall = over(-(-rows // bm), -(-columns // bn))
-    numbers = (rows, columns, x.stride(0), grid[0] * grid[1])
-    even = rows % bm == 0 and columns % bn == 0
-    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "DOWN": down}
+    grid, constants, warps = tiles(x.shape, NV_BLOCK)
+    constants["DOWN"] = down
+    numbers = (*x.shape, x.stride(0), grid[0] * grid[1])
     top = whole((1, 1), torch.float32)
     return LaunchPlan(inputs, (top,), [LaunchSpec(rotated_amax, grid, (x, top, work), numbers, constants, warps)])
 

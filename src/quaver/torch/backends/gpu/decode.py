@@ -11,8 +11,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import whole
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.tensorwise import DTYPES as CODES
-from quaver.torch.backends.gpu.tensorwise import grid as over
-from quaver.torch.backends.gpu.tensorwise import integers
+from quaver.torch.backends.gpu.tensorwise import integers, tiles
 from quaver.torch.numerics.quantized import BLOCKS, FLOAT8, Quantized
 
 #: Rows and columns of a program's block, and its warps.
@@ -91,18 +90,13 @@ def _pass(
     data, scale, factor = tensors_in
     rows, columns = shape
     out = whole(shape, dtype)
-    bm, bn, warps = BLOCK
-    grid, tall = over(-(-rows // bm), -(-columns // bn))
+    grid, constants, warps = tiles(shape, BLOCK)
     height, width = block
     scale_strides = (0, 0) if scale is None or swizzled else scale.stride()
     across = -(-columns // ((width or columns) * BLOCKS))
     numbers = (rows, columns, data.stride(0), *scale_strides, columns, across)
     kind = "e8m0" if spec.scale == "e8m0" else "two_level" if spec.two_level else "float32"
-    constants = {
-        "BM": bm,
-        "BN": bn,
-        "EVEN": rows % bm == 0 and columns % bn == 0,
-        "TALL": tall,
+    constants |= {
         "KIND": kind,
         "BR": height or 0,
         "BC": width or 0,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.emulation import (
-    amaxes,
     cached_values_in_two_levels,
     cached_values_of_blocks,
     multiply_groups,
@@ -22,10 +21,10 @@ from quaver.kernels.emulation import fold as fold_kernel
 from quaver.kernels.emulation import round_two as round_two_kernel
 from quaver.recipes.formats import E4M3, E5M2, Format
 from quaver.recipes.spec import QuantSpec
-from quaver.torch.backends.gpu.block_scaled import halves
+from quaver.torch.backends.gpu.block_scaled import amaxes_launch, halves
 from quaver.torch.backends.gpu.buffers import BufferSpec, whole
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, workspace
-from quaver.torch.backends.gpu.tensorwise import DTYPES, grid, integers, measure
+from quaver.torch.backends.gpu.tensorwise import DTYPES, integers, measure, tiles
 from quaver.torch.numerics.quantized import FLOAT8
 
 # ---- blocks with power-of-two scales ----
@@ -77,13 +76,6 @@ def _holds(wide: Format, fmt: Format) -> bool:
     return wide.mantissa_bits >= fmt.mantissa_bits and smallest <= step and wide.max >= fmt.max
 
 
-def _blocks(rows: int, columns: int, width: int) -> tuple[tuple[int, int], dict[str, Any], int]:
-    bm, bn, warps = TALL_BLOCK if width == TALL_BLOCK[0] else BLOCK
-    programs, tall = grid(-(-rows // bm), -(-columns // bn))
-    even = rows % bm == 0 and columns % bn == 0
-    return programs, {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, "WIDTH": width}, warps
-
-
 def _pass(tensors_in: Sequence[Any], spec: QuantSpec, saves_values: bool) -> LaunchPlan:
     (x,) = tensors_in
     rows, columns = x.shape
@@ -98,8 +90,9 @@ def _pass(tensors_in: Sequence[Any], spec: QuantSpec, saves_values: bool) -> Lau
         scales = whole((-(-rows // width), columns), torch.uint8)
     elif not square:
         down = whole((rows, columns), torch.bfloat16)
-    programs, constants, warps = _blocks(rows, columns, width)
+    programs, constants, warps = tiles(x.shape, TALL_BLOCK if width == TALL_BLOCK[0] else BLOCK)
     constants |= {
+        "WIDTH": width,
         "SQUARE": square,
         "MANTISSA": fmt.mantissa_bits,
         "EMIN": fmt.emin,
@@ -117,16 +110,14 @@ def _pass(tensors_in: Sequence[Any], spec: QuantSpec, saves_values: bool) -> Lau
 
 def _plan_decode_saved(tensors_in: Sequence[Any], spec: QuantSpec) -> LaunchPlan:
     codes, scales = tensors_in
-    rows, columns = codes.shape
-    assert spec.block[1] is not None
-    programs, constants, warps = _blocks(rows, columns, spec.block[1])
-    stored_format = saved_format(spec.format)
+    width, stored_format = spec.block[1], saved_format(spec.format)
     assert stored_format is not None
-    constants |= {"CODES": DTYPES[stored_format.name], "INTEGERS": integers(codes.device)}
-    out = whole((rows, columns), torch.bfloat16)
+    programs, constants, warps = tiles(codes.shape, TALL_BLOCK if width == TALL_BLOCK[0] else BLOCK)
+    constants |= {"WIDTH": width, "CODES": DTYPES[stored_format.name], "INTEGERS": integers(codes.device)}
+    out = whole(codes.shape, torch.bfloat16)
     tensors = (codes, scales, out)
     return LaunchPlan(
-        tensors_in, (out,), [LaunchSpec(cached_values_of_blocks, programs, tensors, (rows, columns), constants, warps)]
+        tensors_in, (out,), [LaunchSpec(cached_values_of_blocks, programs, tensors, codes.shape, constants, warps)]
     )
 
 
@@ -154,10 +145,7 @@ def fold(
         bias: of any dtype that kernels read.
         of_rows, of_columns: float32 scales, one per row or column, or a single one.
     """
-    # The kernel reads contiguous vectors, unlike views and an expanded bias.
-    lines = [None if t is None else t.reshape(-1).contiguous() for t in (of_rows, of_columns, bias)]
-    tensors_in = (y, *lines)
-    out: Tensor = _folds(tensors_in, dtype)[0]
+    out: Tensor = _folds((y, *_lines(of_rows, of_columns, bias)), dtype)[0]
     return out
 
 
@@ -169,22 +157,14 @@ def round_two(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 def _fold_pass(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
     y, of_rows, of_columns, bias = tensors_in
-    rows, columns = y.shape
-    out = whole((rows, columns), dtype)
-    bm, bn, warps = FOLD_BLOCK
-    programs, tall = grid(-(-rows // bm), -(-columns // bn))
-    constants = {
-        "BM": bm,
-        "BN": bn,
-        "EVEN": rows % bm == 0 and columns % bn == 0,
-        "TALL": tall,
+    out = whole(y.shape, dtype)
+    programs, constants, warps = tiles(y.shape, FOLD_BLOCK)
+    constants |= {
         "ONE_ROW": of_rows is not None and of_rows.numel() == 1,
         "ONE_COLUMN": of_columns is not None and of_columns.numel() == 1,
     }
     tensors = (y, of_rows, of_columns, bias, out)
-    return LaunchPlan(
-        tensors_in, (out,), [LaunchSpec(fold_kernel, programs, tensors, (rows, columns), constants, warps)]
-    )
+    return LaunchPlan(tensors_in, (out,), [LaunchSpec(fold_kernel, programs, tensors, y.shape, constants, warps)])
 
 
 def _two_pass(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
@@ -256,6 +236,7 @@ def add_up(
 
 
 def _lines(*tensors_in: Tensor | None) -> list[Tensor | None]:
+    """Return contiguous vectors, as kernels read them, of views and of an expanded bias."""
     return [None if t is None else t.reshape(-1).contiguous() for t in tensors_in]
 
 
@@ -357,26 +338,11 @@ def cached_two_level_values(codes: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
-def _launch(
-    kernel: Any, shape: tuple[int, int], block: tuple[int, int, int], tensors: Any, numbers: Any, **constants: Any
-) -> LaunchSpec:
-    (rows, columns), (bm, bn, warps) = shape, block
-    programs, tall = grid(-(-rows // bm), -(-columns // bn))
-    even = rows % bm == 0 and columns % bn == 0
-    known = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall, **constants}
-    return LaunchSpec(kernel, programs, tensors, numbers, known, warps)
-
-
 def _amaxes_pass(tensors_in: Sequence[Any], plain: bool, rotated: bool, moves: tuple[bool, bool]) -> LaunchPlan:
     x, work, count = tensors_in
-    rows, columns = x.shape
     top, transposed_top = (whole((1, 1), torch.float32) if wanted else None for wanted in (plain, rotated))
     drawn = None if count is None else whole((2,), torch.int64)
-    bm, bn, _ = TWO_LEVEL_BLOCK
-    programs = -(-rows // bm) * -(-columns // bn)
-    tensors = (x, top, transposed_top, work, count, drawn)
-    numbers = (rows, columns, x.stride(0), programs)
-    launch = _launch(amaxes, x.shape, TWO_LEVEL_BLOCK, tensors, numbers, FIRST=moves[0], SECOND=moves[1])
+    launch = amaxes_launch(x, (top, transposed_top, work, count, drawn), moves)
     return LaunchPlan(tensors_in, (top, transposed_top, drawn), [launch])
 
 
@@ -400,19 +366,19 @@ def _two_level_pass(
         scales = whole((rows // WIDTH + 1, columns), torch.uint8)
     buffers: tuple[BufferSpec | None, ...] = (along, down, codes, scales)
     random = "stochastic" in (spec.rounding, other.rounding)
-    launch = _launch(
-        values_in_two_levels,
-        x.shape,
-        RANDOM_BLOCK if random else TWO_LEVEL_BLOCK if down is None else BOTH_BLOCK,
-        (x, *buffers, top, transposed_top, drawn),
-        (rows, columns, x.stride(0), *key_words),
-        SQUARE=spec.block[0] == WIDTH,
-        HADAMARD=other.hadamard,
-        STOCHASTIC=spec.rounding == "stochastic",
-        TRANSPOSED_STOCHASTIC=other.rounding == "stochastic",
-        INTEGERS=integers(x.device),
+    block = RANDOM_BLOCK if random else TWO_LEVEL_BLOCK if down is None else BOTH_BLOCK
+    programs, constants, warps = tiles(x.shape, block)
+    constants |= {
+        "SQUARE": spec.block[0] == WIDTH,
+        "HADAMARD": other.hadamard,
+        "STOCHASTIC": spec.rounding == "stochastic",
+        "TRANSPOSED_STOCHASTIC": other.rounding == "stochastic",
+        "INTEGERS": integers(x.device),
+    }
+    tensors, numbers = (x, *buffers, top, transposed_top, drawn), (rows, columns, x.stride(0), *key_words)
+    return LaunchPlan(
+        tensors_in, buffers, [LaunchSpec(values_in_two_levels, programs, tensors, numbers, constants, warps)]
     )
-    return LaunchPlan(tensors_in, buffers, [launch])
 
 
 def _cached_two_level_pass(tensors_in: Sequence[Any]) -> LaunchPlan:
@@ -420,9 +386,9 @@ def _cached_two_level_pass(tensors_in: Sequence[Any]) -> LaunchPlan:
     blocks, _, columns = codes.shape
     shape = (blocks * WIDTH, columns)
     out = whole(shape, torch.bfloat16)
-    launch = _launch(
-        cached_values_in_two_levels, shape, TWO_LEVEL_BLOCK, (*tensors_in, out), shape, INTEGERS=integers(codes.device)
-    )
+    programs, constants, warps = tiles(shape, TWO_LEVEL_BLOCK)
+    constants["INTEGERS"] = integers(codes.device)
+    launch = LaunchSpec(cached_values_in_two_levels, programs, (*tensors_in, out), shape, constants, warps)
     return LaunchPlan(tensors_in, (out,), [launch])
 
 

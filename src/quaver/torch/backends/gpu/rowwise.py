@@ -23,9 +23,9 @@ from quaver.torch.backends.gpu.tensorwise import (
     buffer_for_codes,
     codes_in_words,
     format_constants,
-    grid,
     of,
     padded,
+    tiles,
 )
 from quaver.torch.numerics.quantized import Quantized
 
@@ -157,11 +157,9 @@ def _column_amaxes(x: Tensor, amax_values: BufferSpec | None) -> LaunchSpec:
     """Return the launch that measures the amax bits of each column."""
     rows, k = x.shape
     bm, bn, warps = AMAX_BLOCK
-    across = -(-k // bn)
-    steps = triton.next_power_of_2(max(rows * across // (bm * 8 * multiprocessors(x.device)), 1))
-    programs, tall = grid(-(-rows // (bm * steps)), across)
-    even = rows % (bm * steps) == 0 and k % bn == 0
-    constants = {"BM": bm, "BN": bn, "STEPS": steps, "EVEN": even, "TALL": tall}
+    steps = triton.next_power_of_2(max(rows * -(-k // bn) // (bm * 8 * multiprocessors(x.device)), 1))
+    programs, constants, warps = tiles(x.shape, (bm * steps, bn, warps))
+    constants |= {"BM": bm, "STEPS": steps}
     return LaunchSpec(kernels.column_amax, programs, (x, amax_values), (rows, k, x.stride(0)), constants, warps)
 
 
@@ -171,19 +169,13 @@ def _columns(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     """
     x, _, _, _, known_amax = tensors
     rows, k = x.shape
-    bm, bn, warps = COLUMN_BLOCK
-    down, across = -(-padded(rows) // bm), -(-k // bn)
-    programs, tall = grid(down, across)
-    constants = {
-        "BM": bm,
-        "BN": bn,
-        "EVEN": rows % bm == 0 and k % bn == 0,
+    programs, constants, warps = tiles(x.shape, COLUMN_BLOCK, (padded(rows), k))
+    constants |= {
         "KNOWN_AMAX": known_amax is not None,
-        "TALL": tall,
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    numbers = (rows, k, x.stride(0), padded(rows) // 16, down)
+    numbers = (rows, k, x.stride(0), padded(rows) // 16, -(-padded(rows) // COLUMN_BLOCK[0]))
     return LaunchSpec(kernels.columnwise, programs, tensors, numbers, constants, warps)
 
 
@@ -290,15 +282,11 @@ def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     """Return the launch for x, codes, transposed codes as int32, both scales, given amaxes; absent ones are None."""
     x, q, qt, _, _, known_amax = tensors
     rows, k = x.shape
-    programs, tall = grid(-(-rows // BLOCK), -(-k // BLOCK))
-    constants = {
-        "BM": BLOCK,
-        "BN": BLOCK,
-        "EVEN": rows % BLOCK == 0 and k % BLOCK == 0,
+    programs, constants, warps = tiles(x.shape, (BLOCK, BLOCK, ROW_WARPS if qt is None else WARPS))
+    constants |= {
         "ROWS": q is not None,
         "COLUMNS": qt is not None,
         "KNOWN_AMAX": known_amax is not None,
-        "TALL": tall,
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
@@ -306,7 +294,6 @@ def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     apart = 0 if q is None else _shape(rows, k, square)[1], 0 if qt is None else _shape(k, rows, square)[1]
     numbers = (rows, k, x.stride(0), 0 if q is None else padded(k), 0 if qt is None else padded(rows) // 16, *apart)
     kernel = squares_kernel if square else blockwise_kernel
-    warps = ROW_WARPS if qt is None else WARPS
     # Divisions for other scales need more registers, and so do float32 inputs and codes rounded on their bits.
     few = spec.power_of_two and constants["EVEN"] and x.element_size() == 2 and architecture(x.device) >= 90
     both = q is not None and qt is not None and not square

@@ -35,10 +35,23 @@ DTYPES = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
 SECOND_AXIS = 65535
 
 
-def grid(down: int, across: int) -> tuple[tuple[int, int], bool]:
-    """Return a grid over down × across blocks, row neighbours adjacent, and whether rows are its first axis."""
+def tiles(
+    shape: Sequence[int], block: tuple[int, int, int], covered: Sequence[int] = ()
+) -> tuple[tuple[int, int], dict[str, Any], int]:
+    """Divide a matrix [rows, columns] among programs, neighbours in a row adjacent.
+
+    Args:
+        block: rows and columns of a program's block, and its warps.
+        covered: rows and columns that the programs cover, if more than the shape.
+
+    Returns:
+        The grid, the constants that describe the blocks, and the warps.
+    """
+    (rows, columns), (bm, bn, warps), (height, width) = shape, block, covered or shape
+    down, across = -(-height // bm), -(-width // bn)
     tall = down > SECOND_AXIS
-    return ((down, across) if tall else (across, down)), tall
+    constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, "TALL": tall}
+    return ((down, across) if tall else (across, down)), constants, warps
 
 
 def empty_codes(rows: int, k: int, spec: QuantSpec, device: torch.device) -> Tensor:
@@ -113,11 +126,9 @@ def _measuring(x: Tensor, top: BufferSpec, work: Tensor | BufferSpec) -> LaunchS
     bm, bn, warps = AMAX_BLOCK
     even = rows % bm == 0 and columns % bn == 0
     # 128 masked loads per thread do not fit the registers.
-    bm = bm if even else bm // 4
-    programs, tall = grid(-(-rows // bm), -(-columns // bn))
+    programs, constants, warps = tiles(x.shape, (bm if even else bm // 4, bn, warps))
     numbers = (rows, columns, x.stride(0), programs[0] * programs[1])
-    constants = {"BM": bm, "BN": bn, "EVEN": even, "TALL": tall}
-    return LaunchSpec(amax_kernel, programs, (x, top, work), numbers, constants, warps)
+    return LaunchSpec(amax_kernel, programs, (x, top, work), numbers, constants | {"EVEN": even}, warps)
 
 
 def per_tensor(
@@ -201,21 +212,16 @@ def _cast(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
     """
     x, q, qt, _, _, factor, amax, newest, work, partial = tensors
     rows, k = x.shape
-    bm, bn, warps = CAST_BLOCK
     # Blocks cover the zero padding of both results, because an int32 holds four codes of the transpose.
-    down, across = rows if qt is None else padded(rows), k if q is None else padded(k)
-    programs, tall = grid(-(-down // bm), -(-across // bn))
-    constants = {
-        "BM": bm,
-        "BN": bn,
-        "EVEN": rows % bm == 0 and k % bn == 0,
+    covered = rows if qt is None else padded(rows), k if q is None else padded(k)
+    programs, constants, warps = tiles(x.shape, CAST_BLOCK, covered)
+    constants |= {
         "ROWS": q is not None,
         "COLUMNS": qt is not None,
         "MEASURED": work is None,
         "FACTOR": factor is not None,
         "KNOWN_AMAX": amax is not None,
         "NEWEST": newest is not None,
-        "TALL": tall,
         "SUMS": partial is not None,
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
@@ -290,9 +296,7 @@ def _pass(tensors_in: Sequence[Tensor], k: int, dtype: torch.dtype) -> LaunchPla
     (words,) = tensors_in
     rows = words.shape[0]
     out = in_words(whole((k, padded(rows)), dtype))
-    bm, bn, warps = BLOCK
-    programs, tall = grid(-(-padded(rows) // bm), -(-k // bn))
-    constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and k % bn == 0, "TALL": tall}
+    programs, constants, warps = tiles((rows, k), BLOCK, (padded(rows), k))
     numbers = (rows, k, words.stride(0) // 4, padded(rows) // 16)
     return LaunchPlan(tensors_in, (out,), [LaunchSpec(kernel, programs, (words, out), numbers, constants, warps)])
 
