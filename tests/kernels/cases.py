@@ -30,7 +30,7 @@ from quaver.torch.backends.gpu import emulation as emulated_blocks
 from quaver.torch.backends.gpu import optim as optimizing
 from quaver.torch.backends.gpu.launch import LaunchSpec
 from quaver.torch.backends.gpu.optim import MomentFormat
-from quaver.torch.backends.gpu.quantize_launch import RequestedOperands, shared_launches
+from quaver.torch.backends.gpu.quantize_launch import RequestedOperands, of_two
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.state.history import roll_gpu
 
@@ -148,7 +148,7 @@ def two(
     x: Tensor, spec: QuantSpec, w: Tensor, other: QuantSpec, sums: bool = False, known: bool | None = None
 ) -> list[LaunchSpec]:
     """The launches that an input, or a grad_output to be summed, shares with a weight."""
-    by_way = []
+    ways = []
     for one, of_one, wanted in (
         (x, spec, RequestedOperands(sums=sums)),
         (w, other, RequestedOperands(transpose=True)),
@@ -156,10 +156,12 @@ def two(
         family = quantize.family_of(of_one, of_one)
         way = None if family is None or family.plan_launch is None else family.plan_launch(one, of_one, of_one, wanted)
         assert way is not None
-        by_way.append(way.launches(known, known))
-    shared = shared_launches(by_way)
+        ways.append(way)
+    shared, key = of_two(*ways), None if known is None else (known, known)
     assert shared is not None
-    return shared
+    launches = list(shared.launches((key, key)))
+    assert len(launches) == len(ways[0].launches(key))
+    return launches
 
 
 def run(launches: list[LaunchSpec]) -> None:
@@ -469,7 +471,7 @@ def _in_narrow_blocks() -> list[Case]:
             way = block_scaled.plan_launch_two_level(matrix(), kinds[0], kinds[1], RequestedOperands())
             assert way is not None
             # What measures is a row of what is emulated.
-            run(list(way.launches((1, 2, 3), (True, True))[1:]))
+            run(list(way.launches(((1, 2, 3), (True, True)))[1:]))
 
         return launch
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quaver import E4M3, QuantSpec
 from quaver.kernels.tensorwise import amax
-from quaver.torch.backends.gpu import launch, quantize, rowwise
+from quaver.torch.backends.gpu import launch, quantize, tensorwise
 from quaver.torch.backends.gpu.decode import decode
 from quaver.torch.numerics import reference
 from tests.close import assert_bitwise
@@ -151,7 +151,7 @@ def test_given_amaxes_may_have_any_layout(block: tuple[int, int | None]) -> None
         given = buffer.t() if block == (1, 128) else buffer
         q = quantize.quantize(x, spec, given)
         assert_bitwise(q.dequantize(), reference.quantize(x, spec, given).dequantize())
-        plans.append(len(rowwise._passes.plans) + len(rowwise._passes_blockwise.plans))
+        plans.append(len(tensorwise._quantizations.plans))
     # Squares are copied to where their scales will lie.
     assert plans[1] - plans[0] == (block != (128, 128))
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from quaver import E4M3, E5M2, QuantSpec
-from quaver.torch.backends.gpu import block_scaled
+from quaver.torch.backends.gpu import block_scaled, tensorwise
 from quaver.torch.backends.gpu.block_scaled import by_exponents
 from quaver.torch.backends.gpu.launch import LaunchPlanCache
 from quaver.torch.backends.gpu.quantize_launch import RequestedOperands
@@ -73,9 +73,9 @@ def test_squares_of_both_directions_take_two_launches_with_triton_3_7_from_black
         (100, SQUARES[0], ["mxfp8_rows", "mxfp8_columns"]),
     ):
         monkeypatch.setattr(block_scaled, "architecture", lambda _, arch=arch: arch)
-        way = block_scaled._mx_launches(torch.empty(shape, device=DEVICE), spec, True, True, RequestedOperands())
-        assert [one.kernel.fn.__name__ for one in way.launches(None, None)] == names
-    monkeypatch.setattr(block_scaled, "_mx", LaunchPlanCache(block_scaled._mx_pass))
+        way = block_scaled._mx_launches(torch.empty(shape, device=DEVICE), spec, spec, RequestedOperands())
+        assert [one.kernel.fn.__name__ for one in way.launches(None)] == names
+    monkeypatch.setattr(tensorwise, "_quantizations", LaunchPlanCache(tensorwise._quantization))
     for x in operands(shape, at=SHAPES.index(shape), of=3):
         q, transposed = by_exponents(x, SQUARES[0], SQUARES[0])
         assert_as_stored(q, reference.quantize(x, SQUARES[0]))

@@ -21,9 +21,9 @@ from quaver.torch.backends.gpu.quantize_launch import (
     RequestedOperands,
     RowColOperands,
     RowColQuantizer,
-    can_share_launches,
     delayed_inputs,
     noise_inputs,
+    of_two,
     reuse_results,
 )
 from quaver.torch.backends.gpu.scaled_mm import (
@@ -185,9 +185,10 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
         weight_launch = _plan_quantization(
             weight.detach(), recipe.fprop.b, recipe.dgrad.b, RequestedOperands(transpose=True, views=views), True
         )
-        if weight_launch is not None and can_share_launches(input_launch, weight_launch):
-            both = RowColQuantizer(x.device, input_launch, weight_launch)
-            quantize_together = _quantize_together(both, quantize_input, (fprop, dgrad), views)
+        both = None if weight_launch is None else of_two(input_launch, weight_launch)
+        if both is not None:
+            both_cast = RowColQuantizer(x.device, both)
+            quantize_together = _quantize_together(both_cast, quantize_input, (fprop, dgrad), views)
 
     def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
         return _cached_weight(call, weight) or _weight(call, weight, (fprop, dgrad))

@@ -14,9 +14,9 @@ from quaver.torch.backends.gpu.quantize_launch import (
     QuantizeLaunch,
     RequestedOperands,
     RowColQuantizer,
-    can_share_launches,
     delayed_inputs,
     noise_inputs,
+    of_two,
 )
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
@@ -71,8 +71,9 @@ def test_two_matrices_in_shared_launches_equal_the_reference(
     for x, w in list(zip(values[0], values[1][3:] + values[1][:3], strict=True))[at::2]:
         if both is None:
             plan_launch = [way(one, spec, each) for one, spec, each in zip((x, w), specs, wanted, strict=True)]
-            assert can_share_launches(*plan_launch)
-            both = RowColQuantizer(x.device, *plan_launch)
+            shared = of_two(*plan_launch)
+            assert shared is not None
+            both = RowColQuantizer(x.device, shared)
         written = both(x, None, w, None)
         assert_is_reference(written[:5], x, specs[0], False)
         assert_is_reference(written[5:], w, specs[1], True)
@@ -83,9 +84,9 @@ def test_two_matrices_in_shared_launches_equal_the_reference(
 
 
 def meeting(both: RowColQuantizer) -> list[Tensor]:
-    zeros = [i for i, buffer in enumerate(both.reused) if buffer.zeros]
+    zeros = [i for i, buffer in enumerate(both.planned.reused) if buffer.zeros]
     assert zeros
-    return [tensors[3 * len(both.matrices) + i] for tensors, _ in both.places.values() for i in zeros]
+    return [tensors[len(both.planned.inputs) + i] for tensors, _ in both.places.values() for i in zeros]
 
 
 @pytest.mark.parametrize(
@@ -139,9 +140,9 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
         torch.linspace(5, -7, 64 * 48).view(64, 48).bfloat16(),
     )
     factors, history = torch.tensor([4.0, 0.5, 9.0]), torch.tensor([1.0, 1.0, 8.0])
-    both = RowColQuantizer(
-        x.device, way(x, TENSOR, RequestedOperands()), way(w, TENSOR, RequestedOperands(transpose=True))
-    )
+    shared = of_two(way(x, TENSOR, RequestedOperands()), way(w, TENSOR, RequestedOperands(transpose=True)))
+    assert shared is not None
+    both = RowColQuantizer(x.device, shared)
     of_x, of_w = (delayed_inputs(factors, i, known, history[i + 1 : i + 2]) for i in (0, 1))
     written = both(x, of_x, w, of_w)
     for codes, scale, matrix, factor in ((*written[:2], x, 4.0), (*written[5:7], w, 0.5)):
@@ -154,12 +155,12 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
 def test_matrices_share_a_launch_when_one_kernel_handles_both() -> None:
     x = torch.empty(64, 128)
     kept = RequestedOperands(transpose=True)
-    assert can_share_launches(way(x, TENSOR, RequestedOperands()), way(x, TENSOR, kept))
-    assert not can_share_launches(way(x, TENSOR, RequestedOperands()), way(x, ROWS, kept))
-    assert not can_share_launches(way(x, TENSOR, RequestedOperands(views=True)), way(x, TENSOR, kept)), (
+    assert of_two(way(x, TENSOR, RequestedOperands()), way(x, TENSOR, kept))
+    assert not of_two(way(x, TENSOR, RequestedOperands()), way(x, ROWS, kept))
+    assert not of_two(way(x, TENSOR, RequestedOperands(views=True)), way(x, TENSOR, kept)), (
         "one of them writes no transpose"
     )
-    assert not can_share_launches(way(x, QuantSpec(E4M3, scale="fp32"), RequestedOperands()), way(x, TENSOR, kept))
+    assert not of_two(way(x, QuantSpec(E4M3, scale="fp32"), RequestedOperands()), way(x, TENSOR, kept))
 
 
 def test_launches_that_fail_leave_nothing_behind_for_the_next() -> None:
@@ -199,6 +200,6 @@ def test_launch_decisions_hold_no_memory(spec: QuantSpec) -> None:
     """Neither the matrix used for the decision nor memory allocated for it."""
     x = torch.empty(512, 512)
     plan_launch = way(x, spec, RequestedOperands())
-    tensors = [t for one in plan_launch.launches(None, None) for t in one.tensors if isinstance(t, Tensor)]
+    tensors = [t for one in plan_launch.launches(None) for t in one.tensors if isinstance(t, Tensor)]
     assert tensors
     assert all(t.untyped_storage().nbytes() == 0 for t in tensors)

@@ -18,14 +18,16 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import PACKED4, BufferSpec, in_words, row_major, whole
 from quaver.torch.backends.gpu.device import architecture
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, workspace
-from quaver.torch.backends.gpu.quantize_launch import (
-    COUNTS,
-    QuantizeLaunch,
-    RequestedOperands,
-    without_memory,
-    zeros,
+from quaver.torch.backends.gpu.quantize_launch import QuantizeLaunch, RequestedOperands, without_memory, zeros
+from quaver.torch.backends.gpu.tensorwise import (
+    DTYPES,
+    buffer_for_codes,
+    codes_in_words,
+    integers,
+    measure,
+    quantize_by,
+    tiles,
 )
-from quaver.torch.backends.gpu.tensorwise import DTYPES, buffer_for_codes, codes_in_words, integers, measure, tiles
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import BLOCKS, FLOAT8, ROWS, Quantized
 
@@ -61,46 +63,35 @@ def by_exponents(
 
     Same bits as the reference, which runs if amaxes are given. The amaxes of blocks are not returned.
     """
-    one = spec or other
-    assert one is not None
     if amax is not None:
         transposed = None if other is None else reference.quantize(x.t(), other, amax.t() if spec else amax)
         return (None if spec is None else reference.quantize(x, spec, amax)), transposed
-    rows, k = x.shape
-    q, s, qt, st, _ = _mx((x,), one, spec is not None, other is not None)
-    return _operand_of(q, s, rows, k, one), _operand_of(qt, st, k, rows, one)
-
-
-def _mx_pass(inputs: Sequence[Any], spec: QuantSpec, straight: bool, transposed: bool) -> LaunchPlan:
-    quantize_launch = _mx_launches(inputs[0], spec, straight, transposed, RequestedOperands())
-    return LaunchPlan(inputs, quantize_launch.results, quantize_launch.launches(None, None))
-
-
-_mx = LaunchPlanCache(_mx_pass)
+    return quantize_by(_mx_launches, x, spec, other)
 
 
 def plan_launch(
     x: Tensor, spec: QuantSpec, other: QuantSpec | None, wanted: RequestedOperands
 ) -> QuantizeLaunch | None:
     """Plan `by_exponents` for contiguous matrices like x, sides multiples of 16; both operands, or None."""
-    return None if other is None else _mx_launches(without_memory(x), spec, True, True, wanted)
+    return None if other is None else _mx_launches(without_memory(x), spec, other, wanted)
 
 
 def _mx_launches(
-    x: Tensor, spec: QuantSpec, straight: bool, transposed: bool, wanted: RequestedOperands
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, wanted: RequestedOperands, _: Tensor | None = None
 ) -> QuantizeLaunch:
-    rows, k = x.shape
-    two_launches = straight and transposed and _needs_two_launches(spec, x.device)
+    (rows, k), one = x.shape, spec or other
+    assert one is not None
+    two_launches = spec is not None and other is not None and _needs_two_launches(one, x.device)
     q = s = qt = st = None
-    if straight:
-        q, s = buffer_for_codes(rows, k, spec), _buffer(rows, k)
-    if transposed:
-        qt, st = codes_in_words(k, rows, spec, wanted.transpose), _buffer(k, rows)
-    if s is not None and (two_launches or not transposed):
+    if spec is not None:
+        q, s = buffer_for_codes(rows, k, one), _buffer(rows, k)
+    if other is not None:
+        qt, st = codes_in_words(k, rows, one, wanted.transpose), _buffer(k, rows)
+    if s is not None and (two_launches or other is None):
         s = in_words(s)
     written = [(q, s, None, None), (None, None, qt, st)] if two_launches else [(q, s, qt, st)]
-    launches = [_mx_launch((x, *buffers), spec) for buffers in written]
-    return QuantizeLaunch(x, (q, s, qt, st, None), (), lambda *_: launches)
+    launches = [_mx_launch((x, *buffers), one) for buffers in written]
+    return QuantizeLaunch((x, None, None), (q, s, qt, st, None), (), lambda _: launches)
 
 
 def _needs_two_launches(spec: QuantSpec, device: torch.device) -> bool:
@@ -116,10 +107,6 @@ def _buffer(rows: int, k: int) -> BufferSpec:
 
 def _as_bytes(scales: Tensor) -> Tensor:
     return scales.view(torch.uint8)
-
-
-def _operand_of(q: Tensor | None, s: Tensor | None, rows: int, k: int, spec: QuantSpec) -> Quantized | None:
-    return None if q is None or s is None else Quantized(q[:, :k], _as_bytes(s), spec, (rows, k), swizzled=True)
 
 
 def _scales(rows: int, k: int, width: int) -> int:
@@ -241,22 +228,22 @@ def plan_launch_two_level(
     rows, k = x.shape
     along, down = _nv_buffers(rows, k, False), _nv_buffers(k, rows, wanted.transpose)
     top, transposed_top, work = whole((1, 1), torch.float32), whole((1, 1), torch.float32), zeros(4)
-    drawn = whole((2,), torch.int64) if any(moving) else None
+    # Counts may have any address, as a placeholder of one element says.
+    counts, drawn = (whole((1,), torch.int64), whole((2,), torch.int64)) if any(moving) else (None, None)
 
-    def launches(streams: Any, which: Any) -> list[LaunchSpec]:
-        straight, transposed = which or (True, True)
+    def launches(noise: Any) -> list[LaunchSpec]:
+        (seed, *ids), (straight, transposed) = noise or ((0, 0, 0), (True, True))
         rotated = transposed and other.hadamard
         amax_values = top if straight or not rotated else None, transposed_top if rotated else None
         moves = straight and moving[0], transposed and moving[1]
-        measured = amaxes_launch(x, (*amax_values, work, None if drawn is None else COUNTS, drawn), moves)
-        seed, *ids = streams or (0, 0, 0)
+        measured = amaxes_launch(x, (*amax_values, work, counts, drawn), moves)
         key_words = [half for word in (*ids, seed, seed >> 32) for half in halves(word)]
         tensors = x, *along, top, *down, transposed_top if other.hadamard else top, drawn
         return [measured, _nv_both_launch(tensors, (spec, other), (straight, transposed), key_words)]
 
     results = (*along[:2], *down[:2], None, along[2], down[2])
     reused = (top, transposed_top, work) if drawn is None else (top, transposed_top, work, drawn)
-    return QuantizeLaunch(x, results, reused, launches, inputs=(COUNTS, None))
+    return QuantizeLaunch((x, counts, None), results, reused, launches)
 
 
 def _nv_buffers(rows: int, k: int, transposed: bool) -> tuple[BufferSpec, BufferSpec, BufferSpec]:

@@ -170,12 +170,12 @@ def summed(quantize_launch: QuantizeLaunch, dtype: torch.dtype) -> QuantizeLaunc
     """Extend a `QuantizeLaunch` to sum the matrix over its rows, replacing the sums of blocks, as `column_sum` or
     `add_up`.
     """
-    partial = quantize_launch.results[4]
+    x, partial = quantize_launch.inputs[0], quantize_launch.results[4]
     few = partial is not None and partial.shape[0] <= FEW
-    out, launches = _launches(quantize_launch.x if partial is None else partial, quantize_launch.x.device, dtype, few)
+    out, launches = _launches(x if partial is None else partial, x.device, dtype, few)
     return quantize_launch._replace(
         results=(*quantize_launch.results[:4], out, *quantize_launch.results[5:]),
-        launches=lambda known, notes: [*quantize_launch.launches(known, notes), *launches],
+        launches=lambda key: [*quantize_launch.launches(key), *launches],
     )
 
 

@@ -6,7 +6,6 @@ kernels may share launches.
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import chain
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -54,7 +53,7 @@ OF_TWO = (
 )
 
 
-def of_two(a: LaunchSpec, b: LaunchSpec) -> LaunchSpec | None:
+def _merge(a: LaunchSpec, b: LaunchSpec) -> LaunchSpec | None:
     """Merge two launches into one; None if no kernel does both."""
     fn = next((two for one, two in OF_TWO if one is a.kernel), None)
     if fn is None or a.kernel is not b.kernel or a.warps != b.warps:
@@ -72,16 +71,11 @@ def of_two(a: LaunchSpec, b: LaunchSpec) -> LaunchSpec | None:
     )
 
 
-#: Placeholders for the delayed-scaling tensors of a matrix: encode factor, and newest amax of the history.
-FACTOR, NEWEST = row_major((1, 1), torch.float32), row_major((1, 1), torch.float32)
-#: Placeholder for the counts of stochastic roundings of a matrix and its transpose: two int64.
-COUNTS = row_major((1, 1), torch.int64)
-
-
 class QuantizeInputs(NamedTuple):
     """Arguments of a quantization besides the matrix; see `delayed_inputs` and `noise_inputs`."""
 
-    #: Arguments of `QuantizeLaunch.launches`.
+    #: Argument of `QuantizeLaunch.launches`: whether delayed scaling knows the factor, and whether it records the amax;
+    #: for stochastic rounding `streams` and `wanted` of `noise_inputs`.
     launch_key: tuple[Any, Any]
     #: Encode factors of the layer's operands, or noise counts; and the first element that the kernels read.
     values: Tensor
@@ -124,21 +118,19 @@ class RequestedOperands(NamedTuple):
 
 
 class QuantizeLaunch(NamedTuple):
-    """Buffers and launches that quantize matrices of one shape."""
+    """Buffers and launches that quantize matrices of one shape, or two matrices."""
 
-    #: Placeholder of the contiguous matrix [rows, columns].
-    x: Tensor
+    #: Placeholders of the contiguous matrix [rows, columns] and of the tensors of `QuantizeInputs`, each distinct; then
+    #: those of a second matrix.
+    inputs: tuple[Any, ...]
     #: Specs of the `RowColOperands`, and of further results.
     results: tuple[BufferSpec | None, ...]
     #: Specs of small temporaries and results that calls reuse; those that must be zero are zero again after the
     #: launches.
     reused: tuple[BufferSpec, ...]
-    #: Returns the launches, which use the matrix, the buffers and `inputs`. Arguments: whether delayed scaling knows
-    #: the factor, and whether it records the amax; for stochastic rounding `streams` and `wanted` of `noise_inputs`.
-    #: Both are None without `QuantizeInputs`.
-    launches: Callable[[Any, Any], Sequence[LaunchSpec]]
-    #: Placeholders of `QuantizeInputs`.
-    inputs: tuple[BufferSpec, BufferSpec | None] = (FACTOR, NEWEST)
+    #: Returns the launches for `QuantizeInputs.launch_key` (None without `QuantizeInputs`), or a pair of them for two
+    #: matrices.
+    launches: Callable[[Any], Sequence[LaunchSpec]]
 
 
 def reuse_results(one: QuantizeLaunch, codes: bool, transpose: bool) -> QuantizeLaunch:
@@ -150,7 +142,7 @@ def reuse_results(one: QuantizeLaunch, codes: bool, transpose: bool) -> Quantize
         codes: True if the codes and their scales are saved.
         transpose: True if those of the transpose are.
     """
-    if one.x.numel() > SMALL:
+    if one.inputs[0].numel() > SMALL:
         return one
     operands = one.results[:4] + one.results[5:]
     # Two-level scales have inverse tensor factors after the five `RowColOperands`.
@@ -160,22 +152,22 @@ def reuse_results(one: QuantizeLaunch, codes: bool, transpose: bool) -> Quantize
     return one._replace(reused=(*one.reused, *unsaved.values()))
 
 
-def can_share_launches(a: QuantizeLaunch, b: QuantizeLaunch) -> bool:
-    """Return True if all launches of two matrices can be merged."""
-    return shared_launches([quantize_launch.launches(None, None) for quantize_launch in (a, b)]) is not None
+def of_two(a: QuantizeLaunch, b: QuantizeLaunch) -> QuantizeLaunch | None:
+    """Combine two matrices, whose launches are merged for each pair of keys that allows it; None if none does."""
 
+    def launches(keys: tuple[Any, Any]) -> Sequence[LaunchSpec]:
+        first, second = a.launches(keys[0]), b.launches(keys[1])
+        return _shared(first, second) or [*first, *second]
 
-def shared_launches(by_launch: Sequence[Sequence[LaunchSpec]]) -> list[LaunchSpec] | None:
-    """Merge the launches of two matrices pairwise; None if any pair cannot be merged."""
-    if len(by_launch[0]) != len(by_launch[1]):
+    if _shared(a.launches(None), b.launches(None)) is None:
         return None
-    shared = []
-    for a, b in zip(*by_launch, strict=True):
-        one = of_two(a, b)
-        if one is None:
-            return None
-        shared.append(one)
-    return shared
+    return QuantizeLaunch(a.inputs + b.inputs, a.results + b.results, a.reused + b.reused, launches)
+
+
+def _shared(first: Sequence[LaunchSpec], second: Sequence[LaunchSpec]) -> list[LaunchSpec] | None:
+    """Merge the launches of two matrices pairwise; None if any pair cannot be merged."""
+    merged = [_merge(a, b) for a, b in zip(first, second, strict=False)]
+    return None if len(first) != len(second) or None in merged else merged  # type: ignore[return-value]
 
 
 # ---- planned quantization, used by `linear.plan_gpu` ----
@@ -189,14 +181,13 @@ class RowColQuantizer:
 
     Args:
         device: device of the matrices.
-        matrices: one `QuantizeLaunch` per matrix; two must satisfy `can_share_launches`.
+        planned: the launches of a matrix, or `of_two`.
     """
 
-    __slots__ = ("card", "device", "matrices", "places", "plans", "reused")
+    __slots__ = ("card", "device", "places", "planned", "plans")
 
-    def __init__(self, device: torch.device, *matrices: QuantizeLaunch) -> None:
-        self.device, self.matrices, self.card = device, matrices, launch.card(device)
-        self.reused = [buffer for one in matrices for buffer in one.reused]
+    def __init__(self, device: torch.device, planned: QuantizeLaunch) -> None:
+        self.device, self.planned, self.card = device, planned, launch.card(device)
         #: Plans by the keys of `QuantizeInputs`.
         self.plans: dict[Any, LaunchPlan] = {}
         #: By (thread, stream) the tensors of the plans and their addresses: per matrix x and `inputs`, which each call
@@ -225,10 +216,11 @@ class RowColQuantizer:
         if plan.parts is None:
             # No addresses: an interpreter looks at the tensors.
             tensors = tensors.copy()
-            for i, (matrix, (y, given)) in enumerate(zip(self.matrices, ((x, inputs), second), strict=False)):
-                tensors[3 * i] = y.detach().view(matrix.x.shape)
+            starts = range(0, len(self.planned.inputs), 3)
+            for i, (y, given) in zip(starts, ((x, inputs), second), strict=False):
+                tensors[i] = y.detach().view(self.planned.inputs[i].shape)
                 if given is not None:
-                    tensors[3 * i + 1 : 3 * i + 3] = given.tensors()
+                    tensors[i + 1 : i + 3] = given.tensors()
         try:
             return plan(tensors, addresses, stream)
         except BaseException:
@@ -238,8 +230,8 @@ class RowColQuantizer:
 
     def _allocate(self, place: tuple[int, int]) -> tuple[list[Any], list[Any]]:
         with torch.inference_mode(False):
-            reused = [empty(buffer, self.device) for buffer in self.reused]
-        absent = [None] * 3 * len(self.matrices)
+            reused = [empty(buffer, self.device) for buffer in self.planned.reused]
+        absent = [None] * len(self.planned.inputs)
         allocated = [*absent, *reused], [*absent, *(t.data_ptr() for t in reused)]
         # Memory of a captured graph is filled at each replay, and useless to other work.
         if not capture.capturing(self.device):
@@ -247,25 +239,9 @@ class RowColQuantizer:
         return allocated
 
     def _make_plan(self, key: Any) -> LaunchPlan:
-        tensors_in: list[Any] = []
-        by_matrix: list[Sequence[LaunchSpec]] = []
-        results: list[BufferSpec | None] = []
-        for matrix, own in zip(self.matrices, (key,) if len(self.matrices) == 1 else key, strict=True):
-            # Distinct placeholders for each matrix.
-            inputs = {id(one): one._replace() for one in matrix.inputs if one is not None}
-            tensors_in += (matrix.x, *(None if one is None else inputs[id(one)] for one in matrix.inputs))
-            by_matrix.append(
-                [
-                    one._replace(tensors=[inputs.get(id(t), t) for t in one.tensors])
-                    for one in matrix.launches(*(own or (None, None)))
-                ]
-            )
-            results += matrix.results
-        launches = shared_launches(by_matrix) if len(by_matrix) == 2 else by_matrix[0]
-        if launches is None:
-            launches = [*chain(*by_matrix)]
         if len(self.plans) >= launch.MAX_CACHED:
             # Each layer with stochastic rounding has plans of its own.
             self.plans.clear()
-        plan = self.plans[key] = LaunchPlan([*tensors_in, *self.reused], results, launches)
+        one = self.planned
+        plan = self.plans[key] = LaunchPlan([*one.inputs, *one.reused], one.results, one.launches(key))
         return plan

@@ -3,7 +3,6 @@
 Each quantizes rows, the rows of the transpose, or both.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,15 +15,15 @@ from quaver.kernels.rowwise import squares as squares_kernel
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import BufferSpec, row_major
 from quaver.torch.backends.gpu.device import architecture
-from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, multiprocessors
+from quaver.torch.backends.gpu.launch import LaunchSpec, multiprocessors
 from quaver.torch.backends.gpu.quantize_launch import QuantizeLaunch, RequestedOperands, without_memory, zeros
 from quaver.torch.backends.gpu.tensorwise import (
     DTYPES,
     buffer_for_codes,
     codes_in_words,
     format_constants,
-    of,
     padded,
+    quantize_by,
     tiles,
 )
 from quaver.torch.numerics.quantized import Quantized
@@ -52,17 +51,7 @@ def by_rows(
     """
     rows, k = x.shape
     known_amax = None if amax is None else amax.expand(k if spec is None else rows, 1).contiguous()
-    q, scale, qt, transposed_scale, _ = _passes((x, known_amax), spec, other)
-    straight = None if spec is None else Quantized(of(q, k), scale, spec, (rows, k))
-    return straight, None if other is None else Quantized(of(qt, rows), transposed_scale, other, (k, rows))
-
-
-def _pass(operands: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
-    quantize_launch = _row_launches(operands[0], spec, other, RequestedOperands(), operands[1])
-    return LaunchPlan(operands, quantize_launch.results, quantize_launch.launches(None, None))
-
-
-_passes = LaunchPlanCache(_pass)
+    return quantize_by(_row_launches, x, spec, other, known_amax)
 
 
 def plan_launch(
@@ -93,7 +82,7 @@ def _row_launches(
             launches.append(_column_amaxes(x, amax_values))
         launches.append(_columns((x, qt, transposed_scale, amax_values, amax), other))
     reused = () if amax_values is None else (amax_values,)
-    return QuantizeLaunch(x, (q, scale, qt, transposed_scale, None), reused, lambda *_: launches)
+    return QuantizeLaunch((x, None, None), (q, scale, qt, transposed_scale, None), reused, lambda _: launches)
 
 
 def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
@@ -212,16 +201,7 @@ def by_blocks(
     square = known.block[0] == BLOCK
     scales = _shape(*((k, rows) if spec is None else (rows, k)), square)
     known_amax = None if amax is None else _as_scales(amax, scales, square)
-    q, scale, qt, transposed_scale, _ = _passes_blockwise((x, known_amax), spec, other)
-    return _operand_of(q, scale, spec, rows, k), _operand_of(qt, transposed_scale, other, k, rows)
-
-
-def _pass_blockwise(operands: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
-    quantize_launch = _blockwise_launches(operands[0], spec, other, RequestedOperands(), operands[1])
-    return LaunchPlan(operands, quantize_launch.results, quantize_launch.launches(None, None))
-
-
-_passes_blockwise = LaunchPlanCache(_pass_blockwise)
+    return quantize_by(_blockwise_launches, x, spec, other, known_amax)
 
 
 def plan_launch_blockwise(
@@ -247,13 +227,7 @@ def _blockwise_launches(
     one = spec or other
     assert one is not None
     launches = [_launch((x, q, qt, scale, transposed_scale, amax), one)]
-    return QuantizeLaunch(x, (q, scale, qt, transposed_scale, None), (), lambda *_: launches)
-
-
-def _operand_of(q: Tensor | None, scale: Tensor | None, spec: QuantSpec | None, rows: int, k: int) -> Quantized | None:
-    if q is None or spec is None or scale is None:
-        return None
-    return Quantized(of(q, k), scale[:, : -(-k // BLOCK)], spec, (rows, k))
+    return QuantizeLaunch((x, None, None), (q, scale, qt, transposed_scale, None), (), lambda _: launches)
 
 
 def _shape(rows: int, k: int, square: bool) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Launches for one scale per tensor: measure the amax, cast, and transpose codes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import BufferSpec, in_words, row_major, whole
 from quaver.torch.backends.gpu.device import architecture
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, aligned, workspace
-from quaver.torch.backends.gpu.quantize_launch import (
-    FACTOR,
-    NEWEST,
-    QuantizeLaunch,
-    RequestedOperands,
-    without_memory,
-    zeros,
-)
+from quaver.torch.backends.gpu.quantize_launch import QuantizeLaunch, RequestedOperands, without_memory, zeros
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, filled
 
 # ---- eight-bit codes: buffers and kernel constants ----
@@ -97,6 +90,42 @@ def integers(device: torch.device) -> int:
 def of(codes: Tensor, k: int) -> Tensor:
     """Return the k columns of a buffer without its padding."""
     return codes if codes.shape[1] == k else codes[:, :k]
+
+
+Build = Callable[[Tensor, QuantSpec | None, QuantSpec | None, RequestedOperands, Tensor | None], QuantizeLaunch]
+
+
+def quantize_by(
+    build: Build, x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, amax: Tensor | None = None
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantize x [rows, k] with contiguous last axis by `spec`, and its transpose by `other`; either may be None.
+
+    Args:
+        build: (x, spec, other, requested operands, amax) -> the launches for matrices like x.
+        amax: float32 in the layout that the launches read, or None to measure it.
+    """
+    rows, k = x.shape
+    q, scale, qt, transposed_scale, _ = _quantizations((x, amax), build, spec, other)
+    return _operand_of(q, scale, spec, rows, k), _operand_of(qt, transposed_scale, other, k, rows)
+
+
+def _quantization(
+    tensors_in: Sequence[Any], build: Build, spec: QuantSpec | None, other: QuantSpec | None
+) -> LaunchPlan:
+    one = build(tensors_in[0], spec, other, RequestedOperands(), tensors_in[1])
+    return LaunchPlan(tensors_in, one.results, one.launches(None))
+
+
+_quantizations = LaunchPlanCache(_quantization)
+
+
+def _operand_of(q: Tensor | None, scale: Any, spec: QuantSpec | None, rows: int, k: int) -> Quantized | None:
+    if q is None or spec is None:
+        return None
+    if spec.scale == "e8m0":
+        return Quantized(of(q, k), scale.view(torch.uint8), spec, (rows, k), swizzled=True)
+    width = spec.block[1]
+    return Quantized(of(q, k), scale if width is None else scale[:, : -(-k // width)], spec, (rows, k))
 
 
 # ---- one scale per tensor ----
@@ -242,16 +271,19 @@ def plan_launch(
     q, scale, top = buffer_for_codes(rows, k, spec), whole((1, 1), torch.float32), whole((1, 1), torch.float32)
     qt = None if wanted.views else codes_in_words(k, rows, spec, wanted.transpose)
     partial, work = buffer_for_sums(rows, k) if wanted.sums else None, zeros(4)
+    factor, newest = whole((1, 1), torch.float32), whole((1, 1), torch.float32)
 
-    def launches(known: bool | None, notes: bool | None) -> list[LaunchSpec]:
-        factor, newest = None if known is None else FACTOR, NEWEST if notes else None
-        cast = _cast((x, q, qt, scale, top, factor, None, newest, work if known else None, partial), spec)
+    def launches(delayed: tuple[bool, bool] | None) -> list[LaunchSpec]:
+        known, records = delayed or (False, False)
+        own = factor if delayed else None, None, newest if records else None
+        cast = _cast((x, q, qt, scale, top, *own, work if known else None, partial), spec)
         return [cast] if known else [_measuring(x, top, work), cast]
 
     if wanted.transpose:
         # The cached operand of a view is the right side of a GEMM: the codes as they are.
-        return QuantizeLaunch(x, (q, scale, q if qt is None else qt, scale, top), (work,), launches)
-    return QuantizeLaunch(x, (q, scale, qt, scale, partial), (top, work), launches)
+        transposed = q if qt is None else qt
+        return QuantizeLaunch((x, factor, newest), (q, scale, transposed, scale, top), (work,), launches)
+    return QuantizeLaunch((x, factor, newest), (q, scale, qt, scale, partial), (top, work), launches)
 
 
 # ---- copying the transpose of codes, for GEMMs that read rows only ----
