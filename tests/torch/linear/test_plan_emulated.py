@@ -16,6 +16,7 @@ from quaver.costs.hardware import GPUS
 from quaver.recipes.spec import Recipe
 from quaver.torch.backends.gpu import launch, scaled_mm
 from quaver.torch.linear import plan_emulated
+from quaver.torch.state import weight_cache
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.operands import variants
@@ -146,6 +147,20 @@ def test_a_cached_weight_keeps_its_decoded_values_until_it_changes(recipe: str, 
     assert all(a is b for a, b in zip(first, kept(), strict=True))
     optimizer.step()
     assert not any(a is b for a, b in zip(first, kept(), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise", "nvfp4(stochastic_rounding=False)"])
+def test_backward_recomputes_the_values_of_a_weight_that_was_freed(recipe: str, on_ada: None) -> None:
+    """As FSDP2 frees weights between forward and backward."""
+    layer, x = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe), torch.randn(T, K).bfloat16()
+    grads = []
+    for freed in (False, True):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        if freed:
+            weight_cache.free(layer)
+        grads.append(torch.autograd.grad(y.sum(), leaf)[0])
+    assert_bitwise(*grads)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

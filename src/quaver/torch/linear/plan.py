@@ -173,6 +173,13 @@ def written_transpose(call: LinearCall, x: Tensor, operands: Operands) -> tuple[
     return operands[2], operands[3]
 
 
+def saved_operands(call: LinearCall) -> WeightOperands | None:
+    """Return the weight's operands from the forward, or None if the cache was dropped since, as FSDP2 does."""
+    assert call.entry is not None
+    w: WeightOperands | None = call.entry.fast_operands
+    return None if w is None or w.recipe is not call.recipe else w
+
+
 def cached_operands(call: LinearCall, weight: Tensor, factor_key: Any) -> WeightOperands | None:
     """Return the operands of a cached weight if weight, factor and recipe are unchanged, else None.
 

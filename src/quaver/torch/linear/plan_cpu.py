@@ -21,6 +21,7 @@ from quaver.torch.linear.plan import (
     Operands,
     WeightOperands,
     cached_operands,
+    saved_operands,
     written_transpose,
 )
 from quaver.torch.state import weight_cache
@@ -74,9 +75,7 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         return w
 
     def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor, float]:
-        w = call.entry.fast_operands  # type: ignore[union-attr]
-        if w is None or w.recipe is not recipe:
-            w = new_weight(call, weight, False)
+        w = saved_operands(call) or new_weight(call, weight, False)
         return w.dgrad, w.dgrad_scale
 
     def multiply(call: LinearCall, x: Tensor, x_scale: float, y: Tensor, y_scale: float, bias: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from quaver.torch.linear.plan import (
     Operands,
     WeightOperands,
     cached_operands,
+    saved_operands,
     written_transpose,
 )
 from quaver.torch.numerics.quantized import Quantized
@@ -127,13 +128,14 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         return along, None, codes, scales, None
 
     def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
-        return cached_operands(call, weight, 0.0) or _weight(call, weight, of_weight, True)
+        return cached_operands(call, weight, 0.0) or _weight(call, weight, of_weight)
 
-    def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor, None]:
-        w = call.entry.fast_operands  # type: ignore[union-attr]
-        if w is None or w.recipe is not recipe:
-            w = _weight(call, weight, of_weight, False)
-        return w.dgrad, None
+    def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Any, None]:
+        w = saved_operands(call)
+        if w is not None:
+            return w.dgrad, None
+        along, down, _ = of_weight.values(weight.detach(), False, None, False, True)
+        return along if down is None else down, None
 
     def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype: Any) -> Operands:
         return _quantize_grad(call, g, needs, of_grad)
@@ -185,24 +187,22 @@ def _quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], of_grad: K
     return along, None, along if down is None else down, None, None
 
 
-def _weight(call: LinearCall, weight: Tensor, of_weight: Kernels, forward: bool) -> WeightOperands:
-    """Return the weight's values, cached by a forward, or computed for one backward if the cache was dropped."""
+def _weight(call: LinearCall, weight: Tensor, of_weight: Kernels) -> WeightOperands:
+    """Return the weight's values, and cache them."""
     layer, spec, other = call.layer, call.recipe.fprop.b, call.recipe.dgrad.b
     assert spec is not None and other is not None
-    entry = weight_cache.lookup(layer, VALUES, weight, spec, 0.0, forward)
+    entry = weight_cache.lookup(layer, VALUES, weight, spec, 0.0)
     q = None if entry is None else entry.quantized
     if entry is None or q is None or (q.cached_transpose or q).spec != other:
-        window = weight_cache.begin(layer, weight, forward)
+        window = weight_cache.begin(layer, weight)
         along, down, _ = of_weight.values(weight.detach(), False)
         assert along is not None
         # Values stored in the data field: the cache tracks the tensors of a `Quantized`.
         q = Quantized(along, 1.0, spec, (along.shape[0], along.shape[1]))
         q.cached_transpose = None if down is None else Quantized(down, 1.0, other, (down.shape[0], down.shape[1]))
         entry = weight_cache.store(layer, VALUES, weight, spec, 0.0, q, window) or weight_cache.CachedWeight(q)
-    w = WeightOperands(q.data.t(), None, (q.cached_transpose or q).data, None, call.recipe)
-    entry.fast_operands = w
-    if forward:
-        call.entry = entry
+    w = entry.fast_operands = WeightOperands(q.data.t(), None, (q.cached_transpose or q).data, None, call.recipe)
+    call.entry = entry
     return w
 
 

@@ -47,6 +47,7 @@ from quaver.torch.linear.plan import (
     Operands,
     WeightOperands,
     cached_operands,
+    saved_operands,
     written_transpose,
 )
 from quaver.torch.linear.plan_emulated import noise_of, write_back_counts
@@ -194,11 +195,10 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
         return _cached_weight(call, weight) or _weight(call, weight, (fprop, dgrad))
 
     def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor, Any]:
-        w = call.entry.fast_operands  # type: ignore[union-attr]
-        if w is None or w.recipe is not recipe:
-            # The cache was dropped since the forward, as FSDP2 does: dgrad's operand serves this backward alone.
-            return _right(_quantized_weight(_general_call(call, weight, False), weight, "dgrad"), dgrad)
-        return w.dgrad, w.dgrad_scale
+        w = saved_operands(call)
+        if w is not None:
+            return w.dgrad, w.dgrad_scale
+        return _right(_quantized_weight(_general_call(call, weight, False), weight, "dgrad"), dgrad)
 
     return LinearPlan(
         recipe=recipe,
