@@ -7,7 +7,6 @@ from torch import Tensor
 from quaver import E4M3, E5M2, QuantSpec
 from quaver.torch.backends.gpu import block_scaled, tensorwise
 from quaver.torch.backends.gpu.block_scaled import by_exponents
-from quaver.torch.backends.gpu.launch import LaunchPlanCache
 from quaver.torch.backends.gpu.quantize_launch import RequestedOperands
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
@@ -75,7 +74,7 @@ def test_squares_of_both_directions_take_two_launches_with_triton_3_7_from_black
         monkeypatch.setattr(block_scaled, "architecture", lambda _, arch=arch: arch)
         way = block_scaled._mx_launches(torch.empty(shape, device=DEVICE), spec, spec, RequestedOperands())
         assert [one.kernel.fn.__name__ for one in way.launches(None)] == names
-    monkeypatch.setattr(tensorwise, "_quantizations", LaunchPlanCache(tensorwise._quantization))
+    monkeypatch.setattr(tensorwise._quantizations, "plans", {})
     for x in operands(shape, at=SHAPES.index(shape), of=3):
         q, transposed = by_exponents(x, SQUARES[0], SQUARES[0])
         assert_as_stored(q, reference.quantize(x, SQUARES[0]))

@@ -111,7 +111,8 @@ def activated(
     return FusedQuantizeResult(y, operand, top, tuple(x))
 
 
-def _forward_pass(
+@LaunchPlanCache
+def _forwards(
     tensors_in: Sequence[Any],
     name: str,
     options: Sequence[float],
@@ -172,9 +173,6 @@ def _in_blocks(
     return LaunchSpec(activate_blocks, grid, tensors, numbers, constants, warps)
 
 
-_forwards = LaunchPlanCache(_forward_pass)
-
-
 def _formula(name: str, backward: bool) -> dict[str, Any]:
     kind = KINDS[name]
     functions = {"F": kind.forward, "GATED": kind.gated, "CLAMPED": kind.clamped}
@@ -211,7 +209,8 @@ def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]
     return of_inputs
 
 
-def _backward_pass(tensors_in: Sequence[Any], name: str, options: Sequence[float], inputs: int) -> LaunchPlan:
+@LaunchPlanCache
+def _backwards(tensors_in: Sequence[Any], name: str, options: Sequence[float], inputs: int) -> LaunchPlan:
     tensors = (*tensors_in, None)[:5]
     rows, columns, _ = extent(tensors_in[0])
     bm, bn, warps = BACKWARD_TILE
@@ -219,9 +218,6 @@ def _backward_pass(tensors_in: Sequence[Any], name: str, options: Sequence[float
     numbers = (rows, columns, *(0 if x is None else extent(x)[2] for x in tensors), *_limits(options))
     constants = {"BM": bm, "BN": bn, "EVEN": rows % bm == 0 and columns % bn == 0, **_formula(name, True)}
     return LaunchPlan(tensors_in, (), [LaunchSpec(activate_backward, grid, tensors, numbers, constants, warps)])
-
-
-_backwards = LaunchPlanCache(_backward_pass)
 
 
 def _width(name: str, x: Sequence[Tensor]) -> int:

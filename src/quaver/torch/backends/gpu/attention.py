@@ -154,7 +154,8 @@ def _rows(device: torch.device, half: bool, sums: bool, spans: bool) -> tuple[tu
     return OF_SCALES, 2
 
 
-def _forward_pass(
+@LaunchPlanCache
+def _forward(
     tensors_in: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype, transposed: bool
 ) -> LaunchPlan:
     q, q_scale, k, k_scale, v, v_scale, _, hidden, _ = tensors_in
@@ -183,10 +184,8 @@ def _shape_constants(spec: AttentionSpec, dim: int, features: int, device: torch
     return {"D": dim, "DV": features, "WIDTH": _width(spec.input), "CODES": codes, "INTEGERS": integers(device)}
 
 
-_forward = LaunchPlanCache(_forward_pass)
-
-
-def _backward_pass(tensors_in: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype) -> LaunchPlan:
+@LaunchPlanCache
+def _backward(tensors_in: Sequence[Any], spec: AttentionSpec, scale: float, dtype: torch.dtype) -> LaunchPlan:
     q, q_scale, k, k_scale, v, v_scale, do, do_scale, qt, qt_scale, kt, kt_scale, dot, dot_scale, *where = tensors_in
     runs, seen_by, hidden, logsumexp = where
     batch, heads, queries, dim = q.shape
@@ -254,6 +253,3 @@ def _backward_pass(tensors_in: Sequence[Any], spec: AttentionSpec, scale: float,
     grid = -(-keys // bn), batch * groups
     launches.append(LaunchSpec(attention_columns, grid, column_tensors, column_numbers, of_columns, warps))
     return LaunchPlan(tensors_in, (delta, shift, amax_values, dq, dk, dv), launches)
-
-
-_backward = LaunchPlanCache(_backward_pass)

@@ -180,15 +180,13 @@ def halves(word: Tensor | int) -> tuple[int, int]:
     return 2 * (bits & 0xFFFF) + 1, 2 * (bits >> 16) + 1
 
 
-def _nv_pass(inputs: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> LaunchPlan:
+@LaunchPlanCache
+def _nv(inputs: Sequence[Any], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> LaunchPlan:
     x, top, count = inputs
     height, k = (x.shape[1], spec.padded(x.shape[0])) if down else (x.shape[0], spec.padded(x.shape[1]))
     q = in_words(whole((height, -(-k // 32) * 16), torch.uint8))
     s, factor = whole((_scales(height, k, 16),), torch.uint8), whole((1, 1), torch.float32)
     return LaunchPlan(inputs, (q, s, factor), [_nv_launch((x, q, s, factor, top, count), spec, key_words, down)])
-
-
-_nv = LaunchPlanCache(_nv_pass)
 
 
 def _nv_launch(tensors: tuple[Any, ...], spec: QuantSpec, key_words: tuple[int, ...], down: bool) -> LaunchSpec:
@@ -298,13 +296,11 @@ def rotated(x: Tensor, down: bool) -> Tensor:
     return top
 
 
-def _rotated_pass(inputs: Sequence[Any], down: bool) -> LaunchPlan:
+@LaunchPlanCache
+def _rotated(inputs: Sequence[Any], down: bool) -> LaunchPlan:
     x, work = inputs
     grid, constants, warps = tiles(x.shape, NV_BLOCK)
     constants["DOWN"] = down
     numbers = (*x.shape, x.stride(0), grid[0] * grid[1])
     top = whole((1, 1), torch.float32)
     return LaunchPlan(inputs, (top,), [LaunchSpec(rotated_amax, grid, (x, top, work), numbers, constants, warps)])
-
-
-_rotated = LaunchPlanCache(_rotated_pass)

@@ -60,7 +60,8 @@ def padded_rows(count: int, columns: int, dtype: torch.dtype, device: torch.devi
     return torch.empty((count, -(-columns // 16) * 16), dtype=dtype, device=device)[:, :columns]
 
 
-def _pass(
+@LaunchPlanCache
+def _passes(
     tensors_in: Sequence[Any],
     gradient: bool,
     ignore_index: int,
@@ -84,9 +85,6 @@ def _pass(
     losses = whole((count,), torch.float32)
     tensors = (logits, targets, losses, weights)
     return LaunchPlan(tensors_in, (losses,), [LaunchSpec(kernel, (count,), tensors, numbers, constants, WARPS)])
-
-
-_passes = LaunchPlanCache(_pass)
 
 
 # ---- column sums in a fixed order: bias gradients, and partial sums ----
@@ -137,7 +135,8 @@ def add_up(partial: Tensor, dtype: torch.dtype) -> Tensor:
     return sum_rows(partial, dtype) if partial.shape[0] <= FEW else column_sum(partial, dtype)
 
 
-def _column_sum_pass(tensors_in: Sequence[Any], dtype: torch.dtype, few: bool) -> LaunchPlan:
+@LaunchPlanCache
+def _sums(tensors_in: Sequence[Any], dtype: torch.dtype, few: bool) -> LaunchPlan:
     out, launches = _launches(tensors_in[0], tensors_in[0].device, dtype, few)
     return LaunchPlan(tensors_in, (out,), launches)
 
@@ -161,9 +160,6 @@ def _launches(
     partial = whole((down, columns), torch.float32)
     first = _launch(x, partial, (rows, columns, apart), each, COLUMN_SUM_BLOCK)
     return out, [first, sum_launch(partial, out, down, columns)]
-
-
-_sums = LaunchPlanCache(_column_sum_pass)
 
 
 def summed(quantize_launch: QuantizeLaunch, dtype: torch.dtype) -> QuantizeLaunch:

@@ -79,7 +79,8 @@ def _scale(q: Quantized, outer: bool) -> Tensor | None:
     return torch.full((1, 1), q.scale, dtype=torch.float32, device=q.device)
 
 
-def _pass(
+@LaunchPlanCache
+def _passes(
     tensors_in: Sequence[Any],
     spec: QuantSpec,
     shape: tuple[int, int],
@@ -108,6 +109,3 @@ def _pass(
     return LaunchPlan(
         tensors_in, (out,), [LaunchSpec(decode_kernel, grid, (data, scale, factor, out), numbers, constants, warps)]
     )
-
-
-_passes = LaunchPlanCache(_pass)

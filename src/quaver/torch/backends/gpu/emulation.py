@@ -76,7 +76,8 @@ def _holds(wide: Format, fmt: Format) -> bool:
     return wide.mantissa_bits >= fmt.mantissa_bits and smallest <= step and wide.max >= fmt.max
 
 
-def _pass(tensors_in: Sequence[Any], spec: QuantSpec, saves_values: bool) -> LaunchPlan:
+@LaunchPlanCache
+def _passes(tensors_in: Sequence[Any], spec: QuantSpec, saves_values: bool) -> LaunchPlan:
     (x,) = tensors_in
     rows, columns = x.shape
     width, fmt = spec.block[1], spec.format
@@ -108,7 +109,8 @@ def _pass(tensors_in: Sequence[Any], spec: QuantSpec, saves_values: bool) -> Lau
     )
 
 
-def _plan_decode_saved(tensors_in: Sequence[Any], spec: QuantSpec) -> LaunchPlan:
+@LaunchPlanCache
+def _decode_saved(tensors_in: Sequence[Any], spec: QuantSpec) -> LaunchPlan:
     codes, scales = tensors_in
     width, stored_format = spec.block[1], saved_format(spec.format)
     assert stored_format is not None
@@ -119,10 +121,6 @@ def _plan_decode_saved(tensors_in: Sequence[Any], spec: QuantSpec) -> LaunchPlan
     return LaunchPlan(
         tensors_in, (out,), [LaunchSpec(cached_values_of_blocks, programs, tensors, codes.shape, constants, warps)]
     )
-
-
-_passes = LaunchPlanCache(_pass)
-_decode_saved = LaunchPlanCache(_plan_decode_saved)
 
 
 # ---- finishing float32 products: scales, bias and rounding in one launch ----
@@ -155,7 +153,8 @@ def round_two(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return rounded
 
 
-def _fold_pass(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
+@LaunchPlanCache
+def _folds(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
     y, of_rows, of_columns, bias = tensors_in
     out = whole(y.shape, dtype)
     programs, constants, warps = tiles(y.shape, FOLD_BLOCK)
@@ -167,7 +166,8 @@ def _fold_pass(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
     return LaunchPlan(tensors_in, (out,), [LaunchSpec(fold_kernel, programs, tensors, y.shape, constants, warps)])
 
 
-def _two_pass(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
+@LaunchPlanCache
+def _two(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
     a, b = tensors_in
     buffers = whole(tuple(a.shape), dtype), whole(tuple(b.shape), dtype)
     first, second = (-(-t.numel() // FLAT) for t in (a, b))
@@ -177,10 +177,6 @@ def _two_pass(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
         round_two_kernel, (first + second,), (a, b, *buffers), numbers, {"B": FLAT, "EVEN": even}, FLAT_WARPS
     )
     return LaunchPlan(tensors_in, buffers, [launch])
-
-
-_folds = LaunchPlanCache(_fold_pass)
-_two = LaunchPlanCache(_two_pass)
 
 
 # ---- grouped products of decoded operands by Triton kernels ----
@@ -240,7 +236,8 @@ def _lines(*tensors_in: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.reshape(-1).contiguous() for t in tensors_in]
 
 
-def _multiply_pass(tensors_in: Sequence[Any], n: int, dtype: torch.dtype) -> LaunchPlan:
+@LaunchPlanCache
+def _multiplies(tensors_in: Sequence[Any], n: int, dtype: torch.dtype) -> LaunchPlan:
     x, w, ends, of_rows, of_columns, bias = tensors_in
     (rows, k), groups = x.shape, ends.shape[0]
     bm, bn, bk, warps = BLOCKS[x.dtype]
@@ -252,7 +249,8 @@ def _multiply_pass(tensors_in: Sequence[Any], n: int, dtype: torch.dtype) -> Lau
     return LaunchPlan(tensors_in, (y,), [LaunchSpec(multiply_groups, grid, tensors, numbers, constants, warps)])
 
 
-def _sum_pass(tensors_in: Sequence[Any], line: int, dtype: torch.dtype) -> LaunchPlan:
+@LaunchPlanCache
+def _sums(tensors_in: Sequence[Any], line: int, dtype: torch.dtype) -> LaunchPlan:
     x, w, ends, of_rows, of_columns = tensors_in
     (m, _), n, groups = x.shape, w.shape[0], ends.shape[0]
     bm, bn, bk, warps = BLOCKS[x.dtype]
@@ -263,10 +261,6 @@ def _sum_pass(tensors_in: Sequence[Any], line: int, dtype: torch.dtype) -> Launc
     grid = (-(-m // bm), -(-n // bn), groups)
     tensors = (x, w, y, of_rows, of_columns, ends)
     return LaunchPlan(tensors_in, (y,), [LaunchSpec(sum_groups, grid, tensors, numbers, constants, warps)])
-
-
-_multiplies = LaunchPlanCache(_multiply_pass)
-_sums = LaunchPlanCache(_sum_pass)
 
 
 # ---- two-level scales: bf16 values in two launches, measure and round ----
@@ -338,7 +332,8 @@ def cached_two_level_values(codes: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
-def _amaxes_pass(tensors_in: Sequence[Any], plain: bool, rotated: bool, moves: tuple[bool, bool]) -> LaunchPlan:
+@LaunchPlanCache
+def _amaxes(tensors_in: Sequence[Any], plain: bool, rotated: bool, moves: tuple[bool, bool]) -> LaunchPlan:
     x, work, count = tensors_in
     top, transposed_top = (whole((1, 1), torch.float32) if wanted else None for wanted in (plain, rotated))
     drawn = None if count is None else whole((2,), torch.int64)
@@ -346,7 +341,8 @@ def _amaxes_pass(tensors_in: Sequence[Any], plain: bool, rotated: bool, moves: t
     return LaunchPlan(tensors_in, (top, transposed_top, drawn), [launch])
 
 
-def _two_level_pass(
+@LaunchPlanCache
+def _two_level_passes(
     tensors_in: Sequence[Any],
     spec: QuantSpec,
     other: QuantSpec,
@@ -381,7 +377,8 @@ def _two_level_pass(
     )
 
 
-def _cached_two_level_pass(tensors_in: Sequence[Any]) -> LaunchPlan:
+@LaunchPlanCache
+def _cached_two_level(tensors_in: Sequence[Any]) -> LaunchPlan:
     codes, _ = tensors_in
     blocks, _, columns = codes.shape
     shape = (blocks * WIDTH, columns)
@@ -390,8 +387,3 @@ def _cached_two_level_pass(tensors_in: Sequence[Any]) -> LaunchPlan:
     constants["INTEGERS"] = integers(codes.device)
     launch = LaunchSpec(cached_values_in_two_levels, programs, (*tensors_in, out), shape, constants, warps)
     return LaunchPlan(tensors_in, (out,), [launch])
-
-
-_amaxes = LaunchPlanCache(_amaxes_pass)
-_two_level_passes = LaunchPlanCache(_two_level_pass)
-_cached_two_level = LaunchPlanCache(_cached_two_level_pass)

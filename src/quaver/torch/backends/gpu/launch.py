@@ -418,10 +418,10 @@ def _select(tensors: Sequence[Any], places: dict[int, int]) -> Callable[[Sequenc
 
 
 class LaunchPlanCache:
-    """Cache of plans of one kind, called with tensors; each layout of tensors is planned once.
+    """Decorator of a function that plans an operation for tensors of one layout; called with tensors, it runs the plan.
 
     Args:
-        decide: (example tensors, *decided) -> plan, which must depend only on the key computed below.
+        decide: (example tensors, *options) -> plan, which must depend only on the key computed below.
     """
 
     def __init__(self, decide: Callable[..., LaunchPlan]) -> None:
@@ -432,7 +432,7 @@ class LaunchPlanCache:
     def __call__(
         self, tensors_in: Sequence[Tensor | None], *options: Hashable, own: Sequence[Tensor | None] = ()
     ) -> Any:
-        """Run the plan for these tensors and return its outputs.
+        """Run the plan for these tensors, made at the first call, and return its outputs.
 
         Args:
             tensors_in: tensors to read, with any strides; the first is not None.

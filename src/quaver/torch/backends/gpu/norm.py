@@ -123,7 +123,8 @@ def buffers_for(
     return q, whole((rows if kind == "row" else 1, 1), torch.float32)
 
 
-def _forward_pass(
+@LaunchPlanCache
+def _forwards(
     tensors_in: Sequence[Any], normalization: str, eps: float, kind: str, spec: QuantSpec | None, want_output: bool
 ) -> LaunchPlan:
     x, gamma, beta, *others = tensors_in
@@ -161,9 +162,6 @@ def _forward_pass(
     return LaunchPlan(tensors_in, (y, mean, inverse, q, scale, top), [launch])
 
 
-_forwards = LaunchPlanCache(_forward_pass)
-
-
 def row_block(columns: int) -> tuple[int, int]:
     """Return the columns of a program that keeps a whole row, and its warps."""
     bn = max(NARROWEST, 1 << (columns - 1).bit_length())
@@ -193,7 +191,8 @@ def backward(
     return dx if flat is x else dx.view(x.shape), of_gamma, inverse.new_empty(0) if of_beta is None else of_beta
 
 
-def _backward_pass(tensors_in: Sequence[Any], normalization: str, of_beta: torch.dtype | None) -> LaunchPlan:
+@LaunchPlanCache
+def _backwards(tensors_in: Sequence[Any], normalization: str, of_beta: torch.dtype | None) -> LaunchPlan:
     g, x, gamma, mean, inverse = tensors_in
     rows, columns, stride = extent(x)
     programs = min(rows, BACKWARD_PROGRAMS * multiprocessors(x.device))
@@ -219,9 +218,6 @@ def _backward_pass(tensors_in: Sequence[Any], normalization: str, of_beta: torch
     if partial is not None and sums is not None:
         launches.append(sum_launch(partial, sums, programs, width, of_shift))
     return LaunchPlan(tensors_in, (dx, partial, sums, of_shift), launches)
-
-
-_backwards = LaunchPlanCache(_backward_pass)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -308,7 +304,8 @@ def turn_parts(x: Sequence[Tensor], heads: int, cos: Tensor, sin: Tensor, interl
     return (whole,) if together else tuple(parts)
 
 
-def _pass(tensors_in: Sequence[Any], interleaved: bool, back: bool) -> LaunchPlan:
+@LaunchPlanCache
+def _passes(tensors_in: Sequence[Any], interleaved: bool, back: bool) -> LaunchPlan:
     q, k, v, cos, sin, *outs = tensors_in
     half = cos.shape[-1] // 2
     wide = power_above(half)
@@ -336,9 +333,6 @@ def _pass(tensors_in: Sequence[Any], interleaved: bool, back: bool) -> LaunchPla
     grid = outer * inner, q_blocks + (k_blocks if v is None else 2 * k_blocks)
     tensors = (q, k, v, *(outs or buffers), cos, sin)
     return LaunchPlan(tensors_in, buffers, [LaunchSpec(kernel, grid, tensors, numbers, constants, WARPS)])
-
-
-_passes = LaunchPlanCache(_pass)
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:

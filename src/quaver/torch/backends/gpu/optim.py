@@ -351,7 +351,8 @@ def _host(words: list[list[int]]) -> Tensor:
     return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 
-def _pass(tensors_in: Sequence[Any], form: StepSpecialization, parameters: int) -> LaunchPlan:
+@LaunchPlanCache
+def _steps(tensors_in: Sequence[Any], form: StepSpecialization, parameters: int) -> LaunchPlan:
     chunks = tensors_in[0]
     constants = form.constants(chunks.device)
     kernel = step_of_blocks if form.high else step
@@ -360,6 +361,3 @@ def _pass(tensors_in: Sequence[Any], form: StepSpecialization, parameters: int) 
         (),
         [LaunchSpec(kernel, (len(chunks),), tensors_in, (parameters,), constants, WARPS, form.registers)],
     )
-
-
-_steps = LaunchPlanCache(_pass)

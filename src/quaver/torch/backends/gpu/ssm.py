@@ -147,7 +147,8 @@ class _ConvolutionPlan:
         return LaunchSpec(kernel, self.grid, (*tensors, self.table), numbers, self.constants | constants, TILE[2])
 
 
-def _forward_pass(tensors_in: Sequence[Any], activation: str, *chunks: int) -> LaunchPlan:
+@LaunchPlanCache
+def _forwards(tensors_in: Sequence[Any], activation: str, *chunks: int) -> LaunchPlan:
     plan = _ConvolutionPlan(tensors_in, activation, *chunks)
     y = whole(tuple(plan.x.shape), plan.x.dtype)
     strides = (plan.x.stride(0),)
@@ -155,10 +156,8 @@ def _forward_pass(tensors_in: Sequence[Any], activation: str, *chunks: int) -> L
     return LaunchPlan(tensors_in, (y, None), [launch])
 
 
-_forwards = LaunchPlanCache(_forward_pass)
-
-
-def _backward_pass(tensors_in: Sequence[Any], activation: str, *chunks: int) -> LaunchPlan:
+@LaunchPlanCache
+def _backwards(tensors_in: Sequence[Any], activation: str, *chunks: int) -> LaunchPlan:
     g, *rest = tensors_in
     plan = _ConvolutionPlan(rest, activation, *chunks)
     wide, shape, wanted = torch.float32, tuple(plan.x.shape), (plan.taps + 1) * plan.channels
@@ -182,9 +181,6 @@ def _backward_pass(tensors_in: Sequence[Any], activation: str, *chunks: int) -> 
         sum_launch(partial, sums, plan.count, wanted),
     ]
     return LaunchPlan(tensors_in, (dz, partial, sums, dx, d_initial), launches)
-
-
-_backwards = LaunchPlanCache(_backward_pass)
 
 
 # ---- chunked scan: steps, states of chunks, states passed on, outputs; and backward ----
@@ -382,7 +378,8 @@ class _ScanPlan:
         return {**self.whole, "EVEN": self.even, "STAGES": STAGES}
 
 
-def _forward_pass_scan(tensors_in: Sequence[Any], how: ScanConfig) -> LaunchPlan:
+@LaunchPlanCache
+def _forwards_scan(tensors_in: Sequence[Any], how: ScanConfig) -> LaunchPlan:
     plan = _ScanPlan(tensors_in, how)
     added, states = plan.state(torch.float32), plan.state(plan.x.dtype)
     y, final = whole(plan.x.shape, plan.x.dtype), plan.state(torch.float32, how.sequences)
@@ -395,9 +392,6 @@ def _forward_pass_scan(tensors_in: Sequence[Any], how: ScanConfig) -> LaunchPlan
         LaunchSpec(chunk_scan, grid, tensors, plan.numbers(), plan.constants(), plan.warps),
     ]
     return LaunchPlan(tensors_in, (plan.step, plan.high, plan.low, added, states, y, final), launches)
-
-
-_forwards_scan = LaunchPlanCache(_forward_pass_scan)
 
 
 class _ScanBackward(_ScanPlan):
@@ -462,7 +456,8 @@ class _ScanBackward(_ScanPlan):
         return self.g, self.x, self.B, self.C
 
 
-def _backward_pass_scan(tensors_in: Sequence[Any], how: ScanConfig) -> LaunchPlan:
+@LaunchPlanCache
+def _backwards_scan(tensors_in: Sequence[Any], how: ScanConfig) -> LaunchPlan:
     plan = _ScanBackward(tensors_in, how)
     wide, sequences = torch.float32, how.sequences
     entering, leaving = (plan.state(plan.x.dtype) for _ in range(2))
@@ -485,6 +480,3 @@ def _backward_pass_scan(tensors_in: Sequence[Any], how: ScanConfig) -> LaunchPla
     between = (*plan.decays, added, back, entering, leaving, final, plan.products, plan.inside, plan.left, plan.direct)
     partial_sums = (*between, plan.entered, plan.through, plan.skipped, partial)
     return LaunchPlan(tensors_in, (*partial_sums, plan.dx, plan.ddt, plan.db, plan.dc, sums, d_first), launches)
-
-
-_backwards_scan = LaunchPlanCache(_backward_pass_scan)

@@ -109,14 +109,12 @@ def quantize_by(
     return _operand_of(q, scale, spec, rows, k), _operand_of(qt, transposed_scale, other, k, rows)
 
 
-def _quantization(
+@LaunchPlanCache
+def _quantizations(
     tensors_in: Sequence[Any], build: Build, spec: QuantSpec | None, other: QuantSpec | None
 ) -> LaunchPlan:
     one = build(tensors_in[0], spec, other, RequestedOperands(), tensors_in[1])
     return LaunchPlan(tensors_in, one.results, one.launches(None))
-
-
-_quantizations = LaunchPlanCache(_quantization)
 
 
 def _operand_of(q: Tensor | None, scale: Any, spec: QuantSpec | None, rows: int, k: int) -> Quantized | None:
@@ -141,12 +139,10 @@ def measure(x: Tensor) -> Tensor:
     return top
 
 
-def _measuring_pass(tensors_in: Sequence[Any]) -> LaunchPlan:
+@LaunchPlanCache
+def _measures(tensors_in: Sequence[Any]) -> LaunchPlan:
     top = whole((1, 1), torch.float32)
     return LaunchPlan(tensors_in, (top,), [_measuring(tensors_in[0], top, tensors_in[1])])
-
-
-_measures = LaunchPlanCache(_measuring_pass)
 
 
 def _measuring(x: Tensor, top: BufferSpec, work: Tensor | BufferSpec) -> LaunchSpec:
@@ -209,9 +205,8 @@ def per_tensor(
     return operand
 
 
-def _cast_pass(
-    tensors_in: Sequence[Any], spec: QuantSpec, measured: bool, wanted: tuple[bool, bool, bool]
-) -> LaunchPlan:
+@LaunchPlanCache
+def _casts(tensors_in: Sequence[Any], spec: QuantSpec, measured: bool, wanted: tuple[bool, bool, bool]) -> LaunchPlan:
     x, known, factor, amax, newest, work = tensors_in
     rows, k = x.shape
     q = buffer_for_codes(rows, k, spec) if wanted[0] else None
@@ -223,9 +218,6 @@ def _cast_pass(
     if measured and top is not None:
         launches.insert(0, _measuring(x, top, work))
     return LaunchPlan(tensors_in, (q, qt, scale, top, partial), launches)
-
-
-_casts = LaunchPlanCache(_cast_pass)
 
 
 def buffer_for_sums(rows: int, k: int) -> BufferSpec:
@@ -324,13 +316,11 @@ def _in_words(codes: Tensor) -> Tensor:
     return codes.as_strided((codes.shape[0], codes.stride(0)), (codes.stride(0), 1)).view(torch.int32)
 
 
-def _pass(tensors_in: Sequence[Tensor], k: int, dtype: torch.dtype) -> LaunchPlan:
+@LaunchPlanCache
+def _passes(tensors_in: Sequence[Tensor], k: int, dtype: torch.dtype) -> LaunchPlan:
     (words,) = tensors_in
     rows = words.shape[0]
     out = in_words(whole((k, padded(rows)), dtype))
     programs, constants, warps = tiles((rows, k), BLOCK, (padded(rows), k))
     numbers = (rows, k, words.stride(0) // 4, padded(rows) // 16)
     return LaunchPlan(tensors_in, (out,), [LaunchSpec(kernel, programs, (words, out), numbers, constants, warps)])
-
-
-_passes = LaunchPlanCache(_pass)

@@ -167,7 +167,8 @@ def launch(
     return factors
 
 
-def _roll_pass(
+@LaunchPlanCache
+def _rolls(
     tensors_in: Sequence[Any], layout: tuple[int, int, int], delayed: Delayed, specs: tuple[QuantSpec, ...]
 ) -> LaunchPlan:
     """Plan the roll; `layout` is a history's length and strides."""
@@ -183,9 +184,6 @@ def _roll_pass(
     return LaunchPlan(tensors_in, (factors,), [rolling])
 
 
-_rolls = LaunchPlanCache(_roll_pass)
-
-
 def record_amax(history: Tensor, column: int, amax: Tensor) -> None:
     """Set history[0, column] to the maximum of itself and `amax`, float32 of one element; ignores values that are not
     finite.
@@ -193,13 +191,11 @@ def record_amax(history: Tensor, column: int, amax: Tensor) -> None:
     _record_launches((history,), column, own=(amax,))
 
 
-def _record_plan(tensors_in: Sequence[Any], column: int) -> LaunchPlan:
+@LaunchPlanCache
+def _record_launches(tensors_in: Sequence[Any], column: int) -> LaunchPlan:
     return LaunchPlan(
         tensors_in, (), [LaunchSpec(note_kernel, (1,), tensors_in, (column * tensors_in[0].stride(1),), {}, 1)]
     )
-
-
-_record_launches = LaunchPlanCache(_record_plan)
 
 
 def _versions(factors: Sequence[Tensor | None]) -> list[int]:
