@@ -335,7 +335,7 @@ class LaunchPlan:
         launches: in order; specs that are no results are those of temporaries.
     """
 
-    __slots__ = ("buffers", "card", "packed4", "parts", "patterns", "results", "runs", "specs", "zeroed")
+    __slots__ = ("buffers", "card", "packed4", "parts", "patterns", "results", "runs", "specs")
 
     def __init__(
         self, tensors_in: Sequence[Any], results: Sequence[BufferSpec | None], launches: Sequence[LaunchSpec]
@@ -344,11 +344,10 @@ class LaunchPlan:
         self.card, known = card(device), {id(x) for x in tensors_in}
         named = [x for each in (results, *(one.tensors for one in launches)) for x in each if id(x) not in known]
         self.buffers = list({id(x): x for x in named if isinstance(x, BufferSpec)}.values())
-        self.patterns = [pattern(buffer, device) for buffer in self.buffers]
+        #: Functions that allocate the buffers, and their arguments.
+        self.patterns = [(torch.zeros_like if b.zeros else torch.empty_like, pattern(b, device)) for b in self.buffers]
         #: True if packed4 codes are among them, which torch cannot fill, as it does in deterministic mode.
-        self.packed4 = any(like.dtype is PACKED4 for like in self.patterns)
-        #: Indices of buffers that must be zero at first.
-        self.zeroed = [i for i, buffer in enumerate(self.buffers) if buffer.zeros]
+        self.packed4 = any(buffer.dtype is PACKED4 for buffer in self.buffers)
         every = (*tensors_in, *self.buffers)
         #: Specs among the arguments, and of the outputs.
         self.specs = [x if isinstance(x, BufferSpec) else None for x in every]
@@ -380,7 +379,11 @@ class LaunchPlan:
         if parts is not None and current() != index:
             with entering(index):
                 return self(tensors_in, addresses)
-        written = self._allocate() if self.buffers else ()
+        written: Sequence[Tensor] = ()
+        if self.packed4 and torch.are_deterministic_algorithms_enabled():
+            written = [empty(buffer, self.patterns[0][1].device) for buffer in self.buffers]
+        elif self.patterns:
+            written = [allocate(like) for allocate, like in self.patterns]
         if parts is None:
             kernel_args = [
                 x if spec is None or x is None else spec.kernel_args(x)
@@ -395,15 +398,6 @@ class LaunchPlan:
         for start, head, tail, select_arguments in parts.get(stream) or self._parts_on(stream):
             start(*(head + select_arguments(every) + tail))
         return self.results((*tensors_in, *written, None))
-
-    def _allocate(self) -> list[Tensor]:
-        if self.packed4 and torch.are_deterministic_algorithms_enabled():
-            written = [empty(buffer, self.patterns[0].device) for buffer in self.buffers]
-        else:
-            written = list(map(torch.empty_like, self.patterns))
-        for i in self.zeroed:
-            written[i].zero_()
-        return written
 
     def _parts_on(self, stream: int) -> list[Any]:
         parts = [(*run.on(stream), select) for run, select in self.runs]  # type: ignore[attr-defined]
