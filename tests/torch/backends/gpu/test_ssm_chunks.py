@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from quaver.torch.backends.gpu.ssm_chunks import FEWEST, chunks_of
+from quaver.torch.backends.gpu.ssm import FEWEST, chunks_of
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,60 @@ from quaver.torch.backends.gpu.launch import (
     multiprocessors,
     power_above,
 )
-from quaver.torch.backends.gpu.ssm_chunks import MOST, ChunkTable, chunks_of
+
+# ---- chunks of sequences, computed without copying the lengths to the host ----
+
+#: Most tokens of a chunk, and fewest tokens or columns, which matrix products need.
+MOST, FEWEST = 64, 16
+
+
+class ChunkTable(NamedTuple):
+    """Chunks of all sequences, in order."""
+
+    #: Tokens of a chunk, number of chunks, number of sequences.
+    size: int
+    total: int
+    sequences: int
+    #: Chunks and tokens of a sequence if all sequences have the same length.
+    per: int
+    tokens: int
+    #: int32 [total, 4] as `quaver.kernels.ssm.place_of` reads it, and int32 [sequences + 1] with the first chunk of
+    #: each sequence; both None if all have the same length.
+    table: Tensor | None = None
+    ranges: Tensor | None = None
+
+    @property
+    def even(self) -> bool:
+        """True if every chunk is known to be full."""
+        return self.table is None and self.tokens % self.size == 0
+
+
+def chunks_of(x: Tensor, cu_seqlens: Tensor | None, chunk: int, most: int = MOST) -> ChunkTable:
+    """Return the chunks of x [B, T, ...], or of the sequences packed in its single row.
+
+    Args:
+        chunk: requested tokens per chunk, 0 for the maximum.
+        most: maximum tokens per chunk, a power of two.
+    """
+    batch, tokens = x.shape[:2]
+    size = most if not chunk else min(most, max(FEWEST, 1 << (chunk.bit_length() - 1)))
+    if cu_seqlens is None:
+        per = -(-tokens // size)
+        return ChunkTable(size, batch * per, batch, per, tokens)
+    starts = cu_seqlens.to(x.device, torch.int64)
+    sequences = starts.shape[0] - 1
+    # Upper bound of the number of chunks; those after the last sequence have no tokens.
+    count = tokens // size + sequences
+    ranges = torch.zeros(sequences + 1, dtype=torch.int64, device=x.device)
+    torch.cumsum((starts.diff() + size - 1) // size, 0, out=ranges[1:])
+    every = torch.arange(count, dtype=torch.int64, device=x.device)
+    own = torch.bucketize(every, ranges[1:], right=True).clamp_(max=sequences - 1)
+    before = (every - ranges[own]) * size
+    first = starts[own] + before
+    rest = (starts[own + 1] - first).clamp_(min=0).masked_fill_(every >= ranges[-1], 0)
+    table = torch.stack((first, rest, before, own), 1).to(torch.int32)
+    return ChunkTable(size, count, sequences, 0, 0, table, ranges.to(torch.int32))
+
 
 # ---- causal convolution ----
 
@@ -64,31 +117,23 @@ def reason_backward(g: Tensor, *tensors_in: Any) -> str:
     return reason(*tensors_in)
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, activation: str
-) -> Tensor:
+def forward(x: Tensor, *arguments: Any) -> Tensor:
     """Convolve x; same arguments and result as `quaver.torch.nn.ssm.causal_conv.FORWARD`.
 
     The relative RMS error is at most 1e-6 against float64, before rounding to x's dtype.
     """
-    y: Tensor = _run(_forwards, (), x, weight, bias, initial, cu_seqlens, activation)[0]
+    y: Tensor = _run(_forwards, (), x, *arguments)[0]
     return y.view(x.shape)
 
 
 def backward(
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial: Tensor | None,
-    cu_seqlens: Tensor | None,
-    activation: str,
+    g: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, *arguments: Any
 ) -> list[Tensor]:
     """Return the gradients of x, weight, bias and initial state, as `quaver.torch.nn.ssm.causal_conv.BACKWARD`.
 
     Precision as in `forward`.
     """
-    *_, sums, dx, d_initial = _run(_backwards, (_rows(g),), x, weight, bias, initial, cu_seqlens, activation)
+    *_, sums, dx, d_initial = _run(_backwards, (_rows(g),), x, weight, bias, initial, *arguments)
     taps, nothing = weight.shape[1], x.new_empty(0)
     of_taps, of_bias = sums.view(taps + 1, weight.shape[0]).split(taps)
     if d_initial is None and initial is not None:
@@ -187,8 +232,8 @@ def _backwards(tensors_in: Sequence[Any], activation: str, *chunks: int) -> Laun
 # Results equal those of `quaver.torch.nn.ssm.chunked_scan` within its bounds in float32. With bf16 and fp16 inputs the
 # operands of products are rounded.
 
-#: Widest head and widest state that fit in registers, and fewest columns of a product.
-HEAD, STATE, FEWEST = 128, 256, 16
+#: Widest head and widest state that fit in registers.
+HEAD, STATE = 128, 256
 #: The same limits for chunks of 64 tokens.
 NARROW_HEAD, NARROW_STATE = 64, 128
 #: Limit for float32, which tensor cores do not multiply exactly; wider float32 inputs use torch's products.
@@ -250,11 +295,8 @@ def forward_scan(*tensors_in: Any) -> tuple[Tensor, Tensor]:
 
     The relative RMS error against the recurrence in float64 is at most 3e-6 in float32, and 1e-2 in bf16.
     """
-    x, initial = tensors_in[0], tensors_in[7]
-    tensors, chunks, how = _read(tensors_in)
-    first = None if initial is None else initial.to(torch.float32).contiguous()
-    *_, y, final = _forwards_scan((*tensors, first, chunks.table, chunks.ranges), how)
-    return y.view(x.shape), final
+    *_, y, final = _forwards_scan(*_read(tensors_in))
+    return y.view(tensors_in[0].shape), final
 
 
 def backward_scan(g: Tensor, g_final: Tensor, *tensors_in: Any) -> list[Tensor]:
@@ -263,11 +305,10 @@ def backward_scan(g: Tensor, g_final: Tensor, *tensors_in: Any) -> list[Tensor]:
     Precision as in `forward_scan`.
     """
     x, dt, A, B, C, D, bias, initial = tensors_in[:8]
-    tensors, chunks, how = _read(tensors_in)
-    first = None if initial is None else initial.to(torch.float32).contiguous()
+    tensors, how = _read(tensors_in)
     along = _side_by_side(g.flatten(0, 1))
     last = g_final.to(torch.float32).contiguous()
-    buffers = _backwards_scan((along, last, *tensors, first, chunks.table, chunks.ranges), how)
+    buffers = _backwards_scan((along, last, *tensors), how)
     dx, ddt, db, dc, sums, d_first = buffers[-6:]
     of_a, of_bias, *of_d = (part if aligned(part) else part.clone() for part in sums.split(x.shape[2]))
     nothing = x.new_empty(0)
@@ -285,9 +326,9 @@ def backward_scan(g: Tensor, g_final: Tensor, *tensors_in: Any) -> list[Tensor]:
     ]
 
 
-def _read(tensors_in: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], ChunkTable, ScanConfig]:
-    """Return x, dt, A, B, C, D and bias in the layouts of the kernels, the chunks, and the configuration."""
-    x, dt, A, B, C, D, bias, _, cu_seqlens, softplus, limit, chunk = tensors_in
+def _read(tensors_in: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], ScanConfig]:
+    """Return the tensors of a `_ScanPlan` in the layouts of the kernels, and the configuration."""
+    x, dt, A, B, C, D, bias, initial, cu_seqlens, softplus, limit, chunk = tensors_in
     # With more features, registers do not suffice for 64 tokens.
     narrow = x.shape[3] <= NARROW_HEAD and B.shape[3] <= NARROW_STATE and x.dtype is not torch.float32
     chunks = chunks_of(x, cu_seqlens, chunk, MOST if narrow else MOST // 2)
@@ -296,9 +337,9 @@ def _read(tensors_in: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], ChunkTa
     rows = dt.flatten(0, 1)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     own = [None if t is None else t.contiguous() for t in (D, bias)]
-    tensors = flat[0], rows, A.to(torch.float32).contiguous(), flat[1], flat[2], *own
-    how = ScanConfig(softplus, least, most, *chunks[:5], chunks.even)
-    return tensors, chunks, how
+    first = None if initial is None else initial.to(torch.float32).contiguous()
+    tensors = flat[0], rows, A.to(torch.float32).contiguous(), flat[1], flat[2], *own, first
+    return (*tensors, chunks.table, chunks.ranges), ScanConfig(softplus, least, most, *chunks[:5], chunks.even)
 
 
 def _side_by_side(x: Tensor) -> Tensor:
