@@ -22,8 +22,8 @@ from torch.nn.functional import ScalingType, SwizzleType, pad
 from quaver.recipes.formats import E2M1, E4M3
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu import capture, scaled_mm
-from quaver.torch.backends.gpu.device import architecture, refusal, why_no_kernels
-from quaver.torch.backends.gpu.scaled_mm import TOLERANCE, matrix, role, wide
+from quaver.torch.backends.gpu.device import architecture, why_no_kernels
+from quaver.torch.backends.gpu.scaled_mm import matrix, role, wide
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, in_lines, of_groups
 from quaver.torch.numerics.quantized import BLOCKS, ROWS, Quantized, spread, swizzle
@@ -95,48 +95,51 @@ def to_common_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.to(dtype).contiguous(), b.to(dtype).contiguous()
 
 
+def _decoded(
+    a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the values of both sides in one dtype, and their factors."""
+    return *to_common_dtype(a[0], b[0]), a[1], b[1]
+
+
 def reason_decoded(a: Any, b: Any, offsets: GroupOffsets, n: int, dtype: torch.dtype, *_: Any) -> str:
     """Return why torch's bf16 grouped GEMM does not support these decoded operands, or ""."""
-    return _why_not_bf16(a, b, dtype, n, offsets.groups)
+    return _why_not_bf16(a, b, dtype, offsets.groups, n)
 
 
 def reason_decoded_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: Any) -> str:
     """Return why torch's bf16 grouped GEMM does not support these sums over the rows of groups, or ""."""
-    return _why_not_bf16(a, b, dtype, b.data.shape[0], a.slots.groups, a.data.shape[0])
+    return _why_not_bf16(a, b, dtype, a.slots.groups, b.data.shape[0], a.data.shape[0])
 
 
-def _why_not_bf16(a: Any, b: Any, dtype: torch.dtype, *sides: int) -> str:
-    arch = architecture(a.data.device)
-    if arch // 10 not in MAJORS:
-        return f"torch multiplies groups in bf16 on compute capabilities 9 and 10, and this GPU is sm_{arch}"
+def _why_not_bf16(a: Any, b: Any, dtype: torch.dtype, groups: int, *features: int) -> str:
     if dtype is not torch.bfloat16:
         return f"it writes bfloat16, and the result must be {dtype}"
     for spec in (a.spec, b.spec):
         if not (spec.power_of_two or spec.scale == "two_level"):
             return f"scales of {spec} are no powers of two, and the result would be rounded before them"
-    *features, groups = sides[0], *sides[2:], sides[1]
     if any(side % 8 for side in (*features, b.shape[1] if isinstance(b, Quantized) else 8)):
         return "its features must be multiples of 8"
-    if groups > MOST_GROUPS or not groups:
+    return _why_not_torch(a.data.device, groups, *a.shape, *b.shape)
+
+
+def _why_not_torch(device: torch.device, groups: int, *sides: int) -> str:
+    arch = architecture(device)
+    if arch // 10 not in MAJORS:
+        return f"torch multiplies groups in bf16 on compute capabilities 9 and 10, and this GPU is sm_{arch}"
+    if not 0 < groups <= MOST_GROUPS:
         return f"it takes from 1 to {MOST_GROUPS} groups, not {groups}"
-    return "there is nothing to add up" if 0 in (*a.shape, *b.shape) else ""
+    return "there is nothing to add up" if 0 in sides else ""
 
 
 def bf16_matmul(
-    a: GroupedOperand,
-    b: Quantized,
-    offsets: GroupOffsets,
-    n: int,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
+    a: GroupedOperand, b: Quantized, offsets: GroupOffsets, n: int, dtype: torch.dtype, bias: Tensor | None, *_: Any
 ) -> Tensor:
     """Run `matmul` on decoded operands by torch's bf16 grouped GEMM.
 
     Float32 sums are rounded once to bf16; a bias adds a second rounding.
     """
-    (x, of_rows), (w, of_columns) = values_of_rows(a, offsets), scaled_mm.decode(b)
-    left, right = to_common_dtype(x, w)
+    left, right, of_rows, of_columns = _decoded(values_of_rows(a, offsets), scaled_mm.decode(b))
     y = F.grouped_mm(left, right.view(offsets.groups, n, -1).transpose(1, 2), offs=offsets.ends)
     for scale in (of_rows, None if of_columns is None else _columns(of_columns, offsets, n)):
         # Powers of two, so nothing is rounded again.
@@ -150,10 +153,9 @@ def _columns(of_columns: Tensor, offsets: GroupOffsets, n: int) -> Tensor:
     return of_groups(scale.view(offsets.groups, n), offsets.slots(1).group)
 
 
-def bf16_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+def bf16_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: Any) -> Tensor:
     """Run `sums` on decoded operands by torch's bf16 grouped GEMM; float32 sums are rounded once."""
-    (x, of_rows), (w, of_columns) = values_of_sums(a), values_of_sums(b)
-    left, right = to_common_dtype(x, w)
+    left, right, of_rows, of_columns = _decoded(values_of_sums(a), values_of_sums(b))
     y = F.grouped_mm(left, right.t(), offs=a.slots.ends)
     for scale in (
         None if of_rows is None else of_rows.unsqueeze(2),
@@ -172,35 +174,27 @@ def reason_kernel(a: Any, *_: Any) -> str:
 
 
 def kernel_matmul(
-    a: GroupedOperand,
-    b: Quantized,
-    offsets: GroupOffsets,
-    n: int,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
+    a: GroupedOperand, b: Quantized, offsets: GroupOffsets, n: int, dtype: torch.dtype, bias: Tensor | None, *_: Any
 ) -> Tensor:
     """Run `matmul` on decoded operands by a Triton kernel; float32 sums are rounded once."""
     if 0 in (*a.shape, *b.shape):
         return group_by_group(a, b, offsets, n, dtype, bias)
     from quaver.torch.backends.gpu import emulation
 
-    (x, of_rows), (w, of_columns) = values_of_rows(a, offsets), scaled_mm.decode(b)
-    left, right = to_common_dtype(x, w)
+    left, right, of_rows, of_columns = _decoded(values_of_rows(a, offsets), scaled_mm.decode(b))
     rows = None if of_rows is None else of_rows.expand(a.shape[0], 1)
     columns = None if of_columns is None else of_columns.expand(b.shape[0], 1)
     return emulation.multiply(left, right, offsets.ends, n, dtype, bias, rows, columns)
 
 
-def kernel_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+def kernel_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: Any) -> Tensor:
     """Run `sums` on decoded operands by a Triton kernel; float32 sums are rounded once."""
-    (m, _), (n, _), groups_ = a.shape, b.shape, a.slots.groups
+    m, n, groups_ = a.shape[0], b.shape[0], a.slots.groups
     if 0 in (m, n, groups_, a.slots.count):
         return torch.zeros((groups_, m, n), dtype=dtype, device=a.data.device)
     from quaver.torch.backends.gpu import emulation
 
-    (x, of_rows), (w, of_columns) = values_of_sums(a), values_of_sums(b)
-    left, right = to_common_dtype(x, w)
+    left, right, of_rows, of_columns = _decoded(values_of_sums(a), values_of_sums(b))
     rows, columns = (
         None if scale is None else scale.expand(groups_, size) for scale, size in ((of_rows, m), (of_columns, n))
     )
@@ -211,13 +205,7 @@ def kernel_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_a
 
 
 def group_by_group(
-    a: GroupedOperand,
-    b: Quantized,
-    offsets: GroupOffsets,
-    n: int,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
+    a: GroupedOperand, b: Quantized, offsets: GroupOffsets, n: int, dtype: torch.dtype, bias: Tensor | None, *_: Any
 ) -> Tensor:
     (x, of_rows), (w, of_columns) = values_of_rows(a, offsets), scaled_mm.decode(b)
     y = torch.zeros((offsets.rows, n), dtype=dtype, device=a.data.device)
@@ -237,7 +225,7 @@ def group_by_group(
     return y
 
 
-def sums_group_by_group(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+def sums_group_by_group(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: Any) -> Tensor:
     (x, of_rows), (w, of_columns) = values_of_sums(a), values_of_sums(b)
     y = torch.zeros((a.slots.groups, a.shape[0], b.shape[0]), dtype=dtype, device=a.data.device)
     if y.is_meta:
@@ -325,10 +313,13 @@ def _why_not(a: QuantSpec, b: QuantSpec, device: torch.device, n: int, dtype: to
 
 
 def _tried(device: torch.device, name: str, for_wgrad: bool, fast_accum: bool) -> str:
+    """Return why a small product failed, or ""; tried once."""
     key = device, name, for_wgrad, fast_accum
-    if key not in _probes and capture.capturing(device):
-        return "a CUDA graph is being captured before any call has tried it: run a step first"
-    return probe(*key)
+    if key not in _probes:
+        if capture.capturing(device):
+            return "a CUDA graph is being captured before any call has tried it: run a step first"
+        _probes[key] = _probe(*key)
+    return _probes[key]
 
 
 def matmul(
@@ -458,14 +449,6 @@ def _with_factor(name: str, blocks: Tensor, factor: Tensor | None) -> list[Tenso
     return [blocks.view(torch.float8_e4m3fn), (1.0 / factor).reshape(-1).contiguous()]
 
 
-def probe(device: torch.device, name: str, for_wgrad: bool, fast_accum: bool) -> str:
-    """Probe a small product with an empty group and tokens of no group, once; return "" or why it is not used."""
-    key = device, name, for_wgrad, fast_accum
-    if key not in _probes:
-        _probes[key] = _probe(*key)
-    return _probes[key]
-
-
 #: Spec used to probe each kind.
 SPECS = {
     "row": QuantSpec(E4M3, (1, None)),
@@ -475,6 +458,7 @@ SPECS = {
 
 
 def _probe(device: torch.device, name: str, for_wgrad: bool, fast_accum: bool) -> str:
+    """Try a small product with an empty group and tokens of no group; return "" or why it is not used."""
     generator, spec = torch.Generator("cpu").manual_seed(0), SPECS[name]
     x, w = (
         torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu").mul_(
@@ -484,20 +468,18 @@ def _probe(device: torch.device, name: str, for_wgrad: bool, fast_accum: bool) -
     )
     offsets = GroupOffsets(torch.tensor([21, 21, 40], dtype=torch.int32, device=device), 48)
     a = grouped.quantize(x.to(device), spec, offsets, for_wgrad)
-    try:
+
+    def products() -> tuple[Tensor, Tensor]:
         if for_wgrad:
             b = grouped.quantize(w.to(device), spec, offsets, True)
-            y, expected = sums(a, b, torch.bfloat16, fast_accum), sums_group_by_group(a, b, torch.float32)
-        else:
-            c = reference.quantize(w.to(device), spec)
-            if c.tensor_factor is not None:
-                c.tensor_factor = c.tensor_factor.expand(c.shape[0], 1)
-            y = matmul(a, c, offsets, 32, torch.bfloat16, None, fast_accum)
-            expected = group_by_group(a, c, offsets, 32, torch.float32)
-        off = ((y.float() - expected).norm() / expected.norm()).item()
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        return refusal(error, device)
-    return "" if off < TOLERANCE else f"a probe of it was off by {off:.2g} of the result"
+            return sums(a, b, torch.bfloat16, fast_accum), sums_group_by_group(a, b, torch.float32)
+        c = reference.quantize(w.to(device), spec)
+        if c.tensor_factor is not None:
+            c.tensor_factor = c.tensor_factor.expand(c.shape[0], 1)
+        y = matmul(a, c, offsets, 32, torch.bfloat16, None, fast_accum)
+        return y, group_by_group(a, c, offsets, 32, torch.float32, None)
+
+    return scaled_mm.compare_products(products, device)
 
 
 # ---- unquantized grouped GEMMs: torch's in bf16, Triton kernels, or one group at a time ----
@@ -514,16 +496,11 @@ def reason_high_sums(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.d
 
 
 def _why_not_high(a: Tensor, b: Tensor, groups: int, dtype: torch.dtype) -> str:
-    arch = architecture(a.device)
-    if arch // 10 not in MAJORS:
-        return f"torch multiplies groups in bf16 on compute capabilities 9 and 10, and this GPU is sm_{arch}"
     if not a.dtype is b.dtype is dtype is torch.bfloat16:
         return f"it takes and writes bfloat16, and these are {a.dtype} and {b.dtype}, to be {dtype}"
-    if 0 in (*a.shape, *b.shape):
-        return "there is nothing to add up"
-    if not 0 < groups <= MOST_GROUPS:
-        return f"it takes from 1 to {MOST_GROUPS} groups, not {groups}"
-    return "" if in_lines(a) and in_lines(b) else "its rows must begin at multiples of 16 bytes"
+    if not (in_lines(a) and in_lines(b)):
+        return "its rows must begin at multiples of 16 bytes"
+    return _why_not_torch(a.device, groups, *a.shape, *b.shape)
 
 
 def high_matmul(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype, bias: Tensor | None) -> Tensor:

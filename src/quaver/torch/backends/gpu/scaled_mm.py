@@ -6,6 +6,7 @@ compared with the decoded one. A GEMM that raises or differs is not used, and `e
 Source: the checks of torch's aten/src/ATen/native/cuda/ScaledBlas.cpp (2.13); cuBLAS's documentation of cublasLtMatmul.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -550,9 +551,15 @@ def _probe(chosen: GemmChoice, a: Quantized, b: Quantized, dtype: torch.dtype, b
     left, right = (_made_like(_uneven(rows, k, generator), like, device) for rows, like in ((m, a), (n, b)))
     extra = None if bias is None else torch.randn(n, generator=generator, dtype=torch.float32, device="cpu")
     extra = None if extra is None else extra.to(device, bias)
+    return compare_products(
+        lambda: (_run(chosen, left, right, dtype, extra, False), matmul(left, right, torch.float32, extra)), device
+    )
+
+
+def compare_products(products: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> str:
+    """Return "" if the first product is close to the second, which is expected, or why it is not used."""
     try:
-        y = _run(chosen, left, right, dtype, extra, False)
-        expected = matmul(left, right, torch.float32, extra)
+        y, expected = products()
         off = ((y.float() - expected).norm() / expected.norm()).item()
     except torch.OutOfMemoryError:
         # Being out of memory says nothing about the GEMM.
