@@ -210,26 +210,8 @@ def _backward(tensors_in: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
     half = spec.input.per_tensor and by_head
     of_rows = {**constants, "TRANSPOSED": kt is not None, "HALF": half}
     kt_operand = (k, k_scale) if kt is None else (kt, kt_scale)
-    tensors = (
-        *(
-            q,
-            q_scale,
-            k,
-            k_scale,
-            v,
-            v_scale,
-            *kt_operand,
-            do,
-            do_scale,
-            runs,
-            hidden,
-            logsumexp,
-            delta,
-            shift,
-            amax_values,
-            dq,
-        ),
-    )
+    saved, written = (do, do_scale, runs, hidden, logsumexp), (delta, shift, amax_values)
+    tensors = (*tensors_in[:6], *kt_operand, *saved, *written, dq)
     of_do = _blocks(spec.grad_output, do_scale)
     row_numbers = (*sizes, *blocks, _blocks(spec.input, kt_operand[1]), of_do, *mask_strides, *dq.strides[:3], *numbers)
     launches = []
@@ -244,10 +226,8 @@ def _backward(tensors_in: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
     of_columns = {**constants, "TRANSPOSED": qt is not None, "GRAD_TRANSPOSED": dot is not None, "BM": bm, "BN": bn}
     qt_operand = (q, q_scale) if qt is None else (qt, qt_scale)
     dot_operand = (do, do_scale) if dot is None else (dot, dot_scale)
-    column_tensors = (
-        *(q, q_scale, k, k_scale, v, v_scale, *qt_operand, do, do_scale, *dot_operand, runs, seen_by, hidden),
-        *(delta, shift, amax_values, dk, dv),
-    )
+    of_tokens = (do, do_scale, *dot_operand, runs, seen_by, hidden)
+    column_tensors = (*tensors_in[:6], *qt_operand, *of_tokens, *written, dk, dv)
     transposed = _blocks(spec.input, qt_operand[1]), of_do, _blocks(spec.grad_output, dot_operand[1])
     column_numbers = (*sizes, *blocks, *transposed, *mask_strides, *dk.strides[:3], *dv.strides[:3], *numbers)
     grid = -(-keys // bn), batch * groups

@@ -179,13 +179,7 @@ def quantize(
     family = family_of(spec, None)
     if family is None or _not_for_kernels(x, spec, factor):
         return reference.quantize(x, spec, amax, factor, noise)
-    try:
-        if x.stride(1) != 1 and x.stride(0) == 1:
-            operand = family.run(_call(x.t(), None, spec, amax, factor, noise, noise, is_set, newest))[1]
-        else:
-            operand = family.run(_call(x, spec, None, amax, factor, noise, noise, is_set, newest))[0]
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(x, 1) from error
+    operand = _run(family, x, spec, None, amax, factor, noise, noise, is_set, newest)[0]
     assert operand is not None
     return operand
 
@@ -210,24 +204,17 @@ def quantize_both(
         sums: True to sum x over its rows if that costs no extra read: `partial_sums` of the first result, or None.
     """
     family = family_of(spec, other)
-    transposed_amax = amax.t() if isinstance(amax, Tensor) and amax.dim() == 2 else amax
     one_amax = amax is None or (spec == other and spec.transposable)
     if family is None or _not_for_kernels(x, spec, factor) or not one_amax:
         q = quantize(x, spec, amax, factor, noise, is_set, newest)
-        return q, quantize(x.t(), other, transposed_amax, factor, other_noise, is_set)
-    pair: Pair
-    try:
-        if x.stride(1) != 1 and x.stride(0) == 1:
-            pair = family.run(_call(x.t(), other, spec, transposed_amax, factor, other_noise, noise, is_set, newest))[
-                ::-1
-            ]
-        else:
-            pair = family.run(_call(x, spec, other, amax, factor, noise, other_noise, is_set, newest, sums))
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(x, 2) from error
-    assert pair[0] is not None
-    assert pair[1] is not None
+        return q, quantize(x.t(), other, _transposed(amax), factor, other_noise, is_set)
+    pair = _run(family, x, spec, other, amax, factor, noise, other_noise, is_set, newest, sums)
+    assert pair[0] is not None and pair[1] is not None
     return pair[0], pair[1]
+
+
+def _transposed(amax: Any) -> Any:
+    return amax.t() if isinstance(amax, Tensor) and amax.dim() == 2 else amax
 
 
 def _not_for_kernels(x: Tensor, spec: QuantSpec, factor: Tensor | float | None) -> bool:
@@ -236,7 +223,8 @@ def _not_for_kernels(x: Tensor, spec: QuantSpec, factor: Tensor | float | None) 
     return x.numel() == 0 or x.dtype not in READ or max(x.shape) > LONGEST_SIDE or delayed_blocks
 
 
-def _call(
+def _run(
+    family: QuantizeKernels,
     x: Tensor,
     spec: QuantSpec | None,
     other: QuantSpec | None,
@@ -247,7 +235,8 @@ def _call(
     is_set: bool,
     newest: Tensor | None,
     sums: bool = False,
-) -> QuantizeCall:
+) -> Pair:
+    """Quantize x and its transpose, as far as their specs are given; reads a transposed view in storage order."""
     if amax is not None:
         amax = torch.as_tensor(amax, dtype=torch.float32, device=x.device)
     if factor is not None and not isinstance(factor, Tensor):
@@ -256,5 +245,12 @@ def _call(
     elif factor is not None and (factor.dtype is not torch.float32 or factor.device != x.device):
         # Kernels get raw addresses, so the tensor must be on their device.
         factor = factor.to(x.device, torch.float32)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    return QuantizeCall(x, spec, other, amax, factor, is_set, noise, other_noise, newest, sums)
+    try:
+        if x.stride(1) != 1 and x.stride(0) == 1:
+            amax = amax if other is None else _transposed(amax)
+            call = QuantizeCall(x.t(), other, spec, amax, factor, is_set, other_noise, noise, newest)
+            return family.run(call)[::-1]
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return family.run(QuantizeCall(x, spec, other, amax, factor, is_set, noise, other_noise, newest, sums))
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(x, 1 if other is None else 2) from error
