@@ -174,7 +174,7 @@ class _ConvolutionPlan:
 
     Args:
         tensors_in: x [tokens, channels], weight, bias, initial state and the table of chunks.
-        chunks: first five fields of `quaver.torch.backends.gpu.ssm_chunks.ChunkTable`, and whether all chunks are full.
+        chunks: first five fields of `ChunkTable`, and whether all chunks are full.
     """
 
     def __init__(self, tensors_in: Sequence[Any], activation: str, *chunks: int) -> None:
