@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import quaver.torch as qt
 from quaver import recipes
@@ -208,7 +209,7 @@ def evaluations(rank: int) -> None:
 def recomputation(rank: int) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(2)))
+        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)))
 
     class Checkpointed(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -218,6 +219,25 @@ def recomputation(rank: int) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = qt.checkpoint(self.inner, x)
             return y
+
+    class Selective(Checkpointed):
+        """Around units that run twice in a forward, one gathered as codes and one in high precision."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chosen = partial(
+                create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.gelu.default]
+            )
+            for _ in range(2):
+                x = x + checkpoint(self.inner, x, use_reentrant=False, context_fn=chosen)
+            return x
+
+    def selective(net: Any) -> list[float]:
+        for i in range(2):
+            for layer in (net[i][0], net[i][2]):
+                fully_shard(layer)
+            net[i] = Selective(net[i])
+        optimizer = adam(fully_shard(net))
+        return [step(net, optimizer, i) for i in range(3)]
 
     def inside(net: Any) -> list[float]:
         for i in range(2):
@@ -232,7 +252,7 @@ def recomputation(rank: int) -> None:
         return [step(net, optimizer, i) for i in range(3)]
 
     for name in ("mxfp8", "tensorwise", "delayed"):
-        for use in (inside, outside):
+        for use in (inside, outside, selective):
             compare(lambda name=name: converted(name, make()), use, f"{name}, {use.__name__} of fully_shard")
 
 
@@ -448,8 +468,14 @@ def evaluations_in_inference_mode(rank: int) -> None:
                 values.append(net(torch.ones(4, 32)).sum().item())
         return values
 
+    def from_the_start(net: Any) -> list[float]:
+        sharded(net)
+        with torch.inference_mode():
+            return [net(torch.ones(4, 32)).sum().item() for _ in range(2)]
+
     for name in ("tensorwise", "mxfp8", "nvfp4"):
         compare(lambda name=name: converted(name), use, name)
+        compare(lambda name=name: converted(name), from_the_start, f"{name}, no forward before")
 
 
 def scales_computed_once(rank: int) -> None:
@@ -773,6 +799,23 @@ def parts_without_a_common_root(rank: int) -> None:
         compare(lambda name=name: converted(name), use, name)
 
 
+def first_gathers_of_uneven_rows(rank: int) -> None:
+    """fully_shard pads the rows of the last rank before the first forward of each root, which is no write to them."""
+
+    def of_parts(net: Any) -> list[float]:
+        fully_shard(net[0])
+        fully_shard(net[2])
+        return [net(torch.ones(4, 32)).sum().item() for _ in range(2)]
+
+    def by_hand(net: Any) -> list[float]:
+        sharded(net)[2].unshard()
+        return [net(torch.ones(4, 32)).sum().item() for _ in range(2)]
+
+    for use in (of_parts, by_hand):
+        for name in ("tensorwise", "rowwise"):
+            compare(lambda name=name: converted(name, network((32, 49, 33))), use, f"{name}, {use.__name__}")
+
+
 def rows_on_the_cpu(rank: int) -> None:
     """All ranks refuse them before anything travels, also if one alone has them."""
     for offloads in ((0, 1), (1,)):
@@ -874,7 +917,7 @@ OPTIONS: list[Callable[[int], None]] = [
     *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),
     *(a_torch_with_one_group_a_module, loops_without_an_optimizer, scales_computed_once),
     evaluations_in_inference_mode,
-    *(written_and_moved, parts_without_a_common_root, reverted, parts_of_columns),
+    *(written_and_moved, parts_without_a_common_root, first_gathers_of_uneven_rows, reverted, parts_of_columns),
     *(rows_on_the_cpu, streams_of_gathers),
 ]
 CASES: dict[int, list[Case]] = {

@@ -359,6 +359,9 @@ class GatheredModelState:
     def begin(self) -> None:
         """Before the first agreement, raise on all ranks if they prepared different weights, and register hooks."""
         self.find_shards()
+        for weight in self.weights:
+            if weight.fsdp_parameter is not None:
+                weight.fsdp_parameter.initialize()
         over = next(p for p in (weight.sharded() for weight in self.weights) if p is not None).device_mesh
         groups = tuple(over.get_group(dim) for dim in range(over.ndim))
         offloaded = next(

@@ -23,6 +23,7 @@ from quaver.torch.parallel.fsdp.torch_internals import local, set_local
 from quaver.torch.quantized_tensor import PIN_MEMORY, TO_COPY
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import graph_task_id
+from quaver.torch.state.selective_checkpoint import hide_from_policies
 
 aten = torch.ops.aten
 #: Operations whose result is again a Shard: those that fully_shard and nn.Module apply to parameters.
@@ -127,7 +128,9 @@ class Shard(Tensor):
         is_view = any(returned.alias_info is not None for returned in function._schema.returns)
         if function not in SHARD_OPS and not is_view:
             return result
-        return _each(lambda x: cls(x, weight_states[0]) if isinstance(x, Tensor) else x, result)
+        # A wrapper made in inference mode has no version counter, which torch needs for a view of it.
+        with torch.inference_mode(False):
+            return _each(lambda x: cls(x, weight_states[0]) if isinstance(x, Tensor) else x, result)
 
     # Called by a layer whose weight was prepared but never gathered by fully_shard: both methods raise.
 
@@ -143,6 +146,8 @@ class Shard(Tensor):
     # FSDP extension hooks. With more than one argument, fully_shard would require shards of equal size and scales would
     # not fit.
 
+    # Hidden from selective checkpoints, because codes are cached: a recomputation runs other operations.
+    @hide_from_policies
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], "GatherMetadata | None"]:
         state = self.weight_state
         state.model.ensure_amaxes(state, mesh)
@@ -159,6 +164,7 @@ class Shard(Tensor):
         shards = [state.shard(gemm, key, factor) for gemm in _operands_to_gather(state)]
         return tuple(t for shard in shards for t in shard.sent), GatherMetadata(shards, key, _current_pass(state))
 
+    @hide_from_policies
     def fsdp_post_all_gather(
         self, outputs: Sequence[Tensor], metadata: "GatherMetadata | None", dtype: torch.dtype, *, out: Any = None
     ) -> Any:

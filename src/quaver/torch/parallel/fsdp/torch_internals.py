@@ -75,6 +75,14 @@ class FsdpParameter:
         shape: torch.Size = self._parameter._orig_size
         return shape
 
+    def initialize(self) -> None:
+        """Have fully_shard pad this rank's rows now, as it does before the first gather of the weight's root.
+
+        Padding writes the rows to other memory, and only on ranks that have fewer rows.
+        """
+        if not any(p.sharded_param.is_meta for p in self._group.fsdp_params):
+            self._group.lazy_init()
+
     def reinitialize(self) -> None:
         """Reinitialize fully_shard's state for this parameter after its local tensor was replaced."""
         if hasattr(self._parameter, "_unsharded_param"):
@@ -101,6 +109,7 @@ _OF_GROUP = (
     "reshard_after_backward",
     "_use_post_forward_mesh",
     "mp_policy",
+    "lazy_init",
 )
 _OF_PARAMETER = (
     *("sharded_param", "shard_mesh", "all_gather_outputs", "_module_info"),
