@@ -1,8 +1,9 @@
 """Loops as users write them, on two gloo ranks: copies, two models, exceptions, skipped steps, evaluation between."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import quaver.torch as qt
 from quaver.torch.parallel import gather_quantized, sync_amax_histories
@@ -23,13 +24,21 @@ WIDE = 64
 
 
 class Net(nn.Module):
-    """Two layers with a forward that is recomputed by torch's checkpoint, reentrant or not, or not at all."""
+    """Two layers with a forward that is recomputed by torch's checkpoint, reentrant or not, or not at all.
 
-    def __init__(self, recipe: str, reentrant: bool | None = None) -> None:
+    Args:
+        saved: operations whose outputs a selective checkpoint saves.
+    """
+
+    def __init__(self, recipe: str | None, reentrant: bool | None = None, saved: Sequence[Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.reentrant = nn.Linear(WIDE, 96), nn.Linear(96, WIDE), reentrant
-        qt.convert(self, recipe)
+        self.a, self.b, self.reentrant = qt.Linear(WIDE, 96), qt.Linear(96, WIDE), reentrant
+        self.options: dict[str, Any] = {"use_reentrant": reentrant}
+        if saved is not None:
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, list(saved))
+        if recipe is not None:
+            qt.convert(self, recipe)
 
     def body(self, x: Tensor) -> Tensor:
         y: Tensor = self.b(torch.relu(self.a(x)))
@@ -38,7 +47,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.reentrant is None:
             return self.body(x)
-        y: Tensor = checkpoint(self.body, x.requires_grad_(self.reentrant), use_reentrant=self.reentrant)  # type: ignore[assignment]
+        y: Tensor = checkpoint(self.body, x.requires_grad_(self.reentrant), **self.options)  # type: ignore[assignment]
         return y
 
 
@@ -174,7 +183,54 @@ def accumulation(rank: int) -> None:
             assert losses[0] == losses[1], f"{recipe}, to none {to_none}: {losses}"
 
 
-CASES: list[Callable[[int], None]] = [copies_in_checkpoints, two_models, exceptions_in_a_step, accumulation]
+def selective_checkpoints(rank: int) -> None:
+    """Losses, weights and histories do not depend on what a checkpoint saves."""
+    aten = torch.ops.aten
+    for recipe in ("delayed", "mxfp8"):
+        for wrap in (by_copies, in_parts):
+            expected: list[Tensor] = []
+            for saved in (None, [], [aten.mm.default, aten.addmm.default], [aten.relu.default]):
+                net = Net(recipe, None if saved is None else False, saved)
+                model, seen = wrap(net), list[Tensor]()
+                optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+                for number in range(3):
+                    for micro in range(2):
+                        loss = model(data(rank, 2 * number + micro)).square().mean()
+                        loss.backward()
+                        seen.append(loss.detach())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                sync_amax_histories(model)
+                seen += [getattr(t, "_local_tensor", t).clone() for t in net.state_dict().values()]
+                expected = expected or seen
+                for x, y in zip(seen, expected, strict=True):
+                    assert_bitwise(x, y, f"{recipe}, {wrap.__name__}, {saved}")
+
+
+def recipes_by_turns(rank: int) -> None:
+    """Steps of a recipe without a history between and after steps of `delayed`, and evaluations on one rank alone."""
+    for wrap in (by_copies, partial(in_parts, codes=False)):
+        net = Net(None)
+        model = wrap(net)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for number, recipe in enumerate(("delayed", "delayed", "mxfp8", "mxfp8", "delayed", "mxfp8", "mxfp8")):
+            with qt.autocast(recipe):
+                step(model, optimizer, data(rank, number))
+            if rank == 0 and wrap is by_copies:
+                with torch.no_grad(), qt.autocast("mxfp8"):
+                    net(data(rank, number))
+            for p in net.parameters() if wrap is by_copies else ():
+                assert_bitwise(*gathered(p.detach()), f"step {number}, {recipe}")
+            if recipe == "delayed":
+                assert_scales(net, f"step {number}")
+        sync_amax_histories(net)
+        assert_scales(net, "at the end", agreed=True)
+
+
+CASES: list[Callable[[int], None]] = [
+    *(copies_in_checkpoints, two_models, exceptions_in_a_step, accumulation),
+    *(selective_checkpoints, recipes_by_turns),
+]
 
 
 @pytest.mark.ranks
