@@ -5,7 +5,7 @@ from quaver.torch.parallel.comm_counter import CommCounter
 from quaver.torch.parallel.consistency import check_consistency
 from quaver.torch.parallel.context.context_parallel import ContextParallel, context_parallel
 from quaver.torch.parallel.fsdp.gather import GatherReport, gather_quantized, refresh_gather
-from quaver.torch.parallel.fsdp.scales import micro_batches, precompute_scales
+from quaver.torch.parallel.fsdp.scales import precompute_scales
 from quaver.torch.parallel.moe.dispatch import AllToAllSplits, all_to_all
 from quaver.torch.parallel.moe.expert_parallel import ExpertParallel
 from quaver.torch.parallel.pipeline import pipeline_stage
@@ -36,7 +36,6 @@ __all__ = [
     "context_parallel",
     "cross_entropy",
     "gather_quantized",
-    "micro_batches",
     "pipeline_stage",
     "precompute_scales",
     "quantize_gradients",

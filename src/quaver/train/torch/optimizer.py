@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.torch import optim
 from quaver.torch.optim import Optimizer
-from quaver.torch.parallel import micro_batches
+from quaver.torch.parallel import precompute_scales
 from quaver.train import config as optimizer_name
 from quaver.train.config import TrainConfig
 from quaver.train.torch.decoder import Balance, Decoder, Routings, loss_and_routings, loss_of
@@ -180,15 +180,16 @@ class TrainStep:
         if self.balance is not None:
             self.balance.begin()
         total = torch.zeros((), dtype=torch.float32, device=ids.device)
-        with nullcontext() if self.group is None else micro_batches(self.model):
-            if self.group is not None and self.group.pipeline is not None:
-                total = self.group.pipeline.step(ids)
-            else:
-                for left, micro_batch in zip(range(len(ids))[::-1], ids, strict=True):
-                    with self.adding_up() if left else nullcontext():
-                        loss, minimized = self.losses(micro_batch)
-                        (minimized / len(ids)).backward()
-                    total += loss.detach() / len(ids)
+        if self.group is not None:
+            precompute_scales(self.model)
+        if self.group is not None and self.group.pipeline is not None:
+            total = self.group.pipeline.step(ids)
+        else:
+            for left, micro_batch in zip(range(len(ids))[::-1], ids, strict=True):
+                with self.adding_up() if left else nullcontext():
+                    loss, minimized = self.losses(micro_batch)
+                    (minimized / len(ids)).backward()
+                total += loss.detach() / len(ids)
         if self.group is not None:
             self.own = total.clone()
             total = self.group.agreed(self.group.mean(total))

@@ -848,22 +848,22 @@ def streams_of_gathers(rank: int) -> None:
                 given += [part.own.scale for part in sent.shards if len(part.sent) == 1]
                 return {t.data_ptr() for t in given if isinstance(t, Tensor)}
 
-            with qt.parallel.micro_batches(net):
-                inputs, sent = gather(2)
-                assert ("waits", 2, 2) not in streams.log and not streams.keeps(2)
-                streams.now = 1
-                shard.fsdp_post_all_gather([comm.gather(t, 0, mesh.get_group())() for t in inputs], sent, torch.float32)
-                assert ("waits", 1, 2) in streams.log and read(sent) <= streams.keeps(1)
-                # A gather on the stream that computes reads the same codes.
-                again, _ = gather(1)
-                codes = {t.data_ptr() for t in inputs}
-                assert {t.data_ptr() for t in again} == codes <= streams.keeps(1)
+            qt.parallel.precompute_scales(net)
+            inputs, sent = gather(2)
+            assert ("waits", 2, 2) not in streams.log and not streams.keeps(2)
+            streams.now = 1
+            shard.fsdp_post_all_gather([comm.gather(t, 0, mesh.get_group())() for t in inputs], sent, torch.float32)
+            assert ("waits", 1, 2) in streams.log and read(sent) <= streams.keeps(1)
+            # A gather on the stream that computes reads the same codes.
+            again, _ = gather(1)
+            codes = {t.data_ptr() for t in inputs}
+            assert {t.data_ptr() for t in again} == codes <= streams.keeps(1)
             streams.log.clear()
-            with qt.parallel.micro_batches(net):
-                inputs, _ = gather(1)
-                again, _ = gather(2)
-                assert ("waits", 2, 1) in streams.log, "codes that the stream that computes has written"
-                assert {t.data_ptr() for t in again} == {t.data_ptr() for t in inputs} <= streams.keeps(2)
+            qt.parallel.precompute_scales(net)
+            inputs, _ = gather(1)
+            again, _ = gather(2)
+            assert ("waits", 2, 1) in streams.log, "codes that the stream that computes has written"
+            assert {t.data_ptr() for t in again} == {t.data_ptr() for t in inputs} <= streams.keeps(2)
             streams.log.clear()
             patch.setattr(scales, "CrossStream", CrossStream)
 

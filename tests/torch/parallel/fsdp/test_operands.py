@@ -50,8 +50,8 @@ def together(x: Tensor, operand: WeightOperand, ranks: int, factor: float | None
     n = x.shape[0]
     own = -(-n // ranks)
     rows = [torch.nn.functional.pad(x[r * own :][:own], (0, 0, 0, own - len(x[r * own :][:own]))) for r in range(ranks)]
-    with_tensor = operand.spec.two_level or factor is not None
-    measured = [own_amaxes(each, operand, None, with_tensor) for each in rows]
+    of_tensor = (operand.spec.two_level or factor is not None) and not operand.spec.per_tensor
+    measured = [own_amaxes(each, operand, operand.block[0] is None, of_tensor) for each in rows]
     agreed = OperandAmaxes(
         *(None if of[0] is None else torch.stack(of).amax(0) for of in zip(*measured, strict=True))  # type: ignore[arg-type]
     )

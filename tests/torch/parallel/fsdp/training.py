@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import quaver.torch as qt
 from quaver.recipes.spec import Recipe
-from quaver.torch.parallel import gather_quantized, micro_batches
+from quaver.torch.parallel import gather_quantized, precompute_scales
 from tests import two_ranks
 
 Case = Callable[[int], None]
@@ -154,16 +154,16 @@ def train(
         for _ in range(steps):
             batch = torch.randn(micro, world, tokens, sizes[0], generator=generator)
             total = torch.zeros(())
-            with micro_batches(wrapped):
-                for i in range(micro):
-                    last = i == micro - 1
-                    if keep:
-                        wrapped.set_requires_gradient_sync(last)
-                        wrapped.set_reshard_after_backward(last)
-                    x = batch[i, rank]
-                    loss = wrapped(x.to(given)).float().square().mean() / micro
-                    loss.backward()
-                    total += loss.detach()
+            precompute_scales(wrapped)
+            for i in range(micro):
+                last = i == micro - 1
+                if keep:
+                    wrapped.set_requires_gradient_sync(last)
+                    wrapped.set_reshard_after_backward(last)
+                x = batch[i, rank]
+                loss = wrapped(x.to(given)).float().square().mean() / micro
+                loss.backward()
+                total += loss.detach()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(total.item())

@@ -7,8 +7,8 @@ made with them, are valid until the weight is written. Then the next forward or 
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -67,29 +67,21 @@ class OperandAmaxes(NamedTuple):
 
     #: Amaxes of its blocks, in the shape of `quantize`'s amax, if their scales cover other ranks' elements; else None.
     blocks: Tensor | None
-    #: Amax of the whole weight, [1, 1], for two-level scales and histories; else None.
+    #: Amax of the whole weight, [1, 1], for two-level scales and histories; None otherwise and if it is the only block.
     tensor: Tensor | None
 
 
-def own_amaxes(x: Tensor, operand: WeightOperand, tp_axis: int | None, with_tensor: bool) -> OperandAmaxes:
-    """Return what a rank contributes to the agreed amaxes.
-
-    Args:
-        x: this rank's rows [n, K].
-        tp_axis: axis along which tensor parallelism has sharded the weight, or None.
-        with_tensor: also return the amax of the whole weight.
-    """
-    spec, (height, width) = operand.spec, operand.block
-    crosses = height is None or (width is None and tp_axis == 1)
-    if not (crosses or with_tensor):
+def own_amaxes(x: Tensor, operand: WeightOperand, of_blocks: bool, of_tensor: bool) -> OperandAmaxes:
+    """Return what a rank's rows x [n, K] contribute to the agreed amaxes: those of blocks, of the weight, or both."""
+    if not (of_blocks or of_tensor):
         return OperandAmaxes(None, None)
     y = operand.oriented(x).to(torch.float32)
-    bits = magnitude_bits(rotate(y) if spec.hadamard else y)
-    blocks = reference.block_bits(bits, spec) if crosses else None
-    if not with_tensor or (blocks is not None and spec.per_tensor):
-        return OperandAmaxes(blocks, blocks if with_tensor else None)
-    top = bits.amax().view(1, 1) if bits.numel() else bits.new_zeros((1, 1))
-    return OperandAmaxes(blocks, torch.where(top < SMALLEST_NORMAL_BITS, 0, top))
+    bits = magnitude_bits(rotate(y) if operand.spec.hadamard else y)
+    blocks = reference.block_bits(bits, operand.spec) if of_blocks else None
+    if not of_tensor:
+        return OperandAmaxes(blocks, None)
+    largest = bits.amax().view(1, 1) if bits.numel() else bits.new_zeros((1, 1))
+    return OperandAmaxes(blocks, torch.where(largest < SMALLEST_NORMAL_BITS, 0, largest))
 
 
 class OperandShard(NamedTuple):
@@ -150,13 +142,25 @@ def quantize_rows(x: Tensor, operand: WeightOperand, amaxes: OperandAmaxes, fact
         codes = q.stored_codes().t()
         data = pack(codes) if spec.format.packed else codes.contiguous().view(data.dtype)
         scale = scale.t().contiguous() if isinstance(scale, Tensor) else scale
-    largest = None if amaxes.tensor is None else amaxes.tensor.view(torch.float32)
+    largest = amaxes.blocks if spec.per_tensor else amaxes.tensor
+    largest = None if largest is None else largest.view(torch.float32)
     own = Quantized(data, scale, spec, q.shape, operand.transposed, q.tensor_factor, largest)
     tensors = [t for t in (data, scale, q.tensor_factor, largest) if isinstance(t, Tensor)]
     return OperandShard(operand, own, CrossStream(tensors, x.device))
 
 
 # ---- weights of a model ----
+
+
+@dataclass
+class GatheredOperands:
+    """What the last gather of a weight has brought."""
+
+    #: Key of the delayed-scaling factor of the codes.
+    factor_key: float = 0.0
+    #: The pass that the gather was for: "forward", "backward" or "recomputation" of activations.
+    for_pass: str = "forward"
+    by_gemm: dict[str, Quantized] = field(default_factory=dict)
 
 
 class GatheredWeightState:
@@ -200,10 +204,7 @@ class GatheredWeightState:
         #: Passes ("forward", "backward") that needed an operand which their gather had not brought; later gathers for
         #: such a pass send both operands.
         self.passes_needing_both: set[str] = set()
-        #: What the last gather brought: operands by GEMM, the key of their factor, and the pass it was for.
-        self.gathered: dict[str, Quantized] = {}
-        self.gathered_key = 0.0
-        self.gathered_pass = "forward"
+        self.gathered = GatheredOperands()
 
     @property
     def why_high_precision(self) -> str:
@@ -267,28 +268,31 @@ class GatheredWeightState:
             return ()
         return parameter._version, plain.data_ptr(), -1 if plain.is_inference() else plain._version
 
-    def measure(self) -> None:
-        """Compute this rank's contribution to the agreed amaxes."""
-        self.invalidate()
-        x, has_history = self.rows(), self.recipe.delayed is not None
-        if x is not None and not self.why_high_precision:
-            self.agreed_version = self._version()
-            self.amaxes = {
-                operand.gemm: own_amaxes(x, operand, self.tp_axis, operand.spec.two_level or has_history)
-                for operand in self.operands
-            }
+    def measure(self) -> list[tuple[Tensor, list[Any]]]:
+        """Compute this rank's contribution to the agreed amaxes.
 
-    def reductions(self) -> Iterator[tuple[Tensor, list[Any]]]:
-        """Yield each amax with the process groups over which it is reduced: fully_shard's and tensor parallelism's."""
-        over_fsdp = [] if self.mesh is None or self.mesh.size() == 1 else [self.mesh.get_group()]
+        Returns:
+            Each amax with the process groups over which it is reduced: fully_shard's and tensor parallelism's.
+        """
+        self.invalidate()
+        x, reductions = self.rows(), list[tuple[Tensor, list[Any]]]()
+        if x is None or self.why_high_precision:
+            return reductions
+        self.agreed_version, self.amaxes = self._version(), {}
+        over_fsdp = [] if self.mesh.size() == 1 else [self.mesh.get_group()]
         over_tp = [] if self.tp_mesh is None else [self.tp_mesh.get_group()]
-        for gemm, (blocks, tensor) in (self.amaxes or {}).items():
-            block = self.operand(gemm).block
+        for operand in self.operands:
+            spec = operand.spec
+            crosses_fsdp = operand.block[0] is None
+            crosses_tp = self.tp_axis is not None and operand.block[self.tp_axis] is None
+            of_tensor = (spec.two_level or self.recipe.delayed is not None) and not spec.per_tensor
+            blocks, tensor = amaxes = own_amaxes(x, operand, crosses_fsdp or crosses_tp, of_tensor)
+            self.amaxes[operand.gemm] = amaxes
             if blocks is not None:
-                crosses_tp = self.tp_axis is not None and block[self.tp_axis] is None
-                yield blocks, (over_fsdp if block[0] is None else []) + (over_tp if crosses_tp else [])
-            if tensor is not None and tensor is not blocks:
-                yield tensor, over_fsdp + over_tp
+                reductions.append((blocks, (over_fsdp if crosses_fsdp else []) + (over_tp if crosses_tp else [])))
+            if tensor is not None:
+                reductions.append((tensor, over_fsdp + over_tp))
+        return reductions
 
     def factor(self) -> tuple[float, ScalarOverride]:
         """Return the layer's present delayed-scaling factor for the weight, preceded by a key that changes with it."""
@@ -405,9 +409,7 @@ class GatheredModelState:
 
     def agree(self) -> None:
         """Compute the amaxes of all weights, with one all-reduce for each mesh dimension over which they differ."""
-        for weight in self.weights:
-            weight.measure()
-        reductions = [each for weight in self.weights for each in weight.reductions()]
+        reductions = [each for weight in self.weights for each in weight.measure()]
         for group in dict.fromkeys(group for _, groups in reductions for group in groups):
             members = [bits for bits, groups in reductions if group in groups]
             flat = torch.cat([bits.reshape(-1) for bits in members])
@@ -497,21 +499,3 @@ def precompute_scales(model: nn.Module) -> None:
         if state is not None and state.groups:
             check_agreement("precompute_scales", {}, *state.groups)
             state.agree()
-
-
-@contextmanager
-def micro_batches(model: nn.Module) -> Iterator[None]:
-    """Call `precompute_scales` for the forwards and backwards in the block, which then share the weights' codes.
-
-        with micro_batches(model):
-            for x in batches:
-                model(x).backward()
-        optimizer.step()
-
-    Enter it on all ranks at the same steps.
-
-    Args:
-        model: model prepared by `gather_quantized`; without such weights the block has no effect.
-    """
-    precompute_scales(model)
-    yield

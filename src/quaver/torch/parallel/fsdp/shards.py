@@ -18,7 +18,7 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.linear import general
 from quaver.torch.numerics.quantized import Quantized, make_wrapper_subclass
 from quaver.torch.parallel.comm import gather
-from quaver.torch.parallel.fsdp.scales import GatheredWeightState, OperandShard
+from quaver.torch.parallel.fsdp.scales import GatheredOperands, GatheredWeightState, OperandShard
 from quaver.torch.parallel.fsdp.torch_internals import local, set_local
 from quaver.torch.quantized_tensor import PIN_MEMORY, TO_COPY
 from quaver.torch.state.history import amax
@@ -179,13 +179,12 @@ class Shard(Tensor):
         if metadata is None:
             # A view of the gathered rows, which fully_shard itself has written if there is one already.
             return None if out is not None else (outputs[0], ())
-        state.gathered.clear()
-        state.gathered_key, state.gathered_pass = metadata.factor_key, metadata.current_pass
+        state.gathered = GatheredOperands(metadata.factor_key, metadata.current_pass)
         arrived = list(outputs)
         for shard in metadata.shards:
             # fully_shard over one rank gathers only the first input.
             tensors = [arrived.pop(0) for _ in shard.sent] if state.mesh.size() > 1 else shard.sent
-            state.gathered[shard.operand.gemm] = shard.assemble(tensors, state.shape[0])
+            state.gathered.by_gemm[shard.operand.gemm] = shard.assemble(tensors, state.shape[0])
         return None if out is not None else (GatheredWeight(state, dtype, self.device), ())
 
 
@@ -271,17 +270,17 @@ class GatheredWeight(Tensor):
         """
         state = self.weight_state
         gemm, factor_key = state.operand(side).gemm, general.factor_key(call)
-        if gemm not in state.gathered:
-            state.passes_needing_both.add(state.gathered_pass)
-        if state.gathered_key != factor_key:
-            state.gathered.clear()
-        if gemm not in state.gathered:
+        if gemm not in state.gathered.by_gemm:
+            state.passes_needing_both.add(state.gathered.for_pass)
+        if state.gathered.factor_key != factor_key:
+            state.gathered = GatheredOperands(factor_key, state.gathered.for_pass)
+        operands = state.gathered.by_gemm
+        if gemm not in operands:
             shard = state.shard(gemm, factor_key, None if call.factors is None else call.factors[1])
-            state.gathered_key = factor_key
             with torch.no_grad():
                 arrived = [gather(t, 0, state.mesh.get_group(), kind="weights") for t in shard.sent]
-                state.gathered[gemm] = shard.assemble([wait() for wait in arrived], state.shape[0])
-        q = state.gathered[gemm]
+                operands[gemm] = shard.assemble([wait() for wait in arrived], state.shape[0])
+        q = operands[gemm]
         if call.training and call.factors is not None and side == "fprop":
             amax.record(call.layer, amax.WEIGHT, q.amax)
         return q.T if side == "dgrad" and len(state.operands) == 1 else q
