@@ -12,7 +12,7 @@ from quaver.torch.optim.layout import is_stack, shardings
 from quaver.torch.optim.step import StepConfig
 
 #: Unsupported options of torch's optimizers: the reason and what to do instead, shown if they are True.
-TORCHS = {
+UNSUPPORTED = {
     "amsgrad": "it keeps a third moment, which no preset has: leave it out, or take torch.optim.AdamW",
     "foreach": "parameters are stepped in chunks, without copies of all states: leave it out",
     "fused": "parameters are stepped in chunks in any case: leave it out",
@@ -25,10 +25,10 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     for option, value in options.items():
         if option == "capturable":
             continue  # Steps are counted on the device in any case.
-        if option not in TORCHS:
+        if option not in UNSUPPORTED:
             raise TypeError(f"{name} has no option {option!r}")
         if value:
-            raise ValueError(f"{name} was given {option}={value!r}; {TORCHS[option]}")
+            raise ValueError(f"{name} was given {option}={value!r}; {UNSUPPORTED[option]}")
 
 
 def check_group(name: str, group: Mapping[str, Any]) -> None:
@@ -101,15 +101,15 @@ def check_stack(p: Tensor, config: StepConfig, preset: str) -> None:
         )
 
 
-def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
+def check_sharded(p: Tensor, config: StepConfig, preset: str) -> None:
     """Raise a ValueError if a sharded parameter cannot be stepped shard by shard."""
-    cuts = shardings(p)
+    sharded_dims = shardings(p)
     if isinstance(p, DTensor) and stored_weight.owner(p) is not None and not stored_weight.holds_codes(p):
         raise ValueError(
             f"a stored weight of shape {tuple(p.shape)} was passed directly to fully_shard, which shards its values: "
             "call quaver.torch.parallel.gather_quantized(model) before fully_shard"
         )
-    if not cuts:
+    if not sharded_dims:
         return
     sharded = f"a parameter of shape {tuple(p.shape)} is sharded over the ranks of {p.device_mesh}"  # type: ignore[attr-defined]
     rule = config.rule.name
@@ -124,15 +124,15 @@ def check_divided(p: Tensor, config: StepConfig, preset: str) -> None:
             "such as 'balanced' or 'lean'"
         )
     of_codes = config.weight_format.code_spec
-    if of_codes is not None and (len(cuts) > 1 or cuts[0][0] != 0):
+    if of_codes is not None and (len(sharded_dims) > 1 or sharded_dims[0][0] != 0):
         raise ValueError(f"{sharded} by more than rows, which codes do not support: shard it by fully_shard only")
     height = 1 if of_codes is None else of_codes.block[0] or 1
-    if config.predicts_scale and p.shape[0] % (height * p.device_mesh.size(cuts[0][1])) and height > 1:  # type: ignore[attr-defined]
+    if config.predicts_scale and p.shape[0] % (height * p.device_mesh.size(sharded_dims[0][1])) and height > 1:  # type: ignore[attr-defined]
         raise ValueError(
             f"{sharded}, which cuts blocks of {height} whole rows, and preset {preset!r} needs their scales "
             "before a step: use fewer ranks, or a recipe with another block"
         )
-    ranks = prod(p.device_mesh.size(over) for dim, over in cuts if dim == p.dim() - 1)  # type: ignore[attr-defined]
+    ranks = prod(p.device_mesh.size(over) for dim, over in sharded_dims if dim == p.dim() - 1)  # type: ignore[attr-defined]
     for spec in config.moments:
         if ranks > 1 and spec.of.scaled and spec.block is not None and p.shape[-1] % (spec.block * ranks):
             raise ValueError(

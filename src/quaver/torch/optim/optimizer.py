@@ -15,10 +15,10 @@ from quaver.torch.linear import stored_weight
 from quaver.torch.operations.ops import no_kernels
 from quaver.torch.optim import gpu, layout, master_weights, ranks
 from quaver.torch.optim.checks import (
-    check_divided,
     check_group,
     check_options,
     check_parameter,
+    check_sharded,
     check_stack,
     check_tied,
 )
@@ -56,9 +56,9 @@ class Optimizer(torch.optim.Optimizer):
         statistics: bool = False,
         nonfinite: str = "keep",
         compile: bool = False,
-        **torchs: Any,
+        **torch_options: Any,
     ) -> None:
-        check_options(type(self).__name__, torchs)
+        check_options(type(self).__name__, torch_options)
         if nonfinite not in NONFINITE:
             raise ValueError(
                 f"nonfinite is {nonfinite!r}; give 'keep' (NaN propagates, as in torch), 'skip' (skip and count "
@@ -69,9 +69,9 @@ class Optimizer(torch.optim.Optimizer):
         #: True if large parameters are stepped by torch.compile.
         self.compile = compile
         self._programs = CompiledSteps() if compile else None
-        #: Prepared kernel arguments by device, and the reasons for not using kernels that were already reported.
+        #: Prepared kernel arguments by device, and the reported reasons for not using kernels.
         self._kernels: dict[torch.device, Any] = {}
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         #: Number of steps skipped because of gradients that were not finite, if `nonfinite` is "skip": int64 [].
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         #: For each parameter, the number of clamped updates and of all updates.
@@ -104,7 +104,7 @@ class Optimizer(torch.optim.Optimizer):
         # A copied or unpickled optimizer starts without gradients, counts and stepping in backward.
         self.gradients, self._release, self.counted = Gradients(), None, {}
         self._programs = CompiledSteps() if self.compile else None
-        self._kernels, self._said, self._local_amax, self._stepped, self._compared = {}, set(), set(), {}, 0
+        self._kernels, self._reported, self._local_amax, self._stepped, self._compared = {}, set(), set(), {}, 0
         for group in self.param_groups:
             for p in group["params"]:
                 self._prepare(p, group)
@@ -134,7 +134,7 @@ class Optimizer(torch.optim.Optimizer):
         for p in group["params"]:
             check_parameter(p, rule.name, rule.needs_matrix)
             if p.requires_grad and layout.shardings(p):
-                check_divided(p, self.config(p, group), self.preset(p, group).name)
+                check_sharded(p, self.config(p, group), self.preset(p, group).name)
             elif p.requires_grad and p.dim() == 3:
                 check_stack(p, self.config(p, group), self.preset(p, group).name)
 
@@ -475,7 +475,7 @@ class Optimizer(torch.optim.Optimizer):
                 row.owner = p
                 rows.setdefault(weight.device, []).append(row)
             else:
-                gpu.warn_once(self._said, weight, *arguments, state["step"])
+                gpu.warn_once(self._reported, weight, *arguments, state["step"])
                 without_kernel.append(p)
         for of_device in rows.values():
             # The kernel increments the step itself if the step is applied.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quaver.reference.optimizer_state import FLOAT32, Preset, StateSpec, saved_preset
 from quaver.torch.optim import codes, layout, master_weights, rules
-from quaver.torch.optim.checks import TORCHS, check_group
+from quaver.torch.optim.checks import UNSUPPORTED, check_group
 from quaver.torch.optim.layout import CODES, key_of
 from quaver.torch.optim.master_weights import WeightFormat
 from quaver.torch.optim.rules import UpdateRule
@@ -173,7 +173,7 @@ def check_saved_group(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             f"loaded: load it into {theirs}, or start {ours} without it"
         )
     if saved.get("amsgrad"):
-        raise ValueError(f"the state dict was saved with amsgrad=True; {TORCHS['amsgrad']}")
+        raise ValueError(f"the state dict was saved with amsgrad=True; {UNSUPPORTED['amsgrad']}")
     # Options of torch's Muon that have one value here.
     fixed = {"ns_steps": 5, "ns_coefficients": rules.COEFFICIENTS} | ({"eps": 1e-7} if "ns_steps" in saved else {})
     for option, value in fixed.items() if ours == "Muon" else ():

@@ -127,7 +127,7 @@ def _choose_gathers(
         model, recipe, skip, mesh: as in `gather_quantized`.
         fsdp_parameters: fully_shard's object by layer, empty before fully_shard.
     """
-    report, state = GatherReport(), GatheredModelState(model)
+    report, model_state = GatherReport(), GatheredModelState(model)
     try:
         if not fsdp_parameters:
             _check_unsharded(model)
@@ -158,14 +158,14 @@ def _choose_gathers(
                 raise ValueError(
                     f"{name}.weight is not managed by fully_shard; call gather_quantized before fully_shard"
                 )
-            weight = _weight_state(state, layer, name, own_recipe, fsdp_parameters.get(layer))
+            weight = _weight_state(model_state, layer, name, own_recipe, fsdp_parameters.get(layer))
             why = weight.why_high_precision
             if why:
                 report.in_high_precision[name] = why
             else:
                 report.quantized[name] = own_recipe
-                state.weights.append(weight)
-        if not state.weights and not report.stored and not fsdp_parameters:
+                model_state.weights.append(weight)
+        if not model_state.weights and not report.stored and not fsdp_parameters:
             raise ValueError(
                 "gather_quantized has no weight to gather as codes; call quaver.torch.convert(model, ...) before it, "
                 f"or give recipe= for layers that run in an autocast\n{report}"
@@ -176,7 +176,7 @@ def _choose_gathers(
         raise
     gathers = (line.partition(": ") for line in str(report).splitlines())
     compare_models(model, mesh, {f"gather of {name}": how for name, _, how in gathers})
-    return report, state.weights
+    return report, model_state.weights
 
 
 def _why_stack_in_high_precision(layer: GroupedLinear, name: str) -> str:

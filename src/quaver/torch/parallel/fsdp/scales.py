@@ -366,8 +366,8 @@ class GatheredModelState:
         for weight in self.weights:
             if weight.fsdp_parameter is not None:
                 weight.fsdp_parameter.initialize()
-        over = next(p for p in (weight.sharded() for weight in self.weights) if p is not None).device_mesh
-        groups = tuple(over.get_group(dim) for dim in range(over.ndim))
+        mesh = next(p for p in (weight.sharded() for weight in self.weights) if p is not None).device_mesh
+        groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
         offloaded = next(
             (w.name for w in self.weights if w.fsdp_parameter is not None and w.fsdp_parameter.offloads), ""
         )
@@ -376,7 +376,7 @@ class GatheredModelState:
             "rows on the CPU: give fully_shard no offload_policy, or leave the layer out with "
             "gather_quantized(model, skip=[...])"
         )
-        facts = {w.name: f"{w.shape} cut along {w.tp_axis} under {w.recipe.text}" for w in self.weights}
+        facts = {w.name: f"{w.shape} sharded along {w.tp_axis} under {w.recipe.text}" for w in self.weights}
         check_agreement(
             "gather_quantized's first gather",
             {"weights": len(facts), **facts, **self._facts()},

@@ -32,8 +32,8 @@ SHARD_OPS = {
     *(aten.view.default, aten.as_strided.default, TO_COPY, PIN_MEMORY, aten.alias.default),
     *(aten.split.Tensor, aten.clone.default, aten.detach.default, aten.t.default, aten.reshape.default),
 }
-#: Operations that a gathered weight without values supports.
-OF_NO_VALUES = {aten.as_strided.default, aten.detach.default, aten.alias.default, aten.view.default}
+#: Operations that a `GatheredWeight` supports, which has no values.
+GATHERED_WEIGHT_OPS = {aten.as_strided.default, aten.detach.default, aten.alias.default, aten.view.default}
 
 
 @torch.compiler.disable(reason="a compiler takes a weight that fully_shard gathers as codes for a constant")
@@ -244,7 +244,7 @@ class GatheredWeight(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         wrapper = next(x for x in args if isinstance(x, GatheredWeight))
-        if function in OF_NO_VALUES:
+        if function in GATHERED_WEIGHT_OPS:
             return cls(wrapper.weight_state, wrapper.dtype, wrapper.device)
         if function is aten.zeros_like.default:
             # Zero gradient of a weight that did not contribute to the loss.
@@ -278,8 +278,8 @@ class GatheredWeight(Tensor):
         if gemm not in operands:
             shard = state.shard(gemm, factor_key, None if call.factors is None else call.factors[1])
             with torch.no_grad():
-                arrived = [gather(t, 0, state.mesh.get_group(), kind="weights") for t in shard.sent]
-                operands[gemm] = shard.assemble([wait() for wait in arrived], state.shape[0])
+                waits = [gather(t, 0, state.mesh.get_group(), kind="weights") for t in shard.sent]
+                operands[gemm] = shard.assemble([wait() for wait in waits], state.shape[0])
         q = operands[gemm]
         if call.training and call.factors is not None and side == "fprop":
             amax.record(call.layer, amax.WEIGHT, q.amax)
