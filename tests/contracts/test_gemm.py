@@ -32,48 +32,42 @@ def operands(magnitude: str, gemm: GemmSpec, m: int, k: int, n: int) -> tuple[qt
     return pair[0], pair[1]
 
 
-def by_turns(gemm: GemmSpec, magnitude: str) -> list[tuple[int, int, int]]:
-    """One size, so that each GEMM and each magnitude meet each size."""
-    turn = list(GEMMS.values()).index(gemm) + list(MAGNITUDES).index(magnitude)
-    return SIZES[turn % len(SIZES) :: len(SIZES)]
-
-
 def exact(a: qt.Quantized, b: qt.Quantized) -> torch.Tensor:
     return double(a) @ double(b).t()
 
 
 @every_gemm
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
-def test_float32_output_is_within_1e_6_of_float64(gemm: GemmSpec, magnitude: str) -> None:
-    for m, k, n in by_turns(gemm, magnitude):
+def test_float32_output_is_within_1e_6_of_float64(gemm: GemmSpec) -> None:
+    # The next size for the next magnitude or GEMM, so that each of these meets each size.
+    for turn, magnitude in enumerate(MAGNITUDES, list(GEMMS.values()).index(gemm)):
+        m, k, n = SIZES[turn % len(SIZES)]
         a, b = operands(magnitude, gemm, m, k, n)
-        bias = torch.randn(n)
-        y = exact(a, b)
-        assert_close(f"m {m}, k {k}, n {n}", qt.matmul(a, b), y.float(), 1e-6)
+        y, case = exact(a, b), f"{magnitude}, m {m}, k {k}, n {n}"
+        assert_close(case, qt.matmul(a, b), y.float(), 1e-6)
         # A bias of ordinary size would hide small products, so it is of theirs.
-        bias *= y.abs().amax().clamp(1e-30, 1e30).float()
-        assert_close(f"m {m}, k {k}, n {n}, bias", qt.matmul(a, b, bias=bias), (y + bias.double()).float(), 1e-6)
+        bias = torch.randn(n) * y.abs().amax().clamp(1e-30, 1e30).float()
+        assert_close(f"{case}, bias", qt.matmul(a, b, bias=bias), (y + bias.double()).float(), 1e-6)
 
 
 @every_gemm
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_output_is_float64_rounded_once(gemm: GemmSpec, dtype: torch.dtype) -> None:
-    turn = list(GEMMS.values()).index(gemm) + (dtype is torch.float16)
+def test_half_precision_output_is_float64_rounded_once(gemm: GemmSpec) -> None:
+    turn = list(GEMMS.values()).index(gemm)
     for at, magnitude in enumerate(("normal", "rows spread", "zeros", "one outlier")[turn % 2 :: 2]):
-        wrong = total = 0
-        # Two sizes under each of the two magnitudes; with the next GEMM but one, others.
+        wrong, total = {torch.bfloat16: 0, torch.float16: 0}, 0
+        # Two sizes under each of two magnitudes; with the next GEMM but one, others.
         for m, k, n in SIZES[(turn // 2 + at) % 3 :: 3]:
             a, b = operands(magnitude, gemm, m, k, n)
-            y = exact(a, b)
-            for bias in (None, torch.randn(n)):
-                # Through float32 by way of rounding: twice rounded only where float32 falls on a tie, once in 2**16.
-                once = (y if bias is None else y + bias.double()).float().to(dtype)
+            y, bias = exact(a, b), torch.randn(n)
+            total += 2 * m * n
+            for dtype in wrong:
+                # By way of float32: rounded twice only where float32 falls on a tie, once in 2**16.
+                plain, biased = y.float().to(dtype), (y + bias.double()).float().to(dtype)
+                wrong[dtype] += int((qt.matmul(a, b, dtype) != plain).sum())
                 got = qt.matmul(a, b, dtype, bias)
                 assert got.dtype == dtype
-                wrong += int((got != once).sum())
-                total += once.numel()
-        allowed = 1e-3 if dtype is torch.bfloat16 else 8e-3  # float16 is eight times finer
-        assert wrong <= allowed * total, f"{magnitude}: {wrong} of {total} elements are not the rounded float64"
+                wrong[dtype] += int((got != biased).sum())
+        # float16 is eight times finer.
+        assert wrong[torch.bfloat16] <= 1e-3 * total and wrong[torch.float16] <= 8e-3 * total, f"{magnitude}: {wrong}"
 
 
 @every_gemm
@@ -122,13 +116,13 @@ def test_nonfinite_values_make_only_the_products_of_their_block_nan(
 
 
 @every_gemm
-@pytest.mark.parametrize("m, k, n", [(0, 16, 8), (8, 16, 0), (8, 0, 4), (0, 0, 0)])
-def test_an_empty_gemm_is_zeros_or_the_bias(gemm: GemmSpec, m: int, k: int, n: int) -> None:
+def test_an_empty_gemm_is_zeros_or_the_bias(gemm: GemmSpec) -> None:
     assert gemm.a is not None and gemm.b is not None
-    a, b = qt.quantize(torch.randn(m, k), gemm.a), qt.quantize(torch.randn(n, k), gemm.b)
-    bias = torch.randn(n)
-    assert_bitwise(qt.matmul(a, b), torch.zeros(m, n))
-    assert_bitwise(qt.matmul(a, b, bias=bias), bias.expand(m, n))
+    for m, k, n in ((0, 16, 8), (8, 16, 0), (8, 0, 4), (0, 0, 0)):
+        a, b = qt.quantize(torch.randn(m, k), gemm.a), qt.quantize(torch.randn(n, k), gemm.b)
+        bias = torch.randn(n)
+        assert_bitwise(qt.matmul(a, b), torch.zeros(m, n), f"m {m}, k {k}, n {n}")
+        assert_bitwise(qt.matmul(a, b, bias=bias), bias.expand(m, n), f"m {m}, k {k}, n {n}, bias")
 
 
 def test_threads_never_see_the_precision_of_float32_products_change() -> None:
@@ -159,21 +153,21 @@ def rounded_products() -> Iterator[None]:
 
 
 @every_gemm
-@pytest.mark.parametrize("m", [3, 100])
 @pytest.mark.usefixtures("rounded_products")
-def test_a_process_that_lets_torch_round_float32_products_gets_the_same_precision(gemm: GemmSpec, m: int) -> None:
-    a, b = operands("normal", gemm, m, 512, 256)
-    y = qt.matmul(a, b)
-    assert_close("medium", y, exact(a, b), 1e-6)
-    if not (decodes_exactly_to_bf16(a) and decodes_exactly_to_bf16(b)):
-        # Whatever this processor does with the setting: bf16 could not hold the values.
-        with qt.only("reference"):
-            assert_bitwise(y, qt.matmul(a, b))
+def test_a_process_that_lets_torch_round_float32_products_gets_the_same_precision(gemm: GemmSpec) -> None:
+    for m in (3, 100):
+        a, b = operands("normal", gemm, m, 512, 256)
+        y = qt.matmul(a, b)
+        assert_close(f"m {m}", y, exact(a, b), 1e-6)
+        if not (decodes_exactly_to_bf16(a) and decodes_exactly_to_bf16(b)):
+            # Whatever this processor does with the setting: bf16 could not hold the values.
+            with qt.only("reference"):
+                assert_bitwise(y, qt.matmul(a, b), f"m {m}")
 
 
 @every_gemm
 def test_a_product_is_stored_row_major(gemm: GemmSpec) -> None:
-    # What calls it gives the result another shape where it lies. By turns, so that each size meets every other GEMM.
+    # The caller views the result in another shape. By turns, so that each size meets every other GEMM.
     sizes = [*SIZES, (100, 64, 2), (2, 64, 100), (300, 4000, 4), (100, 4096, 1)]
     turn = list(GEMMS.values()).index(gemm)
     for at, (m, k, n) in enumerate(sizes[turn % 2 :: 2], turn // 2):
