@@ -70,8 +70,11 @@ def test_an_example_of_the_page_prints_what_the_page_shows(kind: str, code: str,
     assert (done.returncode, done.stdout) == (0, output)
 
 
-@pytest.mark.parametrize("options", [f"-Dquaver_DIR={CMAKE}", f"-DCMAKE_PREFIX_PATH={HEADERS}"], ids=["dir", "prefix"])
-@pytest.mark.parametrize("language", ["C", "CXX"])
+@pytest.mark.parametrize(
+    ("language", "options"),
+    [("C", f"-Dquaver_DIR={CMAKE}"), ("CXX", f"-DCMAKE_PREFIX_PATH={HEADERS}")],
+    ids=["C", "CXX"],
+)
 def test_cmake_finds_the_headers(options: str, language: str, tmp_path: Path) -> None:
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
@@ -95,14 +98,7 @@ def test_cmake_finds_the_headers(options: str, language: str, tmp_path: Path) ->
 def test_cmake_takes_versions_with_the_same_interface(tmp_path: Path) -> None:
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
-    for version, found in (
-        ("", True),
-        ("0.1", True),
-        ("0.1.0", True),
-        ("0.1.1", False),
-        ("0.2", False),
-        ("1.0", False),
-    ):
+    for version, found in (("0.1", True), ("0.1.1", False), ("0.2", False), ("1.0", False)):
         (tmp_path / "CMakeLists.txt").write_text(
             "cmake_minimum_required(VERSION 3.18)\nproject(user LANGUAGES NONE)\n"
             f"find_package(quaver {version} REQUIRED)\n"

@@ -144,6 +144,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.slow
 def test_mistakes_in_the_library_are_found(every: Path, stub: Path, tmp_path: Path) -> None:
     flags = "-std=gnu11", "-O1", *library.WARNINGS, "-fPIC", "-fvisibility=hidden", f"-I{every}"
     run(COMPILERS[0], *flags, "-c", *[path.name for path in sorted(every.glob("*.[cS]"))], cwd=every)
@@ -203,9 +204,13 @@ def test_without_a_driver_a_handle_is_refused(small: Path) -> None:
     assert int(done.stdout) in (library.NO_DRIVER, library.DRIVER)
 
 
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
 @pytest.mark.parametrize(
-    "threads, options", [(1, ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]), (2, ["-fsanitize=thread"])]
+    "compiler, threads, options",
+    [
+        ("gcc", 1, ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]),
+        ("gcc", 2, ["-fsanitize=thread"]),
+        ("clang", 2, ["-fsanitize=thread"]),
+    ],
 )
 def test_sanitizers_find_nothing(
     compiler: str, threads: int, options: list[str], small: Path, stub: Path, tmp_path: Path

@@ -12,11 +12,15 @@ from tests.native.compilers import HERE, SANITIZERS, STANDARDS, build, run
 OPTIMIZATIONS = {"O0": ["-O0"], "O2": ["-O2"], "O3": ["-O3", "-march=native", "-ffp-contract=fast"]}
 
 
+#: Each compiler and each optimization; the other pairs are slow.
+QUICK = ("gcc-O0", "gcc-O3", "clang-O2", "clang-O3", "g++-O2", "clang++-O3")
+
+
 def builds(*, slow: bool) -> list[object]:
-    """Return (compiler, optimization): C at all, C++ at one; the others are slow."""
-    pairs = [(compiler, level) for compiler in STANDARDS for level in OPTIMIZATIONS]
-    marks = [pytest.mark.slow if slow or (c.endswith("++") and level != "O2") else () for c, level in pairs]
-    return [pytest.param(*pair, marks=mark, id="-".join(pair)) for pair, mark in zip(pairs, marks, strict=True)]
+    """Return every (compiler, optimization)."""
+    ids = [f"{compiler}-{level}" for compiler in STANDARDS for level in OPTIMIZATIONS]
+    marks = [pytest.mark.slow if slow or name not in QUICK else () for name in ids]
+    return [pytest.param(*name.split("-"), marks=mark, id=name) for name, mark in zip(ids, marks, strict=True)]
 
 
 def written(thorough: bool) -> Iterator[Path]:
@@ -51,7 +55,7 @@ def test_the_header_has_the_bits_of_the_reference(compiler: str, level: str, rec
     check(program, records, encodes=4_000_000, operands=4000)
 
 
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+@pytest.mark.parametrize("compiler", ["gcc", pytest.param("clang", marks=pytest.mark.slow)])
 def test_the_header_stays_within_memory_and_defined_behaviour(compiler: str, records: Path, tmp_path: Path) -> None:
     program = build(compiler, HERE / "numerics.c", tmp_path / "program", "-O1", *SANITIZERS)
     check(program, records, encodes=4_000_000, operands=4000)

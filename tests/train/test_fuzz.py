@@ -105,9 +105,9 @@ def cases(seeds: Iterator[int], where: Place, tmp_path: Path) -> Iterator[str]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def test_fifty_odd_command_lines_and_folders_are_answered(where: Place, tmp_path: Path) -> None:
+def test_thirty_odd_command_lines_and_folders_are_answered(where: Place, tmp_path: Path) -> None:
     # Case 16 trains the default model, which takes as long as all others.
-    seeds = [seed for seed in range(51) if seed != 16]
+    seeds = [seed for seed in range(31) if seed != 16]
     assert not list(cases(iter(seeds), where, tmp_path))
 
 
@@ -138,7 +138,7 @@ def test_a_separate_process_behaves_the_same(where: Place, tmp_path: Path, seeds
 
 
 def test_every_recipe_text_gives_a_recipe_or_a_clear_error() -> None:
-    for seed in range(1000):
+    for seed in range(500):
         text = fuzzing.recipe(Random(seed))
         for part in [text, *config.split(text)]:
             try:

@@ -22,16 +22,19 @@ def test_every_family_trains_and_decodes_the_same_with_each_cache(
     """28 tokens: Gemma 2's and Mistral's windows are 16; two layers are of both kinds that Gemma 2 has, three of all of
     Nemotron-H's."""
     monkeypatch.setitem(MODELS, name, replace(MODELS[name], layers=3 if name.startswith("nemotron") else 2))
-    result = run_training(make_config(model=name, dtype="float32", steps=5))
-    assert result.losses[5] < result.losses[1]
-    decoded = [generate.generate(result.folder, "7 times", tokens=21, how=GREEDY, cache=cache) for cache in CACHES]
+    result = run_training(
+        make_config(model=name, recipe="mxfp8", recompute="mlp", dtype="float32", steps=4, validate_every=0)
+    )
+    assert result.losses[4] < result.losses[1]
+    options = {"tokens": 21, "how": GREEDY, "recipe": "bf16"}
+    decoded = [generate.generate(result.folder, "7 times", cache=cache, **options) for cache in CACHES]
     assert decoded[0].tokens == decoded[1].tokens == decoded[2].tokens and decoded[0].tokens
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8", "blockwise", "rowwise_bf16_wgrad"])
 def test_recipes_that_quantize_row_by_row_decode_the_same_with_each_cache(trained: Path, recipe: str) -> None:
     decoded = [
-        generate.generate(trained, "7 times", tokens=20, how=GREEDY, cache=cache, recipe=recipe).tokens
+        generate.generate(trained, "7 times", tokens=12, how=GREEDY, cache=cache, recipe=recipe).tokens
         for cache in CACHES
     ]
     assert decoded[0] == decoded[1] == decoded[2]
@@ -43,10 +46,10 @@ def test_every_recipe_decodes_a_model_trained_in_bf16(trained: Path, recipe: str
         assert generate.generate(trained, "7 times", tokens=3, recipe=recipe, cache=cache).tokens
 
 
-@pytest.mark.parametrize("recipe", ["", "bf16", "mxfp8"])
-def test_a_delayed_run_decodes_under_its_own_recipe_and_others(make_config: MakeConfig, recipe: str) -> None:
+def test_a_delayed_run_decodes_under_its_own_recipe_and_others(make_config: MakeConfig) -> None:
     folder = run_training(make_config(recipe="delayed(history=4)", steps=3)).folder
-    assert len(generate.generate(folder, "7", tokens=5, how=GREEDY, recipe=recipe).tokens) == 5
+    for recipe in ("", "bf16", "mxfp8"):
+        assert len(generate.generate(folder, "7", tokens=5, how=GREEDY, recipe=recipe).tokens) == 5, recipe
 
 
 def test_a_jax_run_generates_in_pytorch(make_config: MakeConfig) -> None:
@@ -101,23 +104,6 @@ def test_lengths_beyond_training_warn_and_beyond_the_positions_are_refused(
         generate.generate(trained, "x" * 40)
     with pytest.raises(ValueError, match="after 30 of 40 tokens 11 more do not fit; give --tokens 10 or fewer"):
         generate.generate(trained, "x" * 30, tokens=11)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"prompt": ""}, "the prompt is empty; give some text"),
-        ({"tokens": 0}, "tokens is 0; it must be at least 1"),
-        ({"seed": -1}, "seed is -1"),
-        ({"cache": "pagd"}, r"cache 'pagd' is not known; did you mean 'paged'\?"),
-        ({"recipe": "mxpf8"}, r"did you mean 'mxfp8'\?"),
-        ({"device": "cuda:99"}, "the device 'cuda:99' is not available"),
-    ],
-)
-def test_bad_input_gives_one_clear_error(trained: Path, options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        generate.generate(trained, **({"prompt": "7"} | options))  # type: ignore[arg-type]
-    assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_a_run_or_without_a_checkpoint_gives_one_clear_error(trained: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from quaver.train import config as recipe_name
 from quaver.train import memory
 from quaver.train.model_config import MODELS
 from quaver.train.torch.learner import TorchLearner
+from tests.pairs import pairs, turns
 from tests.train.conftest import MakeConfig
 
 
@@ -20,17 +21,18 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", *PRESETS, "lion-lean", "sgd-balanced", "muon-lean"])
-@pytest.mark.parametrize(
-    "recipe", ["bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise", "mxfp8 until 50%, bf16"]
-)
+OPTIMIZERS = ("adamw", *PRESETS, "lion-lean", "sgd-balanced", "muon-lean")
+RECIPES = ("bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise", "mxfp8 until 50%, bf16")
+
+
+@pytest.mark.parametrize(("optimizer", "recipe"), turns(OPTIMIZERS, RECIPES, ["lean"]))
 def test_bytes_match_live_tensors(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
     check("nano", make_config, optimizer, recipe)
 
 
-@pytest.mark.parametrize("model", ["mixtral-tiny", "mamba2-tiny"])
-@pytest.mark.parametrize("optimizer", ["lean", "exact"])
-@pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "recipe"), pairs(["mixtral-tiny", "mamba2-tiny"], ["lean", "exact"], ["bf16", "tensorwise"])
+)
 def test_bytes_of_stacks_and_of_mixers_are_too(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, model: str, optimizer: str, recipe: str
 ) -> None:

@@ -76,7 +76,6 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
         make_config(f"beside-{number}", pp=2, **few | options)
         for number, options in enumerate(
             (
-                {"fsdp": 2, "pp_schedule": "ZBVZeroBubble"},
                 {"tp": 2, "sp": True, "pp_schedule": "Interleaved1F1B", "pp_stages": 4, "model": EIGHT},
                 {"cp": 2, "loss_chunk": 32, "pp_schedule": "InterleavedZeroBubble"},
                 {"fsdp": 2, "recompute": "full", "pp_schedule": "DualPipeV"},
@@ -91,7 +90,6 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
         for name, options in (
             ("batches", {"fsdp": 4}),
             ("stages", {"fsdp": 2, "pp": 2, "batch": 2, "accumulate": 2}),
-            ("tokens", {"fsdp": 2, "cp": 2}),
             ("layers", {"cp": 2, "tp": 2, "sp": True}),
         )
     }

@@ -62,9 +62,9 @@ def main() -> None:
         time.sleep(SLOW)
         return write(*given)
 
-    sharding.HuggingFaceStorageWriter.write_data = slowly
     for path in sorted(folder.glob("*.toml")):
         config = TrainConfig(**read_toml(path))
+        sharding.HuggingFaceStorageWriter.write_data = slowly if config.async_save else write
         restore = poison(config.pp > 1) if rank == "1" else lambda: None
         said = ""
         try:

@@ -9,6 +9,7 @@ import pytest
 
 from quaver.jax.blocks.layers import NORMALIZATIONS, layer_norm, normalize, rms_norm
 from tests.close import assert_close
+from tests.pairs import pairs
 
 
 def expected(
@@ -20,9 +21,7 @@ def expected(
     return y if bias is None else y + bias
 
 
-@pytest.mark.parametrize("kind", NORMALIZATIONS)
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("kind", "zero_centered", "with_bias"), pairs(NORMALIZATIONS, [False, True], [False, True]))
 def test_a_norm_matches_its_formula(kind: str, zero_centered: bool, with_bias: bool) -> None:
     x, scale, bias = np.random.randn(3, 5, 24) * 3 + 1, np.random.randn(24), np.random.randn(24)
     x, scale, bias = x.astype(np.float32), scale.astype(np.float32), bias.astype(np.float32) if with_bias else None
