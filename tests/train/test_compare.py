@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from quaver.train.compare import Comparison, SeedRun, compare_runs, interval_of,
 from quaver.train.config import to_toml
 from quaver.train.loop import run_training
 from quaver.train.metrics import read
-from quaver.train.plots import plot_comparison, plot_loss, spread
+from quaver.train.plots import plot_comparison
 from quaver.train.report import time_left
 from tests import forked
 from tests.train.conftest import MakeConfig
@@ -79,29 +78,6 @@ def test_a_failed_run_is_named_and_the_others_are_reported(make_config: MakeConf
     assert "| mxfp8 | 2.1000 | +0.1000 one seed | +5.00 % |" in text
     assert "nvfp4 seed 0 failed: it ran away" in text and "| nvfp4" not in text
     assert "no interval" in text and "compare.png" in text
-
-
-@pytest.mark.parametrize("names", [["bf16"], ["nvfp4"], []])
-def test_plots_show_the_finished_runs(make_config: MakeConfig, tmp_path: Path, names: list[str]) -> None:
-    runs = tuple(
-        made_up(name, 0, 0.1, make_config, None if name in names else "failed") for name in ("bf16", "nvfp4", "mxfp8")
-    )
-    picture = plot_comparison(Comparison(folder=tmp_path, runs=runs, jobs=1), tmp_path / "compare.png")
-    assert picture.stat().st_size > 10_000 and picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_loss_is_plotted(make_config: MakeConfig, tmp_path: Path) -> None:
-    picture = plot_loss(made_up("bf16", 0, 0, make_config).records, tmp_path / "loss.png", "title", "bf16")
-    assert picture.stat().st_size > 10_000
-
-
-def test_labels_do_not_overlap() -> None:
-    moved = spread([0.0, 0.01, 0.02, 0.9], 0.1)
-    assert all(right - left > 0.0999 for left, right in pairwise(moved))
-    assert moved[3] == 0.9 and moved[0] == pytest.approx(0.04)
-    assert spread([0.5, 0.51, 0.52], 0.1) == pytest.approx([0.41, 0.51, 0.61])
-    crowded = spread([0.5] * 30, 0.1)
-    assert crowded[0] == pytest.approx(0.04) and crowded[-1] == pytest.approx(0.96)
 
 
 @pytest.mark.usefixtures("forked_runs")

@@ -94,14 +94,6 @@ def test_end_labels_are_beside_the_final_differences_and_do_not_overlap(make_con
     assert differences == sorted(differences, key=lambda value: value or 0.0)
 
 
-def test_an_isolated_label_is_at_the_height_of_its_value(make_config: MakeConfig) -> None:
-    figure = plots.comparison_figure(compared({"bf16": 0.0, "mxfp8": 0.001, "nvfp4": 0.02}, make_config))
-    axes = figure.axes[1]
-    low, high = axes.get_ylim()
-    for text in labels(figure).values():
-        assert text.get_position()[1] == pytest.approx((text.xy[1] - low) / (high - low), abs=0.05)
-
-
 def test_a_picture_is_whole_and_not_written_through_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "mine"
     precious.write_text("precious")

@@ -61,18 +61,15 @@ def test_ranks_change_their_recipe_as_the_single_process_does(make_config: MakeC
 def test_tensor_and_pipeline_parallel_runs_switch_recipes_as_from_a_checkpoint(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Under the next recipe alone, which knows nothing of a schedule."""
+    """Or as a run under the next recipe alone, which has no schedule."""
     common = COMMON | {"sequence": 64, "model": PAIR, "steps": 4, "checkpoint_every": 2}
     grid = make_config("grid", fsdp=2, tp=2, sp=True, **common)
     staged = make_config("staged", fsdp=2, pp=2, **common | {"batch": 2, "accumulate": 2})
-    runs = [replace(grid, recipe="tensorwise until 2, mxfp8"), replace(staged, recipe=f"{DELAYED} until 2, bf16")]
-    history = {"recipe": f"bf16 until 1, {DELAYED} until 3, mxfp8", "out": f"{grid.out}-history"}
-    with_history = replace(grid, **history)
-    start([*runs, with_history], tmp_path / "four", 4)
-    apart = [begun_at(run, 2, recipe=recipe) for run, recipe in zip(runs, ("mxfp8", "bf16"), strict=True)]
-    resumed = begun_at(with_history, 2)
-    start([*apart, resumed], tmp_path / "apart", 4)
-    assert recorded(resumed) == recorded(with_history)
-    for config, run in zip(apart, runs, strict=True):
-        assert losses_of(recorded(config)) == losses_of(recorded(run)), config.out
-        assert switches(records_of(run)) == {3: 2}
+    grid = replace(grid, recipe=f"bf16 until 1, {DELAYED} until 3, mxfp8")
+    staged = replace(staged, recipe="tensorwise until 2, mxfp8")
+    start([grid, staged], tmp_path / "four", 4)
+    resumed, alone = begun_at(grid, 2), begun_at(staged, 2, recipe="mxfp8")
+    start([resumed, alone], tmp_path / "resumed", 4)
+    assert recorded(resumed) == recorded(grid)
+    assert losses_of(recorded(alone)) == losses_of(recorded(staged))
+    assert switches(records_of(grid)) == {2: 2, 4: 3} and switches(records_of(staged)) == {3: 2}

@@ -17,6 +17,7 @@ from quaver.train.commands.cli import app
 from quaver.train.commands.scaling import OTHERS, PARTS, VOCAB, Cluster, cells, decoder, price
 from quaver.train.memory import projections
 from quaver.train.model_config import KNOWN, MODELS
+from tests.pairs import pairs
 
 LLAMA = ("--gpu", "h100", "--model", "llama3-70b", "--recipe", "tensorwise", "--gpus", 512)
 
@@ -62,10 +63,12 @@ def test_the_decoders_are_the_models() -> None:
     assert replace(decoder("deepseek-v3"), name="deepseek-v3-like") == OTHERS["deepseek-v3-like"]()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "exact", "balanced", "lean", "lion-lean", "sgd", "flashoptim"])
-@pytest.mark.parametrize("model", ["tiny", "125m", "8b"])
-@pytest.mark.parametrize("mesh", [{"gpus": 1}, {"gpus": 4}, {"gpus": 4, "fsdp": 2, "tp": 2}])
-def test_a_rank_has_its_share_of_live_tensor_memory(mesh: dict[str, int], model: str, optimizer: str) -> None:
+OPTIMIZERS = ("adamw", "exact", "balanced", "lean", "lion-lean", "sgd", "flashoptim")
+MESHES = ({"gpus": 1}, {"gpus": 4}, {"gpus": 4, "fsdp": 2, "tp": 2})
+
+
+@pytest.mark.parametrize(("optimizer", "model", "mesh"), pairs(OPTIMIZERS, ["tiny", "125m", "8b"], MESHES))
+def test_a_rank_has_its_share_of_live_tensor_memory(optimizer: str, model: str, mesh: dict[str, int]) -> None:
     """`memory.trained`, which test_memory.py holds to live tensors, and test_optimizer_ranks.py to ranks' files."""
     planned = price(model, "tensorwise", "h100", Cluster(**mesh), optimizer=optimizer)
     whole = memory.trained(
