@@ -12,6 +12,7 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from tests.kernels.compare import DEVICE, assert_same
 from tests.operands import by_turns, nasty
+from tests.pairs import turns
 
 LINES = [QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E5M2, (1, 32), "e8m0")]
 SQUARES = [QuantSpec(E4M3, (32, 32), "e8m0"), QuantSpec(E5M2, (32, 32), "e8m0")]
@@ -40,8 +41,7 @@ def assert_as_stored(q: Quantized | None, expected: Quantized) -> None:
     assert not used[:, blocks:].any()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("spec", LINES + SQUARES, ids=str)
+@pytest.mark.parametrize(("spec", "shape"), turns(LINES + SQUARES, SHAPES, [LINES[0], SQUARES[0]]), ids=str)
 def test_one_read_gives_the_reference_in_both_directions(spec: QuantSpec, shape: tuple[int, int]) -> None:
     for x in operands(shape, at=(LINES + SQUARES).index(spec) + SHAPES.index(shape), of=3):
         q, transposed = by_exponents(x, spec, spec)
@@ -49,8 +49,7 @@ def test_one_read_gives_the_reference_in_both_directions(spec: QuantSpec, shape:
         assert_as_stored(transposed, reference.quantize(x.t(), spec))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("spec", [LINES[0], SQUARES[0]], ids=str)
+@pytest.mark.parametrize(("spec", "shape"), turns([LINES[0], SQUARES[0]], SHAPES, LINES), ids=str)
 def test_one_direction_alone_gives_the_reference(spec: QuantSpec, shape: tuple[int, int]) -> None:
     for x in operands(shape, torch.float32, SHAPES.index(shape) + (spec in LINES), 2):
         q, nothing = by_exponents(x, spec, None)

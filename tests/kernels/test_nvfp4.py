@@ -15,6 +15,7 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import rotate
 from tests.kernels.compare import DEVICE, assert_same
 from tests.operands import nasty
+from tests.pairs import pairs
 
 SPECS = [
     QuantSpec(E2M1, block, "two_level", rounding, hadamard)  # type: ignore[arg-type]
@@ -53,9 +54,7 @@ def assert_as_stored(q: Quantized, expected: Quantized) -> None:
             assert not (q.data[:, -1] >> 4).any(), "half a byte that nobody owns is zero"
 
 
-@pytest.mark.parametrize("shape", OPERANDS, ids=str)
-@pytest.mark.parametrize("spec", [*SPECS, RATIO], ids=str)
-@pytest.mark.parametrize("down", [False, True], ids=["along", "down"])
+@pytest.mark.parametrize(("down", "spec", "shape"), pairs([False, True], [*SPECS, RATIO], OPERANDS), ids=str)
 def test_codes_and_scales_equal_the_reference(down: bool, spec: QuantSpec, shape: tuple[int, int]) -> None:
     for x in operands(shape):
         expected = reference.quantize(x.t() if down else x, spec, None, None, NOISE)

@@ -1,7 +1,5 @@
 """Delayed scaling's window, against a second reading of its rules."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from quaver.reference.numerics import FLT_MAX
 from quaver.reference.operations import factor_from, record, roll
 from tests.close import assert_bitwise
 from tests.contracts import second_reference
+from tests.pairs import pairs
 
 UNSET = np.float32(0)
 
@@ -24,10 +23,11 @@ def step(history: np.ndarray, factor: np.float32, amax: float, delayed: Delayed)
     return roll(record(history, amax), factor, delayed, E4M3)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("length, margin", list(itertools.product([1, 2, 3, 16], [0, 1, -2, 200])))
+@pytest.mark.parametrize(
+    ("fmt", "power_of_two", "algorithm", "length", "margin"),
+    pairs([E4M3, E5M2], [True, False], ["max", "most_recent"], [1, 2, 3, 16], [0, 1, -2, 200]),
+    ids=str,
+)
 def test_forty_steps_equal_the_second_reference(
     fmt: Format, power_of_two: bool, algorithm: str, length: int, margin: int
 ) -> None:
