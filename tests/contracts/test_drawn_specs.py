@@ -51,16 +51,15 @@ MENDED = {
 
 
 @pytest.mark.parametrize("name", MENDED)
-@pytest.mark.parametrize("shape", [(33, 64, 17), (64, 128, 128)], ids=str)
-def test_specs_with_past_bugs_are_correct(name: str, shape: tuple[int, int, int]) -> None:
-    t, k, n = shape
-    rng = np.random.default_rng(0)
-    drawn = [rng.normal(size=s).astype(np.float32) for s in ((t, k), (n, k), (t, n))]
-    if name == "unit":
-        drawn[0][3, 5] = np.nan
-    step = drawn_specs.Step(0, MENDED[name], "float32", *drawn, None)
-    got, expected = drawn_specs.by_torch(step)
-    drawn_specs.assert_step(got, expected, step.dtype, name)
+def test_specs_with_past_bugs_are_correct(name: str) -> None:
+    for t, k, n in ((33, 64, 17), (64, 128, 128)):
+        rng = np.random.default_rng(0)
+        drawn = [rng.normal(size=s).astype(np.float32) for s in ((t, k), (n, k), (t, n))]
+        if name == "unit":
+            drawn[0][3, 5] = np.nan
+        step = drawn_specs.Step(0, MENDED[name], "float32", *drawn, None)
+        got, expected = drawn_specs.by_torch(step)
+        drawn_specs.assert_step(got, expected, step.dtype, f"{name}, {t} x {k} by {n}")
 
 
 QUICK = ("mxfp4", "e2m1 per row, divided", "a format of one's own", "e8m0 per tensor")
@@ -77,7 +76,7 @@ def test_the_same_in_jax(name: str) -> None:
     drawn_specs.assert_step(*results, step.dtype, name)
 
 
-@pytest.mark.parametrize("first", range(0, 200, 20))
+@pytest.mark.parametrize("first", range(0, 100, 20))
 def test_drawn_operands_and_layers_equal_the_reference(first: int) -> None:
     for seed in range(first, first + 20):
         check_operand(seed)

@@ -1,8 +1,8 @@
 """How many files a reader of a warm step or a conversion opens; a change that adds one must raise a ceiling."""
 
-import subprocess
 import sys
 
+from tests import forked
 from tests.conftest import ROOT
 from tests.contracts.entered import blocks, gathered, linear, transformer
 
@@ -37,7 +37,7 @@ def test_a_conversion_with_blocks_enters_few_files() -> None:
 def test_a_first_optimizer_step_enters_few_files() -> None:
     # In a process of its own: layers register hooks of every optimizer's step when they are first used.
     command = "from tests.contracts.entered import optimizer_step; print(*optimizer_step('lean'))"
-    files = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = forked.quick.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     entered = files.stdout.split()
     assert len(entered) <= OPTIMIZER_STEP, entered
     assert "torch/optim/step.py" in entered

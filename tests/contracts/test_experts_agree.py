@@ -39,20 +39,20 @@ def given(options: dict[str, Any], of: Any) -> dict[str, Any]:
     return others | ({"bias": of(bias)} if "biased" in options else {})
 
 
-@pytest.mark.parametrize("offset", [0, -60])
-def test_routes_agree(offset: int) -> None:
-    z = logits() + np.float32(offset)
-    ours = jax.jit(lambda z: [qj.route(z, 3, **given(options, jnp.asarray)) for options in OPTIONS])(z)
-    for options, b in zip(OPTIONS, ours, strict=True):
-        a = qt.route(torch.from_numpy(z), 3, **given(options, torch.from_numpy))
-        assert np.asarray(b.indices).tolist() == a.indices.tolist(), options
-        for name, x, y in zip(a._fields[1:], a[1:], b[1:], strict=True):
-            assert_close(f"{name} {options}", np.asarray(y), x, 1e-6)
+def test_routes_agree() -> None:
+    routes = jax.jit(lambda z: [qj.route(z, 3, **given(options, jnp.asarray)) for options in OPTIONS])
+    for offset in (0, -60):
+        z = logits() + np.float32(offset)
+        for options, b in zip(OPTIONS, routes(z), strict=True):
+            a = qt.route(torch.from_numpy(z), 3, **given(options, torch.from_numpy))
+            assert np.asarray(b.indices).tolist() == a.indices.tolist(), (offset, options)
+            for name, x, y in zip(a._fields[1:], a[1:], b[1:], strict=True):
+                assert_close(f"{name} {offset} {options}", np.asarray(y), x, 1e-6)
 
 
 def test_numbers_that_are_hard_to_order_choose_the_same_experts() -> None:
     z = HARD[np.random.default_rng(0).integers(len(HARD), size=(300, 12))]
-    for k in (1, 5, 12):
+    for k in (5, 12):
         ours = np.asarray(qj.route(jnp.asarray(z), k, scores="sigmoid", normalize=False).indices)
         assert ours.tolist() == qt.route(torch.from_numpy(z), k, scores="sigmoid", normalize=False).indices.tolist()
 
@@ -64,8 +64,9 @@ def test_gradients_of_routes_agree() -> None:
         routing = qj.route(z, 3, **options)
         return (routing.weights * g).sum() + (routing.probabilities[:, 2:5] * g).sum()
 
-    ours = jax.jit(lambda z: [jax.grad(loss)(z, options) for options in OPTIONS[:5]])(z)
-    for options, of_jax in zip(OPTIONS[:5], ours, strict=True):
+    differentiable = OPTIONS[1:5]
+    ours = jax.jit(lambda z: [jax.grad(loss)(z, options) for options in differentiable])(z)
+    for options, of_jax in zip(differentiable, ours, strict=True):
         x = torch.from_numpy(z).requires_grad_()
         routing = qt.route(x, 3, **options)
         both = [routing.weights, routing.probabilities[:, 2:5]]
@@ -80,7 +81,7 @@ CASES = list(itertools.product((33, 0), (4, 16), (3, 1), (16, 1), (2, None)))
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 def test_rows_places_sums_and_their_gradients_have_the_same_bits(dtype: Any) -> None:
     kind = torch.float32 if dtype is np.float32 else torch.bfloat16
-    quick = [CASES[at] for at in ((0, 3, 6, 9, 17) if dtype is np.float32 else (8,))]
+    quick = [CASES[at] for at in ((0, 9, 17) if dtype is np.float32 else (6,))]
     for tokens, experts, k, pad, capacity in quick:
         rng = np.random.default_rng(experts + k)
         indices = rng.random((tokens, experts)).argsort(1)[:, :k]

@@ -5,6 +5,7 @@ from collections import defaultdict
 from functools import cache
 
 from tests.conftest import ROOT
+from tests.contracts.sources import parsed, walk
 
 SOURCE = ROOT / "src/quaver"
 #: Packages that offer the same classes to different users, and may name them alike.
@@ -15,7 +16,7 @@ OPENINGS = ("What", "Whether", "Of")
 
 @cache
 def modules() -> dict[str, ast.Module]:
-    return {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    return {path.relative_to(SOURCE).as_posix(): parsed(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def front_end(path: str) -> str:
@@ -40,7 +41,7 @@ def test_a_class_name_is_defined_in_one_module_of_a_front_end() -> None:
 def test_no_docstring_begins_with_what_whether_or_of() -> None:
     wrong = []
     for path, tree in modules().items():
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 words = (ast.get_docstring(node) or "").split()
                 if words and words[0] in OPENINGS:
