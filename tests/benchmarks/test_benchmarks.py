@@ -1,10 +1,8 @@
 """The benchmarks run: every case when quick, the writer of results, and `accept` on a model that trains in a second."""
 
 import dataclasses
-import gc
 import json
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from benchmarks.acceptance.training import CONTROL, Outcome
 from benchmarks.cases import CASES
 from benchmarks.cases.host import host_cost
 from benchmarks.cases.ranks import PARALLEL, started
-from benchmarks.cpu import CPU, RANKS, Suite, chosen, run, run_case, summary, written
+from benchmarks.cpu import CPU, RANKS, Suite, chosen, run, summary, written
 from benchmarks.measuring import machine
 from benchmarks.measuring.figure import (
     DECIMALS,
@@ -28,26 +26,17 @@ from benchmarks.measuring.figure import (
     Figure,
     NotMeasurable,
     Result,
-    Target,
-    at_least,
     at_most,
-    exactly,
-    within,
 )
 from benchmarks.measuring.memory import Peak, peak
 from benchmarks.measuring.products import WideProducts
-from benchmarks.measuring.timing import beside, interleave, no_collection, stopwatch
+from benchmarks.measuring.timing import beside, interleave
 from benchmarks.pages import ranks
 from quaver.torch.backends.gpu import interpreter
 from quaver.train import TrainResult
 from quaver.train.model_config import MODELS
 from quaver.train.torch.decoder import build
 from tests import forked
-
-
-def test_names_of_cases_are_unique() -> None:
-    names = [case.name for case in (*CASES, *PARALLEL)]
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("case", PARALLEL, ids=lambda case: case.name)
@@ -105,22 +94,6 @@ def test_the_hosts_cost_has_a_row_for_every_recipe(arch: int, names: str) -> Non
     assert all(math.isfinite(value) for row in rows.values() for value in row)
 
 
-@pytest.mark.parametrize(
-    ("target", "met", "missed", "text"),
-    [
-        (at_most(1.7), 1.7, 1.71, "≤ 1.7"),
-        (at_least(27), 27.0, 26.9, "≥ 27"),
-        (exactly(1), 1, 2, "= 1"),
-        (within(28.5, 0.2), 28.7, 28.8, "28.3 to 28.7"),
-    ],
-)
-def test_targets(target: Target, met: float, missed: float, text: str) -> None:
-    assert str(target) == text
-    assert Figure("a", "b", met, "x", target).mark == "PASS"
-    assert Figure("a", "b", missed, "x", target).mark == "MISS"
-    assert not target.met(math.nan)
-
-
 @pytest.mark.parametrize("timed", [interleave, beside])
 def test_interleaved_timing_finds_a_function_twice_as_slow(timed: Any) -> None:
     a = torch.randn(128, 128)
@@ -135,23 +108,6 @@ def test_interleaved_timing_finds_a_function_twice_as_slow(timed: Any) -> None:
     timings = timed({"once": once, "twice": twice}, rounds=9, steps=10)
     assert timings["once"].ratio == 1.0
     assert 1.3 < timings["twice"].ratio < 3.0
-
-
-def test_several_threads_are_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sleeps() -> None:
-        time.sleep(0.05)
-
-    assert stopwatch(sleeps, 2) < 0.025
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert stopwatch(sleeps, 2) >= 0.05
-
-
-def test_objects_frozen_by_the_process_stay_frozen() -> None:
-    """A suite that froze its cases would walk over all of them in each later collection."""
-    gc.freeze()
-    with no_collection():
-        assert not gc.isenabled()
-    assert gc.isenabled() and gc.get_freeze_count() > 0
 
 
 def toy(name: str, value: float) -> Case:
@@ -189,43 +145,6 @@ def test_results_are_written_for_reading_and_for_computing(tmp_path: Path) -> No
     }
     assert data["cases"][1]["figures"][0]["value"] == "inf"
     assert set(data["machine"]) >= {"cpu", "flags", "torch", "torchao", "python", "commit"}
-
-
-def test_partial_runs_are_written_beside_whole_runs(tmp_path: Path) -> None:
-    suite = of_cases(toy("llama-one", 1.5), toy("llama-two", 1.5), toy("other", 1.5))
-    run(False, "llama*", True, Console(quiet=True), tmp_path, suite=suite)
-    run(False, None, True, Console(quiet=True), tmp_path, suite=suite)
-    day = machine.today()
-    names = {f"cpu-{day}.json", f"cpu-{day}.md", f"cpu-llama-{day}.json", f"cpu-llama-{day}.md"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-
-
-def test_results_without_a_verdict_are_shown(tmp_path: Path) -> None:
-    def unjudged(quick: bool) -> list[Figure]:
-        raise NotMeasurable("not measurable here: no such kernel", [Figure("quaver", "time", 1.0, "ms")])
-
-    suite = of_cases(
-        dataclasses.replace(toy("slow", 0.0), measure=unjudged),
-    )
-    (done,) = run(True, None, True, Console(quiet=True), tmp_path, suite=suite)
-    assert summary([done]).startswith("0 of 0 targets met.")
-    text = (tmp_path / f"cpu-{machine.today()}.md").read_text(encoding="utf-8")
-    assert "**not measurable here: no such kernel**" in text and "| quaver | 1.00 ms |" in text
-
-
-def test_with_several_threads_only_targets_for_them_are_judged(tmp_path: Path) -> None:
-    seen, before = [], torch.get_num_threads()
-
-    def measure(quick: bool) -> list[Figure]:
-        seen.append(torch.get_num_threads())
-        return [Figure("quaver", "time", 1.0, "ms", at_most(2.0))]
-
-    one = dataclasses.replace(toy("one", 1.0), measure=measure)
-    suite = of_cases(one, dataclasses.replace(one, name="several", of_threads=True))
-    done = run(True, None, True, Console(quiet=True), tmp_path, threads=2, suite=suite)
-    assert [result.figures[0].passed for result in done] == [None, True]
-    assert seen == [2, 2] and torch.get_num_threads() == before
-    assert "- threads: 2, the clock's time" in (tmp_path / f"cpu-2-threads-{machine.today()}.md").read_text("utf-8")
 
 
 def test_a_row_is_written_as_it_ends(tmp_path: Path) -> None:
@@ -278,12 +197,6 @@ def test_an_unknown_pattern_names_the_nearest_case() -> None:
     assert [case.name for case in chosen("memory*")] == [c.name for c in CASES if c.name.startswith("memory")]
     with pytest.raises(ValueError, match="did you mean 'frozen'"):
         chosen("frozne")
-
-
-def test_a_case_that_breaks_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    case = dataclasses.replace(toy("broke", 0.0), measure=lambda quick: [Figure("a", "b", 1 / 0, "x")])
-    assert run_case(case, True).reason == "failed: ZeroDivisionError: division by zero"
-    assert "Traceback" in capsys.readouterr().err
 
 
 def acceptance(**losses: float | None) -> Acceptance:
@@ -346,19 +259,6 @@ def test_a_null_model_is_bf16_from_perturbed_weights() -> None:
     assert (null.recipe, null.nudge) == (BASELINE, training.NUDGE)
     assert all(run.nudge == 0 for run in runs if run is not null)
     assert all((run.batch, run.sequence) == (4, 64) for run in runs)
-
-
-def test_weight_errors_are_of_stacks_of_matrices_too() -> None:
-    for name, head in (("mixtral-tiny", ["head"]), ("mamba2-tiny", [])):
-        model = build(dataclasses.replace(MODELS[name], layers=1), 256, 0, torch.device("cpu"))
-        conversion = qt.convert(model, "mxfp8", skip=head)
-        done = TrainResult(folder=Path(), losses={}, validation_losses={1: 1.0}, model=model, conversion=conversion)
-        errors = training.weight_errors(done, training.find("mxfp8"))
-        assert errors.keys() == conversion.converted.keys() and all(0.01 < error < 0.05 for error in errors.values())
-
-
-def test_the_baseline_must_not_fail() -> None:
-    assert not acceptance(bf16=None).accepted
 
 
 def test_every_recipe_that_is_judged_exists() -> None:

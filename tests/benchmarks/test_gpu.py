@@ -16,10 +16,8 @@ from benchmarks.gpu.measuring import card
 from benchmarks.gpu.measuring.setting import Case as GpuCase
 from benchmarks.gpu.measuring.setting import Findings, GpuLost, Section, Setting
 from benchmarks.gpu.options import Options
-from benchmarks.gpu.sections.kernels.quantizing import differing, works
-from benchmarks.gpu.sections.layers import attention, linears
+from benchmarks.gpu.sections.kernels.quantizing import differing
 from benchmarks.gpu.sections.registry import SECTIONS
-from benchmarks.measuring import results
 from benchmarks.measuring.figure import DECIMALS, Case, Figure, Result
 from quaver import E4M3, QuantSpec, recipes
 from quaver.costs import hardware, ledger
@@ -127,12 +125,6 @@ def test_the_command_line_reports_a_missing_gpu(capsys: pytest.CaptureFixture[st
     assert "there is no CUDA device here" in capsys.readouterr().err
 
 
-def test_section_processes_learn_which_cases_are_done() -> None:
-    command = run.command_of(SECTIONS["gemms"], Options(quick=True), 5.0, ["errors", "(1, 2, 3)"])
-    assert command[1:5] == ["-m", "benchmarks.gpu", "--section", "gemms"]
-    assert command[-5:] == ["--quick", "--skip", "errors", "--skip", "(1, 2, 3)"]
-
-
 def result(name: str, *figures: Figure, reason: str = "") -> Result:
     case = Case(name=name, title=name, notes="A toy.", measure=lambda quick: [])
     return Result(case=case, figures=figures, seconds=1.0, reason=reason)
@@ -199,22 +191,6 @@ def test_results_are_written_with_card_and_verdicts_but_not_of_a_dry_run(
     assert report.WORTHLESS in report.summary(done, setting, True)
 
 
-def test_a_run_without_a_gpu_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match=r"no CUDA device here; --dry-run"):
-        run.run(Options(folder=None), lambda line: None)
-    with pytest.raises(ValueError, match="did you mean 'gemms'"):
-        run.chosen(["gems"])
-
-
-@pytest.mark.parametrize(
-    ("name", "slug"), [("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("none", "none")]
-)
-def test_a_card_names_its_file(name: str, slug: str) -> None:
-    assert card.slug(name) == slug
-
-
 def test_one_wrong_code_or_scale_is_found() -> None:
     x = torch.randn(32, 64)
     x[0, 0] = float("nan")
@@ -250,14 +226,6 @@ def test_a_dry_run_leaves_nothing_out_and_counts_its_cases(monkeypatch: pytest.M
     assert "1 of 2 cases gave figures; none: toys: silent" in lines[-1]
 
 
-def test_partial_sections_are_written_after_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[int] = []
-    monkeypatch.setattr(run, "chosen", lambda names: [section(GpuCase("good", good), GpuCase("broken", broken))])
-    monkeypatch.setattr(report, "write", lambda done, machine, options: kept.append(len(done[-1].figures)) or [])
-    run.run(Options(dry=True, folder=tmp_path), lambda line: None)
-    assert kept[:2] == [1, 2]
-
-
 def test_a_killed_run_leaves_its_measurements(tmp_path: Path) -> None:
     """In the middle of its second section, all of the first, and no process that it had forked."""
     command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--dry-run", "--only", "ceilings", "--only", "graph"]
@@ -286,37 +254,8 @@ def test_a_dry_run_without_a_figure_of_a_case_ends_with_1(monkeypatch: pytest.Mo
     assert main(["--dry-run"]) == 1
 
 
-def test_sections_come_by_worth_and_every_recipe_before_a_second_tensor() -> None:
-    assert list(SECTIONS)[:4] == ["ceilings", "gemms", "host", "linears"] and list(SECTIONS)[-1] == "training"
-    tensors = [label.split()[1] for label in works()]
-    assert tensors == sorted(tensors, key=("input", "grad_output", "weight").index)
-    assert list(works()).index("nvfp4 input") < list(works()).index("delayed grad_output")
-
-
 def test_a_dry_run_has_every_case_of_a_cards_run() -> None:
     cpu = torch.device("cpu")
     for section in SECTIONS.values():
         dry, whole = (section.cases(Setting(device=cpu, toy=toy)) for toy in (True, False))
         assert len(dry) == len(whole) > 0, section.name
-
-
-def test_emulated_cases_and_fp8_attention_are_timed_early() -> None:
-    names = [case.name for case in linears.cases(Setting(device=torch.device("cpu")))]
-    assert names.index("4096, 4096 → 4096 emulated") <= 2
-    assert linears.emulated() == ["mxfp8", "nvfp4"], "on an H200, and where there is no card"
-    assert attention.quantizing()[0] == "tensorwise" and "mxfp8" in attention.quantizing()
-    goals = [goal for goal in targets.GOALS if "emulated" in goal.what]
-    assert [goal.subject for goal in goals] == [f"4096, 4096 → 4096: quaver {name}" for name in linears.emulated()]
-
-
-def test_torchao_is_compiled_once_a_shape() -> None:
-    names = [case.name for case in linears.cases(Setting(device=torch.device("cpu")))]
-    compiled = [name for name in names if "torchao tensorwise compiled" in name]
-    assert len(compiled) == len(set(compiled)) == len(linears.SHAPES)
-    assert sum("torchao rowwise compiled" in name for name in names) == 1
-
-
-def test_every_tensor_that_a_recipe_quantizes_is_timed() -> None:
-    names = {name.split()[0] for name in works()}
-    assert {"delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"} <= names
-    assert results.FOLDER.name == "results"

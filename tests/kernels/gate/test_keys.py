@@ -154,26 +154,6 @@ def test_a_key_changes_with_how_a_kernel_is_launched(key: Key, how: dict[str, An
     assert key(**how) != key()
 
 
-def test_every_option_of_the_compiler_is_in_a_key(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, options = key(), KernelLaunch.options.fget
-    for more in ({"num_stages": 2}, {"enable_fp_fusion": True}, {"num_warps": 8}):
-        monkeypatch.setattr(KernelLaunch, "options", property(lambda launch, more=more: options(launch) | more))
-        assert key() != before
-
-
-def test_a_key_changes_with_the_triton_version_and_the_machine_code_reader(
-    key: Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = key()
-    monkeypatch.setattr(keys.triton, "__version__", "3.6.1")
-    other = key()
-    monkeypatch.undo()
-    monkeypatch.setattr(keys, "READERS", keys.READERS[:-1])
-    keys._readers.cache_clear()
-    assert len({before, other, key()}) == 3
-    keys._readers.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
@@ -206,17 +186,3 @@ def test_keys_are_equal_in_other_processes_and_for_interpreted_kernels() -> None
         pytest.skip(f"measured.json is of triton {kept.triton}")
     names = {one.name for one in bad.recorded()}
     assert all(codes.keys() == names for codes in bad.known(kept).values())
-
-
-@pytest.mark.parametrize(
-    ("source", "left"),
-    [
-        ("x = 1  # one\n\n\ny = 2\n", "x = 1\ny = 2"),
-        ('"""A module."""\n\n\ndef f():\n    """Does."""\n    return "#"\n', 'def f():\n    return "#"'),
-        ('x = """not\na # docstring"""\n', 'x = """not\na # docstring"""'),
-        ('def f():\n    """Two\n    lines."""\n    g("""\n    kept""")\n', 'def f():\n    g("""\n    kept""")'),
-        ("x = f\"{y}#{'z'}\"  # no\n", "x = f\"{y}#{'z'}\""),
-    ],
-)
-def test_bare_source_has_neither_comments_nor_docstrings(source: str, left: str) -> None:
-    assert keys.bare(source) == left

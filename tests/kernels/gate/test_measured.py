@@ -11,7 +11,6 @@ import triton
 from tests.kernels.cases import CASES
 from tests.kernels.gate import bad, ceilings, check, measured, turns
 from tests.kernels.gate.ceilings import Ceilings
-from tests.kernels.gate.check import Checked
 from tests.kernels.gate.flow import Block
 from tests.kernels.gate.keys import key
 from tests.kernels.gate.machine_code import Code
@@ -107,21 +106,6 @@ def test_changed_and_new_launches_are_remeasured_and_missing_ones_reported(tmp_p
     assert kept.gone({90: keys}) == ["sm_90 row: two is launched no more"]
     said = measured.sentence([f"sm_90 row {i}" for i in range(25)])
     assert "`python -m tests.kernels.gate --measure`" in said and "sm_90 row 19; and 5 more" in said
-
-
-def test_figures_that_differ_from_the_file_are_reported(tmp_path: Path) -> None:
-    figures = measured.figures(CODE, planted())
-    kept = written(tmp_path / "measured.json", entries(figures))
-    fresh = {"row: one": Checked("row: one", {}, (), figures)}
-    assert check.unlike(fresh, KEYS, 90, kept) == []
-    fresh = {"row: one": Checked("row: one", {}, (), {**figures, "registers": 42, "stack": 8})}
-    (said,) = check.unlike(fresh, KEYS, 90, kept)
-    assert said == "row: one is as it was, and compiles to registers 42 and not 40, stack 8 and not 0"
-
-
-def test_it_holds_for_no_other_version_of_triton(tmp_path: Path) -> None:
-    kept = replace(written(tmp_path / "measured.json", entries(measured.figures(CODE, planted()))), triton="3.9.0")
-    assert kept.holding(KEYS, 90) == {} and check.unlike({}, KEYS, 90, kept) == [] and kept.gone({90: {}}) == []
 
 
 def test_recorded_figures_are_judged_by_the_rules_and_the_ceilings(tmp_path: Path) -> None:
