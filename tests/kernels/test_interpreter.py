@@ -1,4 +1,4 @@
-"""The interpreter rounds as a GPU does once it is mended, and is wrong without: then the mending may go."""
+"""The patched interpreter rounds as a GPU does."""
 
 import math
 from fractions import Fraction
@@ -11,17 +11,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter as tritons
 
-from quaver import E2M1, QuantSpec
 from quaver.torch.backends.gpu import interpreter, launch
-from quaver.torch.backends.gpu.block_scaled import by_two_levels
-from quaver.torch.numerics import reference
 
 FP8 = {"e4m3": (tl.float8e4nv, torch.float8_e4m3fn, 448.0), "e5m2": (tl.float8e5, torch.float8_e5m2, 57344.0)}
 NARROW = {"bf16": (tl.bfloat16, torch.bfloat16), "fp16": (tl.float16, torch.float16)}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-#: Of Triton, to its minor number.
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 def every(dtype: torch.dtype) -> Tensor:
@@ -61,17 +56,11 @@ def wrong(result: Tensor, expected: Tensor) -> int:
 
 
 @pytest.fixture
-def mended() -> None:
+def patched() -> None:
     interpreter.install_fixes()
 
 
-@pytest.fixture
-def unmended(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter.install_fixes()
-    monkeypatch.setattr(tritons, "_convert_float", interpreter._originals[0])
-
-
-@pytest.mark.usefixtures("mended")
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("source", NARROW)
 @pytest.mark.parametrize("target", FP8)
 def test_all_narrow_values_become_fp8_as_torch_saturates_them(source: str, target: str) -> None:
@@ -80,7 +69,7 @@ def test_all_narrow_values_become_fp8_as_torch_saturates_them(source: str, targe
     assert wrong(converted(x, NARROW[source][0], kind, dtype), saturated(x, dtype, largest)) == 0
 
 
-@pytest.mark.usefixtures("mended")
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("target", FP8)
 def test_float32_midpoints_and_their_neighbours_round_to_even(target: str) -> None:
     kind, dtype, largest = FP8[target]
@@ -88,7 +77,7 @@ def test_float32_midpoints_and_their_neighbours_round_to_even(target: str) -> No
     assert wrong(converted(x, tl.float32, kind, dtype), saturated(x, dtype, largest)) == 0
 
 
-@pytest.mark.usefixtures("mended")
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("target", NARROW)
 def test_float32_becomes_sixteen_bits_as_torch_rounds_it(target: str) -> None:
     kind, dtype = NARROW[target]
@@ -96,7 +85,7 @@ def test_float32_becomes_sixteen_bits_as_torch_rounds_it(target: str) -> None:
     assert wrong(converted(x, tl.float32, kind, dtype), x.to(dtype)) == 0
 
 
-@pytest.mark.usefixtures("mended")
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("target", [tl.float32, tl.bfloat16], ids=str)
 @pytest.mark.parametrize("source", FP8)
 def test_all_codes_round_trip(source: str, target: object) -> None:
@@ -104,49 +93,6 @@ def test_all_codes_round_trip(source: str, target: object) -> None:
     wide = torch.float32 if target == tl.float32 else torch.bfloat16
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
     assert wrong(converted(codes, kind, target, wide), codes.to(wide)) == 0
-
-
-@pytest.mark.usefixtures("unmended")
-@pytest.mark.parametrize("target", [*FP8, "bf16"])
-def test_without_mending_triton_rounds_otherwise(target: str) -> None:
-    """When this fails, Triton has mended it (triton-lang/triton#11897): `install_fixes` may go with the versions
-    before.
-    """
-    if target == "bf16":
-        x = torch.randn(4096)
-        assert wrong(converted(x, tl.float32, tl.bfloat16, torch.bfloat16), x.bfloat16()) > 1000
-        return
-    kind, dtype, largest = FP8[target]
-    x = every(torch.bfloat16)
-    with np.errstate(all="ignore"):
-        assert wrong(converted(x, tl.bfloat16, kind, dtype), saturated(x, dtype, largest)) > 1000
-
-
-def test_mending_twice_is_mending_once() -> None:
-    interpreter.install_fixes()
-    mended = tritons._convert_float
-    interpreter.install_fixes()
-    assert tritons._convert_float is mended
-
-
-def test_the_language_is_searched_once_for_all_launches_and_is_itself_again_after_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """See tests/interpreting.py: a kernel that calls others is interpreted as one that calls none."""
-    searched: list[object] = []
-    search = tritons._patch_builtin
-    monkeypatch.setattr(
-        tritons, "_patch_builtin", lambda package, *rest: (searched.append(package), search(package, *rest))
-    )
-    launches = []
-    for rows in (16, 64):
-        x = torch.randn(rows, 64)
-        q = by_two_levels(x, QuantSpec(E2M1, (1, 16), "two_level"))
-        assert torch.equal(q.codes(), reference.quantize(x, q.spec).codes())
-        launches.append(searched.count(tl))
-        assert tl.core.is_builtin(tl.load)
-    # The measurement of the largest magnitude, and the quantization; another test's launches may have come before.
-    assert launches[0] == launches[1] <= 2 and len(searched) <= 14
 
 
 @triton.jit
@@ -200,15 +146,6 @@ def test_products_of_narrow_types_are_exact(dtype: torch.dtype) -> None:
     assert (out.double() - exact).norm() < 1e-6 * exact.norm()
 
 
-@pytest.mark.usefixtures("mended")
-def test_without_the_patch_triton_multiplies_the_bits_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once this fails, `interpreter.install_fixes` may leave products alone."""
-    monkeypatch.setattr(tritons.InterpreterBuilder, "create_dot", interpreter._originals[2])
-    a, out = torch.eye(16, dtype=torch.bfloat16), torch.empty(16, 16)
-    launch.launcher(product, (1,), (a, a, out))(a, a, out)
-    assert not torch.equal(out, torch.eye(16))
-
-
 @triton.jit
 def fused(x, y, z, out, N: tl.constexpr):
     at = tl.arange(0, N)
@@ -247,16 +184,6 @@ def nearest_float32(exact: Fraction, ours: float) -> bool:
     return far < nearer or (far == nearer and int(one.view(np.int32)) % 2 == 0)
 
 
-@pytest.mark.usefixtures("mended")
-def test_without_the_patch_triton_rounds_a_product_and_a_sum_twice_before_3_9(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once no version that is supported does, `interpreter.install_fixes` may leave them alone."""
-    monkeypatch.setattr(tritons.InterpreterBuilder, "create_fma", interpreter._originals[3])
-    x, out = torch.full((16,), 1 + 2**-12), torch.empty(16)
-    z = torch.full((16,), -1 - 2**-11)
-    launch.launcher(fused, (1,), (x, x, z, out), (), {"N": 16})(x, x, z, out)
-    assert (out[0] == 2**-24) == (VERSION >= (3, 9))
-
-
 @triton.jit
 def extremes(x, y, out, N: tl.constexpr):
     at = tl.arange(0, N)
@@ -274,12 +201,3 @@ def test_extremes_drop_nan_unless_told_to_propagate_it() -> None:
     launch.launcher(extremes, (1,), (x, y, out), (), {"N": 16})(x, y, out)
     for got, expected in zip(out, (x.fmax(y), x.fmin(y), x.maximum(y), x.minimum(y)), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.usefixtures("mended")
-def test_without_the_patch_triton_extremes_keep_nan_before_3_8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once no version that is supported does, `interpreter.install_fixes` may leave extremes alone."""
-    monkeypatch.setattr(tritons.InterpreterBuilder, "create_maxnumf", interpreter._originals[4])
-    x, y, out = torch.full((16,), torch.nan), torch.ones(16), torch.empty(4, 16)
-    launch.launcher(extremes, (1,), (x, y, out), (), {"N": 16})(x, y, out)
-    assert out[0].isnan().all() == (VERSION < (3, 8))

@@ -41,7 +41,6 @@ def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
     ("arguments", "said"),
     [
         (["--device", "meta"], "the device 'meta' is not available (quaver trains on cpu and cuda)"),
-        (["--device", "hpu"], "the device 'hpu' is not available"),
         (["--framework", "jax", "--device", "cpu:-1"], "the device 'cpu:-1' is not available to JAX"),
         (["--batch", "1000000000000"], "of memory; take a smaller --model, --batch, --accumulate or --sequence"),
         (["--accumulate", "1000000000000"], "of memory; take a smaller"),
@@ -50,7 +49,6 @@ def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
         (["--threads", "1000"], "cores; give"),
         (["--vocab", "1000000000000"], "it must be at most 1048576"),
         (["--recipe", "mxfp8(x={[]:1})"], "cannot be read; write NAME or NAME(option=value, ...)"),
-        (["--recipe", "mxfp8(x=" + "-" * 1000 + "1)"], "cannot be read; write NAME or NAME(option=value, ...)"),
         (["--recipe", "mxfp8(x=" + "-" * 400 + "1)"], "cannot be read; write NAME or NAME(option=value, ...)"),
         (["--text", "/dev/zero"], "/dev/zero is a pipe, a device or a socket"),
         (["--config", "/dev/zero"], "cannot read the configuration /dev/zero"),
@@ -70,8 +68,7 @@ def test_a_pipe_is_not_read_for_ever(toml: Path, tmp_path: Path) -> None:
         refused(quaver("train", "--config", toml, "--quiet", option, tmp_path / "pipe"), "pipe is a pipe, a device")
 
 
-@pytest.mark.parametrize("number", ["9" * 30, "0", "-1"])
-@pytest.mark.parametrize("option", ["--tokens", "--micro-batches"])
+@pytest.mark.parametrize(("option", "number"), [("--tokens", "9" * 30), ("--micro-batches", "-1")])
 def test_a_plan_of_too_many_tokens_gives_one_clear_error(option: str, number: str) -> None:
     result = quaver("plan", "--gpu", "h100", "--model", "tiny", "--recipe", "mxfp8", option, number)
     refused(result, "give a number from 1 to 1000000000000")

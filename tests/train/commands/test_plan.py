@@ -126,7 +126,6 @@ def test_json_has_the_rates_with_their_sources() -> None:
         (("--model", "llama3-9b"), "did you mean 'llama3-8b'?"),
         (("--recipe", "tensor-wise"), "cannot be read"),
         (("--recipe", "tensorwis"), "did you mean 'tensorwise'?"),
-        (("--recipe", "delayed(histroy=3)"), "did you mean 'history'?"),
         (("--tokens", 0), "tokens is 0"),
         (("--micro-batches", 0), "micro_batches is 0"),
     ],
