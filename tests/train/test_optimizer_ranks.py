@@ -1,6 +1,5 @@
 """`--optimizer` on several ranks: the single process's losses, resumed bit for bit on as many ranks and on others."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ from quaver.reference.optimizer_state import PRESETS
 from quaver.train import checkpoint
 from quaver.train import config as recipe_name
 from quaver.train.checkpoint import CheckpointError
-from quaver.train.config import TrainConfig
 from quaver.train.generate import generate
 from quaver.train.loop import run_training
 from quaver.train.memory import trained
 from quaver.train.model_config import MODELS
 from tests.train.conftest import MakeConfig
-from tests.train.test_ranks import BROAD, farthest, losses_of, norms, plain, recorded, start
+from tests.train.test_ranks import BROAD, Resumed, begin_from, farthest, losses_of, norms, plain, recorded, start
 
 COMMON: dict[str, Any] = {"batch": 4, "final_lr": 1.0, "keep": 0, "steps": 4}
 COMMON |= {"checkpoint_every": 2, "validate_every": 2}
@@ -29,13 +27,6 @@ BITWISE = {
     # In bfloat16: codes are of one recipe.
     "changing": ("lean", "mxfp8 until 2, tensorwise"),
 }
-
-
-def begun(config: TrainConfig, source: TrainConfig) -> TrainConfig:
-    """Copy a run's folder as it was after step 2."""
-    shutil.copytree(source.out, config.out)
-    shutil.rmtree(Path(config.out) / "step-000004")
-    return config
 
 
 def in_floats(patch: pytest.MonkeyPatch) -> None:
@@ -52,7 +43,7 @@ def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp
         for name, (optimizer, recipe) in BITWISE.items()
     }
     clipped = make_config("clipped", fsdp=2, optimizer="lean", recipe="mxfp8", clip=0.1, async_save=True, **COMMON)
-    halves = [replace(clipped, out=str(tmp_path / "halves"), steps=steps) for steps in (2, 4)]
+    resumed = Resumed(replace(clipped, out=str(tmp_path / "resumed")), clipped)
     neox: dict[str, Any] = {
         "fsdp": 2,
         "optimizer": "lean",
@@ -63,9 +54,9 @@ def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp
         "validate_every": 1,
     }
     biased, narrowed = make_config("biased", recipe="mxfp8", **neox), make_config("narrowed", **neox)
-    start([*same.values(), clipped, *halves, biased, narrowed], tmp_path / "two", 2)
+    start([*same.values(), clipped, resumed, biased, narrowed], tmp_path / "two", 2)
 
-    # Both ranks' parts of a batch, one after the other: the same sums.
+    # Micro-batches of a single process are the ranks' parts of a batch: the same sums.
     one = {"batch": 2, "accumulate": 2}
     for name, config in same.items():
         whole = plain(config, f"{name}-one", **one)
@@ -83,7 +74,7 @@ def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp
             assert tensors.keys() == others.keys()
             for tensor, value in tensors.items():
                 np.testing.assert_array_equal(others[tensor], value, f"{name}: {tensor}")
-    assert recorded(halves[1]) == recorded(clipped), "a resumed run is the one never stopped"
+    assert recorded(resumed.config) == recorded(clipped), "a resumed run equals an uninterrupted one"
     whole = plain(clipped, "clipped-one", **one)
     run_training(whole)
     assert norms(whole)[0] == pytest.approx(norms(clipped)[0], rel=4e-6) and min(norms(whole)) > 0.1
@@ -96,8 +87,8 @@ def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp
         assert farthest(losses_of(recorded(whole)), losses_of(recorded(config))) <= apart
     assert generate(Path(clipped.out), "3 times", tokens=3, device="cpu").tokens
 
-    # On as many ranks as one, from where two were: the numbers that are kept are the same.
-    back = begun(plain(clipped, "back"), clipped)
+    # One rank resumes from the checkpoint of two.
+    back = begin_from(plain(clipped, "back"), clipped)
     run_training(back, resume=True)
     assert farthest(losses_of(recorded(clipped)), losses_of(recorded(back))) < 1e-2
 
@@ -109,12 +100,12 @@ def test_tensor_parallel_runs_resume_on_another_number_of_ranks(make_config: Mak
     few = {"batch": 2, "accumulate": 2, "steps": 3}
     grid = make_config("grid", fsdp=2, tp=2, optimizer="exact", **common | {"steps": 3})
     lean = make_config("lean", fsdp=2, tp=2, sp=True, optimizer="lean", **narrow)
-    halves = [replace(lean, out=str(tmp_path / "halves"), steps=steps) for steps in (2, 4)]
-    start([grid, lean, *halves], tmp_path / "of-four", 4)
-    assert recorded(halves[1]) == recorded(lean), "a resumed run is the one never stopped"
+    resumed = Resumed(replace(lean, out=str(tmp_path / "resumed")), lean)
+    start([grid, lean, resumed], tmp_path / "of-four", 4)
+    assert recorded(resumed.config) == recorded(lean), "a resumed run equals an uninterrupted one"
 
     layers, piped = (
-        begun(replace(lean, out=str(tmp_path / name), **{"fsdp": 1, "tp": 1, "sp": False} | options), lean)
+        begin_from(replace(lean, out=str(tmp_path / name), **{"fsdp": 1, "tp": 1, "sp": False} | options), lean)
         for name, options in (
             ("layers", {"tp": 2, "sp": True}),
             ("piped", {"pp": 2, "batch": 2, "accumulate": 2}),
@@ -148,7 +139,7 @@ def test_a_run_that_began_with_floats_resumes_with_floats(make_config: MakeConfi
     """Where it would keep codes if it began."""
     first = make_config("first", optimizer="lean", **COMMON | {"recipe": "mxfp8 until 3, bf16"})
     run_training(first)
-    again = begun(replace(first, out=f"{first.out}-again", recipe="mxfp8", steps=3), first)
+    again = begin_from(replace(first, out=f"{first.out}-again", recipe="mxfp8", steps=3), first)
     with pytest.warns(UserWarning, match="goes on from step 2 with other options: recipe"):
         run_training(again, resume=True)
     ours, its = losses_of(recorded(again)), losses_of(recorded(first))

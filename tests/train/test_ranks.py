@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -56,29 +56,40 @@ MODELS.setdefault("pair-gemma", replace(MODELS[PAIR], qk_norm="RMSNorm", windows
 LONGEST = 240
 
 
-def start(configs: Sequence[TrainConfig], folder: Path, world: int) -> None:
+class Resumed(NamedTuple):
+    """A run that resumes from a step of an earlier run of the same start."""
+
+    config: TrainConfig
+    source: TrainConfig
+    step: int = 2
+
+
+def start(runs: Sequence[TrainConfig | Resumed], folder: Path, world: int) -> None:
     """Train runs one after the other on so many ranks, which meet at a store of this process, as torchrun's do."""
     folder.mkdir()
-    for number, config in enumerate(configs):
+    for number, run in enumerate(runs):
+        config = run.config if isinstance(run, Resumed) else run
         (folder / f"{number}.toml").write_text(to_toml(config), encoding="utf-8")
+        if isinstance(run, Resumed):
+            (folder / f"{number}.source").write_text(f"{run.step} {run.source.out}", encoding="utf-8")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(world):
         environment = {**os.environ, **of_rank(rank, world, store.port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.train.test_ranks", str(folder), str(len(configs))]
+        command = [sys.executable, "-m", "tests.train.test_ranks", str(folder), str(len(runs))]
         processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, stderr=forked.quick.PIPE))
     codes, said = ended(processes)
     assert codes == [0] * world, said
 
 
 def of_rank(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """Return the variables that torchrun sets for a rank."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     return {**{name: str(number) for name, number in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}
 
 
 def ended(processes: Sequence[Any]) -> tuple[list[int], str]:
-    """The exit codes of processes, and what they said on stderr; as torchrun does, one that fails ends the others."""
+    """Return the exit codes and stderr of processes; as under torchrun, one that fails ends the others."""
     end = time.monotonic() + LONGEST
     try:
         while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
@@ -101,18 +112,40 @@ def main() -> None:
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
     for number in range(count):
         config = TrainConfig(**read_toml(folder / f"{number}.toml"))
-        run_training(config, resume=(Path(config.out) / "config.toml").exists())
+        out, source = Path(config.out), folder / f"{number}.source"
+        if source.exists() and os.environ["RANK"] == "0":
+            step, _, path = source.read_text(encoding="utf-8").partition(" ")
+            copy_until(int(step), Path(path), out)
+        while source.exists() and not out.exists():
+            time.sleep(0.01)
+        run_training(config, resume=(out / "config.toml").exists())
+
+
+def copy_until(step: int, source: Path, out: Path) -> None:
+    """Copy a run's folder as it was after a step, in one move."""
+    part = out.with_name(f"{out.name}.part")
+    shutil.copytree(source, part)
+    for path in part.glob("step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    part.rename(out)
+
+
+def begin_from(config: TrainConfig, source: TrainConfig, step: int = 2) -> TrainConfig:
+    """Give a run the folder of another one as it was after a step."""
+    copy_until(step, Path(source.out), Path(config.out))
+    return config
 
 
 def recorded(config: TrainConfig) -> dict[str, float]:
-    """Every loss of a run by its step, those of validation too."""
+    """Return every loss of a run by its step, and those of validation."""
     records = read(Path(config.out) / "metrics.jsonl")
     own = {f"step {step}": loss for step, loss in losses(records).items()}
     return own | {f"validation {step}": loss for step, loss in validation_losses(records).items()}
 
 
 def farthest(a: dict[str, float], b: dict[str, float]) -> float:
-    """The largest relative difference of two runs' losses."""
+    """Return the largest relative difference of two runs' losses."""
     assert a.keys() == b.keys() and len(a) > 2
     return max(abs(b[name] / a[name] - 1) for name in a)
 
@@ -124,7 +157,7 @@ ALONE |= {"cp_how": "gather", "async_save": False, "timeout": 0}
 
 
 def plain(config: TrainConfig, name: str, **options: Any) -> TrainConfig:
-    """The same on a single process, in a folder beside it."""
+    """Return the options of the same run on a single process, in a folder beside it."""
     out = str(Path(config.out).with_name(name))
     return replace(config, **ALONE | {"out": out} | options)
 
@@ -141,17 +174,17 @@ DRIFT = {"tensorwise": 5e-3, DELAYED: 1e-3}
 def test_runs_of_two_and_four_ranks_are_the_single_process_s(make_config: MakeConfig, tmp_path: Path) -> None:
     common: dict[str, Any] = {"dtype": "float32", "batch": 4, "final_lr": 1.0, "keep": 0, **HALVES}
     bf16 = make_config("bf16", fsdp=2, **common)
-    parts = [make_config("parts", fsdp=2, **common | {"steps": steps}) for steps in (2, 4)]
+    resumed = Resumed(make_config("resumed", fsdp=2, **common), bf16)
     # Without clipping no norm, whose sum is in another order, comes into the weights.
     tensorwise = make_config("tensorwise", fsdp=2, recipe="tensorwise", clip=0.0, **common)
     delayed = make_config("delayed", fsdp=2, recipe=DELAYED, **common)
-    start([bf16, *parts, tensorwise, delayed], tmp_path / "two", 2)
+    start([bf16, resumed, tensorwise, delayed], tmp_path / "two", 2)
 
     whole = plain(bf16, "whole")
     run_training(whole)
     assert farthest(recorded(whole), recorded(bf16)) < 1e-6
-    assert recorded(parts[1]) == recorded(bf16), "a resumed run is the one never stopped"
-    # Both ranks' parts of a batch, one after the other: the same sums.
+    assert recorded(resumed.config) == recorded(bf16), "a resumed run equals an uninterrupted one"
+    # Micro-batches of a single process are the ranks' parts of a batch: the same sums.
     same = plain(tensorwise, "tensorwise-split", batch=2, accumulate=2)
     trained = run_training(same)
     assert losses_of(recorded(same)) == losses_of(recorded(tensorwise))
@@ -192,14 +225,8 @@ def test_runs_of_two_and_four_ranks_are_the_single_process_s(make_config: MakeCo
 
 
 def losses_of(seen: dict[str, float]) -> dict[str, float]:
-    """Those of training: a mean over validation's batches divides them otherwise."""
+    """Return the losses of training; validation's depend on the number of its batches."""
     return {name: loss for name, loss in seen.items() if name.startswith("step")}
-
-
-def begin_from(config: TrainConfig, source: TrainConfig) -> None:
-    """Copy a run's folder as it was after step 2."""
-    shutil.copytree(source.out, config.out)
-    shutil.rmtree(Path(config.out) / "step-000004")
 
 
 @pytest.mark.ranks
@@ -209,7 +236,7 @@ def test_tensor_parallel_ranks_match_a_single_process(
     common: dict[str, Any] = {"dtype": "float32", "batch": 4, "final_lr": 1.0, "keep": 0, **HALVES}
     common |= {"sequence": 64, "model": PAIR}
     grid = make_config("grid", fsdp=2, tp=2, **common)
-    parts = [make_config("grid-parts", fsdp=2, tp=2, async_save=True, **common | {"steps": steps}) for steps in (2, 4)]
+    resumed = Resumed(make_config("grid-resumed", fsdp=2, tp=2, async_save=True, **common), grid)
     few = common | {"steps": 2, "warmup": 1}
     quantized = [make_config(f"grid-{name}", fsdp=2, tp=2, recipe=name, clip=0.0, **few) for name in GRID]
     across = [
@@ -221,12 +248,12 @@ def test_tensor_parallel_ranks_match_a_single_process(
     ]
     few |= {"batch": 2, "accumulate": 2, "model": "pair-neox"}
     staged = make_config("staged", pp=2, tp=2, sp=True, **few)
-    start([grid, *parts, *quantized, *across, staged], tmp_path / "of-four", 4)
+    start([grid, resumed, *quantized, *across, staged], tmp_path / "of-four", 4)
 
     whole = plain(grid, "one")
     run_training(whole)
     assert farthest(recorded(whole), recorded(grid)) < 1e-6
-    assert recorded(parts[1]) == recorded(grid), "a resumed run is the one never stopped"
+    assert recorded(resumed.config) == recorded(grid), "a resumed run equals an uninterrupted one"
     for config in (*across, staged):
         one = plain(config, f"{Path(config.out).name}-one")
         run_training(one)
@@ -266,7 +293,7 @@ GRID = ("tensorwise", "mxfp8")
 
 
 def norms(config: TrainConfig) -> list[float]:
-    """The gradient's norm of each step of a run."""
+    """Return the gradient's norm of each step of a run."""
     return [record["grad_norm"] for record in read(Path(config.out) / "metrics.jsonl") if "grad_norm" in record]
 
 

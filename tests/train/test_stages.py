@@ -1,6 +1,5 @@
 """Stages of a pipeline by every schedule are the single process, and a run goes on however other ranks divide it."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.train.test_ranks import (
     EIGHT,
     FOUR,
     PAIR,
+    Resumed,
     farthest,
     losses_of,
     norms,
@@ -37,7 +37,7 @@ COMMON: dict[str, Any] = {
 
 
 def assert_weights(config: TrainConfig, trained: TrainResult) -> None:
-    """What ranks have saved last are the weights of a single process."""
+    """Compare the weights that ranks have saved last with those of a single process."""
     last = checkpoint.latest(Path(config.out))
     assert last is not None
     saved = checkpoint.load(last, {})
@@ -82,7 +82,7 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
             )
         )
     ]
-    # Half of a run on 2 x 2 ranks, and the rest of it divided otherwise.
+    # Half of a run on 2 x 2 ranks, and the rest of it on other meshes.
     grid = make_config("grid", fsdp=2, tp=2, **COMMON | {"model": PAIR, "batch": 4, "steps": 4, "checkpoint_every": 2})
     alone = {"fsdp": 1, "tp": 1}
     elsewhere = {
@@ -93,17 +93,13 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
             ("layers", {"cp": 2, "tp": 2, "sp": True}),
         )
     }
-    # Other stages on other ranks, whose sums are the same ones.
+    # Other stages on other ranks, with the same sums.
     whole = make_config(
         "whole", fsdp=2, pp=2, recipe="mxfp8", clip=0.0, **few | {"accumulate": 2, "steps": 4, "checkpoint_every": 2}
     )
     transposed = replace(whole, pp_schedule="ZBVZeroBubble", out=str(tmp_path / "transposed"))
-    start([*beside, grid, whole], tmp_path / "of-four", 4)
-    for config in elsewhere.values():
-        go_on_from(grid, config)
-    go_on_from(whole, transposed)
-    start([*elsewhere.values(), transposed], tmp_path / "elsewhere", 4)
-
+    resumed = [*(Resumed(config, grid) for config in elsewhere.values()), Resumed(transposed, whole)]
+    start([*beside, grid, whole, *resumed], tmp_path / "of-four", 4)
     for config in beside:
         one = plain(config, f"{Path(config.out).name}-one")
         run_training(one)
@@ -116,14 +112,6 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
     saved = [checkpoint.load(Path(config.out) / "step-000004", {}) for config in (whole, transposed)]
     for tensor, value in saved[0].model.items():
         np.testing.assert_array_equal(saved[1].model[tensor], value, tensor)
-
-
-def go_on_from(source: TrainConfig, config: TrainConfig) -> None:
-    """A run's folder as another run's was before its last checkpoint."""
-    shutil.copytree(source.out, config.out)
-    last = checkpoint.latest(Path(config.out))
-    assert last is not None
-    shutil.rmtree(last)
 
 
 def test_each_stage_has_one_rank_and_schedules_take_turns_as_torch_s_do() -> None:

@@ -1,6 +1,5 @@
 """Ranks change their recipe together: the single process's losses, and those of a run that was resumed."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from quaver.train.config import TrainConfig
 from quaver.train.loop import run_training
 from quaver.train.metrics import read, switches
 from tests.train.conftest import MakeConfig
-from tests.train.test_ranks import DELAYED, PAIR, losses_of, plain, recorded, start
+from tests.train.test_ranks import DELAYED, PAIR, Resumed, losses_of, plain, recorded, start
 
 COMMON: dict[str, Any] = {"dtype": "float32", "batch": 4, "final_lr": 1.0, "keep": 0, "clip": 0.0}
 #: Weights are gathered in high precision and then as codes; and as codes, as other codes and in high precision.
@@ -23,14 +22,8 @@ def records_of(config: TrainConfig) -> list[dict[str, Any]]:
     return read(Path(config.out) / "metrics.jsonl")
 
 
-def begun_at(config: TrainConfig, step: int, **options: Any) -> TrainConfig:
-    """A run in a folder as another one's was after a step."""
-    folder = Path(f"{config.out}-at-{step}")
-    shutil.copytree(config.out, folder)
-    for later in folder.glob("step-*"):
-        if int(later.name[5:]) > step:
-            shutil.rmtree(later)
-    return replace(config, out=str(folder), **options)
+def resumed_at(source: TrainConfig, step: int, **options: Any) -> Resumed:
+    return Resumed(replace(source, out=f"{source.out}-at-{step}", **options), source, step)
 
 
 @pytest.mark.ranks
@@ -40,10 +33,9 @@ def test_ranks_change_their_recipe_as_the_single_process_does(make_config: MakeC
     # Its mean loss is below 9 as soon as there is one.
     steps = SMOOTHED + 3
     by_loss = make_config("loss", fsdp=2, recipe="mxfp8 until loss<9, bf16", steps=steps, checkpoint_every=1, **COMMON)
-    start([*runs.values(), by_loss], tmp_path / "two", 2)
-    resumed = [begun_at(between, step) for step in (1, 2, 3)]
-    resumed += [begun_at(by_loss, step) for step in (SMOOTHED - 1, SMOOTHED)]
-    start(resumed, tmp_path / "resumed", 2)
+    resumed = [resumed_at(between, step) for step in (1, 2, 3)]
+    resumed += [resumed_at(by_loss, step) for step in (SMOOTHED - 1, SMOOTHED)]
+    start([*runs.values(), by_loss, *resumed], tmp_path / "two", 2)
 
     for name, config in runs.items():
         one = plain(config, f"{name}-one", batch=2, accumulate=2)
@@ -51,10 +43,9 @@ def test_ranks_change_their_recipe_as_the_single_process_does(make_config: MakeC
         assert losses_of(recorded(one)) == losses_of(recorded(config)), name
     assert switches(records_of(between)) == {3: 2, 4: 3}
     assert switches(records_of(by_loss)) == {SMOOTHED + 1: 2}
-    for config in resumed:
-        whole = between if "between" in config.out else by_loss
-        assert recorded(config) == recorded(whole), config.out
-        assert switches(records_of(config)) == switches(records_of(whole))
+    for config, source, _ in resumed:
+        assert recorded(config) == recorded(source), config.out
+        assert switches(records_of(config)) == switches(records_of(source))
 
 
 @pytest.mark.ranks
@@ -67,9 +58,8 @@ def test_tensor_and_pipeline_parallel_runs_switch_recipes_as_from_a_checkpoint(
     staged = make_config("staged", fsdp=2, pp=2, **common | {"batch": 2, "accumulate": 2})
     grid = replace(grid, recipe=f"bf16 until 1, {DELAYED} until 3, mxfp8")
     staged = replace(staged, recipe="tensorwise until 2, mxfp8")
-    start([grid, staged], tmp_path / "four", 4)
-    resumed, alone = begun_at(grid, 2), begun_at(staged, 2, recipe="mxfp8")
-    start([resumed, alone], tmp_path / "resumed", 4)
-    assert recorded(resumed) == recorded(grid)
-    assert losses_of(recorded(alone)) == losses_of(recorded(staged))
+    resumed, alone = resumed_at(grid, 2), resumed_at(staged, 2, recipe="mxfp8")
+    start([grid, staged, resumed, alone], tmp_path / "four", 4)
+    assert recorded(resumed.config) == recorded(grid)
+    assert losses_of(recorded(alone.config)) == losses_of(recorded(staged))
     assert switches(records_of(grid)) == {2: 2, 4: 3} and switches(records_of(staged)) == {3: 2}
