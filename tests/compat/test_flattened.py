@@ -11,6 +11,7 @@ from torch import nn
 
 from quaver.compat.checkpoints import read
 from tests.close import assert_bitwise
+from tests.pairs import pairs
 
 quantization: Any = pytest.importorskip("torchao.quantization")
 support: Any = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
@@ -38,9 +39,10 @@ def no_torchao(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("name", GRANULARITIES)
+@pytest.mark.parametrize(
+    ("dtype", "codes", "name"),
+    pairs([torch.bfloat16, torch.float32], [torch.float8_e4m3fn, torch.float8_e5m2], GRANULARITIES),
+)
 def test_float8_weights_are_torchaos_values(
     name: str, codes: torch.dtype, dtype: torch.dtype, tmp_path: Path, no_torchao: pytest.MonkeyPatch
 ) -> None:

@@ -391,8 +391,6 @@ def test_an_error_on_one_rank_is_reported_once_without_a_hang(
             {"fsdp": 2, "batch": 2},
             "fsdp is 2, and the number of ranks is 1; give --fsdp 1, or start",
         ),
-        (4, {"fsdp": 3}, "fsdp is 3, and the number of ranks is 4; give --fsdp 4, or start them by: torchrun"),
-        (4, {"tp": 3}, "tp is 3, and the number of ranks is 4; start them by: torchrun --nproc-per-node 3 "),
         (4, {"tp": 2, "fsdp": 4}, "fsdp is 4 and tp is 2, and the number of ranks is 4; give --fsdp 2, or start"),
         (2, {"tp": 2}, "tp is 2, which cannot share the 2 heads of nano and its 1 of keys and values; leave out --tp"),
         (

@@ -90,7 +90,6 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
         for name, options in (
             ("batches", {"fsdp": 4}),
             ("stages", {"fsdp": 2, "pp": 2, "batch": 2, "accumulate": 2}),
-            ("layers", {"cp": 2, "tp": 2, "sp": True}),
         )
     }
     # Other stages on other ranks, with the same sums.

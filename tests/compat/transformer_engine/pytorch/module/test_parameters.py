@@ -15,6 +15,7 @@ import quaver.compat.transformer_engine.pytorch as te
 import quaver.torch as qt
 from quaver.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
 from tests.close import assert_bitwise, assert_close
+from tests.pairs import turns
 
 ONE = {"single_grouped_weight": True, "single_grouped_bias": True}
 SPLIT = {"query": 32, "key_": 16, "value": 16}
@@ -30,6 +31,8 @@ MADE: dict[str, Callable[..., Any]] = {
     "GroupedLinear, one weight": lambda **o: _Grouped(te.GroupedLinear(3, 64, 64, single_grouped_weight=True, **o)),
 }
 EACH = pytest.mark.parametrize("name", MADE)
+#: How a module is copied or moved.
+COPIES = ("copy", "pickle", "state dict", "assigned", "meta", "dtype")
 NAMES = {
     "Linear": ["weight", "bias"],
     "Linear, divided": [f"{n}_{k}" for k in ("weight", "bias") for n in ("query", "key", "value")],
@@ -109,8 +112,7 @@ def test_the_configured_options_take_effect(name: str) -> None:
     assert not run(module).any()
 
 
-@EACH
-@pytest.mark.parametrize("how", ["copy", "pickle", "state dict", "assigned", "meta", "dtype"])
+@pytest.mark.parametrize(("name", "how"), turns(MADE, COPIES, ["Linear", "GroupedLinear, one"]))
 def test_training_continues_from_a_copy(name: str, how: str) -> None:
     recipe, module = DelayedScaling(amax_history_len=4), MADE[name]()
     for _ in range(2):
