@@ -37,11 +37,12 @@ def layer_of(kind: str, **more: Any) -> tuple[Any, Any, Array, Array | None]:
     layer = te.flax.TransformerLayer(64, 96, 4, **QUIET, **KINDS[kind], **more)
     x = jax.random.normal(jax.random.key(1), (2, 5, 64))
     memory = jax.random.normal(jax.random.key(2), (2, 7, 64)) if "layer_type" in KINDS[kind] else None
-    variables = nn.unbox(layer.init(jax.random.key(0), x, memory))
+    # One program: eagerly, JAX compiles each operation.
+    variables = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x, memory))
+    rng = np.random.default_rng(3)
     # Norms and biases that do something.
-    shift = iter(jax.random.split(jax.random.key(3), 64))
     params = jax.tree.map(
-        lambda p: p + 0.1 * jax.random.normal(next(shift), p.shape) if p.ndim < 3 else p, variables["params"]
+        lambda p: p + 0.1 * rng.normal(size=p.shape).astype(p.dtype) if p.ndim < 3 else p, variables["params"]
     )
     return layer, {**variables, "params": params}, x, memory
 
@@ -50,15 +51,20 @@ def layer_of(kind: str, **more: Any) -> tuple[Any, Any, Array, Array | None]:
 def test_the_formula_matches_the_documentation(kind: str) -> None:
     layer, variables, x, memory = layer_of(kind)
     expected = plain.layer(variables["params"], x, memory, heads=4, **KINDS[kind])
-    np.testing.assert_allclose(layer.apply(variables, x, memory), expected, rtol=0, atol=3e-5)
+    np.testing.assert_allclose(jax.jit(layer.apply)(variables, x, memory), expected, rtol=0, atol=3e-5)
 
 
 def test_it_trains_quantized() -> None:
     with te.autocast(enabled=True, recipe=MXFP8BlockScaling()):
         layer, variables, x, memory = layer_of("T5's decoder")
-        high, loss = layer.apply(variables, x, memory), lambda v: (layer.apply(v, x, memory) ** 2).mean()
-        gradients = jax.grad(loss)(variables)
-    plainly = layer.apply(variables, x, memory)
+
+        @jax.jit
+        def step(variables: Any) -> Any:
+            y, back = jax.vjp(lambda v: layer.apply(v, x, memory), variables)
+            return y, *back(2 * y)
+
+        high, gradients = step(variables)
+    plainly = jax.jit(layer.apply)(variables, x, memory)
     apart = jnp.linalg.norm(high - plainly) / jnp.linalg.norm(plainly)
     assert 1e-3 < float(apart) < 0.2
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))
@@ -81,7 +87,7 @@ def test_each_gemm_records_its_own_history() -> None:
         metas = variables[te.NVTE_FP8_COLLECTION_NAME]
         assert set(metas) == {"attention", "mlp"} and set(metas["mlp"]) == {"wi", "wo"}
         assert set(metas["attention"]) == {"qkv", "out"}
-        _, after = jax.grad(loss, (0, 1))(variables["params"], metas)
+        _, after = jax.jit(jax.grad(loss, (0, 1)))(variables["params"], metas)
     recorded = [np.asarray(h).max(0) for h in jax.tree.leaves(after) if h.ndim == 2]
     assert len(recorded) == 4 and all((h > 0).all() for h in recorded)
     assert len({tuple(h) for h in recorded}) == 4
