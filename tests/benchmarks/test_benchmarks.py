@@ -66,7 +66,23 @@ def test_the_page_has_the_newest_results_of_ranks(tmp_path: Path) -> None:
     assert "| mxfp8 | 1.40 (missed) | 51.6 % |" in shown and machine.today() in shown
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+#: Half a minute of compiling, or the sizes of another case.
+SLOW = (
+    "host-cost",
+    "grouped-many",
+    "grouped-large",
+    "grouped-ragged",
+    "block",
+    "blocks-llama",
+    "llama-float32",
+    "imports",
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.name in SLOW else []) for c in CASES],
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_every_case_runs_quickly_and_gives_finite_figures(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,8 +323,10 @@ ATTENDING = "tensorwise(attention=True)"
 
 @pytest.mark.parametrize(
     ("framework", "recipes"),
-    [("torch", (BASELINE, ATTENDING, CONTROL)), ("jax", (BASELINE, CONTROL))],
-    ids=("torch", "jax"),
+    [
+        pytest.param("torch", (BASELINE, ATTENDING, CONTROL), id="torch"),
+        pytest.param("jax", (BASELINE, CONTROL), id="jax", marks=pytest.mark.slow),
+    ],
 )
 def test_accept_trains_judges_and_does_not_train_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str, recipes: tuple[str, ...]

@@ -26,7 +26,7 @@ def test_live_bytes_count_only_live_tensors() -> None:
         assert seen.now == 0 and seen.peak == 7960
 
 
-@pytest.mark.parametrize("preset", ["lean", "balanced", "exact"])
+@pytest.mark.parametrize("preset", ["lean", *(pytest.param(n, marks=pytest.mark.slow) for n in ("balanced", "exact"))])
 def test_a_step_needs_memory_of_one_chunk_for_any_matrix_size(preset: str) -> None:
     few, many = (optimizer_bytes.above(preset, "tensorwise", (rows, 1024)) for rows in (512, 1024))
     assert few > 0 and many <= few * 1.01

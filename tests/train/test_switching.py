@@ -76,8 +76,7 @@ def test_after_a_change_training_equals_the_next_recipe_from_the_checkpoint(
         under = (step + 1, step + 2)
         assert [other.losses[each] for each in under] == [whole.losses[each] for each in under]
         assert whole.losses[step + 1] != alone.losses[step + 1], "it changes something"
-    for step in (1, 2, 3):
-        assert all_of(run_training(begun_at(config, step), resume=True)) == all_of(whole)
+    assert all_of(run_training(begun_at(config, 2), resume=True)) == all_of(whole)
 
 
 def test_a_change_keeps_weights_and_moments_and_drops_recorded_state(

@@ -284,21 +284,21 @@ def test_betas_of_zero_step_as_their_pieces(name: str, monkeypatch: pytest.Monke
 def test_weights_with_scales_of_blocks_step_as_their_pieces(name: str) -> None:
     """Blocks of zeros, of subnormal numbers, with NaN and infinities, whole ones and those at a matrix's edges."""
     how, gradient = WAYS_OF_BLOCKS[name]
-    shapes = SHAPES_OF_BLOCKS if name != "lean 1x32" else [(128, 256), (32, 128), (64, 256), (96, 384)]
+    turn = 2 * (list(WAYS_OF_BLOCKS).index(name) % 2)
+    shapes = SHAPES_OF_BLOCKS[turn : turn + 2] if name != "lean 1x32" else [(128, 256), (96, 384)]
     every = [
         parameter(how, torch.float8_e4m3fn, gradient, shape, i, hostile)
         for i, (shape, hostile) in enumerate((s, h) for h in (False, True) for s in shapes)
     ]
-    for first in (0, 1):
-        ours, theirs = copy.deepcopy(every[first::2]), every[first::2]
-        counts = by_kernel(ours, None)
-        expected = in_pieces(theirs)
-        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(one, other, f"{name}, {one.place.local_shape}, {'hostile' if i > 1 else 'kind'}")
-            if expected[i] is not None:
-                assert int(counts[i]) == expected[i], name
+    ours, theirs = copy.deepcopy(every), every
+    counts = by_kernel(ours, None)
+    expected = in_pieces(theirs)
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(one, other, f"{name}, {one.place.local_shape}, {'hostile' if i > 1 else 'kind'}")
+        if expected[i] is not None:
+            assert int(counts[i]) == expected[i], name
     finite = [bool(lost(p).any()) for p in every if lost(p) is not None]  # type: ignore[union-attr]
-    assert finite == [False] * 4 + [True] * 4
+    assert finite == [False] * 2 + [True] * 2
 
 
 @pytest.mark.parametrize("spec", [BLOCKWISE, SQUARES], ids=str)

@@ -88,8 +88,9 @@ def two_layers(request: pytest.FixtureRequest, make_config: MakeConfig, monkeypa
     return make_config(dtype="float32", model="two layers")
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_every_family_has_pytorchs_loss_under_a_recipe(
+# Heads that share a projection, a tied head with two kinds of layers, and norms of heads.
+@pytest.mark.parametrize("family", ["gpt-neox-tiny", "gemma2-tiny", "qwen3-tiny"])
+def test_families_have_pytorchs_loss_under_a_recipe(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     monkeypatch.setitem(MODELS, "one layer", replace(MODELS[family], layers=1))
