@@ -22,6 +22,7 @@ from quaver.torch.operations.autograd import flat
 from quaver.torch.state.history import amax
 from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
+from tests.pairs import turns as pairs_by_turns
 
 
 def kinds() -> list[str]:
@@ -201,8 +202,9 @@ def turns() -> list[Any]:
                 rows.append(pytest.param(name, way, "inductor", Net, marks=pytest.mark.slow))
             # Two layers only where the compiler writes all code of what they save, and has no history to compile.
             kind = Net if end and not keeps_state(name) else Small
-            # Two seconds of tracing what a recipe of its kind has traced, that way or another.
-            slow = [] if quick else [pytest.mark.slow]
+            # Two seconds of tracing what a recipe of its kind has traced, that way or another; ten seconds of compiling
+            # to the end what has a state.
+            slow = [] if quick and not (end and keeps_state(name)) else [pytest.mark.slow]
             rows.append(pytest.param(name, way, quickly if end else WITHOUT_CODE, kind, marks=slow))
     return rows
 
@@ -668,8 +670,9 @@ BLOCK_FORMATS = {
 }
 
 
-@pytest.mark.parametrize("spec", BLOCK_FORMATS.values(), ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("transposed", "spec"), pairs_by_turns((False, True), BLOCK_FORMATS.values(), (False,)), ids=str
+)
 def test_compiled_values_of_partial_blocks_are_those_of_eager_mode(spec: QuantSpec, transposed: bool) -> None:
     """Inductor fuses the repetition of scales with what reads them."""
     torch.compiler.reset()

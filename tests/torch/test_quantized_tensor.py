@@ -666,8 +666,9 @@ def test_optimizers_of_torch_raise_and_write_nothing(kind: Any, fused: bool) -> 
 # ---- compilers and several ranks ----
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("spec", [TENSORWISE, MX, NVFP4], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "backend"), [(TENSORWISE, "aot_eager"), (MX, "inductor"), (NVFP4, "aot_eager")], ids=str
+)
 def test_a_compiled_graph_reads_the_codes(spec: QuantSpec, backend: str) -> None:
     torch.compiler.reset()
 
@@ -688,8 +689,7 @@ def one_rank(tmp_path: Path) -> Any:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
-@pytest.mark.parametrize("groups", [0, 2])
+@pytest.mark.parametrize(("recipe", "groups"), [("tensorwise", 0), ("nvfp4", 2)])
 def test_a_write_before_a_compiled_backward_raises(recipe: str, groups: int) -> None:
     torch.compiler.reset()
     with qt.quantized_init(recipe):

@@ -18,6 +18,7 @@ from quaver.torch.nn import loss as chunked
 from quaver.torch.nn.attention import fp8
 from quaver.torch.operations import operation as counting
 from quaver.torch.operations.operation import Operation
+from tests.pairs import pairs
 from tests.torch.backends.gpu.cublaslt import torchs_own
 
 T, K, N = 32, 64, 96
@@ -40,9 +41,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "model", "dtype"), pairs(recipes.RECIPES, MODELS, (torch.float32, torch.bfloat16)), ids=str
+)
 def test_a_step_has_the_flops_of_the_unconverted_model(recipe: str, model: str, dtype: torch.dtype) -> None:
     net = MODELS[model]().to(dtype)
     x = torch.randn(2, T // 2, K, dtype=dtype, requires_grad=True)

@@ -91,11 +91,11 @@ def test_steps_by_the_kernel_match_plain_torch(rule: Any, preset: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "rule", "preset"),
     [
-        (recipes.blockwise(), optim.AdamW, "lean"),
+        pytest.param(recipes.blockwise(), optim.AdamW, "lean", marks=pytest.mark.slow),
         (recipes.blockwise(), optim.Lion, "lean"),
         (recipes.mxfp8(weight_2d=True), optim.AdamW, "balanced"),
-        (recipes.mxfp8(weight_2d=True), optim.AdamW, "lean"),
-        (recipes.mxfp8(), optim.AdamW, "float32"),
+        pytest.param(recipes.mxfp8(weight_2d=True), optim.AdamW, "lean", marks=pytest.mark.slow),
+        pytest.param(recipes.mxfp8(), optim.AdamW, "float32", marks=pytest.mark.slow),
         (recipes.mxfp8(), optim.AdamW, "lean"),
     ],
     ids=["blockwise-AdamW", "blockwise-Lion", "squares-balanced", "squares-lean", "rows-float32", "rows-lean"],
