@@ -40,3 +40,8 @@ def turns(ones: Iterable[Any], others: Iterable[Any], whole: Iterable[Any], firs
 
 def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
     return set(combinations(enumerate(row), 2)) if len(row) > 1 else {tuple(enumerate(row))}
+
+
+def case_name(value: Any) -> str:
+    """A value in the name of a case: that of a function or class, else its text."""
+    return str(getattr(value, "__name__", value))

@@ -26,7 +26,7 @@ from quaver.torch.conversion.matchers import experts, linears
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.state import weight_cache
 from tests.close import assert_bitwise, assert_close
-from tests.pairs import turns
+from tests.pairs import case_name, pairs, turns
 from tests.torch.conversion.families import tiny, tokens
 
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
@@ -339,9 +339,9 @@ def masks(module: nn.MultiheadAttention, length: int, keys: int, batched: bool) 
         yield {"attn_mask": causal, "is_causal": True, "need_weights": True}
 
 
-@pytest.mark.parametrize("given", list(options()), ids=str)
-@pytest.mark.parametrize("shared", ["all", "two", "none"])
-@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize(
+    ("batched", "shared", "given"), pairs((True, False), ("all", "two", "none"), list(options())), ids=case_name
+)
 def test_packed_attention_equals_torch(
     given: dict[str, Any], shared: str, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,9 +402,11 @@ def test_packed_attention_quantizes_its_projections_and_trains(recipe: str) -> N
     assert_bitwise(module(*qkv)[0], plain(*qkv)[0])
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("while_frozen", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "while_frozen", "bias"),
+    pairs(("tensorwise", "rowwise", "mxfp8"), (False, True), (False, True)),
+    ids=case_name,
+)
 def test_packed_attention_reads_the_rows_that_a_call_asks_for(recipe: str, while_frozen: bool, bias: bool) -> None:
     """Query rows begin at the first row: the cache of the whole weight is not used for a part."""
     attention = nn.MultiheadAttention(32, 4, batch_first=True, bias=bias)

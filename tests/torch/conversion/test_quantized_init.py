@@ -19,6 +19,7 @@ from quaver.torch.linear.linear import Linear
 from quaver.torch.quantized_tensor import memory_of
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise, assert_close
+from tests.pairs import case_name, pairs
 from tests.torch.nn.pairs import kept_bytes
 
 NAMES = [
@@ -481,9 +482,9 @@ def test_a_weight_that_is_replaced_by_another_kind_raises(name: str, dtype: torc
         one(torch.randn(3, K))
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "blockwise", "nvfp4"])
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize("groups", [0, 2])
+@pytest.mark.parametrize(
+    ("groups", "layout", "name"), pairs((0, 2), ("nk", "kn"), ("mxfp8", "blockwise", "nvfp4")), ids=case_name
+)
 def test_a_stack_made_on_meta_has_the_shapes_of_one_made_on_a_device(name: str, layout: Any, groups: int) -> None:
     with qt.quantized_init(name):
         one = qt.GroupedLinear(groups, 64, 160, layout=layout, device="cpu")

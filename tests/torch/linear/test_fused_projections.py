@@ -17,6 +17,7 @@ from quaver.torch.linear import fused_projections
 from quaver.torch.linear.autograd import IDENTITY_INPUT
 from quaver.torch.linear.linear import Linear
 from tests.close import assert_close
+from tests.pairs import case_name, pairs
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: qt.MLP(32, 64, "gelu"),
@@ -30,9 +31,11 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", [None, "bf16", "tensorwise", "mxfp8"])
-@pytest.mark.parametrize("recorded", [True, False], ids=["with gradients", "without"])
-@pytest.mark.parametrize("tokens", [16, 512], ids=["fast plan", "the general plan"])
+@pytest.mark.parametrize(
+    ("tokens", "recorded", "recipe"),
+    pairs((16, 512), (True, False), (None, "bf16", "tensorwise", "mxfp8")),
+    ids=case_name,
+)
 def test_each_group_of_layers_asks_for_its_recipe_once(
     recipe: str | None, recorded: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,9 +57,11 @@ def test_each_group_of_layers_asks_for_its_recipe_once(
     assert set(asked.values()) == {1}
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("tokens", [16, 512], ids=["fast plan", "the general plan"])
-@pytest.mark.parametrize("read", [(0,), (1, 3), (2,), ()], ids=str)
+@pytest.mark.parametrize(
+    ("read", "tokens", "recipe"),
+    pairs(((0,), (1, 3), (2,), ()), (16, 512), ("delayed", "mxfp8", "nvfp4")),
+    ids=case_name,
+)
 def test_layers_whose_output_nothing_reads_have_no_gradient(recipe: str, tokens: int, read: tuple[int, ...]) -> None:
     """As if each layer had been called by itself. Output 0 is the input of the layers."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from benchmarks.measuring.memory import peak
 from quaver.torch import optim
 from quaver.torch.optim import codes
 from quaver.torch.optim.quantized_gradient import QuantizedGradient, encode_in_chunks
+from tests.pairs import case_name, pairs
 
 SPEC = optim.StateSpec(code="e4m3", block=128)
 LEAN = optim.PRESETS["lean"]
@@ -179,9 +180,11 @@ def test_a_small_gradient_added_many_times_is_not_rounded_away() -> None:
     torch.testing.assert_close(p.detach(), torch.full_like(p, -100.0), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("weights", ["none", "tensorwise", "bfloat16"])
-@pytest.mark.parametrize("preset", ["lean", "msamp"])
-@pytest.mark.parametrize("order", [2.0, 1.0, "inf"])
+@pytest.mark.parametrize(
+    ("order", "preset", "weights"),
+    pairs((2.0, 1.0, "inf"), ("lean", "msamp"), ("none", "tensorwise", "bfloat16")),
+    ids=case_name,
+)
 def test_clip_grad_norm_sees_and_scales_every_gradient(order: Any, preset: str, weights: str) -> None:
     every: tuple[Any, ...] = (None, True, False, "optimizer")
     for foreach in every:

@@ -20,6 +20,7 @@ from quaver.torch.numerics import rounding
 from quaver.torch.optim import layout, master_weights
 from quaver.torch.optim.quantized_gradient import QuantizedGradient
 from quaver.torch.quantized_tensor import memory_of
+from tests.pairs import case_name, pairs
 
 
 def model_of() -> Any:
@@ -289,9 +290,15 @@ def test_a_thread_that_compiles_refuses_no_other_threads_gradient(monkeypatch: p
     check_gradient(weight)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-@pytest.mark.parametrize("preset", ["float32", "msamp", "balanced", "lean"])
-@pytest.mark.parametrize("config", ["load_state_dict", "set_weight", "state_dict before the first step"])
+@pytest.mark.parametrize(
+    ("config", "preset", "recipe"),
+    pairs(
+        ("load_state_dict", "set_weight", "state_dict before the first step"),
+        ("float32", "msamp", "balanced", "lean"),
+        ("tensorwise", "blockwise"),
+    ),
+    ids=case_name,
+)
 def test_a_step_continues_from_weights_written_since_the_last_one(config: str, preset: str, recipe: str) -> None:
     """As after a rollback to another checkpoint: masters, and largest magnitudes of weights, were those of before."""
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.optim import codes
+from tests.pairs import case_name, pairs
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -75,9 +76,11 @@ def test_muon_requires_a_stack_of_matrices(shape: tuple[int, ...]) -> None:
 SHAPES = {(64, 64, 3, 3): (64, 576), (8192, 1): (1, 8192), (128, 96, 3): (128, 288), (96, 8, 5, 5, 5): (768, 125)}
 
 
-@pytest.mark.parametrize("preset", ["exact", "balanced", "lean", "coat", "msamp", "te"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "preset"),
+    pairs((torch.float32, torch.bfloat16), SHAPES, ("exact", "balanced", "lean", "coat", "msamp", "te")),
+    ids=case_name,
+)
 def test_a_weight_of_short_rows_steps_as_the_matrix_that_it_is_flattened_to(
     dtype: torch.dtype, shape: tuple[int, ...], preset: str
 ) -> None:

@@ -21,6 +21,7 @@ from quaver import recipes
 from quaver.torch.operations import ops
 from quaver.torch.state import selective_checkpoint
 from tests.close import assert_bitwise
+from tests.pairs import case_name, pairs
 
 aten = torch.ops.aten
 #: What frameworks save: products, attention and the largest of what is quantized.
@@ -81,10 +82,12 @@ def steps(net: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[s
     return results
 
 
-@pytest.mark.parametrize("saves", POLICIES)
-@pytest.mark.parametrize("model", [linears, layer])
 @pytest.mark.parametrize(
-    "recipe", ["delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4", recipes.mxfp8(attention=True)], ids=str
+    ("recipe", "model", "saves"),
+    pairs(
+        ("delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4", recipes.mxfp8(attention=True)), (linears, layer), POLICIES
+    ),
+    ids=case_name,
 )
 def test_bits_and_states_equal_those_without_a_checkpoint(recipe: Any, model: Any, saves: str) -> None:
     torch.manual_seed(0)
@@ -211,9 +214,14 @@ def logged_forward(net: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("call", [inside_selective, counted_forward, counted_recomputation, logged_forward])
-@pytest.mark.parametrize("model", [linears, layer])
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise_bf16_wgrad", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "model", "call"),
+    pairs(
+        ("delayed", "rowwise_bf16_wgrad", "mxfp8"),
+        (linears, layer),
+        (inside_selective, counted_forward, counted_recomputation, logged_forward),
+    ),
+)
 def test_a_recomputation_saves_the_same_tensors_as_its_forward(recipe: str, model: Any, call: Any) -> None:
     """Though it alone is watched, or the forward alone was: torch refused it, where a watched layer saves otherwise."""
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.cpu import decode, gemm, quantize
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from tests.close import assert_bitwise
+from tests.pairs import pairs
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 
@@ -20,9 +21,7 @@ def per_tensor(fmt: Format) -> QuantSpec:
 
 
 @FORMATS
-@pytest.mark.parametrize("rows", [1, 7, 2100])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("flushes", [False, True])
+@pytest.mark.parametrize(("rows", "transposed", "flushes"), pairs((1, 7, 2100), (False, True), (False, True)))
 def test_all_codes_decode_to_their_values_times_a_scale(
     fmt: Format, rows: int, transposed: bool, flushes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from quaver.torch.backends.cpu import quantize
 from quaver.torch.numerics.quantized import FLOAT8
 from tests.close import assert_bitwise
 from tests.operands import SPECS, nasty
+from tests.pairs import case_name, pairs
 
 #: Large enough to be held.
 SHAPE = 256, 192
@@ -69,9 +70,11 @@ def test_memory_made_in_inference_mode_is_usable_in_training() -> None:
     assert layer.weight.grad is not None and not layer.weight.grad.isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FP8)
-@pytest.mark.parametrize("shape", [(259, 321), (1, 70_000), (2, 40_001)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "name", "dtype"),
+    pairs(((259, 321), (1, 70_000), (2, 40_001)), FP8, (torch.float32, torch.bfloat16, torch.float16)),
+    ids=case_name,
+)
 def test_operands_are_the_same_piece_by_piece(
     shape: tuple[int, int], name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation
 from quaver.torch.state.layer_state import state_of
 from tests.operands import SPECS
+from tests.pairs import case_name, pairs
 from tests.torch.backends.gpu.cublaslt import torchs_own
 
 RECIPES = [name for name in recipes.RECIPES if name != "bf16"]
@@ -62,9 +63,9 @@ def run(layer: qt.Linear, recipe: str, tokens: int, steps: int = 2) -> list[Tens
     return tensors + [b.clone() for b in layer.buffers()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [32, 5])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "dtype"), pairs(RECIPES, (32, 5), (torch.float32, torch.bfloat16)), ids=case_name
+)
 def test_a_layer_on_the_kernels_has_the_bits_of_the_reference(
     recipe: str, tokens: int, dtype: torch.dtype, reads: list[str]
 ) -> None:

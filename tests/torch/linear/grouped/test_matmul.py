@@ -16,6 +16,7 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.grouped import GroupOffsets
 from tests.close import assert_bitwise
 from tests.operands import SPECS
+from tests.pairs import case_name, pairs
 
 T, K, N, G = 64, 48, 40, 4
 #: Sizes of the groups: ragged, one empty, all in one, most tokens in none.
@@ -132,9 +133,11 @@ def test_the_cpu_result_is_within_the_error_bound(name: str, dtype: torch.dtype)
         assert (tensor.double() - wanted.double()).norm() <= bound * wanted.double().norm()
 
 
-@pytest.mark.parametrize("features", [(48, 40), (47, 40), (48, 41), (8, 8)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("transposed", "dtype", "features"),
+    pairs((False, True), (torch.float32, torch.bfloat16, torch.float16), ((48, 40), (47, 40), (48, 41), (8, 8))),
+    ids=case_name,
+)
 def test_torchs_grouped_gemm_changes_no_bit(
     features: tuple[int, int], dtype: torch.dtype, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

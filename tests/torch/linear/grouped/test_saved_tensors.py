@@ -18,6 +18,7 @@ from quaver.torch.linear.grouped.saved import SavedLayout
 from quaver.torch.numerics.grouped import GroupOffsets
 from quaver.torch.numerics.quantized import Quantized
 from tests.close import assert_bitwise
+from tests.pairs import case_name, pairs
 
 SMALLEST, LARGEST = 2.0**-126, torch.finfo(torch.float32).max
 #: What the largest of a column may be.
@@ -62,10 +63,11 @@ def columns(rows: int, k: int, seed: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("block", [(1, None), (1, 128), (1, 32), (32, 32)], ids=str)
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("way", ["reference", None])
+@pytest.mark.parametrize(
+    ("way", "seed", "block", "fmt"),
+    pairs(("reference", None), range(3), ((1, None), (1, 128), (1, 32), (32, 32)), (E4M3, E5M2)),
+    ids=case_name,
+)
 def test_scales_of_hard_values_are_read_as_they_were_stored(fmt: Any, block: Block, seed: int, way: str | None) -> None:
     spec, x = QuantSpec(fmt, block), columns(sum(SIZES), 48, seed)
     parts: list[Quantized | None] = []
@@ -100,9 +102,9 @@ def test_other_scales_stay_unchanged(spec: QuantSpec) -> None:
     assert_bitwise(again.dequantize(), q.dequantize())
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-@pytest.mark.parametrize("hard", [HARD, NOT_FINITE], ids=["finite", "not finite"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "hard", "recipe"), pairs((False, True), (HARD, NOT_FINITE), ("rowwise", "blockwise")), ids=case_name
+)
 def test_gradients_of_hard_values_match_linears(recipe: str, hard: tuple[float, ...], compiled: bool) -> None:
     generator, k, n = torch.Generator().manual_seed(0), 48, 40
     x, g = (torch.randn(sum(SIZES), size, generator=generator) for size in (k, n))

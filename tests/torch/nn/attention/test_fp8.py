@@ -19,6 +19,7 @@ from quaver.torch.nn.attention.fp8 import Fp8AttentionOptions, dropout_mask, par
 from quaver.torch.nn.attention.op import attention
 from tests.close import assert_bitwise, assert_close
 from tests.operands import nasty
+from tests.pairs import case_name, pairs
 from tests.torch.nn.attention.quantized import attention_fp8
 
 
@@ -98,9 +99,11 @@ def test_output_and_gradients_are_the_specifications(spec: AttentionSpec, shape:
         assert_close(name, got, exact, 1e-6)
 
 
-@pytest.mark.parametrize("spec", OPERANDS, ids=OPERANDS.values())
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", [(6, 4), (3, 65), (33, 3), (1, 1), (0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "transposed", "spec"),
+    pairs(((6, 4), (3, 65), (33, 3), (1, 1), (0, 3), (3, 0)), (False, True), OPERANDS),
+    ids=case_name,
+)
 def test_operands_have_the_specifications_codes(spec: QuantSpec, transposed: bool, shape: tuple[int, int]) -> None:
     heads = list(nasty(shape).values())
     if transposed:

@@ -16,6 +16,7 @@ import quaver.torch as qt
 from quaver.torch import RotaryEmbedding, apply_rotary
 from quaver.torch.nn.attention.rope import CACHED_TABLES
 from tests.close import assert_bitwise, assert_close
+from tests.pairs import case_name, pairs
 from tests.torch.test_compile import WITHOUT_CODE
 
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True])
@@ -74,9 +75,11 @@ def test_rope_rotates_pairs_and_its_gradient_rotates_back(
     assert_close("gradient", grad, expected(g, -positions, turning, interleaved), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("lengths", [(3, 4), (1, 0, 6), (0, 0, 7, 0)])
-@pytest.mark.parametrize("offset", ["none", "number", "each", "positions"])
+@pytest.mark.parametrize(
+    ("offset", "lengths", "dtype"),
+    pairs(("none", "number", "each", "positions"), ((3, 4), (1, 0, 6), (0, 0, 7, 0)), (torch.int32, torch.int64)),
+    ids=case_name,
+)
 def test_ragged_sequences_restart_their_positions(dtype: torch.dtype, lengths: tuple[int, ...], offset: str) -> None:
     x = torch.randn(7, 3, 8)
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=dtype)
@@ -391,10 +394,11 @@ def test_feature_counts_that_cannot_rotate_give_a_clear_error() -> None:
         RotaryEmbedding(6, fraction=0)
 
 
-@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "fraction", "interleaved", "kernel"),
+    pairs((torch.float32, torch.bfloat16), (1.0, 0.5), (False, True), (False, True)),
+    ids=case_name,
+)
 def test_rotated_tensors_are_contiguous_for_any_input_layout(
     dtype: torch.dtype, fraction: float, interleaved: bool, kernel: bool
 ) -> None:

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from quaver.torch import RotaryEmbedding
 from quaver.torch.nn.attention.rope_scaling import KINDS, Frequencies, frequencies, parse
 from tests.close import assert_close
+from tests.pairs import case_name, pairs
 
 ORIGINAL = 32
 POSITIONS = 128
@@ -110,9 +111,9 @@ def test_frequencies_match_transformers(case: str, length: int) -> None:
         )
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("length", [8, ORIGINAL + 1, 100])
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("given", "length", "case"), pairs((False, True), (8, ORIGINAL + 1, 100), CASES), ids=case_name
+)
 def test_outputs_match_transformers(case: str, length: int, given: bool) -> None:
     theirs = LlamaRotaryEmbedding(config(CASES[case]))
     x = torch.randn(2, length, 2, 16)

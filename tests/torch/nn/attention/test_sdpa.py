@@ -12,6 +12,7 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver.torch.nn.attention import attention
 from tests.close import assert_bitwise, assert_close
+from tests.pairs import case_name, pairs
 from tests.torch.nn.attention.cases import DV, GROUPS, LENGTHS, D, H, cases, gradients, mask_of, operands
 
 #: Relative RMS of outputs and gradients from the float32 reference on the same values.
@@ -110,9 +111,11 @@ def test_a_query_that_sees_no_key_gets_zero_and_so_do_its_gradients(dtype: torch
         assert not grads[0][empty].any()
 
 
-@pytest.mark.parametrize("name", ["sdpa", "reference"])
-@pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 7), (2, 5, 0)])
-@pytest.mark.parametrize("mask_type", ["none", "causal", "causal_bottom_right"])
+@pytest.mark.parametrize(
+    ("mask_type", "shape", "name"),
+    pairs(("none", "causal", "causal_bottom_right"), ((0, 5, 7), (2, 0, 7), (2, 5, 0)), ("sdpa", "reference")),
+    ids=case_name,
+)
 def test_no_batch_no_query_and_no_key_are_no_error(name: str, shape: tuple[int, int, int], mask_type: str) -> None:
     batch, queries, keys = shape
     q, k, v = (torch.randn(batch, n, h, D, requires_grad=True) for n, h in ((queries, H), (keys, 2), (keys, 2)))
@@ -138,9 +141,11 @@ def kept() -> Iterator[list[tuple[torch.dtype, tuple[int, ...]]]]:
         yield packed
 
 
-@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
-@pytest.mark.parametrize("mask_type", ["none", "causal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "mask_type", "layout"),
+    pairs((torch.float32, torch.bfloat16, torch.float16), ("none", "causal"), ("bshd", "sbhd", "thd")),
+    ids=case_name,
+)
 def test_backward_keeps_q_k_v_unexpanded_the_output_and_a_logarithm_a_row(
     layout: str, mask_type: str, dtype: torch.dtype
 ) -> None:

@@ -19,6 +19,7 @@ from quaver import recipes
 from quaver.torch.state.history import roll, scaling_step
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
+from tests.pairs import case_name, pairs
 
 #: The newest amax alone decides, so that a roll too many or too few is seen in the next factors.
 RECIPE = recipes.delayed(history=3, algorithm="most_recent")
@@ -433,9 +434,9 @@ def scaled(model: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], micro:
     return losses
 
 
-@pytest.mark.parametrize("call", [bypassed, by_parts, checkpointed])
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("wrapped", [False, True], ids=["converted", "in a wrapper that was converted"])
+@pytest.mark.parametrize(
+    ("wrapped", "micro", "call"), pairs((False, True), (1, 2), (bypassed, by_parts, checkpointed)), ids=case_name
+)
 def test_a_model_trains_the_same_when_its_root_is_not_called(
     call: Callable[[nn.Module, Tensor], Tensor], micro: int, wrapped: bool
 ) -> None:
