@@ -22,7 +22,7 @@ from benchmarks.acceptance.report import ATTENTION, BASELINE, BLOCKS, LAYERS, Ac
 from benchmarks.acceptance.training import CONTROL, NUDGE, NULL, Outcome, Run, read, write
 from benchmarks.measuring import machine, results
 from quaver.train import config
-from quaver.train.config import FRAMEWORKS, choose
+from quaver.train.config import FRAMEWORKS, check_choice
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +47,7 @@ class Plan:
     name: str = "accept"
 
     def __post_init__(self) -> None:
-        choose("framework", self.framework, FRAMEWORKS)
+        check_choice("framework", self.framework, FRAMEWORKS)
 
     def runs(self) -> list[Run]:
         folder = (
@@ -64,7 +64,7 @@ class Plan:
                 steps=self.steps,
                 model=self.model,
                 text=self.text,
-                folder=str(folder / f"{recipe if recipe == NULL else config.folder(recipe)}-seed{seed}"),
+                folder=str(folder / f"{recipe if recipe == NULL else config.folder_name(recipe)}-seed{seed}"),
                 framework=self.framework,
             )
             for seed in range(self.seeds)

@@ -134,7 +134,7 @@ def live() -> Iterator[Live]:
 
 def above(preset: str, recipe: str, shape: tuple[int, int]) -> int:
     """Bytes that a step needs above what stays."""
-    model = layer(config.find(preset).weights(config.find_recipe(recipe), "bfloat16"), recipe, shape)
+    model = layer(config.find_optimizer(preset).weights(config.find_recipe(recipe), "bfloat16"), recipe, shape)
     optimizer = AdamW(model.parameters(), lr=1e-3, preset=preset)
     for _ in range(2):
         optimizer.zero_grad()
@@ -151,7 +151,7 @@ def run(console: Console, write: bool = False) -> bool:
     for preset in PRESETS:
         ways: dict[str, list[str]] = {}
         for recipe in RECIPES:
-            kept = config.find(preset).weights(config.find_recipe(recipe), "bfloat16")
+            kept = config.find_optimizer(preset).weights(config.find_recipe(recipe), "bfloat16")
             ways.setdefault(recipe if kept == "codes" else kept, []).append(recipe)
         for way in ways:
             kept = "codes" if way in RECIPES else way
@@ -229,7 +229,7 @@ def whole() -> list[list[str]]:
     for name, vocab in WHOLE.items():
         sizes = MODELS[name]
         count = sum(int(torch.Size(shape).numel()) for shape in parameters(sizes, vocab).values())
-        cells = [memory.trained(sizes, vocab, each, recipe, "bfloat16").total for each in ("adamw", *ORDER)]
+        cells = [memory.training_footprint(sizes, vocab, each, recipe, "bfloat16").total for each in ("adamw", *ORDER)]
         rows.append([f"`{name}`", *(f"{total / 1e9:.3g} ({total / count:.2f})" for total in cells)])
     return rows
 
@@ -247,7 +247,7 @@ def above_in_backward(preset: str, threshold: int | None, wide: int = WIDE, deep
     Args:
         threshold: bytes of gradients that may wait; None steps once backward has ended.
     """
-    kept = config.find(preset).weights(config.find_recipe("tensorwise"), "bfloat16")
+    kept = config.find_optimizer(preset).weights(config.find_recipe("tensorwise"), "bfloat16")
     model = nn.Sequential(*(layer(kept, "tensorwise", (wide, wide)) for _ in range(deep)))
     optimizer = AdamW(model.parameters(), lr=1e-3, preset=preset)
     if threshold is not None:

@@ -64,7 +64,7 @@ KINDS: dict[str, Preset | None] = {
         second=StateSpec(code="e4m3", block=None, scale="float32"),
         clamp=False,
     ),
-    optimizer_name.TORCH: None,
+    optimizer_name.TORCH_ADAMW: None,
 }
 
 
@@ -98,7 +98,8 @@ class Plan:
         )
 
     def result(self, kind: str, seed: int) -> Path:
-        own = f"{self.model}-{recipe_name.folder(self.recipe)}-{self.steps}x{self.batch}x{self.sequence}-{checksum()}"
+        recipe = recipe_name.folder_name(self.recipe)
+        own = f"{self.model}-{recipe}-{self.steps}x{self.batch}x{self.sequence}-{checksum()}"
         return self.folder / own / f"{kind}-seed{seed}.json"
 
 
@@ -266,7 +267,7 @@ def judged(kind: str, mean: float | None, failed: int) -> tuple[str, bool]:
     """A kind's rule in words, and whether it holds."""
     if kind == CONTROL:
         return f"≥ +{SEEN}", bool(failed) or (mean is not None and mean >= SEEN)
-    if kind in (BASELINE, NULL, optimizer_name.TORCH):
+    if kind in (BASELINE, NULL, optimizer_name.TORCH_ADAMW):
         return "", not failed
     return f"≤ +{WORSE}", not failed and mean is not None and mean <= WORSE
 

@@ -94,7 +94,7 @@ class Plan:
     @property
     def change(self) -> int:
         """The last step under the schedule's first recipe. Raises: ValueError if that is not known before a run."""
-        end = config.parts(self.schedule)[0].end
+        end = config.parse_phases(self.schedule)[0].end
         last = None if end is None else end.last(self.steps)
         if not last:
             raise ValueError(f"{self.schedule!r} does not say after which of {self.steps} steps it changes; give more")
@@ -106,7 +106,7 @@ class Plan:
 
         def place(kind: Kind, seed: int) -> str:
             how = "-nudged" * kind.nudged + "-late" * (kind.late and kind.nudged)
-            return str(folder / f"{config.folder(kind.recipe)}{how}-seed{seed}")
+            return str(folder / f"{config.folder_name(kind.recipe)}{how}-seed{seed}")
 
         return {
             (kind, seed): Run(

@@ -24,7 +24,7 @@ from quaver.train import TrainConfig, TrainResult, checkpoint, files, frameworks
 from quaver.train import config as recipe_name
 from quaver.train.config import to_toml
 from quaver.train.data import load
-from quaver.train.loop import prepare
+from quaver.train.loop import write_run_files
 from quaver.train.memory import parameters
 from quaver.train.model_config import MODELS
 from quaver.train.resume import MOMENTS
@@ -125,7 +125,7 @@ def train(run: Run) -> Outcome:
         if run.recipe not in CONTROLS:
             config = dataclasses.replace(config, recipe=run.recipe)
         # Of a run that changes its recipe the one that it ends under.
-        recipe = find(run.recipe if run.recipe in CONTROLS else recipe_name.parts(run.recipe)[-1].text)
+        recipe = find(run.recipe if run.recipe in CONTROLS else recipe_name.parse_phases(run.recipe)[-1].text)
         if run.keep:
             config = dataclasses.replace(config, checkpoint_every=run.keep, keep=0)
         if not (out / "config.toml").exists():
@@ -155,19 +155,19 @@ def begin_anew(config: TrainConfig, recipe: Recipe) -> None:
     """Write the checkpoint of no step, from which a run goes as from its beginning."""
     folder = Path(config.out)
     tokens = load(config, None, folder)
-    model, _ = frameworks.make(config, recipe, tokens.vocab).tensors()
+    model, _ = frameworks.make_learner(config, recipe, tokens.vocab).tensors()
     shapes = parameters(MODELS[config.model], tokens.vocab)
     moments = {f"{name}/{key}": np.zeros(shape, np.float32) for name, shape in shapes.items() for key in MOMENTS}
     moments |= {f"{name}/step": np.zeros((), np.float32) for name in shapes}
     facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.save(folder, 0, model, moments, facts | {"config": dataclasses.asdict(config)})
-    prepare(folder, config, tokens)
+    write_run_files(folder, config, tokens)
 
 
 def begin_after(config: TrainConfig, source: Path) -> None:
     """Begin where another run's oldest checkpoint is, with its records."""
-    folder, first = Path(config.out), checkpoint.all_in(source)[0]
+    folder, first = Path(config.out), checkpoint.list_checkpoints(source)[0]
     shutil.copytree(first, folder / first.name)
     shutil.copy(source / "metrics.jsonl", folder)
     files.write(folder / "config.toml", to_toml(config))
@@ -175,7 +175,7 @@ def begin_after(config: TrainConfig, source: Path) -> None:
 
 def nudge_weights(config: TrainConfig, nudge: float) -> None:
     """Move each weight of a run's checkpoint by less than `nudge`, at random."""
-    path = checkpoint.all_in(Path(config.out))[-1]
+    path = checkpoint.list_checkpoints(Path(config.out))[-1]
     saved, noise = checkpoint.load(path, {}), np.random.default_rng((config.seed, 1))
     weights = {name.partition("/")[0] for name in saved.optimizer}
     model = {

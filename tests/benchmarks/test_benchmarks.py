@@ -35,7 +35,7 @@ from benchmarks.pages import ranks
 from quaver.torch.backends.gpu import interpreter
 from quaver.train import TrainResult
 from quaver.train.model_config import MODELS
-from quaver.train.torch.decoder import build
+from quaver.train.torch.decoder import build_decoder
 from tests import forked
 
 
@@ -287,7 +287,7 @@ def test_every_recipe_that_is_judged_exists() -> None:
 
 
 def trained(weight: float | None, skip: list[str]) -> TrainResult:
-    model = build(MODELS["nano"], 256, 0, torch.device("cpu"))
+    model = build_decoder(MODELS["nano"], 256, 0, torch.device("cpu"))
     conversion = qt.convert(model, "mxfp8", skip=skip, head=True)
     if weight is not None:
         torch.nn.init.constant_(model.layers[0].mlp.up_proj.weight, weight)
@@ -308,7 +308,7 @@ def test_weight_errors_are_of_every_converted_layer_and_not_zero() -> None:
 
 def test_attention_must_be_quantized_where_the_recipe_says_so_and_nowhere_else() -> None:
     attending, linear = training.find("mxfp8(attention=True)"), training.find("mxfp8")
-    model = build(MODELS["nano"], 256, 0, torch.device("cpu"))
+    model = build_decoder(MODELS["nano"], 256, 0, torch.device("cpu"))
     for recipe, other in ((attending, linear), (linear, attending)):
         qt.convert(model, recipe, skip=["head"])
         training.check_attention(model, recipe)

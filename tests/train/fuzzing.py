@@ -223,7 +223,7 @@ def forge(random: Random, where: Place, fresh: Path) -> None:
         state[key] = random.choice([None, [], {}, -1, "2", 2.5, 10**30, {"recipe": []}, [[]], True])
     except (ValueError, TypeError, RecursionError):
         return
-    checkpoint.seal(path, state)
+    checkpoint.write_state(path, state)
 
 
 def write_metrics(random: Random, where: Place, fresh: Path) -> None:

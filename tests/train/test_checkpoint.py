@@ -48,7 +48,7 @@ def test_the_newest_is_the_highest_number_and_old_ones_go(tmp_path: Path) -> Non
     for step in (999_999, 1_000_000, 1_000_001):
         checkpoint.save(tmp_path, step, model, optimizer, ABOUT, keep=2)
     (tmp_path / "step-abc").mkdir()
-    assert [path.name for path in checkpoint.all_in(tmp_path)] == ["step-1000000", "step-1000001"]
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-1000000", "step-1000001"]
     assert checkpoint.latest(tmp_path) == tmp_path / "step-1000001"
 
 
@@ -62,7 +62,7 @@ def test_files_match_safetensors_and_bfloat16_has_its_type(tmp_path: Path) -> No
     for name, tensor in given.items():
         assert theirs[name].dtype is tensor.dtype and torch.equal(theirs[name], tensor), name
     save_torch({name: tensor.contiguous() for name, tensor in given.items()}, tmp_path / "theirs")
-    for name, tensor in learner.tensors_of(checkpoint.joined([tmp_path / "theirs"])).items():
+    for name, tensor in learner.tensors_of(checkpoint.read_tensors_whole([tmp_path / "theirs"])).items():
         assert tensor.dtype is given[name].dtype and torch.equal(tensor, given[name]), name
 
 
@@ -93,7 +93,7 @@ def interrupted(path: Path) -> None:
 def test_leftovers_of_a_killed_save_are_no_checkpoint(tmp_path: Path) -> None:
     model, optimizer = trained()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint, "flush", interrupted)
+        patch.setattr(checkpoint, "sync_to_disk", interrupted)
         checkpoint.save(tmp_path, 1, model, optimizer, ABOUT)
     assert len(list(tmp_path.iterdir())) == 1 and checkpoint.latest(tmp_path) is None
     checkpoint.save(tmp_path, 2, model, optimizer, ABOUT)
@@ -182,7 +182,7 @@ def test_an_emptied_optimizer_is_refused(tmp_path: Path) -> None:
 def test_a_type_that_numpy_lacks_gives_one_clear_error(tmp_path: Path, dtype: torch.dtype) -> None:
     path = checkpoint.save(tmp_path, 1, *trained(), ABOUT)
     save_torch({"0.weight": torch.zeros(4, dtype=dtype)}, path / "model.safetensors")
-    checkpoint.seal(path, {"format": checkpoint.FORMAT, "step": 1, **ABOUT})
+    checkpoint.write_state(path, {"format": checkpoint.FORMAT, "step": 1, **ABOUT})
     with pytest.raises(CheckpointError, match=r"model\.safetensors: '0\.weight' is of type"):
         checkpoint.load(path, ABOUT)
 
@@ -199,7 +199,7 @@ def test_no_deletion_leaves_a_folder_without_its_state(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(files.shutil, "rmtree", lambda path, **options: interrupted(path))
         checkpoint.save(tmp_path, 3, *trained(3), ABOUT, keep=2)
-    assert [checkpoint.load(path, ABOUT).step for path in checkpoint.all_in(tmp_path)] == [2, 3]
+    assert [checkpoint.load(path, ABOUT).step for path in checkpoint.list_checkpoints(tmp_path)] == [2, 3]
     checkpoint.save(tmp_path, 4, *trained(4), ABOUT, keep=2)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000003", "step-000004"}
 

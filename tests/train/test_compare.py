@@ -148,7 +148,7 @@ def test_files_written_by_runs_are_not_training_text(make_config: MakeConfig, te
 def test_a_frozen_text_that_was_changed_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     read = data.load(make_config())
     path = tmp_path / "text.safetensors"
-    data.write(path, data.Frozen(read.train, read.validation, "", {"text": ["a"]}))
+    data.write(path, data.SavedTokens(read.train, read.validation, "", {"text": ["a"]}))
     again = data.load(make_config(text=(str(path),)))
     assert again.fingerprint == read.fingerprint and np.array_equal(again.train, read.train)
     with pytest.raises(ValueError, match="was made by other tokens than --tokens"):

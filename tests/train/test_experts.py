@@ -16,7 +16,7 @@ from quaver.train.loop import Interrupted
 from quaver.train.metrics import losses, read
 from quaver.train.model_config import MODELS
 from quaver.train.torch import learner
-from quaver.train.torch.decoder import build, loss_of
+from quaver.train.torch.decoder import build_decoder, loss_of
 from quaver.train.torch.learner import first_module
 from tests.pairs import turns
 from tests.train.conftest import MakeConfig
@@ -106,7 +106,7 @@ def test_ranks_that_would_divide_such_layers_are_refused(
 
 
 def test_a_router_with_nonfinite_logits_is_named(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(MODELS["mixtral-tiny"], 256, 0, torch.device("cpu"))
+    model = build_decoder(MODELS["mixtral-tiny"], 256, 0, torch.device("cpu"))
     router = model.layers[1].mlp.router
     router.register_forward_hook(lambda module, inputs, routing: routing._replace(logits=routing.logits * torch.nan))
     batch = torch.zeros((1, 2, 17), dtype=torch.int64)
@@ -114,12 +114,12 @@ def test_a_router_with_nonfinite_logits_is_named(make_config: MakeConfig, monkey
     assert place.says == "the first output that is not finite is that of layers.1.mlp.router"
 
     def poisoned(*arguments: Any) -> Any:
-        model = build(*arguments)
+        model = build_decoder(*arguments)
         with torch.no_grad():
             model.layers[0].mlp.router.weight[3, 5] = torch.nan
         return model
 
-    monkeypatch.setattr(learner, "build", poisoned)
+    monkeypatch.setattr(learner, "build_decoder", poisoned)
     with pytest.raises(NonFiniteError, match=r"is nan; the parameter layers\.0\.mlp\.router\.weight is"):
         run_training(make_config(model="mixtral-tiny"))
 
@@ -159,7 +159,7 @@ def test_ranks_that_share_a_batch_train_as_one_process(
 def test_jax_refuses_before_the_text_is_read(make_config: MakeConfig, name: str) -> None:
     pytest.importorskip("jax")
     with pytest.raises(ValueError, match=f"JAX cannot train .* yet, as {name} has; take --framework torch"):
-        frameworks.check(make_config(model=name, framework="jax"), recipe_name.find_recipe("bf16"))
+        frameworks.check_options(make_config(model=name, framework="jax"), recipe_name.find_recipe("bf16"))
 
 
 @pytest.mark.parametrize(

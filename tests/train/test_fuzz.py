@@ -140,9 +140,9 @@ def test_a_separate_process_behaves_the_same(where: Place, tmp_path: Path, seeds
 def test_every_recipe_text_gives_a_recipe_or_a_clear_error() -> None:
     for seed in range(500):
         text = fuzzing.recipe(Random(seed))
-        for part in [text, *config.split(text)]:
+        for part in [text, *config.split_recipes(text)]:
             try:
                 config.find_recipe(part)
             except ValueError as error:
                 assert len(str(error)) < 1000 and not POOR.search(str(error)), (seed, text, error)
-            assert "/" not in config.folder(part)
+            assert "/" not in config.folder_name(part)

@@ -87,12 +87,12 @@ def test_warnings_about_ignored_options_are_correct(make_config: MakeConfig) -> 
         "beta2": {"optimizer": "sgd"},
         "capture": {"framework": "jax"},
     }
-    assert loop.IDLE.keys() == working.keys()
+    assert loop.WHY_IDLE.keys() == working.keys()
     for name, (options, ranks) in working.items():
         other = replace(config, **{name: OTHER[name]})
-        assert not [*loop.sentences(replace(other, **options), ranks)], name
-        (said,) = loop.sentences(replace(other, **resting.get(name, {})), 1)
+        assert not [*loop.idle_options(replace(other, **options), ranks)], name
+        (said,) = loop.idle_options(replace(other, **resting.get(name, {})), 1)
         assert said.startswith(f"{name} is {OTHER[name]!r}, which has no effect here: "), said
-        assert not [*loop.sentences(replace(config, **resting.get(name, {})), 1)], name
+        assert not [*loop.idle_options(replace(config, **resting.get(name, {})), 1)], name
     frozen = replace(config, vocab=300, tokens="learnt.json", text=("text.safetensors",))
-    assert not [*loop.sentences(frozen, 1)], "a comparison has learnt them"
+    assert not [*loop.idle_options(frozen, 1)], "a comparison has learnt them"

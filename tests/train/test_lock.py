@@ -72,7 +72,7 @@ def test_a_folder_made_for_a_failed_run_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("said", ["", "[]", "{}", "[" * 5000, json.dumps({"pid": 1})])
 def test_an_unreadable_lock_still_gives_a_clear_error(tmp_path: Path, said: str) -> None:
     with files.locked(tmp_path, "training"):
-        (tmp_path / files.HOLDER).write_text(said)
+        (tmp_path / files.OWNER_FILE).write_text(said)
         with (
             pytest.raises(ValueError, match="is in use: another process is writing into it"),
             files.locked(tmp_path, ""),
@@ -80,7 +80,7 @@ def test_an_unreadable_lock_still_gives_a_clear_error(tmp_path: Path, said: str)
             pass
 
 
-@pytest.mark.parametrize("name", [files.LOCK, files.HOLDER])
+@pytest.mark.parametrize("name", [files.LOCK_FILE, files.OWNER_FILE])
 @pytest.mark.parametrize("plant", [lambda path: path.symlink_to("mine"), Path.mkdir, os.mkfifo])
 def test_a_foreign_file_named_like_the_lock_gives_a_clear_error(
     tmp_path: Path, name: str, plant: Callable[[Path], None]

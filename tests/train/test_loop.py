@@ -29,7 +29,7 @@ from quaver.train.loop import Interrupted, run_training
 from quaver.train.metrics import Record, losses, read, validation_losses
 from quaver.train.model_config import MODELS
 from quaver.train.torch import decoder
-from quaver.train.torch.decoder import build, loss_of
+from quaver.train.torch.decoder import build_decoder, loss_of
 from quaver.train.torch.learner import first_gradient, first_module
 from tests import forked
 from tests.train.conftest import MakeConfig
@@ -141,7 +141,7 @@ def forge(path: Path, part: str, change: Callable[[dict[str, np.ndarray]], objec
     tensors = load_file(path / f"{part}.safetensors")
     change(tensors)
     save_file(tensors, path / f"{part}.safetensors")
-    checkpoint.seal(path, json.loads((path / "state.json").read_text()))
+    checkpoint.write_state(path, json.loads((path / "state.json").read_text()))
 
 
 NORM = np.ones(32, np.float32)
@@ -313,7 +313,7 @@ def test_a_folder_in_the_place_of_a_file_is_seen_before_training(make_config: Ma
 
 
 def test_the_first_module_that_is_not_finite_is_named() -> None:
-    model = build(MODELS["nano"], 256, 0, torch.device("cpu"))
+    model = build_decoder(MODELS["nano"], 256, 0, torch.device("cpu"))
     batch = torch.zeros((1, 2, 33), dtype=torch.int64)
     model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: output / 0)
     loss = partial(loss_of, model, dtype="float32")

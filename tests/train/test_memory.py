@@ -42,7 +42,7 @@ def test_bytes_of_stacks_and_of_mixers_are_too(
 
 def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> None:
     config = make_config(model=model, optimizer=optimizer, recipe=recipe, batch=1, sequence=16)
-    first, *later = recipe_name.parts(recipe)
+    first, *later = recipe_name.parse_phases(recipe)
     learner = TorchLearner(config, first.recipe, 256)
     learner.step(torch.randint(256, (1, 1, 17)).numpy(), 1e-3)
     trained = list(learner.model.parameters())
@@ -52,7 +52,7 @@ def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> N
     gradients = [getattr(p.grad, "contents", None) for p in trained]
     gradients = [t for p, g in zip(trained, gradients, strict=True) for t in (g.codes if g else (p.grad,))]
     states = [t for state in own.state.values() for name, t in state.items() if name not in ("step", "amax")]
-    expected = memory.trained(MODELS[model], 256, optimizer, first.recipe, config.dtype, codes=not later)
+    expected = memory.training_footprint(MODELS[model], 256, optimizer, first.recipe, config.dtype, codes=not later)
     assert expected.weight == bytes_of([*parameters, *scales])
     assert expected.gradient == bytes_of(gradients)
     assert expected.beside + expected.moments == bytes_of(states)
@@ -66,5 +66,5 @@ def test_presets_use_the_promised_memory() -> None:
         planned = plan("8b", recipe, "h200")
         number = sum(math.prod(s) for s in memory.projections(MODELS["8b"]).values())
         held = {name: total / number for name, total in optimizers(planned).items()}
-        assert held[optimizer_name.TORCH] == 16
+        assert held[optimizer_name.TORCH_ADAMW] == 16
         assert held["lean"] <= 5.1 and held["balanced"] <= 7.1 and held["exact"] <= 10.1

@@ -13,7 +13,7 @@ from quaver.train import config as recipe_name
 from quaver.train.checkpoint import CheckpointError
 from quaver.train.generate import generate
 from quaver.train.loop import run_training
-from quaver.train.memory import trained
+from quaver.train.memory import training_footprint
 from quaver.train.model_config import MODELS
 from tests.train.conftest import MakeConfig
 from tests.train.test_ranks import BROAD, Resumed, begin_from, farthest, losses_of, norms, plain, recorded, start
@@ -65,8 +65,8 @@ def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp
         ours, its = (checkpoint.load(Path(c.out) / "step-000004", {}) for c in (whole, config))
         kept = {**its.model, **its.optimizer}
         held = [value.nbytes for tensor, value in kept.items() if not tensor.endswith(("/step", "/amax"))]
-        first, *later = recipe_name.parts(config.recipe)
-        expected = trained(MODELS["nano"], 256, config.optimizer, first.recipe, "bfloat16", codes=not later)
+        first, *later = recipe_name.parse_phases(config.recipe)
+        expected = training_footprint(MODELS["nano"], 256, config.optimizer, first.recipe, "bfloat16", codes=not later)
         assert sum(held) == expected.total - expected.gradient, f"{name}: bytes of all ranks' parts"
         in_codes = name in ("balanced", "lean", "blocks")
         assert any(tensor.endswith(".weight_scale") for tensor in its.model) is in_codes, name

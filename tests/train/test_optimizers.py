@@ -16,8 +16,8 @@ from quaver.train import config as recipe_name
 from quaver.train.config import TrainConfig
 from quaver.train.generate import generate
 from quaver.train.loop import folder_of, run_training
-from quaver.train.memory import initial
-from quaver.train.metrics import read, switches
+from quaver.train.memory import initial_values
+from quaver.train.metrics import phase_starts, read
 from quaver.train.model_config import MODELS
 from quaver.train.torch.learner import TorchLearner
 from tests.train.conftest import MakeConfig
@@ -71,7 +71,9 @@ def test_a_resumed_run_is_the_one_never_stopped(make_config: MakeConfig, optimiz
     run_training(whole)
     out = Path(whole.out)
     matrix, head, states = KEPT[optimizer, recipe]
-    saved = [checkpoint.joined([out / "step-000006" / f"{name}.safetensors"]) for name in ("model", "optimizer")]
+    saved = [
+        checkpoint.read_tensors_whole([out / "step-000006" / f"{name}.safetensors"]) for name in ("model", "optimizer")
+    ]
     name = "layers.0.mlp.up_proj.weight"
     assert kind(saved[0][name]) == matrix and kind(saved[0]["head.weight"]) == head
     own = {key.rpartition("/")[2]: kind(value) for key, value in saved[1].items() if key.startswith(name)}
@@ -102,7 +104,7 @@ def test_a_run_is_resumed_before_and_after_its_recipe_changes(make_config: MakeC
     recipe = "nvfp4 until lr<60%, tensorwise"
     whole = make_config(optimizer=optimizer, recipe=recipe, steps=6, checkpoint_every=1, keep=0, validate_every=0)
     run_training(whole)
-    (change,) = switches(read(Path(whole.out) / "metrics.jsonl"))
+    (change,) = phase_starts(read(Path(whole.out) / "metrics.jsonl"))
     assert 2 < change < 6
     for step in (change - 1, change):
         halted = replace(whole, out=f"{whole.out}-{step}")
@@ -122,7 +124,7 @@ def test_residuals_begin_at_the_initial_weights(make_config: MakeConfig, optimiz
     config = make_config(optimizer=optimizer, recipe="tensorwise")
     learner = TorchLearner(config, recipe_name.find_recipe("tensorwise"), 256)
     assert isinstance(learner.optimizer, Optimizer)
-    first = dict(initial(MODELS["nano"], 256, config.seed))
+    first = dict(initial_values(MODELS["nano"], 256, config.seed))
     for name, p in learner.model.named_parameters():
         group = next(g for g in learner.optimizer.param_groups if any(p is each for each in g["params"]))
         if "layers" in name and p.dim() > 1:
@@ -179,7 +181,7 @@ def test_a_checkpoint_in_another_layout_is_refused(make_config: MakeConfig) -> N
     path = Path(config.out) / "step-000002"
     state = checkpoint.read_state(path)
     assert state.pop("states") == 2
-    checkpoint.seal(path, {key: value for key, value in state.items() if key not in ("files", "digest")})
+    checkpoint.write_state(path, {key: value for key, value in state.items() if key not in ("files", "digest")})
     with pytest.raises(checkpoint.CheckpointError, match="optimizer states in a layout of another version"):
         run_training(replace(config, steps=4), resume=True)
 

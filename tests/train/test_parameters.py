@@ -3,7 +3,7 @@ import zlib
 import numpy as np
 import pytest
 
-from quaver.train.memory import initial, padded, parameters
+from quaver.train.memory import initial_values, padded, parameters
 from quaver.train.model_config import MODELS
 
 #: Inverse softplus of steps from 1e-3 to 1e-1, and logarithms of decays from 1 to 16.
@@ -18,7 +18,7 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_32(vocab: int, rows: int) -> 
 
 @pytest.mark.parametrize("name", TINY)
 def test_first_values_depend_on_sizes_and_seed_alone(name: str) -> None:
-    one, two, other = (dict(initial(MODELS[name], 256, seed)) for seed in (3, 3, 4))
+    one, two, other = (dict(initial_values(MODELS[name], 256, seed)) for seed in (3, 3, 4))
     assert all(np.array_equal(one[key], two[key]) for key in one)
     assert list(one) == list(parameters(MODELS[name], 256))
     assert not np.array_equal(one["embedding.weight"], other["embedding.weight"])
@@ -27,7 +27,7 @@ def test_first_values_depend_on_sizes_and_seed_alone(name: str) -> None:
 def test_first_values_are_the_ones_they_always_were() -> None:
     """Losses of earlier runs are compared with, so the draws may not change."""
     crc = 0
-    for _, value in initial(MODELS["tiny"], 256, 0):
+    for _, value in initial_values(MODELS["tiny"], 256, 0):
         crc = zlib.crc32(value.tobytes(), crc)
     assert f"{crc:08x}" == "8f43be48"
 
@@ -35,7 +35,7 @@ def test_first_values_are_the_ones_they_always_were() -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_norms_do_nothing_and_matrices_have_their_deviation(name: str) -> None:
     config = MODELS[name]
-    for key, value in initial(config, 256, 0):
+    for key, value in initial_values(config, 256, 0):
         if key.endswith(("dt_bias", "A_log")):
             low, high = OF_HEADS[key.rpartition(".")[2]]
             assert (value >= low).all() and (value <= high).all() and len(set(value.tolist())) > 1, key

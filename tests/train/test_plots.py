@@ -12,7 +12,7 @@ from matplotlib.text import Annotation, Text
 from quaver import recipes
 from quaver.train import plots
 from quaver.train.compare import Comparison
-from quaver.train.report import COLOURS, colour
+from quaver.train.report import COLOURS, recipe_colour
 from tests.train.conftest import MakeConfig
 from tests.train.test_compare import made_up
 
@@ -51,15 +51,15 @@ def test_every_recipe_has_its_own_colour() -> None:
     assert set(recipes.RECIPES) <= set(COLOURS), "a new recipe gets a row in quaver/train/report.py"
     assert len(set(COLOURS.values())) == len(COLOURS)
     texts = [*COLOURS, *(f"delayed(history={n})" for n in range(1, 100))]
-    assert len({colour(text) for text in texts if text.partition("(")[0] in recipes.RECIPES}) >= 99
+    assert len({recipe_colour(text) for text in texts if text.partition("(")[0] in recipes.RECIPES}) >= 99
 
 
 @pytest.mark.parametrize(
     "text, same", [("mxfp8()", "mxfp8"), ("delayed( margin = 1,history=4)", "delayed(history=4, margin=1)")]
 )
 def test_two_texts_of_one_recipe_have_one_colour(text: str, same: str) -> None:
-    assert colour(text) == colour(same)
-    assert colour("delayed(history=4)") not in (*COLOURS.values(), colour("delayed(history=5)"))
+    assert recipe_colour(text) == recipe_colour(same)
+    assert recipe_colour("delayed(history=4)") not in (*COLOURS.values(), recipe_colour("delayed(history=5)"))
 
 
 def test_a_recipe_has_the_same_colour_in_every_set_and_order(make_config: MakeConfig) -> None:
@@ -148,6 +148,6 @@ def test_a_change_of_the_recipe_is_marked_before_its_first_step(
     assert marks(drawn[2]) == [[7.5], []]
     runs = made_up("bf16", 0, 0, make_config), replace(changed, records=tuple(records))
     figure = plots.comparison_figure(Comparison(folder=Path(), runs=runs, jobs=1))
-    assert marks(figure)[0] == [7.5] and labels(figure)[text].get_color() == colour(text)
-    assert colour(text) not in COLOURS.values() and colour(text) == colour("nvfp4  until 7,bf16()")
-    assert colour(text) != colour("nvfp4 until 8, bf16")
+    assert marks(figure)[0] == [7.5] and labels(figure)[text].get_color() == recipe_colour(text)
+    assert recipe_colour(text) not in COLOURS.values() and recipe_colour(text) == recipe_colour("nvfp4  until 7,bf16()")
+    assert recipe_colour(text) != recipe_colour("nvfp4 until 8, bf16")

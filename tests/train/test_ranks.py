@@ -450,7 +450,7 @@ def test_options_unsupported_by_ranks_are_refused_before_anything_is_read(
 def test_part_requirements_match_the_layers(name: str) -> None:
     recipe = recipes.get(name)
     asked = [page.needed(recipe, layout, tokens) for layout in page.LAYOUTS for tokens in (False, True)]
-    assert mesh.multiple_of(recipe) == math.lcm(*asked)
+    assert mesh.block_multiple(recipe) == math.lcm(*asked)
 
 
 @pytest.mark.ranks
@@ -471,13 +471,13 @@ def test_ranks_that_are_killed_while_they_save_leave_a_whole_checkpoint(
     folder, end = Path(config.out), time.monotonic() + LONGEST
     try:
         # A file of a checkpoint that is not whole yet, and one that is.
-        while not (checkpoint.all_in(folder) and [*folder.glob(".*/shard-*")]):
+        while not (checkpoint.list_checkpoints(folder) and [*folder.glob(".*/shard-*")]):
             assert time.monotonic() < end and not any(p.poll() for p in processes), "no save was seen on its way"
     finally:
         for process in processes:
             process.send_signal(signal.SIGKILL)
     ended(processes)
-    whole = checkpoint.all_in(folder)
+    whole = checkpoint.list_checkpoints(folder)
     for path in whole:
         checkpoint.load(path, {})
     last = int(whole[-1].name[5:])
@@ -497,10 +497,10 @@ def test_a_checkpoint_with_missing_parts_is_refused(tmp_path: Path) -> None:
     first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_file({"w": np.ones((2, 3), np.float32)}, first)
     save_file({"w": np.full((1, 3), 2, np.float32), "e": np.ones((), np.int64)}, second, where)
-    np.testing.assert_array_equal(parts.joined([first, second])["w"], [[1] * 3] * 2 + [[2] * 3])
-    assert parts.outline([first, second])["w"].shape == (3, 3)
+    np.testing.assert_array_equal(parts.read_tensors_whole([first, second])["w"], [[1] * 3] * 2 + [[2] * 3])
+    assert parts.read_shapes([first, second])["w"].shape == (3, 3)
     with pytest.raises(ValueError, match="the parts of 'w' do not make a whole"):
-        parts.joined([second])
+        parts.read_tensors_whole([second])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from quaver.train.config import TrainConfig, lr_at
 
 def test_a_list_splits_outside_parentheses() -> None:
     text = "bf16, delayed(history=4, margin=1),mxfp8"
-    assert recipe_name.split(text) == ["bf16", "delayed(history=4, margin=1)", "mxfp8"]
+    assert recipe_name.split_recipes(text) == ["bf16", "delayed(history=4, margin=1)", "mxfp8"]
 
 
 @pytest.mark.parametrize("name", quaver.recipes.RECIPES)
@@ -31,10 +31,10 @@ def test_other_forms_are_refused(text: str) -> None:
 
 def test_a_schedule_is_one_of_a_list_and_no_recipe() -> None:
     schedule = "nvfp4 until 85%, bf16"
-    assert recipe_name.split(f"bf16, {schedule}, mxfp8") == ["bf16", schedule, "mxfp8"]
+    assert recipe_name.split_recipes(f"bf16, {schedule}, mxfp8") == ["bf16", schedule, "mxfp8"]
     with pytest.raises(ValueError, match="changes over a run, and here is no run; give the recipe of one part"):
         recipe_name.find_recipe(schedule)
-    assert [part.recipe.name for part in recipe_name.parts(schedule)] == ["nvfp4", "bf16"]
+    assert [part.recipe.name for part in recipe_name.parse_phases(schedule)] == ["nvfp4", "bf16"]
 
 
 @pytest.mark.parametrize("steps", [300, 1000])
@@ -43,7 +43,7 @@ def test_where_the_learning_rate_falls_is_known_before_the_run(steps: int, perce
     config = TrainConfig(recipe=f"nvfp4 until lr<{percent}%, bf16", steps=steps)
     schedule = recipe_name.schedule_of(config)
     end = schedule.parts[0].end
-    known = recipe_name.known(end, 1.0, replace(config, lr=1.0))
+    known = recipe_name.end_as_step(end, 1.0, replace(config, lr=1.0))
     assert known is not None
     rates = [lr_at(step, replace(config, lr=1.0)) for step in range(1, steps + 1)]
     parts = []
@@ -63,8 +63,8 @@ def test_a_learning_rate_that_never_falls_so_far_is_refused(options: dict[str, A
 
 
 def test_folders_are_plain_and_distinct() -> None:
-    assert recipe_name.folder('delayed(history=16, format="e4m3")') == "delayed-history=16,format=e4m3"
-    said = recipe_name.folder("mxfp8 until 10, nvfp4 until  lr<10%, bf16")
+    assert recipe_name.folder_name('delayed(history=16, format="e4m3")') == "delayed-history=16,format=e4m3"
+    said = recipe_name.folder_name("mxfp8 until 10, nvfp4 until  lr<10%, bf16")
     assert said == "mxfp8-until-10,nvfp4-until-lr-below-10pct,bf16"
     texts = ["nvfp4 until 85%, bf16", "nvfp4 until 85, bf16", "nvfp4 until loss<85, bf16", "nvfp4 until lr<85%, bf16"]
-    assert len({recipe_name.folder(text) for text in texts}) == 4
+    assert len({recipe_name.folder_name(text) for text in texts}) == 4

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quaver.train import checkpoint
-from quaver.train.config import ORDERS, TrainConfig, holders, stages_each
+from quaver.train.config import PIPELINE_SCHEDULES, TrainConfig, stage_ranks, stages_per_rank
 from quaver.train.loop import TrainResult, run_training
 from tests.train.conftest import MakeConfig
 from tests.train.test_ranks import (
@@ -51,7 +51,7 @@ def test_every_schedule_gives_the_single_process_s_bits(make_config: MakeConfig,
     common = COMMON | {"pp": 2, "accumulate": 4, "clip": 0.0}
     runs = {
         (name, recipe): make_config(f"{name}-{number}", pp_schedule=name, recipe=recipe, **common)
-        for name in ORDERS
+        for name in PIPELINE_SCHEDULES
         for number, recipe in enumerate(("mxfp8", DELAYED))
         if recipe == "mxfp8" or name in ("1F1B", "ZBVZeroBubble")
     }
@@ -116,11 +116,11 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
 def test_each_stage_has_one_rank_and_schedules_take_turns_as_torch_s_do() -> None:
     from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-    for name, order in ORDERS.items():
-        each = stages_each(name, 0)
+    for name, order in PIPELINE_SCHEDULES.items():
+        each = stages_per_rank(name, 0)
         assert order.least <= each <= order.most
         of_torch = generate_stage_to_rank_mapping(4, 4 * each, style="v" if order.turns else "loop")
-        assert holders(name, 4, each) == [of_torch[stage] for stage in range(4 * each)], name
+        assert stage_ranks(name, 4, each) == [of_torch[stage] for stage in range(4 * each)], name
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from quaver.train import checkpoint, frameworks
 from quaver.train.checkpoint import CheckpointError
 from quaver.train.compare import compare_runs
 from quaver.train.config import TrainConfig, lr_at
-from quaver.train.generate import config_of, generate, in_force
-from quaver.train.loop import Precision, TrainResult, run_training
-from quaver.train.metrics import losses, read, switches
+from quaver.train.generate import config_of, generate, saved_recipe
+from quaver.train.loop import RecipePhases, TrainResult, run_training
+from quaver.train.metrics import losses, phase_starts, read
 from tests.train.conftest import MakeConfig
 
 #: Recipes with and without what they remember, each way round; below 9 is the mean loss once there is one.
@@ -30,7 +30,7 @@ OVER_TIME: dict[str, tuple[str, int, dict[int, int]]] = {
 
 
 def all_of(result: TrainResult) -> tuple[dict[int, float], dict[int, float], dict[int, int]]:
-    return result.losses, result.validation_losses, switches(read(result.folder / "metrics.jsonl"))
+    return result.losses, result.validation_losses, phase_starts(read(result.folder / "metrics.jsonl"))
 
 
 def begun_at(config: TrainConfig, step: int, **options: Any) -> TrainConfig:
@@ -83,12 +83,12 @@ def test_a_change_keeps_weights_and_moments_and_drops_recorded_state(
     make_config: MakeConfig,
 ) -> None:
     config = make_config(recipe="delayed(history=4) until 2, nvfp4", steps=4)
-    precision = Precision(config)
-    learner = frameworks.make(config, precision.recipe, 256)
+    precision = RecipePhases(config)
+    learner = frameworks.make_learner(config, precision.recipe, 256)
     batch = np.random.default_rng(0).integers(0, 256, (1, 2, 33))
     for step in (1, 2):
         precision.begin(step, learner)
-        precision.saw({"loss": learner.step(batch, 1e-3)[0]}, frameworks.SingleProcess())
+        precision.report_loss({"loss": learner.step(batch, 1e-3)[0]}, frameworks.SingleProcess())
     before = learner.tensors()
     assert any(name.endswith("history") for name in before[0])
     with warnings.catch_warnings():
@@ -110,9 +110,9 @@ def test_records_and_checkpoints_name_the_active_part(make_config: MakeConfig) -
     saved = [checkpoint.read_state(folder / f"step-00000{step}")["schedule"] for step in (2, 4)]
     assert [state["part"] for state in saved] == [0, 1]
     assert saved[1]["highest_lr"] == max(lr_at(step, config) for step in range(1, 5))
-    assert in_force(folder, config_of(folder)).name == "bf16" and generate(folder, "3 times", tokens=2).tokens
+    assert saved_recipe(folder, config_of(folder)).name == "bf16" and generate(folder, "3 times", tokens=2).tokens
     shutil.rmtree(folder / "step-000004")
-    assert in_force(folder, config_of(folder)).name == "mxfp8"
+    assert saved_recipe(folder, config_of(folder)).name == "mxfp8"
     plain = run_training(make_config("plain", steps=1)).folder
     assert "part" not in read(plain / "metrics.jsonl")[0]
 
@@ -130,7 +130,7 @@ def test_a_run_resumes_with_the_same_or_another_schedule(make_config: MakeConfig
         with pytest.warns(UserWarning, match=f"goes on from step {step} with other options: recipe 'nvfp4 until"):
             result = run_training(begun_at(config, step, recipe=text), resume=True)
         records = read(result.folder / "metrics.jsonl")
-        assert switches(records) == changes and records[-2]["part"] == 2
+        assert phase_starts(records) == changes and records[-2]["part"] == 2
 
 
 def test_a_checkpoint_with_an_invalid_schedule_gives_a_clear_error(make_config: MakeConfig) -> None:
@@ -139,7 +139,7 @@ def test_a_checkpoint_with_an_invalid_schedule_gives_a_clear_error(make_config: 
     state = checkpoint.read_state(folder / "step-000003")
     for schedule in ({"part": 7}, {**state["schedule"], "part": 2}, [], 3):
         with pytest.raises(CheckpointError, match=r"of step 3 does not fit: the state (is|of a schedule)"):
-            Precision(config).resume_from({**state, "schedule": schedule})
+            RecipePhases(config).resume_from({**state, "schedule": schedule})
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,6 @@ def test_a_comparison_has_a_schedule_as_one_recipe(make_config: MakeConfig) -> N
     assert not done.failures and done.recipes == ["bf16", *texts]
     folders = {Path(run.config.out).name for run in done.runs}
     assert folders == {"bf16-seed0", "nvfp4-until-50pct,bf16-seed0", "nvfp4-until-5,bf16-seed0"}
-    assert [switches(run.records) for run in done.runs] == [{}, {4: 2}, {6: 2}]
+    assert [phase_starts(run.records) for run in done.runs] == [{}, {4: 2}, {6: 2}]
     assert all(len(losses(list(run.records))) == 6 for run in done.runs)
     assert json.dumps([row.difference for row in done.rows()[1:]])

@@ -9,7 +9,7 @@ import pytest
 from quaver.recipes.schedule import SMOOTHED
 from quaver.train.config import TrainConfig
 from quaver.train.loop import run_training
-from quaver.train.metrics import read, switches
+from quaver.train.metrics import phase_starts, read
 from tests.train.conftest import MakeConfig
 from tests.train.test_ranks import DELAYED, PAIR, Resumed, losses_of, plain, recorded, start
 
@@ -41,11 +41,11 @@ def test_ranks_change_their_recipe_as_the_single_process_does(make_config: MakeC
         one = plain(config, f"{name}-one", batch=2, accumulate=2)
         run_training(one)
         assert losses_of(recorded(one)) == losses_of(recorded(config)), name
-    assert switches(records_of(between)) == {3: 2, 4: 3}
-    assert switches(records_of(by_loss)) == {SMOOTHED + 1: 2}
+    assert phase_starts(records_of(between)) == {3: 2, 4: 3}
+    assert phase_starts(records_of(by_loss)) == {SMOOTHED + 1: 2}
     for config, source, _ in resumed:
         assert recorded(config) == recorded(source), config.out
-        assert switches(records_of(config)) == switches(records_of(source))
+        assert phase_starts(records_of(config)) == phase_starts(records_of(source))
 
 
 @pytest.mark.ranks
@@ -62,4 +62,4 @@ def test_tensor_and_pipeline_parallel_runs_switch_recipes_as_from_a_checkpoint(
     start([grid, staged, resumed, alone], tmp_path / "four", 4)
     assert recorded(resumed.config) == recorded(grid)
     assert losses_of(recorded(alone.config)) == losses_of(recorded(staged))
-    assert switches(records_of(grid)) == {2: 2, 4: 3} and switches(records_of(staged)) == {3: 2}
+    assert phase_starts(records_of(grid)) == {2: 2, 4: 3} and phase_starts(records_of(staged)) == {3: 2}

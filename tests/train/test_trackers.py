@@ -146,7 +146,7 @@ def test_wandb_gets_the_metrics_and_a_resumed_run_continues(make_config: MakeCon
     interrupted(config, 7)
     folder = run_training(config, resume=True).folder
     (first, before), (second, after) = wandb_runs(folder)
-    assert first == second == (folder / metrics.ID).read_text()
+    assert first == second == (folder / metrics.WANDB_ID).read_text()
     assert before + after == read(folder / "metrics.jsonl")
 
 
@@ -232,11 +232,11 @@ def test_each_tracker_is_closed_if_another_does_not_begin_or_its_close_raises(
 
     config = make_config(report_to=("tensorboard", "wandb"))
     monkeypatch.setattr(metrics, "TRACKERS", {"tensorboard": Kept, "wandb": Refused})
-    with pytest.raises(ValueError, match="no key"), metrics.opened(tmp_path, config, []):
+    with pytest.raises(ValueError, match="no key"), metrics.open_trackers(tmp_path, config, []):
         raise AssertionError("not reached")
     assert closed == [("Kept", True)]
     monkeypatch.setattr(metrics, "TRACKERS", {"tensorboard": Kept, "wandb": Fails})
     closed.clear()
-    with pytest.raises(OSError, match="no room"), metrics.opened(tmp_path, config, []):
+    with pytest.raises(OSError, match="no room"), metrics.open_trackers(tmp_path, config, []):
         pass
     assert closed == [("Fails", False), ("Kept", True)]

@@ -29,7 +29,7 @@ HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if sentence := installation.missing():
+    if sentence := installation.missing_packages():
         raise ImportError(sentence)
     return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
 

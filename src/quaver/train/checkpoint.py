@@ -25,7 +25,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from quaver.train import files as whole_file
-from quaver.train.config import reason
+from quaver.train.config import error_text
 
 # ---- sharded tensors ----
 # Tensors whose shards are in the files of several ranks, as torch.distributed.checkpoint writes safetensors.
@@ -53,7 +53,7 @@ class TensorPart(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def listed(files: Iterable[Path]) -> dict[str, list[TensorPart]]:
+def list_shards(files: Iterable[Path]) -> dict[str, list[TensorPart]]:
     """Return the shards of every tensor by name; a file without offsets has whole tensors.
 
     Raises: OSError, SafetensorError; ValueError for unknown dtypes or missing shards.
@@ -83,15 +83,17 @@ def shape_of(parts: list[TensorPart]) -> tuple[int, ...]:
     return tuple(map(max, zip(*ends, strict=True)))
 
 
-def outline(files: Iterable[Path]) -> dict[str, np.ndarray]:
+def read_shapes(files: Iterable[Path]) -> dict[str, np.ndarray]:
     """Return every tensor's shape and dtype as a broadcast zero, without reading data or using memory."""
-    return {name: np.broadcast_to(np.zeros((), each[0].dtype), shape_of(each)) for name, each in listed(files).items()}
+    return {
+        name: np.broadcast_to(np.zeros((), each[0].dtype), shape_of(each)) for name, each in list_shards(files).items()
+    }
 
 
-def joined(files: Iterable[Path]) -> dict[str, np.ndarray]:
+def read_tensors_whole(files: Iterable[Path]) -> dict[str, np.ndarray]:
     """Read and assemble every tensor."""
     whole = {}
-    for name, each in listed(files).items():
+    for name, each in list_shards(files).items():
         whole[name] = np.empty(shape_of(each), each[0].dtype)
         for part in each:
             at = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
@@ -157,11 +159,11 @@ class SavedCheckpoint:
     state: dict[str, Any]
 
 
-def name_of(step: int) -> str:
+def folder_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def all_in(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, oldest first."""
     numbered = [path for path in folder.glob("step-*") if re.fullmatch("step-[0-9]{6,20}", path.name)]
     return sorted((path for path in numbered if path.is_dir()), key=lambda path: int(path.name[5:]))
@@ -169,10 +171,10 @@ def all_in(folder: Path) -> list[Path]:
 
 def latest(folder: Path) -> Path | None:
     """Return the newest checkpoint in a run's folder, or None."""
-    return next(reversed(all_in(folder)), None)
+    return next(reversed(list_checkpoints(folder)), None)
 
 
-def last_good(folder: Path) -> str:
+def last_checkpoint_text(folder: Path) -> str:
     """Return a clause for messages that names the checkpoint from which a stopped run can resume."""
     last = latest(folder)
     return f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
@@ -200,52 +202,52 @@ def save(
     with writing(folder, step, facts, keep) as partial:
         write(partial / "model.safetensors", model)
         write(partial / "optimizer.safetensors", optimizer)
-    return folder / name_of(step)
+    return folder / folder_name(step)
 
 
 @contextmanager
 def writing(folder: Path, step: int, facts: dict[str, Any], keep: int = 0) -> Iterator[Path]:
     """Yield a new folder for a checkpoint's tensors; at the end it gets its state.json and is renamed. See `save`."""
-    target = folder / name_of(step)
+    target = folder / folder_name(step)
     partial = whole_file.partial_of(target)
     try:
-        whole_file.clear(folder)
+        whole_file.delete_partial(folder)
         partial.mkdir()
         yield partial
         format = FORMAT if (partial / FILES[0]).exists() else SHARDED
-        seal(partial, {"format": format, "step": step, **facts})
+        write_state(partial, {"format": format, "step": step, **facts})
         for path in [*partial.iterdir(), partial]:
-            flush(path)
-        whole_file.put_away(target)
+            sync_to_disk(path)
+        whole_file.delete_folder(target)
         os.replace(partial, target)
-        flush(folder)
+        sync_to_disk(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"could not save step {step} in {folder}: {reason(error)}; {last_good(folder)}; fix this, for example by "
-            "freeing disk space, then continue with --resume"
+            f"could not save step {step} in {folder}: {error_text(error)}; {last_checkpoint_text(folder)}; fix this, "
+            "for example by freeing disk space, then continue with --resume"
         ) from error
     if keep:
         with suppress(OSError):
-            for old in all_in(folder)[:-keep]:
-                whole_file.put_away(old)
+            for old in list_checkpoints(folder)[:-keep]:
+                whole_file.delete_folder(old)
 
 
-def seal(folder: Path, state: dict[str, Any]) -> None:
+def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write state.json with the digests of the files in `folder`, and of itself."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     whole = state | {"files": {name: digest(folder / name) for name in names}}
-    (folder / "state.json").write_text(rendered(whole | {"digest": own_digest(whole)}), encoding="utf-8")
+    (folder / "state.json").write_text(state_text(whole | {"digest": own_digest(whole)}), encoding="utf-8")
 
 
-def rendered(state: dict[str, Any]) -> str:
+def state_text(state: dict[str, Any]) -> str:
     return json.dumps(state, indent=1)
 
 
 def own_digest(state: dict[str, Any]) -> str:
     """Return the SHA-256 of a state without its own digest."""
     said = {key: value for key, value in state.items() if key != "digest"}
-    return hashlib.sha256(rendered(said).encode()).hexdigest()
+    return hashlib.sha256(state_text(said).encode()).hexdigest()
 
 
 def digest(path: Path) -> str:
@@ -263,20 +265,20 @@ def load(path: Path, facts: dict[str, Any]) -> SavedCheckpoint:
         facts: entries of its state that must match, such as the model's size and the text.
     Raises: CheckpointError if it is broken, or of another program or run.
     """
-    state = checked(path, facts)
+    state = read_matching_state(path, facts)
     check_digests(path, state)
-    return read_tensors(path, state, joined)
+    return read_tensors(path, state, read_tensors_whole)
 
 
 def checkpoint_outline(path: Path, facts: dict[str, Any]) -> SavedCheckpoint:
-    """Like `load`, but with shapes and dtypes only and without checking digests; see `outline`.
+    """Like `load`, but with shapes and dtypes only and without checking digests; see `read_shapes`.
 
     For a rank that reads its own shards later.
     """
-    return read_tensors(path, checked(path, facts), outline)
+    return read_tensors(path, read_matching_state(path, facts), read_shapes)
 
 
-def checked(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+def read_matching_state(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's state. Raises: CheckpointError if it is broken or of another run."""
     state = read_state(path)
     for key, value in facts.items():
@@ -300,18 +302,18 @@ def read_state(path: Path) -> dict[str, Any]:
         text = whole_file.read(path / "state.json")
         state = json.loads(text)
     except OSError as error:
-        raise CheckpointError(broken(path, f"state.json: {reason(error)}")) from error
+        raise CheckpointError(broken_message(path, f"state.json: {error_text(error)}")) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(broken(path, "its state.json is not one that quaver wrote")) from error
+        raise CheckpointError(broken_message(path, "its state.json is not one that quaver wrote")) from error
     if not isinstance(state, dict) or type(state.get("format")) is not int:
-        raise CheckpointError(broken(path, "its state.json is not one that quaver wrote"))
+        raise CheckpointError(broken_message(path, "its state.json is not one that quaver wrote"))
     check_format(path, state["format"])
-    if text != rendered(state) or state.get("digest") != own_digest(state):
-        raise CheckpointError(broken(path, "its state.json is not the one that was saved: its SHA-256 differs"))
+    if text != state_text(state) or state.get("digest") != own_digest(state):
+        raise CheckpointError(broken_message(path, "its state.json is not the one that was saved: its SHA-256 differs"))
     if type(state.get("step")) is not int or not has_digests(state.get("files")):
-        raise CheckpointError(broken(path, "its state.json lacks the step or a file's digest"))
-    if path.name != name_of(state["step"]):
-        right = path.with_name(name_of(state["step"]))
+        raise CheckpointError(broken_message(path, "its state.json lacks the step or a file's digest"))
+    if path.name != folder_name(state["step"]):
+        right = path.with_name(folder_name(state["step"]))
         raise CheckpointError(f"the folder {path} holds the checkpoint of step {state['step']}; rename it to {right}")
     return state
 
@@ -336,11 +338,11 @@ def check_digest(path: Path, name: str, expected: str) -> None:
     try:
         actual = digest(path / name)
     except OSError as error:
-        raise CheckpointError(broken(path, f"{name}: {reason(error)}")) from error
+        raise CheckpointError(broken_message(path, f"{name}: {error_text(error)}")) from error
     except ValueError as error:
-        raise CheckpointError(broken(path, str(error))) from error
+        raise CheckpointError(broken_message(path, str(error))) from error
     if actual != expected:
-        raise CheckpointError(broken(path, f"{name} is not the file that was saved: its SHA-256 differs"))
+        raise CheckpointError(broken_message(path, f"{name} is not the file that was saved: its SHA-256 differs"))
 
 
 def read_tensors(
@@ -355,16 +357,16 @@ def read_tensors(
             return SavedCheckpoint(state["step"], weights, moments, state)
         tensors = read([path / name for name in state["files"]])
     except (OSError, SafetensorError, ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(broken(path, reason(error))) from error
+        raise CheckpointError(broken_message(path, error_text(error))) from error
     moments = {name: tensor for name, tensor in tensors.items() if "/" in name}
     return SavedCheckpoint(state["step"], {n: t for n, t in tensors.items() if n not in moments}, moments, state)
 
 
-def broken(path: Path, why: str) -> str:
+def broken_message(path: Path, why: str) -> str:
     return f"the checkpoint {path} is broken ({why}); delete that folder to go on from the one before it"
 
 
-def flush(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Flush a file, or a folder's entries where the system supports it, to disk."""
     if path.is_dir() and os.name == "nt":
         return

@@ -181,28 +181,28 @@ def compare_runs(
         raise ValueError(f"a comparison starts its runs itself, and here are {ranks} ranks; start it without torchrun")
     for recipe in recipes:
         for part in recipe_name.schedule_of(replace(config, recipe=recipe)).parts:
-            frameworks.check(replace(config, recipe=recipe), part.recipe)
-    metrics.check(config)
-    loop.say(config, 1)
+            frameworks.check_options(replace(config, recipe=recipe), part.recipe)
+    metrics.check_trackers(config)
+    loop.warn_of_idle_options(config, 1)
     framework = "" if config.framework == "torch" else f"-{config.framework}"
     folder = Path(config.out or f"runs/compare-{config.model}{framework}")
     threads = config.threads or 1
-    jobs = jobs or (max(1, cores() // threads) if frameworks.on_cpu(config) else 1)
+    jobs = jobs or (max(1, cores() // threads) if frameworks.runs_on_cpu(config) else 1)
     with files.locked(folder, "a comparison"):
         files.check_places(folder, FILES)
         config, text = share_text(config, folder, resume)
         names = list(dict.fromkeys([BASELINE, *recipes]))
         waiting = [
-            replace(config, recipe=name, seed=seed, out=str(folder / f"{recipe_name.folder(name)}-seed{seed}"))
+            replace(config, recipe=name, seed=seed, out=str(folder / f"{recipe_name.folder_name(name)}-seed{seed}"))
             for name in names
             for seed in range(config.seed, config.seed + seeds)  # runs of equal length side by side
         ]
         for run in waiting:
             check_places(Path(run.out))
             if resume:
-                check_same(run, text)
+                check_same_options(run, text)
         runs = run_all([SeedRun(config=run) for run in waiting], jobs, threads, watch)
-        runs = [replace(run, failure=run.failure or other_text(run.config, text)) for run in runs]
+        runs = [replace(run, failure=run.failure or other_text_error(run.config, text)) for run in runs]
         return Comparison(folder=folder, runs=tuple(runs), jobs=jobs, text=text)
 
 
@@ -213,12 +213,12 @@ def check_places(folder: Path) -> None:
     files.check_places(folder, (*loop.FILES, LOG))
 
 
-def check_same(config: TrainConfig, text: str) -> None:
+def check_same_options(config: TrainConfig, text: str) -> None:
     """Raise a ValueError if the run to resume was started with other options or on other text."""
     path = Path(config.out) / "config.toml"
     for name, before in (read_run(path) if path.exists() else {}).items():
         check_option(f"{path} has {name}", before, getattr(config, name))
-    if why := other_text(config, text):
+    if why := other_text_error(config, text):
         raise ValueError(f"{config.out} cannot go on: {why}; delete that folder, or give another --out")
 
 
@@ -231,7 +231,7 @@ def check_option(option: str, before: object, now: object) -> None:
         )
 
 
-def other_text(config: TrainConfig, text: str) -> str | None:
+def other_text_error(config: TrainConfig, text: str) -> str | None:
     """Return why a run is not comparable if it was trained on another text, else None."""
     last = checkpoint.latest(Path(config.out))
     seen = checkpoint.read_state(last).get("text") if last else text
@@ -261,14 +261,14 @@ def share_text(config: TrainConfig, folder: Path, resume: bool) -> tuple[TrainCo
         read = data.load(config, learnt if resume and learnt.exists() else None, folder)
         if read.tokenizer is not None:
             files.write(learnt, read.tokenizer.to_str(pretty=True))
-        saved = data.Frozen(read.train, read.validation, data.digest(read.tokenizer), options_read_with)
+        saved = data.SavedTokens(read.train, read.validation, data.digest(read.tokenizer), options_read_with)
         data.write(path, saved)
     return replace(config, text=(str(path),), tokens=str(learnt) if saved.tokenizer else "byte"), saved.fingerprint
 
 
 def run_all(runs: list[SeedRun], jobs: int, threads: int, watch: Callable[[Sequence[SeedRun]], None]) -> list[SeedRun]:
     """Work through the runs, `jobs` at a time; returns them with their records and failures."""
-    runs = [update(run) for run in runs]
+    runs = [read_runs(run) for run in runs]
     waiting = [index for index, run in enumerate(runs) if not run.done]
     active: dict[int, subprocess.Popen[bytes]] = {}
     with Interrupt() as interrupt:
@@ -276,33 +276,33 @@ def run_all(runs: list[SeedRun], jobs: int, threads: int, watch: Callable[[Seque
             while waiting or active:
                 while waiting and len(active) < jobs:
                     index = waiting.pop(0)
-                    active[index] = start(runs[index].config, threads)
+                    active[index] = start_run(runs[index].config, threads)
                 time.sleep(0.2)
                 for index, process in list(active.items()):
                     ended = process.poll() is not None
-                    runs[index] = update(runs[index], read if ended else newest)
+                    runs[index] = read_runs(runs[index], read if ended else newest)
                     if ended:
                         del active[index]
-                        runs[index] = judge(runs[index], process.returncode)
+                        runs[index] = judge_runs(runs[index], process.returncode)
                 watch(runs)
                 if interrupt.number:
                     raise Interrupted("stopped, every run saved; continue with --resume", interrupt.number)
         finally:  # however the comparison ends, end its runs too
-            stop(list(active.values()))
+            stop_runs(list(active.values()))
     return runs
 
 
-def judge(run: SeedRun, returncode: int) -> SeedRun:
+def judge_runs(run: SeedRun, returncode: int) -> SeedRun:
     """Return an ended run, with its failure if it failed."""
-    return replace(run, failure=last_words(run.config)) if returncode or not run.done else run
+    return replace(run, failure=last_log_line(run.config)) if returncode or not run.done else run
 
 
-def update(run: SeedRun, look: Callable[[Path], list[Record]] = read) -> SeedRun:
+def read_runs(run: SeedRun, look: Callable[[Path], list[Record]] = read) -> SeedRun:
     """Return the run with the present records of its metrics file, as `look` reads them."""
     return replace(run, records=tuple(look(Path(run.config.out) / "metrics.jsonl")))
 
 
-def start(config: TrainConfig, threads: int) -> "subprocess.Popen[bytes]":
+def start_run(config: TrainConfig, threads: int) -> "subprocess.Popen[bytes]":
     folder = Path(config.out)
     folder.mkdir(parents=True, exist_ok=True)
     files.write(folder / "config.toml", to_toml(config))
@@ -314,13 +314,13 @@ def start(config: TrainConfig, threads: int) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
 
-def last_words(config: TrainConfig) -> str:
+def last_log_line(config: TrainConfig) -> str:
     """Return the last line of a run's output."""
     lines = (Path(config.out) / LOG).read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
 
 
-def stop(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+def stop_runs(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     """Ask the runs to finish their step, save and end, and wait for them."""
     for process in processes:
         process.terminate()

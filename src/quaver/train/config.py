@@ -33,7 +33,7 @@ from quaver.train.model_config import MODELS
 # The names are those of torch.distributed.pipelining's `get_schedule_class`.
 
 
-class PipelineOrder(NamedTuple):
+class PipelineSchedule(NamedTuple):
     """Requirements of one of torch's pipeline schedules."""
 
     #: Minimum and maximum number of stages per rank.
@@ -50,27 +50,27 @@ class PipelineOrder(NamedTuple):
 
 
 #: Default number of stages per rank for schedules with several.
-SEVERAL = 2
+DEFAULT_STAGES = 2
 _ANY = 1 << 20
-ORDERS = {
-    "1F1B": PipelineOrder(1, 1, turns=False, splits=False),
-    "GPipe": PipelineOrder(1, 1, turns=False, splits=False),
-    "Interleaved1F1B": PipelineOrder(SEVERAL, _ANY, turns=False, splits=False, rounds=True),
-    "InterleavedZeroBubble": PipelineOrder(SEVERAL, _ANY, turns=False, splits=True, rounds=True),
-    "ZBVZeroBubble": PipelineOrder(SEVERAL, SEVERAL, turns=True, splits=True),
-    "DualPipeV": PipelineOrder(SEVERAL, SEVERAL, turns=True, splits=True, fills=True),
+PIPELINE_SCHEDULES = {
+    "1F1B": PipelineSchedule(1, 1, turns=False, splits=False),
+    "GPipe": PipelineSchedule(1, 1, turns=False, splits=False),
+    "Interleaved1F1B": PipelineSchedule(DEFAULT_STAGES, _ANY, turns=False, splits=False, rounds=True),
+    "InterleavedZeroBubble": PipelineSchedule(DEFAULT_STAGES, _ANY, turns=False, splits=True, rounds=True),
+    "ZBVZeroBubble": PipelineSchedule(DEFAULT_STAGES, DEFAULT_STAGES, turns=True, splits=True),
+    "DualPipeV": PipelineSchedule(DEFAULT_STAGES, DEFAULT_STAGES, turns=True, splits=True, fills=True),
 }
 
 
-def stages_each(schedule: str, wanted: int) -> int:
+def stages_per_rank(schedule: str, wanted: int) -> int:
     """Return the stages per rank: `wanted`, or the default if 0."""
-    return wanted or min(SEVERAL, ORDERS[schedule].most)
+    return wanted or min(DEFAULT_STAGES, PIPELINE_SCHEDULES[schedule].most)
 
 
-def holders(schedule: str, ranks: int, each: int) -> list[int]:
+def stage_ranks(schedule: str, ranks: int, each: int) -> list[int]:
     """Return the rank of each stage, from the first stage to the last."""
     down = [*range(ranks)]
-    up = down[::-1] if ORDERS[schedule].turns else down
+    up = down[::-1] if PIPELINE_SCHEDULES[schedule].turns else down
     return [rank for turn in range(each) for rank in (up if turn % 2 else down)]
 
 
@@ -85,13 +85,13 @@ def holders(schedule: str, ranks: int, each: int) -> list[int]:
 # Muon steps the matrices of layers, and AdamW everything else.
 
 #: Default optimizer.
-TORCH = "adamw"
+TORCH_ADAMW = "adamw"
 #: Number of moments of a layer's matrix, by rule.
 RULES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "muon": 1}
 #: Formats whose codes can be a trainable parameter.
 EIGHT_BITS = ("e4m3", "e5m2")
 #: Matrices of a layer whose columns tensor parallelism shards.
-ROWS = ("o_proj", "down_proj")
+ROWWISE_MATRICES = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class OptimizerChoice:
         Args:
             recipe: recipe of the run.
             dtype: dtype of the run; bfloat16 storage is used only with bfloat16 autocast.
-            codes: codes are allowed, see `may_be_codes`.
+            codes: codes are allowed, see `allows_codes`.
         """
         weights_dtype = "float32" if self.preset is None else self.preset.weights
         if weights_dtype == "codes" and codes and recipe.quantizes and not _why_no_codes(recipe):
@@ -126,24 +126,24 @@ class OptimizerChoice:
         return "bfloat16" if narrow else "float32"
 
 
-def find(text: str) -> OptimizerChoice:
+def find_optimizer(text: str) -> OptimizerChoice:
     """Return the optimizer with a given name. Raises: ValueError, with a suggestion, if there is none."""
-    if text == TORCH:
-        return OptimizerChoice(TORCH, None)
+    if text == TORCH_ADAMW:
+        return OptimizerChoice(TORCH_ADAMW, None)
     rule, _, name = text.partition("-")
-    if rule in RULES and (name or rule != TORCH):
+    if rule in RULES and (name or rule != TORCH_ADAMW):
         name = name or ("" if text.endswith("-") else "float32")
     elif not name:
-        rule, name = TORCH, text
+        rule, name = TORCH_ADAMW, text
     if rule in RULES and name in PRESETS:
         return OptimizerChoice(rule, PRESETS[name])
     known = [*RULES, *PRESETS, *(f"{rule}-{preset}" for rule in RULES for preset in PRESETS)]
     raise ValueError(f"optimizer {text[:100]!r} is not known; {suggest(text[:100], known)}")
 
 
-def check(text: str, recipe: Recipe) -> None:
+def check_optimizer(text: str, recipe: Recipe) -> None:
     """Raise a ValueError if the optimizer stores weights as codes and the recipe has no suitable format for them."""
-    preset = find(text).preset
+    preset = find_optimizer(text).preset
     if preset is None or preset.weights != "codes" or not recipe.quantizes:
         return
     why = _why_no_codes(recipe)
@@ -154,7 +154,7 @@ def check(text: str, recipe: Recipe) -> None:
         )
 
 
-def may_be_codes(recipes: int, tp: int) -> bool:
+def allows_codes(recipes: int, tp: int) -> bool:
     """True if matrices of a run may be stored as codes, which belong to one recipe and cannot be sharded by columns.
 
     Args:
@@ -172,7 +172,7 @@ def _why_no_codes(recipe: Recipe) -> str:
     return "" if spec.format.name in EIGHT_BITS else f"has weights in {spec.format}, which take no gradient"
 
 
-def check_parts(text: str, shapes: Mapping[str, tuple[int, ...]], parts: int, tp: int) -> None:
+def check_sharded_optimizer(text: str, shapes: Mapping[str, tuple[int, ...]], parts: int, tp: int) -> None:
     """Raise a ValueError if ranks cannot step their shards of matrices independently.
 
     Args:
@@ -181,7 +181,7 @@ def check_parts(text: str, shapes: Mapping[str, tuple[int, ...]], parts: int, tp
         parts: number of ranks over which each matrix is sharded.
         tp: of these, the ranks of tensor parallelism.
     """
-    chosen = find(text)
+    chosen = find_optimizer(text)
     preset, lies = chosen.preset, f"{parts} ranks have parts of each matrix"
     if preset is None or parts == 1:
         return
@@ -199,7 +199,7 @@ def check_parts(text: str, shapes: Mapping[str, tuple[int, ...]], parts: int, tp
     block = max((spec.block or 1 for spec in specs), default=1)
     for name, (*first, columns) in shapes.items():
         rows = math.prod(first)
-        divided = tp > 1 and name.endswith(ROWS) and rows * columns >= SMALL
+        divided = tp > 1 and name.endswith(ROWWISE_MATRICES) and rows * columns >= SMALL
         if divided and columns % (block * tp):
             raise ValueError(
                 f"tp is {tp}, which divides the {columns} columns of {name}, and optimizer {text} has a scale for each "
@@ -250,7 +250,9 @@ class TrainConfig:
     recompute: Annotated[str, "what backward computes again to save memory: none, mlp or full (whole layers)"] = "none"
     fsdp: Annotated[int, "ranks that share batch, weights and moments; 0: all that are left of those started"] = 0
     pp: Annotated[int, "ranks of a pipeline, each with layers that follow one another"] = 1
-    pp_schedule: Annotated[str, "the order of micro-batches among those, by torch's name: " + " ".join(ORDERS)] = "1F1B"
+    pp_schedule: Annotated[
+        str, "the order of micro-batches among those, by torch's name: " + " ".join(PIPELINE_SCHEDULES)
+    ] = "1F1B"
     pp_stages: Annotated[int, "stages of each of those, where the schedule takes several; 0: two"] = 0
     cp: Annotated[int, "ranks that share the tokens of each sequence"] = 1
     cp_how: Annotated[str, "what attention sends between those: gather, ring or all_to_all"] = "gather"
@@ -261,7 +263,7 @@ class TrainConfig:
     capture: Annotated[str, "step: record a step as a CUDA graph and replay it, for the host's time; or none"] = "none"
     threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0
 
-    out: Annotated[str, "folder of the run; none: runs/MODEL-RECIPE-seedN"] = ""
+    out: Annotated[str, "folder_name of the run; none: runs/MODEL-RECIPE-seedN"] = ""
     validate_every: Annotated[int, "steps between validations; 0: only at the end"] = 50
     validation_batches: Annotated[int, "batches of a validation, the same in every run"] = 16
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
@@ -270,28 +272,28 @@ class TrainConfig:
     report_to: Annotated[tuple[str, ...], "what gets the records beside metrics.jsonl: tensorboard, wandb"] = ()
 
     def __post_init__(self) -> None:
-        choose("model", self.model, MODELS)
-        choose("framework", self.framework, FRAMEWORKS)
-        choose("dtype", self.dtype, ("bfloat16", "float32"))
-        choose("recompute", self.recompute, RECOMPUTE)
-        choose("capture", self.capture, CAPTURE)
-        choose("cp_how", self.cp_how, CP_HOW)
-        choose("pp_schedule", self.pp_schedule, ORDERS)
-        find(self.optimizer)
+        check_choice("model", self.model, MODELS)
+        check_choice("framework", self.framework, FRAMEWORKS)
+        check_choice("dtype", self.dtype, ("bfloat16", "float32"))
+        check_choice("recompute", self.recompute, RECOMPUTE)
+        check_choice("capture", self.capture, CAPTURE)
+        check_choice("cp_how", self.cp_how, CP_HOW)
+        check_choice("pp_schedule", self.pp_schedule, PIPELINE_SCHEDULES)
+        find_optimizer(self.optimizer)
         for tracker in self.report_to:
-            choose("report_to", tracker, TRACKERS)
+            check_choice("report_to", tracker, TRACKERS)
         if self.capacity and MODELS[self.model].experts is None:
             raise ValueError(f"capacity is {self.capacity}, and {self.model} has no experts; leave out --capacity")
         if not math.isfinite(self.capacity):
             raise ValueError("capacity is infinite; leave it out, which takes all choices, or give some, such as 1.25")
         if not self.tokens.endswith(".json"):
-            choose("tokens", self.tokens, ("byte", "bpe"))
-        for name, least in SMALLEST.items():
+            check_choice("tokens", self.tokens, ("byte", "bpe"))
+        for name, least in MINIMUM.items():
             value = getattr(self, name)
             if not value >= least:
                 raise ValueError(f"{name} is {shown(value)}; it must be at least {least}")
-            if isinstance(value, int) and value > LARGEST.get(name, 2**63 - 1):
-                raise ValueError(f"{name} is {shown(value)}; it must be at most {LARGEST.get(name, 2**63 - 1)}")
+            if isinstance(value, int) and value > MAXIMUM.get(name, 2**63 - 1):
+                raise ValueError(f"{name} is {shown(value)}; it must be at most {MAXIMUM.get(name, 2**63 - 1)}")
         for name in ("beta1", "beta2"):
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be below 1")
@@ -301,7 +303,7 @@ class TrainConfig:
                     raise ValueError(f"{name} is {shown(word)}, which is not valid Unicode text")
 
 
-SMALLEST: Mapping[str, float] = {
+MINIMUM: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
     **dict.fromkeys(("capacity", "lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
     **dict.fromkeys(
@@ -312,7 +314,7 @@ SMALLEST: Mapping[str, float] = {
     "vocab": 257,  # 256 bytes and the separator of files
 }
 #: Maximum values; 2**63 - 1 for all other integers, the largest in TOML.
-LARGEST: Mapping[str, int] = {
+MAXIMUM: Mapping[str, int] = {
     **{"threads": 1024, "vocab": 1 << 20},
     **dict.fromkeys(("fsdp", "pp", "pp_stages", "cp", "tp", "timeout"), 1 << 20),
 }
@@ -323,14 +325,14 @@ def is_plain(text: str) -> bool:
     return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def choose(name: str, value: str, choices: Iterable[str]) -> None:
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise a ValueError with a suggestion unless `value` is one of `choices`."""
     known = list(choices)
     if value not in known:
         raise ValueError(f"{name} {shown(value)} is not known; {suggest(value[:100], known)}")
 
 
-def kinds() -> dict[str, Any]:
+def option_types() -> dict[str, Any]:
     """Return the name and plain type of every option."""
     return get_type_hints(TrainConfig)
 
@@ -343,23 +345,23 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = files.read(path, longest=1 << 20)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the configuration {path}: {reason(error)}") from error
+        raise ValueError(f"cannot read the configuration {path}: {error_text(error)}") from error
     try:
         table = tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{path} is not valid TOML: it is nested too deeply") from error
-    known = kinds()
+    known = option_types()
     options = {key.replace("-", "_"): value for key, value in table.items()}
     for key, value in options.items():
         if key not in known:
             raise ValueError(f"{path}: there is no option {shown(key)}; {suggest(key[:100], known)}")
-        options[key] = typed(path, key, value, known[key])
+        options[key] = as_type(path, key, value, known[key])
     return options
 
 
-def typed(path: Path, key: str, value: Any, kind: Any) -> Any:
+def as_type(path: Path, key: str, value: Any, kind: Any) -> Any:
     """Return `value` as the option's type; integers are accepted as floats, nothing else is converted."""
     if kind is bool:
         right, wanted = isinstance(value, bool), "true or false"
@@ -405,7 +407,7 @@ def to_toml(config: TrainConfig) -> str:
     return text + DIGEST + digest(text) + "\n"
 
 
-def reason(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return an error's message without Python's decoration."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
@@ -441,7 +443,7 @@ def find_recipe(text: str) -> Recipe:
         return quaver.recipes.get(text)
 
 
-def parts(text: str) -> tuple[SchedulePhase, ...]:
+def parse_phases(text: str) -> tuple[SchedulePhase, ...]:
     """Parse a run's recipe text into phases. Raises: ValueError with the expected syntax."""
     return read(text, find_recipe)
 
@@ -452,13 +454,13 @@ def schedule_of(config: TrainConfig) -> Schedule:
     Raises: ValueError if the text cannot be parsed, or a phase would have no step.
     """
     peak = config.lr or MODELS[config.model].lr
-    every = parts(config.recipe)
+    every = parse_phases(config.recipe)
     # Convert learning-rate ends to steps first, so that a phase without steps is rejected in advance.
-    Schedule([replace(part, end=known(part.end, peak, config)) for part in every], steps=config.steps, peak=peak)
+    Schedule([replace(part, end=end_as_step(part.end, peak, config)) for part in every], steps=config.steps, peak=peak)
     return Schedule(every, steps=config.steps, peak=peak)
 
 
-def known(end: ScheduleEnd | None, peak: float, config: TrainConfig) -> ScheduleEnd | None:
+def end_as_step(end: ScheduleEnd | None, peak: float, config: TrainConfig) -> ScheduleEnd | None:
     """Convert an end by learning rate to the step where it is reached; return other ends unchanged.
 
     Raises: ValueError if the learning rate never falls that far.
@@ -477,7 +479,7 @@ def known(end: ScheduleEnd | None, peak: float, config: TrainConfig) -> Schedule
     return replace(end, kind="step", value=Fraction(falling[at] - 1))
 
 
-def split(text: str) -> list[str]:
+def split_recipes(text: str) -> list[str]:
     """Split a comma-separated list of recipes.
 
     Commas inside parentheses belong to a recipe's options, and one after `until` and an end belongs to a schedule.
@@ -485,7 +487,7 @@ def split(text: str) -> list[str]:
     return list(items(text))
 
 
-def folder(text: str) -> str:
+def folder_name(text: str) -> str:
     """Return a recipe's text as part of a folder name.
 
     `delayed(history=16)` becomes `delayed-history=16`, and `nvfp4 until 85%, bf16` becomes `nvfp4-until-85pct,bf16`.

@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from quaver.train import files as whole_file
 from quaver.train import memory
 from quaver.train.config import TrainConfig
-from quaver.train.files import HOLDER
+from quaver.train.files import OWNER_FILE
 
 # ---- batches ----
 
@@ -75,7 +75,7 @@ class TokenSplits:
 
 
 @dataclass(frozen=True)
-class Frozen(TokenSplits):
+class SavedTokens(TokenSplits):
     """Contents of a file of frozen tokens."""
 
     # Digest of the tokenizer; "" for bytes.
@@ -91,18 +91,18 @@ class Frozen(TokenSplits):
         ).hexdigest()
 
 
-def is_one(text: tuple[str, ...]) -> bool:
+def is_token_file(text: tuple[str, ...]) -> bool:
     """True if the option `text` names a file of frozen tokens."""
     return len(text) == 1 and text[0].endswith(".safetensors")
 
 
-def write(path: Path, frozen: Frozen) -> None:
+def write(path: Path, frozen: SavedTokens) -> None:
     header = {"tokenizer": frozen.tokenizer, "asked": json.dumps(frozen.options_read_with), "digest": frozen.digest}
     with whole_file.replacing(path) as partial:
         save_file({"train": frozen.train, "validation": frozen.validation}, partial, metadata=header)
 
 
-def read(path: Path) -> Frozen:
+def read(path: Path) -> SavedTokens:
     """Read a file of frozen tokens. Raises: ValueError if it is none, or was changed."""
     whole_file.check_file(path)
     if not path.exists():
@@ -111,7 +111,7 @@ def read(path: Path) -> Frozen:
         with safe_open(path, framework="np") as file:
             header: Mapping[str, str] = file.metadata() or {}
             parts = {name: file.get_tensor(name) for name in ("train", "validation")}
-        frozen = Frozen(**parts, tokenizer=header["tokenizer"], options_read_with=json.loads(header["asked"]))
+        frozen = SavedTokens(**parts, tokenizer=header["tokenizer"], options_read_with=json.loads(header["asked"]))
         if any(part.ndim != 1 or part.dtype not in (np.uint8, np.uint32) for part in parts.values()):
             raise ValueError("its parts are no token ids")
     except (SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
@@ -176,17 +176,17 @@ def library() -> list[Document]:
 def folder(root: Path, out: Path | None) -> list[Document]:
     if out and root.resolve() == out.resolve():
         raise ValueError(f"the text {root} is the folder that this run writes into; give another --out")
-    documents = texts(sorted(path for path in walk(root) if path.is_file()))
+    documents = texts(sorted(path for path in list_files(root) if path.is_file()))
     if not documents:
         raise ValueError(f"the folder {root} holds no text; name files or folders of text with --text")
     return documents
 
 
-def walk(root: Path) -> Iterator[Path]:
+def list_files(root: Path) -> Iterator[Path]:
     """Yield all files below a folder, except hidden ones and those that runs wrote."""
     for parent, folders, names in os.walk(root):
         here = Path(parent)
-        if here != root and (here / HOLDER).exists():
+        if here != root and (here / OWNER_FILE).exists():
             folders.clear()
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -217,8 +217,8 @@ def texts(files: Sequence[Path]) -> list[Document]:
 def check_size(size: int, what: str) -> None:
     """Raise a ValueError if a text and its tokens do not fit into memory."""
     if 4 * size > memory.available():
-        have = memory.size(memory.available())
-        raise ValueError(f"{what} has {memory.size(size)} where there are {have} of memory; give less with --text")
+        have = memory.size_text(memory.available())
+        raise ValueError(f"{what} has {memory.size_text(size)} where there are {have} of memory; give less with --text")
 
 
 def is_text(data: bytes) -> bool:
@@ -271,7 +271,7 @@ def load(config: TrainConfig, saved: Path | None = None, out: Path | None = None
         out: folder that the run writes into, which is excluded from the text.
     Raises: ValueError if the text cannot be read or is too short for one sequence.
     """
-    tokens = thawed(config, saved) if is_one(config.text) else tokenized(config, saved, out)
+    tokens = read_tokens(config, saved) if is_token_file(config.text) else tokenized(config, saved, out)
     shortest = min(len(tokens.train), len(tokens.validation))
     if shortest <= config.sequence:
         raise ValueError(
@@ -287,11 +287,11 @@ def tokenized(config: TrainConfig, saved: Path | None, out: Path | None) -> Toke
     if config.tokens == "byte":
         return TokenizedText(join_bytes(train), join_bytes(validation), 256, None)
     path = Path(config.tokens) if config.tokens.endswith(".json") else saved
-    tokenizer = open_tokenizer(path) if path else learn(train, config.vocab)
+    tokenizer = open_tokenizer(path) if path else train_tokenizer(train, config.vocab)
     return TokenizedText(encode(tokenizer, train), encode(tokenizer, validation), tokenizer.get_vocab_size(), tokenizer)
 
 
-def thawed(config: TrainConfig, saved: Path | None) -> TokenizedText:
+def read_tokens(config: TrainConfig, saved: Path | None) -> TokenizedText:
     """Load tokens that a comparison froze, and check that the tokenizer is the same."""
     source = Path(config.text[0])
     frozen = read(source)
@@ -314,7 +314,7 @@ def join_bytes(documents: Sequence[Document]) -> np.ndarray:
     return np.frombuffer(b"\0".join(document.data for document in documents), dtype=np.uint8)
 
 
-def learn(documents: Sequence[Document], vocab: int) -> tokenizers.Tokenizer:
+def train_tokenizer(documents: Sequence[Document], vocab: int) -> tokenizers.Tokenizer:
     """Train a byte-level byte-pair encoding with `vocab` tokens on the documents."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

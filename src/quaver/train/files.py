@@ -24,11 +24,11 @@ from filelock import FileLock, Timeout
 # regular files are read: a pipe or a device may never end.
 
 #: Maximum bytes of a file of options or of a checkpoint's state.
-LONGEST = 64 << 20
+MAX_BYTES = 64 << 20
 
 
 def partial_of(path: Path) -> Path:
-    """Return a new hidden name beside `path`, for incomplete or deleted files; `clear` removes leftovers."""
+    """Return a new hidden name beside `path`, for incomplete or deleted files; `delete_partial` removes leftovers."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
@@ -51,7 +51,7 @@ def write(path: Path, text: str) -> None:
         file.write(text)
 
 
-def read(path: Path, longest: int = LONGEST) -> str:
+def read(path: Path, longest: int = MAX_BYTES) -> str:
     """Return the text of a file. Raises: OSError, or ValueError if it is no regular file, too long or not UTF-8."""
     check_file(path)
     size = path.stat().st_size
@@ -77,7 +77,7 @@ def check_file(path: Path) -> None:
         raise ValueError(f"{path} is {what}, not a file")
 
 
-def put_away(path: Path) -> None:
+def delete_folder(path: Path) -> None:
     """Delete a folder; it is renamed first, so that no reader sees a part of it."""
     gone = partial_of(path)
     with suppress(FileNotFoundError):
@@ -85,7 +85,7 @@ def put_away(path: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def clear(folder: Path) -> None:
+def delete_partial(folder: Path) -> None:
     """Delete leftovers of interrupted writes and deletions in a folder."""
     for left in folder.glob(".*.partial"):
         if left.is_dir() and not left.is_symlink():
@@ -96,9 +96,9 @@ def clear(folder: Path) -> None:
 
 # ---- lock ----
 
-LOCK = ".quaver.lock"
+LOCK_FILE = ".quaver.lock"
 #: Marker file in the folder of a run or comparison.
-HOLDER = ".quaver.json"
+OWNER_FILE = ".quaver.json"
 
 
 @contextmanager
@@ -113,54 +113,56 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
     new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     check_own(folder)
-    lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
+    lock = FileLock(folder / LOCK_FILE, timeout=0, thread_local=False)
     try:
         lock.acquire()
     except Timeout as error:
-        raise ValueError(f"{folder} is in use: {holder(folder)}; wait for it, or give another --out") from error
+        raise ValueError(
+            f"{folder} is in use: {read_lock_owner(folder)}; wait for it, or give another --out"
+        ) from error
     try:
-        write(folder / HOLDER, described(doing))
+        write(folder / OWNER_FILE, lock_owner_text(doing))
         yield
     except FileNotFoundError as error:
         if folder.exists():
             raise
         raise ValueError(f"{folder} was removed or renamed while it was in use; put it back or begin again") from error
     finally:
-        if {path.name for path in folder.glob("*")} <= {LOCK, HOLDER}:
-            forget(folder, new)
+        if {path.name for path in folder.glob("*")} <= {LOCK_FILE, OWNER_FILE}:
+            delete_lock_files(folder, new)
         with suppress(OSError):
             lock.release()
 
 
-def marked(folder: Path) -> bool:
+def has_lock_file(folder: Path) -> bool:
     """True if a folder is or was locked by Quaver."""
-    return (folder / HOLDER).exists()
+    return (folder / OWNER_FILE).exists()
 
 
 def check_own(folder: Path) -> None:
     """Raise a ValueError if something else has the name of one of the lock's files."""
-    for path in (folder / LOCK, folder / HOLDER):
+    for path in (folder / LOCK_FILE, folder / OWNER_FILE):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise ValueError(f"{path} is not the file that quaver writes there; delete it, or give another --out")
 
 
-def described(doing: str) -> str:
+def lock_owner_text(doing: str) -> str:
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since, "doing": doing})
 
 
-def holder(folder: Path) -> str:
+def read_lock_owner(folder: Path) -> str:
     """Describe the process that has locked a folder."""
     try:
-        said = json.loads(read(folder / HOLDER))
+        said = json.loads(read(folder / OWNER_FILE))
         return f"{said['doing']} by process {said['pid']} on {said['host']}, since {said['since']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process is writing into it"
 
 
-def forget(folder: Path, new: list[Path]) -> None:
+def delete_lock_files(folder: Path, new: list[Path]) -> None:
     """Delete the lock's files and the folders created for them, if they contain nothing else."""
-    for name in (HOLDER, LOCK):
+    for name in (OWNER_FILE, LOCK_FILE):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         for path in new:

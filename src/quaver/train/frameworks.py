@@ -21,8 +21,8 @@ EXTRAS = {"torch": "train", "jax": "train-jax"}
 
 
 @contextmanager
-def joined(config: TrainConfig, recipe: Recipe) -> Iterator[ProcessGroup]:
-    """Join the process group of the run for the duration of the block; see `check`."""
+def join_ranks(config: TrainConfig, recipe: Recipe) -> Iterator[ProcessGroup]:
+    """Join the process group of the run for the duration of the block; see `check_options`."""
     if mesh.world() == 1:
         yield SingleProcess()
         return
@@ -32,18 +32,18 @@ def joined(config: TrainConfig, recipe: Recipe) -> Iterator[ProcessGroup]:
         yield members
 
 
-def make(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None, codes: bool = True) -> Learner:
+def make_learner(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None, codes: bool = True) -> Learner:
     """Create the learner of a run before its first step.
 
     Args:
         config: options of the run.
         recipe: first recipe of the run.
         vocab: size of the vocabulary.
-        members: ranks that train together, as `joined` yields them; None or `SingleProcess` means this process only.
+        members: ranks that train together, as `join_ranks` yields them; None or `SingleProcess` is this process only.
         codes: the optimizer may store matrices as codes; False to resume a run that stored floats.
     Raises: ValueError if the framework or the device is missing.
     """
-    installed(config.framework, f"--framework {config.framework}")
+    check_installed(config.framework, f"--framework {config.framework}")
     if config.framework == "jax":
         from quaver.train.jax.learner import JaxLearner
 
@@ -53,9 +53,9 @@ def make(config: TrainConfig, recipe: Recipe, vocab: int, members: Any = None, c
     return TorchLearner(config, recipe, vocab, None if members is None or members.number == 1 else members, codes)
 
 
-def check(config: TrainConfig, recipe: Recipe) -> None:
+def check_options(config: TrainConfig, recipe: Recipe) -> None:
     """Raise a ValueError if the framework, the device or the number of ranks does not support the options."""
-    on_cpu(config)
+    runs_on_cpu(config)
     mesh.sizes_of(config, recipe)
     check_optimizer(config, recipe)
     if mesh.world() > 1:
@@ -78,13 +78,13 @@ def check(config: TrainConfig, recipe: Recipe) -> None:
 
 def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
     """Raise a ValueError for options that do not work with the chosen optimizer."""
-    if config.optimizer == optimizer_name.TORCH:
+    if config.optimizer == optimizer_name.TORCH_ADAMW:
         return
-    instead = f"take --optimizer {optimizer_name.TORCH}"
+    instead = f"take --optimizer {optimizer_name.TORCH_ADAMW}"
     if config.framework == "jax":
         raise ValueError(f"JAX has no optimizer {config.optimizer} yet; {instead}, or --framework torch")
     kinds = [kind for kind in MODELS[config.model].unusual if kind != "latent attention"]
-    if kinds and optimizer_name.find(config.optimizer).rule == "muon":
+    if kinds and optimizer_name.find_optimizer(config.optimizer).rule == "muon":
         raise ValueError(
             f"optimizer {config.optimizer} orthogonalizes matrices, and {config.model} has {kinds[0]}, whose weights "
             f"have three axes; {instead}, lean or lion-lean"
@@ -94,9 +94,9 @@ def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
     if mesh.world() > 1:
         sizes = mesh.sizes_of(config, recipe)
         shapes = projections(MODELS[config.model])
-        optimizer_name.check_parts(config.optimizer, shapes, sizes.fsdp * sizes.cp * sizes.tp, sizes.tp)
-    elif len(recipe_name.parts(config.recipe)) == 1:
-        optimizer_name.check(config.optimizer, recipe)
+        optimizer_name.check_sharded_optimizer(config.optimizer, shapes, sizes.fsdp * sizes.cp * sizes.tp, sizes.tp)
+    elif len(recipe_name.parse_phases(config.recipe)) == 1:
+        optimizer_name.check_optimizer(config.optimizer, recipe)
 
 
 def check_for_ranks(config: TrainConfig) -> None:
@@ -110,19 +110,19 @@ def check_for_ranks(config: TrainConfig) -> None:
         raise ValueError(f"device is {config.device}, and every rank takes its own; give --device {kind}")
 
 
-def on_cpu(config: TrainConfig) -> bool:
+def runs_on_cpu(config: TrainConfig) -> bool:
     """Return True if the run's device is a CPU. Raises: ValueError if the framework or the device is missing."""
-    installed(config.framework, f"--framework {config.framework}")
+    check_installed(config.framework, f"--framework {config.framework}")
     if config.framework == "jax":
-        from quaver.train.jax.learner import find
+        from quaver.train.jax.learner import find_device
 
-        return find(config.device, config.threads).platform == "cpu"
+        return find_device(config.device, config.threads).platform == "cpu"
     from quaver.train.torch.process_group import device_of
 
     return device_of(config.device).type == "cpu"
 
 
-def installed(framework: str, what: str) -> None:
+def check_installed(framework: str, what: str) -> None:
     """Raise a ValueError with the install command if a framework is not installed."""
     if find_spec(framework) is None:
         install = f"pip install 'quaver[{EXTRAS[framework]}]'"

@@ -13,12 +13,12 @@ from quaver.recipes.text import shown
 from quaver.train import checkpoint, frameworks, memory
 from quaver.train import config as recipe_name
 from quaver.train.checkpoint import SavedCheckpoint
-from quaver.train.config import TORCH, TrainConfig, choose, is_plain, read_run
+from quaver.train.config import TORCH_ADAMW, TrainConfig, check_choice, is_plain, read_run
 from quaver.train.data import open_tokenizer
-from quaver.train.loop import Precision
+from quaver.train.loop import RecipePhases
 from quaver.train.memory import parameters
 from quaver.train.model_config import MODELS
-from quaver.train.resume import differing
+from quaver.train.resume import shape_errors
 
 # ---- sampling ----
 
@@ -141,7 +141,7 @@ def generate(
     Raises: ValueError for bad input, before the model is built.
     """
     config = replace(config_of(run), device=device)
-    choose("cache", cache, CACHES)
+    check_choice("cache", cache, CACHES)
     if not is_plain(prompt):
         raise ValueError(f"the prompt is {shown(prompt)}, which is not valid Unicode text")
     if tokens < 1:
@@ -149,26 +149,26 @@ def generate(
     if seed < 0:
         raise ValueError(f"seed is {shown(seed)}; it must be at least 0")
     how = how or Sampling()
-    chosen = recipe_name.find_recipe(recipe) if recipe else in_force(run, config)
+    chosen = recipe_name.find_recipe(recipe) if recipe else saved_recipe(run, config)
     vocabulary = Vocabulary(None if config.tokens == "byte" else open_tokenizer(run / "tokenizer.json"))
     ids = vocabulary.encode(prompt)
     notes = check_length(config, len(ids), tokens)
-    frameworks.installed("torch", "quaver generate")
+    frameworks.check_installed("torch", "quaver generate")
     from quaver.train.torch.learner import NextTokenLogits
 
-    saved = of_this_model(newest(run), config, vocabulary.size)
+    saved = load_matching(newest_checkpoint(run), config, vocabulary.size)
     with memory.out_of_memory_hint("--tokens"):
         step = NextTokenLogits(config, chosen, vocabulary.size, saved, cache, len(ids) + tokens)
         with step.frozen_weights():
-            return replace(_continue(step, vocabulary, ids, tokens, how, seed, emit), notes=notes)
+            return replace(_generate_tokens(step, vocabulary, ids, tokens, how, seed, emit), notes=notes)
 
 
-def of_this_model(path: Path, config: TrainConfig, vocab: int) -> SavedCheckpoint:
+def load_matching(path: Path, config: TrainConfig, vocab: int) -> SavedCheckpoint:
     """Load a checkpoint. Raises: CheckpointError if it is broken or its weights are those of another model."""
     saved = checkpoint.load(path, {})
     wrong: list[str] = []
-    if config.optimizer == TORCH:  # other optimizers also save codes and bfloat16, which are checked on loading
-        wrong = differing("the model", saved.model, parameters(MODELS[config.model], vocab))
+    if config.optimizer == TORCH_ADAMW:  # other optimizers also save codes and bfloat16, which are checked on loading
+        wrong = shape_errors("the model", saved.model, parameters(MODELS[config.model], vocab))
     if saved.state.get("model") != config.model:
         wrong = [f"it is one of {shown(saved.state.get('model'))}"]
     if wrong:
@@ -177,7 +177,7 @@ def of_this_model(path: Path, config: TrainConfig, vocab: int) -> SavedCheckpoin
     return saved
 
 
-def _continue(
+def _generate_tokens(
     step: Callable[[Sequence[int]], np.ndarray],
     vocabulary: Vocabulary,
     prompt: list[int],
@@ -217,18 +217,18 @@ def config_of(run: Path) -> TrainConfig:
     if not path.exists():
         raise ValueError(f"{run} holds no run; give the folder that quaver train wrote, such as runs/tiny-bf16-seed0")
     config = TrainConfig(**read_run(path))
-    newest(run)
+    newest_checkpoint(run)
     return config
 
 
-def in_force(run: Path, config: TrainConfig) -> Recipe:
+def saved_recipe(run: Path, config: TrainConfig) -> Recipe:
     """Return the recipe under which a run's newest checkpoint was saved."""
-    precision = Precision(config)
-    precision.resume_from(checkpoint.read_state(newest(run)))
+    precision = RecipePhases(config)
+    precision.resume_from(checkpoint.read_state(newest_checkpoint(run)))
     return precision.recipe
 
 
-def newest(run: Path) -> Path:
+def newest_checkpoint(run: Path) -> Path:
     """Return the newest checkpoint of a run. Raises: ValueError if there is none."""
     path = checkpoint.latest(run)
     if path is None:

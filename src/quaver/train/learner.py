@@ -35,7 +35,7 @@ class Learner(Protocol):
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         """Run one update; returns the loss and the gradient norm. If either is not finite, nothing is updated."""
 
-    def take(self, recipe: Recipe) -> None:
+    def change_recipe(self, recipe: Recipe) -> None:
         """Switch to another recipe: weights and moments stay, recorded state of the old recipe is dropped."""
 
     def loss(self, batches: np.ndarray) -> float:

@@ -23,21 +23,21 @@ from quaver.train import checkpoint, data, files, frameworks, memory
 from quaver.train import config as recipe_name
 from quaver.train import metrics as trackers
 from quaver.train.checkpoint import CheckpointError
-from quaver.train.config import TORCH, TrainConfig, find, lr_at, reason, to_toml
+from quaver.train.config import TORCH_ADAMW, TrainConfig, error_text, find_optimizer, lr_at, to_toml
 from quaver.train.data import TokenizedText, load, training_batch, validation_batches
 from quaver.train.learner import DistributedLearner, Learner, NonFiniteError
-from quaver.train.mesh import ProcessGroup, rank, same, world
+from quaver.train.mesh import ProcessGroup, check_same, rank, world
 from quaver.train.metrics import Metrics, Record, Tracker, losses, read, validation_losses
-from quaver.train.resume import FORM, STATES, keeps_codes, resume_from
+from quaver.train.resume import STATES, STATES_LAYOUT, resume_from, stores_codes
 
 # ---- options without effect ----
 
 #: By option, a function of config and number of ranks that returns why it has no effect, or "".
-IDLE: Mapping[str, Callable[[TrainConfig, int], str]] = {
+WHY_IDLE: Mapping[str, Callable[[TrainConfig, int], str]] = {
     # A comparison has tokenized its text before.
     "vocab": lambda config, ranks: (
         f"tokens is {shown(config.tokens)}, which learns none"
-        if config.tokens != "bpe" and not data.is_one(config.text)
+        if config.tokens != "bpe" and not data.is_token_file(config.text)
         else ""
     ),
     "final_lr": lambda config, ranks: (
@@ -45,7 +45,7 @@ IDLE: Mapping[str, Callable[[TrainConfig, int], str]] = {
         if config.warmup >= config.steps
         else ""
     ),
-    "beta2": lambda config, ranks: "sgd has one moment" * (find(config.optimizer).rule == "sgd"),
+    "beta2": lambda config, ranks: "sgd has one moment" * (find_optimizer(config.optimizer).rule == "sgd"),
     "capture": lambda config, ranks: "framework is jax, which compiles whole steps" * (config.framework == "jax"),
     "cp_how": lambda config, ranks: "cp is 1, and no sequence is divided" * (config.cp == 1),
     "async_save": lambda config, ranks: "a single process writes before it goes on" * (ranks == 1),
@@ -53,18 +53,18 @@ IDLE: Mapping[str, Callable[[TrainConfig, int], str]] = {
 }
 
 
-def sentences(config: TrainConfig, ranks: int) -> Iterator[str]:
+def idle_options(config: TrainConfig, ranks: int) -> Iterator[str]:
     """Yield a sentence for each option that has no effect although it differs from its default."""
     for field in fields(config):
         value = getattr(config, field.name)
-        why = IDLE[field.name](config, ranks) if field.name in IDLE and value != field.default else ""
+        why = WHY_IDLE[field.name](config, ranks) if field.name in WHY_IDLE and value != field.default else ""
         if why:
             yield f"{field.name} is {shown(value)}, which has no effect here: {why}"
 
 
-def say(config: TrainConfig, ranks: int) -> None:
+def warn_of_idle_options(config: TrainConfig, ranks: int) -> None:
     """Warn of each option without effect."""
-    for sentence in sentences(config, ranks):
+    for sentence in idle_options(config, ranks):
         warnings.warn(sentence, stacklevel=3)
 
 
@@ -99,7 +99,7 @@ class Interrupt:
     def __enter__(self) -> "Interrupt":
         self._before = {}
         if threading.current_thread() is threading.main_thread():
-            handled = [number for number in self.SIGNALS if not ignored_on_purpose(number)]
+            handled = [number for number in self.SIGNALS if not is_ignored(number)]
             self._before = {number: signal.signal(number, self._note) for number in handled}
         return self
 
@@ -113,7 +113,7 @@ class Interrupt:
             signal.signal(number, handler)
 
 
-def ignored_on_purpose(number: int) -> bool:
+def is_ignored(number: int) -> bool:
     """True if a signal is ignored as under nohup. SIGINT does not count: shells ignore it in background jobs."""
     return number != signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN
 
@@ -125,7 +125,7 @@ def ignored_on_purpose(number: int) -> bool:
 STATE = "schedule"
 
 
-class Precision:
+class RecipePhases:
     """Recipe schedule of a run; every rank must call every method.
 
     Args:
@@ -174,9 +174,9 @@ class Precision:
         before = self.schedule.part
         recipe = self.schedule.at(step, lr=lr_at(step, self.config))
         if self.schedule.part != before:
-            trained.take(recipe)
+            trained.change_recipe(recipe)
 
-    def saw(self, record: Record, ranks: ProcessGroup) -> Record:
+    def report_loss(self, record: Record, ranks: ProcessGroup) -> Record:
         """Report a step's loss to the schedule, and return the record with the number of the phase if there are
         several.
 
@@ -203,7 +203,7 @@ class Saver:
     def __init__(self, trained: Learner, ranks: ProcessGroup, folder: Path, config: TrainConfig) -> None:
         self.trained, self.ranks, self.folder, self.config = trained, ranks, folder, config
         #: Function that waits for the save in progress and raises its error.
-        self.pending: Callable[[], object] = nothing
+        self.pending: Callable[[], object] = no_pending_save
         self.threads = ThreadPoolExecutor(1, "saving")
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
@@ -222,25 +222,29 @@ class Saver:
                 Path(self.ranks.broadcast(partial)), self.config.async_save
             )
             sealing = stack.pop_all()
-        self.pending = self.threads.submit(sealed, sealing, written).result if self.config.async_save else nothing
+        self.pending = (
+            self.threads.submit(finish_checkpoint, sealing, written).result
+            if self.config.async_save
+            else no_pending_save
+        )
         if not self.config.async_save:
-            sealed(sealing, written)
+            finish_checkpoint(sealing, written)
             self.ranks.wait()
-        return self.folder / checkpoint.name_of(step)
+        return self.folder / checkpoint.folder_name(step)
 
     def finish(self) -> None:
         """Wait for the save in progress, if any. Raises: CheckpointError if it could not be written."""
-        pending, self.pending = self.pending, nothing
-        if pending is not nothing:
+        pending, self.pending = self.pending, no_pending_save
+        if pending is not no_pending_save:
             pending()
             self.ranks.wait()
 
 
-def nothing() -> None:
+def no_pending_save() -> None:
     """Placeholder if no save is in progress."""
 
 
-def sealed(sealing: ExitStack, written: Callable[[], None]) -> None:
+def finish_checkpoint(sealing: ExitStack, written: Callable[[], None]) -> None:
     """Wait until all ranks have written their shards; the first rank then completes the checkpoint."""
     with sealing:
         written()
@@ -250,10 +254,10 @@ def sealed(sealing: ExitStack, written: Callable[[], None]) -> None:
 # Set up, step, validate, save, stop.
 
 #: Files in a run's folder besides checkpoints; the command line writes the last.
-FILES = ("config.toml", "metrics.jsonl", "tokenizer.json", trackers.ID, "loss.png")
+FILES = ("config.toml", "metrics.jsonl", "tokenizer.json", trackers.WANDB_ID, "loss.png")
 
 #: Seconds to wait for a file to appear on a shared disk; NFS alone may take up to 30.
-LATE = 45.0
+SHARED_FOLDER_SECONDS = 45.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,60 +304,62 @@ def run_training(
             is not finite (NonFiniteError).
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the step was finished and saved.
     """
-    precision = Precision(config, recipe)
+    precision = RecipePhases(config, recipe)
     for each in precision.recipes:
-        frameworks.check(config, each)  # before the text is read
-    trackers.check(config)
+        frameworks.check_options(config, each)  # before the text is read
+    trackers.check_trackers(config)
     if rank() == 0:
-        say(config, world())
+        warn_of_idle_options(config, world())
     with (
-        frameworks.joined(config, precision.recipe) as ranks,
+        frameworks.join_ranks(config, precision.recipe) as ranks,
         memory.out_of_memory_hint("--batch, --accumulate, --sequence or --model"),
     ):
-        return as_rank(ranks, config, precision, resume, watch)
+        return run_rank(ranks, config, precision, resume, watch)
 
 
-def as_rank(
+def run_rank(
     ranks: ProcessGroup,
     config: TrainConfig,
-    precision: Precision,
+    precision: RecipePhases,
     resume: bool | Literal["auto"],
     watch: Callable[[Record], None],
 ) -> TrainResult:
     """Run training as one rank; only the first rank locks the folder and writes into it."""
     folder = folder_of(config)
     with files.locked(folder, "training") if ranks.first else nullcontext():
-        same(ranks, "--resume", resume)
+        check_same(ranks, "--resume", resume)
         if resume == "auto":
             # Decided by the first rank before it writes there.
             resume = bool(ranks.broadcast((folder / "config.toml").exists()))
         if ranks.first:
             check_folder(folder, resume)
-        see(folder, ranks, config.timeout)
+        check_shared_folder(folder, ranks, config.timeout)
         saved_tokenizer = folder / "tokenizer.json"
         tokens = load(config, saved_tokenizer if resume and saved_tokenizer.exists() else None, folder)
-        same(ranks, "a text of fingerprint", tokens.fingerprint)
-        if frameworks.on_cpu(config):
-            memory.check(config, tokens.vocab, ranks.number)
+        check_same(ranks, "a text of fingerprint", tokens.fingerprint)
+        if frameworks.runs_on_cpu(config):
+            memory.check_memory(config, tokens.vocab, ranks.number)
         facts = {"model": config.model, "seed": config.seed, "text": tokens.fingerprint}
         start = 0
         # Decided by the first rank, since a shared disk may show other ranks an outdated list.
         last, codes = ranks.broadcast((path := checkpoint.latest(folder)) and path.name) if resume else None, True
         if last:
             precision.resume_from(checkpoint.read_state(folder / last))
-            codes = config.optimizer == TORCH or keeps_codes(folder / last, facts)
-        trained = frameworks.make(config, precision.recipe, tokens.vocab, ranks, codes)
+            codes = config.optimizer == TORCH_ADAMW or stores_codes(folder / last, facts)
+        trained = frameworks.make_learner(config, precision.recipe, tokens.vocab, ranks, codes)
         if last:
             start = resume_from(folder / last, trained, ranks, facts, config, tokens.vocab)
         if start < config.steps and ranks.first:
-            prepare(folder, config, tokens)
+            write_run_files(folder, config, tokens)
         with ExitStack() as stack:
             interrupt = stack.enter_context(Interrupt(patient=ranks.number > 1))
-            log: RunLog | Silent = Silent()
+            log: RunLog | RecordList = RecordList()
             if ranks.first:
                 metrics = stack.enter_context(Metrics(folder / "metrics.jsonl", start))
-                log = RunLog(metrics, stack.enter_context(trackers.opened(folder, config, metrics.records)), watch)
-            go_on(trained, precision, tokens, config, facts, start, ranks, log, interrupt)
+                log = RunLog(
+                    metrics, stack.enter_context(trackers.open_trackers(folder, config, metrics.records)), watch
+                )
+            run_steps(trained, precision, tokens, config, facts, start, ranks, log, interrupt)
     return TrainResult(
         folder=folder,
         losses=losses(log.records),
@@ -363,15 +369,15 @@ def as_rank(
     )
 
 
-def go_on(
+def run_steps(
     trained: Learner,
-    precision: Precision,
+    precision: RecipePhases,
     tokens: TokenizedText,
     config: TrainConfig,
     facts: dict[str, Any],
     start: int,
     ranks: ProcessGroup,
-    log: "RunLog | Silent",
+    log: "RunLog | RecordList",
     interrupt: Interrupt,
 ) -> None:
     """Run the steps after `start`: train, validate, save, stop."""
@@ -381,14 +387,14 @@ def go_on(
         for step in range(start + 1, config.steps + 1):
             batch = training_batch(tokens.train, config, step)
             precision.begin(step, trained)
-            record = precision.saw(train_step(trained, batch, step, config), ranks)
+            record = precision.report_loss(train_step(trained, batch, step, config), ranks)
             log(record)
             last_one = step == config.steps
-            if last_one or due(step, config.validate_every):
+            if last_one or is_due(step, config.validate_every):
                 log(validation(trained, validation_set, step))
             stop = ranks.largest(interrupt.number or 0)
-            if last_one or due(step, config.checkpoint_every) or stop:
-                state = {**facts, **precision.state(), STATES: FORM, "config": asdict(config)}
+            if last_one or is_due(step, config.checkpoint_every) or stop:
+                state = {**facts, **precision.state(), STATES: STATES_LAYOUT, "config": asdict(config)}
                 path = saver.save(step, state)
             if stop and not last_one:
                 saver.finish()
@@ -410,11 +416,11 @@ def save_on_error(saver: Saver, config: TrainConfig) -> Iterator[None]:
     except NonFiniteError as error:
         with suppress(CheckpointError, OSError):  # then the previous checkpoint is the newest
             saver.finish()
-        last = checkpoint.last_good(folder_of(config))
+        last = checkpoint.last_checkpoint_text(folder_of(config))
         raise NonFiniteError(f"{error}; {last}; try a smaller --lr, more --warmup or another --recipe") from error
 
 
-class Silent:
+class RecordList:
     """Collects records without writing them, on ranks other than the first."""
 
     def __init__(self) -> None:
@@ -445,9 +451,9 @@ class RunLog:
             ) from error
         except OSError as error:
             raise ValueError(
-                f"stopped after step {record['step']}: could not write {self.metrics.path}: {reason(error)}; "
-                f"{checkpoint.last_good(self.folder)}; fix this, for example by freeing disk space, then continue with "
-                "--resume"
+                f"stopped after step {record['step']}: could not write {self.metrics.path}: {error_text(error)}; "
+                f"{checkpoint.last_checkpoint_text(self.folder)}; fix this, for example by freeing disk "
+                "space, then continue with --resume"
             ) from error
         for show in self.shown_to:
             show(self.metrics.records[-1])
@@ -494,15 +500,15 @@ def validation(trained: Learner, batches: np.ndarray, step: int) -> Record:
     return {"step": step, "validation_loss": validate(trained, batches, step), **trained.extra_metrics}
 
 
-def due(step: int, every: int) -> bool:
+def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def folder_of(config: TrainConfig) -> Path:
     """Return the run's folder: `config.out`, or a name made of the options that distinguish a run."""
     framework = "" if config.framework == "torch" else f"-{config.framework}"
-    optimizer = "" if config.optimizer == TORCH else f"-{config.optimizer}"
-    name = f"{config.model}-{recipe_name.folder(config.recipe)}{framework}{optimizer}-seed{config.seed}"
+    optimizer = "" if config.optimizer == TORCH_ADAMW else f"-{config.optimizer}"
+    name = f"{config.model}-{recipe_name.folder_name(config.recipe)}{framework}{optimizer}-seed{config.seed}"
     return Path(config.out) if config.out else Path("runs") / name
 
 
@@ -511,17 +517,17 @@ def check_folder(folder: Path, resume: bool) -> None:
     name is taken.
     """
     files.check_places(folder, FILES)
-    has_run = bool(read(folder / "metrics.jsonl") or checkpoint.all_in(folder))
+    has_run = bool(read(folder / "metrics.jsonl") or checkpoint.list_checkpoints(folder))
     if has_run and not resume:
         raise ValueError(f"{folder} already holds a run; continue it with --resume, or give another --out")
     if resume and not (folder / "config.toml").exists():
         raise ValueError(f"{folder} holds no run to resume; give the run's folder with --out")
 
 
-def see(folder: Path, ranks: ProcessGroup, timeout: int) -> None:
+def check_shared_folder(folder: Path, ranks: ProcessGroup, timeout: int) -> None:
     """Raise a ValueError on ranks that do not see the first rank's folder, into which all will write."""
-    end = time.monotonic() + min(LATE, timeout / 2 or LATE)
-    while not files.marked(folder):
+    end = time.monotonic() + min(SHARED_FOLDER_SECONDS, timeout / 2 or SHARED_FOLDER_SECONDS)
+    while not files.has_lock_file(folder):
         if time.monotonic() > end:
             raise ValueError(
                 f"this rank does not see the folder {folder.absolute()} that the first one has made; give --out on a "
@@ -531,7 +537,7 @@ def see(folder: Path, ranks: ProcessGroup, timeout: int) -> None:
     ranks.wait()  # all ranks must have checked before one continues
 
 
-def prepare(folder: Path, config: TrainConfig, tokens: TokenizedText) -> None:
+def write_run_files(folder: Path, config: TrainConfig, tokens: TokenizedText) -> None:
     """Create the run's folder with its configuration and tokenizer."""
     files.write(folder / "config.toml", to_toml(replace(config, out=str(folder))))
     if tokens.tokenizer is not None:

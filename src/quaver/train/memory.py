@@ -28,21 +28,21 @@ from quaver.train.model_config import MODELS, ModelConfig
 # checkpoints.
 
 #: Number of rows of the embedding is a multiple of this.
-WORDS = 32
+VOCAB_MULTIPLE = 32
 #: Per-head parameters of a Mamba mixer: bias of its steps, logarithm of its decay, and skip weight of its input.
-OF_HEADS = ("dt_bias", "A_log", "D")
+HEAD_PARAMETERS = ("dt_bias", "A_log", "D")
 #: Ranges of a mixer's initial steps, uniform on a logarithmic scale, and decays (arXiv:2405.21060).
 STEPS, DECAYS = (1e-3, 1e-1), (1.0, 16.0)
 #: Matrices that write to the residual stream.
-LAST = (".o_proj.weight", ".down_proj.weight", ".out_proj.weight")
+RESIDUAL_WRITERS = (".o_proj.weight", ".down_proj.weight", ".out_proj.weight")
 
 
 def padded(vocab: int) -> int:
     """Return the number of embedding rows for a vocabulary."""
-    return math.ceil(vocab / WORDS) * WORDS
+    return math.ceil(vocab / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def flat(shape: tuple[int, ...]) -> tuple[int, int]:
+def flat_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return rows and columns; the matrices of experts are stacked along rows."""
     *rows, columns = shape
     return math.prod(rows), columns
@@ -146,7 +146,7 @@ def _layer(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
 def _mixer(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a mixer's parameters before its first matrix."""
     assert config.state is not None
-    own = {f"mixer.{name}": (config.state.heads,) for name in OF_HEADS}
+    own = {f"mixer.{name}": (config.state.heads,) for name in HEAD_PARAMETERS}
     return own | _norm(config, "mixer.norm")
 
 
@@ -169,7 +169,7 @@ def _norm(config: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
     return {f"{name}.{part}": (config.dim,) for part in names}
 
 
-def initial(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+def initial_values(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every parameter's initial value in float32, a function of sizes and seed only.
 
     Norms are the identity and biases 0. Matrices are normal with variance 1 / dim; those that write to the residual
@@ -183,7 +183,7 @@ def initial(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, n
         if last in ("dt_bias", "A_log"):
             yield name, _of_heads(last, random.random(shape, np.float32))
         elif len(shape) > 1:
-            deviates = np.float32(deviation(name, shape, config))
+            deviates = np.float32(initial_std(name, shape, config))
             yield name, random.standard_normal(shape, np.float32) * deviates
         else:
             zero = config.zero_centered or name.endswith(".bias")
@@ -201,7 +201,7 @@ def _of_heads(name: str, drawn: np.ndarray) -> np.ndarray:
     return (steps + np.log(-np.expm1(-steps))).astype(np.float32)
 
 
-def deviation(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
+def initial_std(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
     """Return the standard deviation of a matrix's initial values."""
     if name == "embedding.weight" and not config.tied:
         return 1.0
@@ -209,7 +209,7 @@ def deviation(name: str, shape: tuple[int, ...], config: ModelConfig) -> float:
         # 1 / sqrt(fan-in).
         return float(shape[-1] ** -0.5)
     std = config.dim**-0.5
-    if name.endswith(LAST):
+    if name.endswith(RESIDUAL_WRITERS):
         std /= math.sqrt(config.parts)
     return float(std)
 
@@ -243,7 +243,7 @@ def available() -> int:
     return min(limits)
 
 
-def trained(
+def training_footprint(
     sizes: ModelConfig, vocab: int, optimizer: str, recipe: Recipe, dtype: str, codes: bool = True
 ) -> Footprint:
     """Return the memory of a model's weights, gradients and optimizer states in training.
@@ -256,7 +256,7 @@ def trained(
         dtype: dtype of the run.
         codes: as in `OptimizerChoice.weights`.
     """
-    chosen = optimizer_name.find(optimizer)
+    chosen = optimizer_name.find_optimizer(optimizer)
     layers, stored_as = projections(sizes), chosen.weights(recipe, dtype, codes)
     whole = NOTHING
     for name, shape in parameters(sizes, vocab).items():
@@ -270,39 +270,40 @@ def trained(
         if chosen.preset is None or small:
             # A small matrix of a layer or head is still stored in bfloat16.
             narrow = len(shape) > 1 and not apart and chosen.others(dtype) == "bfloat16"
-            own = of_matrix(PRESETS["float32"], flat(shape), "bfloat16", None, moments) if narrow else None
+            own = of_matrix(PRESETS["float32"], flat_shape(shape), "bfloat16", None, moments) if narrow else None
             whole += own or plain(number, moments)
         else:
             how = stored_as if of_layer else "float32" if apart else chosen.others(dtype)
             *stack, rows, columns = shape
             for _ in range(math.prod(stack) if of_codes else 1):
-                one = (rows, columns) if of_codes else flat(shape)
+                one = (rows, columns) if of_codes else flat_shape(shape)
                 whole += of_matrix(chosen.preset, one, how, recipe.fprop.b, moments)
     return whole
 
 
-def check(config: TrainConfig, vocab: int, ranks: int = 1) -> None:
+def check_memory(config: TrainConfig, vocab: int, ranks: int = 1) -> None:
     """Raise a ValueError if training on a CPU needs more memory than there is.
 
     A micro-batch needs at least its ids, its logits and their gradient, and the input of every layer. Several ranks
     share this and the weights.
     """
     sizes = MODELS[config.model]
-    first, *later = recipe_name.parts(config.recipe)
-    codes = optimizer_name.may_be_codes(1 + len(later), config.tp)
-    weights = trained(sizes, vocab, config.optimizer, first.recipe, config.dtype, codes).total
+    first, *later = recipe_name.parse_phases(config.recipe)
+    codes = optimizer_name.allows_codes(1 + len(later), config.tp)
+    weights = training_footprint(sizes, vocab, config.optimizer, first.recipe, config.dtype, codes).total
     tokens = config.batch * config.sequence
     at_once = min(tokens, config.loss_chunk or tokens)
     batch = 8 * config.accumulate * tokens + 8 * at_once * padded(vocab) + 2 * tokens * sizes.dim * sizes.layers
     if (weights + batch) // ranks > available():
         raise ValueError(
-            f"this run needs at least {size(weights)} for the weights of {config.model} with their gradients and "
-            f"moments and {size(batch)} for {config.accumulate} x {config.batch} sequences of {config.sequence}, and "
-            f"there are {size(available())} of memory; take a smaller --model, --batch, --accumulate or --sequence"
+            f"this run needs at least {size_text(weights)} for the weights of {config.model} with their gradients and "
+            f"moments and {size_text(batch)} for {config.accumulate} x {config.batch} sequences of {config.sequence}, "
+            f"and there are {size_text(available())} of memory; take a smaller --model, --batch, --accumulate "
+            "or --sequence"
         )
 
 
-def size(bytes: int) -> str:
+def size_text(bytes: int) -> str:
     return f"{bytes / 1e9:.3g} GB" if bytes < 10**30 else "beyond all measure"
 
 
@@ -348,7 +349,7 @@ PLAIN = {
 }
 
 
-def family(config: ModelConfig) -> str:
+def hf_family(config: ModelConfig) -> str:
     """Return the model's type in Hugging Face's names, or "" if it is none of the three."""
     if (
         config.unusual
@@ -361,9 +362,9 @@ def family(config: ModelConfig) -> str:
     return "qwen3" if config.qk_norm == "RMSNorm" and config.windows == (-1,) else ""
 
 
-def renamed(name: str, config: ModelConfig) -> str:
+def hf_name(name: str, config: ModelConfig) -> str:
     """Return a parameter's Hugging Face name, or the trainer's own if the family has none."""
-    if not family(config):
+    if not hf_family(config):
         return name
     for pattern, replacement in NAMES:
         name, count = re.subn(pattern, replacement, name)
@@ -372,7 +373,7 @@ def renamed(name: str, config: ModelConfig) -> str:
     return name
 
 
-def configuration(config: ModelConfig, vocab: int, positions: int) -> dict[str, Any]:
+def hf_config(config: ModelConfig, vocab: int, positions: int) -> dict[str, Any]:
     """Return the contents of config.json for a model.
 
     Args:
@@ -380,7 +381,7 @@ def configuration(config: ModelConfig, vocab: int, positions: int) -> dict[str, 
         vocab: size of the vocabulary.
         positions: maximum sequence length.
     """
-    kind = family(config)
+    kind = hf_family(config)
     if not kind:
         return {"model_type": "quaver", "vocab_size": padded(vocab)}
     rope = {"rope_type": "default", "rope_theta": config.theta} | dict(config.scaling)

@@ -8,8 +8,8 @@ import os
 from typing import Any, NamedTuple, Protocol
 
 from quaver.recipes.spec import Recipe
-from quaver.train.config import ORDERS, TrainConfig, stages_each
-from quaver.train.memory import WORDS
+from quaver.train.config import PIPELINE_SCHEDULES, TrainConfig, stages_per_rank
+from quaver.train.memory import VOCAB_MULTIPLE
 from quaver.train.model_config import MODELS
 
 # ---- ranks ----
@@ -61,7 +61,7 @@ class SingleProcess:
         return value
 
 
-def same(ranks: ProcessGroup, what: str, value: Any) -> None:
+def check_same(ranks: ProcessGroup, what: str, value: Any) -> None:
     """Raise a ValueError on ranks whose value differs from the first rank's."""
     first = ranks.broadcast(value)
     if value != first:
@@ -74,7 +74,7 @@ def rank() -> int:
     return _of_environment("RANK", 0) if "WORLD_SIZE" in os.environ else 0
 
 
-def speaks() -> bool:
+def reports_errors() -> bool:
     """True if this process prints errors before the process group exists: the first rank of each machine."""
     return rank() == 0 or _of_environment("LOCAL_RANK", 0) == 0
 
@@ -118,13 +118,13 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> MeshSizes:
     if ranks % beside:
         raise ValueError(
             f"{said.removeprefix(' and ')}, and the number of ranks is {ranks}; "
-            f"{started(beside * (config.fsdp or 1))}, or give numbers that divide the ranks"
+            f"{torchrun_hint(beside * (config.fsdp or 1))}, or give numbers that divide the ranks"
         )
     fsdp = config.fsdp or ranks // beside
     if fsdp * beside != ranks:
         raise ValueError(
             f"fsdp is {fsdp}{said}, and the number of ranks is {ranks}; give --fsdp {ranks // beside}, or "
-            f"{started(fsdp * beside)}"
+            f"{torchrun_hint(fsdp * beside)}"
         )
     if config.batch % fsdp:
         raise ValueError(
@@ -139,7 +139,7 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> MeshSizes:
     return sizes
 
 
-def started(ranks: int) -> str:
+def torchrun_hint(ranks: int) -> str:
     return f"start them by: torchrun --nproc-per-node {ranks} -m quaver.train train ..."
 
 
@@ -156,14 +156,14 @@ def check_kinds(config: TrainConfig) -> None:
 
 def check_stages(config: TrainConfig) -> None:
     """Raise a ValueError if layers do not divide into stages, or the pipeline schedule does not fit the options."""
-    model, ranks, order = MODELS[config.model], config.pp, ORDERS[config.pp_schedule]
+    model, ranks, order = MODELS[config.model], config.pp, PIPELINE_SCHEDULES[config.pp_schedule]
     if ranks == 1:
         for name, usual in (("pp_schedule", "1F1B"), ("pp_stages", 0)):
             if (value := getattr(config, name)) != usual:
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{name} is {value}, and pp is 1; give --pp, or {option} {usual}")
         return
-    each = stages_each(config.pp_schedule, config.pp_stages)
+    each = stages_per_rank(config.pp_schedule, config.pp_stages)
     if not order.least <= each <= order.most:
         takes = f"{order.least} or more stages" if order.most > order.least else f"{order.least} on each rank"
         raise ValueError(f"pp_stages is {each}, and {config.pp_schedule} takes {takes}; leave out --pp-stages")
@@ -208,7 +208,7 @@ def check_features(config: TrainConfig, recipe: Recipe, sizes: MeshSizes) -> Non
             f"tp is {ranks}, which cannot share the {model.heads} heads of {config.model} and its {model.groups} of "
             f"keys and values; " + (f"give --tp {most} or a divisor of it" if most > 1 else "leave out --tp")
         )
-    multiple = multiple_of(recipe)
+    multiple = block_multiple(recipe)
     for features in (model.hidden, model.heads * model.head_dim, model.groups * model.head_dim):
         if features % (ranks * multiple):
             each = f"{features // ranks} of {features} features of {config.model} on each rank"
@@ -224,7 +224,7 @@ def check_words(words: int, ranks: int) -> None:
     if words % ranks:
         raise ValueError(
             f"tp is {ranks}, which cannot share the {words} entries of the vocabulary; take another --tp, or --tokens "
-            f"bpe with --vocab a multiple of {math.lcm(ranks, WORDS)}"
+            f"bpe with --vocab a multiple of {math.lcm(ranks, VOCAB_MULTIPLE)}"
         )
 
 
@@ -250,7 +250,7 @@ def check_tokens(config: TrainConfig, recipe: Recipe, sizes: MeshSizes) -> None:
         return
     if sizes.tp == 1:
         raise ValueError("sp divides tokens among the ranks of tp, and tp is 1; give --tp, or leave out --sp")
-    multiple = sizes.cp * sizes.tp * multiple_of(recipe)
+    multiple = sizes.cp * sizes.tp * block_multiple(recipe)
     if config.sequence % multiple:
         raise ValueError(
             f"sequence is {config.sequence}, which {sizes.cp * sizes.tp} ranks cannot share under {recipe.name}; give "
@@ -258,7 +258,7 @@ def check_tokens(config: TrainConfig, recipe: Recipe, sizes: MeshSizes) -> None:
         )
 
 
-def multiple_of(recipe: Recipe) -> int:
+def block_multiple(recipe: Recipe) -> int:
     """Return the number that a rank's features or tokens must be a multiple of, so that no block of scales
     crosses ranks.
     """

@@ -79,7 +79,7 @@ def validation_losses(records: list[Record]) -> dict[int, float]:
     return {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
 
 
-def switches(records: Iterable[Record]) -> dict[int, int]:
+def phase_starts(records: Iterable[Record]) -> dict[int, int]:
     """Return the phase numbers by the first step of each phase, without the first phase."""
     changed, before = {}, None
     for record in records:
@@ -132,7 +132,7 @@ class Metrics:
 # Runs are resumed and compared from metrics.jsonl only. A library is imported when a run uses its tracker.
 
 #: File in a run's folder with W&B's run ID.
-ID = "wandb-id.txt"
+WANDB_ID = "wandb-id.txt"
 
 
 class Tracker(Protocol):
@@ -188,7 +188,7 @@ class Wandb:
     def __init__(self, folder: Path, config: TrainConfig, records: Sequence[Record]) -> None:
         import wandb
 
-        path = folder / ID
+        path = folder / WANDB_ID
         new = not records or not path.exists()
         if new:
             files.write(path, secrets.token_hex(8))
@@ -220,7 +220,7 @@ class Wandb:
 TRACKERS: Mapping[str, type[TensorBoard] | type[Wandb]] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
-def check(config: TrainConfig) -> None:
+def check_trackers(config: TrainConfig) -> None:
     """Raise a ValueError with the install command if a tracker's library is missing."""
     for name in config.report_to:
         spec = find_spec(name)
@@ -229,7 +229,7 @@ def check(config: TrainConfig) -> None:
 
 
 @contextmanager
-def opened(folder: Path, config: TrainConfig, records: Sequence[Record]) -> Iterator[list[Tracker]]:
+def open_trackers(folder: Path, config: TrainConfig, records: Sequence[Record]) -> Iterator[list[Tracker]]:
     """Open the trackers of a run and send them `records`; they are closed at the end, however it comes.
 
     Raises: ValueError if W&B cannot start.

@@ -13,15 +13,15 @@ from matplotlib.ticker import MaxNLocator
 from quaver.train import config as recipe_name
 from quaver.train import files
 from quaver.train.compare import BASELINE, Comparison, RecipeRow
-from quaver.train.metrics import Record, losses, switches, validation_losses
-from quaver.train.report import GREY, colour
+from quaver.train.metrics import Record, losses, phase_starts, validation_losses
+from quaver.train.report import GREY, recipe_colour
 
 BLACK = "#000000"
 
 
 def plot_loss(records: Sequence[Record], path: Path, title: str, recipe: str) -> Path:
     """Write loss.png: training loss per step and its moving mean in the recipe's colour, and validation losses."""
-    shade = colour(recipe)
+    shade = recipe_colour(recipe)
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     steps, values = series(losses(list(records)))
@@ -38,15 +38,15 @@ def plot_loss(records: Sequence[Record], path: Path, title: str, recipe: str) ->
         va="center",
         annotation_clip=False,
     )
-    names = [part.text for part in recipe_name.parts(recipe)]
-    for step, part in switches(records).items():
-        mark(axes, step, BLACK, names[part - 1] if part <= len(names) else "")
-    finish(axes, "step", "loss (nats a token)", title)
+    names = [part.text for part in recipe_name.parse_phases(recipe)]
+    for step, part in phase_starts(records).items():
+        mark_phase(axes, step, BLACK, names[part - 1] if part <= len(names) else "")
+    finish_figure(axes, "step", "loss (nats a token)", title)
     axes.legend(frameon=False)
     return write(figure, path)
 
 
-def mark(axes: Axes, step: int, shade: Any, name: str = "") -> None:
+def mark_phase(axes: Axes, step: int, shade: Any, name: str = "") -> None:
     """Draw a dotted line before the first step under a run's next recipe, labelled with that recipe."""
     axes.axvline(step - 0.5, color=shade, linewidth=1.0, linestyle=":")
     axes.annotate(
@@ -77,15 +77,15 @@ def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
     lower.axhline(0, color=GREY, linewidth=1.2)
     for name in others:
         (line,) = upper.plot(*series(curves[name]), linewidth=1.2, label=name)
-        for step in switches(runs[name]):
-            mark(upper, step, line.get_color())
-        difference = minus(curves[name], curves[first])
+        for step in phase_starts(runs[name]):
+            mark_phase(upper, step, line.get_color())
+        difference = loss_difference(curves[name], curves[first])
         if not difference:
             raise ValueError(f"{name} has no step that {first} has, so there is no difference to show")
         lower.plot(*series(difference), color=line.get_color(), linewidth=1.0)
     upper.legend(frameon=False)
-    finish(upper, "", "loss (nats a token)", "Training loss, each step")
-    finish(lower, "step", "nats a token", f"Difference from {first}")
+    finish_figure(upper, "", "loss (nats a token)", "Training loss, each step")
+    finish_figure(lower, "step", "nats a token", f"Difference from {first}")
     return write(figure, path)
 
 
@@ -103,13 +103,13 @@ def comparison_figure(comparison: Comparison) -> Figure:
         upper.legend(frameon=False, ncols=2)
     config, seeds = comparison.runs[0].config, len({run.config.seed for run in comparison.runs})
     mean = "" if seeds == 1 else f", mean of {seeds} seeds"
-    finish(upper, "", "loss (nats a token)", f"Training loss: {config.model}, {config.steps} steps{mean}")
+    finish_figure(upper, "", "loss (nats a token)", f"Training loss: {config.model}, {config.steps} steps{mean}")
     lower.axhline(0, color=GREY, linewidth=1.2)
     if shown:
-        lower.set_ylim(*frame(np.concatenate([*shown, [0.0]])))
+        lower.set_ylim(*style_axes(np.concatenate([*shown, [0.0]])))
         label_finals(lower, [row for row in comparison.rows() if row.recipe != BASELINE and row.difference is not None])
     around = "" if seeds == 1 else ", shaded: standard error"
-    finish(lower, "step", "nats a token", f"Difference from {BASELINE}, same seed and batch", pad=22)
+    finish_figure(lower, "step", "nats a token", f"Difference from {BASELINE}, same seed and batch", pad=22)
     key = f"thin: each step, thick: moving mean{around}; dots: the final validation"
     lower.text(0, 1.02, key, transform=lower.transAxes, fontsize=9, color=GREY)
     return figure
@@ -120,11 +120,13 @@ def draw_losses(axes: Axes, comparison: Comparison, recipe: str) -> bool:
     runs = list(comparison.finished(recipe).values())
     if not runs:
         return False
-    steps, values = stack([run.losses for run in runs])
+    steps, values = stack_series([run.losses for run in runs])
     width, alpha = (5.0, 0.35) if recipe == BASELINE else (1.3, 1.0)
-    axes.plot(steps, smooth(values.mean(axis=0)), color=colour(recipe), linewidth=width, alpha=alpha, label=recipe)
-    for step in {step for run in runs for step in switches(run.records)}:
-        mark(axes, step, colour(recipe))
+    axes.plot(
+        steps, smooth(values.mean(axis=0)), color=recipe_colour(recipe), linewidth=width, alpha=alpha, label=recipe
+    )
+    for step in {step for run in runs for step in phase_starts(run.records)}:
+        mark_phase(axes, step, recipe_colour(recipe))
     return True
 
 
@@ -132,10 +134,10 @@ def draw_difference(axes: Axes, comparison: Comparison, recipe: str) -> list[np.
     """Plot a recipe's paired difference, averaged over seeds, raw and smoothed; returns values that must be within the
     axes.
     """
-    shade, pairs = colour(recipe), comparison.pairs(recipe)
+    shade, pairs = recipe_colour(recipe), comparison.pairs(recipe)
     if recipe == BASELINE or not pairs:
         return []
-    steps, values = stack([minus(run.losses, baseline.losses) for run, baseline in pairs])
+    steps, values = stack_series([loss_difference(run.losses, baseline.losses) for run, baseline in pairs])
     axes.plot(steps, values.mean(axis=0), color=shade, alpha=0.2, linewidth=0.6)
     smoothed = np.array([smooth(row, 10) for row in values])
     mean = smoothed.mean(axis=0)
@@ -145,7 +147,7 @@ def draw_difference(axes: Axes, comparison: Comparison, recipe: str) -> list[np.
         axes.fill_between(steps, mean - error, mean + error, color=shade, alpha=0.13, linewidth=0)
     axes.plot(steps, mean, color=shade, linewidth=1.8)
     first = len(mean) // 20  # the first steps differ most and mean least
-    return [(mean - error)[first:], (mean + error)[first:], np.array(ends(comparison.row(recipe)))]
+    return [(mean - error)[first:], (mean + error)[first:], np.array(final_values(comparison.row(recipe)))]
 
 
 def final_label(row: RecipeRow) -> str:
@@ -154,13 +156,13 @@ def final_label(row: RecipeRow) -> str:
     return f"{row.recipe}\n{row.difference:+.4f}{interval}"
 
 
-def frame(values: np.ndarray) -> tuple[float, float]:
+def style_axes(values: np.ndarray) -> tuple[float, float]:
     """Return axis limits with a margin around values; single steps may lie outside."""
     margin = 0.15 * float(values.max() - values.min()) + 1e-6
     return float(values.min()) - margin, float(values.max()) + margin
 
 
-def minus(left: Mapping[int, float], right: Mapping[int, float]) -> dict[int, float]:
+def loss_difference(left: Mapping[int, float], right: Mapping[int, float]) -> dict[int, float]:
     return {step: left[step] - right[step] for step in left if step in right}
 
 
@@ -175,8 +177,8 @@ def label_finals(axes: Axes, rows: Sequence[RecipeRow]) -> None:
     beside = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in nats
     heights = spread([(finals[row.recipe] - low) / (high - low) for row in rows], 0.1)
     for index, (row, height) in enumerate(zip(rows, heights, strict=True)):
-        shade, dot = colour(row.recipe), (1.02 + 0.012 * (index % 3), finals[row.recipe])
-        axes.plot([dot[0]] * 2, ends(row), color=shade, linewidth=1.2, transform=beside, clip_on=False)
+        shade, dot = recipe_colour(row.recipe), (1.02 + 0.012 * (index % 3), finals[row.recipe])
+        axes.plot([dot[0]] * 2, final_values(row), color=shade, linewidth=1.2, transform=beside, clip_on=False)
         axes.plot(*dot, "o", color=shade, markersize=5, transform=beside, clip_on=False)
         axes.annotate(
             final_label(row),
@@ -192,7 +194,7 @@ def label_finals(axes: Axes, rows: Sequence[RecipeRow]) -> None:
         )
 
 
-def ends(row: RecipeRow) -> tuple[float, float]:
+def final_values(row: RecipeRow) -> tuple[float, float]:
     """Return the final difference minus and plus its standard error."""
     middle, error = row.difference or 0.0, row.error or 0.0
     return middle - error, middle + error
@@ -219,7 +221,7 @@ def series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps), np.array([values[step] for step in steps])
 
 
-def stack(curves: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+def stack_series(curves: Sequence[Mapping[int, float]]) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps that all curves have, and each curve's values there, [curves, steps]."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     return np.array(steps), np.array([[curve[step] for step in steps] for curve in curves])
@@ -235,7 +237,7 @@ def smooth(values: np.ndarray, parts: int = 20) -> np.ndarray:
     return (total[index + ahead + 1] - total[index - back]) / (ahead + back + 1)
 
 
-def finish(axes: Axes, x: str, y: str, title: str, pad: float = 6) -> None:
+def finish_figure(axes: Axes, x: str, y: str, title: str, pad: float = 6) -> None:
     axes.set(xlabel=x, ylabel=y)
     axes.set_title(title, loc="left", fontsize=12, pad=pad)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -22,7 +22,7 @@ TITLE = "Final validation loss, nats a token"
 COLUMNS = ("recipe", "loss", f"minus {BASELINE}, 95 % interval", "relative", "tokens/s")
 
 
-def cells(row: RecipeRow, baseline: float | None) -> tuple[str, ...]:
+def row_cells(row: RecipeRow, baseline: float | None) -> tuple[str, ...]:
     """Format one row as text, in the order of COLUMNS."""
     speed, loss = f"{row.speed:,.0f}", f"{row.loss:.4f}"
     if row.recipe == BASELINE:
@@ -42,7 +42,7 @@ def cells(row: RecipeRow, baseline: float | None) -> tuple[str, ...]:
 def table(comparison: Comparison) -> list[tuple[str, ...]]:
     rows = comparison.rows()
     baseline = next((row.loss for row in rows if row.recipe == BASELINE), None)
-    return [cells(row, baseline) for row in rows]
+    return [row_cells(row, baseline) for row in rows]
 
 
 def rich_table(comparison: Comparison) -> Table:
@@ -73,7 +73,7 @@ def notes(comparison: Comparison) -> list[str]:
             "A difference is paired by seed: its mean over seeds, and the 95 % confidence interval of that mean "
             f"(Student's t over {seeds} seeds" + ("; two seeds say little)." if seeds == 2 else ").")
         )
-    if frameworks.on_cpu(config):
+    if frameworks.runs_on_cpu(config):
         said.append("Tokens/s of recipes are of exact emulation on a CPU, and say nothing of a GPU's speed.")
     if comparison.jobs > 1:
         said.append(f"Speeds are of {comparison.jobs} runs side by side; --jobs 1 times each alone.")
@@ -123,7 +123,7 @@ COLOURS = {
 }
 
 
-def colour(text: str) -> str:
+def recipe_colour(text: str) -> str:
     """Return a recipe's colour from the table; with options, or if not in the table, a colour hashed from its specs.
 
     Args:
@@ -131,7 +131,7 @@ def colour(text: str) -> str:
     Raises:
         ValueError: no recipe has this name.
     """
-    parts = [(part.recipe, part.end) for part in recipe_name.parts(text)]
+    parts = [(part.recipe, part.end) for part in recipe_name.parse_phases(text)]
     recipe = parts[0][0]
     if len(parts) > 1:
         drawn = crc32(repr(parts).encode())
@@ -147,10 +147,10 @@ def colour(text: str) -> str:
 # Progress without a terminal: a line every few steps, for a log that is read during the run.
 
 #: Approximate number of lines per run.
-PARTS = 20
+PROGRESS_LINES = 20
 
 
-def numbers(record: Record, parts: Sequence[str] = ()) -> str:
+def format_step(record: Record, parts: Sequence[str] = ()) -> str:
     """Format a step's loss and speed, and the current recipe if the run changes its recipe.
 
     Args:
@@ -202,7 +202,7 @@ class ProgressLines:
         self.parts = parts
         self.left = left
         self.part: int | None = None
-        self.every = max(1, steps // PARTS)
+        self.every = max(1, steps // PROGRESS_LINES)
         self.shown = 0
         self.due = 1
 
@@ -214,5 +214,5 @@ class ProgressLines:
             return
         self.shown, self.due, self.part = step, (step // self.every + 1) * self.every, part
         label, left = f"{self.label}: " if self.label else "", self.left()
-        shown = f"{label}step {step} of {self.steps}  {numbers(record, self.parts)}"
+        shown = f"{label}step {step} of {self.steps}  {format_step(record, self.parts)}"
         self.say(f"{shown}  {left}" if left else shown)

@@ -10,20 +10,20 @@ import numpy as np
 
 from quaver.train import checkpoint
 from quaver.train.checkpoint import CheckpointError, SavedCheckpoint
-from quaver.train.config import TORCH, TrainConfig, lr_at
+from quaver.train.config import TORCH_ADAMW, TrainConfig, lr_at
 from quaver.train.learner import DistributedLearner, Learner, Tensors
 from quaver.train.memory import parameters
 from quaver.train.mesh import ProcessGroup
 from quaver.train.model_config import MODELS
 
 #: Options that change a run's losses. Changes of model, seed or text are errors and not listed here.
-COUNT = (
+LOSS_OPTIONS = (
     *("recipe", "dtype", "batch", "sequence", "accumulate"),
     *("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip"),
 )
 #: State entry with the layout of the optimizer states (`LAYOUT` in `quaver.torch.optim`), and its present value; a
 #: missing entry means 1.
-STATES, FORM = "states", 2
+STATES, STATES_LAYOUT = "states", 2
 #: AdamW's states of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -43,25 +43,27 @@ def resume_from(
         checkpoint.check_digests(path, saved.state)
     before = saved.state.get("config")
     before = before if isinstance(before, dict) else {}
-    saved_optimizer = before.get("optimizer", TORCH)
+    saved_optimizer = before.get("optimizer", TORCH_ADAMW)
     if saved_optimizer != config.optimizer:
         raise CheckpointError(
             f"the checkpoint {path} was made with --optimizer {saved_optimizer}, and this run has {config.optimizer}; "
             f"resume with --optimizer {saved_optimizer}, or give another --out"
         )
-    changed = differences(before, config) | other_steps(before, config, saved.step)
+    changed = differences(before, config) | changed_steps(before, config, saved.step)
     own = MODELS[config.model].lr
-    said = ", ".join(f"{name} {worded(name, getattr(config, name), own)} (was {was})" for name, was in changed.items())
+    said = ", ".join(
+        f"{name} {option_text(name, getattr(config, name), own)} (was {was})" for name, was in changed.items()
+    )
     check_steps(path, saved.step, config, said)
     # Other optimizers validate their states themselves, because only they know codes and residuals.
-    wrong = misfits(saved, trained, config, vocab, "recipe" in changed) if config.optimizer == TORCH else []
-    if config.optimizer != TORCH:
-        if saved.state.get(STATES, 1) != FORM:
+    wrong = tensor_errors(saved, trained, config, vocab, "recipe" in changed) if config.optimizer == TORCH_ADAMW else []
+    if config.optimizer != TORCH_ADAMW:
+        if saved.state.get(STATES, 1) != STATES_LAYOUT:
             raise CheckpointError(
                 f"the checkpoint {path} has optimizer states in a layout of another version of quaver; train that run "
                 "again, or give another --out"
             )
-        check_form(path, saved, trained)
+        check_codes(path, saved, trained)
     try:
         if wrong:
             raise ValueError(wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""))
@@ -81,7 +83,7 @@ def resume_from(
     return saved.step
 
 
-def keeps_codes(path: Path, facts: dict[str, Any]) -> bool:
+def stores_codes(path: Path, facts: dict[str, Any]) -> bool:
     """Return True if a checkpoint has matrices as codes; a resumed run keeps the same storage."""
     return has_scales(checkpoint.checkpoint_outline(path, facts).model)
 
@@ -91,7 +93,7 @@ def has_scales(names: Iterable[str]) -> bool:
     return any(name.endswith(".weight_scale") for name in names)
 
 
-def check_form(path: Path, saved: SavedCheckpoint, trained: Learner) -> None:
+def check_codes(path: Path, saved: SavedCheckpoint, trained: Learner) -> None:
     """Raise a CheckpointError if the checkpoint has matrices as codes but this run needs floats."""
     if has_scales(saved.model) and not has_scales(trained.names()):
         raise CheckpointError(
@@ -101,11 +103,13 @@ def check_form(path: Path, saved: SavedCheckpoint, trained: Learner) -> None:
         )
 
 
-def misfits(saved: SavedCheckpoint, trained: Learner, config: TrainConfig, vocab: int, other_recipe: bool) -> list[str]:
+def tensor_errors(
+    saved: SavedCheckpoint, trained: Learner, config: TrainConfig, vocab: int, other_recipe: bool
+) -> list[str]:
     """Return messages about tensors of a float32 checkpoint that do not fit the model."""
     shapes = parameters(MODELS[config.model], vocab)
     state = trained.names() - set(shapes)
-    wrong = lacks(saved, shapes, set() if other_recipe else state)
+    wrong = missing_tensors(saved, shapes, set() if other_recipe else state)
     if wrong or other_recipe:
         return wrong
     return [f"{name} is not part of the model" for name in saved.model if name not in {*shapes, *state}]
@@ -130,13 +134,13 @@ def differences(before: Mapping[str, Any], config: TrainConfig) -> dict[str, str
         return own if name == "lr" and value == 0 else value
 
     return {
-        name: worded(name, before[name], own)
-        for name in COUNT
+        name: option_text(name, before[name], own)
+        for name in LOSS_OPTIONS
         if name in before and meant(name, before[name]) != meant(name, getattr(config, name))
     }
 
 
-def other_steps(before: Mapping[str, Any], config: TrainConfig, step: int) -> dict[str, str]:
+def changed_steps(before: Mapping[str, Any], config: TrainConfig, step: int) -> dict[str, str]:
     """Return the earlier number of steps if the checkpoint's learning rate or recipe depends on it."""
     steps = before.get("steps", config.steps)
     if steps == config.steps or step == config.steps:  # no step is left
@@ -145,24 +149,24 @@ def other_steps(before: Mapping[str, Any], config: TrainConfig, step: int) -> di
     return {"steps": repr(steps)} if other_rate or "%" in config.recipe else {}
 
 
-def worded(name: str, value: Any, own: float) -> str:
+def option_text(name: str, value: Any, own: float) -> str:
     """Return an option's value as text, with the meaning of a special 0."""
     stands_for = {"lr": f"{own!r}, the model's own", "clip": "none"}
     return stands_for[name] if value == 0 and name in stands_for else repr(value)
 
 
-def lacks(saved: SavedCheckpoint, shapes: Mapping[str, tuple[int, ...]], state: set[str]) -> list[str]:
+def missing_tensors(saved: SavedCheckpoint, shapes: Mapping[str, tuple[int, ...]], state: set[str]) -> list[str]:
     """Return messages about missing tensors, wrong shapes or dtypes, and unknown optimizer states in a checkpoint."""
     moments = {f"{name}/{key}": shape for name, shape in shapes.items() for key in MOMENTS}
     updates: dict[str, tuple[int, ...]] = {f"{name}/step": () for name in shapes}
     wrong = [f"{name} is missing" for name in sorted(state) if name not in saved.model]
-    wrong += differing("the model", saved.model, shapes)
-    wrong += differing("the optimizer", saved.optimizer, moments | updates)
+    wrong += shape_errors("the model", saved.model, shapes)
+    wrong += shape_errors("the optimizer", saved.optimizer, moments | updates)
     wrong += [f"{name} is not part of the optimizer" for name in saved.optimizer if name not in moments | updates]
     return wrong
 
 
-def differing(whose: str, saved: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def shape_errors(whose: str, saved: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return messages about tensors that are missing, or not float32 of the expected shape."""
     wrong = []
     for name, shape in shapes.items():

@@ -12,7 +12,7 @@ from quaver import __version__ as version
 from quaver.recipes import RECIPES
 from quaver.train.commands import doctor
 from quaver.train.commands.cli import app
-from quaver.train.commands.doctor import NEEDS, Device, how
+from quaver.train.commands.doctor import NEEDS, Device, implementation_text
 from quaver.train.config import TrainConfig, read_toml, to_toml
 from quaver.train.metrics import losses, read
 from quaver.train.torch import learner
@@ -183,8 +183,8 @@ def test_doctor_tests_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
             ("emulated", "fprop, dgrad, wgrad decoded: no such GEMM"),
         ),
     ):
-        monkeypatch.setattr(learner, "trial", lambda recipe, ran=ran: ran)
-        assert doctor.seen("mxfp8", hopper) == said
+        monkeypatch.setattr(learner, "run_trial", lambda recipe, ran=ran: ran)
+        assert doctor.kernels_text("mxfp8", hopper) == said
     monkeypatch.setattr(doctor, "has", lambda framework: False)
     assert doctor.recipes_table(hopper)[1][1:] == ("not tried", "H100 could: it is sm_90")
     assert "Nothing was tried" in quaver("doctor").stdout
@@ -237,10 +237,16 @@ def test_doctor_lists_the_requirements_of_each_recipe() -> None:
     assert set(RECIPES) - set(NEEDS) == {"bf16", "mxfp6", "mxfp4"}
     hopper = [Device("H100", (9, 0))]
     ampere = [Device("A100", (8, 0))]
-    assert how("rowwise", ampere) == ("emulated", "A100 is sm_80; native GEMMs need sm_89 or newer")
-    assert "need sm_100" in how("mxfp8", hopper)[1] and "could" in how("blockwise", hopper)[1]
-    assert how("mxfp4", [Device("B200", (10, 0))]) == ("emulated", "torch and XLA have no GEMM for its formats")
-    assert "no GPU" in how("delayed", [])[1] and how("bf16", [])[0] == "native"
+    assert implementation_text("rowwise", ampere) == ("emulated", "A100 is sm_80; native GEMMs need sm_89 or newer")
+    assert (
+        "need sm_100" in implementation_text("mxfp8", hopper)[1]
+        and "could" in implementation_text("blockwise", hopper)[1]
+    )
+    assert implementation_text("mxfp4", [Device("B200", (10, 0))]) == (
+        "emulated",
+        "torch and XLA have no GEMM for its formats",
+    )
+    assert "no GPU" in implementation_text("delayed", [])[1] and implementation_text("bf16", [])[0] == "native"
 
 
 def test_generate_prints_prompt_and_text_and_the_speed_beside_it(toml: Path, tmp_path: Path) -> None:

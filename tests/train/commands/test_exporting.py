@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from quaver.torch.conversion.export.operands import Reader
 from quaver.train import run_training
 from quaver.train.commands.cli import app
-from quaver.train.generate import config_of, in_force, newest, of_this_model
+from quaver.train.generate import config_of, load_matching, newest_checkpoint, saved_recipe
 from tests.train.conftest import MakeConfig
 
 
@@ -51,8 +51,8 @@ def test_a_run_is_exported_under_hugging_face_names(
 
     config = config_of(run)
     vocab = json.loads((tmp_path / "served" / "config.json").read_text())["vocab_size"]
-    saved = of_this_model(newest(run), config, 256)
-    trainer = NextTokenLogits(config, in_force(run, config), 256, saved, "none", 1).model
+    saved = load_matching(newest_checkpoint(run), config, 256)
+    trainer = NextTokenLogits(config, saved_recipe(run, config), 256, saved, "none", 1).model
     ids = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         theirs = trainer(ids)

@@ -13,7 +13,7 @@ from quaver.costs.hardware import GPUS
 from quaver.recipes import RECIPES, get
 from quaver.train.commands import cli
 from quaver.train.commands.cli import app
-from quaver.train.commands.plan import as_json, cells, plan, verdict
+from quaver.train.commands.plan import as_json, cells, plan, verdict_text
 from quaver.train.memory import projections
 from quaver.train.model_config import KNOWN, MODELS
 from tests.pairs import turns
@@ -48,7 +48,7 @@ def test_every_model_is_planned_under_every_recipe(model: str, recipe: str) -> N
         len(row.names) * row.layers * row.experts * row.cost.in_features * row.cost.out_features for row in planned.rows
     )
     assert counted == sum(map(math.prod, projections(KNOWN[model]).values()))
-    assert len(list(cells(planned))) == len(planned.rows) + 2 and verdict(planned)
+    assert len(list(cells(planned))) == len(planned.rows) + 2 and verdict_text(planned)
     json.dumps(as_json(planned))
 
 

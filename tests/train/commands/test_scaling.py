@@ -71,7 +71,7 @@ MESHES = ({"gpus": 1}, {"gpus": 4}, {"gpus": 4, "fsdp": 2, "tp": 2})
 def test_a_rank_has_its_share_of_live_tensor_memory(optimizer: str, model: str, mesh: dict[str, int]) -> None:
     """`memory.trained`, which test_memory.py holds to live tensors, and test_optimizer_ranks.py to ranks' files."""
     planned = price(model, "tensorwise", "h100", Cluster(**mesh), optimizer=optimizer)
-    whole = memory.trained(
+    whole = memory.training_footprint(
         MODELS[model], VOCAB, optimizer, recipes.get("tensorwise"), "bfloat16", codes=mesh.get("tp", 1) == 1
     )
     # Norms are left out.

@@ -16,7 +16,7 @@ TOKENS = np.frombuffer(TEXT.encode(), np.uint8)
 
 def pair(config: TrainConfig, vocab: int = 256) -> tuple[TorchLearner, JaxLearner]:
     recipe = recipe_name.find_recipe(config.recipe)
-    left = frameworks.make(replace(config, framework="torch"), recipe, vocab)
-    right = frameworks.make(replace(config, framework="jax"), recipe, vocab)
+    left = frameworks.make_learner(replace(config, framework="torch"), recipe, vocab)
+    right = frameworks.make_learner(replace(config, framework="jax"), recipe, vocab)
     assert isinstance(left, TorchLearner) and isinstance(right, JaxLearner)
     return left, right

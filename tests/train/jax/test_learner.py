@@ -22,7 +22,7 @@ TOKENS = np.tile(np.arange(97, 123, dtype=np.uint8), 40)
 
 def learner(make_config: MakeConfig, **options: object) -> JaxLearner:
     config = make_config(framework="jax", **options)
-    jax_learner = frameworks.make(config, recipe_name.find_recipe(config.recipe), 256)
+    jax_learner = frameworks.make_learner(config, recipe_name.find_recipe(config.recipe), 256)
     assert isinstance(jax_learner, JaxLearner)
     return jax_learner
 

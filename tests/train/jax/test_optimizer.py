@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from quaver.train.jax.learner import Moments, adamw, norm_of, rates, start
+from quaver.train.jax.learner import Moments, adamw, norm_of, rates, zero_moments
 from quaver.train.torch.optimizer import adamw as torchs
 from tests.train.conftest import MakeConfig
 
@@ -15,7 +15,7 @@ def test_it_is_torchs_adamw(make_config: MakeConfig, clip: float) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.RMSNorm(8))
     optimizer = torchs(model, config)
     params = {name: jnp.asarray(p.detach().numpy()) for name, p in model.named_parameters()}
-    moments = start(params)
+    moments = zero_moments(params)
     for update in range(1, 8):
         grads = {name: random.standard_normal(p.shape, np.float32) for name, p in params.items()}
         for name, p in model.named_parameters():

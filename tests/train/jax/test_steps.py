@@ -90,7 +90,7 @@ def test_recomputation_changes_no_loss(make_config: MakeConfig, recompute: str, 
     config = make_config(dtype="float32", recipe=recipe, framework="jax")
     losses = []
     for what in ("none", recompute):
-        learner = frameworks.make(replace(config, recompute=what), recipe_name.find_recipe(config.recipe), 256)
+        learner = frameworks.make_learner(replace(config, recompute=what), recipe_name.find_recipe(config.recipe), 256)
         losses.append([learner.step(training_batch(TOKENS, config, step), 1e-2)[0] for step in (1, 2, 3)])
     np.testing.assert_allclose(losses[0], losses[1], rtol=0, atol=1e-6)
 

@@ -9,7 +9,15 @@ from torch import Tensor
 from quaver import recipes
 from quaver.torch.nn.moe.routing import Routing, balance_loss, route, token_counts, z_loss
 from quaver.train.model_config import MODELS, ModelConfig
-from quaver.train.torch.decoder import Balance, Decoder, build, differing, in_bf16, loss_and_routings, quantize_layers
+from quaver.train.torch.decoder import (
+    Balance,
+    Decoder,
+    bf16_copy,
+    build_decoder,
+    count_different_choices,
+    loss_and_routings,
+    quantize_layers,
+)
 
 CPU = torch.device("cpu")
 
@@ -21,7 +29,7 @@ def small(name: str, capacity: float = 0.0) -> ModelConfig:
 
 
 def routed(config: ModelConfig, batches: int = 2) -> tuple[Decoder, list[tuple[Routing, ...]]]:
-    model = build(config, 256, 0, CPU)
+    model = build_decoder(config, 256, 0, CPU)
     ids = torch.randint(0, 256, (batches, 3, 17), generator=torch.Generator().manual_seed(0))
     return model, [loss_and_routings(model, batch, "float32")[1] for batch in ids]
 
@@ -88,24 +96,24 @@ def test_choices_that_differ_are_counted() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
     other = torch.tensor([[2.0, 3.0, 1.0, 0.0], [2.5, 1.0, 2.0, 3.0]])
     one, two = route(logits, 2), route(other, 2)
-    assert differing((one,), (one,)) == (0, 4)
+    assert count_different_choices((one,), (one,)) == (0, 4)
     # The first token chooses the same experts in another order, the second one another.
-    assert differing((one, one), (two, one)) == (1, 8)
+    assert count_different_choices((one, one), (two, one)) == (1, 8)
 
 
 def test_a_bf16_model_has_the_same_weights_and_leaves_the_quantized_one_unchanged() -> None:
     config = small("mixtral-tiny")
-    model = build(config, 256, 0, CPU)
+    model = build_decoder(config, 256, 0, CPU)
     quantize_layers(model, recipes.get("delayed"), 0)
     ids = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(0))
     loss_and_routings(model, ids, "float32")[0].backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    plain = in_bf16(model, 0)
+    plain = bf16_copy(model, 0)
     assert plain is not None and not plain.training and model.training
     with torch.no_grad():
         loss, routings = loss_and_routings(plain, ids, "float32")
-        expected, wanted = loss_and_routings(build(config, 256, 0, CPU), ids, "float32")
+        expected, wanted = loss_and_routings(build_decoder(config, 256, 0, CPU), ids, "float32")
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    assert differing(routings, wanted)[0] == 0
+    assert count_different_choices(routings, wanted)[0] == 0
     after = model.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)

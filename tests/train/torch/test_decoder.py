@@ -6,7 +6,7 @@ import torch
 from quaver import recipes
 from quaver.train.memory import parameters
 from quaver.train.model_config import MODELS
-from quaver.train.torch.decoder import Decoder, build, loss_of, quantize_layers
+from quaver.train.torch.decoder import Decoder, build_decoder, loss_of, quantize_layers
 from tests.close import assert_close
 
 CPU = torch.device("cpu")
@@ -37,23 +37,23 @@ def test_the_parameters_match_the_table_in_its_order(name: str) -> None:
 
 def test_weights_depend_on_the_seed_alone() -> None:
     torch.manual_seed(1)
-    one = build(MODELS["nano"], 256, 3, CPU).state_dict()
+    one = build_decoder(MODELS["nano"], 256, 3, CPU).state_dict()
     torch.manual_seed(2)
-    two = build(MODELS["nano"], 256, 3, CPU).state_dict()
+    two = build_decoder(MODELS["nano"], 256, 3, CPU).state_dict()
     assert all(torch.equal(one[name], two[name]) for name in one)
-    other = build(MODELS["nano"], 256, 4, CPU)
+    other = build_decoder(MODELS["nano"], 256, 4, CPU)
     assert not torch.equal(one["embedding.weight"], other.embedding.weight)
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_first_loss_is_near_that_of_chance(name: str) -> None:
-    loss = loss_of(build(MODELS[name], 256, 0, CPU), ids(4, 33), "float32")
+    loss = loss_of(build_decoder(MODELS[name], 256, 0, CPU), ids(4, 33), "float32")
     assert 5.0 < loss.item() < 6.6 and loss.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_token_sees_nothing_after_it(name: str) -> None:
-    model = build(MODELS[name], 256, 0, CPU)
+    model = build_decoder(MODELS[name], 256, 0, CPU)
     given = torch.arange(32).reshape(1, 32)
     changed = given.clone()
     changed[0, 20] = 99
@@ -67,7 +67,7 @@ def test_a_token_sees_nothing_after_it(name: str) -> None:
 def test_a_local_layer_sees_its_window_alone_and_gemma_2_alternates() -> None:
     def reach(name: str, layers: int) -> int:
         """How many tokens later a change is still seen."""
-        model = build(replace(MODELS[name], layers=layers), 256, 0, CPU)
+        model = build_decoder(replace(MODELS[name], layers=layers), 256, 0, CPU)
         given = ids(1, 64)
         changed = given.clone()
         changed[0, 0] = (changed[0, 0] + 1) % 256
@@ -80,12 +80,12 @@ def test_a_local_layer_sees_its_window_alone_and_gemma_2_alternates() -> None:
 
 
 def test_logits_are_capped_and_the_embedding_scaled_where_the_family_says() -> None:
-    model = build(MODELS["gemma2-tiny"], 256, 0, CPU)
+    model = build_decoder(MODELS["gemma2-tiny"], 256, 0, CPU)
     plain = replace(MODELS["gemma2-tiny"], logit_cap=None)
-    other = build(plain, 256, 0, CPU)
+    other = build_decoder(plain, 256, 0, CPU)
     torch.testing.assert_close(model(ids(1, 8)), 30 * torch.tanh(other(ids(1, 8)) / 30))
-    unscaled = build(replace(plain, scaled_embedding=False), 256, 0, CPU)
-    scaled = build(plain, 256, 0, CPU)
+    unscaled = build_decoder(replace(plain, scaled_embedding=False), 256, 0, CPU)
+    scaled = build_decoder(plain, 256, 0, CPU)
     unscaled.embedding.weight.data *= 128**0.5
     scaled.norm.weight.data += 0.25
     unscaled.norm.weight.data += 0.25
@@ -99,7 +99,7 @@ def test_recomputation_changes_no_bit(recipe: str, recompute: str) -> None:
     in_force = recipes.get(recipe)
     grads = []
     for what in ("none", recompute):
-        model = build(replace(MODELS["gemma2-tiny"], layers=2), 256, 0, CPU, what)
+        model = build_decoder(replace(MODELS["gemma2-tiny"], layers=2), 256, 0, CPU, what)
         quantize_layers(model, in_force, 0)  # its names say which random numbers are whose
         for _ in range(2):
             loss_of(model, ids(2, 17), "bfloat16").backward()
@@ -111,7 +111,7 @@ def test_recomputation_changes_no_bit(recipe: str, recompute: str) -> None:
 @pytest.mark.parametrize("name", ["llama-tiny", "gemma2-tiny"])
 def test_the_loss_in_chunks_matches_all_logits(name: str, dtype: str, bound: float) -> None:
     """Gemma's head is the embedding, and its logits are capped."""
-    model = build(replace(MODELS[name], layers=1), 256, 0, CPU)
+    model = build_decoder(replace(MODELS[name], layers=1), 256, 0, CPU)
     batch, runs = ids(2, 17), []
     for chunk in (0, 5, 1000):
         model.zero_grad()

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from quaver.train.model_config import MODELS, ModelConfig
-from quaver.train.torch.decoder import Decoder, build
+from quaver.train.torch.decoder import Decoder, build_decoder
 from tests.close import assert_close
 
 VOCAB = 64
@@ -164,7 +164,7 @@ def translated(name: str, ours: Weights) -> Weights:
 
 def random_model(name: str) -> Decoder:
     """With norms and biases that do something."""
-    model = build(MODELS[name], VOCAB, 0, torch.device("cpu"))
+    model = build_decoder(MODELS[name], VOCAB, 0, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -198,6 +198,6 @@ def test_the_cap_and_the_window_of_gemma_2_are_tested() -> None:
     ours = random_model("gemma2-tiny")
     ids = torch.arange(1, 41)[None]
     for change in ({"logit_cap": None}, {"windows": (-1,)}, {"scale": None}, {"scaled_embedding": False}):
-        other = build(replace(MODELS["gemma2-tiny"], **change), VOCAB, 0, torch.device("cpu"))
+        other = build_decoder(replace(MODELS["gemma2-tiny"], **change), VOCAB, 0, torch.device("cpu"))
         other.load_state_dict(ours.state_dict())
         assert not torch.allclose(ours(ids), other(ids), rtol=1e-3)

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from quaver.train.model_config import MODELS, ModelConfig
-from quaver.train.torch.decoder import build
+from quaver.train.torch.decoder import build_decoder
 from tests.close import assert_close
 
 VOCAB = 64
@@ -165,7 +165,7 @@ def renamed(name: str, rules: Any) -> str:
 def test_logits_and_gradients_match_transformers(name: str) -> None:
     make, rules, layers = ROWS[name]
     config = replace(MODELS[name], layers=layers)
-    ours, theirs = build(config, VOCAB, 0, torch.device("cpu")), make(config).float()
+    ours, theirs = build_decoder(config, VOCAB, 0, torch.device("cpu")), make(config).float()
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, p in ours.named_parameters():

@@ -32,15 +32,23 @@ from quaver.train.commands import failing, offloading, scaling
 from quaver.train.commands import kernels as compiling
 from quaver.train.commands import plan as planning
 from quaver.train.compare import SeedRun, compare_runs
-from quaver.train.config import TrainConfig, read_run, read_toml, reason
+from quaver.train.config import TrainConfig, error_text, read_run, read_toml
 from quaver.train.data import load, open_tokenizer, validation_batches
-from quaver.train.generate import Sampling, Vocabulary, config_of, generate, in_force, newest, of_this_model
+from quaver.train.generate import (
+    Sampling,
+    Vocabulary,
+    config_of,
+    generate,
+    load_matching,
+    newest_checkpoint,
+    saved_recipe,
+)
 from quaver.train.loop import Interrupted, folder_of, run_training
-from quaver.train.memory import configuration, family, renamed
+from quaver.train.memory import hf_config, hf_family, hf_name
 from quaver.train.mesh import OtherRankFailed, RankError
-from quaver.train.metrics import Record, losses, read, switches
+from quaver.train.metrics import Record, losses, phase_starts, read
 from quaver.train.model_config import MODELS
-from quaver.train.report import ProgressLines, numbers, time_left
+from quaver.train.report import ProgressLines, format_step, time_left
 
 # ---- export ----
 # `quaver export` writes the newest checkpoint of a run, under the recipe that it was saved with, for inference servers.
@@ -60,7 +68,7 @@ def export_run(run: Path, folder: Path, format: str, check: bool) -> list[str]:
     Raises: ValueError for bad input, before anything is written.
     """
     config = config_of(run)
-    recipe = in_force(run, config)
+    recipe = saved_recipe(run, config)
     if not recipe.quantizes:
         raise ValueError(
             f"{run} was trained under {recipe}, which quantizes no weight, so there are no codes to export; train one "
@@ -68,7 +76,7 @@ def export_run(run: Path, folder: Path, format: str, check: bool) -> list[str]:
         )
     saved_tokenizer = run / "tokenizer.json"
     vocabulary = Vocabulary(None if config.tokens == "byte" else open_tokenizer(saved_tokenizer))
-    frameworks.installed("torch", "quaver export")
+    frameworks.check_installed("torch", "quaver export")
     import torch
 
     from quaver.torch.conversion.export.export import export
@@ -77,10 +85,10 @@ def export_run(run: Path, folder: Path, format: str, check: bool) -> list[str]:
     sizes = MODELS[config.model]
     positions = max(sizes.positions, config.sequence)
     model = NextTokenLogits(
-        config, recipe, vocabulary.size, of_this_model(newest(run), config, vocabulary.size), "none", 1
+        config, recipe, vocabulary.size, load_matching(newest_checkpoint(run), config, vocabulary.size), "none", 1
     ).model
-    model.checkpoint_names = lambda name: renamed(name, sizes)  # type: ignore[assignment]
-    model.checkpoint_config = {**configuration(sizes, vocabulary.size, positions), "dtype": config.dtype}  # type: ignore[assignment]
+    model.checkpoint_names = lambda name: hf_name(name, sizes)  # type: ignore[assignment]
+    model.checkpoint_config = {**hf_config(sizes, vocabulary.size, positions), "dtype": config.dtype}  # type: ignore[assignment]
     inputs = _validation_share(config, saved_tokenizer) if check else None
     sample = None if inputs is None else torch.from_numpy(inputs).to(next(model.parameters()).device)
     with torch.autocast(
@@ -90,7 +98,7 @@ def export_run(run: Path, folder: Path, format: str, check: bool) -> list[str]:
     if saved_tokenizer.exists():
         shutil.copy(saved_tokenizer, folder / "tokenizer.json")
     lines = str(result).splitlines()
-    if not family(sizes):
+    if not hf_family(sizes):
         lines.append(f"{config.model} has no counterpart among Llama, Mistral and Qwen3: names are the trainer's own")
     return lines
 
@@ -116,7 +124,7 @@ err = Console(stderr=True)
 
 
 @contextmanager
-def sentences() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Report errors that a user can fix as one sentence and an exit code, and warnings as a sentence."""
     try:
         with warnings.catch_warnings():
@@ -125,26 +133,26 @@ def sentences() -> Iterator[None]:
     except OtherRankFailed as failure:
         raise typer.Exit(1) from failure
     except Interrupted as stopped:
-        tell(str(stopped), "yellow")
+        print_error(str(stopped), "yellow")
         raise typer.Exit(stopped.exit_code) from stopped
     except (ValueError, OSError, Warning, MemoryError) as error:
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-        sentence = (reason(error) or "there is not enough memory") + where
+        sentence = (error_text(error) or "there is not enough memory") + where
         if not isinstance(error, RankError) and mesh.rank():
             sentence = f"rank {mesh.rank()}: {sentence}"
-        if mesh.speaks() or isinstance(error, RankError):  # else another rank reports the same
-            failing.record(sentence)
-            tell(sentence, "red")
+        if mesh.reports_errors() or isinstance(error, RankError):  # else another rank reports the same
+            failing.record_error(sentence)
+            print_error(sentence, "red")
         raise typer.Exit(1) from error
 
 
 def warn(message: Warning | str, *where: object, **options: object) -> None:
     """Show a warning as one sentence, without its location in the code."""
     if mesh.rank() == 0:
-        tell(str(message), "yellow")
+        print_error(str(message), "yellow")
 
 
-def tell(line: str, style: str) -> None:
+def print_error(line: str, style: str) -> None:
     """Print a line on stderr; does nothing if the terminal is gone."""
     with suppress(OSError):
         err.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -169,7 +177,7 @@ def with_options(
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             typed = {name: arguments.pop(name) for name in names}
-            with sentences():
+            with report_errors():
                 command({name: value for name, value in typed.items() if value not in (None, [])}, **arguments)
 
         run.__signature__ = inspect.Signature([*own, *table])  # type: ignore[attr-defined]
@@ -193,7 +201,7 @@ def option(record: type, field: Any, panel: str | None) -> inspect.Parameter:
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def configure(typed: dict[str, Any], file: Path | None, more_text: list[str] | None) -> TrainConfig:
+def config_of_options(typed: dict[str, Any], file: Path | None, more_text: list[str] | None) -> TrainConfig:
     """Combine the options of a TOML file, if any, with those on the command line."""
     options = (read_toml(file) if file else {}) | typed
     if more_text and "text" not in typed:
@@ -207,14 +215,14 @@ def configure(typed: dict[str, Any], file: Path | None, more_text: list[str] | N
 
 def show_version(wanted: bool) -> None:
     if wanted:
-        say(f"quaver {quaver.__version__}")
+        print_line(f"quaver {quaver.__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def command(
     version: Annotated[
-        bool, typer.Option("--version", help="show the version and exit", callback=show_version, is_eager=True)
+        bool, typer.Option("--version", help="print_plan the version and exit", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Train Transformers in FP8, MXFP8 and NVFP4, by exact emulation where the hardware cannot."""
@@ -231,31 +239,33 @@ def train(
     *,
     more_text: MoreText = None,
     config: ConfigFile = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the newest_checkpoint checkpoint in --out")
+    ] = False,
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="as --resume where --out holds a run, else begin one")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bar or lines")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bar or progress_lines")] = False,
 ) -> None:
     """Train a language model under a recipe."""
     from quaver.train.plots import plot_loss  # slow to import
 
     quiet = quiet or mesh.rank() > 0
-    settings = configure(typed, config, more_text)
+    settings = config_of_options(typed, config, more_text)
     before = folder_of(settings) / "config.toml"
     if (resume or auto_resume) and config is None and before.exists():
         read_run(before)
-        settings = configure({**typed, "out": str(before.parent)}, before, more_text)
-    with bars(quiet) as progress:
+        settings = config_of_options({**typed, "out": str(before.parent)}, before, more_text)
+    with progress_bars(quiet) as progress:
         task = progress.add_task(settings.recipe, total=settings.steps, numbers="")
-        parts = parts_of(settings)
-        line = lines("", settings, quiet)
+        parts = phase_texts(settings)
+        line = progress_lines("", settings, quiet)
 
         def watch(record: Record) -> None:
             if "loss" in record:
                 line(record)
                 progress.start()
-                progress.update(task, completed=record["step"], numbers=numbers(record, parts))
+                progress.update(task, completed=record["step"], numbers=format_step(record, parts))
 
         result = run_training(settings, resume="auto" if auto_resume else resume, watch=watch)
     if mesh.rank():
@@ -263,11 +273,11 @@ def train(
     title = f"{settings.model}, {settings.recipe}, seed {settings.seed}"
     records = read(result.folder / "metrics.jsonl")
     picture = plot_loss(records, result.folder / "loss.png", title, settings.recipe)
-    say(str(result.conversion))
-    for step, part in switches(records).items():
-        say(f"from step {step} on: {parts[part - 1]}")
-    say(f"validation loss {result.validation_loss:.4f} nats a token after {settings.steps} steps")
-    say(f"picture: {picture}")
+    print_line(str(result.conversion))
+    for step, part in phase_starts(records).items():
+        print_line(f"from step {step} on: {parts[part - 1]}")
+    print_line(f"validation loss {result.validation_loss:.4f} nats a token after {settings.steps} steps")
+    print_line(f"picture: {picture}")
 
 
 @app.command()
@@ -283,13 +293,13 @@ def compare(
     jobs: Annotated[int, typer.Option(help="runs at a time; 0: as many as fill the cores")] = 0,
     config: ConfigFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the runs that are not finished")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bars or lines")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, progress_bars or progress_lines")] = False,
 ) -> None:
     """Train under several recipes with the same data and seeds, and report the differences from bf16."""
     from quaver.train.plots import plot_comparison
 
-    settings = configure(typed, config, more_text)
-    with bars(quiet) as progress:
+    settings = config_of_options(typed, config, more_text)
+    with progress_bars(quiet) as progress:
         tasks: dict[str, TaskID] = {}
         line: dict[str, Callable[[Record], None]] = {}
         began = time.monotonic()
@@ -305,24 +315,24 @@ def compare(
             for number, run in enumerate(runs, 1):
                 if run.label not in tasks:
                     label = f"run {number} of {len(runs)}, {run.label}"
-                    line[run.label] = lines(label, run.config, quiet, lambda: left)
+                    line[run.label] = progress_lines(label, run.config, quiet, lambda: left)
                     tasks[run.label] = progress.add_task(label, total=run.config.steps, start=False, numbers="")
-                follow(progress, tasks[run.label], run)
+                update_bar(progress, tasks[run.label], run)
                 for record in [record for record in run.records if "loss" in record][-1:]:
                     line[run.label](record)
 
         comparison = compare_runs(
-            settings, recipe_name.split(recipes), seeds=seeds, jobs=jobs, resume=resume, watch=watch
+            settings, recipe_name.split_recipes(recipes), seeds=seeds, jobs=jobs, resume=resume, watch=watch
         )
     pictures = [plot_comparison(comparison, comparison.folder / "compare.png")] if comparison.rows() else []
     path = report.write_report(comparison, pictures)
     if comparison.rows():
         out.print(report.rich_table(comparison))
     for note in report.notes(comparison):
-        say(note)
-    say(f"report: {path}")
+        print_line(note)
+    print_line(f"report: {path}")
     for picture in pictures:
-        say(f"picture: {picture}")
+        print_line(f"picture: {picture}")
     if comparison.failures:
         raise ValueError("\n".join(report.failures(comparison)))
 
@@ -335,12 +345,12 @@ def plot(
     """Draw the losses of several runs, and their differences from the first one's."""
     from quaver.train.plots import plot_runs
 
-    with sentences():
+    with report_errors():
         records = {str(run): read(run / "metrics.jsonl") for run in runs}
         for run, rows in records.items():
             if not losses(rows):
                 raise ValueError(f"{run} holds no run with a step; give folders of quaver train")
-        say(f"picture: {plot_runs(records, picture)}")
+        print_line(f"picture: {plot_runs(records, picture)}")
 
 
 @app.command(name="generate")
@@ -363,7 +373,7 @@ def generate_text(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")] = "auto",
 ) -> None:
     """Continue a prompt with the newest checkpoint of a run."""
-    with sentences():
+    with report_errors():
         how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         first = iter([prompt])
 
@@ -373,7 +383,7 @@ def generate_text(
         result = generate(
             run, prompt, tokens=tokens, how=how, seed=seed, recipe=recipe, cache=cache, device=device, emit=emit
         )
-        say("")
+        print_line("")
         for line in (*result.notes, str(result)):
             err.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -388,9 +398,9 @@ def export_weights(
     ] = False,
 ) -> None:
     """Export the weight codes of a run to files that vLLM, SGLang, TensorRT-LLM and transformers read."""
-    with sentences():
+    with report_errors():
         for line in export_run(run, to, format, check):
-            say(line)
+            print_line(line)
 
 
 @app.command()
@@ -403,31 +413,31 @@ def kernels(
     compress: Annotated[bool, typer.Option("--compress", help="compress machine code by fatbinary of CUDA")] = False,
 ) -> None:
     """Compile kernels for GPUs and write a C library that launches them without Python."""
-    with sentences():
-        for line in compiling.export_kernels(arch, to, dtypes, widths, families, compress, say):
-            say(line)
+    with report_errors():
+        for line in compiling.export_kernels(arch, to, dtypes, widths, families, compress, print_line):
+            print_line(line)
 
 
 @app.command()
 def doctor() -> None:
     """Show which recipes run natively on this machine and which by emulation, and why."""
-    with sentences():
+    with report_errors():
         for name, version in machine.versions().items():
-            say(f"{name:8} {version}")
-        say(f"{'cpu':8} {machine.cpu()}")
+            print_line(f"{name:8} {version}")
+        print_line(f"{'cpu':8} {machine.cpu()}")
         devices = machine.gpus()
         for device in devices:
-            say(f"{'gpu':8} {device.name}, sm_{device.capability[0]}{device.capability[1]}")
+            print_line(f"{'gpu':8} {device.name}, sm_{device.capability[0]}{device.capability[1]}")
         for line in machine.frameworks():
-            say(line)
+            print_line(line)
         shown = Table("recipe", "runs", "because")
         for row in machine.recipes_table(devices):
             shown.add_row(*row)
         out.print(shown)
-        say(machine.SEEN if machine.has("torch") else machine.UNSEEN)
-        say(machine.advice(devices))
+        print_line(machine.SEEN if machine.has("torch") else machine.UNSEEN)
+        print_line(machine.advice(devices))
         if memory := machine.memory(devices):
-            say(memory)
+            print_line(memory)
 
 
 @app.command()
@@ -461,26 +471,26 @@ def plan(
         placed = offloading.price(
             model, recipe, gpu, tokens=tokens, sequence=cluster.sequence, micro_batches=micro_batches
         )
-        show(offloading, placed, as_json)
+        print_plan(offloading, placed, as_json)
         return
     if cluster.gpus:
         stepped = scaling.price(
             model, recipe, gpu, cluster, tokens=tokens, micro_batches=micro_batches, optimizer=optimizer
         )
-        show(scaling, stepped, as_json)
+        print_plan(scaling, stepped, as_json)
         return
     planned = planning.plan(
         model, recipe, gpu, tokens=tokens, micro_batches=micro_batches, fused=fused, optimizer=optimizer
     )
-    show(planning, planned, as_json)
+    print_plan(planning, planned, as_json)
 
 
-def show(module: Any, planned: Any, as_json: bool) -> None:
+def print_plan(module: Any, planned: Any, as_json: bool) -> None:
     """Print a plan, as JSON or as a title, a table and notes, by the functions of its module."""
     if as_json:
-        say(json.dumps(module.as_json(planned), indent=2))
+        print_line(json.dumps(module.as_json(planned), indent=2))
         return
-    say(module.title(planned))
+    print_line(module.title(planned))
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
     first, *others = module.columns(planned)
     table.add_column(first, min_width=len("gate_proj,"))
@@ -490,16 +500,16 @@ def show(module: Any, planned: Any, as_json: bool) -> None:
         table.add_row(*row)
     out.print(table)
     for line in module.notes(planned):
-        say(line)
+        print_line(line)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line without formatting, for readers and scripts."""
     out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def bars(quiet: bool) -> Iterator[Progress]:
+def progress_bars(quiet: bool) -> Iterator[Progress]:
     """Progress bars on a terminal; they start with the first report, so that bad input shows none."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"), TimeRemainingColumn())
     progress = Progress(TextColumn("{task.description}"), *columns, console=err, disable=quiet or not err.is_terminal)
@@ -511,21 +521,21 @@ def bars(quiet: bool) -> Iterator[Progress]:
                 progress.stop()
 
 
-def lines(
+def progress_lines(
     label: str, config: TrainConfig, quiet: bool, left: Callable[[], str] = lambda: ""
 ) -> Callable[[Record], None]:
     """Return a function that prints some of a run's records as lines if there is no terminal."""
     if quiet or err.is_terminal:
         return lambda record: None
-    return ProgressLines(label, config.steps, lambda line: tell(line, ""), parts_of(config), left)
+    return ProgressLines(label, config.steps, lambda line: print_error(line, ""), phase_texts(config), left)
 
 
-def parts_of(config: TrainConfig) -> list[str]:
+def phase_texts(config: TrainConfig) -> list[str]:
     """Return the recipes of a run in order."""
-    return [part.text for part in recipe_name.parts(config.recipe)]
+    return [part.text for part in recipe_name.parse_phases(config.recipe)]
 
 
-def follow(progress: Progress, task: TaskID, run: SeedRun) -> None:
+def update_bar(progress: Progress, task: TaskID, run: SeedRun) -> None:
     """Update a run's bar from its records; its clock starts with its first step."""
     latest = next((record for record in reversed(run.records) if "loss" in record), None)
     if run.failure:
@@ -534,4 +544,4 @@ def follow(progress: Progress, task: TaskID, run: SeedRun) -> None:
     elif latest:
         if not progress.tasks[task].started:
             progress.start_task(task)
-        progress.update(task, completed=latest["step"], numbers=numbers(latest, parts_of(run.config)))
+        progress.update(task, completed=latest["step"], numbers=format_step(latest, phase_texts(run.config)))

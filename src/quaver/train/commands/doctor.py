@@ -124,7 +124,7 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
+def implementation_text(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
     """Return how a recipe would run ("native", "emulated", "not tried") based on the GPUs' architecture, and why."""
     if not RECIPES[recipe]().quantizes:
         return "native", "nothing is quantized; the framework's own GEMMs"
@@ -143,19 +143,21 @@ def how(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
     return "not tried", f"{best.name} could: it is sm_{best.capability[0]}{best.capability[1]}"
 
 
-def seen(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
+def kernels_text(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
     """Run a small PyTorch layer under a recipe; returns how it ran and why."""
-    from quaver.train.torch.learner import trial
+    from quaver.train.torch.learner import run_trial
 
     try:
-        ran = trial(RECIPES[recipe]())
+        ran = run_trial(RECIPES[recipe]())
     except (RuntimeError, ValueError) as error:
         return "fails", str(error).splitlines()[0][:200]
     native = [name for name, implementation, _ in ran if implementation in ("native", "torch")]
     if len(native) == len(ran):
-        return "native", "all three GEMMs are the GPU's" if RECIPES[recipe]().quantizes else how(recipe, devices)[1]
+        return "native", "all three GEMMs are the GPU's" if RECIPES[recipe]().quantizes else implementation_text(
+            recipe, devices
+        )[1]
     if not devices:
-        return "emulated", how(recipe, devices)[1]
+        return "emulated", implementation_text(recipe, devices)[1]
     emulated: dict[str, list[str]] = {}
     for name, implementation, why in ran:
         if name not in native:
@@ -167,7 +169,7 @@ def seen(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
 
 def recipes_table(devices: Sequence[Device]) -> list[tuple[str, str, str]]:
     """Return (recipe, how, why) for every recipe: as tried, or without PyTorch based on the GPUs' architecture."""
-    look = seen if has("torch") else how
+    look = kernels_text if has("torch") else implementation_text
     return [(name, *look(name, devices)) for name in RECIPES]
 
 

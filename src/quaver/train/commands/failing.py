@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-#: Set by torchrun for each rank; torch's `record` writes a stack trace into the same file.
+#: Set by torchrun for each rank; torch's `record_error` writes a stack trace into the same file.
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
-def recorded(main: Callable[[], None]) -> Callable[[], object]:
+def record_crashes(main: Callable[[], None]) -> Callable[[], object]:
     """Wrap a program in torch's `record`, which writes the stack of an unexpected error; unchanged without torchrun."""
     if VARIABLE not in os.environ:
         return main
@@ -20,7 +20,7 @@ def recorded(main: Callable[[], None]) -> Callable[[], object]:
     return of_torch(main)
 
 
-def record(sentence: str) -> None:
+def record_error(sentence: str) -> None:
     """Write a sentence for torchrun's summary; does nothing without torchrun."""
     if path := os.environ.get(VARIABLE):
         with suppress(OSError):

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 NEEDED = ("filelock", "matplotlib", "rich", "safetensors", "tokenizers", "typer")
 
 
-def missing() -> str:
+def missing_packages() -> str:
     """Return a sentence with the install command if packages are missing, else ""."""
     names = [name for name in NEEDED if find_spec(name) is None]
     if not names:

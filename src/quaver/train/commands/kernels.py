@@ -26,7 +26,7 @@ def export_kernels(
 
     Raises: ValueError for unknown names, before anything is compiled.
     """
-    frameworks.installed("torch", "quaver kernels")
+    frameworks.check_installed("torch", "quaver kernels")
     from quaver.capi.cases import DTYPES, FAMILIES, WIDTHS, Selection
     from quaver.capi.export import export
     from quaver.torch.backends.gpu.device import KERNELS, TRAITS

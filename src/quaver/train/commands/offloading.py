@@ -17,7 +17,7 @@ from quaver.costs.steps import ATTENTION, TRAINED
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import shown, suggest
 from quaver.train import config as recipe_name
-from quaver.train.memory import LAST, matrices, projections
+from quaver.train.memory import RESIDUAL_WRITERS, matrices, projections
 from quaver.train.model_config import KNOWN, Kind, ModelConfig
 
 #: Offloading saves little if all saved tensors have less than this fraction of the bytes of weights, gradients and
@@ -94,7 +94,7 @@ def _layer(
             fprop = gemms["fprop"] + quantizing + experts * cost.tensors["weight"].seconds
             forward += fprop
             backward += gemms["dgrad"] + gemms["wgrad"] + experts * cost.tensors["grad_output"].seconds
-            rows, last = tokens_each * experts, f".{name}.weight" in LAST
+            rows, last = tokens_each * experts, f".{name}.weight" in RESIDUAL_WRITERS
             # Matrices of the layer's width, such as q, k and v, have one input. A quantized MLP does not save the input
             # of its last matrix, but recomputes it.
             recomputed = last and part.startswith("mlp") and recipe.quantizes

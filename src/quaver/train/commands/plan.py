@@ -19,7 +19,7 @@ from quaver.recipes.text import shown, suggest
 from quaver.reference.optimizer_state import PRESETS, of_matrix, plain
 from quaver.train import config as optimizer_name
 from quaver.train import config as recipe_name
-from quaver.train.memory import flat, matrices, projections
+from quaver.train.memory import flat_shape, matrices, projections
 from quaver.train.model_config import KNOWN, ModelConfig
 
 #: Descriptions of the ledger's kinds of GEMM.
@@ -65,7 +65,7 @@ class ModelPlan:
     #: True if the preceding kernels quantize inputs and gradients.
     fused: bool
     #: Name of the optimizer, as for `quaver train`.
-    optimizer: str = optimizer_name.TORCH
+    optimizer: str = optimizer_name.TORCH_ADAMW
     tokens: int
 
     @property
@@ -103,7 +103,7 @@ def plan(
     tokens: int = 8192,
     micro_batches: int = 1,
     fused: bool = False,
-    optimizer: str = optimizer_name.TORCH,
+    optimizer: str = optimizer_name.TORCH_ADAMW,
 ) -> ModelPlan:
     """Predict the cost of a model's matrices.
 
@@ -124,7 +124,7 @@ def plan(
         if not 1 <= value <= MOST:
             raise ValueError(f"{name} is {shown(value)}; give a number from 1 to {MOST}")
     config, chosen, card = KNOWN[model], recipe_name.find_recipe(recipe), hardware.get(gpu)
-    optimizer_name.check(optimizer, chosen)
+    optimizer_name.check_optimizer(optimizer, chosen)
     rows = []
     for (shape, layers), names in _group_by_shape(config).items():
         *stack, n, k = shape
@@ -196,7 +196,7 @@ def title(planned: ModelPlan) -> str:
     return f"{planned.model}, {planned.recipe}, {planned.gpu.about}: {batch}{fused}; predicted, not measured"
 
 
-def verdict(planned: ModelPlan) -> list[str]:
+def verdict_text(planned: ModelPlan) -> list[str]:
     """Return sentences that interpret the table."""
     recipe, gpu = str(planned.recipe), planned.gpu.name
     losers = [name for row in planned.rows if not row.gains for name in row.names]
@@ -214,7 +214,7 @@ def verdict(planned: ModelPlan) -> list[str]:
         )
     emulated = planned.rows[0].cost.emulated
     if emulated:
-        kinds = sorted({lacking(planned.recipe, name, planned.rows[0].cost.gemms[name].kind) for name in emulated})
+        kinds = sorted({missing_text(planned.recipe, name, planned.rows[0].cost.gemms[name].kind) for name in emulated})
         parts.append(
             f"{gpu} has no GEMM for {' or '.join(kinds)}: {', '.join(emulated)} decode their operands and run in "
             "bf16, exact but slower."
@@ -222,7 +222,7 @@ def verdict(planned: ModelPlan) -> list[str]:
     return parts
 
 
-def lacking(recipe: Recipe, gemm: str, kind: str) -> str:
+def missing_text(recipe: Recipe, gemm: str, kind: str) -> str:
     """Describe what a GPU has no GEMM for: the kind of scales, or the operands if no GPU supports their kind."""
     spec: GemmSpec = getattr(recipe, gemm)
     return KINDS.get(kind) or " by ".join(dict.fromkeys(str(operand) for operand in (spec.a, spec.b)))
@@ -230,20 +230,20 @@ def lacking(recipe: Recipe, gemm: str, kind: str) -> str:
 
 def notes(planned: ModelPlan) -> list[str]:
     """Return sentences on the table's meaning, its omissions and its columns."""
-    return [*verdict(planned), memory_note(planned), *_left_out(planned)]
+    return [*verdict_text(planned), memory_note(planned), *_left_out(planned)]
 
 
 def optimizers(planned: ModelPlan) -> dict[str, int]:
     """Return the bytes by optimizer of the model's matrices in training: weights, gradients and optimizer states."""
-    shapes = [flat(shape) for shape in projections(planned.config).values()]
+    shapes = [flat_shape(shape) for shape in projections(planned.config).values()]
     recipe, bytes_by_optimizer = planned.recipe, {}
-    bytes_by_optimizer[optimizer_name.TORCH] = sum(plain(n * k).total for n, k in shapes)
+    bytes_by_optimizer[optimizer_name.TORCH_ADAMW] = sum(plain(n * k).total for n, k in shapes)
     for name in dict.fromkeys((*PRESETS, planned.optimizer)):
-        chosen = optimizer_name.find(name)
+        chosen = optimizer_name.find_optimizer(name)
         if chosen.preset is None:
             continue
         with suppress(ValueError):  # the recipe may have no codes for this optimizer
-            optimizer_name.check(name, recipe)
+            optimizer_name.check_optimizer(name, recipe)
             how, moments = chosen.weights(recipe, "bfloat16"), chosen.moments[0]
             bytes_by_optimizer[name] = sum(
                 of_matrix(chosen.preset, shape, how, recipe.fprop.b, moments).total for shape in shapes

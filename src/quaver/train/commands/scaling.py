@@ -68,7 +68,7 @@ class Scaling:
     recipe: StepCost
     bf16: StepCost
     #: Name of the optimizer, as for `quaver train`.
-    optimizer: str = optimizer_name.TORCH
+    optimizer: str = optimizer_name.TORCH_ADAMW
 
     @property
     def speedup(self) -> float:
@@ -132,7 +132,7 @@ def trained(optimizer: str, recipe: Recipe, codes: bool) -> tuple[float, float, 
         recipe: recipe of the run.
         codes: matrices may be stored as codes, which requires no tensor parallelism.
     """
-    chosen, shape = optimizer_name.find(optimizer), (4096, 4096)
+    chosen, shape = optimizer_name.find_optimizer(optimizer), (4096, 4096)
     own, others = chosen.moments
     table = float(plain(1, others).total)
     if chosen.preset is None:
@@ -151,7 +151,7 @@ def price(
     *,
     tokens: int = 8192,
     micro_batches: int = 1,
-    optimizer: str = optimizer_name.TORCH,
+    optimizer: str = optimizer_name.TORCH_ADAMW,
 ) -> Scaling:
     """Predict the time of a step.
 
@@ -167,11 +167,11 @@ def price(
         ValueError: an unknown name, with the nearest known one, or a mesh that does not fit.
     """
     chosen, mesh = recipe_name.find_recipe(recipe), cluster.mesh
-    codes, high = optimizer_name.may_be_codes(1, mesh.tp), recipe_name.find_recipe("bf16")
+    codes, high = optimizer_name.allows_codes(1, mesh.tp), recipe_name.find_recipe("bf16")
     if mesh.gpus == 1:
-        optimizer_name.check(optimizer, chosen)
+        optimizer_name.check_optimizer(optimizer, chosen)
     shapes = projections(KNOWN[model]) if model in KNOWN else {}
-    optimizer_name.check_parts(optimizer, shapes, mesh.fsdp * mesh.tp, mesh.tp)
+    optimizer_name.check_sharded_optimizer(optimizer, shapes, mesh.fsdp * mesh.tp, mesh.tp)
     if cluster.sequence < 1 or tokens < 1 or tokens % cluster.sequence:
         sequences = f"whole sequences of {cluster.sequence}"
         raise ValueError(f"{tokens} tokens are not {sequences}; give --tokens a multiple of it")
@@ -239,13 +239,13 @@ def notes(planned: Scaling) -> list[str]:
     return [
         f"{planned.speedup:.2f} times bf16's tokens a second. Weights are gathered {kind}; gradients are summed in "
         "float32.",
-        said_of_memory(planned),
+        memory_text(planned),
         '"Shown" is what the work beside it does not hide. A roofline: no stragglers, no failures, no data loading; '
         "docs/performance.md compares it with published runs.",
     ]
 
 
-def said_of_memory(planned: Scaling) -> str:
+def memory_text(planned: Scaling) -> str:
     """Return a sentence on the memory of weights, gradients and optimizer states."""
     matrix, table, _ = planned.recipe.plan.trained
     here = planned.recipe.memory["weights and optimizer"] / 2**30

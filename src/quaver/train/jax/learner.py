@@ -19,13 +19,13 @@ from quaver.train.config import TrainConfig
 from quaver.train.jax import exchange
 from quaver.train.jax.decoder import Decoder, Params, State, loss_of
 from quaver.train.learner import Tensors
-from quaver.train.memory import initial, parameters, projections
+from quaver.train.memory import initial_values, parameters, projections
 from quaver.train.model_config import MODELS
 
 # ---- device ----
 
 
-def find(name: str, threads: int = 0) -> jax.Device:
+def find_device(name: str, threads: int = 0) -> jax.Device:
     """Return the JAX device of a name: cpu, cuda, cuda:1; auto is JAX's default.
 
     Args:
@@ -91,7 +91,7 @@ class Moments(NamedTuple):
     second: Params
 
 
-def start(params: Params) -> Moments:
+def zero_moments(params: Params) -> Moments:
     """Return zero moments."""
     return Moments(*({name: jnp.zeros_like(p) for name, p in params.items()} for _ in range(2)))
 
@@ -166,7 +166,7 @@ evaluate = jax.jit(loss_of, static_argnums=0, static_argnames="look")
 @partial(jax.jit, static_argnames="model")
 def finite_gradients(model: Decoder, params: Params, state: State, batch: Array) -> dict[str, Array]:
     """Return True for each parameter whose gradient is finite."""
-    return finite(gradients(model, params, state, batch)[1])
+    return finite_parameters(gradients(model, params, state, batch)[1])
 
 
 def finite_outputs(model: Decoder, params: Params, state: State, batch: Array) -> dict[str, bool]:
@@ -188,7 +188,7 @@ def finite_outputs(model: Decoder, params: Params, state: State, batch: Array) -
     return {name: bool(flag) for name, flag in zip(names, flags, strict=True)}
 
 
-def finite(params: Params) -> dict[str, Array]:
+def finite_parameters(params: Params) -> dict[str, Array]:
     return {name: jnp.isfinite(p).all() for name, p in params.items()}
 
 
@@ -209,7 +209,7 @@ class JaxLearner:
     """Learner with the arrays of a decoder and of AdamW."""
 
     def __init__(self, config: TrainConfig, recipe: Recipe, vocab: int) -> None:
-        self.device = find(config.device, config.threads)
+        self.device = find_device(config.device, config.threads)
         self.config = config
         sizes = MODELS[config.model]
         self.shapes = parameters(sizes, vocab)
@@ -217,8 +217,8 @@ class JaxLearner:
             config=sizes, recipe=recipe, dtype=config.dtype, seed=config.seed, recompute=config.recompute
         )
         self._prepare(recipe)
-        self.params = self._put(dict(initial(sizes, vocab, config.seed)))
-        self.moments = start(self.params)
+        self.params = self._put(dict(initial_values(sizes, vocab, config.seed)))
+        self.moments = zero_moments(self.params)
         self.updates = 0
 
     @property
@@ -238,7 +238,7 @@ class JaxLearner:
         self.conversion = ConversionReport(converted=dict.fromkeys(layers, recipe), skipped=skipped)
         self.state = self._put(self.fresh)
 
-    def take(self, recipe: Recipe) -> None:
+    def change_recipe(self, recipe: Recipe) -> None:
         if recipe is not self.decoder.recipe:
             self.decoder = replace(self.decoder, recipe=recipe)
             self._prepare(recipe)
@@ -258,7 +258,7 @@ class JaxLearner:
         return sum(losses) / len(losses)
 
     def first_output(self, batch: np.ndarray) -> str:
-        for name, known in finite(self.params).items():
+        for name, known in finite_parameters(self.params).items():
             if not known:
                 return f"the parameter {name} is already not finite"
         for micro_batch in self._put(batch.astype(np.int32)):

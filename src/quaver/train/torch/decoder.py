@@ -25,7 +25,7 @@ from quaver.torch.nn.transformer import TransformerLayer
 from quaver.train import config as optimizer_name
 from quaver.train import config as recipe_name
 from quaver.train.config import TrainConfig
-from quaver.train.memory import initial, padded
+from quaver.train.memory import initial_values, padded
 from quaver.train.model_config import ExpertSizes, ModelConfig
 
 # ---- caches ----
@@ -223,12 +223,12 @@ class Decoder(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits.float() / cap)
 
 
-def build(config: ModelConfig, vocab: int, seed: int, device: torch.device, recompute: str = "none") -> Decoder:
+def build_decoder(config: ModelConfig, vocab: int, seed: int, device: torch.device, recompute: str = "none") -> Decoder:
     """Create a decoder with the initial weights of `quaver.train.memory`."""
     with torch.device(device):
         model = Decoder(config, padded(vocab), recompute)
     with torch.no_grad():
-        for name, value in initial(config, vocab, seed):
+        for name, value in initial_values(config, vocab, seed):
             model.get_parameter(name).copy_(torch.from_numpy(value))
     return model
 
@@ -245,7 +245,7 @@ def change_layers(model: Decoder, recipe: Recipe, seed: int) -> ConversionReport
         return quantize_layers(model, recipe, seed)
 
 
-def prepare(
+def convert_decoder(
     model: Decoder, recipe: Recipe, config: TrainConfig, codes: bool, in_parts: bool = False
 ) -> ConversionReport:
     """Call `quantize_layers`, and convert the weights to the storage that the run's optimizer uses.
@@ -260,7 +260,7 @@ def prepare(
         The report of the conversion.
     """
     report = quantize_layers(model, recipe, config.seed)
-    chosen = optimizer_name.find(config.optimizer)
+    chosen = optimizer_name.find_optimizer(config.optimizer)
     if chosen.weights(recipe, config.dtype, codes) == "codes":
         assert chosen.preset is not None
         for name in report.converted:
@@ -409,7 +409,7 @@ class Balance:
         return extra_metrics
 
 
-def in_bf16(model: Decoder, seed: int) -> Decoder | None:
+def bf16_copy(model: Decoder, seed: int) -> Decoder | None:
     """Return a copy of the model under bf16, to compare routing; None if weights exist only as codes."""
     if any(stored_weight.holds_codes(p) for p in model.parameters()):
         return None
@@ -418,7 +418,7 @@ def in_bf16(model: Decoder, seed: int) -> Decoder | None:
     return plain
 
 
-def differing(left: Routings, right: Routings) -> tuple[int, int]:
+def count_different_choices(left: Routings, right: Routings) -> tuple[int, int]:
     """Return how many choices of experts differ between two routings of the same tokens, and how many there are."""
     differ = choices = 0
     for one, other in zip(left, right, strict=True):

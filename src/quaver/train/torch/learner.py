@@ -31,12 +31,12 @@ from quaver.train.model_config import MODELS, with_capacity
 from quaver.train.torch import sharding
 from quaver.train.torch.decoder import (
     DecoderCaches,
-    build,
+    bf16_copy,
+    build_decoder,
     change_layers,
-    differing,
-    in_bf16,
+    convert_decoder,
+    count_different_choices,
     loss_and_routings,
-    prepare,
     quantize_layers,
 )
 from quaver.train.torch.optimizer import TrainStep, load_state, optimizer_of, state_of
@@ -58,10 +58,10 @@ class NonFinitePlace(NamedTuple):
     says: str
 
 
-def finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Return True if a tensor, or all outputs of a module, are finite."""
     if isinstance(value, tuple):
-        return all(map(finite, value))
+        return all(map(is_finite, value))
     if isinstance(value, DTensor):  # all ranks take part and get the same answer
         value = value.full_tensor()
     if isinstance(value, QuantizedTensor):
@@ -84,7 +84,7 @@ def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Te
     """
     places: list[NonFinitePlace] = []
     for name, parameter in model.named_parameters():
-        if not finite(parameter):
+        if not is_finite(parameter):
             places.append(NonFinitePlace(0, name, f"the parameter {name} is already not finite"))
             break
     calls = count(1)
@@ -92,7 +92,7 @@ def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Te
     def look(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             call = next(calls)
-            if not finite(output) and not places:  # `finite` first, because it gathers DTensors on all ranks
+            if not is_finite(output) and not places:  # `is_finite` first, because it gathers DTensors on all ranks
                 places.append(NonFinitePlace(call, name, f"the first output that is not finite is that of {name}"))
 
         return hook
@@ -110,7 +110,7 @@ def first_module(model: nn.Module, batch: torch.Tensor, loss: Callable[[torch.Te
 
 def first_gradient(model: nn.Module) -> NonFinitePlace:
     """Find the first parameter, in order of backward (from the head down), whose gradient is not finite."""
-    names = [name for name, p in model.named_parameters() if not finite(p.grad)]
+    names = [name for name, p in model.named_parameters() if not is_finite(p.grad)]
     if not names:
         return NonFinitePlace(0, "", "the norm overflowed")
     return NonFinitePlace(0, names[-1], f"the first gradient that is not finite is that of {names[-1]}")
@@ -139,16 +139,16 @@ class TorchLearner:
             torch.set_num_threads(config.threads or 1)
         self.config = config
         sizes = with_capacity(MODELS[config.model], config.capacity)
-        self.model = build(sizes, vocab, config.seed, self.device, config.recompute)
+        self.model = build_decoder(sizes, vocab, config.seed, self.device, config.recompute)
         self.recipe = recipe
         tp = 1 if group is None else group.sizes.tp
-        codes = codes and optimizer_name.may_be_codes(len(recipe_name.parts(config.recipe)), tp)
+        codes = codes and optimizer_name.allows_codes(len(recipe_name.parse_phases(config.recipe)), tp)
         if group is None:
-            self.conversion = prepare(self.model, recipe, config, codes)
+            self.conversion = convert_decoder(self.model, recipe, config, codes)
         else:
             self.conversion = parallelize(self.model, recipe, config, group, codes)
         self.optimizer = optimizer_of(self.model, config, 0 if group is None else group.mesh.get_local_rank("pp"))
-        begin(self.model, self.optimizer)
+        begin_states(self.model, self.optimizer)
         self.update = TrainStep(self.model, self.optimizer, config, group)
         self.extra_metrics: dict[str, float] = {}
         self._run = self._runner()
@@ -160,7 +160,7 @@ class TorchLearner:
         self.extra_metrics = {} if balance is None else balance.extra_metrics(of_experts)
         return loss, norm
 
-    def take(self, recipe: Recipe) -> None:
+    def change_recipe(self, recipe: Recipe) -> None:
         if recipe is self.recipe:
             return
         self.recipe = recipe
@@ -179,14 +179,14 @@ class TorchLearner:
         mean = sum(losses) / len(losses)
         if self.group is None:
             return mean
-        return self.group.agreed(self.group.mean(torch.tensor(mean, dtype=torch.float64, device="cpu"))).item()
+        return self.group.agree_if_finite(self.group.mean(torch.tensor(mean, dtype=torch.float64, device="cpu"))).item()
 
     def _losses(self, batches: torch.Tensor) -> list[float]:
         """Return the loss of each batch; also count choices of experts that differ from bf16's, if possible."""
         self.extra_metrics = {}
         plain = None
         if self.update.balance is not None and self.group is None and self.recipe.quantizes:
-            plain = in_bf16(self.model, self.config.seed)
+            plain = bf16_copy(self.model, self.config.seed)
         if plain is None:
             return [self.update.loss(batch).item() for batch in batches]
         losses, counts = [], []
@@ -194,7 +194,7 @@ class TorchLearner:
             loss, routings = self.update.routed(batch)
             losses.append(loss.item())
             _, others = loss_and_routings(plain, batch, self.config.dtype, self.config.loss_chunk)
-            counts.append(differing(routings, others))
+            counts.append(count_different_choices(routings, others))
         differ, choices = map(sum, zip(*counts, strict=True))
         self.extra_metrics = {"choices_differ": differ / choices}
         return losses
@@ -208,11 +208,11 @@ class TorchLearner:
             return first.says
         # Before the first step, as in a validation, no rank has a loss of its own.
         nonfinite = "" if self.update.own is None else self.group.ranks_of_nonfinite(self.update.own)
-        return nonfinite + self.group.earliest(first)
+        return nonfinite + self.group.first_message(first)
 
     def first_gradient(self, batch: np.ndarray) -> str:
         first = first_gradient(self.model)
-        return first.says if self.group is None else self.group.earliest(first, backward=True)
+        return first.says if self.group is None else self.group.first_message(first, backward=True)
 
     def tensors(self) -> tuple[Tensors, Tensors]:
         return arrays(self.model.state_dict()), arrays(state_of(self.model, self.optimizer))
@@ -224,11 +224,11 @@ class TorchLearner:
             # A captured graph would still use the old tensors.
             self._run = self._runner()
         except RuntimeError as error:
-            raise ValueError(in_short(error)) from error
+            raise ValueError(short_text(error)) from error
 
     def names(self) -> set[str]:
         own = set(self.model.state_dict())
-        return own if self.group is None else own.union(*self.group.every(own))
+        return own if self.group is None else own.union(*self.group.gather_objects(own))
 
     def write(self, folder: Path, behind: bool = False) -> Callable[[], None]:
         """Start to write the state of all ranks into a folder, each its own shards."""
@@ -240,7 +240,7 @@ class TorchLearner:
         try:
             sharding.read(self.model, self.optimizer, folder)
         except RuntimeError as error:
-            raise ValueError(in_short(error)) from error
+            raise ValueError(short_text(error)) from error
 
     def _runner(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return CapturedStep(self.update) if self.config.capture == "step" else self.update
@@ -251,7 +251,7 @@ class TorchLearner:
         return torch.from_numpy(batch).to(self.device)
 
 
-def begin(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def begin_states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Initialize optimizer states of stored weights from their values before quantization, then free those values."""
     if isinstance(optimizer, Optimizer):
         for group in optimizer.param_groups:
@@ -272,7 +272,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def in_short(error: Exception) -> str:
+def short_text(error: Exception) -> str:
     """Return the beginning of a long error message, in one line."""
     return " ".join(str(error).split())[:300]
 
@@ -312,11 +312,11 @@ class NextTokenLogits:
         self.autocast = config.dtype == "bfloat16"
         self.vocab = vocab
         sizes = MODELS[config.model]
-        self.model = build(sizes, vocab, config.seed, self.device).eval()
-        own = recipe_name.parts(config.recipe)[-1].recipe
+        self.model = build_decoder(sizes, vocab, config.seed, self.device).eval()
+        own = recipe_name.parse_phases(config.recipe)[-1].recipe
         # Runs with tensor parallelism or a recipe schedule store floats where others store codes.
         codes = any(name.endswith(SCALES[0]) for name in saved.model)
-        prepare(self.model, own, config, codes)
+        convert_decoder(self.model, own, config, codes)
         if recipe != own:
             quantize_layers(self.model, recipe, config.seed)
         try:
@@ -325,7 +325,7 @@ class NextTokenLogits:
                 warnings.simplefilter("ignore", UserWarning)
                 self.model.load_state_dict(tensors_of(saved.model))
         except RuntimeError as error:
-            raise CheckpointError(f"the checkpoint of step {saved.step} does not fit: {in_short(error)}") from error
+            raise CheckpointError(f"the checkpoint of step {saved.step} does not fit: {short_text(error)}") from error
         self.cache = None if cache == "none" else DecoderCaches(sizes, cache, capacity)
         self.seen: list[int] = []
 
@@ -351,7 +351,7 @@ class NextTokenLogits:
 SIZE = 256
 
 
-def trial(recipe: Recipe) -> list[tuple[str, str, str]]:
+def run_trial(recipe: Recipe) -> list[tuple[str, str, str]]:
     """Run a layer and return, for its three GEMMs, the name, the implementation, and why the native one was not used.
 
     It runs on the first GPU if there is one, else on the CPU.

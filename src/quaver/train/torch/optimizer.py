@@ -28,7 +28,7 @@ def optimizer_of(model: nn.Module, config: TrainConfig, stage: int = 0) -> torch
         config: options of the run.
         stage: pipeline rank, which gets its own noise.
     """
-    chosen = optimizer_name.find(config.optimizer)
+    chosen = optimizer_name.find_optimizer(config.optimizer)
     if chosen.preset is None:
         return adamw(model, config)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -186,13 +186,13 @@ class TrainStep:
             total = self.group.pipeline.step(ids)
         else:
             for left, micro_batch in zip(range(len(ids))[::-1], ids, strict=True):
-                with self.adding_up() if left else nullcontext():
+                with self.accumulating() if left else nullcontext():
                     loss, minimized = self.losses(micro_batch)
                     (minimized / len(ids)).backward()
                 total += loss.detach() / len(ids)
         if self.group is not None:
             self.own = total.clone()
-            total = self.group.agreed(self.group.mean(total))
+            total = self.group.agree_if_finite(self.group.mean(total))
         norm = self.clip(self.config.clip or float("inf"))
         norms = torch.stack([total, norm])
         # The optimizer skips the update if this is nonzero, as with torch.amp.GradScaler.
@@ -220,7 +220,7 @@ class TrainStep:
         chunk = config.loss_chunk if group is None else group.loss_chunk(config)
         return loss_and_routings(self.model, batch, config.dtype, chunk)
 
-    def adding_up(self) -> AbstractContextManager[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Return the context for all micro-batches except the last of a step."""
         return self.optimizer.accumulating() if isinstance(self.optimizer, Optimizer) else nullcontext()
 
@@ -236,7 +236,7 @@ class TrainStep:
 def clip_stages(model: nn.Module, optimizer: Optimizer, largest: float, group: TorchProcessGroup) -> Tensor:
     """`clip_gradients` for pipeline stages whose gradients may be quantized."""
     parameters = [*model.parameters()]
-    every = group.of_all(optimizer.gradients.norm(parameters).to(group.device))
+    every = group.gather_number(optimizer.gradients.norm(parameters).to(group.device))
     # All ranks of a stage have the same norm; the pipeline dimension is the outermost.
     norm = torch.linalg.vector_norm(every.view(group.sizes.pp, -1)[:, 0])
     optimizer.gradients.hold_to(parameters, largest, norm)
@@ -251,8 +251,8 @@ def clip_gradients(model: nn.Module, largest: float, group: TorchProcessGroup | 
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     if group is None:
         return torch.nn.utils.clip_grad_norm_(parameters, largest)
-    own = [local(parameter.grad) for parameter in parameters if group.counts(parameter)]
-    norm = torch.linalg.vector_norm(group.of_all(torch.nn.utils.get_total_norm(own).to(group.device)))
+    own = [local_shard(parameter.grad) for parameter in parameters if group.counts_parameter(parameter)]
+    norm = torch.linalg.vector_norm(group.gather_number(torch.nn.utils.get_total_norm(own).to(group.device)))
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
@@ -261,7 +261,7 @@ def clip_gradients(model: nn.Module, largest: float, group: TorchProcessGroup | 
     return norm
 
 
-def local(gradient: Tensor | None) -> Tensor:
+def local_shard(gradient: Tensor | None) -> Tensor:
     """Return this rank's shard of a gradient."""
     assert gradient is not None
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.recipes.text import shown
 from quaver.torch.state.history.sync import new_group
-from quaver.train.config import TrainConfig, reason
+from quaver.train.config import TrainConfig, error_text
 from quaver.train.mesh import MeshSizes, OtherRankFailed, RankError, rank
 
 # ---- devices ----
@@ -132,7 +132,7 @@ class TorchProcessGroup:
 
     def ranks_of_nonfinite(self, loss: torch.Tensor) -> str:
         """Return a clause that names the ranks whose own loss is not finite."""
-        ranks = [str(rank) for rank, finite in enumerate(self.of_all(loss).isfinite().tolist()) if not finite]
+        ranks = [str(rank) for rank, finite in enumerate(self.gather_number(loss).isfinite().tolist()) if not finite]
         if not ranks:
             return ""
         of = "all ranks" if len(ranks) == self.number > 1 else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
@@ -144,9 +144,9 @@ class TorchProcessGroup:
         first = self.mesh.get_local_rank("data") // self.sizes.cp * part
         return slice(first, first + part)
 
-    def agreed(self, value: torch.Tensor) -> torch.Tensor:
+    def agree_if_finite(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's number, or a non-finite one on all ranks if any rank has one, so that all stop."""
-        every = self.of_all(value)
+        every = self.gather_number(value)
         return torch.where(every.isfinite().all(), value, every.sum())
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
@@ -157,13 +157,13 @@ class TorchProcessGroup:
             value /= parts
         return value
 
-    def every(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """All-gather small objects of Python's built-in types, in rank order."""
         values: list[Any] = [None] * self.number
         dist.all_gather_object(values, value)
         return values
 
-    def earliest(self, seen: tuple[int, str, str], backward: bool = False) -> str:
+    def first_message(self, seen: tuple[int, str, str], backward: bool = False) -> str:
         """Return the message of the rank with the earliest position: the smallest number in the first stage that has
         one.
 
@@ -173,7 +173,7 @@ class TorchProcessGroup:
         """
         number, name, says = seen
         stage = self.pipeline.stage_of(name) if self.pipeline is not None and name else 0
-        return str(min(self.every((not name, -stage if backward else stage, number, says)))[-1])
+        return str(min(self.gather_objects((not name, -stage if backward else stage, number, says)))[-1])
 
     def tokens(self, config: TrainConfig) -> int:
         """Return how many of a sequence's tokens this rank has between layers."""
@@ -187,13 +187,13 @@ class TorchProcessGroup:
         """
         return config.loss_chunk or (config.batch * config.sequence if self.sizes.tp > 1 else 0)
 
-    def of_all(self, value: torch.Tensor) -> torch.Tensor:
+    def gather_number(self, value: torch.Tensor) -> torch.Tensor:
         """All-gather one number per rank, in rank order: [ranks]."""
         every = [torch.empty_like(value) for _ in range(self.number)]
         dist.all_gather(every, value)
         return torch.stack(every)
 
-    def counts(self, parameter: torch.Tensor) -> bool:
+    def counts_parameter(self, parameter: torch.Tensor) -> bool:
         """Return True if this rank counts a parameter's shard; of ranks with the same shard only the first does."""
         if not isinstance(parameter, DTensor):
             return self.rank == 0
@@ -249,7 +249,7 @@ def joined(config: TrainConfig, sizes: MeshSizes) -> Iterator[TorchProcessGroup]
             ) from error
         if number == 0 or not isinstance(error, ValueError | OSError):
             raise
-        raise RankError(f"rank {number}: {reason(error)}") from error
+        raise RankError(f"rank {number}: {error_text(error)}") from error
     finally:
         with suppress(RuntimeError, ValueError):
             dist.destroy_process_group()

@@ -35,9 +35,9 @@ from quaver.torch.parallel import (
     sync_amax_histories,
 )
 from quaver.torch.state.buffers import STATE
-from quaver.train.config import ORDERS, TrainConfig, holders, stages_each
+from quaver.train.config import PIPELINE_SCHEDULES, TrainConfig, stage_ranks, stages_per_rank
 from quaver.train.mesh import check_words
-from quaver.train.torch.decoder import Decoder, change_layers, mean_loss, prepare
+from quaver.train.torch.decoder import Decoder, change_layers, convert_decoder, mean_loss
 from quaver.train.torch.optimizer import load_state, state_of
 from quaver.train.torch.process_group import TorchProcessGroup
 
@@ -121,9 +121,9 @@ class Pipeline:
     def __init__(self, model: Decoder, recipe: Recipe, config: TrainConfig, group: TorchProcessGroup) -> None:
         self.recipe, self.config, self.group = recipe, config, group
         self.layers, self.rank = model.config.layers, group.mesh.get_local_rank("pp")
-        each = stages_each(config.pp_schedule, config.pp_stages)
+        each = stages_per_rank(config.pp_schedule, config.pp_stages)
         #: Pipeline rank of each stage.
-        self.holders = holders(config.pp_schedule, group.sizes.pp, each)
+        self.holders = stage_ranks(config.pp_schedule, group.sizes.pp, each)
         count = len(self.holders)
         own = [index for index, rank in enumerate(self.holders) if rank == self.rank]
         keep_stages(model, own, count)
@@ -223,20 +223,20 @@ def parallelize(
     Returns:
         The report of the conversion.
     """
-    report = prepare(model, recipe, config, codes, in_parts=True)
+    report = convert_decoder(model, recipe, config, codes, in_parts=True)
     if group.sizes.tp > 1:
         check_words(model.embedding.num_embeddings, group.sizes.tp)
-        parallelize_module(model, group.mesh["tp"], plan(model, config.sp), src_data_rank=None)
+        parallelize_module(model, group.mesh["tp"], tensor_parallel_plan(model, config.sp), src_data_rank=None)
     if group.across is not None:
         group.cut = context_parallel(model, group.across["cp"], config.cp_how).cut
     wholes: list[nn.Module] = [model]
     if group.sizes.pp > 1:
         group.pipeline = pipeline = Pipeline(model, recipe, config, group)
         wholes = [*pipeline.parts]
-    if travels(recipe) or any(getattr(module, "weight_spec", None) is not None for module in model.modules()):
+    if gathers_codes(recipe) or any(getattr(module, "weight_spec", None) is not None for module in model.modules()):
         gather_quantized(model, mesh=group.mesh["data"])
     # A schedule that splits backward would gather a layer twice, so keep it gathered until its stage is finished.
-    reshards = False if group.sizes.pp > 1 and ORDERS[config.pp_schedule].splits else None
+    reshards = False if group.sizes.pp > 1 and PIPELINE_SCHEDULES[config.pp_schedule].splits else None
     for unit in (*model.layers, *wholes):
         shard(unit, group, reshards)
     return report
@@ -252,26 +252,26 @@ def shard(unit: nn.Module, group: TorchProcessGroup, reshards: bool | None) -> N
     for name, module in unit.named_modules():
         if name and (isinstance(module, FSDPModule) or name.rpartition(".")[0] in wrapped):
             wrapped.add(name)
-    left = [(module, p) for name, module in unit.named_modules() if name not in wrapped for p in own(module)]
+    left = [(module, p) for name, module in unit.named_modules() if name not in wrapped for p in own_parameters(module)]
     dtypes = {p.dtype for _, p in left}
     if len(dtypes) > 1:
         for module in dict.fromkeys(module for module, _ in left):
-            kinds = {p.dtype for p in own(module)}
+            kinds = {p.dtype for p in own_parameters(module)}
             if torch.bfloat16 not in kinds:
                 fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
             elif len(kinds) > 1:
-                narrow(module)
+                to_bfloat16(module)
     # Sum gradients over ranks in float32 in any case.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if torch.bfloat16 in dtypes else MixedPrecisionPolicy()
     fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
 
 
-def own(module: nn.Module) -> list[nn.Parameter]:
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return a module's own parameters, without those of submodules."""
     return [p for p in module._parameters.values() if p is not None]
 
 
-def narrow(module: nn.Module) -> None:
+def to_bfloat16(module: nn.Module) -> None:
     """Convert a module's parameters to bfloat16; the optimizer stores the other float32 bits of small ones."""
     for name, p in module._parameters.items():
         if p is not None and p.dtype is torch.float32:
@@ -290,7 +290,7 @@ def change_recipe(model: Decoder, recipe: Recipe, config: TrainConfig, group: To
     return report
 
 
-def plan(model: Decoder, sequence: bool) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(model: Decoder, sequence: bool) -> dict[str, ParallelStyle]:
     """Return the tensor-parallel style of each module; modules not listed are replicated.
 
     Args:
@@ -312,7 +312,7 @@ def plan(model: Decoder, sequence: bool) -> dict[str, ParallelStyle]:
     return styles
 
 
-def travels(recipe: Recipe) -> bool:
+def gathers_codes(recipe: Recipe) -> bool:
     """Return True if both operands that a recipe makes of a weight can be gathered as codes."""
     specs = recipe.fprop.b, recipe.dgrad.b
     return recipe.quantizes and all(spec is not None and not spec.hadamard for spec in specs)
@@ -351,7 +351,7 @@ def write(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, grou
         try:
             begun()
         except CheckpointException as error:
-            raise OSError(in_short(error)) from error
+            raise OSError(short_text(error)) from error
 
     return wait
 
@@ -362,18 +362,18 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     Raises: ValueError if it does not fit.
     """
     reader = HuggingFaceStorageReader(str(folder))
-    of_model = as_saved(model.state_dict(), reader.read_metadata().state_dict_metadata)
-    of_optimizer = fresh(model, optimizer)
+    of_model = restrict_to_saved(model.state_dict(), reader.read_metadata().state_dict_metadata)
+    of_optimizer = first_states(model, optimizer)
     whole = {**of_model, **of_optimizer}
     try:
         dcp.load(whole, storage_reader=reader)
     except CheckpointException as error:
-        raise ValueError(in_short(error)) from error
+        raise ValueError(short_text(error)) from error
     model.load_state_dict({name: whole[name] for name in of_model})
     load_state(model, optimizer, {name: whole[name] for name in of_optimizer})
 
 
-def as_saved(state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def restrict_to_saved(state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Restrict a model's state to entries that a checkpoint of another recipe has, with its history lengths.
 
     The layers start all other entries fresh.
@@ -390,13 +390,13 @@ def as_saved(state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, An
     return own
 
 
-def in_short(error: CheckpointException) -> str:
+def short_text(error: CheckpointException) -> str:
     """Return the first rank's failure in one line."""
     rank, (failure, _) = min(error.failures.items())
     return f"rank {rank}: {' '.join(str(failure).split())[:300]}"
 
 
-def fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def first_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's state before the first step, named as in `state_of` and sharded like the parameters."""
     state: dict[str, Tensor] = {}
     if isinstance(optimizer, Optimizer):
