@@ -11,7 +11,7 @@ LINEAR, TENSORWISE, TRANSFORMER = 10, 10, 23
 #: Of a first step of AdamW under `lean`, for one matrix of floats.
 OPTIMIZER_STEP = 12
 #: With `gather_quantized` and `fully_shard`, the first forward and backward; 19 of them run for two layers alone.
-GATHERED = 26
+GATHERED = 27
 
 
 def test_a_warm_forward_enters_few_files() -> None:
