@@ -154,7 +154,7 @@ def quantize_rows(x: Tensor, operand: WeightOperand, amaxes: OperandAmaxes, fact
 
 @dataclass
 class GatheredOperands:
-    """What the last gather of a weight has brought."""
+    """Operands that the last gather of a weight has brought."""
 
     #: Key of the delayed-scaling factor of the codes.
     factor_key: float = 0.0
