@@ -76,8 +76,15 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
         make_config(f"beside-{number}", pp=2, **few | options)
         for number, options in enumerate(
             (
-                {"tp": 2, "sp": True, "pp_schedule": "Interleaved1F1B", "pp_stages": 4, "model": EIGHT},
-                {"cp": 2, "loss_chunk": 32, "pp_schedule": "InterleavedZeroBubble"},
+                {
+                    "tp": 2,
+                    "sp": True,
+                    "pp_schedule": "Interleaved1F1B",
+                    "pp_stages": 4,
+                    "model": EIGHT,
+                    "accumulate": 2,
+                },
+                {"cp": 2, "loss_chunk": 32, "pp_schedule": "InterleavedZeroBubble", "accumulate": 2},
                 {"fsdp": 2, "recompute": "full", "pp_schedule": "DualPipeV"},
             )
         )
