@@ -258,7 +258,7 @@ class TrainConfig:
     cp_how: Annotated[str, "what attention sends between those: gather, ring or all_to_all"] = "gather"
     tp: Annotated[int, "ranks that share each layer's heads and features, and the words"] = 1
     sp: Annotated[bool, "ranks of --tp share the tokens between those layers, too"] = False
-    timeout: Annotated[int, "seconds that a rank waits for another one, which is then named; 0: torch's own"] = 0
+    timeout: Annotated[int, "seconds that a rank waits for another one; 0: torch's own"] = 0
     loss_chunk: Annotated[int, "tokens whose logits exist at once, for large vocabularies (torch); 0: all of them"] = 0
     capture: Annotated[str, "step: record a step as a CUDA graph and replay it, for the host's time; or none"] = "none"
     threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0

@@ -17,8 +17,7 @@ from quaver.recipes import RECIPES
 from quaver.train import compare_runs, run_training
 from quaver.train.config import TrainConfig
 from quaver.train.data import training_batch
-from quaver.train.jax.decoder import ignore, logits_of, norm
-from quaver.train.jax.learner import gradients
+from quaver.train.jax.learner import gradients, ignore, logits_of, norm
 from quaver.train.model_config import MODELS
 from quaver.train.torch.decoder import loss_of
 from tests.close import assert_close

@@ -1,7 +1,14 @@
-"""The learner interface of the training loop under JAX, with AdamW."""
+"""The learner interface of the training loop under JAX: the decoder, AdamW, compiled steps, and checkpoints.
+
+The decoder is that of `quaver.train.torch.decoder` as functions of a dict of parameters. Parameters have PyTorch's
+names, shapes and layout: a matrix is [out, in]. Dtypes follow torch.autocast: GEMMs are in bf16; the residual stream,
+norms, softmax and loss are in float32.
+"""
 
 import math
 import os
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,16 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from quaver.jax.blocks.attention import attention, rope
+from quaver.jax.blocks.layers import activate, normalize
+from quaver.jax.linears.function import linear
 from quaver.jax.state import buffers
 from quaver.recipes.conversion import ConversionReport
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import shown
+from quaver.reference import operations
 from quaver.train.config import TrainConfig
-from quaver.train.jax import exchange
-from quaver.train.jax.decoder import Decoder, Params, State, loss_of
 from quaver.train.learner import Tensors
 from quaver.train.memory import initial_values, parameters, projections
-from quaver.train.model_config import MODELS
+from quaver.train.model_config import MODELS, ModelConfig
 
 # ---- device ----
 
@@ -47,6 +56,137 @@ def find_device(name: str, threads: int = 0) -> jax.Device:
         raise ValueError(
             f"the device {shown(name)} is not available to JAX, which has {known}; try --device cpu"
         ) from error
+
+
+# ---- decoder ----
+
+Params = Mapping[str, Array]
+#: Recipe state by layer name.
+State = Mapping[str, Any]
+#: Called with the name and value of every module output.
+Look = Callable[[str, Array], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """Static part of a model, hashable as a static argument of jit."""
+
+    config: ModelConfig
+    recipe: Recipe
+    # Dtype of the GEMMs.
+    dtype: str
+    # Seed of stochastic rounding.
+    seed: int
+    # Recomputation in backward: "none", "mlp" or "full" (whole layers).
+    recompute: str = "none"
+
+
+def ignore(name: str, x: Array) -> None:
+    """Default `Look` that does nothing."""
+
+
+def logits_of(model: Decoder, params: Params, state: State, ids: Array, look: Look = ignore) -> Array:
+    """Compute logits [B, S, vocab] from token ids [B, S]."""
+    config = model.config
+    x = params["embedding.weight"][ids]
+    look("embedding", x)
+    if config.scaled_embedding:
+        x = x * jnp.float32(config.dim**0.5)
+    for number in range(config.layers):
+        layer = DecoderLayer(model, params, state, number, look)
+        x = layer.again("full", layer)(x)
+        look(layer.name, x)
+    x = norm("norm", config, params, x, look)
+    head = params["embedding.weight" if config.tied else "head.weight"]
+    logits = linear(x, head.T, dtype=model.dtype)
+    look("head", logits)
+    return capped(logits, config.logit_cap)
+
+
+def capped(logits: Array, cap: float | None) -> Array:
+    """Apply the soft cap cap * tanh(logits / cap) in float32."""
+    return logits if cap is None else cap * jnp.tanh(logits.astype(jnp.float32) / cap)
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """A layer with its arrays, called with x [B, S, dim]."""
+
+    model: Decoder
+    params: Params
+    state: State
+    number: int
+    look: Look
+
+    @property
+    def name(self) -> str:
+        return f"layers.{self.number}"
+
+    def __call__(self, x: Array) -> Array:
+        mlp = self.again("mlp", self.mlp)
+        if self.model.config.parallel:
+            shared = self.norm("norm", x) if self.model.config.parallel is True else None
+            return x + (self.attention(x, shared) + mlp(x, shared))
+        x = x + self.norm("attention_post_norm", self.attention(x))
+        return x + self.norm("mlp_post_norm", mlp(x))
+
+    def again(self, what: str, part: Callable[..., Array]) -> Callable[..., Array]:
+        """Wrap a block in jax.checkpoint if the model's `recompute` names it."""
+        chosen = self.model.recompute == what and self.look is ignore
+        return jax.checkpoint(part) if chosen else part
+
+    def attention(self, x: Array, normalized: Array | None = None) -> Array:
+        config = self.model.config
+        y = self.norm("attention.norm", x) if normalized is None else normalized
+        heads = {"q_proj": config.heads, "k_proj": config.groups, "v_proj": config.groups}
+        q, k, v = (
+            self.project(f"attention.{part}", y).reshape(*y.shape[:-1], count, config.head_dim)  # [B, S, H, D]
+            for part, count in heads.items()
+        )
+        q, k = self.norm("attention.q_norm", q, config.qk_norm), self.norm("attention.k_norm", k, config.qk_norm)
+        q, k = (rope(x, theta=config.theta, fraction=config.fraction) for x in (q, k))
+        window, scale, cap = config.window(self.number), config.scale, config.soft_cap
+        y = attention(q, k, v, mask_type="causal", window=window, scale=scale, soft_cap=cap)
+        self.look(f"{self.name}.attention.core", y)
+        y = self.project("attention.o_proj", y.reshape(*x.shape[:-1], -1))
+        self.look(f"{self.name}.attention", y)
+        return y
+
+    def mlp(self, x: Array, normalized: Array | None = None) -> Array:
+        config = self.model.config
+        y = self.norm("mlp.norm", x) if normalized is None else normalized
+        wide = [self.project(f"mlp.{part}", y) for part in ("gate_proj", "up_proj")[not config.gated :]]
+        y = self.project("mlp.down_proj", activate(config.activation, *wide))
+        self.look(f"{self.name}.mlp", y)
+        return y
+
+    def project(self, part: str, x: Array) -> Array:
+        model, full = self.model, f"{self.name}.{part}"
+        w, bias = self.params[f"{full}.weight"].T, self.params.get(f"{full}.bias")
+        state = self.state.get(full)
+        y = linear(x, w, bias, recipe=model.recipe, state=state, dtype=model.dtype, name=full, seed=model.seed)
+        self.look(full, y)
+        return y
+
+    def norm(self, part: str, x: Array, kind: str | None = None) -> Array:
+        """Apply the norm of this name; returns x unchanged if the model has none."""
+        full = f"{self.name}.{part}"
+        return norm(full, self.model.config, self.params, x, self.look, kind) if f"{full}.weight" in self.params else x
+
+
+def norm(name: str, config: ModelConfig, params: Params, x: Array, look: Look, kind: str | None = None) -> Array:
+    weight, bias = params[f"{name}.weight"], params.get(f"{name}.bias")
+    kind = kind or config.normalization
+    y = normalize(x, weight, bias, normalization=kind, eps=config.eps, zero_centered=config.zero_centered)
+    look(name, y)
+    return y
+
+
+def loss_of(model: Decoder, params: Params, state: State, batch: Array, look: Look = ignore) -> Array:
+    """Return the mean cross-entropy in nats per token, in float32, of a batch [B, S + 1]."""
+    logits = logits_of(model, params, state, batch[:, :-1], look).astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, batch[:, 1:, None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - chosen).mean()
 
 
 # ---- optimizer ----
@@ -119,6 +259,105 @@ def adamw(
         decayed = p * rates.keep if p.ndim >= 2 else p
         new[name] = decayed - rates.step * m / (jnp.sqrt(v) / rates.root + EPS)
     return new, Moments(first, second)
+
+
+# ---- checkpoints ----
+# Conversion between JAX arrays and PyTorch's checkpoint format: names, shapes, layout and recipe state.
+#
+# A layer's `history` and `factor` (delayed scaling) are float32 in both. PyTorch rolls a history at the start of the
+# next step and JAX at the end of backward, so histories are rolled on loading; rolling twice changes nothing. `count`
+# (stochastic rounding) is int64 [3] in a checkpoint, with -1 last for layers that draw noise by name, and float32 [2]
+# in JAX.
+
+#: Recipe state of a layer, as the last part of a tensor's name.
+STATE = ("history", "factor", "count")
+
+
+def read_weights(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Return the parameters. Raises: ValueError unless names and shapes are those of the model."""
+    parameters = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in STATE}
+    for name in [*shapes, *parameters]:
+        expected, actual = shapes.get(name), parameters[name].shape if name in parameters else None
+        if expected != actual:
+            raise ValueError(f"{name} has shape {actual} in the checkpoint and {expected} in the model")
+    return {name: parameters[name].astype(np.float32) for name in shapes}
+
+
+def write_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """Return every layer's state by its full name."""
+    arrays = {f"{layer}.{key}": np.asarray(value) for layer, own in state.items() for key, value in own.items()}
+    return {name: np.array([*a, -1], np.int64) if name.endswith(".count") else a for name, a in arrays.items()}
+
+
+def read_state(
+    tensors: Tensors, fresh: Mapping[str, Mapping[str, Any]], recipe: Recipe
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return every layer's state; missing entries, or those of another length, start fresh with a single warning.
+
+    Args:
+        tensors: the checkpoint's tensors.
+        fresh: the state of a new model, by layer.
+        recipe: recipe of the layers.
+    """
+    state = {layer: {key: np.asarray(value) for key, value in own.items()} for layer, own in fresh.items()}
+    missing: list[str] = []
+    for layer, own in state.items():
+        own_tensors = {key: tensors.get(f"{layer}.{key}") for key in own}
+        saved_history, count = own_tensors.get("history"), own_tensors.get("count")
+        if "count" in own:
+            if count is None:
+                missing.append(f"{layer}.count")
+            else:
+                own["count"] = count[:2].astype(np.float32)
+        if "history" in own:
+            if saved_history is None or own_tensors["factor"] is None or saved_history.shape != own["history"].shape:
+                missing.append(f"{layer}.history")
+            else:
+                own["history"], own["factor"] = roll_history(saved_history, own_tensors["factor"], recipe)
+    if missing:
+        warnings.warn(
+            f"{missing[0]} is not in the checkpoint, or of another length (another recipe wrote it): it starts fresh, "
+            "as do missing entries of other layers",
+            stacklevel=2,
+        )
+    return state
+
+
+def roll_history(window: np.ndarray, factor: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """Roll history [length, 3] and factor [3] with the amaxes that the last step recorded in row 0."""
+    assert recipe.delayed is not None
+    after = [
+        operations.roll(window[:, i], factor[i], recipe.delayed, spec.format, spec.power_of_two)
+        for i, spec in enumerate(recipe.history_specs)
+    ]
+    return np.stack([own for own, _ in after], axis=1), np.array([e for _, e in after], np.float32)
+
+
+def write_moments(first: Tensors, second: Tensors, updates: int) -> dict[str, np.ndarray]:
+    """Return the optimizer's state in torch.optim.AdamW's form; empty before the first update."""
+    if updates == 0:
+        return {}
+    moments = {"exp_avg": first, "exp_avg_sq": second}
+    arrays = {f"{name}/{key}": np.asarray(value) for key, own in moments.items() for name, value in own.items()}
+    return arrays | {f"{name}/step": np.array(updates, np.float32) for name in first}
+
+
+def read_moments(
+    tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
+    """Return both moments and the number of updates. Raises: ValueError unless they fit the model."""
+    if not tensors:
+        nothing = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        return nothing, dict(nothing), 0
+    steps = {int(value) for value in _read_moment(tensors, "step", dict.fromkeys(shapes, ())).values()}
+    if len(steps) != 1:
+        raise ValueError(f"the parameters were updated {sorted(steps)} times, not equally often")
+    return _read_moment(tensors, "exp_avg", shapes), _read_moment(tensors, "exp_avg_sq", shapes), steps.pop()
+
+
+def _read_moment(tensors: Tensors, key: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    slots = {name.rpartition("/")[0]: tensor for name, tensor in tensors.items() if name.endswith(f"/{key}")}
+    return read_weights(slots, shapes)
 
 
 # ---- steps ----
@@ -275,15 +514,15 @@ class JaxLearner:
 
     def tensors(self) -> tuple[Tensors, Tensors]:
         params, state, (first, second) = jax.device_get((self.params, self.state, self.moments))
-        return {**params, **exchange.write_state(state)}, exchange.write_moments(first, second, self.updates)
+        return {**params, **write_state(state)}, write_moments(first, second, self.updates)
 
     def names(self) -> set[str]:
         return set(self.tensors()[0])
 
     def load(self, model: Tensors, optimizer: Tensors) -> None:
-        params = exchange.weights(model, self.shapes)
-        first, second, updates = exchange.read_moments(optimizer, self.shapes)
-        self.state = self._put(exchange.read_state(model, self.fresh, self.decoder.recipe))
+        params = read_weights(model, self.shapes)
+        first, second, updates = read_moments(optimizer, self.shapes)
+        self.state = self._put(read_state(model, self.fresh, self.decoder.recipe))
         self.params, self.updates = self._put(params), updates
         self.moments = Moments(self._put(first), self._put(second))
 
