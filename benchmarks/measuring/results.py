@@ -31,7 +31,7 @@ def write(
     facts = [f"- {key}: {value}" for key, value in machine.items()]
     texts = {
         ".md": "\n".join([heading, "", *facts, *body]).rstrip() + "\n",
-        ".json": json.dumps(finite({"machine": dict(machine), **data}), indent=1, ensure_ascii=False) + "\n",
+        ".json": compact({"machine": dict(machine), **data}) + "\n",
     }
     paths = []
     for suffix, text in texts.items():
@@ -41,6 +41,29 @@ def write(
         os.replace(partial, path)
         paths.append(path)
     return paths
+
+
+def compact(data: Any) -> str:
+    """JSON with a record on each line: numbers, strings and lists of them under one name or in one list."""
+
+    def line(value: Any) -> str:
+        return json.dumps(finite(value), ensure_ascii=False)
+
+    def of(value: Any, depth: int) -> str:
+        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        nested = [item for item in items if isinstance(item, Mapping | list | tuple)]
+        inner = [each for item in nested for each in (item.values() if isinstance(item, Mapping) else item)]
+        flat = not any(isinstance(each, Mapping | list | tuple) for each in inner)
+        if not nested or (flat and len(nested) < len(items)):
+            return line(value)
+        space = "\n" + " " * (depth + 1)
+        if isinstance(value, Mapping):
+            begin, end, parts = "{", "}", [f"{line(key)}: {of(item, depth + 1)}" for key, item in value.items()]
+        else:
+            begin, end, parts = "[", "]", [of(item, depth + 1) for item in value]
+        return begin + space + f",{space}".join(parts) + space[:-1] + end
+
+    return of(data, 0)
 
 
 def finite(value: Any) -> Any:
@@ -58,6 +81,20 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A markdown table, the first column to the left and the others to the right."""
     lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def between(page: str, begin: str, end: str, lines: Sequence[str]) -> str:
+    """The page with these lines between two marks, prose wrapped. Raises: ValueError without the marks."""
+    before, first, rest = page.partition(begin)
+    _, last, after = rest.partition(end)
+    if not (first and last):
+        raise ValueError(f"the page lacks the line {begin} or {end}")
+    return "\n".join([before + begin, "", *wrapped(lines), "", end + after])
+
+
+def write_between(path: Path, begin: str, end: str, lines: Sequence[str]) -> None:
+    """Write these lines between two marks of a page."""
+    path.write_text(between(path.read_text(encoding="utf-8"), begin, end, lines), encoding="utf-8")
 
 
 def wrapped(lines: Sequence[str], width: int = 110) -> list[str]:
