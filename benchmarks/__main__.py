@@ -111,34 +111,16 @@ def accept_schedule(
     runs: Runs = Path("runs/accept"),
 ) -> None:
     """Train in bf16, in NVFP4, and in NVFP4 with the last 15 % in bf16: judge whether that ends nearer bf16."""
-    from benchmarks.acceptance.scheduled import Plan
-    from benchmarks.acceptance.scheduled import accept as accept_schedules
+    from benchmarks.acceptance import scheduled
 
-    console = Console()
-    try:
-        done = accept_schedules(Plan(steps=steps, seeds=seeds, first=first, model=model, folder=runs), jobs, console)
-    except KeyboardInterrupt:
-        console.print("stopped, every run saved; the same command goes on")
-        raise typer.Exit(130) from None
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(0 if done.accepted else 1)
-
-
-@app.command()
-def optimizer_bytes(
-    write: Annotated[bool, typer.Option("--write", help="Write the tables into docs/design/optimizer.md.")] = False,
-) -> None:
-    """Bytes a parameter that optimizers keep, counted on live tensors, and what a step needs above them."""
-    from benchmarks.acceptance import optimizer_bytes
-
-    raise typer.Exit(0 if optimizer_bytes.run(Console(), write) else 1)
+    judge(jobs, scheduled.plan, steps=steps, seeds=seeds, first=first, model=model, folder=runs)
 
 
 @app.command()
 def accept_optimizers(
     steps: Steps = 200,
     seeds: Seeds = 6,
+    jobs: Jobs = 2,
     model: Model = "tiny",
     recipe: Annotated[str, typer.Option(help="Whose weight codes are trained.")] = "tensorwise",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 4,
@@ -149,34 +131,18 @@ def accept_optimizers(
     """Train with states in few bits and in float32 on the same eight-bit weights, and judge paired differences."""
     from benchmarks.acceptance import optimizers
 
-    plan = optimizers.Plan(
-        steps=steps, seeds=seeds, model=model, recipe=recipe, batch=batch, sequence=sequence, folder=runs
-    )
-    raise typer.Exit(0 if optimizers.run(plan, Console(), write) else 1)
+    asked = {"recipe": recipe, "steps": steps, "seeds": seeds, "model": model, "batch": batch, "sequence": sequence}
+    judge(jobs, optimizers.plan, optimizers.write if write else None, **asked, folder=runs)
 
 
 @app.command()
-def optimizers(
-    anew: Annotated[bool, typer.Option("--anew/--joined", help="Measure all, or join the page's tables.")] = True,
-    seeds: Seeds = 6,
-    runs: Runs = Path("runs/accept-optimizers"),
-) -> None:
-    """Bytes, errors and losses of optimizers' presets: docs/design/optimizer.md's tables, and docs/optimizer.md's."""
-    from benchmarks.acceptance import open_loop, optimizer_bytes, optimizers
+def optimizers() -> None:
+    """Bytes, errors and losses of optimizers' presets: docs/optimizer.md's table, of docs/design/optimizer.md's."""
+    from benchmarks.acceptance import optimizers
+    from benchmarks.measuring import results
 
-    console, holds = Console(), True
-    if anew:
-        holds = optimizer_bytes.run(console, write=True)
-        open_loop.run(300, 0, True, console)
-        holds &= optimizers.run(optimizers.Plan(seeds=seeds, folder=runs), console, write=True)
-    page = optimizers.PAGE.read_text(encoding="utf-8")
-    lines = optimizers.together(page)
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    page = optimizers.SUMMARY.read_text(encoding="utf-8")
-    page = optimizers.written(page, lines, optimizers.ALL_BEGIN, optimizers.ALL_END)
-    optimizers.SUMMARY.write_text(page, encoding="utf-8")
-    raise typer.Exit(0 if holds else 1)
+    lines = optimizers.summary(optimizers.PAGE.read_text(encoding="utf-8"))
+    results.write_between(optimizers.SUMMARY, optimizers.ALL_BEGIN, optimizers.ALL_END, lines)
 
 
 @app.command()
@@ -211,7 +177,9 @@ def open_loop(
     run(steps, seed, write, Console())
 
 
-def judge(jobs: int, make: Callable[..., Any] | None = None, **of_plan: Any) -> None:
+def judge(
+    jobs: int, make: Callable[..., Any] | None = None, write: Callable[[Any], None] | None = None, **of_plan: Any
+) -> None:
     """Train what a plan names and exit with 0 if all of it is accepted."""
     from benchmarks.acceptance.command import Plan, accept
 
@@ -225,6 +193,8 @@ def judge(jobs: int, make: Callable[..., Any] | None = None, **of_plan: Any) -> 
     except KeyboardInterrupt:
         console.print("stopped, every run saved; the same command goes on")
         raise typer.Exit(130) from None
+    if write is not None:
+        write(done)
     raise typer.Exit(0 if done.accepted else 1)
 
 

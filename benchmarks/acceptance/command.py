@@ -1,16 +1,17 @@
-"""`python -m benchmarks accept`: trains under every recipe, paired by seed, and judges the differences from bf16.
+"""`python -m benchmarks accept` and its variants: train the runs of a plan, paired by seed, and judge the differences.
 
-Each run is a process with one thread. A finished run is kept under a name that holds the sources' checksum: started
-again, the command goes on where it was interrupted, and what an older version trained is not taken for today's.
+Each run is a process with one thread. A finished run is saved under a name that has the sources' checksum: started
+again, the command resumes where it was interrupted, and results of an older version are not reused.
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.console import Console
 
 import quaver
 from benchmarks.acceptance import report
-from benchmarks.acceptance.report import ATTENTION, BASELINE, BLOCKS, LAYERS, Acceptance
+from benchmarks.acceptance.report import ATTENTION, BASELINE, BLOCKS, LAYERS, RULES, Acceptance, Rule, Verdict
 from benchmarks.acceptance.training import CONTROL, NUDGE, NULL, Outcome, Run, read, write
 from benchmarks.measuring import machine, results
 from quaver.train import config
@@ -29,57 +30,72 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is compared."""
+    """The runs of a comparison."""
 
     steps: int = 300
+    # Number of seeds, and the first of them.
     seeds: int = 3
+    first: int = 0
     model: str = "tiny"
-    # Of text files and folders; none is the default text.
+    # Text files and folders; none is the default text.
     text: tuple[str, ...] = ()
+    # Rows of the table: recipes, and names in `variants`. All are compared with the first.
     recipes: tuple[str, ...] = (BASELINE, *LAYERS)
+    # Fields of `Run` by row, where a row is more than its recipe; `after` names a row.
+    variants: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=lambda: {NULL: {"recipe": BASELINE, "nudge": NUDGE}}
+    )
+    rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
+    # Condition on all rows together.
+    verdict: Verdict | None = None
     framework: str = "torch"
     # Sequences of a step, and tokens of each.
     batch: int = 8
     sequence: int = 128
-    # Where runs are kept.
+    # Folder of the runs.
     folder: Path = Path("runs/accept")
-    # What the results are written as.
+    # First part of the results' file name.
     name: str = "accept"
 
     def __post_init__(self) -> None:
         check_choice("framework", self.framework, FRAMEWORKS)
 
     def runs(self) -> list[Run]:
-        folder = (
-            self.folder.resolve()
-            / f"{self.framework}-{self.model}-{self.steps}x{self.batch}x{self.sequence}-{checksum()}"
-        )
-        return [
-            Run(
-                recipe=BASELINE if recipe == NULL else recipe,
-                nudge=NUDGE if recipe == NULL else 0.0,
-                batch=self.batch,
-                sequence=self.sequence,
+        shape = f"{self.steps}x{self.batch}x{self.sequence}"
+        folder = self.folder.resolve() / f"{self.framework}-{self.model}-{shape}-{checksum()}"
+
+        def place(row: str, seed: int) -> str:
+            name = re.sub(r"\W+", "-", row) if row in self.variants else config.folder_name(row)
+            return str(folder / f"{name}-seed{seed}")
+
+        def run(row: str, seed: int) -> Run:
+            own = {"recipe": row, **self.variants.get(row, {})}
+            after = own.pop("after", "")
+            return Run(
+                row=row,
                 seed=seed,
                 steps=self.steps,
+                batch=self.batch,
+                sequence=self.sequence,
                 model=self.model,
                 text=self.text,
-                folder=str(folder / f"{recipe if recipe == NULL else config.folder_name(recipe)}-seed{seed}"),
                 framework=self.framework,
+                folder=place(row, seed),
+                after=place(after, seed) if after else "",
+                **own,
             )
-            for seed in range(self.seeds)
-            for recipe in self.recipes
-        ]
+
+        return [run(row, seed) for seed in range(self.first, self.first + self.seeds) for row in self.recipes]
 
 
-#: Recipes of the comparison of quantized attention; bf16 and control are the runs of the other one, if it was run.
+#: Recipes of the comparison of quantized attention; bf16 and control are those of the plain comparison, if it was run.
 ATTENDING = (BASELINE, *ATTENTION, CONTROL)
-#: Of models with experts or state spaces, with what chance alone does.
+#: Of models with experts or state spaces, with the difference by chance alone.
 BESIDE_CHANCE = (BASELINE, NULL, *BLOCKS)
 
 
 def of_blocks(model: str, **options: Any) -> Plan:
-    """What is compared of a model with experts or state spaces, on six seeds of small batches."""
+    """The plan of a model with experts or state spaces, on six seeds of small batches."""
     own = {"seeds": 6, "batch": 4, "sequence": 64, "recipes": BESIDE_CHANCE, "name": f"accept-{model}"}
     return Plan(model=model, **own | options)
 
@@ -96,18 +112,23 @@ def checksum() -> str:
 def accept(plan: Plan, jobs: int, console: Console, folder: Path = results.FOLDER) -> Acceptance:
     """Train what is not trained yet, print the verdicts and write them to `folder`."""
     runs = plan.runs()
-    train_all(runs, jobs, console)
-    outcomes = {(run.row, run.seed): Outcome(**read(run.result)) for run in runs}
+    console.print(f"{sum(run.result.exists() for run in runs)} of {len(runs)} runs are there already", highlight=False)
+    for later in (False, True):
+        train_all([run for run in runs if bool(run.after) is later], jobs, console)
     done = Acceptance(
         steps=plan.steps,
         seeds=plan.seeds,
+        first=plan.first,
         model=plan.model,
         text=" ".join(plan.text) or "the standard library of this Python",
         recipes=plan.recipes,
+        rules=plan.rules,
+        also={row: own["after"] for row, own in plan.variants.items() if "after" in own},
+        verdict=plan.verdict,
         framework=plan.framework,
         batch=plan.batch,
         sequence=plan.sequence,
-        outcomes=outcomes,
+        outcomes={(run.row, run.seed): Outcome(**read(run.result)) for run in runs},
     )
     console.print(report.rich_table(done))
     console.print("accepted" if done.accepted else "not accepted", style="green" if done.accepted else "bold red")
@@ -121,7 +142,6 @@ def accept(plan: Plan, jobs: int, console: Console, folder: Path = results.FOLDE
 def train_all(runs: Sequence[Run], jobs: int, console: Console) -> None:
     """Run those without a result, `jobs` at a time; an interrupt lets the active ones save first."""
     waiting = [run for run in runs if not run.result.exists()]
-    console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are there already", highlight=False)
     active: list[tuple[Run, subprocess.Popen[bytes]]] = []
     begun, finished = time.perf_counter(), 0
     try:
@@ -155,7 +175,7 @@ def start(run: Run) -> "subprocess.Popen[bytes]":
 
 
 def collect(run: Run) -> Outcome:
-    """An ended run's outcome. Raises: RuntimeError with its last words if it left none."""
+    """An ended run's outcome. Raises: RuntimeError with the last line of its log if it left none."""
     if run.result.exists():
         return Outcome(**read(run.result))
     log = Path(run.folder) / "log.txt"

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 import quaver.torch as qt
-from benchmarks.measuring import machine
+from benchmarks.acceptance.training import NUDGE, NULL
+from benchmarks.measuring import machine, results
 from quaver.train.data import join_bytes, read_text, split
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "loops.md"
@@ -31,10 +32,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
 RECIPES = ("delayed", "mxfp8")
-BASELINE, NULL = "bf16", "null"
-#: How far the null model's weights are from bf16's, and the shape of a batch.
-NUDGE, BATCH, SEQUENCE, VALIDATION = 1e-5, 8, 32, 64
-VOCABULARY = 256
+BASELINE = "bf16"
+#: Shape of a batch, windows of the validation, and words.
+BATCH, SEQUENCE, VALIDATION, VOCABULARY = 8, 32, 64, 256
 
 
 class Windows(torch.utils.data.Dataset[Any]):
@@ -155,14 +155,6 @@ def header(runs: Sequence[str]) -> list[str]:
     return ["family", "bf16, nats", *(f"{run} minus bf16 (by seed)" for run in (NULL, *runs))]
 
 
-def written(page: str, table: list[list[str]], runs: Sequence[str], said: str) -> str:
-    """The page with this table."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    lines = [f"| {' | '.join(cells)} |" for cells in (header(runs), ["---", *["---:"] * (len(runs) + 2)], *table)]
-    return "\n".join([before + BEGIN, "", said, "", *lines, "", END + after])
-
-
 def run(steps: int, seeds: int, only: Sequence[str], write: bool, console: Console) -> None:
     """Train all, show the table, and write it into docs/guides/loops.md.
 
@@ -187,4 +179,4 @@ def run(steps: int, seeds: int, only: Sequence[str], write: bool, console: Conso
             f"{VALIDATION} windows of held-out files. {machine.cpu()}, torch {torch.__version__}, {machine.today()}. "
             f"{farthest(losses, RECIPES)}"
         )
-        PAGE.write_text(written(PAGE.read_text(), cells, RECIPES, said))
+        results.write_between(PAGE, BEGIN, END, [said, "", *results.table(header(RECIPES), cells)])

@@ -28,7 +28,7 @@ from quaver.torch.optim import codes
 from quaver.train.data import join_bytes, read_text, split
 
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "optimizer.md"
-BEGIN, END = "<!-- python -m benchmarks open-loop writes from here -->", "<!-- to here, open loop -->"
+MARKS = "<!-- python -m benchmarks open-loop writes from here -->", "<!-- to here, open loop -->"
 BETA1, EPSILON, DECAY, PEAK, WARMUP = 0.9, 1e-8, 0.1, 3e-3, 30
 BATCH, SEQUENCE, VOCABULARY = 16, 64, 256
 #: How many steps at the end the error is the mean of.
@@ -313,13 +313,6 @@ def table(figures: dict[str, dict[str, dict[str, float]]], schemes: tuple[Scheme
     return results.table(columns, rows)
 
 
-def written(page: str, said: str, lines: list[str]) -> str:
-    """The page with this table."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return "\n".join([before + BEGIN, "", *results.wrapped([said, "", *lines]), "", END + after])
-
-
 def run(steps: int, seed: int, write: bool, console: Console) -> None:
     """Measure under β2 = 0.95 and 0.999, show the table, keep it, and write it into docs/design/optimizer.md."""
 
@@ -349,4 +342,4 @@ def run(steps: int, seed: int, write: bool, console: Console) -> None:
         f"gradients at random, every second one 0 from step {BEFORE} on. "
         f"{machine.cpu()}, torch {torch.__version__}, {machine.today()}."
     )
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), said, lines), encoding="utf-8")
+    results.write_between(PAGE, *MARKS, [said, "", *lines])

@@ -1,9 +1,9 @@
-"""What the runs of `accept` amount to: paired differences from bf16, their standard errors, and a verdict each."""
+"""The table of paired runs: differences from the first row, their standard errors, and a verdict each."""
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
@@ -13,8 +13,7 @@ from benchmarks.measuring import results
 from quaver.train.compare import paired
 
 BASELINE = "bf16"
-COLUMNS = ("recipe", "validation loss", "minus bf16 ± std. error", "by seed", "rule", "verdict", "weight error, %")
-#: Of a model with experts, besides.
+#: Column of models with experts.
 CHOICES = "choices unlike bf16's, %"
 
 
@@ -62,6 +61,10 @@ BLOCKS: Mapping[str, Rule] = {NARROW if name == CONTROL else name: rule for name
 RULES: Mapping[str, Rule] = {**LAYERS, **ATTENTION, **BLOCKS}
 
 
+#: A condition on all rows together: whether it holds, and that as a sentence.
+Verdict = Callable[["Acceptance"], tuple[bool, str]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A recipe over all seeds."""
@@ -69,7 +72,7 @@ class Row:
     recipe: str
     # Mean validation loss of the runs that did not fail.
     loss: float | None
-    # From bf16 with the same seed, in the order of the seeds; their mean; its standard error.
+    # From the first row with the same seed, in the order of the seeds; their mean; its standard error.
     differences: tuple[float, ...]
     difference: float | None
     error: float | None
@@ -79,57 +82,74 @@ class Row:
     failures: tuple[str, ...]
     # Mean over seeds of the share of choices of experts that the same weights do not make under bf16.
     choices_differ: float | None = None
+    # Differences from the row of `Acceptance.also`.
+    also: tuple[float, ...] = ()
+    # Share of clamped updates; None where none are counted.
+    clamped: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """All runs, by recipe and seed."""
+    """All runs, by row and seed."""
 
     steps: int
     seeds: int
+    first: int = 0
     model: str
-    # What was trained on, in words.
+    # The text, in words.
     text: str
+    # Rows; all are compared with the first.
     recipes: tuple[str, ...]
+    rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
+    # Rows that are compared with another one too.
+    also: Mapping[str, str] = field(default_factory=dict)
+    verdict: Verdict | None = None
     framework: str = "torch"
     batch: int = 8
     sequence: int = 128
     outcomes: Mapping[tuple[str, int], Outcome]
 
     @property
+    def numbers(self) -> range:
+        """The seeds."""
+        return range(self.first, self.first + self.seeds)
+
+    @property
     def accepted(self) -> bool:
-        return all(row.accepted for row in self.rows())
+        return all(row.accepted for row in self.rows()) and (self.verdict is None or self.verdict(self)[0])
 
     def losses(self, recipe: str) -> dict[int, float]:
         """By seed, of the runs that did not fail."""
-        by_seed = {seed: self.outcomes[recipe, seed].loss for seed in range(self.seeds)}
+        by_seed = {seed: self.outcomes[recipe, seed].loss for seed in self.numbers}
         return {seed: loss for seed, loss in by_seed.items() if loss is not None}
+
+    def differences(self, recipe: str, other: str) -> tuple[float, ...]:
+        """A row's losses minus another one's, by seed."""
+        own, base = self.losses(recipe), self.losses(other)
+        return tuple(own[seed] - base[seed] for seed in own if seed in base)
 
     @property
     def chance(self) -> float:
-        """Two standard errors of the null model's differences from bf16; 0 where none was trained."""
-        if NULL not in self.recipes:
-            return 0.0
-        own, base = self.losses(NULL), self.losses(BASELINE)
-        return 2 * (paired([own[seed] - base[seed] for seed in own if seed in base])[1] or 0.0)
+        """Two standard errors of the null model's differences from the first row; 0 where none was trained."""
+        return 2 * (paired(self.differences(NULL, self.recipes[0]))[1] or 0.0) if NULL in self.recipes else 0.0
 
     def rows(self) -> list[Row]:
         return [self.row(recipe) for recipe in self.recipes]
 
     def row(self, recipe: str) -> Row:
-        own, base = self.losses(recipe), self.losses(BASELINE)
-        outcomes = [self.outcomes[recipe, seed] for seed in range(self.seeds)]
+        own, base = self.losses(recipe), self.losses(self.recipes[0])
+        outcomes = [self.outcomes[recipe, seed] for seed in self.numbers]
         failures = tuple(outcome.failure for outcome in outcomes if outcome.failure)
-        differences = () if recipe == BASELINE else tuple(own[seed] - base[seed] for seed in own if seed in base)
+        differences = () if recipe == self.recipes[0] else self.differences(recipe, self.recipes[0])
         mean, error = paired(differences)
-        if recipe in (BASELINE, NULL):
-            accepted = not failures
-        elif failures:
-            accepted = RULES[recipe].above
+        rule = self.rules.get(recipe)
+        if failures or rule is None:
+            accepted = not failures or (rule is not None and rule.above)
         else:
-            accepted = mean is not None and RULES[recipe].holds(mean, statistics.fmean(base.values()), self.chance)
+            accepted = mean is not None and rule.holds(mean, statistics.fmean(base.values()), self.chance)
         weights = [error for outcome in outcomes for error in outcome.weight_errors.values()]
         counted = [outcome.choices_differ for outcome in outcomes if outcome.choices_differ is not None]
+        updates = sum(outcome.updates for outcome in outcomes)
         return Row(
             recipe=recipe,
             loss=statistics.fmean(own.values()) if own else None,
@@ -140,91 +160,110 @@ class Acceptance:
             weight_errors=(min(weights), max(weights)) if weights else None,
             failures=failures,
             choices_differ=statistics.fmean(counted) if counted else None,
+            also=self.differences(recipe, self.also[recipe]) if recipe in self.also else (),
+            clamped=sum(outcome.clamped for outcome in outcomes) / updates if updates else None,
         )
 
+    def cells(self, row: Row) -> dict[str, str]:
+        """A row as text, by column."""
+        rule = self.rules.get(row.recipe)
+        other = next(iter(self.also.values()), "")
+        share = row.clamped
+        return {
+            "recipe": row.recipe,
+            "validation loss": "" if row.loss is None else f"{row.loss:.4f}",
+            f"minus {self.recipes[0]} ± std. error": mean_of(row.differences),
+            "by seed": by_seed(row.differences),
+            f"minus {other} alone ± std. error": mean_of(row.also),
+            "by seed, of that": by_seed(row.also),
+            "rule": str(rule or ""),
+            "verdict": ("PASS" if rule else "") if row.accepted else "FAIL",
+            "weight error, %": ""
+            if row.weight_errors is None
+            else "{:.2f} to {:.2f}".format(*(100 * e for e in row.weight_errors)),
+            CHOICES: "" if row.choices_differ is None else f"{100 * row.choices_differ:.2f}",
+            "clamped updates": "" if share is None else f"{share:.1e}" if share else "0",
+        }
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row as text in the order of COLUMNS."""
-    baseline = row.recipe in (BASELINE, NULL)
-    error = "" if row.error is None else f" ± {row.error:.4f}"
-    return (
-        row.recipe,
-        "" if row.loss is None else f"{row.loss:.4f}",
-        "" if row.difference is None else f"{row.difference:+.4f}{error}",
-        " ".join(f"{difference:+.4f}" for difference in row.differences),
-        "" if baseline else str(RULES[row.recipe]),
-        ("" if baseline else "PASS") if row.accepted else "FAIL",
-        "" if row.weight_errors is None else "{:.2f} to {:.2f}".format(*(100 * e for e in row.weight_errors)),
-    )
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Columns that are not empty, and cells."""
+        lines = [self.cells(row) for row in self.rows()]
+        columns = [column for column in lines[0] if any(line[column] for line in lines)]
+        return columns, [[line[column] for column in columns] for line in lines]
+
+
+def mean_of(differences: tuple[float, ...]) -> str:
+    """The mean with its standard error."""
+    mean, error = paired(differences)
+    return "" if mean is None else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def by_seed(differences: tuple[float, ...]) -> str:
+    return " ".join(f"{difference:+.4f}" for difference in differences)
 
 
 def rich_table(done: Acceptance) -> Table:
     shown = Table(title="Final validation loss, nats a token", title_justify="left")
-    rows = done.rows()
-    columns, lines = table(rows)
+    columns, lines = done.table()
     for column in columns:
         shown.add_column(column, justify="left" if column == "recipe" else "right")
-    for row, line in zip(rows, lines, strict=True):
+    for row, line in zip(done.rows(), lines, strict=True):
         shown.add_row(*line, style="" if row.accepted else "bold red")
     return shown
 
 
-def table(rows: list[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and cells; with what is counted of experts where there are some."""
-    lines = [cells(row) for row in rows]
-    if all(row.choices_differ is None for row in rows):
-        return COLUMNS, lines
-    counted = ["" if row.choices_differ is None else f"{100 * row.choices_differ:.2f}" for row in rows]
-    return (*COLUMNS, CHOICES), [(*line, number) for line, number in zip(lines, counted, strict=True)]
-
-
 def markdown(done: Acceptance) -> list[str]:
     rows = done.rows()
-    verdict = "Accepted." if done.accepted else "**Not accepted.**"
-    control = next((row.recipe for row in rows if row.recipe in CONTROLS), CONTROL)
     failures = [f"\n{row.recipe} failed: {failure}" for row in rows for failure in row.failures]
     return [
         "# Training runs that a release is accepted by",
         "",
-        f"Framework {done.framework}, model `{done.model}`, {done.steps} steps of {done.batch} x "
-        f"{done.sequence} tokens, seeds 0 to {done.seeds - 1}, text: "
-        f"{done.text}; the same initial weights and batches under every recipe, embedding and head in bf16. Nats a "
-        "token.",
+        f"Framework {done.framework}, {setting(done)}; the same initial weights and batches in every row, embedding "
+        "and head in bf16. Nats a token.",
         "",
-        *results.table(*table(rows)),
+        *results.table(*done.table()),
         *failures,
         "",
-        f"{verdict} A difference is paired by seed: its mean over seeds, and that mean's standard error (n - 1). "
-        f"`{control}` has every scale at 1 and must be off: the comparison is seen to be able to fail. The "
-        "weight error is the relative RMS of dequantize(quantize(w)) - w: the smallest and the largest of all "
-        "converted layers, each of which was checked not to be zero; so was the error of each layer's attention where "
-        "the recipe quantizes it." + said_of_chance(done),
+        explained(done),
     ]
 
 
-def said_of_chance(done: Acceptance) -> str:
-    """What the null model is, where one was trained."""
-    if NULL not in done.recipes:
-        return ""
+def setting(done: Acceptance) -> str:
+    """Model, steps, seeds and text, in words."""
     return (
-        f" `{NULL}` is bf16 from weights that are moved by {NUDGE:g} at most; a limit in nats is widened by two of its "
-        f"standard errors, {done.chance:.4f}."
+        f"model `{done.model}`, {done.steps} steps of {done.batch} x {done.sequence} tokens, seeds {done.first} to "
+        f"{done.numbers[-1]}, text: {done.text}"
     )
 
 
+def explained(done: Acceptance) -> str:
+    """The verdict, and how to read the table."""
+    said = ["Accepted." if done.accepted else "**Not accepted.**"]
+    if done.verdict is not None:
+        said.append(done.verdict(done)[1])
+    said.append("A difference is paired by seed: its mean over seeds, and that mean's standard error (n - 1).")
+    if NULL in done.recipes:
+        said.append(
+            f"`{NULL}` is the first row from weights that are moved by {NUDGE:g} at most; a limit in nats is widened "
+            f"by two of its standard errors, {done.chance:.4f}."
+        )
+    control = next((recipe for recipe in done.recipes if recipe in CONTROLS), None)
+    if control:
+        said.append(f"`{control}` has every scale at 1 and must be off: this shows that the comparison can fail.")
+    if any(row.weight_errors for row in done.rows()):
+        said.append(
+            "The weight error is the relative RMS of dequantize(quantize(w)) - w: the smallest and the largest of all "
+            "converted layers, each of which was checked not to be zero; so was the error of each layer's attention "
+            "where the recipe quantizes it."
+        )
+    return " ".join(said)
+
+
 def data(done: Acceptance) -> dict[str, Any]:
+    own = ("framework", "model", "text", "steps", "batch", "sequence", "first", "seeds", "accepted")
     runs = [
         {"recipe": recipe, "seed": seed, **dataclasses.asdict(outcome)}
         for (recipe, seed), outcome in done.outcomes.items()
     ]
-    setting = {
-        "framework": done.framework,
-        "model": done.model,
-        "text": done.text,
-        "steps": done.steps,
-        "batch": done.batch,
-        "sequence": done.sequence,
-        "seeds": done.seeds,
-        "accepted": done.accepted,
-    }
-    return {**setting, "rows": [dataclasses.asdict(row) for row in done.rows()], "runs": runs}
+    rows = [dataclasses.asdict(row) for row in done.rows()]
+    return {**{name: getattr(done, name) for name in own}, "rows": rows, "runs": runs}

@@ -19,29 +19,52 @@ from torch import nn
 
 import quaver.torch as qt
 from quaver import E4M3, E5M2, GemmSpec, QuantSpec, Recipe
+from quaver.reference.optimizer_state import PRESETS, Preset, StateSpec
+from quaver.torch.linear import stored_weight
+from quaver.torch.linear.linear import Linear
 from quaver.torch.nn.attention import DotProductAttention
+from quaver.torch.optim import Optimizer
 from quaver.train import TrainConfig, TrainResult, checkpoint, files, frameworks, metrics, run_training
 from quaver.train import config as recipe_name
 from quaver.train.config import to_toml
-from quaver.train.data import load
-from quaver.train.loop import write_run_files
+from quaver.train.data import load, training_batch, validation_batches
+from quaver.train.learner import NonFiniteError
+from quaver.train.loop import train_step, validate, write_run_files
 from quaver.train.memory import parameters
 from quaver.train.model_config import MODELS
 from quaver.train.resume import MOMENTS
+from quaver.train.torch.learner import TorchLearner
 
 #: Trained like the others with every scale at 1: a comparison that could not tell it from bf16 would prove nothing.
 CONTROL = "unit_scales"
 #: The same with gradients in E4M3, where batches are small: a mean over 256 tokens is near to what E5M2 holds unscaled.
 NARROW = "unit_scales_e4m3"
 CONTROLS = {CONTROL: E5M2, NARROW: E4M3}
-#: Trained like bf16, from weights that are moved by so much at most: what chance alone does.
+#: Trained like the first row, from weights that are moved by so much at most: what chance alone does.
 NULL, NUDGE = "null", 1e-5
+#: Optimizer states that are compared on the same codes of weights. The control stores second moments in E4M3 with one
+#: scale a matrix and clamps no update.
+FLOAT32_STATES, BAD_STATES = "float32_states", "control"
+OPTIMIZERS: dict[str, Preset] = {
+    FLOAT32_STATES: dataclasses.replace(PRESETS["float32"], name=FLOAT32_STATES, weights="codes"),
+    "balanced": PRESETS["balanced"],
+    "lean": PRESETS["lean"],
+    BAD_STATES: dataclasses.replace(
+        PRESETS["float32"],
+        name=BAD_STATES,
+        weights="codes",
+        second=StateSpec(code="e4m3", block=None, scale="float32"),
+        clamp=False,
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What is trained."""
 
+    # Row of the table that it belongs to.
+    row: str
     recipe: str
     seed: int
     steps: int
@@ -60,6 +83,8 @@ class Run:
     keep: int = 0
     # The folder of a run that has kept the checkpoint of a step: this one goes on from there.
     after: str = ""
+    # A row of `OPTIMIZERS`; none is torch's AdamW in the trainer's own loop.
+    optimizer: str = ""
 
     @property
     def description(self) -> Path:
@@ -71,12 +96,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        return f"{self.recipe}{' nudged' if self.nudge else ''} seed {self.seed}"
-
-    @property
-    def row(self) -> str:
-        """What it is reported as."""
-        return NULL if self.nudge else self.recipe
+        return f"{self.row} seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +110,9 @@ class Outcome:
     seconds: float = 0.0
     # The share of the last validation's choices of experts that the same weights do not make under bf16.
     choices_differ: float | None = None
+    # Updates of matrices that were clamped to their bound, and all of them; of quaver's optimizers alone.
+    clamped: int = 0
+    updates: int = 0
     # Why there is no loss, or "".
     failure: str = ""
 
@@ -106,6 +129,8 @@ def control(name: str) -> Recipe:
 def train(run: Run) -> Outcome:
     """Train, going on where an interrupted run stopped, and look at what was quantized."""
     begun = time.perf_counter()
+    if run.optimizer:
+        return dataclasses.replace(train_optimizer(run), seconds=time.perf_counter() - begun)
     out = Path(run.folder) / "run"
     config = TrainConfig(
         model=run.model,
@@ -140,15 +165,67 @@ def train(run: Run) -> Outcome:
     except ValueError as error:
         return Outcome(failure=str(error), seconds=time.perf_counter() - begun)
     if run.framework == "jax":
-        from benchmarks.acceptance import jax_weights
-
-        errors = check(jax_weights.weight_errors(done, recipe))
+        errors = check(weight_errors_of_jax(done, recipe))
     else:
         errors = weight_errors(done, recipe)
         check_attention(done.model, recipe)
     differ = metrics.read(done.folder / "metrics.jsonl")[-1].get("choices_differ")
     seconds = time.perf_counter() - begun
     return Outcome(loss=done.validation_loss, weight_errors=errors, seconds=seconds, choices_differ=differ)
+
+
+def train_optimizer(run: Run) -> Outcome:
+    """Train by a row of `OPTIMIZERS`, without checkpoints, the learning rate falling to 1 %."""
+    PRESETS.update(OPTIMIZERS)  # of this process alone
+    config = TrainConfig(
+        model=run.model,
+        recipe=run.recipe,
+        optimizer=run.optimizer,
+        steps=run.steps,
+        warmup=run.steps // 10,
+        final_lr=0.01,
+        batch=run.batch,
+        sequence=run.sequence,
+        validation_batches=32,
+        seed=run.seed,
+        text=run.text,
+        device="cpu",
+        threads=1,
+    )
+    tokens = load(config)
+    learner = TorchLearner(config, find(run.recipe), tokens.vocab)
+    optimizer = learner.optimizer
+    if isinstance(optimizer, Optimizer):
+        optimizer.statistics = True
+        if run.nudge:
+            nudge_codes(learner.model, optimizer, run.nudge, run.seed)
+    loss, failure = None, ""
+    try:
+        for step in range(1, config.steps + 1):
+            train_step(learner, training_batch(tokens.train, config, step), step, config)
+        loss = validate(learner, validation_batches(tokens.validation, config), config.steps)
+    except NonFiniteError as error:
+        failure = str(error)
+    every = optimizer.counted if isinstance(optimizer, Optimizer) else {}
+    counted = [(clamped.item(), number) for p, (clamped, number) in every.items() if p.dim() > 1]
+    clamped, updates = (int(sum(each)) for each in zip(*counted, strict=True)) if counted else (0, 0)
+    return Outcome(loss=loss, failure=failure, clamped=clamped, updates=updates)
+
+
+@torch.no_grad()
+def nudge_codes(model: nn.Module, optimizer: Optimizer, nudge: float, seed: int) -> None:
+    """Move every weight by less than `nudge`; of codes, the master that they are quantized from."""
+    random = torch.Generator().manual_seed(seed)
+    stored = {m.weight: m for m in model.modules() if isinstance(m, Linear) and m.weight_spec is not None}
+    for p in model.parameters():
+        noise = (torch.rand(p.shape, generator=random) * 2 - 1) * nudge
+        if p in stored:
+            state = optimizer.state[p]
+            stored_weight.write(stored[p], state["master"].add_(noise))
+            # Measured anew before the first step.
+            state.pop("amax", None)
+        else:
+            p.add_(noise)
 
 
 def begin_anew(config: TrainConfig, recipe: Recipe) -> None:
@@ -207,6 +284,25 @@ def weight_errors(done: TrainResult, recipe: Recipe) -> dict[str, float]:
         return {}
     layers = {name: model.get_submodule(name) for name in done.conversion.converted}
     return check({name: relative_rms(layer.weight.detach(), spec) for name, layer in layers.items()})
+
+
+def weight_errors_of_jax(done: TrainResult, recipe: Recipe) -> dict[str, float]:
+    """The same of a run in JAX."""
+    from quaver.jax import quantize
+
+    params = done.model.params
+    matrices = [name.removesuffix(".weight") for name, parameter in params.items() if parameter.ndim == 2]
+    left = [name for name in matrices if name not in done.conversion.converted]
+    if left != ["embedding", "head"] or done.model.decoder.recipe != recipe:
+        raise RuntimeError(f"left in high precision: {left}; only embedding and head should be")
+    spec = recipe.fprop.b
+    errors = {}
+    for name in done.conversion.converted if spec is not None else ():
+        weight = params[f"{name}.weight"]
+        wide = np.asarray(weight, np.float64)
+        difference = np.asarray(quantize(weight, spec).dequantize(), np.float64) - wide
+        errors[name] = float(np.sqrt(np.square(difference).mean() / np.square(wide).mean()))
+    return errors
 
 
 def relative_rms(weight: torch.Tensor, spec: QuantSpec) -> float:

@@ -1,103 +1,98 @@
-"""The tables of docs/optimizer.md and docs/design/optimizer.md."""
+"""The tables of docs/optimizer.md and docs/design/optimizer.md, and the rules of optimizers and schedules."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.acceptance import optimizer_bytes, optimizers
-from benchmarks.acceptance.optimizers import BASELINE, CONTROL, KINDS, NULL, Outcome, Plan
+from benchmarks.acceptance import open_loop, optimizers, scheduled, training
+from benchmarks.acceptance.command import Plan
+from benchmarks.acceptance.report import Acceptance
+from benchmarks.acceptance.training import BAD_STATES, FLOAT32_STATES, NULL, Outcome
+from benchmarks.measuring import results
 from quaver.reference.optimizer_state import PRESETS
-
-
-def test_live_bytes_count_only_live_tensors() -> None:
-    kept = torch.ones(1000)
-    with optimizer_bytes.live() as seen:
-        first = kept + 1
-        assert seen.now == 4000
-        first.add_(1)
-        view = first[10:]
-        assert seen.now == 4000
-        second = view * 2
-        assert seen.now == seen.peak == 4000 + 990 * 4
-        del first, view, second
-        assert seen.now == 0 and seen.peak == 7960
-
-
-@pytest.mark.parametrize("preset", ["lean", *(pytest.param(n, marks=pytest.mark.slow) for n in ("balanced", "exact"))])
-def test_a_step_needs_memory_of_one_chunk_for_any_matrix_size(preset: str) -> None:
-    few, many = (optimizer_bytes.above(preset, "tensorwise", (rows, 1024)) for rows in (512, 1024))
-    assert few > 0 and many <= few * 1.01
 
 
 def test_both_pages_have_their_marks() -> None:
     page = optimizers.PAGE.read_text(encoding="utf-8")
-    for mark in (optimizers.BEGIN, optimizers.END, optimizer_bytes.BEGIN, optimizer_bytes.END):
+    for mark in (optimizers.BEGIN, optimizers.END, *open_loop.MARKS):
         assert page.count(mark) == 1
-    assert optimizers.written(optimizers.written(page, ["x"]), ["x"]) == optimizers.written(page, ["x"])
+    once = results.between(page, optimizers.BEGIN, optimizers.END, ["x"])
+    assert results.between(once, optimizers.BEGIN, optimizers.END, ["x"]) == once != page
     with pytest.raises(ValueError, match="lacks the line"):
-        optimizers.written("", ["x"])
+        results.between("", optimizers.BEGIN, optimizers.END, ["x"])
 
 
 def test_the_summary_table_matches_each_entry_of_the_page() -> None:
     page = optimizers.PAGE.read_text(encoding="utf-8")
-    lines = optimizers.together(page)
+    lines = optimizers.summary(page)
     assert "\n".join(lines) in optimizers.SUMMARY.read_text(encoding="utf-8")
     rows = {line.split("`")[1]: line for line in lines[2:]}
     assert rows.keys() == PRESETS.keys()
     assert " 5.078 " in rows["lean"] and "±" in rows["lean"] and "±" in rows["balanced"]
-    # A preset that holds its updates has the error of held ones, another its own.
+    # A preset that clamps its updates has the error of clamped ones, another its own.
     assert rows["lean"].count("clamped") == 1 and "clamped" not in rows["msamp"]
 
 
-@pytest.mark.slow
-def test_steps_in_backward_keep_gradients_from_waiting_together() -> None:
-    last, first = (optimizer_bytes.above_in_backward("balanced", threshold, 256, 8) for threshold in (None, 1))
-    # Of eight gradients in bfloat16 seven wait no more.
-    assert last - first >= 5 * 256 * 256 * 2
+def of_losses(plan: Plan, losses: dict[str, tuple[float | None, ...]], clamped: int = 0) -> Acceptance:
+    outcomes = {
+        (row, plan.first + i): Outcome(
+            loss=loss, failure="" if loss is not None else "NaN", clamped=clamped, updates=10
+        )
+        for row, each in losses.items()
+        for i, loss in enumerate(each)
+    }
+    return Acceptance(
+        steps=plan.steps,
+        seeds=plan.seeds,
+        first=plan.first,
+        model=plan.model,
+        text="",
+        recipes=plan.recipes,
+        rules=plan.rules,
+        also={scheduled.SCHEDULE: scheduled.ALONE, scheduled.LATE: scheduled.ALONE},
+        verdict=plan.verdict,
+        outcomes=outcomes,
+    )
 
 
-def test_tables_use_seeds_finished_by_all_variants_and_check_every_rule(tmp_path: Path) -> None:
-    def holds(seeds: int = 2, **losses: float | None) -> bool:
-        plan = Plan(seeds=3, folder=tmp_path)
-        for kind in KINDS:
-            for seed in range(seeds):
-                loss = {
-                    BASELINE: 2.0,
-                    NULL: 2.001,
-                    "balanced": 2.002,
-                    "lean": 1.999,
-                    CONTROL: 2.5,
-                    "adamw": 2.0,
-                    **losses,
-                }[kind]
-                path = plan.result(kind, seed)
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(json.dumps(asdict(Outcome(loss=loss, updates=10))))
-        lines, held = optimizers.table(plan)
-        assert f"**{seeds} seeds** of 3" in lines[0]
-        return held
+def test_optimizers_are_judged_by_loss_and_clamped_updates() -> None:
+    def holds(clamped: int = 0, **losses: float | None) -> bool:
+        own = {FLOAT32_STATES: 2.0, NULL: 2.001, "balanced": 2.002, "lean": 1.999, BAD_STATES: 2.5, "adamw": 2.0}
+        pairs = {row: (loss, loss) for row, loss in {**own, **losses}.items()}
+        return of_losses(optimizers.plan(seeds=2), pairs, clamped).accepted
 
     assert holds()
     assert holds(control=None), "a control that became NaN is seen"
+    assert not holds(clamped=1)
     for wrong in ({"lean": 2.02}, {"balanced": 2.02}, {"lean": None}, {"control": 2.1}, {"float32_states": None}):
-        assert not holds(**wrong), wrong
+        assert not holds(**wrong), wrong  # type: ignore[arg-type]
+
+
+def test_a_schedule_must_end_nearer_than_its_null_model_differs() -> None:
+    plan = scheduled.plan(first=3, seeds=2)
+    losses = {"bf16": (2.0, 2.1), scheduled.ALONE: (2.02, 2.12), scheduled.SCHEDULE: (2.01, 2.111)}
+    quiet = {NULL: (2.0, 2.1), scheduled.LATE: (2.0201, 2.1199)}
+    done = of_losses(plan, {**losses, **quiet})
+    assert done.accepted and "nearer bf16 than `nvfp4` by +0.0095 ± 0.0005" in done.verdict(done)[1]  # type: ignore[misc]
+    assert "minus nvfp4 alone ± std. error" in done.table()[0]
+    assert not of_losses(plan, {**losses, **quiet, scheduled.LATE: (2.03, 2.12)}).accepted
+    runs = {(run.row, run.seed): run for run in plan.runs()}
+    assert runs[scheduled.SCHEDULE, 3].after == runs[scheduled.ALONE, 3].folder and runs[scheduled.ALONE, 3].keep == 255
+    for wrong in ({"seeds": 1}, {"steps": 1}):
+        with pytest.raises(ValueError, match="give"):
+            scheduled.plan(**wrong)
 
 
 def test_a_run_is_trained_from_nudged_codes(tmp_path: Path) -> None:
-    """All kinds, two steps of the smallest model; the null model begins elsewhere, a little."""
-    plan = Plan(steps=2, seeds=1, model="nano", batch=1, sequence=16, folder=tmp_path)
-    rows = dict(PRESETS)
+    """Two steps of the smallest model; the null model begins elsewhere, a little."""
+    plan = optimizers.plan(steps=2, seeds=1, model="nano", batch=1, sequence=16, folder=tmp_path)
+    before = dict(PRESETS)
     try:
-        PRESETS.update(optimizers.presets())
-        tokens = optimizers.load(plan.config(BASELINE, 0))
-        losses = {kind: optimizers.trained(plan.config(kind, 0), tokens) for kind in (BASELINE, NULL, "lean")}
+        outcomes = {run.row: training.train(run) for run in plan.runs() if run.row in (FLOAT32_STATES, NULL, "lean")}
     finally:
         PRESETS.clear()
-        PRESETS.update(rows)
-    base, null, lean = (losses[kind].loss for kind in (BASELINE, NULL, "lean"))
+        PRESETS.update(before)
+    base, null, lean = (outcomes[row].loss for row in (FLOAT32_STATES, NULL, "lean"))
     assert base is not None and null is not None and lean is not None
     assert null != base and abs(null - base) < 1e-2 and abs(lean - base) < 1e-2
-    assert losses["lean"].updates > 0
+    assert outcomes["lean"].updates > 0

@@ -67,7 +67,7 @@ def test_compiled_and_other_chunks_cover_all_rows_once(spec: QuantSpec | None, m
 
 #: In a process of its own: in one where a compilation has failed before, as in test_compiled.py, `lean` has three more.
 PEAKS = """
-from benchmarks.acceptance.optimizer_bytes import above
+from tests.torch.optim.step_memory import above
 for preset, recipe in (("exact", "tensorwise"), ("lean", "tensorwise"), ("lean", "blockwise")):
     print(preset, recipe, *(above(preset, recipe, shape) for shape in ((256, 512), (256, 2048))))
 """
