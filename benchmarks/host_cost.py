@@ -23,6 +23,7 @@ from torch import nn
 
 import quaver.torch as qt
 from benchmarks.measuring import stub_driver
+from benchmarks.measuring.steps import step_of
 from benchmarks.measuring.timing import Step, beside
 from benchmarks.subjects import blocks, linears
 from quaver import recipes
@@ -74,7 +75,7 @@ def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
     base = linears.linear(SIZE, dtype)
     x = torch.randn(SIZE, SIZE, dtype=dtype, requires_grad=True)
     g = torch.randn(SIZE, SIZE, dtype=dtype)
-    steps = {"nn.Linear": linears.plain_step(base, x, g)}
+    steps = {"nn.Linear": step_of(base, x, g, accumulating=True)}
     for name in names:
         recipe = recipes.get(name)
         layer = linears.ours(base)
@@ -82,7 +83,7 @@ def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
         on_a_gpu(recipe)
         if recipe.delayed is not None:
             settle(layer, recipe)
-        steps[f"quaver {name}"] = linears.plain_step(layer, x, g)
+        steps[f"quaver {name}"] = step_of(layer, x, g, accumulating=True)
     return steps
 
 
@@ -120,9 +121,9 @@ def our_block(kind: str, recipe: Recipe, dtype: torch.dtype) -> nn.Module:
 def block_subjects(kind: str, dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
     x = torch.randn(1, SIZE, SIZE, dtype=dtype, requires_grad=True)
     g = torch.randn(1, SIZE, SIZE, dtype=dtype)
-    steps = {f"{kind} of torch's parts": linears.plain_step(plain_block(kind, dtype), x, g)}
+    steps = {f"{kind} of torch's parts": step_of(plain_block(kind, dtype), x, g, accumulating=True)}
     for name in names:
-        steps[f"{kind} {name}"] = linears.plain_step(our_block(kind, recipes.get(name), dtype), x, g)
+        steps[f"{kind} {name}"] = step_of(our_block(kind, recipes.get(name), dtype), x, g, accumulating=True)
     return steps
 
 

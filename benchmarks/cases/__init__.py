@@ -1,9 +1,9 @@
 """The registry of cases: a new one is a file and a line here; how to measure is not said here."""
 
-from benchmarks.cases.blocks import attention_noise, block_gradients, block_memory, block_speed, experts, state_space
+from benchmarks.cases.blocks import attention_noise, block_memory, block_speed, experts, state_space
 from benchmarks.cases.host import host_cost, imports, optimizer_step
 from benchmarks.cases.linear import frozen, grouped, jax_speed, memory, noise, speed
-from benchmarks.cases.models import model_gradients, model_memory, model_peak, model_step
+from benchmarks.cases.models import llama
 
 CASES = (
     speed.SMALL_BF16,
@@ -23,15 +23,13 @@ CASES = (
     memory.EAGER_MLP,
     memory.COMPILED_MLP,
     memory.SILU_MLP,
-    block_memory.TOTALS,
-    block_memory.SHARES,
-    model_memory.CASE,
-    model_peak.CASE,
-    model_gradients.CASE,
-    model_step.CASE,
+    block_memory.CASE,
+    llama.SAVED_BYTES,
+    llama.PEAK,
+    llama.GRADIENTS,
+    llama.TIME,
     state_space.CASE,
-    model_step.COMPILED,
-    block_gradients.CASE,
+    llama.COMPILED,
     frozen.CASE,
     host_cost.CASE,
     imports.CASE,

@@ -2,7 +2,8 @@
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,19 +51,39 @@ def peak(step: Callable[[], None]) -> Peak:
     return Peak(max(left, most) - before, left - before)
 
 
-def kept_bytes(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Bytes that autograd keeps between forward and backward, each storage once and parameters not."""
-    storages: dict[int, Tensor] = {}
+@contextmanager
+def saved_for_backward(parameters: Iterable[Tensor] = ()) -> Iterator[dict[int, Tensor]]:
+    """Tensors that autograd saves meanwhile, one for each storage, by address; parameters and their views are not.
+
+    The tensors are alive until the dict is not: an address that is used again would count once.
+
+    Args:
+        parameters: tensors that do not count besides `nn.Parameter`s.
+    """
+    others = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            storages[tensor.untyped_storage().data_ptr()] = tensor
+        address = tensor.untyped_storage().data_ptr()
+        if address not in others and not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            saved.setdefault(address, tensor.detach())
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of their storages."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def kept_bytes(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Bytes that autograd saves between forward and backward, each storage once and parameters not."""
+    with saved_for_backward() as saved:
         y = run(x.detach().clone().requires_grad_())
     assert y.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    return bytes_of(saved.values())
 
 
 def _total(event: dict[str, Any]) -> int:

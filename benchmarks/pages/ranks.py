@@ -4,7 +4,6 @@ It stands between two marks; a test compares it with the results that are kept.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +49,8 @@ def shown(figure: dict[str, Any]) -> str:
     return f"{figure['value']:.{digits}f} {figure['unit'].replace('x', '')}".strip() + missed
 
 
-def parts() -> Iterator[str]:
-    """The page before, between and after the marks."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    between, _, tail = rest.partition(END)
-    yield from (head, between.strip(), tail)
-
-
 def write(folder: Path = results.FOLDER) -> None:
-    head, _, tail = parts()
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table(newest(folder))}\n\n{END}{tail}", encoding="utf-8")
+    results.write_between(PAGE, BEGIN, END, table(newest(folder)).splitlines())
 
 
 if __name__ == "__main__":

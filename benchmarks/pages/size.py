@@ -136,12 +136,10 @@ def subjects(found: dict[Path, Size]) -> Iterator[list[str]]:
 
 def written(page: str) -> str:
     """The page with these tables."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
     headers = ("package", "files", "lines", "code", "docstrings", "tokens per code line")
     by_package = results.table(headers, list(rows(sizes())))
     by_subject = results.table(("subject", "code before", "code", "files"), list(subjects(sizes())))
-    return "\n".join([before + BEGIN, "", *by_subject, "", *by_package, "", END + after])
+    return results.between(page, BEGIN, END, [*by_subject, "", *by_package])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""torchao's float8 linear layers in emulation, the peer that every case sets beside ours."""
+"""torchao's float8 linear layers, emulated or on a GPU: the peer of every case."""
 
+import copy
 import dataclasses
+import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -25,13 +28,23 @@ def silence() -> Iterator[None]:
         logging.disable(before)
 
 
-def convert(model: nn.Module, recipe: str, skip: str = "") -> nn.Module:
-    """Swap the linear layers of a model for torchao's, emulated, but for one of a name; a bare nn.Linear is returned
-    converted."""
+def available() -> str:
+    """Why torchao cannot be measured, or ""."""
+    return "" if importlib.util.find_spec("torchao") else "torchao is not installed"
+
+
+def convert(model: nn.Module, recipe: str, skip: str = "", emulate: bool = True) -> nn.Module:
+    """Swap the linear layers of a model for torchao's, except one of a name; a bare nn.Linear is returned converted."""
     with silence():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
         return convert_to_float8_training(
             model, config=config, module_filter_fn=lambda _, name: name != skip or not skip
         )
+
+
+def converted_copy(model: nn.Module, recipe: str, *, emulate: bool) -> nn.Module:
+    """A converted copy of a model, sharing its parameters."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    return convert(copy.deepcopy(model, memo), recipe, emulate=emulate)

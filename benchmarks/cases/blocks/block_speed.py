@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import quaver.torch as qt
 from benchmarks.measuring.figure import Case, Figure, at_most
+from benchmarks.measuring.steps import step_of
 from benchmarks.measuring.timing import Step, interleave
 from benchmarks.subjects import blocks
 from benchmarks.subjects.blocks import Plain, Size
@@ -74,28 +74,6 @@ def steps(gpt: bool, size: Size, tokens: int) -> tuple[Step, Step, dict[str, Ste
     g = torch.randn(1, tokens, size.dim, dtype=torch.bfloat16)
     recipes = {name: step_of(blocks.ours(plain, size), x, g, recipe) for name, recipe in RECIPES_SHOWN.items()}
     return step_of(plain, x, g), step_of(blocks.ours(plain, size), x, g), recipes
-
-
-def step_of(layer: nn.Module, x: Tensor, g: Tensor, recipe: Recipe | None = None) -> Step:
-    """Forward and backward; the gradients are dropped."""
-    parameters = list(layer.parameters())
-
-    def drop() -> None:
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
-
-    def step() -> None:
-        layer(x).backward(g)
-        drop()
-
-    def quantized() -> None:
-        with qt.autocast(recipe):
-            y = layer(x)
-        y.backward(g)
-        drop()
-
-    return step if recipe is None else quantized
 
 
 #: Of a Llama in float32.

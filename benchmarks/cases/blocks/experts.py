@@ -9,7 +9,8 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from benchmarks.measuring.figure import Case, Figure
 from benchmarks.measuring.memory import kept_bytes
-from benchmarks.measuring.timing import Step, interleave
+from benchmarks.measuring.steps import step_of
+from benchmarks.measuring.timing import interleave
 
 #: Tokens, features, hidden features of an expert, experts, and how many each token goes to.
 SIZE, QUICK_SIZE = (1024, 512, 256, 16, 4), (32, 32, 16, 4, 2)
@@ -37,20 +38,6 @@ class Loop(nn.Module):
             out = F.linear(F.silu(gate) * up, self.down[expert])
             y = y.index_add(0, token, out * weights[token, choice, None])
         return y
-
-
-def step_of(module: nn.Module, x: Tensor, g: Tensor, recipe: str | None = None) -> Step:
-    """Forward and backward; the gradients are dropped."""
-
-    def step() -> None:
-        with qt.autocast(recipe, enabled=recipe is not None):
-            y = module(x)
-        y.backward(g)
-        x.grad = None
-        for parameter in module.parameters():
-            parameter.grad = None
-
-    return step
 
 
 def shown(name: str) -> str:

@@ -1,7 +1,7 @@
 """Grouped products beside a loop of one linear layer a group, and beside torch's grouped GEMM; and the bytes kept."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ from torch.nn.functional import grouped_mm
 import quaver.torch as qt
 from benchmarks.measuring.figure import Case, Figure, Target, at_most
 from benchmarks.measuring.memory import kept_bytes
-from benchmarks.measuring.timing import Step, interleave
+from benchmarks.measuring.steps import step_of
+from benchmarks.measuring.timing import interleave
 from quaver.recipes import RECIPES
 
 #: Of each recipe's time over its loop and of their median, of torch's time, and of bf16's bytes.
@@ -65,7 +66,8 @@ class Setup:
                 parts = [linear(part) for linear, part in zip(each, x.split(sizes), strict=True) if len(part)]
                 return torch.cat(parts)
 
-            steps = {LOOP: step(one_by_one, x, g, each), "ours": step(together, x, g, layer)}
+            ours = step_of(together, x, g, changing=True, parameters=layer.parameters())
+            steps = {LOOP: step_of(one_by_one, x, g, changing=True, parameters=each.parameters()), "ours": ours}
             timing = interleave(steps, rounds=of.rounds, steps=1)["ours"]
             ratios.append(timing.ratio)
             subject = f"quaver {name}"
@@ -76,7 +78,7 @@ class Setup:
                 def theirs(x: Tensor, weight: Tensor = weight) -> Tensor:
                     return grouped_mm(x, weight, offs=offsets)
 
-                steps = {TORCH: step(theirs, x, g, weight), "ours": step(together, x, g, layer)}
+                steps = {TORCH: step_of(theirs, x, g, changing=True, parameters=[weight]), "ours": ours}
                 of_torch = interleave(steps, rounds=of.rounds, steps=1)["ours"].ratio
                 yield Figure(subject, f"of {TORCH}", of_torch, "x", OF_TORCH if judged else None)
             yield Figure(subject, "time", timing.seconds * 1e3, "ms")
@@ -95,22 +97,6 @@ class Setup:
         for linear, weight in zip(each, layer.weight.detach(), strict=True):
             linear.set_weight(weight)  # type: ignore[operator]
         return layer, each
-
-
-def step(run: Callable[[Tensor], Tensor], x: Tensor, g: Tensor, of: nn.Module | Tensor) -> Step:
-    """Forward and backward of weights that change from step to step; the gradients are dropped."""
-    parameters = [of] if isinstance(of, Tensor) else list(of.parameters())
-
-    def once() -> None:
-        with torch.no_grad():
-            for parameter in parameters:
-                torch.autograd.graph.increment_version(parameter)
-        run(x).backward(g)
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
-
-    return once
 
 
 ZIPF = "as 1/2, 1/3, 1/4 and so on, the last one without"

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import quaver.torch as qt
 from benchmarks.cases.linear.speed import QUANTIZING
 from benchmarks.measuring.figure import Case, Figure, Target, at_most
+from benchmarks.measuring.memory import bytes_of, saved_for_backward
 from benchmarks.subjects import peer
 from quaver.costs.ledger import saved_bytes
 from quaver.recipes import RECIPES
@@ -52,31 +52,18 @@ class Saved:
 
 
 def saved(model: nn.Module, tokens: int, features: int, compiled: bool) -> Saved:
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    # The tensors are kept until they are counted: an address that is used again would count once.
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in parameters:
-            kept[address] = tensor.detach()
-        return tensor
-
+    parameters = list(model.parameters())
     torch.manual_seed(0)
     x = torch.randn(tokens, features, dtype=torch.bfloat16, requires_grad=True)
     if compiled:
         torch.compiler.reset()
         model = torch.compile(model, fullgraph=True)  # type: ignore[assignment]
         model(x).sum().backward()
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_for_backward(parameters) as kept:
         y = model(x)
     y.sum().backward()
-    weights = sum(stored(tensor) for tensor in kept.values() if is_weight(tensor, features))
-    return Saved(sum(stored(tensor) for tensor in kept.values()) - weights, weights)
-
-
-def stored(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+    weights = bytes_of(tensor for tensor in kept.values() if is_weight(tensor, features))
+    return Saved(bytes_of(kept.values()) - weights, weights)
 
 
 def is_weight(tensor: Tensor, features: int) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.measuring.figure import Case, Figure, Target, at_most
+from benchmarks.measuring.steps import step_of
 from benchmarks.measuring.timing import Step, Timing, interleave
 from benchmarks.subjects import linears, peer
 from quaver.recipes import RECIPES
@@ -58,14 +59,15 @@ def subjects(features: int, dtype: torch.dtype, recipes: list[str]) -> dict[str,
     base = linears.linear(features, dtype)
     x = torch.randn(features, features, dtype=dtype, requires_grad=True)
     g = torch.randn(features, features, dtype=dtype)
-    steps = {f"nn.Linear, {UNCHANGED}": linears.plain_step(base, x, g)}
+    steps = {f"nn.Linear, {UNCHANGED}": step_of(base, x, g, accumulating=True)}
     for recipe in peer.RECIPES:
-        steps[f"torchao {recipe}, {UNCHANGED}"] = linears.plain_step(linears.torchao(base, recipe), x, g)
+        steps[f"torchao {recipe}, {UNCHANGED}"] = step_of(linears.torchao(base, recipe), x, g, accumulating=True)
     for name in recipes:
         layer = linears.ours(base)
-        step = linears.recipe_step(layer, RECIPES[name](), x, g)
-        steps[f"quaver {name}, {UNCHANGED}"] = step
-        steps[f"quaver {name}, {CHANGES}"] = linears.changing(step, layer.weight)
+        for column, changing in ((UNCHANGED, False), (CHANGES, True)):
+            steps[f"quaver {name}, {column}"] = step_of(
+                layer, x, g, RECIPES[name](), changing=changing, accumulating=True
+            )
     return steps
 
 

@@ -1,7 +1,9 @@
 """Builds a cache for a card that is not there, and sees in a second process that it leaves nothing to compile."""
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -9,18 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock
 
 from benchmarks.gpu.ahead import cache, hollow
-from benchmarks.gpu.ahead.children import NOTED, ROOT, Child
 from benchmarks.measuring import stub_driver
+
+ROOT = Path(__file__).resolve().parents[3]
 
 #: Where tests marked `gpu` are; the Makefile's target has them too.
 TESTS = ("tests/gpu", "tests/kernels", "tests/torch/nn/attention", "tests/torch/backends/gpu")
 #: What is walked through, and of tests which paths: those that take longest first, since two run at a time.
 WALKS = ("tests", TESTS[:1]), ("benchmark", ()), ("tests", TESTS[1:]), ("rows", ())
-#: Walks at a time, and compilers beside them.
+#: Walks at a time.
 PROCESSES = 2
 #: What Triton looks for to compile its launchers.
 COMPILERS = "gcc", "clang", "cc"
@@ -33,7 +34,7 @@ def build(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print
     folder.mkdir(parents=True, exist_ok=True)
     cache.settle(folder)
     with environment(folder, compilers=True) as own:
-        total = sum((compiled(arch, own, say) for arch in archs), Counter[str]())
+        total = sum((walk_all(arch, own, say, failures=True) for arch in archs), Counter[str]())
     cache.lighten(folder)
     say(f"{folder}: {cache.settle(folder)} kernels, {cache.size(folder) / 2**20:.0f} MiB")
     return total
@@ -46,7 +47,7 @@ def check(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print
         shutil.copytree(folder, copy)
         cache.settle(copy)
         with environment(copy, compilers=False) as own:
-            return sum((launched(arch, own, say) for arch in archs), Counter[str]())
+            return sum((walk_all(arch, own, say, failures=False) for arch in archs), Counter[str]())
 
 
 @contextmanager
@@ -61,46 +62,29 @@ def environment(folder: Path, compilers: bool) -> Iterator[dict[str, str]]:
         yield own
 
 
-def launched(arch: int, environment: dict[str, str], say: Callable[[str], None]) -> Counter[str]:
-    """What is found and what is compiled where each walk compiles what it lacks."""
+def walk_all(arch: int, environment: dict[str, str], say: Callable[[str], None], failures: bool) -> Counter[str]:
+    """Kernels that the walks find in the cache, and those that they compile.
 
-    def walked(walk: str, paths: Sequence[str]) -> Counter[str]:
-        with Child(walk, arch, environment, paths) as child:
-            return child.end(say, failures=False)
+    Args:
+        failures: say which tests and cases fail, instead of what is compiled.
+    """
+
+    def walk(name: str, paths: Sequence[str]) -> Counter[str]:
+        command = [sys.executable, "-m", "benchmarks.gpu.ahead.walk", name, str(arch), *paths]
+        title = " ".join([f"sm_{arch}", name, *paths])
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{title} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
+        counts = json.loads(done.stdout.splitlines()[-1])
+        compiled, failed, seconds = counts.pop("names"), counts.pop("failed"), counts.pop("seconds")
+        for line in failed if failures else [f"was left to compile {kernel}" for kernel in compiled]:
+            say(f"{title}: {line}")
+        shown = ", ".join(f"{value} {name}" for name, value in counts.items()) or "nothing launched"
+        say(f"{title}: {shown}; {seconds:.0f} s of the processor")
+        return Counter(counts)
 
     with ThreadPoolExecutor(PROCESSES) as pool:
-        return sum(pool.map(walked, *zip(*WALKS, strict=True)), Counter[str]())
-
-
-def compiled(arch: int, environment: dict[str, str], say: Callable[[str], None]) -> Counter[str]:
-    """What is compiled where walks note what they launch and other processes compile it, each kernel once."""
-    launches: SimpleQueue[str | None] = SimpleQueue()
-    known: set[str] = set()
-    new = Lock()
-
-    def recorded(walk: str, paths: Sequence[str]) -> Counter[str]:
-        with Child(walk, arch, environment, (*paths, "--note")) as child:
-            for line in child.lines(NOTED):
-                with new:
-                    if line not in known:
-                        known.add(line)
-                        launches.put(line)
-            return child.end(say)
-
-    def compiling(_: int) -> Counter[str]:
-        with Child("compile", arch, environment) as child:
-            while (line := launches.get()) is not None:
-                child.ask(line)
-            return child.end(say)
-
-    with ThreadPoolExecutor(PROCESSES) as walking, ThreadPoolExecutor(PROCESSES) as compilers:
-        compilings = [compilers.submit(compiling, number) for number in range(PROCESSES)]
-        try:
-            counts = list(walking.map(recorded, *zip(*WALKS, strict=True)))
-        finally:
-            for _ in compilings:
-                launches.put(None)
-        return sum((*counts, *(one.result() for one in compilings)), Counter[str]())
+        return sum(pool.map(walk, *zip(*WALKS, strict=True)), Counter[str]())
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """What a child process of `building` runs, in an environment of `stub_driver`: `python -m benchmarks.gpu.ahead.walk`.
 
 It launches all that the gate's rows, the benchmark or the tests marked `gpu` launch on a card of an architecture, and
-prints as JSON what Triton compiled for that and what it found in its cache. With `--note` it prints the launches, which
-`compile` in another process takes from its input. `reach 90 PATH ...`, by hand, compiles nothing and tells which tests
-do not come to their ends.
+prints as JSON what Triton compiled for that and what it found in its cache. `reach 90 PATH ...`, by hand, compiles
+nothing and tells which tests do not come to their ends.
 """
 
 import argparse
@@ -12,16 +11,41 @@ import os
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
+from triton import knobs
+from triton.runtime import build
 
-from benchmarks.gpu.ahead import counting, standin
-from benchmarks.gpu.ahead.children import COUNTED
+from benchmarks.gpu.ahead import standin
 from benchmarks.gpu.ahead.hollow import CARD
+
+#: Kernels compiled, kernels found, launchers compiled.
+counts: Counter[str] = Counter()
+#: Names of the kernels that were compiled.
+compiled: list[str] = []
+
+
+def count() -> None:
+    """Count what Triton compiles and finds from now on."""
+    knobs.compilation.listener = _kernel
+    original = build._build
+
+    def built(*args: Any, **options: Any) -> Any:
+        counts["launchers compiled"] += 1
+        return original(*args, **options)
+
+    build._build = built
+
+
+def _kernel(*, src: Any, cache_hit: bool, **_: Any) -> None:
+    counts["kernels found" if cache_hit else "kernels compiled"] += 1
+    if not cache_hit:
+        compiled.append(f"{src.name} {src.signature} {src.constants} {src.attrs}")
 
 
 def rows(arch: int, _: list[str]) -> list[str]:
@@ -53,7 +77,7 @@ def benchmark(arch: int, _: list[str]) -> list[str]:
                 findings.failures.append(f"{type(error).__name__}: {error}")
             failed += [f"{section.name}, {case.name}: {failure}" for failure in findings.failures]
             seconds = time.perf_counter() - begun
-            print(f"{section.name}, {case.name}: {seconds:.1f} s, {dict(counting.counts)}", file=sys.stderr)
+            print(f"{section.name}, {case.name}: {seconds:.1f} s, {dict(counts)}", file=sys.stderr)
     return failed
 
 
@@ -71,8 +95,8 @@ def tests(arch: int, paths: list[str]) -> list[str]:
     options = ["-m", "gpu", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
     # By the clock: a test that is cut on a busy machine would launch the rest on a card alone.
     options += ["-o", "timeout=0"]
-    pytest.main([*options, "--continue-on-collection-errors", *paths], plugins=[kernel_args := Told()])
-    return kernel_args.failed
+    pytest.main([*options, "--continue-on-collection-errors", *paths], plugins=[seen := Told()])
+    return seen.failed
 
 
 def reach(arch: int, paths: list[str]) -> list[str]:
@@ -82,7 +106,7 @@ def reach(arch: int, paths: list[str]) -> list[str]:
     launched: set[Any] = set()
 
     def loaded(one: launch.KernelLaunch, index: int) -> launch._LoadedKernel:
-        counting.counts["kernels launched"] += one.kernel not in launched
+        counts["kernels launched"] += one.kernel not in launched
         launched.add(one.kernel)
         return launch._LoadedKernel(Told(), lambda *_: None, None, ())
 
@@ -98,7 +122,7 @@ class Told:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.failed:
-            counting.counts[f"tests {report.outcome}"] += 1
+            counts[f"tests {report.outcome}"] += 1
         self.note(report)
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -107,12 +131,6 @@ class Told:
     def note(self, report: Any) -> None:
         if report.failed:
             self.failed.append(f"{report.nodeid}: {str(report.longrepr).strip().splitlines()[-1][:300]}")
-
-
-def compile_noted(arch: int, _: list[str]) -> list[str]:
-    """What other walks note."""
-    standin.drive(arch)
-    return counting.compile_noted()
 
 
 def layer(arch: int, _: list[str]) -> list[str]:
@@ -140,7 +158,6 @@ WALKS: dict[str, Callable[[int, list[str]], list[str]]] = {
     "benchmark": benchmark,
     "tests": tests,
     "reach": reach,
-    "compile": compile_noted,
     "layer": layer,
 }
 
@@ -149,11 +166,9 @@ if __name__ == "__main__":
     parser.add_argument("walk", choices=WALKS)
     parser.add_argument("arch", type=int)
     parser.add_argument("paths", nargs="*", help="of tests")
-    parser.add_argument("--note", action="store_true", help="print launches and compile nothing")
     asked = parser.parse_args()
-    counting.count()
-    if asked.note:
-        counting.note()
+    count()
     failed = WALKS[asked.walk](asked.arch, asked.paths)
-    kernel_args = {"names": counting.compiled, "failed": failed, "seconds": processor_seconds()}
-    print(COUNTED + json.dumps({**counting.counts, **kernel_args}), flush=True)
+    print(
+        "\n" + json.dumps({**counts, "names": compiled, "failed": failed, "seconds": processor_seconds()}), flush=True
+    )

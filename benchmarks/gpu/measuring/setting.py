@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from benchmarks.measuring.figure import Figure
+from benchmarks.subjects import peer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,15 @@ class Setting:
     def rounds(self) -> int:
         """How often a time is taken."""
         return 1 if self.toy or self.hollow else 5 if self.quick else 11
+
+    def why_no_peer(self) -> str:
+        """Why torchao cannot be measured, or ""."""
+        return "torchao is not measured where there is no card" if self.hollow else peer.available()
+
+    def compiled(self, model: nn.Module) -> nn.Module:
+        """By torch.compile, for one shape; a dry run leaves out what makes the machine code, which takes a minute."""
+        module: nn.Module = torch.compile(model, dynamic=False, backend="aot_eager" if self.toy else "inductor")
+        return module
 
     @contextmanager
     def kernels(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import quaver.torch as qt
-from benchmarks.cases.models.model_gradients import noise
+from benchmarks.cases.models.llama import noise
 from benchmarks.subjects.llama import gradients
 from quaver.torch.conversion.replace import attention as attentions
 from quaver.torch.conversion.replace import mlp as mlps
@@ -116,7 +116,7 @@ def test_revert_gives_the_very_model_back() -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "bf16"])
 def test_every_recipe_saves_less_for_backward(recipe: str) -> None:
-    from benchmarks.cases.models.model_memory import kept
+    from benchmarks.cases.models.llama import kept
 
     x, plain, converted, ours = tokens(), *(llama(torch.bfloat16) for _ in range(3))
     qt.convert(converted, recipe)
@@ -139,7 +139,7 @@ def test_gradients_are_no_noisier_with_blocks_than_without() -> None:
 
 
 def test_subclasses_of_linear_make_the_activation_again() -> None:
-    from benchmarks.cases.models.model_memory import kept
+    from benchmarks.cases.models.llama import kept
 
     # Of fewer tokens codes are kept: making them again would take longer.
     x, models = tokens().repeat(8, 2), [model_of("falcon", torch.bfloat16) for _ in range(2)]

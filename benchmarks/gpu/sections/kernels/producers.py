@@ -73,20 +73,45 @@ def relative(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(((a.double() - b).square().sum() / b.square().sum()).sqrt().item() for a, b in pairs)
 
 
+def writing_rows(
+    title: str, shapes: tuple[tuple[int, int], ...], read: float, kernel: Run, setting: Setting
+) -> list[Row]:
+    """A row for each of `WRITES`.
+
+    Args:
+        read: bytes read for each element of the result.
+        kernel: takes inputs, a spec, the factor or None, and whether the result itself is written.
+    """
+
+    def run(spec: QuantSpec, known: bool) -> Run:
+        e = factor(setting) if known else None
+        return lambda *inputs: kernel(inputs, spec, e, spec == TENSOR and not known)
+
+    def wrong(spec: QuantSpec, known: bool) -> Callable[[Setting], int]:
+        inputs = [torch.randn(min(rows, 1000), dim, device=setting.device, dtype=BF16) for rows, dim in shapes]
+        e = factor(setting) if known else None
+        return lambda s: quantized_right(kernel(inputs, spec, e, True), spec, e)
+
+    return [
+        Row(
+            name=f"{title} to {name}",
+            shapes=shapes,
+            run=run(spec, known),
+            moved=shapes[0][0] * shapes[0][1] * (read + written),
+            wrong=wrong(spec, known),
+        )
+        for name, spec, known, written in WRITES
+    ]
+
+
 def norm_rows(sizes: Sizes, setting: Setting) -> list[Row]:
     from quaver.torch.backends.gpu import norm
 
     rows, dim, _ = sizes
     gamma = torch.rand(dim, device=setting.device) + 0.5
 
-    def forward(spec: QuantSpec, known: bool, output: bool) -> Run:
-        e = factor(setting) if known else None
-        return lambda x: norm.normalized(x, gamma, None, "RMSNorm", EPS, spec, e, output)
-
-    def wrong(spec: QuantSpec, known: bool) -> Callable[[Setting], int]:
-        x = torch.randn(min(rows, 1000), dim, device=setting.device, dtype=BF16)
-        e = factor(setting) if known else None
-        return lambda s: quantized_right(forward(spec, known, True)(x), spec, e)
+    def forward(inputs: Sequence[Tensor], spec: QuantSpec, e: Tensor | None, output: bool) -> Any:
+        return norm.normalized(inputs[0], gamma, None, "RMSNorm", EPS, spec, e, output)
 
     def error(s: Setting) -> float:
         x = torch.randn(min(rows, 1000), dim, device=s.device)
@@ -99,16 +124,6 @@ def norm_rows(sizes: Sizes, setting: Setting) -> list[Row]:
 
     inverse = torch.rand(rows, 1, device=setting.device) + 0.5
     mean = torch.empty(0, device=setting.device)
-    of_forward = [
-        Row(
-            name=f"RMSNorm to {name}",
-            shapes=((rows, dim),),
-            run=forward(spec, known, spec == TENSOR and not known),
-            moved=rows * dim * (2 + written),
-            wrong=wrong(spec, known),
-        )
-        for name, spec, known, written in WRITES
-    ]
     backward = Row(
         name="RMSNorm backward",
         shapes=((rows, dim), (rows, dim)),
@@ -116,7 +131,7 @@ def norm_rows(sizes: Sizes, setting: Setting) -> list[Row]:
         moved=rows * dim * 6.0,
         error=error,
     )
-    return [*of_forward, backward]
+    return [*writing_rows("RMSNorm", ((rows, dim),), 2, forward, setting), backward]
 
 
 def activation_rows(sizes: Sizes, setting: Setting) -> list[Row]:
@@ -124,14 +139,8 @@ def activation_rows(sizes: Sizes, setting: Setting) -> list[Row]:
 
     rows, _, hidden = sizes
 
-    def forward(spec: QuantSpec, known: bool, output: bool) -> Run:
-        e = factor(setting) if known else None
-        return lambda gate, up: activation.activated("swiglu", (), (gate, up), spec, e, output)
-
-    def wrong(spec: QuantSpec, known: bool) -> Callable[[Setting], int]:
-        x = torch.randn(2, min(rows, 1000), hidden, device=setting.device, dtype=BF16)
-        e = factor(setting) if known else None
-        return lambda s: quantized_right(forward(spec, known, True)(*x), spec, e)
+    def forward(inputs: Sequence[Tensor], spec: QuantSpec, e: Tensor | None, output: bool) -> Any:
+        return activation.activated("swiglu", (), tuple(inputs), spec, e, output)
 
     def error(s: Setting) -> float:
         gate, up, g = torch.randn(3, min(rows, 1000), hidden, device=s.device)
@@ -141,16 +150,6 @@ def activation_rows(sizes: Sizes, setting: Setting) -> list[Row]:
         expected = F.silu(wide[0]) * wide[1]
         return relative((y, *gradients), (expected, *torch.autograd.grad(expected, wide, g.double())))
 
-    of_forward = [
-        Row(
-            name=f"SwiGLU to {name}",
-            shapes=((rows, hidden), (rows, hidden)),
-            run=forward(spec, known, spec == TENSOR and not known),
-            moved=rows * hidden * (4 + written),
-            wrong=wrong(spec, known),
-        )
-        for name, spec, known, written in WRITES
-    ]
     backward = Row(
         name="SwiGLU backward",
         shapes=((rows, hidden),) * 3,
@@ -158,7 +157,7 @@ def activation_rows(sizes: Sizes, setting: Setting) -> list[Row]:
         moved=rows * hidden * 10.0,
         error=error,
     )
-    return [*of_forward, backward]
+    return [*writing_rows("SwiGLU", ((rows, hidden),) * 2, 4, forward, setting), backward]
 
 
 def other_rows(sizes: Sizes, setting: Setting) -> list[Row]:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from benchmarks.gpu.measuring.clock import Step, interleave
 from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
-from benchmarks.gpu.measuring.steps import step_of
 from benchmarks.gpu.sections.layers.layer import BASE, LLAMA, TOKENS, TOY, report
+from benchmarks.measuring.steps import step_of
 from benchmarks.subjects.blocks import Attend
 from quaver import recipes
 from quaver.recipes.spec import AttentionSpec

@@ -8,8 +8,8 @@ from torch import nn
 import quaver.torch as qt
 from benchmarks.gpu.measuring.clock import Step, blamed, host_seconds
 from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
-from benchmarks.gpu.measuring.steps import step_of
 from benchmarks.gpu.sections.layers.linears import ours, some
+from benchmarks.measuring.steps import step_of
 from benchmarks.measuring.timing import no_collection
 from quaver import recipes
 

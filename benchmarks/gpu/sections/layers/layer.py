@@ -5,13 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.measuring import peers
 from benchmarks.gpu.measuring.clock import Step, interleave
 from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
-from benchmarks.gpu.measuring.steps import step_of
 from benchmarks.gpu.sections.layers.linears import some
+from benchmarks.measuring.steps import step_of
 from benchmarks.measuring.timing import Timing
-from benchmarks.subjects import blocks
+from benchmarks.subjects import blocks, peer
 from benchmarks.subjects.blocks import Plain, Size
 from quaver import recipes
 
@@ -40,19 +39,21 @@ def eager(setting: Setting, findings: Findings) -> None:
     }
     for name in some(setting):
         steps[f"quaver {name}"] = step_of(blocks.ours(plain, size), x, g, recipes.get(name), changing=True)
-    for name in () if peers.available(setting) else peers.RECIPES:
-        steps[f"torchao {name}"] = step_of(peers.convert(plain, name, emulate=not setting.cuda), x, g)
+    for name in () if setting.why_no_peer() else peer.RECIPES:
+        steps[f"torchao {name}"] = step_of(peer.converted_copy(plain, name, emulate=not setting.cuda), x, g)
     with setting.kernels():
         report(interleave(steps, setting, findings), findings)
 
 
-def compiled(peer: str, setting: Setting, findings: Findings) -> None:
+def compiled(subject: str, setting: Setting, findings: Findings) -> None:
     """torch's parts, or those with torchao's linear layers, through torch.compile."""
     torch.compiler.reset()
     plain, _, x, g = plain_layer(setting)
-    other = plain if peer == BASE else peers.convert(plain, peer.removeprefix("torchao "), emulate=not setting.cuda)
-    fast = step_of(peers.compiled(other, setting), x, g)
-    timings = interleave({"eager": step_of(plain, x, g), f"{peer} compiled": fast}, setting, findings)
+    other = plain
+    if subject != BASE:
+        other = peer.converted_copy(plain, subject.removeprefix("torchao "), emulate=not setting.cuda)
+    fast = step_of(setting.compiled(other), x, g)
+    timings = interleave({"eager": step_of(plain, x, g), f"{subject} compiled": fast}, setting, findings)
     timings.pop("eager", None)
     report(timings, findings)
 
@@ -66,12 +67,12 @@ def report(timings: Mapping[str, Timing], findings: Findings) -> None:
 def cases(setting: Setting) -> list[Case]:
     # One to a case: compiling takes long enough for each to be told by itself.
     # torchao's judged recipe first; bf16 compiled says least.
-    others = [] if peers.available(setting) else [f"torchao {name}" for name in peers.RECIPES]
+    others = [] if setting.why_no_peer() else [f"torchao {name}" for name in peer.RECIPES]
     return [
         Case("eager", eager),
         *(
-            Case(f"{peer} compiled", lambda s, findings, peer=peer: compiled(peer, s, findings))
-            for peer in (() if setting.hollow else (*others, BASE))
+            Case(f"{name} compiled", lambda s, findings, name=name: compiled(name, s, findings))
+            for name in (() if setting.hollow else (*others, BASE))
         ),
     ]
 

@@ -1,14 +1,17 @@
 """Forward and backward through one linear layer, against nn.Linear in bf16 and torchao."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from benchmarks.gpu.measuring import card, peers
+from benchmarks.gpu.measuring import card
 from benchmarks.gpu.measuring.clock import Step, interleave
 from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
-from benchmarks.gpu.measuring.steps import step_of
+from benchmarks.measuring.steps import step_of
 from benchmarks.measuring.timing import Timing
+from benchmarks.subjects import peer
 from quaver import recipes
 from quaver.costs import ledger
 
@@ -53,59 +56,60 @@ def ours(base: nn.Linear, *, own: bool = False) -> qt.Linear:
     return layer
 
 
+def quantized(names: list[str], base: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Step]:
+    """Steps of ours under these recipes, with a changing and an unchanged weight."""
+    steps: dict[str, Step] = {}
+    for name in names:
+        recipe = recipes.get(name)
+        steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipe, changing=True)
+        steps[f"quaver {name}, unchanged"] = step_of(ours(base, own=True), x, g, recipe)
+    return steps
+
+
+def timed(
+    shape: tuple[int, int, int],
+    steps: dict[str, Step],
+    setting: Setting,
+    findings: Findings,
+    shown: Callable[[str], bool] = lambda name: True,
+) -> dict[str, Timing]:
+    """Time and add those that are to be shown."""
+    with setting.kernels():
+        timings = interleave(steps, setting, findings)
+    add(shape, {name: timing for name, timing in timings.items() if shown(name)}, findings)
+    return timings
+
+
 def eager(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
     """Everything that needs no compiler."""
     base, x, g = layer(shape, setting)
     steps: dict[str, Step] = {BASE: step_of(base, x, g)}
-    if why := peers.available(setting):
+    if why := setting.why_no_peer():
         findings.failures.append(why)
     else:
-        for name in peers.RECIPES:
-            steps[f"torchao {name} eager"] = step_of(peers.convert(base, name, emulate=not setting.cuda), x, g)
-    for name in native() if shape == first(setting) else some(setting):
-        recipe = recipes.get(name)
-        steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipe, changing=True)
-        steps[f"quaver {name}, unchanged"] = step_of(ours(base, own=True), x, g, recipe)
-    with setting.kernels():
-        timings = interleave(steps, setting, findings)
-    add(shape, timings, findings)
-    compare(shape, timings, "eager", findings)
+        for name in peer.RECIPES:
+            steps[f"torchao {name} eager"] = step_of(peer.converted_copy(base, name, emulate=not setting.cuda), x, g)
+    steps |= quantized(native() if shape == first(setting) else some(setting), base, x, g)
+    compare(shape, timed(shape, steps, setting, findings), "eager", findings)
 
 
 def emulating(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
-    """What training with a recipe of another card costs on this one."""
+    """Training with a recipe of another card on this one."""
     base, x, g = layer(shape, setting)
-    steps: dict[str, Step] = {BASE: step_of(base, x, g)}
-    for name in emulated():
+    steps = {BASE: step_of(base, x, g), **quantized(emulated(), base, x, g)}
+    timed(shape, steps, setting, findings, lambda name: name != BASE)
+
+
+def compiled(name: str, shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
+    """nn.Linear or torchao's under torch.compile, and beside torchao's ours without it."""
+    torch.compiler.reset()
+    base, x, g = layer(shape, setting)
+    other = base if name == BASE else peer.converted_copy(base, name, emulate=not setting.cuda)
+    title = f"{BASE} compiled" if name == BASE else f"torchao {name} compiled"
+    steps: dict[str, Step] = {BASE: step_of(base, x, g), title: step_of(setting.compiled(other), x, g)}
+    if name != BASE:
         steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipes.get(name), changing=True)
-        steps[f"quaver {name}, unchanged"] = step_of(ours(base, own=True), x, g, recipes.get(name))
-    with setting.kernels():
-        timings = interleave(steps, setting, findings)
-    add(shape, {name: timing for name, timing in timings.items() if name != BASE}, findings)
-
-
-def compiled(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
-    """What torch.compile makes of nn.Linear and of torchao's, beside ours without it."""
-    torch.compiler.reset()
-    base, x, g = layer(shape, setting)
-    other: nn.Module = peers.compiled(base, setting)
-    steps: dict[str, Step] = {BASE: step_of(base, x, g), f"{BASE} compiled": step_of(other, x, g)}
-    with setting.kernels():
-        timings = interleave(steps, setting, findings)
-    add(shape, {name: timing for name, timing in timings.items() if "compiled" in name}, findings)
-
-
-def compiled_peer(name: str, shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
-    """What torch.compile makes of torchao's, beside ours without it."""
-    torch.compiler.reset()
-    base, x, g = layer(shape, setting)
-    other = peers.compiled(peers.convert(base, name, emulate=not setting.cuda), setting)
-    steps = {BASE: step_of(base, x, g), f"torchao {name} compiled": step_of(other, x, g)}
-    steps[f"quaver {name}, changing"] = step_of(ours(base), x, g, recipes.get(name), changing=True)
-    with setting.kernels():
-        timings = interleave(steps, setting, findings)
-    add(shape, {name: timing for name, timing in timings.items() if "compiled" in name}, findings)
-    compare(shape, timings, "compiled", findings)
+    compare(shape, timed(shape, steps, setting, findings, lambda name: "compiled" in name), "compiled", findings)
 
 
 def label(shape: tuple[int, int, int]) -> str:
@@ -127,7 +131,7 @@ def add(shape: tuple[int, int, int], timings: dict[str, Timing], findings: Findi
 
 def compare(shape: tuple[int, int, int], timings: dict[str, Timing], how: str, findings: Findings) -> None:
     """How much faster ours is than torchao's of the same recipe."""
-    for name in peers.RECIPES:
+    for name in peer.RECIPES:
         quavers, theirs = timings.get(f"quaver {name}, changing"), timings.get(f"torchao {name} {how}")
         if quavers and theirs:
             ratio = theirs.seconds / quavers.seconds
@@ -139,24 +143,24 @@ def cases(setting: Setting) -> list[Case]:
     recipe that is judged; its other recipe and nn.Linear at the judged shape alone, last."""
     shapes = SHAPES[:2] if setting.quick else SHAPES
     shapes = tuple(map(toy, shapes)) if setting.toy else shapes
-    judged, peer = peers.RECIPES[0], not peers.available(setting)
+    judged, beside = peer.RECIPES[0], not setting.why_no_peer()
     by_shape = [
         case
         for shape in shapes
         for case in (
             Case(f"{label(shape)} eager", lambda s, findings, shape=shape: eager(shape, s, findings)),
-            *([peer_case(judged, shape)] if peer else []),
+            *([peer_case(judged, shape)] if beside else []),
         )
     ]
     at = toy(EMULATED) if setting.toy else EMULATED
-    by_shape.insert(1 + peer, Case(f"{label(at)} emulated", lambda s, findings: emulating(at, s, findings)))
-    others = [peer_case(name, shapes[0]) for name in peers.RECIPES[1:] if peer]
-    alone = Case(f"{label(shapes[0])} compiled", lambda s, findings: compiled(shapes[0], s, findings))
+    by_shape.insert(1 + beside, Case(f"{label(at)} emulated", lambda s, findings: emulating(at, s, findings)))
+    others = [peer_case(name, shapes[0]) for name in peer.RECIPES[1:] if beside]
+    alone = Case(f"{label(shapes[0])} compiled", lambda s, findings: compiled(BASE, shapes[0], s, findings))
     return [*by_shape, *others, *([] if setting.hollow else [alone])]
 
 
 def peer_case(name: str, shape: tuple[int, int, int]) -> Case:
-    return Case(f"{label(shape)} torchao {name} compiled", lambda s, findings: compiled_peer(name, shape, s, findings))
+    return Case(f"{label(shape)} torchao {name} compiled", lambda s, findings: compiled(name, shape, s, findings))
 
 
 def toy(shape: tuple[int, int, int]) -> tuple[int, int, int]:

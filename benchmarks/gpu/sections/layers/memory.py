@@ -8,10 +8,10 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from benchmarks.gpu.measuring.clock import blamed
 from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
-from benchmarks.gpu.measuring.steps import touch
 from benchmarks.gpu.sections.layers import linears
 from benchmarks.gpu.sections.layers.layer import plain_layer
 from benchmarks.gpu.sections.layers.linears import some
+from benchmarks.measuring.steps import touch
 from benchmarks.subjects import blocks
 from quaver import recipes
 from quaver.recipes.spec import Recipe
