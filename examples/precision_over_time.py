@@ -15,7 +15,7 @@ qt.convert(model, "nvfp4", skip=["4"])
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK)
 rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=STEPS)
-# Also: "nvfp4 until 85%, bf16" with steps=, or "mxfp8 until 10, nvfp4 until loss<0.5, bf16" with schedule.saw(loss).
+# Also: "nvfp4 until 85%, bf16" with steps=, or "mxfp8 until 10, nvfp4 until loss<0.5, bf16", which reads record_loss.
 schedule = quaver.recipes.schedule("nvfp4 until lr<10%, bf16", peak=PEAK)
 
 x, target = torch.randn(256, 64), torch.randint(16, (256,))
@@ -30,7 +30,7 @@ for step in range(1, STEPS + 1):
     optimizer.step()
     optimizer.zero_grad()
     rates.step()
-    schedule.saw(loss.item())
+    schedule.record_loss(loss.item())
     if step % 10 == 0:
         print(f"step {step:>2}  loss {loss.item():.4f}  {recipe.name}")
 

@@ -22,7 +22,7 @@ def in_force(schedule: Schedule, rates: list[float], losses: list[float], start:
     parts = []
     for step in range(start + 1, len(rates) + 1):
         schedule.at(step, lr=rates[step - 1])
-        schedule.saw(losses[step - 1])
+        schedule.record_loss(losses[step - 1])
         parts.append(schedule.part)
     return parts
 
@@ -108,9 +108,9 @@ def test_the_quantity_that_ends_a_part_must_be_given() -> None:
         recipes.schedule("nvfp4 until lr<10%, bf16", peak=1.0).at(1)
     schedule = recipes.schedule("nvfp4 until loss<2, bf16")
     schedule.at(1)
-    with pytest.raises(ValueError, match=r"the loss of step 1 is missing: call saw\(loss\) after each step"):
+    with pytest.raises(ValueError, match=r"the loss of step 1 is missing: call record_loss\(loss\) after each step"):
         schedule.at(2)
-    schedule.saw(3.0)
+    schedule.record_loss(3.0)
     with pytest.raises(ValueError, match="called for step 1, and now for 1; call it once per step"):
         schedule.at(1)
 
@@ -164,7 +164,7 @@ def test_going_on_from_any_step_is_never_having_stopped() -> None:
         whole = []
         for step in range(1, steps + 1):
             schedule.at(step, lr=rates[step - 1])
-            schedule.saw(losses[step - 1])
+            schedule.record_loss(losses[step - 1])
             whole.append(schedule.part)
             states.append(json.dumps(schedule.state_dict()))
         assert whole == in_force(copy.deepcopy(fresh()), rates, losses)

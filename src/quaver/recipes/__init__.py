@@ -307,7 +307,7 @@ def schedule(text: str, *, steps: int | None = None, peak: float | None = None) 
 
         schedule = quaver.recipes.schedule("nvfp4 until 85%, bf16", steps=1000)
         recipe = schedule.at(step)  # before each step, with lr= if a phase ends by learning rate
-        schedule.saw(loss)  # after each step, if a phase ends by loss
+        schedule.record_loss(loss)  # after each step, if a phase ends by loss
 
     Args:
         text: phases separated by commas, each but the last with its end: `until STEP`, `until SHARE%` (of the steps),

@@ -121,10 +121,10 @@ class Schedule:
         for step in range(1, steps + 1):
             with qt.autocast(schedule.at(step)):
                 loss = ...
-            schedule.saw(loss.item())
+            schedule.record_loss(loss.item())
 
     A finished phase does not come back; one whose end has already passed is skipped. The result depends only on the
-    arguments of `at` and `saw`, so ranks that pass the same values get the same recipes.
+    arguments of `at` and `record_loss`, so ranks that pass the same values get the same recipes.
 
     Args:
         parts: phases in order.
@@ -142,7 +142,7 @@ class Schedule:
         self.parts, self.steps, self.peak = tuple(parts), steps, peak
         _check(self.parts, steps, peak)
         self.part = 0
-        #: Last step passed to `at`, and whether its loss was passed to `saw`.
+        #: Last step passed to `at`, and whether its loss was passed to `record_loss`.
         self._step, self._loss_seen = 0, True
         #: Highest learning rate so far, and the losses of the last steps.
         self._highest = 0.0
@@ -155,7 +155,7 @@ class Schedule:
 
     @property
     def by_loss(self) -> bool:
-        """True if a phase ends by loss; then call `saw` once per step, on all ranks with the same number."""
+        """True if a phase ends by loss; then call `record_loss` once per step, on all ranks with the same number."""
         return any(part.end is not None and part.end.kind == "loss" for part in self.parts)
 
     @property
@@ -178,7 +178,7 @@ class Schedule:
                 f"at() was called for step {self._step}, and now for {step}; call it once per step, in order"
             )
         if self.by_loss and not self._loss_seen:
-            raise ValueError(f"the loss of step {self._step} is missing: call saw(loss) after each step")
+            raise ValueError(f"the loss of step {self._step} is missing: call record_loss(loss) after each step")
         self._step, self._loss_seen = step, False
         if lr is not None:
             self._highest = max(self._highest, float(lr))
@@ -186,7 +186,7 @@ class Schedule:
             self.part += 1
         return self.recipe
 
-    def saw(self, loss: float) -> None:
+    def record_loss(self, loss: float) -> None:
         """Pass the training loss, in nats, of the last step passed to `at`."""
         self._loss_seen = True
         if self.by_loss:

@@ -182,7 +182,7 @@ class RecipePhases:
 
         Losses differ between ranks in rounding, so all use that of the first rank.
         """
-        self.schedule.saw(ranks.broadcast(record["loss"]) if self.schedule.by_loss else record["loss"])
+        self.schedule.record_loss(ranks.broadcast(record["loss"]) if self.schedule.by_loss else record["loss"])
         return record if len(self.schedule.parts) == 1 else {**record, "part": self.schedule.part + 1}
 
     def state(self) -> dict[str, Any]:
