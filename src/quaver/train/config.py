@@ -1,8 +1,8 @@
 """Options of a training run: a frozen dataclass, read from TOML and written back to the run's folder.
 
-The text beside a field is its documentation and its `--help` text: the command line is generated from the dataclass
-(`commands/cli.py`), so a new field is a new option. The module also parses the names of pipeline schedules, optimizers
-and recipes.
+The text in a field's annotation is its documentation and its `--help` text: the command line is generated from the
+dataclass (`commands/cli.py`), so a new field is a new option. The module also parses the names of pipeline schedules,
+optimizers and recipes.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class PipelineSchedule(NamedTuple):
     least: int
     most: int
     #: True if stages are assigned in a V, so that the first rank has the first and the last stage; else round-robin.
-    turns: bool
+    v_shaped: bool
     #: True if the schedule runs the two parts of a backward separately.
     splits: bool
     #: True if micro-batches are processed in rounds of equal size.
@@ -53,12 +53,12 @@ class PipelineSchedule(NamedTuple):
 DEFAULT_STAGES = 2
 _ANY = 1 << 20
 PIPELINE_SCHEDULES = {
-    "1F1B": PipelineSchedule(1, 1, turns=False, splits=False),
-    "GPipe": PipelineSchedule(1, 1, turns=False, splits=False),
-    "Interleaved1F1B": PipelineSchedule(DEFAULT_STAGES, _ANY, turns=False, splits=False, rounds=True),
-    "InterleavedZeroBubble": PipelineSchedule(DEFAULT_STAGES, _ANY, turns=False, splits=True, rounds=True),
-    "ZBVZeroBubble": PipelineSchedule(DEFAULT_STAGES, DEFAULT_STAGES, turns=True, splits=True),
-    "DualPipeV": PipelineSchedule(DEFAULT_STAGES, DEFAULT_STAGES, turns=True, splits=True, fills=True),
+    "1F1B": PipelineSchedule(1, 1, v_shaped=False, splits=False),
+    "GPipe": PipelineSchedule(1, 1, v_shaped=False, splits=False),
+    "Interleaved1F1B": PipelineSchedule(DEFAULT_STAGES, _ANY, v_shaped=False, splits=False, rounds=True),
+    "InterleavedZeroBubble": PipelineSchedule(DEFAULT_STAGES, _ANY, v_shaped=False, splits=True, rounds=True),
+    "ZBVZeroBubble": PipelineSchedule(DEFAULT_STAGES, DEFAULT_STAGES, v_shaped=True, splits=True),
+    "DualPipeV": PipelineSchedule(DEFAULT_STAGES, DEFAULT_STAGES, v_shaped=True, splits=True, fills=True),
 }
 
 
@@ -70,8 +70,8 @@ def stages_per_rank(schedule: str, wanted: int) -> int:
 def stage_ranks(schedule: str, ranks: int, each: int) -> list[int]:
     """Return the rank of each stage, from the first stage to the last."""
     down = [*range(ranks)]
-    up = down[::-1] if PIPELINE_SCHEDULES[schedule].turns else down
-    return [rank for turn in range(each) for rank in (up if turn % 2 else down)]
+    up = down[::-1] if PIPELINE_SCHEDULES[schedule].v_shaped else down
+    return [rank for index in range(each) for rank in (up if index % 2 else down)]
 
 
 # ---- optimizer names ----
@@ -179,21 +179,21 @@ def check_sharded_optimizer(text: str, shapes: Mapping[str, tuple[int, ...]], pa
         text: name of the optimizer.
         shapes: [out, in] of the layers' matrices by name; of experts [experts, out, in].
         parts: number of ranks over which each matrix is sharded.
-        tp: of these, the ranks of tensor parallelism.
+        tp: number of ranks of tensor parallelism among them.
     """
     chosen = find_optimizer(text)
-    preset, lies = chosen.preset, f"{parts} ranks have parts of each matrix"
+    preset, sharded = chosen.preset, f"{parts} ranks have parts of each matrix"
     if preset is None or parts == 1:
         return
     if chosen.rule == "muon":
         raise ValueError(
-            f"optimizer {text} orthogonalizes whole matrices, and {lies}; use only pipeline parallelism (--pp), or "
+            f"optimizer {text} orthogonalizes whole matrices, and {sharded}; use only pipeline parallelism (--pp), or "
             "take --optimizer lean or lion-lean"
         )
     specs = [spec for spec in (preset.first, preset.second)[: chosen.moments[0]] if spec.of.scaled]
     if any(spec.block is None for spec in specs):
         raise ValueError(
-            f"optimizer {text} has one scale for a whole matrix, and {lies}; take one with scales of blocks: lean, "
+            f"optimizer {text} has one scale for a whole matrix, and {sharded}; take one with scales of blocks: lean, "
             "balanced or exact"
         )
     block = max((spec.block or 1 for spec in specs), default=1)
@@ -364,15 +364,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 def as_type(path: Path, key: str, value: Any, kind: Any) -> Any:
     """Return `value` as the option's type; integers are accepted as floats, nothing else is converted."""
     if kind is bool:
-        right, wanted = isinstance(value, bool), "true or false"
+        valid, expected = isinstance(value, bool), "true or false"
     elif kind in (int, float, str):
-        right = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
-        wanted = {int: "a whole number", float: "a number", str: "a string"}[kind]
+        valid = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        expected = {int: "a whole number", float: "a number", str: "a string"}[kind]
     else:
-        right = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        wanted, kind = "a list of strings", tuple
-    if not right:
-        raise ValueError(f"{path}: {key} = {shown(value)} should be {wanted}")
+        valid = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        expected, kind = "a list of strings", tuple
+    if not valid:
+        raise ValueError(f"{path}: {key} = {shown(value)} should be {expected}")
     try:
         return kind(value)
     except OverflowError as error:
@@ -382,9 +382,9 @@ def as_type(path: Path, key: str, value: Any, kind: Any) -> Any:
 def read_run(path: Path) -> dict[str, Any]:
     """Read the config file of a run like `read_toml`. Raises: ValueError also if the file was changed since."""
     options = read_toml(path)
-    lines, _, said = files.read(path).rpartition(DIGEST)
+    lines, _, recorded = files.read(path).rpartition(DIGEST)
     # Earlier runs wrote no digest, and a user who changes an option on purpose deletes the digest.
-    if lines and said.strip() != digest(lines):
+    if lines and recorded.strip() != digest(lines):
         raise ValueError(
             f"{path} is not as the run wrote it; restore it, or delete its last line if you changed it on purpose"
         )
@@ -492,7 +492,7 @@ def folder_name(text: str) -> str:
 
     `delayed(history=16)` becomes `delayed-history=16`, and `nvfp4 until 85%, bf16` becomes `nvfp4-until-85pct,bf16`.
     """
-    said = re.sub(r"\s+until\s+", "-until-", text.strip())
-    for letter, name in (("(", "-"), ("%", "pct"), ("<", "-below-")):
-        said = said.replace(letter, name)
-    return re.sub(r"[^\w=.,+-]", "", said)
+    name = re.sub(r"\s+until\s+", "-until-", text.strip())
+    for character, replacement in (("(", "-"), ("%", "pct"), ("<", "-below-")):
+        name = name.replace(character, replacement)
+    return re.sub(r"[^\w=.,+-]", "", name)

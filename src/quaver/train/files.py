@@ -1,8 +1,8 @@
 """Atomic file writes, and a lock that lets one process at a time write into the folder of a run or comparison.
 
 The lock is the operating system's and ends with its process, so a dead process is no obstacle; readers need no lock. A
-file beside it describes the owner, for the error message of a second process. That file remains and marks the folder as
-Quaver's.
+file next to it describes the owner, for the error message of a second process. That file remains and marks the folder
+as Quaver's.
 """
 
 import json
@@ -28,13 +28,13 @@ MAX_BYTES = 64 << 20
 
 
 def partial_of(path: Path) -> Path:
-    """Return a new hidden name beside `path`, for incomplete or deleted files; `delete_partial` removes leftovers."""
+    """Return a new hidden path in the same folder, for an incomplete or deleted file; see `delete_partial`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a new path beside `path` to write to; it replaces `path` at the end, or is deleted on failure."""
+    """Yield a new path in the folder of `path` to write to; it replaces `path` at the end, or is deleted on failure."""
     check_places(path.parent, [path.name])
     partial = partial_of(path)
     try:
@@ -79,10 +79,10 @@ def check_file(path: Path) -> None:
 
 def delete_folder(path: Path) -> None:
     """Delete a folder; it is renamed first, so that no reader sees a part of it."""
-    gone = partial_of(path)
+    renamed = partial_of(path)
     with suppress(FileNotFoundError):
-        os.replace(path, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        os.replace(path, renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def delete_partial(folder: Path) -> None:
@@ -154,8 +154,8 @@ def lock_owner_text(doing: str) -> str:
 def read_lock_owner(folder: Path) -> str:
     """Describe the process that has locked a folder."""
     try:
-        said = json.loads(read(folder / OWNER_FILE))
-        return f"{said['doing']} by process {said['pid']} on {said['host']}, since {said['since']}"
+        owner = json.loads(read(folder / OWNER_FILE))
+        return f"{owner['doing']} by process {owner['pid']} on {owner['host']}, since {owner['since']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process is writing into it"
 

@@ -114,17 +114,18 @@ def sizes_of(config: TrainConfig, recipe: Recipe) -> MeshSizes:
     """
     ranks = world()
     chosen = {name: number for name in ("pp", "cp", "tp") if (number := getattr(config, name)) > 1}
-    beside, said = math.prod(chosen.values()), "".join(f" and {name} is {number}" for name, number in chosen.items())
-    if ranks % beside:
+    others = math.prod(chosen.values())
+    chosen_text = "".join(f" and {name} is {number}" for name, number in chosen.items())
+    if ranks % others:
         raise ValueError(
-            f"{said.removeprefix(' and ')}, and the number of ranks is {ranks}; "
-            f"{torchrun_hint(beside * (config.fsdp or 1))}, or give numbers that divide the ranks"
+            f"{chosen_text.removeprefix(' and ')}, and the number of ranks is {ranks}; "
+            f"{torchrun_hint(others * (config.fsdp or 1))}, or give numbers that divide the ranks"
         )
-    fsdp = config.fsdp or ranks // beside
-    if fsdp * beside != ranks:
+    fsdp = config.fsdp or ranks // others
+    if fsdp * others != ranks:
         raise ValueError(
-            f"fsdp is {fsdp}{said}, and the number of ranks is {ranks}; give --fsdp {ranks // beside}, or "
-            f"{torchrun_hint(fsdp * beside)}"
+            f"fsdp is {fsdp}{chosen_text}, and the number of ranks is {ranks}; give --fsdp {ranks // others}, or "
+            f"{torchrun_hint(fsdp * others)}"
         )
     if config.batch % fsdp:
         raise ValueError(
@@ -212,9 +213,9 @@ def check_features(config: TrainConfig, recipe: Recipe, sizes: MeshSizes) -> Non
     for features in (model.hidden, model.heads * model.head_dim, model.groups * model.head_dim):
         if features % (ranks * multiple):
             each = f"{features // ranks} of {features} features of {config.model} on each rank"
-            in_blocks = f", and {recipe.name} quantizes them in blocks of {multiple}" if multiple > 1 else ""
+            block_text = f", and {recipe.name} quantizes them in blocks of {multiple}" if multiple > 1 else ""
             raise ValueError(
-                f"tp is {ranks}, with {each}{in_blocks}; give --tp a smaller number, or take a recipe with scales of "
+                f"tp is {ranks}, with {each}{block_text}; give --tp a smaller number, or take a recipe with scales of "
                 "whole tensors or rows, such as tensorwise"
             )
 

@@ -157,7 +157,7 @@ def final_label(row: RecipeRow) -> str:
 
 
 def style_axes(values: np.ndarray) -> tuple[float, float]:
-    """Return axis limits with a margin around values; single steps may lie outside."""
+    """Return axis limits with a margin around values; single steps may be outside."""
     margin = 0.15 * float(values.max() - values.min()) + 1e-6
     return float(values.min()) - margin, float(values.max()) + margin
 
@@ -174,17 +174,17 @@ def label_finals(axes: Axes, rows: Sequence[RecipeRow]) -> None:
     finals = {row.recipe: row.difference or 0.0 for row in rows}
     rows = sorted(rows, key=lambda row: finals[row.recipe])
     low, high = axes.get_ylim()
-    beside = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in nats
+    transform = axes.get_yaxis_transform()  # x as a fraction of the axes' width, y in nats
     heights = spread([(finals[row.recipe] - low) / (high - low) for row in rows], 0.1)
     for index, (row, height) in enumerate(zip(rows, heights, strict=True)):
         shade, dot = recipe_colour(row.recipe), (1.02 + 0.012 * (index % 3), finals[row.recipe])
-        axes.plot([dot[0]] * 2, final_values(row), color=shade, linewidth=1.2, transform=beside, clip_on=False)
-        axes.plot(*dot, "o", color=shade, markersize=5, transform=beside, clip_on=False)
+        axes.plot([dot[0]] * 2, final_values(row), color=shade, linewidth=1.2, transform=transform, clip_on=False)
+        axes.plot(*dot, "o", color=shade, markersize=5, transform=transform, clip_on=False)
         axes.annotate(
             final_label(row),
             dot,
             (1.075, height),
-            xycoords=beside,
+            xycoords=transform,
             textcoords="axes fraction",
             color=shade,
             va="center",
@@ -200,18 +200,18 @@ def final_values(row: RecipeRow) -> tuple[float, float]:
     return middle - error, middle + error
 
 
-def spread(heights: Sequence[float], apart: float, low: float = 0.04, high: float = 0.96) -> list[float]:
-    """Move ascending heights as little as needed to be `apart` within [low, high], or as far apart as fits."""
-    apart = min(apart, (high - low) / max(1, len(heights) - 1))
+def spread(heights: Sequence[float], distance: float, low: float = 0.04, high: float = 0.96) -> list[float]:
+    """Move ascending heights as little as needed to be `distance` apart within [low, high], or as far apart as fits."""
+    distance = min(distance, (high - low) / max(1, len(heights) - 1))
     moved = np.array(heights, dtype=float)
     for _ in range(200):
-        close = np.diff(moved) < apart - 1e-9 * apart
+        close = np.diff(moved) < distance - 1e-9 * distance
         if not close.any():
             break
-        gap = np.where(close, apart - np.diff(moved), 0) / 2
+        gap = np.where(close, distance - np.diff(moved), 0) / 2
         moved[:-1] -= gap
         moved[1:] += gap
-    step = apart * np.arange(len(moved))
+    step = distance * np.arange(len(moved))
     moved = np.maximum.accumulate(np.maximum(moved, low) - step) + step
     return (np.minimum.accumulate((np.minimum(moved, high) + step[::-1])[::-1])[::-1] - step[::-1]).tolist()
 
