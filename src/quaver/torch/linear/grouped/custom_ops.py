@@ -130,8 +130,7 @@ def _call(
             columns=args.columns,
             transposed=args.transposed,
         )
-    of_weight = weight, bias_dtype, args.transposed
-    call = GroupedCall(None, parsed(args.recipe), offsets, like, args.dtype, True, *of_weight)
+    call = GroupedCall(None, parsed(args.recipe), offsets, like, args.dtype, True, weight, bias_dtype, args.transposed)
     if args.factors is not None:
         call.factors = args.factors.tolist() if on_host else args.factors
     if args.name and args.counts is not None:
@@ -171,13 +170,13 @@ def _forward(
     active_context.compiled = True
     with ops.without_autocast(x.device.type), selective_checkpoint.inside():
         y, saved = products.forward(call, rows, high, weight, bias, keeps)
-    kept = tuple(y.new_empty(0, dtype=dtype) for dtype in NO_OPERAND[1])
+    saved_tensors = tuple(y.new_empty(0, dtype=dtype) for dtype in NO_OPERAND[1])
     if saved is not None and call.recipe.saved_input is not None:
-        kept = SavedLayout.of(call).flat(saved, padded=True)  # type: ignore[arg-type]
+        saved_tensors = SavedLayout.of(call).flat(saved, padded=True)  # type: ignore[arg-type]
     amaxes = torch.zeros((2, groups), dtype=torch.float32, device=y.device)
-    for column, of_groups in call.amaxes.items():
-        amaxes[column] = torch.as_tensor(of_groups, dtype=torch.float32, device=y.device)
-    return y, *kept, amaxes
+    for column, group_amaxes in call.amaxes.items():
+        amaxes[column] = torch.as_tensor(group_amaxes, dtype=torch.float32, device=y.device)
+    return y, *saved_tensors, amaxes
 
 
 def _forward_fake(
@@ -190,8 +189,8 @@ def _forward_fake(
     if keeps and recipe.saved_input is not None:
         on_host = x.device.type == "cpu" and not gpu.forced_implementations
         shapes, dtypes = SavedLayout.by(recipe, rows, groups, k).shapes(on_host)
-    kept = [x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return x.new_empty((rows, n), dtype=args.dtype), *kept, x.new_empty((2, groups), dtype=torch.float32)
+    saved = [x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return x.new_empty((rows, n), dtype=args.dtype), *saved, x.new_empty((2, groups), dtype=torch.float32)
 
 
 def _forward_flops(x: Tensor, *rest: Any, out_val: Any, **_: Any) -> int:
@@ -209,20 +208,20 @@ FORWARD: Operation[tuple[Tensor, ...]] = Operation(
     flops=_forward_flops,
 )
 
-# ---- backward: `kept` is what forward returned, or the rows as `flat_rows` if the recipe saves them unquantized ----
+# ---- backward: tensors saved by forward, or `flat_rows` of the rows if the recipe saves them unquantized ----
 
 
 def _backward(
-    g: Tensor, kept: Tensor, kept_scale: Tensor | None, kept_factor: Tensor | None, kept_flags: Tensor | None,
+    g: Tensor, data: Tensor, scale: Tensor | None, factor: Tensor | None, flags: Tensor | None,
     needs: list[bool], bias_dtype: torch.dtype, number: Tensor | None, first: int, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     call, weight = _call(CustomOpArguments(*rest), g, 1, bias_dtype)
     recipe = call.recipe
     saved: Any = None
     if needs[1] and recipe.saved_input is None:
-        saved = _rows(kept, kept_scale, kept_factor, call)
+        saved = _rows(data, scale, factor, call)
     elif needs[1]:
-        tensors: Any = kept, kept_scale, kept_factor, kept_flags
+        tensors: Any = data, scale, factor, flags
         saved = SavedLayout.of(call).operand(tensors, call.offsets)
     with ops.without_autocast(g.device.type), selective_checkpoint.inside():
         grads = products.backward(call, g, weight, saved, needs)
