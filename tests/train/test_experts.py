@@ -111,7 +111,7 @@ def test_a_router_with_nonfinite_logits_is_named(make_config: MakeConfig, monkey
     router.register_forward_hook(lambda module, inputs, routing: routing._replace(logits=routing.logits * torch.nan))
     batch = torch.zeros((1, 2, 17), dtype=torch.int64)
     place = first_module(model, batch, partial(loss_of, model, dtype="float32"))
-    assert place.says == "the first output that is not finite is that of layers.1.mlp.router"
+    assert place.message == "the first output that is not finite is that of layers.1.mlp.router"
 
     def poisoned(*arguments: Any) -> Any:
         model = build_decoder(*arguments)

@@ -122,10 +122,10 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     for name, value in ordered:
         begin, end = end, end + value.nbytes
         header[name] = {"dtype": names[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
-    said = json.dumps(header, separators=(",", ":")).encode()
-    said += b" " * (-len(said) % 8)
+    header_bytes = json.dumps(header, separators=(",", ":")).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
     with path.open("wb") as file:
-        file.write(len(said).to_bytes(8, "little") + said)
+        file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for _, value in ordered:
             bits = value.view(np.uint16) if value.dtype == BFLOAT16 else value
             file.write(np.ascontiguousarray(bits, bits.dtype.newbyteorder("<")).tobytes())
@@ -246,8 +246,8 @@ def state_text(state: dict[str, Any]) -> str:
 
 def own_digest(state: dict[str, Any]) -> str:
     """Return the SHA-256 of a state without its own digest."""
-    said = {key: value for key, value in state.items() if key != "digest"}
-    return hashlib.sha256(state_text(said).encode()).hexdigest()
+    others = {key: value for key, value in state.items() if key != "digest"}
+    return hashlib.sha256(state_text(others).encode()).hexdigest()
 
 
 def digest(path: Path) -> str:

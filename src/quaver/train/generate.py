@@ -172,8 +172,8 @@ def load_matching(path: Path, config: TrainConfig, vocab: int) -> SavedCheckpoin
     if saved.state.get("model") != config.model:
         wrong = [f"it is one of {shown(saved.state.get('model'))}"]
     if wrong:
-        said = f"the checkpoint of step {saved.step} does not fit {config.model}, as the run's config.toml has it"
-        raise checkpoint.CheckpointError(f"{said}: {wrong[0]} ({path})")
+        message = f"the checkpoint of step {saved.step} does not fit {config.model}, as the run's config.toml has it"
+        raise checkpoint.CheckpointError(f"{message}: {wrong[0]} ({path})")
     return saved
 
 

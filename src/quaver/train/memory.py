@@ -261,22 +261,22 @@ def training_footprint(
     whole = NOTHING
     for name, shape in parameters(sizes, vocab).items():
         number = math.prod(shape)
-        of_layer = name.removesuffix(".weight") in layers
-        moments = chosen.moments[0 if of_layer else 1]
-        of_codes = of_layer and stored_as == "codes"
+        in_layer = name.removesuffix(".weight") in layers
+        moments = chosen.moments[0 if in_layer else 1]
+        as_codes = in_layer and stored_as == "codes"
         # Routers and convolutions are not Linear layers.
-        apart = name == "embedding.weight" or name.endswith(("router.weight", "conv1d.weight"))
-        small = len(shape) < 2 or (number < SMALL and not of_codes) or name == "embedding.weight"
+        stays_float32 = name == "embedding.weight" or name.endswith(("router.weight", "conv1d.weight"))
+        small = len(shape) < 2 or (number < SMALL and not as_codes) or name == "embedding.weight"
         if chosen.preset is None or small:
             # A small matrix of a layer or head is still stored in bfloat16.
-            narrow = len(shape) > 1 and not apart and chosen.others(dtype) == "bfloat16"
+            narrow = len(shape) > 1 and not stays_float32 and chosen.others(dtype) == "bfloat16"
             own = of_matrix(PRESETS["float32"], flat_shape(shape), "bfloat16", None, moments) if narrow else None
             whole += own or plain(number, moments)
         else:
-            how = stored_as if of_layer else "float32" if apart else chosen.others(dtype)
+            how = stored_as if in_layer else "float32" if stays_float32 else chosen.others(dtype)
             *stack, rows, columns = shape
-            for _ in range(math.prod(stack) if of_codes else 1):
-                one = (rows, columns) if of_codes else flat_shape(shape)
+            for _ in range(math.prod(stack) if as_codes else 1):
+                one = (rows, columns) if as_codes else flat_shape(shape)
                 whole += of_matrix(chosen.preset, one, how, recipe.fprop.b, moments)
     return whole
 

@@ -55,13 +55,13 @@ def newest(path: Path) -> list[Record]:
 def record(line: str, where: str) -> Record:
     """Parse one line as a record. Raises: ValueError if it is none."""
     try:
-        said = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON; restore it, or delete that line") from error
-    right = isinstance(said, dict) and type(said.get("step")) is int and "seconds" in said
-    if not right or not all(map(is_number, said.values())):
+    valid = isinstance(value, dict) and type(value.get("step")) is int and "seconds" in value
+    if not valid or not all(map(is_number, value.values())):
         raise ValueError(f"{where} is not a record that quaver wrote; restore it, or delete that line")
-    return said
+    return value
 
 
 def is_number(value: object) -> bool:

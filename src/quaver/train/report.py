@@ -62,22 +62,22 @@ def notes(comparison: Comparison) -> list[str]:
     tokens = config.batch * config.accumulate * config.sequence
     which = f"seed {config.seed}" if seeds == 1 else f"seeds {config.seed} to {config.seed + seeds - 1}"
     text = f" (the text's fingerprint: {comparison.text})" if comparison.text else ""
-    said = [
+    sentences = [
         f"Model {config.model}, {config.steps} steps of {tokens} tokens, {which}; "
         f"the same initial weights and batches under every recipe{text}."
     ]
     if seeds == 1:
-        said.append("With one seed no interval can be given; --seeds 3 shows what is chance.")
+        sentences.append("With one seed no interval can be given; --seeds 3 shows what is chance.")
     else:
-        said.append(
+        sentences.append(
             "A difference is paired by seed: its mean over seeds, and the 95 % confidence interval of that mean "
             f"(Student's t over {seeds} seeds" + ("; two seeds say little)." if seeds == 2 else ").")
         )
     if frameworks.runs_on_cpu(config):
-        said.append("Tokens/s of recipes are of exact emulation on a CPU, and say nothing of a GPU's speed.")
+        sentences.append("Tokens/s of recipes are of exact emulation on a CPU, and say nothing of a GPU's speed.")
     if comparison.jobs > 1:
-        said.append(f"Speeds are of {comparison.jobs} runs side by side; --jobs 1 times each alone.")
-    return said
+        sentences.append(f"Speeds are of {comparison.jobs} runs side by side; --jobs 1 times each alone.")
+    return sentences
 
 
 def failures(comparison: Comparison) -> list[str]:
@@ -157,10 +157,10 @@ def format_step(record: Record, parts: Sequence[str] = ()) -> str:
         record: record of a training step.
         parts: recipes of a run that changes its recipe.
     """
-    said = f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
+    text = f"loss {record['loss']:.3f}  {record['tokens_per_second']:>8,.0f} tokens/s"
     if 0 < record.get("part", 0) <= len(parts):
-        said += f"  {parts[record['part'] - 1]}"
-    return said
+        text += f"  {parts[record['part'] - 1]}"
+    return text
 
 
 def time_left(seconds: float, done: int, total: int) -> str:

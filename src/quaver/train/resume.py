@@ -51,10 +51,10 @@ def resume_from(
         )
     changed = differences(before, config) | changed_steps(before, config, saved.step)
     own = MODELS[config.model].lr
-    said = ", ".join(
+    changes = ", ".join(
         f"{name} {option_text(name, getattr(config, name), own)} (was {was})" for name, was in changed.items()
     )
-    check_steps(path, saved.step, config, said)
+    check_steps(path, saved.step, config, changes)
     # Other optimizers validate their states themselves, because only they know codes and residuals.
     wrong = tensor_errors(saved, trained, config, vocab, "recipe" in changed) if config.optimizer == TORCH_ADAMW else []
     if config.optimizer != TORCH_ADAMW:
@@ -76,7 +76,7 @@ def resume_from(
         raise CheckpointError(f"the checkpoint {path} does not fit this model: {error}") from error
     if changed and ranks.first:
         warnings.warn(
-            f"the run goes on from step {saved.step} with other options: {said}; a run with either alone has other "
+            f"the run goes on from step {saved.step} with other options: {changes}; a run with either alone has other "
             "losses",
             stacklevel=2,
         )

@@ -194,9 +194,9 @@ def option(record: type, field: Any, panel: str | None) -> inspect.Parameter:
         shown = typer.Option(f"{name}/--no-{name[2:]}", help=sentence, show_default=False, rich_help_panel=panel)
         annotation: Any = Annotated[Optional[bool], shown]  # noqa: UP045
     else:
-        said = f"{sentence} (default {field.default})" if field.default not in ("", ()) else sentence
+        help_text = f"{sentence} (default {field.default})" if field.default not in ("", ()) else sentence
         kind = kind if kind in (int, float, str) else list[str]
-        shown = typer.Option(help=said, show_default=False, rich_help_panel=panel)
+        shown = typer.Option(help=help_text, show_default=False, rich_help_panel=panel)
         annotation = Annotated[Optional[kind], shown]  # noqa: UP045
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

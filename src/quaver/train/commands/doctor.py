@@ -162,9 +162,9 @@ def kernels_text(recipe: str, devices: Sequence[Device]) -> tuple[str, str]:
     for name, implementation, why in ran:
         if name not in native:
             emulated.setdefault(f"{implementation}: {why}", []).append(name)
-    said = [f"{', '.join(native)} native"] if native else []
-    said += [f"{', '.join(names)} {how_and_why}" for how_and_why, names in emulated.items()]
-    return "partly native" if native else "emulated", "; ".join(said)
+    parts = [f"{', '.join(native)} native"] if native else []
+    parts += [f"{', '.join(names)} {how_and_why}" for how_and_why, names in emulated.items()]
+    return "partly native" if native else "emulated", "; ".join(parts)
 
 
 def recipes_table(devices: Sequence[Device]) -> list[tuple[str, str, str]]:

@@ -55,7 +55,7 @@ class NonFinitePlace(NamedTuple):
     #: Name of the module or parameter, or "".
     name: str
     #: Message for the user.
-    says: str
+    message: str
 
 
 def is_finite(value: Any) -> bool:
@@ -155,9 +155,9 @@ class TorchLearner:
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         self.update.set_lr(lr, self.device)
-        loss, norm, *of_experts = self._run(self._ids(batch)).tolist()
+        loss, norm, *expert_stats = self._run(self._ids(batch)).tolist()
         balance = self.update.balance
-        self.extra_metrics = {} if balance is None else balance.extra_metrics(of_experts)
+        self.extra_metrics = {} if balance is None else balance.extra_metrics(expert_stats)
         return loss, norm
 
     def change_recipe(self, recipe: Recipe) -> None:
@@ -205,14 +205,14 @@ class TorchLearner:
         pieces = torch.from_numpy(batch).to(self.device).view(-1, size, batch.shape[-1])
         first = first_module(self.model, pieces, self.update.loss)
         if self.group is None:
-            return first.says
+            return first.message
         # Before the first step, as in a validation, no rank has a loss of its own.
         nonfinite = "" if self.update.own is None else self.group.ranks_of_nonfinite(self.update.own)
         return nonfinite + self.group.first_message(first)
 
     def first_gradient(self, batch: np.ndarray) -> str:
         first = first_gradient(self.model)
-        return first.says if self.group is None else self.group.first_message(first, backward=True)
+        return first.message if self.group is None else self.group.first_message(first, backward=True)
 
     def tensors(self) -> tuple[Tensors, Tensors]:
         return arrays(self.model.state_dict()), arrays(state_of(self.model, self.optimizer))

@@ -171,9 +171,9 @@ class TorchProcessGroup:
             seen: a number, the name of a module or parameter or "", and the message.
             backward: the last stage comes first.
         """
-        number, name, says = seen
+        number, name, message = seen
         stage = self.pipeline.stage_of(name) if self.pipeline is not None and name else 0
-        return str(min(self.gather_objects((not name, -stage if backward else stage, number, says)))[-1])
+        return str(min(self.gather_objects((not name, -stage if backward else stage, number, message)))[-1])
 
     def tokens(self, config: TrainConfig) -> int:
         """Return how many of a sequence's tokens this rank has between layers."""
@@ -269,21 +269,21 @@ def check_options(store: Any, number: int, world: int, config: TrainConfig) -> N
         if store.get("options").decode():
             raise OtherRankFailed
         return
-    said = ""
+    error = ""
     for other in range(1, world):
         its = json.loads(store.get(f"options/{other}"))
         # Round trip through JSON, which turns tuples into lists.
         wrong = [name for name, value in json.loads(json.dumps(options)).items() if its.get(name) != value]
         if wrong:
             name = wrong[0]
-            said = (
+            error = (
                 f"{name} is {options[name]!r}, and on rank {other} {its.get(name)!r}; give every rank the same options"
             )
             break
-    store.set("options", said)
-    if said:
+    store.set("options", error)
+    if error:
         time.sleep(POLITE)  # the store may belong to this process, and other ranks must read it first
-        raise ValueError(said)
+        raise ValueError(error)
 
 
 def _is_lost(error: Exception) -> bool:
