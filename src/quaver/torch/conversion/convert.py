@@ -246,9 +246,9 @@ class _ModuleConverter:
         """Return the recipe of a module or None, the reason for None, and True if the user or a policy is the
         reason.
         """
-        asked = [*names, *(f"{n}.{p}".lstrip(".") for n in names for p in _parameter_names(module, kind))]
+        candidates = [*names, *(f"{n}.{p}".lstrip(".") for n in names for p in _parameter_names(module, kind))]
         sizes = kind.sizes(module)
-        rule, why = self.choice.decide(asked, *sizes)
+        rule, why = self.choice.decide(candidates, *sizes)
         if why or rule is None:
             return None, why, True
         recipe = self.chosen[rule]

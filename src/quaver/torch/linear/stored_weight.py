@@ -220,8 +220,8 @@ class _Unquantized(torch.autograd.Function):
     @staticmethod
     @hide_from_policies
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, layer: nn.Module) -> Tensor:
-        of_dgrad = weight if ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, of_dgrad, *saved_codes([of_dgrad], [layer]))
+        needed = weight if ctx.needs_input_grad[0] else None
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, needed, *saved_codes([needed], [layer]))
         return F.linear(x, plain_values(weight, x.dtype), bias)
 
     @staticmethod
@@ -229,11 +229,11 @@ class _Unquantized(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight, *_ = ctx.saved_tensors
         need_input, need_weight, need_bias, _ = ctx.needs_input_grad
-        of_x = g @ plain_values(weight, g.dtype) if need_input else None
-        g2, of_weight = g.reshape(-1, g.shape[-1]), None
+        grad_x = g @ plain_values(weight, g.dtype) if need_input else None
+        g2, grad_weight = g.reshape(-1, g.shape[-1]), None
         if need_weight:
-            of_weight = (g2.t() @ x.reshape(-1, x.shape[-1])).float()
-        return of_x, of_weight, g2.sum(0) if need_bias else None, None
+            grad_weight = (g2.t() @ x.reshape(-1, x.shape[-1])).float()
+        return grad_x, grad_weight, g2.sum(0) if need_bias else None, None
 
 
 # ---- create and write ----

@@ -337,8 +337,8 @@ def _check(options: TransformerArguments) -> None:
         plain = AttentionOptions()
         unsupported = sorted(name for name in others if getattr(options, name) != getattr(plain, name))
         if unsupported or options.cross_attention:
-            said = ", ".join(unsupported) or "cross_attention"
-            raise ValueError(f"latent attention has no {said}: leave it out, or leave out latent")
+            names = ", ".join(unsupported) or "cross_attention"
+            raise ValueError(f"latent attention has no {names}: leave it out, or leave out latent")
     if options.cross_attention and options.layout == "thd":
         raise ValueError("cross attention requires sequences of equal length: layout 'bshd' or 'sbhd', not 'thd'")
     if recompute not in RECOMPUTE:

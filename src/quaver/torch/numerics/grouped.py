@@ -183,8 +183,8 @@ def by_rows(spec: QuantSpec) -> bool:
 def in_lines(t: Tensor) -> bool:
     """Return True if rows (or columns) begin at multiples of 16 bytes, as torch's grouped GEMM requires."""
     line, rows, columns = 16 // t.element_size(), t.stride(-2), t.stride(-1)
-    apart, features = (rows, t.shape[-1]) if columns == 1 else (columns, t.shape[-2])
-    return 1 in (rows, columns) and apart >= features and apart % line == 0 and t.data_ptr() % 16 == 0
+    stride, features = (rows, t.shape[-1]) if columns == 1 else (columns, t.shape[-2])
+    return 1 in (rows, columns) and stride >= features and stride % line == 0 and t.data_ptr() % 16 == 0
 
 
 def rows_of(q: Quantized, start: int, end: int) -> Quantized:
@@ -402,13 +402,13 @@ def _scales(
     return e, scale, None, blocks.view(torch.float32).view(-1) if spec.per_tensor else None
 
 
-def _along(of_segments: Tensor, segments: BlockSegments) -> Tensor:
+def _along(values: Tensor, segments: BlockSegments) -> Tensor:
     """Gather values of segments by slot; 0 for slots of no segment."""
     if segments.total is None:
-        return of_segments
+        return values
     if segments.of_slot is None:
-        return of_segments.repeat_interleave(segments.height, 0)
-    return of_groups(of_segments, segments.of_slot)
+        return values.repeat_interleave(segments.height, 0)
+    return of_groups(values, segments.of_slot)
 
 
 def _uniform(draw: GroupedNoise, slots: GroupSlots, k: int, spec: QuantSpec, for_wgrad: bool) -> Tensor:

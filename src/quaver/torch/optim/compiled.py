@@ -168,13 +168,13 @@ def run_packed4(
     number = 2 if own.gradient[0].shape[1] > LANES else 4
     rounding_noise = _plane_noise(config, gradient[0].shape, number, place)
     before = None if spec is None else _spread(decode_scales(own.weight[1], spec, None), spec, gradient[0].shape)
-    of_gradient = None
+    gradient_scale = None
     if config.gradient is not None:
-        of_gradient = own.gradient[1].float().unsqueeze(-1).expand(-1, LONG // BLOCK).reshape(-1, 1)
+        gradient_scale = own.gradient[1].float().unsqueeze(-1).expand(-1, LONG // BLOCK).reshape(-1, 1)
     after = []
     for k in range(number):
         w, g = _weight(weight_format, weight, k, number), _above(gradient, k, number)
-        g = (g & -0x10000).view(torch.float32) if of_gradient is None else _of_e4m3(g, 24) * of_gradient
+        g = (g & -0x10000).view(torch.float32) if gradient_scale is None else _of_e4m3(g, 24) * gradient_scale
         result = config.rule(
             w if before is None else w * before,
             g if factor is None else g * factor,
@@ -221,8 +221,8 @@ def _lanes(tensor: Tensor) -> Lanes:
     """
     if tensor.dtype is torch.float32:
         return (tensor.view(torch.int32),)
-    apart = tensor.view(torch.float32).view(-1, LANES, 2).transpose(1, 2).clone(memory_format=torch.contiguous_format)
-    return in_memory(apart.view(torch.int32)).unbind(1)
+    lanes = tensor.view(torch.float32).view(-1, LANES, 2).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return in_memory(lanes.view(torch.int32)).unbind(1)
 
 
 def _above(packed: Lanes, k: int, number: int) -> Tensor:
@@ -552,9 +552,9 @@ class CompiledSteps:
         except Exception as error:
             # Compilation fails before anything is written.
             self.failed = True
-            said = (str(error).strip() or "no reason given").splitlines()[0]
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
             warnings.warn(
-                f"the optimizer's step was not compiled ({type(error).__name__}: {said}); it continues "
+                f"the optimizer's step was not compiled ({type(error).__name__}: {reason}); it continues "
                 "without compilation: the same numbers, slower",
                 stacklevel=2,
             )

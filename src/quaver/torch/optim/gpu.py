@@ -61,7 +61,9 @@ def reason(weight: Tensor, config: StepConfig, parts: ParameterTensors, place: S
             return f"the kernel does not support moments in {spec.text}"
     if weight.data_ptr() != parts.weight[0].data_ptr():
         return "it is not row-major"
-    return _of_weight(config, weight) or _of_gradient(config, parts) or _of_place(config, parts, place, step)
+    return (
+        _weight_reason(config, weight) or _gradient_reason(config, parts) or _shard_reason(config, parts, place, step)
+    )
 
 
 #: Operation that is True if a kernel steps a parameter, False if it steps chunk by chunk.
@@ -77,22 +79,24 @@ def _writes(spec: StateSpec, signed: bool) -> bool:
     return signed <= CODES.get(spec.text, -1)
 
 
-def _of_weight(config: StepConfig, weight: Tensor) -> str:
+def _weight_reason(config: StepConfig, weight: Tensor) -> str:
     weight_format, spec = config.weight_format, config.weight_format.code_spec
     if spec is None:
         supported = weight.dtype in FLOATS and not weight_format.master
         return "" if supported else f"the kernel does not support {weight.dtype}, or not with a master"
     if weight.dim() == 3 and (spec.block[0] is None or weight.shape[1] % spec.block[0]):
         return "a matrix of its stack ends within a block, or has a single scale"
-    in_all = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
-    if spec.format != E4M3 or spec.hadamard or not (in_all or spec.scale in MEASURED.get(spec.block, ())):
+    one_scale = spec.per_tensor and spec.scale in ("fp32", "power_of_two")
+    if spec.format != E4M3 or spec.hadamard or not (one_scale or spec.scale in MEASURED.get(spec.block, ())):
         return f"the kernel supports E4M3 codes with one scale or those of blockwise and mxfp8, and these are {spec}"
-    if weight_format.kind not in (("residual8", "residual16") if in_all else ("residual8", "residual16", "float32")):
+    if weight_format.kind not in (("residual8", "residual16") if one_scale else ("residual8", "residual16", "float32")):
         return f"the kernel does not support masters in {weight_format.kind} beside codes of {spec}"
-    return "" if config.predicts_scale or not in_all else "the scale of its codes depends on the weight after the step"
+    return (
+        "" if config.predicts_scale or not one_scale else "the scale of its codes depends on the weight after the step"
+    )
 
 
-def _of_gradient(config: StepConfig, parts: ParameterTensors) -> str:
+def _gradient_reason(config: StepConfig, parts: ParameterTensors) -> str:
     if config.gradient is not None:
         return (
             ""
@@ -103,7 +107,7 @@ def _of_gradient(config: StepConfig, parts: ParameterTensors) -> str:
     return "" if dtype in FLOATS else f"the kernel does not support gradients in {dtype}"
 
 
-def _of_place(config: StepConfig, parts: ParameterTensors, place: ShardPosition, step: Tensor) -> str:
+def _shard_reason(config: StepConfig, parts: ParameterTensors, place: ShardPosition, step: Tensor) -> str:
     weight = parts.weight[0]
     tensors = (*stored(parts), *parts.gradient)
     if not weight.numel():
@@ -115,14 +119,14 @@ def _of_place(config: StepConfig, parts: ParameterTensors, place: ShardPosition,
     spec = config.weight_format.code_spec
     if spec is not None and _cut(place, spec.block[0] or 1):
         return "its blocks cross shards"
-    if spec is not None and spec.block[0] == 1 and not _in_runs(tensors):
+    if spec is not None and spec.block[0] == 1 and not _vectorizable(tensors):
         return "weights with row scales are stepped 32 rows at a time and in blocks of 128, which do not fit this shape"
     if not all(t.is_contiguous() for t in tensors):
         return "its tensors are not contiguous"
     return "" if all(t.device == weight.device for t in (*tensors, step)) else "its states are on other devices"
 
 
-def _in_runs(tensors: Sequence[Tensor]) -> bool:
+def _vectorizable(tensors: Sequence[Tensor]) -> bool:
     """True if a matrix, the first tensor, consists of whole blocks, and all tensors are aligned for vector loads."""
     rows, columns = tensors[0].shape
     return rows % 32 == 0 and columns % 128 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
@@ -232,13 +236,13 @@ def launch(
     return done
 
 
-def warn_once(said: set[str], weight: Tensor, *operands: object) -> None:
+def warn_once(warned: set[str], weight: Tensor, *operands: object) -> None:
     """Warn once for each reason why kernels cannot step a parameter on a GPU."""
     if not weight.is_cuda:
         return
     why = dict(HAS_KERNEL.explain(weight, *operands)).get("triton", "")
-    if why and why not in said:
-        said.add(why)
+    if why and why not in warned:
+        warned.add(why)
         warnings.warn(
             f"parameters such as one of shape {tuple(weight.shape)} are stepped by plain torch operations, "
             f"with the same numbers but slower, because {why}",

@@ -316,8 +316,8 @@ def segments(p: Tensor, config: StepConfig) -> list[ShardSegment]:
         groups, n = p.shape[:2]
         high = None if spec is None else 1 if spec.block[0] is None else -(-n // spec.block[0])
         cuts = [slice(group * n, (group + 1) * n) for group in range(groups)]
-        of_blocks = [None if high is None else slice(group * high, (group + 1) * high) for group in range(groups)]
-        return [ShardSegment(cuts[group], of_blocks[group], None, group) for group in range(groups)]
+        block_slices = [None if high is None else slice(group * high, (group + 1) * high) for group in range(groups)]
+        return [ShardSegment(cuts[group], block_slices[group], None, group) for group in range(groups)]
     every = slice(0, local(p).shape[0] if local(p).dim() else 1)
     if spec is None or not shardings(p):
         return [ShardSegment(every, None, None)]
@@ -458,9 +458,9 @@ def check_state(p: Tensor, config: StepConfig, state: Mapping[str, Tensor]) -> N
     for name, (shape, dtype) in expected.items():
         found = None if name not in state else local(state[name])
         if found is None or (tuple(found.shape), found.dtype) != (shape, dtype):
-            said = "is missing" if found is None else f"has shape {tuple(found.shape)} and dtype {found.dtype}"
+            found_text = "is missing" if found is None else f"has shape {tuple(found.shape)} and dtype {found.dtype}"
             raise ValueError(
-                f"{name} of a parameter of shape {tuple(p.shape)} and {p.dtype} {said}, where {dtype} of shape "
+                f"{name} of a parameter of shape {tuple(p.shape)} and {p.dtype} {found_text}, where {dtype} of shape "
                 f"{shape} was expected: the parameter or its group's preset changed after the state was made. Take "
                 "state_dict() before such a change and load it after it, or begin anew by `del optimizer.state[p]`"
             )

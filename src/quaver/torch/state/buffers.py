@@ -107,8 +107,8 @@ def take_state(layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
         return False
     # A history is stored column-major.
     transposed = name == "history"
-    lies = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
-    buffer = torch.zeros(lies, dtype=dtype, device=device_of(layer))
+    stored_shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+    buffer = torch.zeros(stored_shape, dtype=dtype, device=device_of(layer))
     layer.register_buffer(name, buffer.mT if transposed else buffer)
     amax.register(layer)
     return True

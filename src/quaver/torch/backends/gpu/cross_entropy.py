@@ -146,7 +146,7 @@ def _launches(
 ) -> tuple[BufferSpec, list[LaunchSpec]]:
     """Return the spec of the sums, and the launches."""
     rows, columns = x.shape
-    apart = x.strides[0] if isinstance(x, BufferSpec) else x.stride(0)
+    row_stride = x.strides[0] if isinstance(x, BufferSpec) else x.stride(0)
     bm, bn, _ = COLUMN_SUM_BLOCK
     out = whole((columns,), dtype)
     if few:
@@ -156,9 +156,9 @@ def _launches(
     each = -(-blocks // programs) * bm
     down = -(-rows // each)
     if down == 1:
-        return out, [_launch(x, out, (rows, columns, apart), each, COLUMN_SUM_BLOCK)]
+        return out, [_launch(x, out, (rows, columns, row_stride), each, COLUMN_SUM_BLOCK)]
     partial = whole((down, columns), torch.float32)
-    first = _launch(x, partial, (rows, columns, apart), each, COLUMN_SUM_BLOCK)
+    first = _launch(x, partial, (rows, columns, row_stride), each, COLUMN_SUM_BLOCK)
     return out, [first, sum_launch(partial, out, down, columns)]
 
 

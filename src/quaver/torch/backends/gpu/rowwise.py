@@ -265,8 +265,8 @@ def _launch(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
         **format_constants(spec, x.device),
     }
     square = spec.block[0] == BLOCK
-    apart = 0 if q is None else _shape(rows, k, square)[1], 0 if qt is None else _shape(k, rows, square)[1]
-    numbers = (rows, k, x.stride(0), 0 if q is None else padded(k), 0 if qt is None else padded(rows) // 16, *apart)
+    strides = 0 if q is None else _shape(rows, k, square)[1], 0 if qt is None else _shape(k, rows, square)[1]
+    numbers = (rows, k, x.stride(0), 0 if q is None else padded(k), 0 if qt is None else padded(rows) // 16, *strides)
     kernel = squares_kernel if square else blockwise_kernel
     # Divisions for other scales need more registers, and so do float32 inputs and codes rounded on their bits.
     few = spec.power_of_two and constants["EVEN"] and x.element_size() == 2 and architecture(x.device) >= 90

@@ -304,11 +304,11 @@ def same(
     `off`.
     """
     x, expected = observed.input_of(begin), observed.output_of(end)
-    says = f"the layer's {part} has other outputs than Quaver's with any options"
+    message = f"the layer's {part} has other outputs than Quaver's with any options"
     taken: tuple[dict[str, Any], Any]
     # Some mixtures return tokens [B * S, dim] without a sequence axis.
     expected = expected.reshape(*x.shape[:-1], -1)
-    taken = choices.first(candidates, lambda c: off(c[1].eval()(x), expected), x.dtype, says)
+    taken = choices.first(candidates, lambda c: off(c[1].eval()(x), expected), x.dtype, message)
     return taken
 
 

@@ -162,9 +162,9 @@ def _check(layer: nn.Module, mask_type: str | None, dropout: float | None, atten
             )
     rates = {name: rate for name, rate in _dropouts(layer).items() if rate}
     if rates and (dropout is None or attention_dropout is None):
-        said = ", ".join(f"{name} = {rate}" for name, rate in rates.items())
+        rates_text = ", ".join(f"{name} = {rate}" for name, rate in rates.items())
         raise ValueError(
-            f"{type(layer).__name__} has dropout ({said}): pass dropout= (of each part's output) and "
+            f"{type(layer).__name__} has dropout ({rates_text}): pass dropout= (of each part's output) and "
             "attention_dropout= (of probabilities), 0.0 for none"
         )
     # A dropout rate that is used functionally in forward, as BART's, can only be recognized by its attribute name.
@@ -190,8 +190,8 @@ def _dropouts(layer: nn.Module) -> dict[str, float]:
         if isinstance(module, nn.Dropout):
             rates[name] = module.p
         else:
-            of_module = {k: v for k, v in vars(module).items() if "drop" in k and isinstance(v, float)}
-            rates |= {f"{name}.{k}".lstrip("."): v for k, v in of_module.items()}
+            module_rates = {k: v for k, v in vars(module).items() if "drop" in k and isinstance(v, float)}
+            rates |= {f"{name}.{k}".lstrip("."): v for k, v in module_rates.items()}
     return rates
 
 
@@ -226,9 +226,9 @@ def _placed(
                 ours.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], norm)
             yield ours.eval()
 
-    says = "attention, MLP and norms match, but the layer has other outputs for every placement of the norms"
+    message = "attention, MLP and norms match, but the layer has other outputs for every placement of the norms"
     off = distance_of_most if isinstance(mlp, MoE) else distance
-    taken: TransformerLayer = choices.first(candidates(), lambda ours: off(ours(x), observed.output), x.dtype, says)
+    taken: TransformerLayer = choices.first(candidates(), lambda ours: off(ours(x), observed.output), x.dtype, message)
     return taken
 
 
@@ -275,9 +275,9 @@ def _read_mixer(layer: nn.Module, formula: MixerFormula, fused: bool | None, cho
         if mlp is not None:
             whole.mlp = mlp
         ours = whole
-    says = f"{type(layer).__name__} has other outputs than Quaver's layer with the same parts"
+    message = f"{type(layer).__name__} has other outputs than Quaver's layer with the same parts"
     taken: Mamba2 | Mamba2Layer = choices.first(
-        [ours.eval()], lambda one: distance(one(observed.input), observed.output), observed.input.dtype, says
+        [ours.eval()], lambda one: distance(one(observed.input), observed.output), observed.input.dtype, message
     )
     return taken
 

@@ -42,14 +42,14 @@ class Choices:
         self.taken: list[int] = []
         self._earlier = None if earlier is None else iter(earlier.taken)
 
-    def first(self, candidates: Iterable[T], distance: Callable[[T], float], dtype: torch.dtype, says: str) -> T:
+    def first(self, candidates: Iterable[T], distance: Callable[[T], float], dtype: torch.dtype, message: str) -> T:
         """Return the first candidate within the dtype's bound, or the one chosen in the earlier record.
 
         Args:
             candidates: the candidates in order of preference.
             distance: function that returns a candidate's relative difference.
             dtype: dtype of the layer, which sets the bound.
-            says: start of the error message.
+            message: start of the error message.
         Raises:
             ValueError: no candidate, or not the recorded one, is within the bound; gives the smallest difference.
         """
@@ -62,7 +62,7 @@ class Choices:
                     self.taken.append(number)
                     return candidate
                 nearest = min(nearest, off)
-        raise ValueError(f"{says}: they differ by {nearest:.1e} of the largest{_rounded()}")
+        raise ValueError(f"{message}: they differ by {nearest:.1e} of the largest{_rounded()}")
 
 
 def _rounded() -> str:

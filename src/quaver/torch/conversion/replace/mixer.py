@@ -142,8 +142,8 @@ def _of_text(tree: ast.AST) -> Iterator[tuple[str, str]]:
         if not isinstance(above, ast.Attribute) or above.attr == "forward":
             yield node.attr, CALL
         elif above.attr == "weight":
-            asked = parents.get(above)
-            if not (isinstance(asked, ast.Attribute) and asked.attr in METADATA_ATTRIBUTES):
+            attribute = parents.get(above)
+            if not (isinstance(attribute, ast.Attribute) and attribute.attr in METADATA_ATTRIBUTES):
                 yield node.attr, READ_INSIDE if _inside(above, parents) else READ
 
 
@@ -313,10 +313,10 @@ def _is_empty(cache: Any, module: Any) -> bool:
     """Return True if a cache has no entry for the layer yet."""
     if cache is None:
         return True
-    asks, layer = getattr(cache, "get_conv_state", None), getattr(module, "layer_idx", None)
-    if asks is None or layer is None or cache.is_recording_past(layer):
+    get_conv_state, layer = getattr(cache, "get_conv_state", None), getattr(module, "layer_idx", None)
+    if get_conv_state is None or layer is None or cache.is_recording_past(layer):
         return False
-    return asks(layer, state_idx=0) is None and cache.get_recurrent_state(layer, state_idx=0) is None
+    return get_conv_state(layer, state_idx=0) is None and cache.get_recurrent_state(layer, state_idx=0) is None
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -188,8 +188,8 @@ class DotProductAttention(nn.Module):
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in ("window", "chunk", "scale", "soft_cap")}
         options |= {name: getattr(self, name) for name in ("dropout", "alibi", "recipe")}
-        said = "".join(f", {name}={value}" for name, value in options.items() if value)
-        return f"{self.heads}, {self.head_dim}, groups={self.groups}, mask_type={self.mask_type!r}{said}"
+        parts = "".join(f", {name}={value}" for name, value in options.items() if value)
+        return f"{self.heads}, {self.head_dim}, groups={self.groups}, mask_type={self.mask_type!r}{parts}"
 
     def _check(self, sinks: str | None) -> None:
         check_heads(self.heads, self.groups)
@@ -286,13 +286,13 @@ def _how(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str:
     batch, heads, queries, dim = q.shape
     groups, keys, width = k.shape[1], k.shape[2], v.shape[-1]
     wide = str(dim) if dim == width else f"{dim}/{width}"
-    said = [f"{batch}x{heads}/{groups} heads of {wide}, {queries} on {keys}, {str(q.dtype)[6:]}", call.mask_type]
+    parts = [f"{batch}x{heads}/{groups} heads of {wide}, {queries} on {keys}, {str(q.dtype)[6:]}", call.mask_type]
     if call.ragged is not None:
-        said.append("ragged")
+        parts.append("ragged")
     if call.window is not None:
-        said.append(f"window {call.window}")
+        parts.append(f"window {call.window}")
     if call.chunk is not None:
-        said.append(f"chunks of {call.chunk}")
+        parts.append(f"chunks of {call.chunk}")
     names = ("bias", "alibi_slopes", "sinks", "soft_cap", "dropout")
-    said += [name for name in names if isinstance(getattr(call, name), Tensor) or getattr(call, name)]
-    return ", ".join(said)
+    parts += [name for name in names if isinstance(getattr(call, name), Tensor) or getattr(call, name)]
+    return ", ".join(parts)

@@ -165,8 +165,8 @@ def backward(
         mask = dropout_mask(options, part, p.shape)
         if dv is not None:
             g = along_rows(_heads(do, part), _heads(dot, part))
-            of_heads = (_codes(p, mask).mT @ g).mul_(1 / PROBABILITY_FACTOR).div_(1 - options.dropout)
-            dv[part.batch, part.groups] = _sum_shared(of_heads, part.number_of_groups).float().to(grad.dtype)
+            per_head = (_codes(p, mask).mT @ g).mul_(1 / PROBABILITY_FACTOR).div_(1 - options.dropout)
+            dv[part.batch, part.groups] = _sum_shared(per_head, part.number_of_groups).float().to(grad.dtype)
         if need_q or need_k or need_sinks or dbias is not None:
             values = _groups(residuals.v, part).decode()
             dp = _grouped(_heads(do, part).decode(), values.shape[1]) @ values.mT
@@ -182,8 +182,8 @@ def backward(
     dsinks = None
     if sinks is not None and need_sinks:
         dsinks = -((sinks.double()[:, None] - logsumexp).exp() * delta).sum((0, 2)).float().to(sinks.dtype)
-    of_bias = None if dbias is None or bias is None else dbias.float().to(bias.dtype)
-    return [dq, dk, dv, of_bias, dsinks]
+    grad_bias = None if dbias is None or bias is None else dbias.float().to(bias.dtype)
+    return [dq, dk, dv, grad_bias, dsinks]
 
 
 def dropout_mask(options: Fp8AttentionOptions, part: BatchHeadSlice, shape: Sequence[int]) -> Tensor | None:
@@ -282,8 +282,8 @@ def _scores_backward(
     codes = quantize_heads(ds, spec)
     if dq is not None:
         keys = along_rows(_groups(residuals.k, part), _groups(residuals.kt, part))
-        of_groups = (_grouped(codes.decode(), keys.shape[1]) @ keys).mul_(options.scale)
-        dq[part.batch, part.heads] = _ungrouped(of_groups, ds).float().to(dq.dtype)
+        per_group = (_grouped(codes.decode(), keys.shape[1]) @ keys).mul_(options.scale)
+        dq[part.batch, part.heads] = _ungrouped(per_group, ds).float().to(dq.dtype)
     if dk is not None:
         queries = along_rows(_heads(residuals.q, part), _heads(residuals.qt, part))
         transposed = along_rows(codes, quantize_along_rows(ds, spec, codes)).mT
@@ -443,8 +443,8 @@ def _backward_fake(
     grad: Tensor, residuals: Sequence[Tensor], bias: Tensor | None, sinks: Tensor | None, *rest: Any
 ) -> list[Tensor]:
     needs = rest[-1]
-    of_qkv = [empty_tokens(grad, x.shape[1], x.shape[2], x.shape[3]) for x in residuals[1:7:2]]
-    gradients = [*of_qkv, *(None if x is None else torch.empty_like(x) for x in (bias, sinks))]
+    grad_qkv = [empty_tokens(grad, x.shape[1], x.shape[2], x.shape[3]) for x in residuals[1:7:2]]
+    gradients = [*grad_qkv, *(None if x is None else torch.empty_like(x) for x in (bias, sinks))]
     return [x for x, need in zip(gradients, needs, strict=True) if need and x is not None]
 
 

@@ -328,11 +328,11 @@ class MoE(ComposedBlock):
         x = x if parts["norm"] is None else parts["norm"](x)
         tokens = x.reshape(-1, self.dim)
         routing: Routing = parts["router"](tokens)
-        asked = tokens, routing.indices, routing.weights, self.mixture.capacity_of(tokens.shape[0])
+        arguments = tokens, routing.indices, routing.weights, self.mixture.capacity_of(tokens.shape[0])
         if parts["shared"] is None:
-            y = parts["experts"](*asked)
+            y = parts["experts"](*arguments)
         else:
-            y, z = parts["experts"](*asked, partial(self._shared, tokens))
+            y, z = parts["experts"](*arguments, partial(self._shared, tokens))
             y = y + z
         return y.view(x.shape), *routing
 

@@ -292,8 +292,8 @@ class Mamba2(nn.Module):
         return gated_projection(parts["gated_norm"], y, z, parts["out_proj"])
 
     def extra_repr(self) -> str:
-        said = ", ".join(f"{name}={number}" for name, number in self.sizes._asdict().items())
-        return said + f", gate={self.gate!r}" * (self.gate != "gate_first")
+        text = ", ".join(f"{name}={number}" for name, number in self.sizes._asdict().items())
+        return text + f", gate={self.gate!r}" * (self.gate != "gate_first")
 
 
 def scanned(

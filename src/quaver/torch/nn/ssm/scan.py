@@ -31,15 +31,15 @@ WITHIN = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 def reason(name: str, x: Tensor, *others: Any) -> str:
     """Return why a package cannot run this call, or ""."""
-    said = name.replace("_", "-")
+    package = name.replace("_", "-")
     if find_spec(name) is None:
-        return f"{said} is not installed"
+        return f"{package} is not installed"
     if not x.is_cuda:
-        return f"{said} runs on GPUs, and this is {x.device.type!r}"
+        return f"{package} runs on GPUs, and this is {x.device.type!r}"
     if name == "mamba_ssm" and others[7] is not None and others[6] is not None:
         return "mamba-ssm does not support initial states of concatenated sequences"
     if x.dtype not in WITHIN:
-        return f"{said} computes in {', '.join(map(str, WITHIN))}, not in {x.dtype}"
+        return f"{package} computes in {', '.join(map(str, WITHIN))}, not in {x.dtype}"
     return _differs(name, x.device, x.dtype)
 
 
@@ -306,12 +306,12 @@ def _plain_backward(g: Tensor, g_final: Tensor, *arguments: Any) -> list[Tensor]
         lengths, flat = _lengths(x, cu_seqlens), _flat(arguments, softplus, limit)
         chunks = chunks_of(lengths, _size(size, flat, lengths), x.device)
         grads = chunked_scan.backward(g.flatten(0, 1), g_final, flat, chunks, len(lengths))
-        dx, of_step, dA, dB, dC, dD, initial = grads
-        assert of_step is not None
+        dx, dstep, dA, dB, dC, dD, initial = grads
+        assert dstep is not None
         wide = dt.to(flat.wide) if bias is None else dt.to(flat.wide) + bias.to(flat.wide)
-        of_step = _through(of_step, wide.flatten(0, 1), softplus, _limit(limit))
-        of_bias = None if bias is None else of_step.sum(0).to(bias.dtype)
-        every = dx, of_step.to(dt.dtype), dA, dB, dC, dD, of_bias, initial
+        dstep = _through(dstep, wide.flatten(0, 1), softplus, _limit(limit))
+        dbias = None if bias is None else dstep.sum(0).to(bias.dtype)
+        every = dx, dstep.to(dt.dtype), dA, dB, dC, dD, dbias, initial
         shapes = arguments[:8]
         return [
             x.new_empty(0) if grad is None or like is None else grad.view(like.shape)

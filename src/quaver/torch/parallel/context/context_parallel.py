@@ -146,8 +146,8 @@ class ContextParallel:
         return self
 
     def __repr__(self) -> str:
-        said = "" if self.quantized is None else f", quantized={self.quantized!r}"
-        return f"ContextParallel({self.order.ranks} ranks, {self.how!r}, balanced={self.order.balanced}{said})"
+        text = "" if self.quantized is None else f", quantized={self.quantized!r}"
+        return f"ContextParallel({self.order.ranks} ranks, {self.how!r}, balanced={self.order.balanced}{text})"
 
 
 def context_parallel(
@@ -193,7 +193,7 @@ def context_parallel(
             layer.drop = dropping
         if isinstance(layer, nn.Dropout):
             kind: Any = type(layer)
-            layer.__class__ = _in_parts(kind, dropping)
+            layer.__class__ = _by_parts(kind, dropping)
     return across
 
 
@@ -215,7 +215,7 @@ class Dropping:
         return x * mask * (1 / (1 - p) if p < 1 else 0.0)
 
 
-def _in_parts(kind: Any, dropping: Dropping) -> Any:
+def _by_parts(kind: Any, dropping: Dropping) -> Any:
     """Return the subclass of a dropout class that uses the mask of the whole sequence."""
 
     def forward(module: nn.Dropout, x: Tensor) -> Tensor:
@@ -285,9 +285,9 @@ def _set_positions(
 def _check_model(model: nn.Module, cores: list[tuple[DotProductAttention, list[str]]], across: ContextParallel) -> None:
     others = convert.others(model)
     if others or not cores:
-        said = ", ".join(f"{count} {name}" for name, count in sorted(others.items())) or "no DotProductAttention"
+        text = ", ".join(f"{count} {name}" for name, count in sorted(others.items())) or "no DotProductAttention"
         raise ValueError(
-            f"{type(model).__name__} has {said}: context parallelism only converts the attention of quaver's "
+            f"{type(model).__name__} has {text}: context parallelism only converts the attention of quaver's "
             "blocks. Any other attention would see only a rank's own tokens. Build the model of quaver's "
             "blocks, for instance as quaver train does or by quaver.torch.from_huggingface(layer)"
         )

@@ -166,7 +166,7 @@ class TensorParallelComm:
             why = why or f"blocks of {needed}"
             of = "tokens of each sequence" if tokens else "features"
             raise ValueError(
-                f"{self.says()} has {part} {of} of {operand} on each of {self.number} ranks, and recipe "
+                f"{self.description()} has {part} {of} of {operand} on each of {self.number} ranks, and recipe "
                 f"{self.recipe.name} quantizes them in {why}: give each rank a multiple of {needed}, or take a "
                 "recipe with scales of whole tensors or rows, such as tensorwise"
             )
@@ -184,7 +184,7 @@ class TensorParallelComm:
             if spec is not None and axis is not None:
                 self.check(operand, length, spec, axis)
 
-    def says(self) -> str:
+    def description(self) -> str:
         """Return the layer and its style for an error message."""
         return f"{self.layer.__dict__.get('qualified_name') or type(self.layer).__name__} under {self.layout.name}"
 

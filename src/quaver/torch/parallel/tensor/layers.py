@@ -182,28 +182,28 @@ def _prepare_call(layer: Any, input: Tensor) -> ShardedLayerCall:
     if training:
         ranks.check_gradient(local_weight, x.shape)
     with ops.without_autocast(device):
-        of_weights = joined.routed([each.to_local() for each in weights])
-        of_biases = [each.to_local() for each in biases]
-        bias = None if not of_biases else of_biases[0] if len(of_biases) == 1 else torch.cat(of_biases)
-    return ShardedLayerCall(call, x, of_weights, bias)
+        local_weights = joined.routed([each.to_local() for each in weights])
+        local_biases = [each.to_local() for each in biases]
+        bias = None if not local_biases else local_biases[0] if len(local_biases) == 1 else torch.cat(local_biases)
+    return ShardedLayerCall(call, x, local_weights, bias)
 
 
 def _check(layer: Any, local_weight: Tensor, x: Tensor) -> None:
     """Raise a ValueError if the shape of an input does not fit the layer."""
     layout: Any = layout_of(layer)
     number = joined.of(layer, "weight")[0].device_mesh.size()
-    says = f"{name_of(layer)} under {layout.name} got an input of shape {tuple(x.shape)}"
+    error = f"{name_of(layer)} under {layout.name} got an input of shape {tuple(x.shape)}"
     if x.dim() == 0 or x.shape[-1] != local_weight.shape[1]:
         has = "all of them" if layout.column else "a part of them"
         raise ValueError(
-            f"{says}; its last axis must be {local_weight.shape[1]}: of the layer's {layer.in_features} features each "
+            f"{error}; its last axis must be {local_weight.shape[1]}: of the layer's {layer.in_features} features each "
             f"of {number} ranks has {has}"
         )
     if layout.sequence and x.dim() < 2:
-        raise ValueError(f"{says}, which has no axis of tokens to shard over {number} ranks: add one")
+        raise ValueError(f"{error}, which has no axis of tokens to shard over {number} ranks: add one")
     if layout.sequence and not layout.column and x.shape[-2] % number:
         raise ValueError(
-            f"{says}: {number} ranks cannot share {x.shape[-2]} tokens; pad them to a multiple of {number}"
+            f"{error}: {number} ranks cannot share {x.shape[-2]} tokens; pad them to a multiple of {number}"
         )
 
 

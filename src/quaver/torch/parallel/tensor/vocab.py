@@ -186,7 +186,7 @@ def cross_entropy(
     except ValueError as raised:
         error = raised
     check_agreement("cross_entropy", what, group, error=error)
-    return _of_logits(logits, targets, rule, words, reduction, overwrite)
+    return _logits_loss(logits, targets, rule, words, reduction, overwrite)
 
 
 def cross_entropy_of_all(
@@ -202,10 +202,10 @@ def cross_entropy_of_all(
     why = why or _why_no_rule(rule, None) or _why_no_memory(logits, overwrite)
     if why:
         raise ValueError(why)
-    return _of_logits(logits, targets, rule, words, reduction, overwrite)
+    return _logits_loss(logits, targets, rule, words, reduction, overwrite)
 
 
-def _of_logits(
+def _logits_loss(
     logits: Tensor, targets: Tensor, rule: LossConfig, words: VocabRange, reduction: str, overwrite: bool
 ) -> Tensor:
     """Compute the loss of validated arguments."""
@@ -320,7 +320,7 @@ def loss_over_ranks(
     mesh = weight.device_mesh
     ranks, name = mesh.size(), head.__dict__.get("qualified_name") or type(head).__name__
     group = mesh.get_group()
-    says = f"linear_cross_entropy of {name} under {layout.name}"
+    prefix = f"linear_cross_entropy of {name} under {layout.name}"
     with torch.no_grad():
         local_weight: Tensor = weight.to_local()
     words = VocabRange(group, local_weight.shape[0] * mesh.get_local_rank(), weight.shape[0])
@@ -329,19 +329,19 @@ def loss_over_ranks(
         lead[-1] *= ranks
     why = ""
     if bias is not None:
-        why = f"{says} uses the bias of the layer: pass none"
+        why = f"{prefix} uses the bias of the layer: pass none"
     elif not layout.column:
-        why = f"{says}: each rank has a partial sum of every logit; use the style ColwiseParallel() for the head"
+        why = f"{prefix}: each rank has a partial sum of every logit; use the style ColwiseParallel() for the head"
     elif x.dim() < (2 if layout.sequence else 1) or x.shape[-1] != weight.shape[1]:
-        why = f"{says} got x of shape {tuple(x.shape)}; its last axis must be {weight.shape[1]}"
+        why = f"{prefix} got x of shape {tuple(x.shape)}; its last axis must be {weight.shape[1]}"
     elif is_prequantized(local_weight):
         why = (
-            f"{says} multiplies in high precision, and its weight is gathered as codes: leave it out, "
+            f"{prefix} multiplies in high precision, and its weight is gathered as codes: leave it out, "
             f"gather_quantized(model, skip=[{name!r}]), or call the head and "
             "quaver.torch.parallel.cross_entropy"
         )
     else:
-        needs = f"{says}: x {tuple(x.shape)} on each of {ranks} ranks needs"
+        needs = f"{prefix}: x {tuple(x.shape)} on each of {ranks} ranks needs"
         why = _why_not(targets, lead, needs, words, rule.ignore_index, ", those of all tokens on every rank")
     what = {
         "x": describe_tensor(x),
@@ -404,15 +404,15 @@ class _VocabParallelHeadLoss(torch.autograd.Function):
         return None, None, None if of_x is None else of_x.view(shape), of_weight, of_bias, None
 
 
-def _by_rank(of_tokens: Tensor, ranks: int) -> Tensor:
+def _group_by_rank(values: Tensor, ranks: int) -> Tensor:
     """Reorder values of all tokens [..., S] to [ranks, tokens of a rank]."""
     if ranks == 1:
-        return of_tokens.reshape(1, -1)
-    return of_tokens.unflatten(-1, (ranks, of_tokens.shape[-1] // ranks)).movedim(-2, 0).reshape(ranks, -1)
+        return values.reshape(1, -1)
+    return values.unflatten(-1, (ranks, values.shape[-1] // ranks)).movedim(-2, 0).reshape(ranks, -1)
 
 
-def _in_order(by_rank: Tensor, like: Tensor) -> Tensor:
-    """Undo `_by_rank`: reorder [ranks, tokens of a rank] to the shape of `like`."""
+def _ungroup_by_rank(by_rank: Tensor, like: Tensor) -> Tensor:
+    """Undo `_group_by_rank`: reorder [ranks, tokens of a rank] to the shape of `like`."""
     ranks = by_rank.shape[0]
     if ranks == 1:
         return by_rank.view(like.shape)
@@ -432,8 +432,8 @@ def _chunks(
     """Return the losses of all tokens, and the gradients of x, weight and bias selected by `needs`, or None."""
     dtype, rule, words = call.dtype, call.rule, call.words
     wide, (of_x, of_weight, of_bias) = of_sums(dtype), needs
-    labels = _by_rank(targets, call.ranks)
-    factors = None if scales is None else _by_rank(scales, call.ranks)
+    labels = _group_by_rank(targets, call.ranks)
+    factors = None if scales is None else _group_by_rank(scales, call.ranks)
     with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
         w, b = local_weight.to(dtype), None if bias is None else bias.detach().to(dtype)
         flat = x.detach().reshape(-1, x.shape[-1]).to(dtype)
@@ -448,15 +448,15 @@ def _chunks(
         for i, (start, end) in enumerate(spans):
             tokens = coming()
             coming = _tokens(call, flat, spans, i + 1)
-            of_chunk = labels[:, start:end].reshape(-1)
+            label_ids = labels[:, start:end].reshape(-1)
             logits = F.linear(tokens, w, b)
             z, tangent = soft_capped(logits, rule)
-            shared = _reduced_stats(z, of_chunk, rule, words)
+            shared = _reduced_stats(z, label_ids, rule, words)
             losses[:, start:end] = shared.losses.view(call.ranks, -1)
             if not any(needs):
                 continue
             token_factors = None if factors is None else factors[:, start:end].reshape(-1)
-            grad = gradient(z.clone() if z is logits else z, tangent, shared, of_chunk, token_factors, rule, words).to(
+            grad = gradient(z.clone() if z is logits else z, tangent, shared, label_ids, token_factors, rule, words).to(
                 dtype
             )
             if of_x:
@@ -471,7 +471,7 @@ def _chunks(
                 grad_bias += grad.sum(0, dtype=wide)
         if summed is not None:
             grad_x[summed[0] : summed[1]] = summed[2]()  # type: ignore[index]
-    return _in_order(losses, targets), grad_x, grad_weight, grad_bias
+    return _ungroup_by_rank(losses, targets), grad_x, grad_weight, grad_bias
 
 
 def _tokens(call: _HeadLossCall, flat: Tensor, spans: list[tuple[int, int]], i: int) -> Any:

@@ -212,5 +212,5 @@ def _addresses(histories: Sequence[Tensor | None], factors: Sequence[Tensor | No
             addresses += first
             continue
         for member in range(pair[0].shape[0]):
-            addresses += [at + member * apart for at, apart in zip(first, each, strict=True)]
+            addresses += [at + member * stride for at, stride in zip(first, each, strict=True)]
     return addresses

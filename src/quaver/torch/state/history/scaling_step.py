@@ -190,8 +190,8 @@ def agree(layers: Sequence[nn.Module]) -> None:
     """
     if not roll.has_ranks(None):
         return
-    asked = set(layers)
-    own: list[Any] = [layer for layer in amax.layers() if layer in asked and not layer.history.is_meta]
+    requested = set(layers)
+    own: list[Any] = [layer for layer in amax.layers() if layer in requested and not layer.history.is_meta]
     # Other ranks may have layers of the default group even if this one has none.
     groups: dict[Any, list[nn.Module]] = {None: []}
     for layer in own:
