@@ -58,8 +58,8 @@ def _names(metadata: Mapping[str, str]) -> list[str]:
 def _join(name: str, tensors: dict[str, Tensor], metadata: Mapping[str, str], path: Path) -> None:
     """Replace the parts of a weight by its dequantized values."""
     try:
-        said = json.loads(metadata[name])
-        kind, parts = said["_type"], said.get("_tensor_data_names", [])
+        description = json.loads(metadata[name])
+        kind, parts = description["_type"], description.get("_tensor_data_names", [])
         if kind == "Tensor":
             return
         if kind != "Float8Tensor":
@@ -76,7 +76,7 @@ def _join(name: str, tensors: dict[str, Tensor], metadata: Mapping[str, str], pa
                 f"*{INDEX} if it is sharded"
             )
         codes, scale = (tensors.pop(f"{module}._{last}_{part}") for part in ("qdata", "scale"))
-        tensors[name] = _values(codes, scale).to(getattr(torch, said["_data"]["dtype"]["_data"]))
+        tensors[name] = _values(codes, scale).to(getattr(torch, description["_data"]["dtype"]["_data"]))
     except (KeyError, TypeError, AttributeError, RuntimeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} has {name} in a form that no known version of torchao writes ({error!r})") from None
 

@@ -254,7 +254,7 @@ def _block(plan: TrainingSetup, block: DecoderBlock) -> tuple[BlockSeconds, dict
         backward = backward.plus(forward)
     elif plan.checkpoints == "selective":
         backward = backward.plus(BlockSeconds(gemms=fprop / REACHED / 2, elementwise=passes / REACHED))
-    travels = sharding(plan, block)
+    shard_traffic = sharding(plan, block)
     # With a pipeline, weights stay gathered and gradients accumulate locally over all micro-batches of a step.
     gathers = 1 / plan.micro_batches if plan.mesh.pp > 1 else 1.0
     last = 1 / plan.micro_batches
@@ -262,10 +262,10 @@ def _block(plan: TrainingSetup, block: DecoderBlock) -> tuple[BlockSeconds, dict
         both = forward.plus(backward)
         left = max(0.0, both.experts - both._replace(experts=0.0).seconds)
         forward, backward = forward._replace(experts=left), backward._replace(experts=0.0)
-    shown = max(0.0, gathers * travels.gather - forward.seconds)
-    shown += max(0.0, gathers * travels.gather + last * travels.reduction - backward.seconds)
-    sent["weights"] = 2 * gathers * travels.gathered_bytes
-    sent["gradients"] = last * travels.reduced_bytes
+    shown = max(0.0, gathers * shard_traffic.gather - forward.seconds)
+    shown += max(0.0, gathers * shard_traffic.gather + last * shard_traffic.reduction - backward.seconds)
+    sent["weights"] = 2 * gathers * shard_traffic.gathered_bytes
+    sent["gradients"] = last * shard_traffic.reduced_bytes
     return forward.plus(backward).plus(BlockSeconds(sharding=shown)), sent
 
 
@@ -342,11 +342,11 @@ def saved_bytes_per_token(plan: TrainingSetup, block: DecoderBlock, checkpoints:
     products = sum(matrix.out_features * matrix.chosen for matrix in block.matrices)
     if checkpoints == "selective":
         return WIDE * (block.dim + products / 2 + block.heads * block.value_features)
-    inputs = sum(ledger.saved_bytes(plan.recipe, 4096, m.in_features) * m.chosen for m in _of_their_own(block)) / 4096
+    inputs = sum(ledger.saved_bytes(plan.recipe, 4096, m.in_features) * m.chosen for m in _with_own_input(block)) / 4096
     return inputs + WIDE * (2 * block.dim + products + block.heads * block.value_features)
 
 
-def _of_their_own(block: DecoderBlock) -> list[WeightMatrix]:
+def _with_own_input(block: DecoderBlock) -> list[WeightMatrix]:
     """Return matrices without those that share the previous one's input: one of q, k and v, one of gate and up."""
     return [m for i, m in enumerate(block.matrices) if i == 0 or m.in_features != block.matrices[i - 1].in_features]
 

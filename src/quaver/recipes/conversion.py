@@ -70,8 +70,10 @@ class ModuleRule:
         )
 
     def __str__(self) -> str:
-        asked = {"min_in_features": 0, "min_out_features": 0, "multiple_of": 1}
-        sizes = [f"{size}={getattr(self, size)}" for size, default in asked.items() if getattr(self, size) != default]
+        defaults = {"min_in_features": 0, "min_out_features": 0, "multiple_of": 1}
+        sizes = [
+            f"{size}={getattr(self, size)}" for size, default in defaults.items() if getattr(self, size) != default
+        ]
         return self.pattern + (f" ({', '.join(sizes)})" if sizes else "")
 
 

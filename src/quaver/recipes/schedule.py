@@ -99,19 +99,19 @@ def read(text: str, find: Callable[[str], Recipe]) -> tuple[SchedulePhase, ...]:
     return tuple(parts)
 
 
-def end_from(said: str, text: str) -> ScheduleEnd:
-    """Parse the text after `until`. Raises ValueError if it is not an end."""
+def end_from(ending: str, text: str) -> ScheduleEnd:
+    """Parse `ending`, the text after `until`. Raises ValueError if it is not an end."""
     for kind, form in FORMS.items():
-        if written := form.fullmatch(said):
+        if written := form.fullmatch(ending):
             value = Fraction(written[1])
             if kind in ("share", "lr"):
                 value /= 100
                 if not 0 < value < 1:
-                    raise ValueError(f"recipe {shown(text)}: 'until {said}' is a share; give one between 0% and 100%")
+                    raise ValueError(f"recipe {shown(text)}: 'until {ending}' is a share; give one between 0% and 100%")
             if not value:
-                raise ValueError(f"recipe {shown(text)}: 'until {said}' ends before the first step; give more")
-            return ScheduleEnd(kind, value, said)
-    raise ValueError(f"recipe {shown(text)}: {shown('until ' + said)} is no end of a part; write {ENDS}")
+                raise ValueError(f"recipe {shown(text)}: 'until {ending}' ends before the first step; give more")
+            return ScheduleEnd(kind, value, ending)
+    raise ValueError(f"recipe {shown(text)}: {shown('until ' + ending)} is no end of a part; write {ENDS}")
 
 
 class Schedule:
@@ -222,7 +222,7 @@ class Schedule:
 
 def _check(parts: Sequence[SchedulePhase], steps: int | None, peak: float | None) -> None:
     """Raise ValueError if a phase would have no step, or needs a missing argument."""
-    before, of_before = 0, ""
+    before, before_text = 0, ""
     for part, after in pairwise(parts):
         end = part.end
         assert end is not None
@@ -234,7 +234,7 @@ def _check(parts: Sequence[SchedulePhase], steps: int | None, peak: float | None
         if last is None:
             continue
         if last <= before:
-            why = f"which is not after {of_before}" if of_before else f"and there are {steps} steps"
+            why = f"which is not after {before_text}" if before_text else f"and there are {steps} steps"
             raise ValueError(
                 f"'{part.text} until {end.text}' has no step: it ends with step {last}, {why}; give a later end"
             )
@@ -243,4 +243,4 @@ def _check(parts: Sequence[SchedulePhase], steps: int | None, peak: float | None
                 f"'{part.text} until {end.text}' leaves no step for {after.text!r}: it ends with step {last}, and "
                 f"there are {steps}; give an earlier end, or more steps"
             )
-        before, of_before = last, f"step {last}, where '{part.text} until {end.text}' ends"
+        before, before_text = last, f"step {last}, where '{part.text} until {end.text}' ends"

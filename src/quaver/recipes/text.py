@@ -66,10 +66,10 @@ def pieces(text: str) -> list[str]:
 def end_of(piece: str) -> tuple[str, str | None]:
     """Split a phase into its recipe and the text after `until`, None without one."""
     options, closing, tail = piece.rpartition(")")
-    said = _UNTIL.search(tail)
-    if said is None:
+    match = _UNTIL.search(tail)
+    if match is None:
         return piece, None
-    return (options + closing + tail[: said.start()]).strip(), " ".join(tail[said.end() :].split())
+    return (options + closing + tail[: match.start()]).strip(), " ".join(tail[match.end() :].split())
 
 
 def items(text: str) -> Iterator[str]:

@@ -79,8 +79,8 @@ def check_gradients(call: LinearContext, x: Any, w: Any, bias: Any, state: State
             calls read the same state.
         NotImplementedError: raised later, if the returned arrays are differentiated again.
     """
-    for what, operand, asked in (("x", x, perturbed[0]), ("w", w, perturbed[1])):
-        if asked and isinstance(operand, Quantized):
+    for what, operand, differentiated in (("x", x, perturbed[0]), ("w", w, perturbed[1])):
+        if differentiated and isinstance(operand, Quantized):
             raise ValueError(
                 f"{call.label}: the gradient of {what} is requested, but {what} is a Quantized, whose codes have "
                 f"no gradient; give {what} as an array, or differentiate with respect to the other arguments only"
