@@ -274,7 +274,7 @@ def decode(codes: np.ndarray, weight_storage: np.ndarray) -> np.ndarray:
 # Sources: MS-AMP, arXiv:2310.18313; Transformer Engine's FusedAdam; COAT, arXiv:2410.19313; bitsandbytes,
 # arXiv:2110.02861; torchao.optim; FlashOptim, arXiv:2602.23349.
 
-#: Masters or residuals stored beside a low-bit weight, so that small steps accumulate.
+#: Masters or residuals stored in addition to a low-bit weight, so that small steps accumulate.
 MASTERS = ("none", "residual8", "residual16", "float16", "float32")
 
 
@@ -375,7 +375,7 @@ PRESETS: dict[str, Preset] = {
 
 # ---- presets as plain data, which `torch.load` reads with `weights_only=True` ----
 
-#: Version of the layout of moments and residuals: suffix of a preset's name, or key beside its fields.
+#: Version of the layout of moments and residuals: suffix of a preset's name, or a key next to its fields.
 LAYOUT, LAYOUT_KEY = 2, "form"
 
 

@@ -449,7 +449,7 @@ def first_state(p: Tensor, config: StepConfig) -> dict[str, Tensor]:
 
 
 def check_state(p: Tensor, config: StepConfig, state: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError if a moment, its scales or the state beside the weight is missing or has another shape or
+    """Raise a ValueError if a moment, its scales or an additional state is missing or has another shape or
     dtype.
     """
     expected = {name: (shape, dtype) for name, (shape, _, dtype) in kinds_of_states(p, config).items()}

@@ -35,7 +35,7 @@ _MASTER16 = StateSpec(code="float16", block=None, scale="power_of_two")
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Format of a weight and the state beside it.
+    """Format of a weight and its additional states: a master, residual or remainder.
 
     Tensors are passed in this order: the weight, its scales (of codes), its state, the state's scale (of a float16
     master).
@@ -50,7 +50,7 @@ class WeightFormat:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the states beside the weight."""
+        """Names of the additional states."""
         kinds = {
             "plain": (),
             "remainder": ("remainder",),
@@ -61,7 +61,7 @@ class WeightFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the elementwise state beside the weight; undefined for "plain"."""
+        """Dtype of the elementwise additional state; undefined for "plain"."""
         return {
             **{"remainder": torch.int16, "residual16": torch.int16, "residual8": torch.int8},
             **{"float32": torch.float32, "float16": torch.float16},
@@ -111,7 +111,7 @@ def weight_format_of(p: Tensor, preset: Preset) -> WeightFormat:
 
 
 def first_states(weight_format: WeightFormat, weight: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
-    """Create the states beside a weight before the first step.
+    """Create the additional states of a weight before the first step.
 
     Args:
         weight_format: format of the weight.
@@ -317,7 +317,7 @@ def _spread_scales(spec: QuantSpec, scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def around(weight_format: WeightFormat, weight: Tensor, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Compute the states beside a given weight so that both together come closest to a float32 value.
+    """Compute the additional states of a given weight so that both together come closest to a float32 value.
 
     Args:
         weight_format: format of the weight.

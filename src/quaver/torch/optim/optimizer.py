@@ -205,8 +205,8 @@ class Optimizer(torch.optim.Optimizer):
         config, state = self.config(p, group), self.state[p]
         if not any(name in state or name + layout.CODES in state for name in config.rule.names):
             # Restart the step count, because the first step of a momentum differs.
-            first, beside = self.first_state(p, group), config.weight_format.states
-            state.update({name: first[name] for name in first if name not in beside or name not in state})
+            first, weight_states = self.first_state(p, group), config.weight_format.states
+            state.update({name: first[name] for name in first if name not in weight_states or name not in state})
         layout.check_state(p, config, state)
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from quaver.torch.optim.step import ParameterTensors, ShardPosition, StepConfig,
 
 #: torch 2.13 renamed this function and warns about the earlier name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-#: Key of the amaxes of gradient and moments beside those of block rows.
+#: Key of the amaxes of gradient and moments, which are stored with those of block rows.
 OF_RULE = -1
 
 

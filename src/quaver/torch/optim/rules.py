@@ -177,7 +177,7 @@ def lerp_weight(beta: float) -> float:
 def lerp(old: Tensor, new: Tensor, weight: Tensor) -> Tensor:
     """Return β old + (1 - β) new, computed from the operand with the larger weight.
 
-    Computed from the other operand, (new - old) + old would lose a small `new` beside a large `old`.
+    Computed from the other operand, (new - old) + old would lose a `new` that is small relative to `old`.
 
     Args:
         old, new: float32 tensors.

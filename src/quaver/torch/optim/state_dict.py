@@ -414,7 +414,7 @@ def _convert_weight_states(
             return {}
         value = master_weights.read(saved_weight_format, (*weight, *(layout.rows(tensor) for tensor in tensors)))
         first = master_weights.first_states(weight_format, layout.local(p), value.view(layout.local(p).shape))
-        # The loaded weight is unchanged; only the states beside it are computed from the value.
+        # The loaded weight is unchanged; only its additional states are computed from the value.
         tensors = [*master_weights.around(weight_format, value, (*weight, *(layout.rows(tensor) for tensor in first)))]
     shapes = [t.shape if t.dim() == 0 else p.shape for t in tensors]
     own = layout.local(p).shape

@@ -72,7 +72,7 @@ OF_HEADS = ("groups", "head_dim", "qk_norm")
 
 def rope_of(config: ModelConfig) -> RotaryEmbedding | None:
     """Return the rotary embedding shared by all layers, or None if the model has none."""
-    if not config.turns or not config.numbers("attention", "experts"):
+    if not config.rotates or not config.numbers("attention", "experts"):
         return None
     return RotaryEmbedding(
         config.head_dim if config.latent is None else config.latent.rope_dim,
@@ -266,7 +266,7 @@ def convert_decoder(
         for name in report.converted:
             layer, spec = model.get_submodule(name), stored_weight.weight_spec(recipe)
             assert spec is not None
-            # The state beside the codes starts from the value before quantization.
+            # Masters or residuals start from the value before quantization.
             stored_weight.store(layer, spec, keep_initial=True)
             if in_parts and chosen.preset.gradient == "bfloat16":
                 layer.bfloat16()
