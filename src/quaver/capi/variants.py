@@ -170,10 +170,10 @@ def _variant(launch: KernelLaunch) -> Variant:
     if name not in FIELDS:
         raise ValueError(f"{name} is no kernel of the C API; add the fields of its key to {__name__}.FIELDS")
     inputs = {one for one in ALIGNED_TOGETHER_IN.get(name, ALIGNED_TOGETHER) if launch.signature[one] != "constexpr"}
-    kept = guaranteed(name) | ALIGNED_SEPARATELY.get(name, set())
+    aligned = guaranteed(name) | ALIGNED_SEPARATELY.get(name, set())
     if name not in ALIGNED_SEPARATELY and inputs <= set(launch.divisible):
-        kept |= inputs | ALIGNED_IF_INPUTS_ARE
-    divisible = tuple(given for given in launch.divisible if given in kept)
+        aligned |= inputs | ALIGNED_IF_INPUTS_ARE
+    divisible = tuple(given for given in launch.divisible if given in aligned)
     return Variant(replace(launch, divisible=divisible), key_of(launch))
 
 

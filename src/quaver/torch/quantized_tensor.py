@@ -500,7 +500,7 @@ def _view(function: Any, x: QuantizedTensor, size: Sequence[int]) -> Tensor:
 def _as_strided(
     function: Any, x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> QuantizedTensor:
-    # fully_shard asks for the tensor that it has gathered, in the shape of the sharded codes.
+    # fully_shard requests the gathered tensor in the shape of the sharded codes.
     contiguous = [math.prod(size[axis + 1 :]) for axis in range(len(size))]
     if tuple(size) not in (tuple(x.shape), tuple(x.codes.shape)) or list(stride) != contiguous or offset:
         raise NotImplementedError(unsupported(function))

@@ -122,7 +122,7 @@ class ModelConfig:
     # Norm of each head's queries and keys before rotary embedding, or None.
     qk_norm: str | None = None
     # True if queries and keys get rotary embeddings.
-    turns: bool = True
+    rotates: bool = True
     # Base of the rotary frequencies, and the fraction of each head's features that are rotated.
     theta: float = 10_000.0
     fraction: float = 1.0
@@ -206,7 +206,7 @@ DEEPSEEK_ROUTER: dict[str, Any] = {
 }
 #: State spaces encode token order themselves, and their state has a fixed size.
 MAMBA2: dict[str, Any] = {"pattern": ("state",), "positions": 1 << 20, "tied": True}
-NEMOTRON_H: dict[str, Any] = {"activation": "squared_relu", "turns": False, "positions": 8192}
+NEMOTRON_H: dict[str, Any] = {"activation": "squared_relu", "rotates": False, "positions": 8192}
 #: In the published pattern, "M-" is a state space with an MLP, "M" one alone, "*-" attention with an MLP.
 NEMOTRON_H_8B: tuple[Kind, ...] = tuple(
     kind

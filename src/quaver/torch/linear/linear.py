@@ -540,7 +540,7 @@ def is_observed(layer: nn.Module) -> bool:
     """Return True if something observes or changes this layer's forward so that only the general plan can run it.
 
     Observers are counters, recomputation and selective checkpoints; the others are taking weight gradients away and
-    splitting the backward on a GPU, whose kernels reuse their buffers. Inside backward returns the answer of the
+    splitting the backward on a GPU, whose kernels reuse their buffers. Inside backward returns the result of the
     layer's last forward, because a recomputation must save the same tensors.
     """
     # Reads the state directly; `state_of` would cost a call.

@@ -24,9 +24,9 @@ from quaver.torch.operations import functional, ops
 from quaver.torch.state import weight_cache
 from quaver.torch.state.history import scaling_step
 
-#: GEMM operand: a `Quantized` with its scale, codes with the scale beside them, or an unquantized tensor.
+#: GEMM operand: a `Quantized` with its scale, codes with a separate scale, or an unquantized tensor.
 Operand = Any
-#: Scale beside an operand: a float on a CPU, a tensor, a list [block scales, tensor factor], or None.
+#: Scale of an operand: a float on a CPU, a tensor, a list [block scales, tensor factor], or None.
 Scale = Any
 #: Result of quantizing a matrix: operand, its scale, operand of the transpose (None if not written), its scale, extra.
 #: `extra` of an input is its amax if a history needs it; `extra` of a grad_output is the bias gradient, or None if that

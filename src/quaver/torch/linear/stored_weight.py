@@ -412,7 +412,7 @@ def _join_scales(layer: Any, state_dict: Any, prefix: str, missing: list[str], e
             )
         complete = complete and value is not None and value.shape == tensor.shape
     if not complete:
-        # torch would report a missing weight; what is wrong has been said.
+        # The error is already reported; torch would add that the weight is missing.
         state_dict[prefix + "weight"] = weight.detach()
         return
     codes = loaded["weight"].detach().view(weight.codes.dtype)

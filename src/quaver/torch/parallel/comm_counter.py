@@ -53,7 +53,7 @@ class CommCounter:
             an all-reduce twice that.
         calls: Counter of collectives by kind.
         seconds: seconds spent waiting for collectives. For GPU tensors, time that the collective's stream stood still;
-            fully_shard's stream does so beside the model's own. Gathers that are waited for later
+            fully_shard's stream does so while the model's own runs. Gathers that are waited for later
             (`set_unshard_in_backward`, asynchronous unsharding) are counted without their time, and so are a pipeline
             schedule's waits on GPUs.
         waiting: the kind of traffic that this rank waits for now, or "".

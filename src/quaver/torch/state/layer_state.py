@@ -55,7 +55,7 @@ class LayerState:
         self.copied = copied
         #: Recipe of the last forward, reused by its recomputation inside backward; `NEVER` before the first.
         self.last: Recipe | None = NEVER
-        #: True if counters, logs or modes observed the last forward. Its recomputation reuses the answer, because it
+        #: True if counters, logs or modes observed the last forward. Its recomputation reuses the value, because it
         #: must save the same tensors. None if that forward saved nothing for backward.
         self.is_observed: bool | None = None
         #: Recipe for which the layer's buffers were created.

@@ -62,7 +62,7 @@ def is_finite(value: Any) -> bool:
     """Return True if a tensor, or all outputs of a module, are finite."""
     if isinstance(value, tuple):
         return all(map(is_finite, value))
-    if isinstance(value, DTensor):  # all ranks take part and get the same answer
+    if isinstance(value, DTensor):  # all ranks take part and get the same result
         value = value.full_tensor()
     if isinstance(value, QuantizedTensor):
         value = value.dequantize()

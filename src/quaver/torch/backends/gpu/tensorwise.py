@@ -213,8 +213,8 @@ def _casts(tensors_in: Sequence[Any], spec: QuantSpec, measured: bool, wanted: t
     qt = codes_in_words(k, rows, spec) if wanted[1] else None
     scale, top = whole((1, 1), torch.float32), whole((1, 1), torch.float32) if known is None else None
     partial = buffer_for_sums(rows, k) if wanted[2] else None
-    meets = None if measured else work
-    launches = [_cast((x, q, qt, scale, known if top is None else top, factor, amax, newest, meets, partial), spec)]
+    workspace = None if measured else work
+    launches = [_cast((x, q, qt, scale, known if top is None else top, factor, amax, newest, workspace, partial), spec)]
     if measured and top is not None:
         launches.insert(0, _measuring(x, top, work))
     return LaunchPlan(tensors_in, (q, qt, scale, top, partial), launches)

@@ -398,7 +398,7 @@ def _describe(
     configuration = kind.configuration(schemes, parts.matrices)
     config["quantization_config"] = {"quant_method": kind.method} | configuration
     files.json("config.json", config)
-    for name, content in kind.beside(schemes, parts.matrices).items():
+    for name, content in kind.further_files(schemes, parts.matrices).items():
         files.json(name, content)
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):

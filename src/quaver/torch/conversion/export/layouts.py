@@ -97,7 +97,7 @@ class FileFormat:
     #: config.json, without its `quant_method`.
     configuration: Callable[[Mapping[str, Scheme], list[str]], dict[str, Any]]
     #: Function with the same arguments that returns the content of further JSON files, by file name.
-    beside: Callable[[Mapping[str, Scheme], list[str]], dict[str, Any]] = lambda schemes, left: {}
+    further_files: Callable[[Mapping[str, Scheme], list[str]], dict[str, Any]] = lambda schemes, left: {}
     #: True for a format that only stores stacks of experts as one tensor, False for one that stores matrices.
     stacked: bool = False
 
@@ -461,7 +461,7 @@ def _configuration_modelopt(schemes: Mapping[str, Scheme], left: list[str]) -> d
     }
 
 
-def _beside(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
+def _further_files(schemes: Mapping[str, Scheme], left: list[str]) -> dict[str, Any]:
     return {"hf_quant_config.json": {"producer": PRODUCER, "quantization": _details(schemes, left)}}
 
 
@@ -471,7 +471,7 @@ MODELOPT = FileFormat(
     scheme=_scheme_modelopt,
     tensors=_tensors_modelopt,
     configuration=_configuration_modelopt,
-    beside=_beside,
+    further_files=_further_files,
 )
 
 

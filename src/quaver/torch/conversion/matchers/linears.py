@@ -383,8 +383,8 @@ def reason_unsupported(module: nn.Module, kind: LinearMatcher, known: dict[Any, 
     """
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
-    alike = isinstance(module, Quantizable) or kind.computes_alike(module)
-    if not alike and not (kind is _LINEAR and _computes_a_linear(module, known)):
+    convertible = isinstance(module, Quantizable) or kind.computes_alike(module)
+    if not convertible and not (kind is _LINEAR and _computes_a_linear(module, known)):
         if kind is _LINEAR and hasattr(module._parameters.get("weight"), "device_mesh"):
             return "its weight is already sharded: call convert before parallelize_module"
         return f"{type(module).__name__} overrides forward"
@@ -446,7 +446,7 @@ def active(module: nn.Module, kind: LinearMatcher, config: Any) -> float:
 
 # ---- layers that stay in high precision unless a rule names them: output heads and PEFT adapters ----
 #
-# Published recipes leave output heads unquantized. Adapters are small and trained in 16 bits beside a quantized base.
+# Published recipes leave output heads unquantized. Adapters are small and trained in 16 bits with a quantized base.
 # Sources: DeepSeek-V3 (arXiv:2412.19437, section 3.3.1), NVIDIA's NVFP4 pre-training (arXiv:2509.25149), and QLoRA
 # (arXiv:2305.14314, section 3), whose adapters are bfloat16 over a 4-bit base.
 
@@ -478,9 +478,9 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
     """
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not model}
-    answers = _answers(model, "get_output_embeddings")
-    heads: set[nn.Module] = {part for head in answers for part in head.modules() if isinstance(part, nn.Linear)}
-    if not answers:
+    found = _modules_from(model, "get_output_embeddings")
+    heads: set[nn.Module] = {part for head in found for part in head.modules() if isinstance(part, nn.Linear)}
+    if not found:
         often, rows = Counter(map(_last, linear)), _vocabularies(model)
         for name, module in linear.items():
             if _last(name) in NAMES and often[_last(name)] == 1 and module.out_features in rows:
@@ -492,28 +492,28 @@ def _vocabularies(model: nn.Module) -> set[int]:
     """Return the sizes of the input embeddings; if the model does not name them, those of all non-position
     embeddings.
     """
-    tables = [m for m in _answers(model, "get_input_embeddings") if isinstance(m, nn.Embedding)]
+    tables = [m for m in _modules_from(model, "get_input_embeddings") if isinstance(m, nn.Embedding)]
     if not tables:
         named = [(_last(name), m) for name, m in model.named_modules() if isinstance(m, nn.Embedding)]
         tables = [m for last, m in named if "pos" not in last and last != "wpe"]
     return {table.num_embeddings for table in tables}
 
 
-def _answers(model: nn.Module, method: str) -> list[nn.Module]:
+def _modules_from(model: nn.Module, method: str) -> list[nn.Module]:
     """Return the modules that a getter method, such as `get_output_embeddings`, returns on any submodule."""
-    answers = []
+    found = []
     for module in model.modules():
-        ask = getattr(type(module), method, None)
-        if ask is None:
+        getter = getattr(type(module), method, None)
+        if getter is None:
             continue
         try:
-            answer = ask(module)
+            value = getter(module)
         except Exception:
             # Models without such an embedding raise various errors.
             continue
-        if isinstance(answer, nn.Module):
-            answers.append(answer)
-    return answers
+        if isinstance(value, nn.Module):
+            found.append(value)
+    return found
 
 
 def _last(name: str) -> str:

@@ -279,18 +279,18 @@ def _passes_inputs_on(model: Any, own: frozenset[str]) -> bool:
         model: the language model.
         own: names of the forward's arguments.
     """
-    beside: dict[str, Tensor] = {
+    others: dict[str, Tensor] = {
         name: IDS.ne(IGNORED).long() for name in ("attention_mask", "position_ids") if name in own
     }
-    calls: list[dict[str, Tensor]] = [{"input_ids": IDS}, {"input_ids": IDS, **beside}]
+    calls: list[dict[str, Tensor]] = [{"input_ids": IDS}, {"input_ids": IDS, **others}]
     if "inputs_embeds" in own:
-        calls.append({"inputs_embeds": random_tensor((*IDS.shape, WIDTH), torch.float32, 4), **beside})
+        calls.append({"inputs_embeds": random_tensor((*IDS.shape, WIDTH), torch.float32, 4), **others})
     for passed in calls:
         copied = _small(model, torch.float32)
         copied(labels=IDS, **passed)
         body = next(part for part in copied._modules.values() if isinstance(part, _Body))
-        handed = {name: value for name, value in body.passed.items() if isinstance(value, Tensor)}
-        if handed.keys() != passed.keys() or any(handed[name] is not value for name, value in passed.items()):
+        received = {name: value for name, value in body.passed.items() if isinstance(value, Tensor)}
+        if received.keys() != passed.keys() or any(received[name] is not value for name, value in passed.items()):
             return False
     return True
 

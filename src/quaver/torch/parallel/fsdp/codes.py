@@ -148,7 +148,7 @@ class CodeShard(Shard):
         gathered = of_codes(info.layer(), outputs[0][: info.rows], dtype)
         if out is None:
             return gathered, ()
-        # Backward has saved this weight; its codes may lie elsewhere now.
+        # Backward has saved this weight; its codes may be stored elsewhere now.
         getattr(out, "_local_tensor", out).set_tensors(gathered)
         return None
 

@@ -232,7 +232,7 @@ def _last(layer: nn.Module) -> ScalingStep | None:
 
 
 def _reduced_over(layer: nn.Module, group: Any) -> bool:
-    """Return True if the group is known to be the layer's own, with the same answer on all ranks that run the group's
+    """Return True if the group is known to be the layer's own, with the same result on all ranks that run the group's
     layers.
 
     Asked for all layers, finished or not: reducing a maximum twice is harmless, and the layers that ran may differ by

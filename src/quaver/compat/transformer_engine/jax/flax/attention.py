@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from quaver.compat.transformer_engine.jax.flax.fields import OF_ATTENTION, Axes, parameter, part_of, refuse
-from quaver.compat.transformer_engine.jax.flax.module import DenseGeneral, LayerNormDenseGeneral, beside
+from quaver.compat.transformer_engine.jax.flax.module import DenseGeneral, LayerNormDenseGeneral, stacked_init
 from quaver.jax.blocks.attention import attention, relative_position_bias, rope
 from quaver.jax.blocks.options import Initializer
 from quaver.options import suggests
@@ -198,26 +198,26 @@ class MultiHeadAttention(nn.Module, HeadFields):
         init = self.kernel_init or OF_ATTENTION
         root = math.sqrt(self.head_dim) if self.scaled_query_init else 1.0
 
-        def of_query(*args: Any) -> Array:
+        def query_init(*args: Any) -> Array:
             return init(*args) / jnp.asarray(root, self.dtype)
 
         norm: Any = {"enable_layernorm": self.input_layernorm, "epsilon": self.layernorm_epsilon}
         norm |= {"return_layernorm_output": True, "scale_axes": None, "ln_bias_axes": None}
         first: Any = partial(part_of, self, LayerNormDenseGeneral, **norm)
         plain = partial(part_of, self, DenseGeneral)
-        width, of_groups = heads * self.head_dim, groups * self.head_dim
+        width, kv_width = heads * self.head_dim, groups * self.head_dim
         itself = x is memory
         if self.fuse_qkv_params and itself and heads == groups:
-            y, normed = first(features=(3, width), kernel_init=beside(of_query, init, init), name="qkv")(x)
+            y, normed = first(features=(3, width), kernel_init=stacked_init(query_init, init, init), name="qkv")(x)
             parts = [y[..., i, :] for i in range(3)]
         else:
-            query, normed = first(features=width, kernel_init=of_query, name="query")(x)
+            query, normed = first(features=width, kernel_init=query_init, name="query")(x)
             memory = normed if itself else memory
             if self.fuse_qkv_params:
-                y = plain(features=(2, of_groups), kernel_init=beside(init, init), name="kv")(memory)
+                y = plain(features=(2, kv_width), kernel_init=stacked_init(init, init), name="kv")(memory)
                 parts = [query, y[..., 0, :], y[..., 1, :]]
             else:
-                each = (plain(features=of_groups, kernel_init=init, name=name)(memory) for name in ("key", "value"))
+                each = (plain(features=kv_width, kernel_init=init, name=name)(memory) for name in ("key", "value"))
                 parts = [query, *each]
         q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in parts)
         return q, k, v, normed
@@ -227,8 +227,8 @@ class MultiHeadAttention(nn.Module, HeadFields):
         check_name("rotary_pos_emb_group_method", self.rotary_pos_emb_group_method, ("consecutive", "alternate"))
         least, most = self.rotary_pos_emb_windows
         x = x.swapaxes(0, 1) if self.transpose_batch_sequence else x
-        beside_one_another = self.rotary_pos_emb_group_method == "consecutive"
-        y = rope(x, jnp.arange(x.shape[1]) / least, theta=most / least, interleaved=beside_one_another)
+        interleaved = self.rotary_pos_emb_group_method == "consecutive"
+        y = rope(x, jnp.arange(x.shape[1]) / least, theta=most / least, interleaved=interleaved)
         return y.swapaxes(0, 1) if self.transpose_batch_sequence else y
 
 

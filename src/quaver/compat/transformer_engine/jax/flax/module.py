@@ -143,7 +143,7 @@ class LayerNormMLP(nn.Module, NormFields, DenseFields):
         y, init = normalized_input(self, inputs), self.kernel_init or KERNEL_INIT
         outer, parts = y.shape[-1], (len(self.activations), self.intermediate_dim)
         both = (self.kernel_axes_1, self.bias_axes_1), (self.kernel_axes_2, self.bias_axes_2)
-        wi = matrix(self, "wi_kernel", "wi_bias", (outer,), parts, *both[0], init=beside(init))
+        wi = matrix(self, "wi_kernel", "wi_bias", (outer,), parts, *both[0], init=stacked_init(init))
         wo = matrix(self, "wo_kernel", "wo_bias", parts[1:], outer, *both[1], init=init)
         z = Product(name="wi")(constrained(y, self.dot_1_input_axes), *wi)
         z = activated(checkpoint_name(z, self.ffn1_ckpt_name), self.activations, self.activation_params)
@@ -167,7 +167,7 @@ def matrix(
     return value, parameter(module, bias, module.bias_init, bias_axes, outputs) if module.use_bias else None
 
 
-def beside(*inits: Initializer) -> Initializer:
+def stacked_init(*inits: Initializer) -> Initializer:
     """Return an initializer of [inputs, parts, outputs] that draws each part separately, by its own or a common
     initializer.
     """
