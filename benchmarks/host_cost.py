@@ -1,9 +1,9 @@
-"""What an eager layer's step costs the host: `python -m benchmarks.host_cost`, in an environment of `stub_driver`.
+"""Host time of an eager layer's step: `python -m benchmarks.host_cost`, in an environment of `stub_driver`.
 
-quaver.torch.Linear on tensors of 16 × 16 on a CPU, made to take the way that tensors on a GPU take: the same choice of
-implementations, the same kernels launched by Triton's own launcher, with a driver that does nothing; for each scaled
-GEMM `torch.mm` of a matrix of that size. And blocks of such layers, on the same terms. Kernels are checked, and no code
-is made of them. Prints JSON: the ratios to torch's own parts by row.
+quaver.torch.Linear runs on CPU tensors of 16 × 16 that are treated as tensors of a GPU: the same implementations are
+chosen and the same kernels are launched by Triton's own launcher, with a driver that does nothing. Each scaled GEMM is
+replaced by `torch.mm` of that size. Blocks of such layers are timed in the same way. Kernels are checked but not
+compiled. Prints JSON: the ratios to torch's own layers by row.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torch import nn
 import quaver.torch as qt
 from benchmarks.measuring import stub_driver
 from benchmarks.measuring.steps import step_of
-from benchmarks.measuring.timing import Step, beside
+from benchmarks.measuring.timing import Step, interleave_with_first
 from benchmarks.subjects import blocks, linears
 from quaver import recipes
 from quaver.recipes.spec import Recipe
@@ -34,7 +34,7 @@ from quaver.torch.state.history import amax, roll_gpu
 from quaver.torch.state.layer_state import state_of
 
 SIZE = 16
-#: By architecture the recipes that have GEMMs there.
+#: Recipes whose GEMMs an architecture supports, by architecture.
 RECIPES = {
     90: ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise"],
     100: ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "mxfp8", "nvfp4"],
@@ -43,19 +43,19 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 def pretend(arch: int) -> None:
-    """Make this process take CPU tensors for those of a GPU of this architecture."""
+    """Make this process treat CPU tensors as those of a GPU of this architecture."""
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(stub_driver.Driver(arch))
     device._architecture = lambda _: arch  # type: ignore[assignment]
     launch.card = lambda device: (0, lambda: 0, lambda index: 0, nowhere)
     device.forced_implementations |= {"triton", "native"}
-    # What the device is asked for is asked as of a GPU: these are remembered there too.
+    # Check the architecture as on a GPU, where these results are cached, too.
     device.why_no_fp8 = lambda d, what: device._why_no_fp8(device.architecture(d))  # type: ignore[assignment]
     device.why_no_kernels = lambda d: "" if device.recorded_arch() else device._why_too_old(arch)  # type: ignore[assignment]
     products = {dtype: torch.randn(SIZE, SIZE).to(dtype) for dtype in DTYPES.values()}
 
     torch._scaled_mm_v2 = lambda a, b, *rest: torch.mm(products[rest[7]], products[rest[7]])  # type: ignore[assignment]
-    # No probe: it would compare numbers.
+    # No probe, because it would compare values.
     scaled_mm._probe = lambda *_: ""  # type: ignore[assignment]
 
 
@@ -64,8 +64,8 @@ def nowhere(_: Any) -> Iterator[None]:
     yield
 
 
-def on_a_gpu(recipe: Recipe) -> None:
-    """Choose what a GPU's tensors would get."""
+def use_gpu_operations(recipe: Recipe) -> None:
+    """Make a recipe use the operations that tensors on a GPU would use."""
     ops._resolved[id(recipe)] = ops.ResolvedOperations(
         recipe, quantize.quantize, scaled_mm.scaled_matmul, quantize.quantize_both
     )
@@ -80,19 +80,19 @@ def subjects(dtype: torch.dtype, names: list[str]) -> dict[str, Step]:
         recipe = recipes.get(name)
         layer = linears.ours(base)
         layer.recipe = recipe
-        on_a_gpu(recipe)
+        use_gpu_operations(recipe)
         if recipe.delayed is not None:
             settle(layer, recipe)
         steps[f"quaver {name}"] = step_of(layer, x, g, accumulating=True)
     return steps
 
 
-#: What holds several layers: its rows, and the dtype that they are timed in.
+#: Modules of several layers, and the dtype in which they are timed.
 BLOCKS, BLOCK_DTYPE = ("LayerNormLinear", "LayerNormMLP", "TransformerLayer"), "bf16"
 
 
 def plain_block(kind: str, dtype: torch.dtype) -> nn.Module:
-    """A block of torch's own parts, all of whose GEMMs are of 16 × 16 × 16."""
+    """Return a block of torch's own layers, with GEMMs of 16 × 16 × 16."""
     torch.manual_seed(0)
     if kind == "TransformerLayer":
         size = blocks.Size(SIZE, 2, 2, SIZE)
@@ -105,13 +105,13 @@ def plain_block(kind: str, dtype: torch.dtype) -> nn.Module:
 
 def our_block(kind: str, recipe: Recipe, dtype: torch.dtype) -> nn.Module:
     if kind == "TransformerLayer":
-        of_size = {"activation": "gelu", "fused": False, "mask_type": "causal", "groups": 2}
-        layer: nn.Module = qt.TransformerLayer(SIZE, 2, SIZE, recipe=recipe, dtype=dtype, **of_size)
+        options = {"activation": "gelu", "fused": False, "mask_type": "causal", "groups": 2}
+        layer: nn.Module = qt.TransformerLayer(SIZE, 2, SIZE, recipe=recipe, dtype=dtype, **options)
     elif kind == "LayerNormMLP":
         layer = qt.LayerNormMLP(SIZE, SIZE, "gelu", recipe=recipe, dtype=dtype)
     else:
         layer = qt.LayerNormLinear(SIZE, SIZE, recipe=recipe, dtype=dtype)
-    on_a_gpu(recipe)
+    use_gpu_operations(recipe)
     for part in layer.modules():
         if recipe.delayed is not None and isinstance(part, qt.Linear):
             settle(part, recipe)
@@ -128,7 +128,7 @@ def block_subjects(kind: str, dtype: torch.dtype, names: list[str]) -> dict[str,
 
 
 def settle(layer: qt.Linear, recipe: Recipe) -> None:
-    """Give delayed scaling factors that are set, and have them read as on a GPU after some steps."""
+    """Set the factors of delayed scaling, and have them read as on a GPU after some steps."""
     amax.create_history(layer, recipe)
     amax.saved_factors = lambda layer: amax._on_device(layer, layer._buffers["factor"])
     amax.is_set = lambda column, factors: factors.known_set[column]
@@ -140,20 +140,20 @@ def settle(layer: qt.Linear, recipe: Recipe) -> None:
 def measure(
     rounds: int, steps: int, names: list[str], arch: int = 90, dtypes: Iterable[str] = DTYPES
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    """By dtype and subject: the ratio to the same of torch's parts, and microseconds of a step."""
+    """Return (ratio to torch's own layers, microseconds of a step) by dtype and subject."""
     pretend(arch)
     by_dtype = {}
     for dtype in dtypes:
         timed = [subjects(DTYPES[dtype], names)]
         if dtype == BLOCK_DTYPE:
             timed += [block_subjects(kind, DTYPES[dtype], names) for kind in BLOCKS]
-        # One step of delayed scaling, as between micro-batches: outside of an autocast each backward would end one, and
-        # histories roll once for a whole model.
+        # All in one step of delayed scaling, as between micro-batches: outside of an autocast each backward would end a
+        # step, and histories roll once per step of a model.
         with qt.autocast("bf16"):
             by_dtype[dtype] = {
                 name: (timing.ratio, timing.seconds * 1e6)
                 for each in timed
-                for name, timing in beside(each, rounds=rounds, steps=steps).items()
+                for name, timing in interleave_with_first(each, rounds=rounds, steps=steps).items()
             }
     return by_dtype
 
@@ -167,10 +167,10 @@ if __name__ == "__main__":
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--launchers", help="a folder that keeps them for the next process")
     parser.add_argument("--unoptimized", action="store_true", help="compile them quickly, and time them as they are")
-    asked = parser.parse_args()
-    names = asked.recipes or RECIPES[asked.arch]
-    if asked.unoptimized:
+    args = parser.parse_args()
+    names = args.recipes or RECIPES[args.arch]
+    if args.unoptimized:
         stub_driver.make_launchers_quickly()
     with tempfile.TemporaryDirectory() as elsewhere:
-        stub_driver.make_no_code(Path(asked.launchers or elsewhere))
-        print(json.dumps(measure(asked.rounds, asked.steps, names, asked.arch, asked.dtypes)))
+        stub_driver.make_no_code(Path(args.launchers or elsewhere))
+        print(json.dumps(measure(args.rounds, args.steps, names, args.arch, args.dtypes)))

@@ -1,7 +1,7 @@
 """Models of transformers trained by its Trainer on the default text, in bf16 and under recipes, paired by seed.
 
-A null model, whose initial weights differ from bf16's by 1e-5 at most, says how far apart two runs come by themselves.
-That is a lower bound of what a recipe's rounding may do by chance alone: each step's is larger than that nudge.
+A null model, whose initial weights differ from bf16's by 1e-5 at most, shows the difference of two runs by chance.
+It is a lower bound for the chance difference of a recipe, whose rounding in each step is larger than that nudge.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from quaver.train.data import join_bytes, read_text, split
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "loops.md"
 BEGIN, END = "<!-- python -m benchmarks families writes from here -->", "<!-- to here, families -->"
-#: What each model is given, by the names of its configuration: two layers of 64, bytes as tokens.
+#: Options of each model's configuration: two layers of 64 features, bytes as tokens.
 FAMILIES: dict[str, dict[str, Any]] = {
     "t5": {"d_model": 64, "d_kv": 32, "d_ff": 192, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2},
     "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 64},
@@ -33,12 +33,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 RECIPES = ("delayed", "mxfp8")
 BASELINE = "bf16"
-#: Shape of a batch, windows of the validation, and words.
+#: Shape of a batch, number of validation windows, and size of the vocabulary.
 BATCH, SEQUENCE, VALIDATION, VOCABULARY = 8, 32, 64, 256
 
 
 class Windows(torch.utils.data.Dataset[Any]):
-    """Windows of a text at drawn places; of an encoder and decoder the second half follows from the first."""
+    """Windows of a text at random positions; for an encoder-decoder, the second half is the label of the first."""
 
     def __init__(self, text: np.ndarray, count: int, seed: int, halves: bool) -> None:
         starts = np.random.default_rng(seed).integers(0, len(text) - SEQUENCE, count)
@@ -56,13 +56,13 @@ class Windows(torch.utils.data.Dataset[Any]):
 
 
 def text() -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of the default text, and of what is held out of it."""
+    """Return the bytes of the default text for training, and of its held-out files."""
     train, held_out = split(read_text(()))
     return join_bytes(train), join_bytes(held_out)
 
 
 def model_of(family: str, seed: int, run: str) -> Any:
-    """A model of random weights: bf16's, the null model, or one that is converted."""
+    """Return a model with random weights: for bf16, the null model, or a converted one."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
@@ -80,7 +80,7 @@ def model_of(family: str, seed: int, run: str) -> Any:
 
 
 def loss_of(family: str, seed: int, run: str, steps: int, train: np.ndarray, held_out: np.ndarray) -> float:
-    """The loss on held-out text, in nats a byte, after so many steps of transformers' Trainer in bf16."""
+    """Train with transformers' Trainer in bf16; return the loss on held-out text in nats per byte."""
     from transformers import Trainer, TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder:
@@ -111,9 +111,9 @@ def loss_of(family: str, seed: int, run: str, steps: int, train: np.ndarray, hel
 
 
 def measured(
-    families: Sequence[str], runs: Sequence[str], steps: int, seeds: int, kernel_args: Callable[[str], None]
+    families: Sequence[str], runs: Sequence[str], steps: int, seeds: int, report: Callable[[str], None]
 ) -> dict[tuple[str, str], list[float]]:
-    """Losses by family and run, a seed each."""
+    """Return the losses of all seeds by family and run."""
     train, held_out = text()
     losses: dict[tuple[str, str], list[float]] = {}
     for family in families:
@@ -121,34 +121,34 @@ def measured(
             for run in (BASELINE, NULL, *runs):
                 loss = loss_of(family, seed, run, steps, train, held_out)
                 losses.setdefault((family, run), []).append(loss)
-                kernel_args(f"{family}, seed {seed}, {run}: {loss:.4f}")
+                report(f"{family}, seed {seed}, {run}: {loss:.4f}")
     return losses
 
 
 def rows(losses: dict[tuple[str, str], list[float]], runs: Sequence[str]) -> list[list[str]]:
-    """The table's cells: bf16's loss, and of each other run the mean difference from it, and each seed's."""
+    """Return the table's cells: bf16's loss, and each other run's difference from it, as a mean and by seed."""
     table = []
     for family in dict.fromkeys(family for family, _ in losses):
         base = losses[family, BASELINE]
         cells = [family, f"{statistics.mean(base):.4f}"]
         for run in (NULL, *runs):
-            apart = [a - b for a, b in zip(losses[family, run], base, strict=True)]
-            cells.append(f"{statistics.mean(apart):+.4f} ({', '.join(f'{d:+.4f}' for d in apart)})")
+            differences = [a - b for a, b in zip(losses[family, run], base, strict=True)]
+            cells.append(f"{statistics.mean(differences):+.4f} ({', '.join(f'{d:+.4f}' for d in differences)})")
         table.append(cells)
     return table
 
 
 def farthest(losses: dict[tuple[str, str], list[float]], runs: Sequence[str]) -> str:
-    """Of the null model and each run, how far from bf16's loss it came in any seed, and in which family."""
-    families, said = dict.fromkeys(family for family, _ in losses), []
+    """Describe the largest difference of each run from bf16's loss, over seeds and families."""
+    families, parts = dict.fromkeys(family for family, _ in losses), []
     for run in (NULL, *runs):
-        apart = {
+        differences = {
             family: max(abs(a - b) for a, b in zip(losses[family, run], losses[family, BASELINE], strict=True))
             for family in families
         }
-        family = max(apart, key=apart.__getitem__)
-        said.append(f"{run} {apart[family]:.4f} ({family})")
-    return f"Largest difference from bf16 of any seed: {', '.join(said)}."
+        family = max(differences, key=differences.__getitem__)
+        parts.append(f"{run} {differences[family]:.4f} ({family})")
+    return f"Largest difference from bf16 of any seed: {', '.join(parts)}."
 
 
 def header(runs: Sequence[str]) -> list[str]:
@@ -156,10 +156,10 @@ def header(runs: Sequence[str]) -> list[str]:
 
 
 def run(steps: int, seeds: int, only: Sequence[str], write: bool, console: Console) -> None:
-    """Train all, show the table, and write it into docs/guides/loops.md.
+    """Train all runs, print the table, and optionally write it into docs/guides/loops.md.
 
     Raises:
-        ValueError: a family that is not among them; a library that is missing.
+        ValueError: a family is unknown, or a library is missing.
     """
     unknown = [family for family in only if family not in FAMILIES]
     if unknown:
@@ -174,9 +174,9 @@ def run(steps: int, seeds: int, only: Sequence[str], write: bool, console: Conso
         table.add_row(*row)
     console.print(table)
     if write:
-        said = (
+        text = (
             f"{steps} steps of {BATCH} windows of {SEQUENCE} bytes, AdamW, `bf16=True`, {seeds} seeds; loss on "
             f"{VALIDATION} windows of held-out files. {machine.cpu()}, torch {torch.__version__}, {machine.today()}. "
             f"{farthest(losses, RECIPES)}"
         )
-        results.write_between(PAGE, BEGIN, END, [said, "", *results.table(header(RECIPES), cells)])
+        results.write_between(PAGE, BEGIN, END, [text, "", *results.table(header(RECIPES), cells)])

@@ -29,7 +29,7 @@ class Timing:
 
 
 def interleave(subjects: Mapping[str, Step], *, rounds: int, steps: int) -> dict[str, Timing]:
-    """Time every subject in every round, forwards and backwards by turns.
+    """Time every subject in every round, alternately in forward and backward order.
 
     Args:
         subjects: by name, the baseline first; each call is one step.
@@ -52,11 +52,11 @@ def interleave(subjects: Mapping[str, Step], *, rounds: int, steps: int) -> dict
     }
 
 
-def beside(subjects: Mapping[str, Step], *, rounds: int, steps: int) -> dict[str, Timing]:
-    """As `interleave`, with the first subject timed right before and right after each of the others.
+def interleave_with_first(subjects: Mapping[str, Step], *, rounds: int, steps: int) -> dict[str, Timing]:
+    """Like `interleave`, but time the first subject right before and right after each of the others.
 
-    For steps so short that caches and neighbours change a time by half from one tenth of a second to the next: a ratio
-    is that to the mean of the two. The first one's own ratio is 1.
+    A ratio is relative to the mean of these two times. This is for short steps, whose times may change by half within
+    a tenth of a second because of caches and other processes. The first subject's own ratio is 1.
     """
     (first, baseline), *others = subjects.items()
     times: dict[str, list[float]] = {name: [] for name in subjects}
@@ -77,7 +77,7 @@ def beside(subjects: Mapping[str, Step], *, rounds: int, steps: int) -> dict[str
 
 
 def stopwatch(step: Step, steps: int) -> float:
-    """Seconds of one step: the processor's with one thread, else the clock's."""
+    """Return the seconds of one step: CPU time with one thread, else wall-clock time."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     step()
     begun = clock()

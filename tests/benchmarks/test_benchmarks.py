@@ -30,7 +30,7 @@ from benchmarks.measuring.figure import (
 )
 from benchmarks.measuring.memory import Peak, peak
 from benchmarks.measuring.products import WideProducts
-from benchmarks.measuring.timing import beside, interleave
+from benchmarks.measuring.timing import interleave, interleave_with_first
 from benchmarks.pages import ranks
 from quaver.torch.backends.gpu import interpreter
 from quaver.train import TrainResult
@@ -111,7 +111,7 @@ def test_the_hosts_cost_has_a_row_for_every_recipe(arch: int, names: str) -> Non
     assert all(math.isfinite(value) for row in rows.values() for value in row)
 
 
-@pytest.mark.parametrize("timed", [interleave, beside])
+@pytest.mark.parametrize("timed", [interleave, interleave_with_first])
 def test_interleaved_timing_finds_a_function_twice_as_slow(timed: Any) -> None:
     a = torch.randn(128, 128)
 
