@@ -1,5 +1,5 @@
-"""A section in this process, its cases one after another, each as a line of JSON the moment it is done; or those of a
-dry run in forked processes, since nothing is timed there and kernels are interpreted on one core each."""
+"""Run the cases of a section in this process, each reported as a line of JSON. A dry run, which times nothing and
+interprets each kernel on one core, uses forked processes."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ LOST = 3
 
 @dataclass
 class Done:
-    """What became of a case."""
+    """Outcome of a case."""
 
     case: str
     seconds: float = 0.0
@@ -37,7 +37,7 @@ class Done:
 
     @property
     def begins(self) -> bool:
-        """Whether this only says that the case is next."""
+        """True if this only reports that the case begins."""
         return not self.seconds and not self.failures
 
     def line(self) -> str:
@@ -46,7 +46,7 @@ class Done:
 
 
 def read(line: str) -> Done:
-    """What `Done.line` wrote."""
+    """Parse the text of `Done.line`."""
     fields: dict[str, Any] = json.loads(line)
     fields["figures"] = [Figure(*figure) for figure in fields["figures"]]
     return Done(**fields)
@@ -58,11 +58,11 @@ def run(
     """Measure a section's cases.
 
     Args:
-        deadline: of time.monotonic; cases that have not begun by then are told as not measured.
+        deadline: in time.monotonic(); cases that have not begun by then are reported as not measured.
         skip: names of cases that are done.
         tell: called with each case when it begins (no seconds) and when it is done.
     Raises:
-        GpuLost: after the case that broke the context has been told.
+        GpuLost: a case broke the context; it has been reported.
     """
     for case in section.cases(setting):
         if case.name in skip:
@@ -78,7 +78,7 @@ def run(
 
 
 def measure(case: Case, setting: Setting) -> tuple[Done, GpuLost | None]:
-    """One case, whatever it does, and whether the GPU survived it."""
+    """Run one case and catch its errors; return also the error if it broke the GPU's context."""
     begun = time.perf_counter()
     findings = Findings()
     lost: GpuLost | None = None
@@ -93,24 +93,24 @@ def measure(case: Case, setting: Setting) -> tuple[Done, GpuLost | None]:
         findings.failures.append(f"{case.name}: failed: {first_line(error)}")
         try:
             check_gpu(setting)
-        except GpuLost as gone:
-            lost = gone
+        except GpuLost as gpu_error:
+            lost = gpu_error
     if lost is None:
         gc.collect()
         if setting.cuda:
             torch.cuda.empty_cache()
-    # No seconds would say that it begins.
+    # 0 seconds would mean that the case begins.
     seconds = max(round(time.perf_counter() - begun, 3), 1e-3)
     return Done(case.name, seconds, findings.figures, findings.failures), lost
 
 
 @contextmanager
 def walked(sections: Sequence[Section], setting: Setting, processes: int) -> Iterator[Mapping[str, Iterable[Done]]]:
-    """By section, its cases in their order, each when it is done; {} where the caller is to measure them."""
+    """Yield an iterator of each section's finished cases, in order; {} if the caller has to measure them itself."""
     if processes < 2:
         yield {}
         return
-    # What is imported is there; a thread of a library would not be, and none runs yet.
+    # A fork has the imported modules but no threads of libraries; none runs yet.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, context, end_with_parent) as pool:
         begun = {
@@ -124,17 +124,17 @@ def walked(sections: Sequence[Section], setting: Setting, processes: int) -> Ite
 
 
 def dry(name: str, case: str, setting: Setting) -> Done:
-    """One case of a section."""
-    section, kernel_args = SECTIONS[name], list[Done]()
+    """Run one case of a section."""
+    section, reports = SECTIONS[name], list[Done]()
     others = [other.name for other in section.cases(setting) if other.name != case]
-    # What is lost is among what was told.
+    # The lost GPU is among the reported failures.
     with suppress(GpuLost):
-        run(section, setting, math.inf, others, kernel_args.append)
-    return kernel_args[-1]
+        run(section, setting, math.inf, others, reports.append)
+    return reports[-1]
 
 
 def end_with_parent() -> None:
-    """Have this process end when the one that forked it does, however that ends."""
+    """Make this process exit when its parent does, for whatever reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()

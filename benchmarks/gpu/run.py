@@ -41,7 +41,7 @@ def chosen(names: Iterable[str]) -> list[Section]:
 
 
 def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
-    """Measure, print, and write after each section what there is by then."""
+    """Measure and print all sections, and write the results so far after each one."""
     sections = chosen(options.only)
     setting = card.describe(options.commit)
     for line in report.facts(setting):
@@ -49,14 +49,14 @@ def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
     if not options.setting.cuda and not options.dry:
         raise ValueError("there is no CUDA device here; --dry-run walks through everything on a CPU")
     begun = time.monotonic()
-    # A budget is a share of what is left, so that the time that one section leaves is the next ones'.
+    # A budget is a share of the remaining time, so that sections share what earlier ones did not use.
     done: list[Result] = []
     with child.walked(sections, options.setting, options.processes if options.dry else 1) as ahead:
         for number, section in enumerate(sections):
             left = options.seconds - (time.monotonic() - begun)
             share = section.seconds / sum(other.seconds for other in sections[number:])
             say(f"\n{section.title} ({section.name}{'' if options.dry else f', at most {left * share:.0f} s'})")
-            # A dry run leaves nothing out: it asks whether everything runs.
+            # A dry run leaves nothing out, because it checks that everything runs.
             seconds = math.inf if options.dry else left * share
             done.append(
                 measure(
@@ -78,14 +78,14 @@ def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
 
 
 def missing(sections: Sequence[Section], options: Options, done: Sequence[Result]) -> list[str]:
-    """The cases that gave no figure."""
+    """Return the cases without a figure."""
     reached = {(result.case.name, case) for result in done for case in result.cases}
     names = [(section.name, case.name) for section in sections for case in section.cases(options.setting)]
     return [f"{section}: {case}" for section, case in names if (section, case) not in reached]
 
 
 def covered(sections: Sequence[Section], options: Options, done: Sequence[Result]) -> str:
-    """How many cases gave a figure, of how many there are."""
+    """Describe how many of all cases gave a figure, and which did not."""
     lost = missing(sections, options, done)
     cases = sum(len(section.cases(options.setting)) for section in sections)
     of = f"{cases - len(lost)} of {cases} cases gave figures"
@@ -100,21 +100,22 @@ def measure(
     keep: Callable[[Result], object] = lambda part: None,
     ahead: Iterable[Done] | None = None,
 ) -> Result:
-    """One section's table; `keep` is given what there is of it after each case.
+    """Return the table of one section.
 
     Args:
-        ahead: its cases where other processes measure them.
+        keep: called with the table so far after each case.
+        ahead: finished cases, if other processes measure them.
     """
     begun = time.monotonic()
-    kernel_args: list[Done] = []
+    finished: list[Done] = []
 
     def tell(case: Done) -> None:
         if case.begins:
             return
-        kernel_args.append(case)
+        finished.append(case)
         for line in report.case_lines(case):
             say(line)
-        keep(table(section, kernel_args, begun))
+        keep(table(section, finished, begun))
 
     if ahead is not None:
         for case in ahead:
@@ -123,15 +124,15 @@ def measure(
         here(section, options, begun + seconds, tell)
     else:
         elsewhere(section, options, seconds, tell)
-    return table(section, kernel_args, begun)
+    return table(section, finished, begun)
 
 
-def table(section: Section, kernel_args: Sequence[Done], begun: float) -> Result:
-    """What the cases that were told of gave."""
-    figures = tuple(figure for case in kernel_args for figure in case.figures)
-    reason = "; ".join(dict.fromkeys(failure for case in kernel_args for failure in case.failures))
+def table(section: Section, finished: Sequence[Done], begun: float) -> Result:
+    """Return the table of the finished cases."""
+    figures = tuple(figure for case in finished for figure in case.figures)
+    reason = "; ".join(dict.fromkeys(failure for case in finished for failure in case.failures))
     case = Table(name=section.name, title=section.title, notes=section.notes, measure=lambda quick: [])
-    names = tuple(case.case for case in kernel_args if case.figures)
+    names = tuple(case.case for case in finished if case.figures)
     return Result(case=case, figures=figures, seconds=time.monotonic() - begun, reason=reason, cases=names)
 
 

@@ -1,6 +1,6 @@
-"""Triton's cache as something that can be carried: its lists of files name folders, and are written anew where it lies.
+"""Make Triton's cache portable: rewrite the absolute paths in its lists of files after the cache was moved.
 
-Without that a cache in another folder than it was made in holds nothing: Triton drops every file whose path is gone.
+Otherwise a moved cache would count as empty, because Triton drops every file whose path does not exist.
 
     python -m benchmarks.gpu.ahead.cache --pack DIR    write DIR.tar.xz, a tenth of the folder's bytes
     python -m benchmarks.gpu.ahead.cache DIR           unpack DIR.tar.xz where DIR is missing, and settle DIR
@@ -14,12 +14,12 @@ import sys
 import tarfile
 from pathlib import Path
 
-#: How the name of a list of files begins, in each kernel's folder.
+#: Prefix of the name of the list of files in each kernel's folder.
 GROUP = "__grp__"
 
 
 def settle(folder: Path) -> int:
-    """Have every list name the files beside it; returns how many kernels there are."""
+    """Make every list name the files in its own folder; returns the number of kernels."""
     kernels = 0
     for path in folder.glob(f"*/{GROUP}*"):
         kernels += 1
@@ -34,7 +34,7 @@ def settle(folder: Path) -> int:
 
 
 def lighten(folder: Path) -> None:
-    """Leave out what only people read: a kernel is its machine code and what is said of it."""
+    """Delete intermediate code; a kernel only needs its machine code and metadata."""
     for path in folder.glob("*/*"):
         if path.suffix in (".ttir", ".ttgir", ".llir", ".ptx", ".source"):
             path.unlink()
@@ -42,7 +42,7 @@ def lighten(folder: Path) -> None:
 
 
 def size(folder: Path) -> int:
-    """Bytes of its files."""
+    """Return the bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -51,7 +51,7 @@ def archive_of(folder: Path) -> Path:
 
 
 def pack(folder: Path) -> Path:
-    """Write a lightened cache beside its folder as one archive."""
+    """Write a lightened cache as an archive next to its folder."""
     lighten(folder)
     archive = archive_of(folder)
     with tarfile.open(archive, "w:xz") as tar:
@@ -60,7 +60,7 @@ def pack(folder: Path) -> Path:
 
 
 def unpack(folder: Path) -> None:
-    """Make the folder of its archive, where it is missing."""
+    """Unpack the archive of a folder if the folder is missing."""
     if folder.exists() or not archive_of(folder).exists():
         return
     with tarfile.open(archive_of(folder)) as tar:

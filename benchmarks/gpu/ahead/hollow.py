@@ -1,8 +1,9 @@
-"""Tensors of any size that say that they are on a card, and operations of torch that compute nothing.
+"""Tensors of any size that report a GPU as their device, and torch operations on them that compute nothing.
 
-What an operation returns is zeros of the right shape, in memory that the system gives when it is written, which nobody
-does: a training step at real sizes takes a fraction of a second. Views are views, and what changes a tensor leaves it.
-`ENVIRONMENT` makes such memory zeros: the allocator takes each large piece anew from the system.
+Operations return zeros of the right shape, in memory that the system would only provide on a write, which never
+happens: a training step at real sizes takes a fraction of a second. Views remain views, and in-place operations leave
+their tensor unchanged. With `ENVIRONMENT`, the allocator gets each large buffer anew from the system, so that it is
+zero.
 """
 
 from collections.abc import Callable
@@ -16,24 +17,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 CARD = torch.device("cuda", 0)
-#: What each tensor says of its place.
+#: Device attributes that each tensor reports.
 SAYS: dict[Any, Any] = {Tensor.device: CARD, Tensor.is_cuda: True, Tensor.is_cpu: False}
-#: Operations on no more elements than this are computed: counts, seeds and factors are what they would be.
+#: Operations on at most so many elements are computed, so that counts, seeds and factors are correct.
 SMALL = 4096
-#: Bytes from which memory is the system's own, and what has the allocator do so.
+#: Bytes from which a buffer comes directly from the system, and the variables that make the allocator do so.
 LARGE = 2**20
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(LARGE), "MALLOC_TRIM_THRESHOLD_": str(LARGE)}
 #: Operations that read a tensor on the host.
 READS = "_local_scalar_dense", "equal", "is_nonzero"
-#: Those that change where a tensor lies, and what is there of it, and no number.
+#: Operations that change a tensor's storage, shape or strides, but no value.
 PLACES = "resize_", "set_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "detach_"
 #: Scaled GEMMs.
 PRODUCTS = "_scaled_mm", "_scaled_grouped_mm"
 
 
 def zeros(like: Tensor) -> Tensor:
-    """Of a meta tensor's shape, strides and dtype; no page of a large one is taken until it is written."""
-    # Deterministic mode would fill it.
+    """Return zeros with a meta tensor's shape, strides and dtype; a large buffer takes no memory until written."""
+    # Deterministic mode would fill the buffer.
     deterministic: Any = torch.utils.deterministic
     before, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
@@ -56,11 +57,11 @@ def filled(value: Any) -> Any:
 
 
 class Hollow(TorchDispatchMode):
-    """While entered, operations on large tensors give zeros."""
+    """Mode in which operations on large tensors return zeros."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: What calls that are alike return, on meta.
+        #: Results of calls on meta, by function and shapes of the arguments.
         self.shapes: dict[Any, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +85,7 @@ class Hollow(TorchDispatchMode):
             written = [a for a, of in zip(args, schema.arguments, strict=False) if changes(of)]
             written += [kwargs[of.name] for of in schema.arguments if changes(of) and of.name in kwargs]
             return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
-        key = (func, *(kernel_args(leaf) for leaf in tree_leaves((args, kwargs))))
+        key = (func, *(shape_key(leaf) for leaf in tree_leaves((args, kwargs))))
         try:
             if key not in self.shapes:
                 self.shapes[key] = func(*tree_map(meta, args), **tree_map(meta, kwargs))
@@ -93,8 +94,8 @@ class Hollow(TorchDispatchMode):
         return tree_map(filled, self.shapes[key])
 
 
-def kernel_args(value: Any) -> Any:
-    """What of an argument the shapes of results follow from."""
+def shape_key(value: Any) -> Any:
+    """Return the properties of an argument that determine the shapes of results."""
     if isinstance(value, Tensor):
         return (*value.shape, "by", *value.stride(), value.dtype)
     return value if isinstance(value, int | float | str | torch.dtype) else repr(value)
@@ -105,7 +106,7 @@ def changes(argument: Any) -> bool:
 
 
 def created(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation makes of no tensor: at its size, zeros, where it is large or not filled anyway."""
+    """Run a factory function; a large or uninitialized result becomes zeros."""
     if "device" not in kwargs:
         return func(*args, **kwargs)
     sizes = args[0] if args and isinstance(args[0], list | tuple) else ()
@@ -117,27 +118,27 @@ def created(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def product(args: Any) -> Tensor:
-    """Of a scaled GEMM, [m, n] of the dtype that is asked for."""
+    """Return the result of a scaled GEMM: zeros [m, n] of the requested dtype."""
     a, b = args[:2]
     dtype = next((value for value in args if isinstance(value, torch.dtype)), torch.bfloat16)
     return zeros(torch.empty((a.shape[0], b.shape[-1]), dtype=dtype, device="meta"))
 
 
 class OnCard(TorchFunctionMode):
-    """While entered, tensors say that they are on a card, and what asks for one gets ordinary memory."""
+    """Mode in which tensors report a GPU as their device, and requests for GPU memory get memory of the host."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        asked = getattr(func, "__self__", None)
-        if getattr(func, "__name__", "") == "__get__" and asked in SAYS:
-            return func(*args) if args[0].is_meta else SAYS[asked]
+        attribute = getattr(func, "__self__", None)
+        if getattr(func, "__name__", "") == "__get__" and attribute in SAYS:
+            return func(*args) if args[0].is_meta else SAYS[attribute]
         if getattr(func, "__name__", "") in ("cuda", "pin_memory") and isinstance(args[0], Tensor):
             return args[0]
         return func(*(here(value) for value in args), **{name: here(value) for name, value in kwargs.items()})
 
 
 def here(value: Any) -> Any:
-    """A card's place becomes this machine's."""
+    """Replace a GPU's device by the CPU; return other values unchanged."""
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     return "cpu" if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")) else value

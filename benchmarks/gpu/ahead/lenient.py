@@ -1,8 +1,8 @@
-"""Tests that assert nothing, for a walk over what they launch: no number of theirs means anything on a card that is not
-there, and the first wrong one would end a test before its later launches.
+"""Disable the assertions of tests, in order to compile the kernels that they launch.
 
-Every `assert` of the tests is still computed, since launches stand in some. The tests' bytecode goes to a folder of its
-own: that of ordinary runs lies beside them.
+Without a GPU values have no meaning, and the first failure would end a test before its later launches. The condition
+of every `assert` is still computed, because some contain launches. The bytecode goes to a separate folder, so that
+ordinary runs do not use it.
 """
 
 import ast
@@ -20,17 +20,17 @@ import pytest
 import torch
 from _pytest.assertion import rewrite
 
-#: What compares, where it is: each takes what it is given for right.
+#: Comparing functions by module; each is replaced by one that does nothing.
 COMPARING = {
     torch.testing: ("assert_close",),
     np.testing: ("assert_allclose", "assert_array_equal", "assert_equal"),
 }
-#: Modules of tests whose functions of that name do.
+#: Modules of tests whose functions named `assert_...` are replaced, too.
 OURS = ("tests.close", "tests.kernels.compare")
 
 
 class Computed(ast.NodeTransformer):
-    """Has an assert compute what it asks for, and no more."""
+    """Replaces an assert by its condition, and removes `raise AssertionError`."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         return ast.copy_location(ast.Expr(node.test), node)
@@ -42,10 +42,10 @@ class Computed(ast.NodeTransformer):
 
 
 def assert_nothing() -> None:
-    """In tests that are imported from now on."""
+    """Disable assertions in tests that are imported from now on."""
     folder = Path(tempfile.mkdtemp(prefix="asserts-nothing-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # Not of `sys.pycache_prefix`: what of torch is imported later would be compiled anew.
+    # `sys.pycache_prefix` would also recompile modules of torch that are imported later.
     rewrite.get_cache_dir = lambda path: folder / path.parent.relative_to(path.anchor)
     rewrite.rewrite_asserts = lambda module, *_, **__: Computed().visit(module)
     pytest.register_assert_rewrite("tests")
@@ -57,7 +57,7 @@ def assert_nothing() -> None:
 
 
 def _may_raise(raises: Any) -> Any:
-    """pytest.raises where nothing need be raised: a card's driver may refuse what that of none takes."""
+    """Return a pytest.raises that accepts a missing error, which only the driver of a real GPU may raise."""
 
     @contextmanager
     def may_raise(*args: Any, **options: Any) -> Iterator[Any]:

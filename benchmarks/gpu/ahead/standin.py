@@ -1,7 +1,6 @@
-"""This process as one on a card of an architecture: torch and quaver see a card, Triton a driver that does nothing.
+"""Make this process behave as on a GPU of an architecture, with a Triton driver that does nothing.
 
-Everything up to the driver's doorstep is what runs on a card: which kernels a layer launches, how they are compiled,
-and Triton's own launcher.
+Everything above the driver runs as on a GPU: the choice of kernels, their compilation, and Triton's own launcher.
 """
 
 import sys
@@ -33,7 +32,7 @@ class Stream:
 
 
 class Event:
-    """An event that has come."""
+    """An event that has completed."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -49,7 +48,7 @@ class Event:
 
 
 class Graph:
-    """What was captured, which replays nothing."""
+    """A captured graph, whose replay does nothing."""
 
     def replay(self) -> None: ...
 
@@ -60,22 +59,22 @@ def nothing(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def become(arch: int) -> None:
-    """For the rest of this process."""
-    name, multiprocessors = CARDS[arch]
+    """Stand in for a GPU of this architecture until the process ends."""
+    card_name, multiprocessors = CARDS[arch]
     properties = SimpleNamespace(
-        name=name,
+        name=card_name,
         major=arch // 10,
         minor=arch % 10,
         multi_processor_count=multiprocessors,
         total_memory=2**37,
         L2_cache_size=2**25,
     )
-    answers: dict[str, Any] = {
+    results: dict[str, Any] = {
         "is_available": True,
         "is_initialized": False,
         "device_count": 1,
         "current_device": 0,
-        "get_device_name": name,
+        "get_device_name": card_name,
         "get_device_capability": (arch // 10, arch % 10),
         "get_device_properties": properties,
         "is_current_stream_capturing": False,
@@ -83,32 +82,32 @@ def become(arch: int) -> None:
         **dict.fromkeys(("synchronize", "empty_cache", "set_stream", "set_sync_debug_mode", "set_device"), None),
         **dict.fromkeys(("reset_peak_memory_stats", "_sleep", "_lazy_init", "manual_seed_all"), None),
     }
-    for asked, answer in answers.items():
-        setattr(torch.cuda, asked, lambda *_, answer=answer, **__: answer)
+    for name, result in results.items():
+        setattr(torch.cuda, name, lambda *_, result=result, **__: result)
     classes = {"Stream": Stream, "Event": Event, "CUDAGraph": Graph, "current_stream": Stream, "default_stream": Stream}
-    for asked, kind in {**classes, "stream": nothing, "graph": nothing, "device": nothing}.items():
-        setattr(torch.cuda, asked, kind)
+    for name, kind in {**classes, "stream": nothing, "graph": nothing, "device": nothing}.items():
+        setattr(torch.cuda, name, kind)
     drive(arch)
-    ask_no_driver()
+    replace_driver_queries()
     device._architecture = lambda _: arch  # type: ignore[assignment]
-    scaled_mm._probe = tried(scaled_mm._probe)  # type: ignore[assignment]
-    roll_gpu.LayerStack._look = arrived  # type: ignore[method-assign]
-    BackwardCFunction.apply = on_card(BackwardCFunction.apply)  # type: ignore[method-assign]
+    scaled_mm._probe = accepting(scaled_mm._probe)  # type: ignore[assignment]
+    roll_gpu.LayerStack._look = mark_factors_set  # type: ignore[method-assign]
+    BackwardCFunction.apply = in_card_mode(BackwardCFunction.apply)  # type: ignore[method-assign]
     for mode in (OnCard(), Hollow()):
         mode.__enter__()
 
 
-def ask_no_driver() -> None:
-    """Where quaver asks torch's C for a stream or the current card: a build with CUDA ends there without a driver."""
+def replace_driver_queries() -> None:
+    """Replace queries of the stream and current GPU, which crash without a driver in a build with CUDA."""
     for home, name in ((capture, "raw_stream"), (launch, "current_gpu")):
-        asks = getattr(home, name)
+        original = getattr(home, name)
         for module in [module for known, module in sys.modules.items() if known.partition(".")[0] == "quaver"]:
-            if vars(module).get(name) is asks:
+            if vars(module).get(name) is original:
                 setattr(module, name, lambda *_: 0)
 
 
-def on_card(apply: Any) -> Any:
-    """A function's backward under the mode that autograd leaves."""
+def in_card_mode(apply: Any) -> Any:
+    """Wrap a function's backward to run in `OnCard`, which autograd disables."""
 
     def within(*args: Any) -> Any:
         with OnCard():
@@ -118,13 +117,13 @@ def on_card(apply: Any) -> Any:
 
 
 def drive(arch: int) -> None:
-    """Have Triton compile for a card that is not there, and put the kernels nowhere."""
+    """Have Triton compile for an absent GPU, and launch kernels nowhere."""
     triton.runtime.driver.set_active(Driver(arch))
     launch.card = lambda _: (0, lambda: 0, lambda _: 0, nothing)
 
 
-def tried(probe: Any) -> Any:
-    """A probe's launches, and the answer of a card that has the GEMM: what is multiplied here says nothing."""
+def accepting(probe: Any) -> Any:
+    """Wrap a probe: run its launches and report that the GEMM works, because values have no meaning here."""
 
     def try_it(*args: Any) -> str:
         try:
@@ -136,8 +135,8 @@ def tried(probe: Any) -> Any:
     return try_it
 
 
-def arrived(stack: Any) -> None:
-    """Of delayed scaling's factors, that they are set, as they are after a step with numbers in it."""
+def mark_factors_set(stack: Any) -> None:
+    """Mark the factors of delayed scaling as set, as after a step with finite values."""
     if stack._host is not None:
         stack.known = [[True] * 3 for _ in stack.histories]
         stack._host = stack._arrived = None

@@ -87,20 +87,20 @@ def tests(arch: int, paths: list[str]) -> list[str]:
 
     from benchmarks.gpu.ahead import lenient
 
-    # As many as delayed scaling takes to come to its usual step.
+    # The number of steps after which delayed scaling takes its usual path.
     os.environ["QUAVER_TEST_STEPS"] = "3"
     standin.become(arch)
     torch.use_deterministic_algorithms(True)
     lenient.assert_nothing()
     options = ["-m", "gpu", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    # By the clock: a test that is cut on a busy machine would launch the rest on a card alone.
+    # No timeouts: a test that is stopped on a busy machine would leave launches unseen.
     options += ["-o", "timeout=0"]
-    pytest.main([*options, "--continue-on-collection-errors", *paths], plugins=[seen := Told()])
+    pytest.main([*options, "--continue-on-collection-errors", *paths], plugins=[seen := TestOutcomes()])
     return seen.failed
 
 
 def reach(arch: int, paths: list[str]) -> list[str]:
-    """The same, of which nothing is compiled: in minutes, which tests would not come to their ends on a card."""
+    """Run the tests like `tests`, but compile nothing: finds in minutes which tests would stop early on a GPU."""
     from quaver.torch.backends.gpu import launch
 
     launched: set[Any] = set()
@@ -108,14 +108,14 @@ def reach(arch: int, paths: list[str]) -> list[str]:
     def loaded(one: launch.KernelLaunch, index: int) -> launch._LoadedKernel:
         counts["kernels launched"] += one.kernel not in launched
         launched.add(one.kernel)
-        return launch._LoadedKernel(Told(), lambda *_: None, None, ())
+        return launch._LoadedKernel(TestOutcomes(), lambda *_: None, None, ())
 
     launch._loaded = loaded
     return tests(arch, paths)
 
 
-class Told:
-    """Of the tests, how many came to their ends, and what stopped the others."""
+class TestOutcomes:
+    """Counts tests by outcome, and records the failures."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
@@ -134,7 +134,7 @@ class Told:
 
 
 def layer(arch: int, _: list[str]) -> list[str]:
-    """A Llama layer, forward and backward, under each recipe whose GEMMs Hopper has: short, for versions of Triton."""
+    """Run a Llama layer under each recipe that Hopper supports: a short check for versions of Triton."""
     standin.become(arch)
     from benchmarks.gpu.measuring.setting import Findings, Setting
     from benchmarks.gpu.sections.layers.layer import eager
@@ -147,12 +147,12 @@ def layer(arch: int, _: list[str]) -> list[str]:
 
 
 def processor_seconds() -> float:
-    """Of this process and of what it started, compilers and assemblers, so far."""
+    """Return the CPU seconds of this process and of the compilers and assemblers that it started."""
     used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-#: Each says what did not come to its end.
+#: Each returns what failed.
 WALKS: dict[str, Callable[[int, list[str]], list[str]]] = {
     "rows": rows,
     "benchmark": benchmark,
@@ -166,9 +166,9 @@ if __name__ == "__main__":
     parser.add_argument("walk", choices=WALKS)
     parser.add_argument("arch", type=int)
     parser.add_argument("paths", nargs="*", help="of tests")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     count()
-    failed = WALKS[asked.walk](asked.arch, asked.paths)
+    failed = WALKS[args.walk](args.arch, args.paths)
     print(
         "\n" + json.dumps({**counts, "names": compiled, "failed": failed, "seconds": processor_seconds()}), flush=True
     )
