@@ -1,12 +1,13 @@
-"""States that shadow a run in float32: what each way to keep them does to an update, with the same gradients.
+"""Error of an update by the format of the optimizer states, with the same gradients for all formats.
 
-A small GPT is trained by AdamW in float32. Every scheme keeps moments of its own beside it: it decodes them, takes in
-the gradient, computes the update that it would make, and encodes them again. Nothing comes back into the run, so
-schemes differ by their codes alone, and differences far below the scatter of two runs are seen.
+A small GPT is trained by AdamW in float32. Every scheme has its own moments: it decodes them, adds the gradient,
+computes the update that it would make, and encodes them again. Nothing of it changes the run, so schemes differ by
+their formats alone, and differences far below the scatter of two runs become visible.
 
     error = ‖u' - u‖ / ‖u‖, of the last steps       bias = mean of ln √(v' / v)       u = m̂ / (√v̂ + ε)
 
-Besides, gradients at random of which every second one stops: how far its weight goes on, by what it does in float32.
+A second test draws random gradients, every second of which becomes 0, and measures how far such a weight still moves,
+relative to float32 states.
 """
 
 import math
@@ -31,26 +32,26 @@ PAGE = Path(__file__).parents[2] / "docs" / "design" / "optimizer.md"
 MARKS = "<!-- python -m benchmarks open-loop writes from here -->", "<!-- to here, open loop -->"
 BETA1, EPSILON, DECAY, PEAK, WARMUP = 0.9, 1e-8, 0.1, 3e-3, 30
 BATCH, SEQUENCE, VOCABULARY = 16, 64, 256
-#: How many steps at the end the error is the mean of.
+#: Number of last steps over which the error is averaged.
 LAST = 5
 NOISE = 2**15
-#: Steps before and after gradients stop, and how many there are.
+#: Steps before and after gradients become 0, and the number of gradients.
 BEFORE, AFTER, ELEMENTS = 50, 1200, 4096
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Both moments; in the words that `StateSpec.parse` reads."""
+    """Formats of both moments, as `StateSpec.parse` reads them."""
 
     name: str
     first: str
     second: str
-    #: Whether the second moment's scale is that of the last step's amax.
+    #: True if the second moment's scale is that of the previous step's amax.
     delayed: bool = False
 
     @property
     def bytes(self) -> float:
-        """Of both moments, a parameter of a large matrix."""
+        """Bytes of both moments per parameter of a large matrix."""
         many = 2**20
         return sum(StateSpec.parse(text).bytes((many,)) for text in (self.first, self.second)) / many
 
@@ -141,35 +142,37 @@ class Gpt(nn.Module):
 
 
 class State:
-    """One moment of all matrices under one spec; blocks run on from row to row."""
+    """One moment of all matrices under one spec; blocks may span rows."""
 
     def __init__(self, spec: StateSpec, sizes: list[int], delayed: bool) -> None:
         self.spec, self.sizes, self.delayed = spec, sizes, delayed
         pieces = sizes if spec.block is None else [sum(sizes)]
-        self.kept = [codes.encode(torch.zeros(n), spec, self._noise(torch.zeros(n, dtype=torch.int32))) for n in pieces]
+        self.encoded = [
+            codes.encode(torch.zeros(n), spec, self._noise(torch.zeros(n, dtype=torch.int32))) for n in pieces
+        ]
         self.amaxes: list[Tensor] | None = None
 
     def _noise(self, words: Tensor) -> Tensor | None:
         return words if self.spec.stochastic else None
 
     def read(self) -> Tensor:
-        return torch.cat([codes.decode(*kept, self.spec) for kept in self.kept])
+        return torch.cat([codes.decode(*piece, self.spec) for piece in self.encoded])
 
     def write(self, x: Tensor, words: Tensor) -> None:
         if self.spec.block is not None:
-            self.kept = [codes.encode(x, self.spec, self._noise(words))]
+            self.encoded = [codes.encode(x, self.spec, self._noise(words))]
             return
         parts = x.split(self.sizes)
         amaxes = [part.abs().max() for part in parts]
         used = self.amaxes if self.delayed and self.amaxes is not None else amaxes
         self.amaxes = amaxes
         noise = [self._noise(word) for word in words.split(self.sizes)]
-        self.kept = [codes.encode(p, self.spec, n, a) for p, n, a in zip(parts, noise, used, strict=True)]
+        self.encoded = [codes.encode(p, self.spec, n, a) for p, n, a in zip(parts, noise, used, strict=True)]
 
 
 @dataclass
 class Seen:
-    """What was seen of one scheme."""
+    """Statistics of one scheme."""
 
     error: list[float] = field(default_factory=list)
     clamped_error: list[float] = field(default_factory=list)
@@ -188,7 +191,7 @@ class Seen:
 
 
 class Shadows:
-    """The states of all schemes; those that two schemes share are kept once."""
+    """The states of all schemes; a state that two schemes share is stored once."""
 
     def __init__(self, schemes: tuple[Scheme, ...], sizes: list[int], beta2: float, seed: int) -> None:
         self.schemes, self.beta2 = schemes, beta2
@@ -199,7 +202,7 @@ class Shadows:
         self.steps = 0
 
     def take(self, gradient: Tensor) -> tuple[dict[str, Tensor], dict[tuple[str, bool], Tensor], dict[Any, Tensor]]:
-        """Take in one gradient, flat; numerators and denominators of updates, and second moments."""
+        """Update moments with a flat gradient; return numerators and denominators of updates, and second moments."""
         self.steps += 1
         t, beta2 = self.steps, self.beta2
         squared = gradient.square().mul_(1 - beta2)
@@ -219,11 +222,11 @@ class Shadows:
 
     @property
     def bound(self) -> float:
-        """What no update of this step exceeds in exact arithmetic."""
+        """Bound of this step's updates in exact arithmetic."""
         return optim.adam(self.steps, BETA1, self.beta2) * (1 + 1e-6)
 
     def step(self, gradient: Tensor) -> None:
-        """Take in one gradient, flat, and see what each scheme's update is."""
+        """Update the moments with a flat gradient, and record each scheme's update."""
         numerators, denominators, seconds = self.take(gradient)
         bound = self.bound
         true = numerators["float32"] / denominators["float32", False]
@@ -231,19 +234,19 @@ class Shadows:
         for scheme in self.schemes:
             of, seen = (scheme.second, scheme.delayed), self.seen[scheme.name]
             u = numerators[scheme.first] / denominators[of]
-            held = u.clamp(-bound, bound)
+            clamped = u.clamp(-bound, bound)
             seen.largest = max(seen.largest, u.abs().max().item())
-            seen.clamped.append((held != u).float().mean().item())
+            seen.clamped.append((clamped != u).float().mean().item())
             seen.error.append(((u - true).norm() / norm).item())
-            seen.clamped_error.append(((held - true).norm() / norm).item())
+            seen.clamped_error.append(((clamped - true).norm() / norm).item())
             both = (v > 0) & (seconds[of] > 0)
             seen.bias = 0.5 * (seconds[of][both] / v[both]).log_().mean().item()
 
 
 def measured(
-    beta2: float, steps: int, seed: int, kernel_args: Callable[[str], None], schemes: tuple[Scheme, ...] = SCHEMES
+    beta2: float, steps: int, seed: int, report: Callable[[str], None], schemes: tuple[Scheme, ...] = SCHEMES
 ) -> dict[str, dict[str, float]]:
-    """Train in float32, and what each scheme's update was beside it."""
+    """Train in float32, and return the statistics of each scheme's updates."""
     torch.manual_seed(seed)
     model, text = Gpt(), _text()
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -266,12 +269,15 @@ def measured(
         adam.step()
         adam.zero_grad()
         if t % 50 == 0 or t == steps:
-            kernel_args(f"β2 {beta2}, step {t}: loss {loss.item():.3f}")
+            report(f"β2 {beta2}, step {t}: loss {loss.item():.3f}")
     return {name: seen.row() for name, seen in shadows.seen.items()}
 
 
 def stopped(beta2: float, seed: int, schemes: tuple[Scheme, ...] = SCHEMES, after: int = AFTER) -> dict[str, float]:
-    """How far weights go on whose gradients stop, RMS, as a multiple of float32's; updates are held to their bound."""
+    """Return the RMS movement of weights after their gradient became 0, over that with float32 states.
+
+    Updates are clamped to their bound.
+    """
     shadows = Shadows(schemes, [ELEMENTS], beta2, seed + 77)
     drawn = torch.Generator().manual_seed(seed)
     moved = {scheme.name: torch.zeros(ELEMENTS // 2) for scheme in schemes}
@@ -292,15 +298,15 @@ def _text() -> np.ndarray:
 
 
 def table(figures: dict[str, dict[str, dict[str, float]]], schemes: tuple[Scheme, ...] = SCHEMES) -> list[str]:
-    """The table: a row a scheme, six columns for each β2."""
+    """Return the table: a row for each scheme, six columns for each β2."""
     columns = ["states", "bytes"]
     for beta2 in figures:
         columns += [f"β2 = {beta2}: error", "bias", "largest u", "clamped", "error, clamped", "gradient stops"]
     rows = []
     for scheme in schemes:
         row = [scheme.name, f"{scheme.bytes:.2f}"]
-        for by_name in figures.values():
-            one = by_name[scheme.name]
+        for by_scheme in figures.values():
+            one = by_scheme[scheme.name]
             row += [
                 f"{one['error']:.3g}",
                 f"{one['bias']:+.3f}",
@@ -314,14 +320,14 @@ def table(figures: dict[str, dict[str, dict[str, float]]], schemes: tuple[Scheme
 
 
 def run(steps: int, seed: int, write: bool, console: Console) -> None:
-    """Measure under β2 = 0.95 and 0.999, show the table, keep it, and write it into docs/design/optimizer.md."""
+    """Measure with β2 = 0.95 and 0.999, print the table, and optionally write results and docs/design/optimizer.md."""
 
-    def kernel_args(line: str) -> None:
+    def report(line: str) -> None:
         console.print(line, highlight=False)
 
     figures = {}
     for beta2 in (0.95, 0.999):
-        seen, rest = measured(beta2, steps, seed, kernel_args), stopped(beta2, seed)
+        seen, rest = measured(beta2, steps, seed, report), stopped(beta2, seed)
         figures[str(beta2)] = {name: one | {"stopped": rest[name]} for name, one in seen.items()}
     lines = table(figures)
     for line in lines:
@@ -334,7 +340,7 @@ def run(steps: int, seed: int, write: bool, console: Console) -> None:
     ):
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
     limits = ", ".join(f"{optim.adam_limit(BETA1, float(beta2)):.3f} for β2 = {beta2}" for beta2 in figures)
-    said = (
+    summary = (
         f"{steps} steps of a GPT of 0.39 million parameters on Python's standard library, AdamW in float32 with "
         f"β1 = {BETA1}, ε = {EPSILON:g}, norm of the gradient clipped to 1, learning rate {PEAK:g} falling to 1 %; "
         f"seed {seed}. Bytes are those of both moments, scales included. The bound ends at {limits}. "
@@ -342,4 +348,4 @@ def run(steps: int, seed: int, write: bool, console: Console) -> None:
         f"gradients at random, every second one 0 from step {BEFORE} on. "
         f"{machine.cpu()}, torch {torch.__version__}, {machine.today()}."
     )
-    results.write_between(PAGE, *MARKS, [said, "", *lines])
+    results.write_between(PAGE, *MARKS, [summary, "", *lines])

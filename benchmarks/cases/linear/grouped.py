@@ -1,4 +1,4 @@
-"""Grouped products beside a loop of one linear layer a group, and beside torch's grouped GEMM; and the bytes kept."""
+"""Grouped products over a loop of linear layers and over torch's grouped GEMM, and bytes saved for backward."""
 
 import statistics
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ from benchmarks.measuring.steps import step_of
 from benchmarks.measuring.timing import interleave
 from quaver.recipes import RECIPES
 
-#: Of each recipe's time over its loop and of their median, of torch's time, and of bf16's bytes.
+#: Targets: each recipe's time over its loop, the median of these, time over torch's, and % of bf16's bytes.
 EACH, MEDIAN, OF_TORCH, BYTES = at_most(1.0), at_most(0.9), at_most(1.1), at_most(52.0)
-#: Those whose backward reads eight or four bits.
+#: Recipes whose backward reads the input in eight or four bits.
 SAVING = [name for name, build in RECIPES.items() if build().wgrad.b is not None]
 LOOP, TORCH = "a Linear a group", "torch's grouped_mm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Groups of which tokens have Zipf's shares, the last of them none, if they are not given."""
+    """Sizes of a case. Tokens are distributed by Zipf's law, with none in the last group, unless `given`."""
 
     tokens: int
     inputs: int
@@ -33,8 +33,8 @@ class Setup:
     rounds: int
     #: Tokens of each group.
     given: tuple[int, ...] = ()
-    #: Whether the median is judged, and the bytes: GEMMs of many tokens take a loop's time, and scales of few tokens
-    #: weigh what their codes do.
+    #: True if the median, and the bytes, have a target: GEMMs of many tokens take as long as a loop, and scales of few
+    #: tokens are as large as their codes.
     shares: bool = False
     fits: bool = False
 
@@ -79,18 +79,18 @@ class Setup:
                     return grouped_mm(x, weight, offs=offsets)
 
                 steps = {TORCH: step_of(theirs, x, g, changing=True, parameters=[weight]), "ours": ours}
-                of_torch = interleave(steps, rounds=of.rounds, steps=1)["ours"].ratio
-                yield Figure(subject, f"of {TORCH}", of_torch, "x", OF_TORCH if judged else None)
+                torch_ratio = interleave(steps, rounds=of.rounds, steps=1)["ours"].ratio
+                yield Figure(subject, f"of {TORCH}", torch_ratio, "x", OF_TORCH if judged else None)
             yield Figure(subject, "time", timing.seconds * 1e3, "ms")
-            kept = kept_bytes(together, x)
-            plain = plain or kept
+            saved = kept_bytes(together, x)
+            plain = plain or saved
             target: Target | None = BYTES if of.fits and name in SAVING else None
-            yield Figure(subject, "kept, of bf16", 100 * kept / plain, "%", target)
+            yield Figure(subject, "kept, of bf16", 100 * saved / plain, "%", target)
         middle = statistics.median(ratios)
         yield Figure("the median of recipes", f"of {LOOP}", middle, "x", MEDIAN if of.shares else None)
 
     def pair(self, recipe: str) -> tuple[nn.Module, nn.ModuleList]:
-        """A layer of all groups and one for each, of the same values."""
+        """Return a layer of all groups, and one layer per group with the same weights."""
         how = {"bias": False, "dtype": torch.bfloat16, "recipe": recipe}
         layer = qt.GroupedLinear(self.groups, self.inputs, self.outputs, **how)  # type: ignore[arg-type]
         each = nn.ModuleList([qt.Linear(self.inputs, self.outputs, **how) for _ in range(self.groups)])  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def _case(name: str, setup: Setup) -> Case:
     )
 
 
-#: What the layer is judged by: 64 tokens a group in the middle, whose shares were drawn uniformly.
+#: Sizes for the layer's targets: 64 tokens per group on average, drawn uniformly.
 RAGGED = 51, 78, 25, 26, 84, 36, 46, 137, 74, 59, 67, 54, 130, 61, 13, 83
 RESEARCH_SHAPE = Setup(tokens=1024, inputs=256, outputs=512, groups=16, rounds=15, given=RAGGED, shares=True, fits=True)
 RESEARCH = _case("grouped-ragged", RESEARCH_SHAPE)

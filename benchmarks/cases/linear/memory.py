@@ -22,9 +22,9 @@ from quaver.recipes.spec import Recipe
 
 #: Tokens and features of every layer.
 SIZE, QUICK_SIZE = (2048, 1024), (256, 128)
-#: Highest share of bf16's bytes: without the scales; and for recipes that are judged with them.
+#: Maximum share of bf16's bytes in %: without scales, and with scales for some recipes.
 WITHOUT_SCALES, WITH_SCALES = at_most(52.0), dict.fromkeys(("nvfp4", "mxfp4"), at_most(30.0))
-#: Those whose backward reads eight or four bits.
+#: Recipes whose backward reads the input in eight or four bits.
 SAVING = [name for name in QUANTIZING if RECIPES[name]().wgrad.b is not None]
 
 Build = Callable[[int], nn.Module]
@@ -47,7 +47,7 @@ class Saved:
     """Bytes that one forward saves."""
 
     activations: int
-    #: In eight or four bits, of the weights' size.
+    #: Quantized weights, in eight or four bits.
     weights: int
 
 
@@ -59,15 +59,15 @@ def saved(model: nn.Module, tokens: int, features: int, compiled: bool) -> Saved
         torch.compiler.reset()
         model = torch.compile(model, fullgraph=True)  # type: ignore[assignment]
         model(x).sum().backward()
-    with saved_for_backward(parameters) as kept:
+    with saved_for_backward(parameters) as tensors:
         y = model(x)
     y.sum().backward()
-    weights = bytes_of(tensor for tensor in kept.values() if is_weight(tensor, features))
-    return Saved(bytes_of(kept.values()) - weights, weights)
+    weights = bytes_of(tensor for tensor in tensors.values() if is_weight(tensor, features))
+    return Saved(bytes_of(tensors.values()) - weights, weights)
 
 
 def is_weight(tensor: Tensor, features: int) -> bool:
-    """Whether these are a quantized weight's codes; there are more tokens than features, so an input has more."""
+    """True for the codes of a quantized weight; an input is larger, because there are more tokens than features."""
     elements = features * features
     return tensor.itemsize == 1 and tensor.numel() == (elements // 2 if tensor.dtype == torch.uint8 else elements)
 
@@ -78,38 +78,38 @@ def measure(build: Build, layers: int, quick: bool, compiled: bool = False, judg
     figures = row("nn.Linear", base, base, 0)
     brief = quick and compiled  # compiling takes seconds a model
     for name in () if brief else peer.RECIPES:
-        kept = saved(peer.convert(build(features), name), tokens, features, compiled)
-        figures += row(f"torchao {name}", kept, base, 0)
+        result = saved(peer.convert(build(features), name), tokens, features, compiled)
+        figures += row(f"torchao {name}", result, base, 0)
     for name in ["tensorwise"] if brief else SAVING:
         recipe = RECIPES[name]()
         model = build(features)
         qt.convert(model, recipe)
-        kept = saved(model, tokens, features, compiled)
+        result = saved(model, tokens, features, compiled)
         scales = layers * scale_bytes(recipe, tokens, features)
-        figures += row(f"quaver {name}", kept, base, scales, name if judged else "")
+        figures += row(f"quaver {name}", result, base, scales, name if judged else "")
     return figures
 
 
 def scale_bytes(recipe: Recipe, tokens: int, features: int) -> int:
-    """What the scales of one saved input weigh."""
+    """Return the bytes of the scales of one saved input."""
     assert recipe.wgrad.b is not None
     data = features * recipe.wgrad.b.padded(tokens) * recipe.wgrad.b.format.stored_bits // 8
     return saved_bytes(recipe, tokens, features) - data
 
 
-def row(subject: str, kept: Saved, base: Saved, scales: int, judged: str = "") -> list[Figure]:
-    """A subject's figures; an activation that is neither eight bits nor a scale counts as data."""
+def row(subject: str, result: Saved, base: Saved, scales: int, judged: str = "") -> list[Figure]:
+    """Return a subject's figures; activations that are neither codes nor scales count as data."""
     without: Target | None = WITHOUT_SCALES if judged else None
 
     def percent(column: str, part: int, target: Target | None = None) -> Figure:
         return Figure(subject, column, 100 * part / base.activations, "%", target)
 
     return [
-        Figure(subject, "saved", kept.activations / 2**20, "MiB"),
-        percent("of bf16 without scales", kept.activations - scales, without),
+        Figure(subject, "saved", result.activations / 2**20, "MiB"),
+        percent("of bf16 without scales", result.activations - scales, without),
         percent("scales", scales),
-        percent("of bf16 in all", kept.activations, WITH_SCALES.get(judged)),
-        percent("quantized weights", kept.weights),
+        percent("of bf16 in all", result.activations, WITH_SCALES.get(judged)),
+        percent("quantized weights", result.weights),
     ]
 
 

@@ -48,7 +48,7 @@ TIMED = ("tensorwise", "mxfp8")
 #: Of transformers' own in bf16, eager as well, and compiled as well.
 TIMES = {"tensorwise": at_most(1.1), "mxfp8": at_most(1.4)}
 COMPILED_TIMES = {"tensorwise": at_most(1.25), "mxfp8": at_most(1.45)}
-#: What a processor has that multiplies bf16.
+#: CPU flags of processors that multiply bf16.
 MULTIPLIES_BF16 = {"avx512_bf16", "amx_bf16"}
 MODEL = (
     f"transformers' LlamaForCausalLM in bf16, {SIZE[2]} layers of {SIZE[0]} features, MLP {SIZE[1]}, 2048 words, "
@@ -56,8 +56,8 @@ MODEL = (
 )
 
 
-def kept(model: nn.Module, tokens: Tensor) -> int:
-    """Bytes that autograd saves between one forward and backward, each storage once and parameters not."""
+def saved_bytes(model: nn.Module, tokens: Tensor) -> int:
+    """Return the bytes that autograd saves for backward; each storage counts once, parameters do not count."""
     with saved_for_backward(model.parameters()) as saved:
         loss = loss_of(model, tokens)
     assert loss.requires_grad
@@ -65,7 +65,7 @@ def kept(model: nn.Module, tokens: Tensor) -> int:
 
 
 def saved_shares(quick: bool) -> Iterator[Figure]:
-    """The shares, judged unless quick."""
+    """Yield bytes and shares of bf16, with targets unless quick."""
     features, hidden, layers, *text = QUICK_SIZE if quick else SIZE
     base, (tokens,) = llama(features, hidden, layers), texts(1, *text)
     plain = 0
@@ -74,7 +74,7 @@ def saved_shares(quick: bool) -> Iterator[Figure]:
         if why:
             yield Figure(subject.shown, "of bf16", 0.0, "%", instead=why)
             continue
-        count = kept(copied(base, subject), tokens)
+        count = saved_bytes(copied(base, subject), tokens)
         plain = plain or count
         highest = None if quick else SAVED[subject.blocks].get(subject.recipe)
         yield Figure(subject.shown, "kept", count / 2**20, "MiB")
@@ -82,8 +82,8 @@ def saved_shares(quick: bool) -> Iterator[Figure]:
         yield Figure(subject.shown, "of bf16", share, "%", None if highest is None else at_most(highest))
 
 
-def of_step(model: torch.nn.Module, tokens: torch.Tensor) -> Peak:
-    """Of forward, backward and an optimizer that changes each weight."""
+def step_peak(model: torch.nn.Module, tokens: torch.Tensor) -> Peak:
+    """Return the peak memory of forward, backward and an optimizer step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, fused=True)
 
     def step() -> None:
@@ -93,7 +93,7 @@ def of_step(model: torch.nn.Module, tokens: torch.Tensor) -> Peak:
 
     sizes = [tokens.numel(), *(side for p in model.parameters() for side in p.shape)]
     with WideProducts(max(sizes) * sorted(sizes)[-2]):
-        # What operations on a CPU hold for their next call is there before the trace begins.
+        # Operations on a CPU allocate buffers that they reuse, which the trace must not count.
         step()
         return peak(step)
 
@@ -107,7 +107,7 @@ def peaks(quick: bool) -> Iterator[Figure]:
         if why:
             yield Figure(subject.shown, "peak of a step", 0.0, "MiB", instead=why)
             continue
-        seen[subject.shown] = of_step(copied(base, subject), tokens)
+        seen[subject.shown] = step_peak(copied(base, subject), tokens)
         yield from peak_row(subject, seen)
 
 
@@ -121,7 +121,7 @@ def peak_row(subject: Subject, peaks: dict[str, Peak]) -> Iterator[Figure]:
 
 
 def noise(exact: Sequence[Tensor], model: nn.Module, batches: Sequence[Tensor]) -> float:
-    """Decibels of the gradients over their distance from the exact ones, mean of the batches."""
+    """Return the signal-to-noise ratio of gradients in dB, averaged over batches."""
     with WideProducts(ELEMENTS):
         off = [(gradients(model, x) - of).norm() / of.norm() for x, of in zip(batches, exact, strict=True)]
     return -20 * torch.stack(off).log10().mean().item()
@@ -140,13 +140,13 @@ def noises(quick: bool) -> Iterator[Figure]:
             yield Figure(name, "gradients over noise", 0.0, "dB", instead=why)
             continue
         decibels[name] = round(noise(exact, copied(base, subject), batches), 1)
-        # Eight-bit activations are a loss that one asks for.
+        # Eight-bit activations are an intended loss of accuracy.
         target = None if least is None or subject.blocks != "blocks" else at_least(round(least - NOISIER, 1))
         yield Figure(name, "gradients over noise", decibels[name], "dB", target)
 
 
 def trained(model: torch.nn.Module, tokens: torch.Tensor) -> Step:
-    # A rate of 0 would leave the weights alone, and this one leaves all steps' numbers alike.
+    # Changes the weights, but so little that all steps compute nearly the same values.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def step() -> None:
@@ -158,7 +158,7 @@ def trained(model: torch.nn.Module, tokens: torch.Tensor) -> Step:
 
 
 def times(quick: bool) -> Iterator[Figure]:
-    """A row after the other: each subject by turns with transformers' own."""
+    """Time each subject alternately with transformers' own model."""
     emulated = not MULTIPLIES_BF16 & machine.flags()
     features, hidden, layers, *text = QUICK_SIZE if quick else SIZE
     base, (tokens,) = llama(features, hidden, layers), texts(1, *text)
@@ -184,7 +184,7 @@ def times(quick: bool) -> Iterator[Figure]:
 
 
 def compiled_times(quick: bool) -> Iterator[Figure]:
-    """Rows of blocks alone, each by turns with transformers' own."""
+    """Time blocks alone, alternately with transformers' own."""
     if quick:
         for recipe in TIMED:
             yield Figure(f"quaver {recipe}, blocks", "of bf16's time", 0.0, "x", instead="compiling takes minutes")
