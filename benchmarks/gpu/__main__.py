@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     if importlib.util.find_spec("quaver") is None:
-        # From a checkout nothing need be installed.
+        # A checkout works without installation.
         sys.path.insert(0, str(ROOT / "src"))
     if given.compile or given.check:
         return compile_ahead(given)
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    # Of a dry run that every case runs is all there is to know; a card's figures are worth something without the rest.
+    # A dry run fails if any case is missing; figures of a GPU are useful even if others are missing.
     return 1 if given.dry_run and run.missing(run.chosen(options.only), options, done) else 0
 
 

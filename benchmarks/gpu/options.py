@@ -1,4 +1,4 @@
-"""What the command line says of a run."""
+"""Options of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +14,16 @@ WHOLE = 480.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of the command line."""
+    """Options from the command line."""
 
     quick: bool = False
     dry: bool = False
-    #: Of a dry run, in which nothing is timed.
+    #: Processes of a dry run, in which nothing is timed.
     processes: int = 1
     only: tuple[str, ...] = ()
     #: Seconds of the whole run.
     seconds: float = WHOLE
-    #: Where results are kept besides $OUT; None keeps none.
+    #: Folder of the results in addition to $OUT, or None.
     folder: Path | None = results.FOLDER
     commit: str = ""
 

@@ -1,4 +1,4 @@
-"""What is printed while a run goes on, and what is kept of it."""
+"""Printed and written reports of a run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from benchmarks.gpu.options import Options
 from benchmarks.measuring import results
 from benchmarks.measuring.figure import Result
 
-#: What every figure of a dry run is.
+#: Note on every figure of a dry run.
 WORTHLESS = "dry run: toy sizes, kernels interpreted on a CPU; every figure is worthless"
 
 

@@ -137,7 +137,7 @@ def table(section: Section, finished: Sequence[Done], begun: float) -> Result:
 
 
 def here(section: Section, options: Options, deadline: float, tell: Callable[[Done], None]) -> None:
-    """In this process, as dry runs do."""
+    """Measure in this process, as dry runs do."""
     try:
         child.run(section, options.setting, deadline, (), tell)
     except GpuLost as error:
@@ -145,7 +145,7 @@ def here(section: Section, options: Options, deadline: float, tell: Callable[[Do
 
 
 def elsewhere(section: Section, options: Options, seconds: float, tell: Callable[[Done], None]) -> None:
-    """In processes of their own: another one whenever one breaks, while there is time."""
+    """Measure in a separate process; start another one whenever one breaks, while there is time."""
     deadline = time.monotonic() + seconds
     finished: list[str] = []
     while True:
@@ -191,14 +191,14 @@ def one_process(
 
 
 def command_of(section: Section, options: Options, seconds: float, finished: Iterable[str]) -> list[str]:
-    """How a section's process is started, to leave out the cases that are finished."""
+    """Return the command of a section's process, which skips finished cases."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--section", section.name, "--seconds", str(seconds)]
     command += ["--quick"] if options.quick else []
     return command + [word for name in finished for word in ("--skip", name)]
 
 
 def pump(stream: IO[str], lines: "queue.Queue[str | None]") -> None:
-    """What a process prints, line by line, and None at its end."""
+    """Put each line of a process's output into a queue, and None at its end."""
     for line in stream:
         lines.put(line)
     lines.put(None)
@@ -211,7 +211,7 @@ def environment() -> Mapping[str, str]:
 
 
 def serve(name: str, options: Options, skip: tuple[str, ...]) -> int:
-    """What the process of a section does; returns its exit code."""
+    """Main function of a section's process; returns its exit code."""
 
     def tell(case: Done) -> None:
         print(MARK + case.line(), flush=True)

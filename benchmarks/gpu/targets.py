@@ -1,8 +1,8 @@
-"""What the library must reach on an H200 and on an H100, judged from the figures of a run.
+"""Targets for an H200 and an H100, judged from the figures of a run.
 
-A target asks for the figures of a section whose subject and column match, and for the worst of them. Targets are
-ratios. What a recipe gains over bf16 is less on an H100, whose memory is slower beside the same GEMMs: its targets are
-the H200's by what the ledger predicts for either. On other cards the figures are shown and nothing is judged.
+A target applies to the worst figure of a section whose subject and column match. Targets are ratios. A recipe gains
+less over bf16 on an H100, which has slower memory and the same GEMMs: its targets are the H200's times the ratio of the
+ledger's predictions. On other GPUs figures are shown and not judged.
 """
 
 import fnmatch
@@ -26,7 +26,7 @@ class Goal(NamedTuple):
     subject: str
     column: str
     target: Target
-    #: Where another target holds, by card.
+    #: Other targets by GPU.
     others: Mapping[str, Target] = {}
 
     def on(self, card: str) -> Target:
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 #: Recipes whose GEMMs an H200 has.
 NATIVE = ("tensorwise", "delayed", "rowwise", "blockwise")
-#: Of the operands that are large enough to time a kernel by.
+#: Shape of operands that are large enough to time a kernel.
 LARGE = "16384 x 8192"
 SHAPE = "8192, 4096 → 4096"
 #: Over bf16 on either card.
@@ -121,6 +121,6 @@ def row(goal: Goal, done: Sequence[Result], card: str) -> Row:
     least = min if target.high == float("inf") else max
     worst: Figure = least(judged, key=lambda figure: figure.value)
     shown = f"{worst.value:.{DECIMALS[worst.unit]}f} {worst.unit}"
-    # A figure that is no number meets nothing.
+    # NaN meets no target.
     verdict = "pass" if all(target.met(figure.value) for figure in judged) else "missed"
     return Row(goal.what, target, shown, verdict if card in CARDS else "not judged on this card")

@@ -17,15 +17,15 @@ from benchmarks.measuring import stub_driver
 
 ROOT = Path(__file__).resolve().parents[3]
 
-#: Where tests marked `gpu` are; the Makefile's target has them too.
+#: Folders with tests marked `gpu`, which the Makefile's target also lists.
 TESTS = ("tests/gpu", "tests/kernels", "tests/torch/nn/attention", "tests/torch/backends/gpu")
-#: What is walked through, and of tests which paths: those that take longest first, since two run at a time.
+#: Walks, and the paths of tests; the longest come first, because two run at a time.
 WALKS = ("tests", TESTS[:1]), ("benchmark", ()), ("tests", TESTS[1:]), ("rows", ())
-#: Walks at a time.
+#: Number of concurrent walks.
 PROCESSES = 2
-#: What Triton looks for to compile its launchers.
+#: Compilers that Triton searches for its launchers.
 COMPILERS = "gcc", "clang", "cc"
-#: What Triton's cache goes by, and what would keep it from being used.
+#: Variables that change Triton's cache keys, or prevent its use.
 FOREIGN = "TRITON_INTERPRET", "TRITON_ALWAYS_COMPILE", "TRITON_STORE_BINARY_ONLY", "CC"
 
 
@@ -52,7 +52,7 @@ def check(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print
 
 @contextmanager
 def environment(folder: Path, compilers: bool) -> Iterator[dict[str, str]]:
-    """Of a walk whose kernels are in a folder."""
+    """Yield the environment of a walk whose kernels are in a folder."""
     with tempfile.TemporaryDirectory() as stubs, path_without_compilers() as bare:
         own = {name: value for name, value in os.environ.items() if name not in FOREIGN}
         own |= stub_driver.build(Path(stubs)) | hollow.ENVIRONMENT

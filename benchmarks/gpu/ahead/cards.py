@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Card(NamedTuple):
-    """What a card says of itself."""
+    """Properties that a GPU reports."""
 
     name: str
     multiprocessors: int

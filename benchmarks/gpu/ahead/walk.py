@@ -1,4 +1,4 @@
-"""What a child process of `building` runs, in an environment of `stub_driver`: `python -m benchmarks.gpu.ahead.walk`.
+"""Child process of `building`, in an environment of `stub_driver`: `python -m benchmarks.gpu.ahead.walk`.
 
 It launches all that the gate's rows, the benchmark or the tests marked `gpu` launch on a card of an architecture, and
 prints as JSON what Triton compiled for that and what it found in its cache. `reach 90 PATH ...`, by hand, compiles
@@ -82,7 +82,7 @@ def benchmark(arch: int, _: list[str]) -> list[str]:
 
 
 def tests(arch: int, paths: list[str]) -> list[str]:
-    """Those marked `gpu` there, to their ends."""
+    """Run the tests marked `gpu` in these paths to their ends."""
     import pytest
 
     from benchmarks.gpu.ahead import lenient

@@ -1,4 +1,4 @@
-"""What a figure was measured on: GPU, driver, clocks, versions, commit, date."""
+"""Description of the machine: GPU, driver, clocks, versions, commit, date."""
 
 import platform
 import re
@@ -11,7 +11,7 @@ import torch
 from benchmarks.measuring.machine import commit, cpu, today
 from quaver.costs.hardware import GPUS, Gpu
 
-#: What nvidia-smi is asked for, by the name that is shown.
+#: Queries of nvidia-smi by displayed name.
 QUERIES = {
     "driver": "driver_version",
     "power limit": "power.limit",
@@ -60,7 +60,7 @@ def nearest() -> Gpu:
 
 
 def smi() -> Mapping[str, str]:
-    """What nvidia-smi tells, if it is there."""
+    """Return the output of nvidia-smi, if it is installed."""
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)

@@ -15,16 +15,16 @@ import torch
 from benchmarks.gpu.measuring.setting import Findings, Setting, check_gpu, first_line
 from benchmarks.measuring.timing import Timing
 
-#: One call of what is timed; what it returns is dropped.
+#: A timed call, whose result is dropped.
 Step = Callable[[], object]
-#: Cycles that a GPU spins in a second, at most; and for how long it may spin.
+#: Maximum cycles per second of a spinning GPU, and maximum seconds of spinning.
 CYCLES, LONGEST = 2e9, 0.1
 #: Seconds of GPU time that one stretch should take at least, and calls in it at most: a queue holds 1024 launches.
 STRETCH, MOST_CALLS = 1e-3, 20
 
 
 def interleave(subjects: Mapping[str, Step], setting: Setting, findings: Findings) -> dict[str, Timing]:
-    """Time every subject in every round, forwards and backwards by turns.
+    """Time every subject in every round, alternately in forward and backward order.
 
     Args:
         subjects: by name, the baseline first.

@@ -1,4 +1,4 @@
-"""Where a run measures and how thoroughly; a case, and what measuring it gives."""
+"""Setting of a run, cases, and their results."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from benchmarks.subjects import peer
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The same for every case of a run."""
+    """Device and thoroughness, the same for every case of a run."""
 
     device: torch.device
-    #: Toy sizes, which say nothing of speed: does everything run?
+    #: Toy sizes, which only check that everything runs.
     toy: bool = False
     #: Fewer sizes and rounds.
     quick: bool = False
@@ -30,7 +30,7 @@ class Setting:
 
     @property
     def rounds(self) -> int:
-        """How often a time is taken."""
+        """Number of rounds of a timing."""
         return 1 if self.toy or self.hollow else 5 if self.quick else 11
 
     def why_no_peer(self) -> str:
@@ -38,13 +38,13 @@ class Setting:
         return "torchao is not measured where there is no card" if self.hollow else peer.available()
 
     def compiled(self, model: nn.Module) -> nn.Module:
-        """By torch.compile, for one shape; a dry run leaves out what makes the machine code, which takes a minute."""
+        """Compile a model for one shape; a dry run leaves out machine code, which takes a minute."""
         module: nn.Module = torch.compile(model, dynamic=False, backend="aot_eager" if self.toy else "inductor")
         return module
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
-        """Where there is no GPU, have the implementations of one run interpreted; on a GPU they run by themselves."""
+        """Without a GPU, use its implementations with interpreted kernels; on a GPU they are the default."""
         if self.cuda:
             yield
             return
@@ -56,7 +56,7 @@ class Setting:
 
 @dataclass
 class Findings:
-    """What a case gave: its figures, and a sentence for each subject that could not be measured."""
+    """Result of a case: its figures, and a sentence for each subject that could not be measured."""
 
     figures: list[Figure] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -79,9 +79,9 @@ class Section:
 
     name: str
     title: str
-    #: How it is measured, and what one must know to read it.
+    #: How it is measured, and how to read it.
     notes: str
-    #: Seconds that its cases may take together; what others leave is added.
+    #: Maximum seconds of all its cases, to which unused time of other sections is added.
     seconds: float
     cases: Callable[[Setting], list[Case]]
 

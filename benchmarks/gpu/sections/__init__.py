@@ -1,1 +1,1 @@
-"""What is measured on a GPU, and the registry of sections in their order; no clock."""
+"""Sections of measurements on a GPU, and their ordered registry."""

@@ -1,4 +1,4 @@
-"""What the card reaches by itself: copying, and bf16 GEMMs."""
+"""Rates of the GPU itself: copying, and bf16 GEMMs."""
 
 from functools import cache
 

@@ -31,7 +31,7 @@ def gemms() -> dict[str, GemmSpec]:
 
 
 def modes(spec: GemmSpec) -> dict[str, tuple[torch.dtype, bool]]:
-    """By name, the dtype of the result and whether accumulation may be fast."""
+    """Return (dtype of the result, True for fast accumulation) by suffix of the name."""
     by_suffix = {"": (BF16, False)}
     if ledger.kind(spec) in ("tensor", "row"):
         by_suffix |= {", fast": (BF16, True), ", float32 out": (FLOAT32, False)}
@@ -39,7 +39,7 @@ def modes(spec: GemmSpec) -> dict[str, tuple[torch.dtype, bool]]:
 
 
 def implementations(setting: Setting) -> AbstractContextManager[None]:
-    """Where there is no GPU, the code of one as far as torch has it on a CPU."""
+    """Without a GPU, use the native implementations as far as torch has them on a CPU."""
     return nullcontext() if setting.cuda else qt.only("native")
 
 
@@ -59,7 +59,7 @@ def runs_as(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> str:
 
 
 def errors(setting: Setting, findings: Findings) -> None:
-    """Of float32 results, for every pair of operands and either accumulation."""
+    """Compare float32 results for every pair of operands and both accumulations."""
     for name, spec in gemms().items():
         a, b = operands(spec, TOY if setting.toy else CHECKED, setting)
         expected = reference.double(a) @ reference.double(b).t()
@@ -74,7 +74,7 @@ def errors(setting: Setting, findings: Findings) -> None:
 
 
 def rates(shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
-    """Of all of them at one size, beside bf16's."""
+    """Time all GEMMs at one size, alternately with bf16's."""
     m, n, k = shape
     a16 = torch.randn(m, k, dtype=BF16, device=setting.device)
     b16 = torch.randn(n, k, dtype=BF16, device=setting.device)

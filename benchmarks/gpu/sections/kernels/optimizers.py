@@ -13,9 +13,9 @@ from quaver import recipes
 from quaver.reference.optimizer_state import PRESETS, of_matrix
 from quaver.torch import optim
 
-#: What is compared and what is timed, [out, in].
+#: Shapes of compared and of timed matrices, [out, in].
 COMPARED, TIMED, TOY = (384, 640), (8192, 8192), (32, 128)
-#: By preset, what its matrices are.
+#: Storage of matrices by preset.
 KEPT = {"lean": "codes", "balanced": "codes", "exact": "bfloat16", "float32": "float32"}
 RULES = {"AdamW": optim.AdamW, "Lion": optim.Lion}
 
@@ -82,7 +82,7 @@ def measured(name: str, preset: str, rule: Any) -> Case:
 
 
 def cases(setting: Setting) -> list[Case]:
-    """Of what a kernel steps: presets by AdamW, and Lion."""
+    """Return a case for each preset that a kernel steps, with AdamW, and for Lion."""
     rows = [("AdamW", preset) for preset in ("lean", "float32", "balanced", "exact")] + [("Lion", "lean")]
     return [measured(f"{rule} {preset}", preset, RULES[rule]) for rule, preset in rows]
 

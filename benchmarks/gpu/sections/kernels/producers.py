@@ -23,7 +23,7 @@ EPS = 1e-5
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 TENSOR, ROW, BLOCKS = QuantSpec(E4M3), QuantSpec(E4M3, (1, None)), QuantSpec(E4M3, (1, 128))
 MX = QuantSpec(E4M3, (1, 32), "e8m0")
-#: What a norm or an activation writes: (name, spec, whether the tensor's factor is known, bytes of an element's codes).
+#: Results of a norm or an activation: (name, spec, whether the tensor's factor is known, bytes of an element's codes).
 WRITES = (
     ("bf16 and its amax", TENSOR, False, 2.0),
     ("codes by a known factor", TENSOR, True, 1.0),
@@ -59,7 +59,7 @@ def factor(setting: Setting) -> Tensor:
 
 
 def quantized_right(produced: Any, spec: QuantSpec, known: Tensor | None) -> int:
-    """Wrong elements of what was quantized beside its source."""
+    """Count the wrong elements of operands that were quantized together with their source."""
     flat = produced.y.reshape(-1, produced.y.shape[-1])
     expected = reference.quantize(flat, spec, None, known)
     if produced.quantized is not None:
@@ -225,7 +225,7 @@ def measured(build: Callable[[Sizes, Setting], list[Row]], which: str, setting: 
 
 
 def sets(which: str, setting: Setting) -> int:
-    """Of inputs that rotate, so many that none is in the caches when its turn comes again."""
+    """Number of rotating inputs, enough that none is still in the caches when it is used again."""
     return 1 if setting.toy or setting.hollow else 2 if which == "large" else 5
 
 

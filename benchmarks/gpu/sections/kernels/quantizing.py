@@ -21,10 +21,10 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 
-#: Of the operands that are compared, whole blocks and ragged.
+#: Shapes of compared operands, of whole blocks and ragged.
 COMPARED, TOY = ((1024, 768), (1000, 776)), ((36, 72),)
-#: Of those that are timed: the first fills a card for long enough that starting and ending do not count; the second is
-#: a layer's.
+#: Shapes of timed operands: the first is so large that start and end of the kernel do not matter; the second is a
+#: layer's.
 TIMED, TOY_TIMED = ((16_384, 8192), (8192, 4096)), ((32, 48),)
 #: Noise of an operand and of its transpose: (seed, tensor id, count).
 NOISE, OTHER_NOISE = (0, 1, 0), (0, 2, 0)
@@ -38,7 +38,7 @@ class Work:
     delayed: bool
 
     def run(self, x: Tensor) -> tuple[Quantized, ...]:
-        """By the kernels, as layers call them."""
+        """Quantize with the kernels, as layers call them."""
         factor = torch.full((1,), 4.0, device=x.device) if self.delayed else None
         return self.on(x, factor)
 
@@ -51,7 +51,7 @@ class Work:
         return (kernel()(x.t() if copy.transposed else x, copy.spec, None, factor, NOISE, self.delayed),)
 
     def expected(self, x: Tensor) -> tuple[Quantized, ...]:
-        """By the reference."""
+        """Quantize with the reference."""
         factor = 4.0 if self.delayed else None
         noises = NOISE, OTHER_NOISE
         return tuple(
@@ -98,7 +98,7 @@ def operands(shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What torch.empty returns is full of NaN and 255, so that an element that nobody wrote is seen."""
+    """Make torch.empty return NaN and 255, so that unwritten elements are detected."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -172,7 +172,7 @@ def rotating(shape: tuple[int, int], setting: Setting, run: Callable[[Tensor], A
 
 
 def cases(setting: Setting) -> list[Case]:
-    """Of what has a kernel."""
+    """Return a case for all that has a kernel."""
     x = torch.ones((32, 32), dtype=torch.bfloat16, device=setting.device)
     with setting.kernels():
         return [Case(name, measured(name, work)) for name, work in works().items() if not work.reason_unsupported(x)]

@@ -1,4 +1,4 @@
-"""What the host spends on a layer: wall-clock time of calls on tensors so small that the GPU waits for it."""
+"""Host time of a layer: wall-clock time of calls on tensors so small that the GPU waits for the host."""
 
 import statistics
 
@@ -18,7 +18,7 @@ BASE = "bf16 nn.Linear"
 
 
 def measure(setting: Setting, findings: Findings) -> None:
-    """Of every recipe that the card has, forward and with backward."""
+    """Time every recipe that the GPU supports, forward and with backward."""
     base = nn.Linear(FEATURES, FEATURES, bias=False, dtype=torch.bfloat16, device=setting.device)
     x = torch.randn(FEATURES, FEATURES, dtype=torch.bfloat16, device=setting.device, requires_grad=True)
     g = torch.randn_like(x)

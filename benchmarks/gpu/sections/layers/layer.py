@@ -65,8 +65,8 @@ def report(timings: Mapping[str, Timing], findings: Findings) -> None:
 
 
 def cases(setting: Setting) -> list[Case]:
-    # One to a case: compiling takes long enough for each to be told by itself.
-    # torchao's judged recipe first; bf16 compiled says least.
+    # One compiled model per case, because compiling is slow, so that each is reported separately.
+    # torchao's recipe with a target comes first; compiled bf16 is least important.
     others = [] if setting.why_no_peer() else [f"torchao {name}" for name in peer.RECIPES]
     return [
         Case("eager", eager),

@@ -18,7 +18,7 @@ from quaver.costs import ledger
 #: Tokens, in, out; the judged one first.
 MATRICES = ((4096, 4096), (4096, 14_336), (14_336, 4096), (8192, 28_672))
 SHAPES = tuple((tokens, k, n) for tokens in (8192, 16_384) for k, n in MATRICES)
-#: Of the emulated ones, as docs/performance.md predicts them.
+#: Shape of emulated recipes, which docs/performance.md predicts.
 EMULATED = (4096, 4096, 4096)
 BASE = "bf16 nn.Linear"
 
@@ -101,7 +101,7 @@ def emulating(shape: tuple[int, int, int], setting: Setting, findings: Findings)
 
 
 def compiled(name: str, shape: tuple[int, int, int], setting: Setting, findings: Findings) -> None:
-    """nn.Linear or torchao's under torch.compile, and beside torchao's ours without it."""
+    """Time nn.Linear or torchao's under torch.compile, the latter together with our eager layer."""
     torch.compiler.reset()
     base, x, g = layer(shape, setting)
     other = base if name == BASE else peer.converted_copy(base, name, emulate=not setting.cuda)
@@ -117,7 +117,7 @@ def label(shape: tuple[int, int, int]) -> str:
 
 
 def add(shape: tuple[int, int, int], timings: dict[str, Timing], findings: Findings) -> None:
-    """Times and speed-ups; of ours, beside what the ledger predicts for this card."""
+    """Add times and speed-ups, and for our layers the ledger's prediction for this GPU."""
     gpu = card.known()
     for name, timing in timings.items():
         subject, _, column = name.partition(", ")
@@ -130,7 +130,7 @@ def add(shape: tuple[int, int, int], timings: dict[str, Timing], findings: Findi
 
 
 def compare(shape: tuple[int, int, int], timings: dict[str, Timing], how: str, findings: Findings) -> None:
-    """How much faster ours is than torchao's of the same recipe."""
+    """Add the speed-up of our layers over torchao's with the same recipe."""
     for name in peer.RECIPES:
         quavers, theirs = timings.get(f"quaver {name}, changing"), timings.get(f"torchao {name} {how}")
         if quavers and theirs:
@@ -143,18 +143,18 @@ def cases(setting: Setting) -> list[Case]:
     recipe that is judged; its other recipe and nn.Linear at the judged shape alone, last."""
     shapes = SHAPES[:2] if setting.quick else SHAPES
     shapes = tuple(map(toy, shapes)) if setting.toy else shapes
-    judged, beside = peer.RECIPES[0], not setting.why_no_peer()
+    judged, has_peer = peer.RECIPES[0], not setting.why_no_peer()
     by_shape = [
         case
         for shape in shapes
         for case in (
             Case(f"{label(shape)} eager", lambda s, findings, shape=shape: eager(shape, s, findings)),
-            *([peer_case(judged, shape)] if beside else []),
+            *([peer_case(judged, shape)] if has_peer else []),
         )
     ]
     at = toy(EMULATED) if setting.toy else EMULATED
-    by_shape.insert(1 + beside, Case(f"{label(at)} emulated", lambda s, findings: emulating(at, s, findings)))
-    others = [peer_case(name, shapes[0]) for name in peer.RECIPES[1:] if beside]
+    by_shape.insert(1 + has_peer, Case(f"{label(at)} emulated", lambda s, findings: emulating(at, s, findings)))
+    others = [peer_case(name, shapes[0]) for name in peer.RECIPES[1:] if has_peer]
     alone = Case(f"{label(shapes[0])} compiled", lambda s, findings: compiled(BASE, shapes[0], s, findings))
     return [*by_shape, *others, *([] if setting.hollow else [alone])]
 

@@ -1,4 +1,4 @@
-"""Memory of a step: its peak, and what stays between forward and backward, beyond what was there before."""
+"""Memory of a step: its peak, and the bytes saved for backward, beyond what was allocated before."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ SHAPE = (8192, 4096, 14_336)
 
 
 def step_memory(model: nn.Module, x: Tensor, g: Tensor, recipe: Recipe | None, setting: Setting) -> tuple[int, int]:
-    """(peak, kept between forward and backward) in bytes of the second step; zeros without a GPU."""
+    """Return (peak, saved for backward) of the second step in bytes; zeros without a GPU."""
     for _ in range(1 if setting.toy else 2):
         touch(list(model.parameters()))
         before = allocated(setting)
@@ -28,14 +28,14 @@ def step_memory(model: nn.Module, x: Tensor, g: Tensor, recipe: Recipe | None, s
             torch.cuda.reset_peak_memory_stats(setting.device)
         with qt.autocast(recipe, enabled=recipe is not None):
             y = model(x)
-        kept = allocated(setting) - before
+        saved = allocated(setting) - before
         y.backward(g)
         peak = torch.cuda.max_memory_allocated(setting.device) - before if setting.cuda else 0
         del y
         x.grad = None
         for parameter in model.parameters():
             parameter.grad = None
-    return peak, kept
+    return peak, saved
 
 
 def allocated(setting: Setting) -> int:
@@ -51,15 +51,15 @@ def of(
     setting: Setting,
     findings: Findings,
 ) -> None:
-    """Both figures for the plain module and for ours under every recipe that the card has."""
+    """Measure the plain module, and ours under every recipe that the GPU supports."""
     with setting.kernels():
         for name in ("bf16", *some(setting)):
             subject = f"{head}: {'quaver ' if name != 'bf16' else ''}{name}"
             model = plain if name == "bf16" else ours()
             with blamed(subject, setting, findings):
-                peak, kept = step_memory(model, x, g, None if name == "bf16" else recipes.get(name), setting)
+                peak, saved = step_memory(model, x, g, None if name == "bf16" else recipes.get(name), setting)
                 findings.add(subject, "peak of a step", peak / 2**20, "MiB")
-                findings.add(subject, "kept for backward", kept / 2**20, "MiB")
+                findings.add(subject, "kept for backward", saved / 2**20, "MiB")
 
 
 def linear(setting: Setting, findings: Findings) -> None:

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 and the convolution before it by the kernels: compared with float64, then timed beside others."""
+"""Kernels of Mamba-2's scan and convolution: compared with float64, then timed together with others."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -17,15 +17,15 @@ from quaver.torch.nn.ssm.causal_conv import causal_conv1d
 from quaver.torch.nn.ssm.chunked_scan import recurrence, steps_of
 from quaver.torch.nn.ssm.scan import ssd
 
-#: How far results may be from float64 on the same inputs, relative RMS: as the kernels' docstrings promise.
+#: Maximum relative RMS error against float64 on the same inputs, as the kernels' docstrings promise.
 OF_SCAN = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 OF_CONVOLUTION = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
-#: What every other row is measured against.
+#: Baseline of all other rows.
 BASE = "scan in plain torch"
 
 
 class Size(NamedTuple):
-    """Of a scan."""
+    """Sizes of a scan."""
 
     batch: int
     tokens: int
@@ -35,7 +35,7 @@ class Size(NamedTuple):
     state: int
 
 
-#: What is compared, tokens that no chunk divides, and what is timed: a layer of Mamba-2 with 4096 features.
+#: Sizes of comparisons, with tokens that no chunk divides, and of timings: a Mamba-2 layer with 4096 features.
 COMPARED = {torch.float32: Size(2, 300, 8, 32, 2, 32), torch.bfloat16: Size(2, 300, 8, 64, 2, 128)}
 TIMED, TOY = Size(4, 2048, 64, 64, 8, 128), Size(1, 20, 2, 4, 1, 4)
 TAPS = 4
@@ -59,7 +59,7 @@ def drawn(size: Size, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
 
 
 def channels(size: Size, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """x, weight and bias of the convolution, leaves; x lies in the output of a projection."""
+    """x, weight and bias of the convolution, leaves; x is a view into the output of a projection."""
     torch.manual_seed(0)
     inner, both = size.heads * size.dim, 2 * size.groups * size.state
     with torch.device(device):
@@ -88,7 +88,7 @@ def compare(
     leaves: Callable[..., list[Tensor]],
     within: Mapping[torch.dtype, float],
 ) -> Case:
-    """The largest error of outputs and of gradients by float64 on the same inputs, over what is promised."""
+    """Return a case that compares outputs and gradients with float64 on the same inputs."""
 
     def measure(setting: Setting, findings: Findings) -> None:
         for dtype, size in COMPARED.items():
@@ -113,19 +113,19 @@ def compare(
 
 def stepped(run: Callable[..., Tensor], given: Sequence[Tensor]) -> Step:
     """Forward and backward; the gradient is that of the first call."""
-    kept: list[Tensor] = []
+    gradient: list[Tensor] = []
 
     def step() -> None:
         y = run(*given)
-        if not kept:
-            kept.append(torch.ones_like(y))
-        torch.autograd.grad(y, given, kept[0])
+        if not gradient:
+            gradient.append(torch.ones_like(y))
+        torch.autograd.grad(y, given, gradient[0])
 
     return step
 
 
 def by_name(name: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same by one implementation."""
+    """Run the function with one implementation."""
 
     def chosen(*given: Tensor) -> Tensor:
         with qt.only(name):

@@ -1,4 +1,4 @@
-"""A captured step of the trainer beside the eager one: the same numbers, and what the host spends on either."""
+"""A captured and an eager step of the trainer: the same results, and the host time of both."""
 
 import os
 import statistics

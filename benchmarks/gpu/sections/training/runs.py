@@ -13,7 +13,7 @@ from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.sections.layers.linears import some
 
 STEPS, BATCH, SEQUENCE = 300, 16, 256
-#: What the trainer's command line needs besides torch, and a run of its loop here does not.
+#: Packages that the trainer's command line needs in addition to torch, but a run of its loop here does not.
 EXTRAS = ("tokenizers", "safetensors")
 
 
