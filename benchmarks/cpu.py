@@ -25,9 +25,9 @@ COLOURS = {None: "", True: "green", False: "bold red"}
 class Suite(NamedTuple):
     """Cases that are run together."""
 
-    #: Of its results' files.
+    #: Name of the result files.
     name: str
-    #: Of its results, to be read.
+    #: Heading of the results.
     heading: str
     cases: Sequence[Case]
 
@@ -46,12 +46,12 @@ def chosen(pattern: str | None, suite: Suite = CPU) -> list[Case]:
     return cases
 
 
-#: What is told of a case that goes on: its rows so far.
+#: Called with the rows so far of a case in progress.
 Tell = Callable[[Result], None]
 
 
 def run_case(case: Case, quick: bool, threads: int = 1, tell: Tell = lambda result: None) -> Result:
-    """One case's result; one that breaks is reported as such, and the others still run.
+    """Run a case and return its result; a failing case is reported, and the others still run.
 
     With several threads no figure is judged but those of cases that say so.
 
@@ -92,7 +92,7 @@ def run(
     threads: int = 1,
     suite: Suite = CPU,
 ) -> list[Result]:
-    """Run, print and, if asked, write the chosen cases: after each case, and after each row of one that takes long."""
+    """Run, print and optionally write the chosen cases, after each case and after each row of a long one."""
     cases = chosen(pattern, suite)
     setting = {**machine.describe(), "threads": str(threads) + (", the clock's time" if threads > 1 else "")}
     for key, value in setting.items():
@@ -133,7 +133,7 @@ def written(
 ) -> list[Path]:
     """The files of these results."""
     heading = suite.heading + (", quick" if quick else "")
-    # A part of the cases lies beside whole runs, not in their place.
+    # Results of a part of the cases do not replace those of whole runs.
     part = "" if pattern is None else "-" + re.sub(r"[^\w]+", "-", pattern).strip("-")
     name = f"{suite.name}{part}" + (f"-{threads}-threads" if threads > 1 else "")
     lines = [heading, "", summary(done), *(line for result in done for line in results.case_markdown(result))]
@@ -162,7 +162,7 @@ def coloured(figure: Figure) -> str:
 
 
 def summary(done: Sequence[Result]) -> str:
-    """How many targets are met, and which are not."""
+    """Describe how many targets are met, and which are not."""
     judged = [(result.case.name, figure) for result in done for figure in result.figures if figure.target is not None]
     missed = [f"{name}: {f.subject}, {f.column} {f}" for name, f in judged if not f.passed]
     without = [f"{result.case.name}: {result.reason}" for result in done if result.reason]

@@ -1,1 +1,1 @@
-"""How anything is measured, told and kept: figures, clocks, machine, results; nothing that is measured."""
+"""Tools of measuring: figures, clocks, machine and results."""

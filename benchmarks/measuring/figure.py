@@ -1,4 +1,4 @@
-"""What a case measures: figures, each with a target or none, and the case that yields them."""
+"""Cases and the figures that they yield, each with a target or none."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,17 +17,17 @@ DECIMALS = {"x": 2, "%": 1, "dB": 1, "s": 2, "ms": 2, "µs": 1, "MiB": 2, "GEMMs
 
 
 class NotMeasurable(Exception):
-    """This machine cannot measure what the case asks; the message says why."""
+    """This machine cannot measure a case; the message says why."""
 
     def __init__(self, reason: str, figures: "Sequence[Figure]" = ()) -> None:
         super().__init__(reason)
-        #: What it measured all the same, to be shown and not judged.
+        #: Figures that were measured nevertheless; they are shown but not judged.
         self.figures = tuple(figures)
 
 
 @dataclass(frozen=True)
 class Target:
-    """The closed interval that a figure must lie in."""
+    """Closed interval of accepted values."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -63,7 +63,7 @@ def exactly(value: float) -> Target:
 class Figure:
     """One cell of a case's table."""
 
-    #: The row: whose figure it is.
+    #: Name of the row.
     subject: str
     #: The column: what was measured.
     column: str
@@ -76,7 +76,7 @@ class Figure:
 
     @property
     def passed(self) -> bool | None:
-        """Whether the target is met; None without one."""
+        """True if the target is met; None without one."""
         return None if self.target is None else self.target.met(self.value)
 
     @property
@@ -92,30 +92,30 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One question, answered by a table of figures."""
+    """A benchmark with one table of figures."""
 
-    #: As `--only` takes it.
+    #: Name for `--only`.
     name: str
     title: str
-    #: How it is measured, and what one must know to read it.
+    #: How it is measured, and how to read it.
     notes: str
-    #: Called with whether to be quick: small sizes or few rounds, and no target where that changes what it is about.
-    #: Of a generator each row is told as it ends. Raises NotMeasurable.
+    #: Function of `quick`, True for small sizes or few rounds, without targets that need full sizes. Rows of a
+    #: generator are reported one by one. Raises NotMeasurable.
     measure: Callable[[bool], Iterable[Figure]]
-    #: Whether its targets are for several threads of torch, too.
+    #: True if its targets also hold for several threads of torch.
     of_threads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a case gave on this machine."""
+    """Result of a case on this machine."""
 
     case: Case
     figures: tuple[Figure, ...]
     seconds: float
     #: Why there are no figures, or why they are not judged, or "".
     reason: str = ""
-    #: Of a section of several cases, those that gave figures.
+    #: For a section of several cases, those with figures.
     cases: tuple[str, ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""What a figure was measured on: CPU, versions, commit, date."""
+"""Description of the machine: CPU, versions, commit, date."""
 
 import datetime
 import os

@@ -22,12 +22,12 @@ class Peak:
 
     #: At once in the second step, what the first has left behind included.
     bytes: int
-    #: What a step leaves behind for the next.
+    #: Bytes that remain allocated after a step.
     left: int
 
 
 def peak(step: Callable[[], None]) -> Peak:
-    """Of a step that follows another.
+    """Return the peak memory of a step that follows another.
 
     Every block that torch's CPU allocator hands out or takes back is an event of one trace over both steps. The total
     that an event carries is of all traces of a process: blocks that one has seen come and none has seen go stay in it.

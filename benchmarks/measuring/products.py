@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: What multiplies matrices, and where each has its operands: behind what is added, if anything is.
+#: Matrix products, and the index of their first operand, which follows an addend if there is one.
 PRODUCTS = {"mm": 0, "mm.out": 0, "bmm": 0, "bmm.out": 0, "addmm": 1, "addmm.out": 1}
 
 
 class WideProducts:
-    """Within it products of bf16 matrices on a CPU run in float32 and are rounded once, in memory held beforehand.
+    """Context in which bf16 matrix products on a CPU run in float32 in preallocated memory, and are rounded once.
 
     torch's own take up to forty times as long where the processor has no instructions for them. Results have the same
     shapes and dtypes, and memory for operands in float32 is no event of a step. It holds for all threads, and for what

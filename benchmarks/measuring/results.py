@@ -1,4 +1,4 @@
-"""Results as they are kept: `NAME-DATE.md` to read and `NAME-DATE.json` to compute with."""
+"""Result files: `NAME-DATE.md` to read and `NAME-DATE.json` to compute with."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def write(
         name: of the benchmark; the machine's date is appended.
         machine: from `benchmarks.measuring.machine.describe`; in both files.
         markdown: lines, the first a heading.
-        data: what the JSON file holds besides the machine.
+        data: content of the JSON file in addition to the machine.
     """
     folder.mkdir(parents=True, exist_ok=True)
     heading, *body = markdown
@@ -67,7 +67,7 @@ def compact(data: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same data with what JSON has no number for as a string: "inf", "nan"."""
+    """Return data with infinities and NaN, which JSON does not support, as the strings "inf" and "nan"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

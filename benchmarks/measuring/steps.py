@@ -21,7 +21,7 @@ def step_of(
     accumulating: bool = False,
     parameters: Iterable[Tensor] | None = None,
 ) -> Step:
-    """One step.
+    """Return a function that runs one step.
 
     Args:
         model: takes x.

@@ -42,7 +42,7 @@ CUresult cuPointerGetAttributes(unsigned number, int *attributes, void **data, u
 }
 CUresult cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
 """
-#: What in Triton's module in C launches any kernel, from 3.7 on; before, each kernel has a launcher of its own.
+#: Functions of Triton's C module that launch any kernel, from 3.7 on; before, each kernel has its own launcher.
 LAUNCHES = ("launch", "build_signature_metadata")
 
 
@@ -62,10 +62,10 @@ def build(folder: Path) -> dict[str, str]:
 
 
 def make_no_code(cache: Path) -> None:
-    """From now on Triton checks each kernel, which takes an eighth of its time, and makes no code of it: none runs.
+    """Make Triton check each kernel, which takes an eighth of the time, but not compile it, because none runs.
 
     Args:
-        cache: a folder of its own, for a card that took such a kernel from the cache would have none.
+        cache: a separate folder, so that no real GPU gets an empty kernel from the cache.
     """
     from triton import knobs
 
@@ -81,7 +81,7 @@ def _check_alone(backend: Any, stages: dict[str, Any], *_: Any) -> None:
 
 
 def _empty(module: Any, metadata: dict[str, Any]) -> bytes:
-    """The code, and what a launcher asks about it."""
+    """Stub of a compiled kernel, with the properties that a launcher queries."""
     metadata["name"] = "kernel"
     metadata["tensordesc_meta"] = []
     metadata["tmem_size"] = None
@@ -93,7 +93,7 @@ def _empty(module: Any, metadata: dict[str, Any]) -> bytes:
 
 
 def make_launchers_quickly() -> None:
-    """From now on Triton's launchers are compiled as they stand, in two thirds of the time: nobody times them."""
+    """Compile Triton's launchers without optimization, which takes two thirds of the time; nobody times them."""
     from triton import knobs
 
     knobs.build.impl = _unoptimized
@@ -112,7 +112,7 @@ def _unoptimized(
 
 
 class Driver:
-    """What Triton asks of a driver, answered for a Hopper GPU that is not there."""
+    """Triton driver of an absent GPU."""
 
     def __init__(self, arch: int = 90) -> None:
         from triton.backends.nvidia.driver import CudaLauncher, CudaUtils

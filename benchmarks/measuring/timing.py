@@ -20,7 +20,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Timing:
-    """One subject's."""
+    """Timing of one subject."""
 
     #: Median seconds of one step.
     seconds: float
@@ -88,7 +88,7 @@ def stopwatch(step: Step, steps: int) -> float:
 
 @contextmanager
 def of_torch(threads: int) -> Iterator[None]:
-    """So many threads for torch."""
+    """Context in which torch uses this number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

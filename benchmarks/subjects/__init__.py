@@ -1,1 +1,1 @@
-"""What is measured: the layers of torch, torchao, JAX and ours with the same weights; no clock."""
+"""Measured layers: those of torch, torchao, JAX and ours, with the same weights."""

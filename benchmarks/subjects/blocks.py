@@ -13,7 +13,7 @@ from quaver.torch.nn.transformer import TransformerLayer
 
 @dataclass(frozen=True)
 class Size:
-    """Of a layer."""
+    """Sizes of a layer."""
 
     dim: int
     heads: int
@@ -116,16 +116,16 @@ class Plain(nn.Module):
 
 
 def ours(plain: Plain, size: Size, **options: Any) -> TransformerLayer:
-    """The same layer as a `TransformerLayer`, fused as the plain one, and whose parameters share memory with it."""
-    of_kind: dict[str, Any] = {"activation": "gelu", "normalization": "LayerNorm"}
+    """Return the layer as a `TransformerLayer`, fused like the plain one, whose parameters share memory with it."""
+    variant: dict[str, Any] = {"activation": "gelu", "normalization": "LayerNorm"}
     if plain.rope is not None:
         rope = RotaryEmbedding(size.head_dim)
-        of_kind = {"activation": "swiglu", "normalization": "RMSNorm", "bias": False, "rope": rope}
+        variant = {"activation": "swiglu", "normalization": "RMSNorm", "bias": False, "rope": rope}
     layer = TransformerLayer(
         size.dim,
         size.heads,
         size.hidden,
-        **{"groups": size.groups, "fused": plain.fused, "device": "meta", **of_kind, **options},
+        **{"groups": size.groups, "fused": plain.fused, "device": "meta", **variant, **options},
     )
     layer.load_state_dict(plain.state_dict(), assign=True)
     return layer

@@ -32,7 +32,7 @@ def arrays(features: int) -> Arrays:
 
 
 def plain(at: Arrays) -> Step:
-    """What a model in bf16 does."""
+    """Return the step of a linear layer in bf16."""
     x, w, g = at
     return _step(lambda x, w: x @ w, g, x, w)
 
@@ -54,7 +54,7 @@ def with_qwix(at: Arrays, options: dict[str, Any]) -> Step:
         dense = nn.Dense(w.shape[1], use_bias=False, dtype=x.dtype, param_dtype=w.dtype)
         model = qwix.quantize_model(dense, qwix.QtProvider([qwix.QtRule(**types, **options)]))
         variables = {**model.init(jax.random.key(0), x[None]), "params": {"kernel": w}}
-        # It tells a weight by its shape: a square input would be one too.
+        # qwix recognizes a weight by its shape, so the input must not be square.
         return _step(lambda x, variables: model.apply(variables, x[None])[0], g, x, variables)
 
 

@@ -19,7 +19,7 @@ HEAD, WORDS = "lm_head", 2048
 PLAIN = "bf16"
 #: Recipes that the rows of steps have.
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
-#: What `convert` is asked for, by what the row is called: norms and MLPs, and all that there is.
+#: Arguments `in_place` of `convert` by name of the row: norms and MLPs, or everything.
 IN_PLACE: dict[str, Any] = {
     "": False,
     "blocks": qt.Blocks(),
@@ -28,7 +28,7 @@ IN_PLACE: dict[str, Any] = {
 
 
 def llama(features: int, hidden: int, layers: int) -> nn.Module:
-    """In bf16, of random weights, 64 features a head, two heads on one of keys."""
+    """Return a Llama in bf16 with random weights, 64 features per head and two query heads per key head."""
     try:
         with peer.silence():
             from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,11 +49,11 @@ def texts(count: int, batch: int, length: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is done to the plain model."""
+    """A conversion of the plain model."""
 
     shown: str
     of: Callable[[Any], Any]
-    #: Of ours, the recipe, and a key of `IN_PLACE`.
+    #: Recipe of our conversion, and a key of `IN_PLACE`.
     recipe: str = ""
     blocks: str = ""
 

@@ -24,7 +24,7 @@ Distribution = Callable[..., tuple[Tensor, ...]]
 
 
 def subjects() -> dict[str, AttentionSpec | None]:
-    """By the name shown; None is attention without a recipe."""
+    """Return attention specs by displayed name; None means attention without a recipe."""
     plain: dict[str, AttentionSpec | None] = {"torch in bf16": None}
     return plain | {f"quaver {name}": get(name, attention=True).attention for name in RECIPES if name != "bf16"}
 
@@ -44,7 +44,7 @@ def outliers(q: Tensor, k: Tensor, v: Tensor, g: Tensor, random: torch.Generator
 
 
 def shifted(q: Tensor, k: Tensor, v: Tensor, g: Tensor, random: torch.Generator) -> tuple[Tensor, ...]:
-    """What all tokens' values and gradients share is larger than what tells them apart."""
+    """Return inputs whose values and gradients have a mean larger than their differences between tokens."""
     return q, k, 1 + 0.3 * v, 1 + 0.3 * g
 
 
@@ -78,7 +78,7 @@ def relative(value: Tensor, exact: Tensor) -> float:
 
 def errors(quick: bool, distribution: Distribution) -> list[Figure]:
     size = QUICK_SIZE if quick else SIZE
-    # Several recipes quantize attention alike.
+    # Several recipes quantize attention in the same way.
     specs = subjects()
     seen: dict[AttentionSpec | None, list[list[float]]] = {spec: [[] for _ in COLUMNS] for spec in specs.values()}
     for seed in range(1 if quick else SEEDS):

@@ -15,7 +15,7 @@ from quaver.recipes import RECIPES, get
 from quaver.recipes.spec import Recipe
 
 TORCH, OURS = "torch", "quaver bf16"
-#: Recipes by the name shown, timed against torch apart from bf16 without a recipe, which alone is judged.
+#: Recipes by displayed name. They are timed separately from bf16 without a recipe, which alone has a target.
 RECIPES_SHOWN: Mapping[str, Recipe] = {
     **{f"quaver {name}": RECIPES[name]() for name in ("tensorwise", "delayed", "mxfp8")},
     "quaver tensorwise(attention=True)": get("tensorwise", attention=True),
@@ -31,16 +31,16 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is timed."""
+    """Sizes and targets of a case."""
 
     #: Features of the layer, heads, tokens.
     dim: int
     heads: int
     tokens: int
-    #: Of bf16 against torch, and of the recipes.
+    #: Rounds of bf16 against torch, and of the recipes.
     rounds: tuple[int, int]
     steps: int
-    #: Of bf16.
+    #: Maximum of bf16's time over torch's.
     highest: float
     #: Unit of times, and how many are a second.
     unit: tuple[str, float]
@@ -67,7 +67,7 @@ class Setup:
 
 
 def steps(gpt: bool, size: Size, tokens: int) -> tuple[Step, Step, dict[str, Step]]:
-    """One step of the plain layer, of ours, and of ours under each recipe."""
+    """Return a step of the plain layer, of ours, and of ours under each recipe."""
     torch.manual_seed(0)
     plain = Plain(size, tokens, gpt=gpt, fused=True, norm=nn.LayerNorm if gpt else nn.RMSNorm)
     x = torch.randn(1, tokens, size.dim, dtype=torch.bfloat16, requires_grad=True)
@@ -76,7 +76,7 @@ def steps(gpt: bool, size: Size, tokens: int) -> tuple[Step, Step, dict[str, Ste
     return step_of(plain, x, g), step_of(blocks.ours(plain, size), x, g), recipes
 
 
-#: Of a Llama in float32.
+#: Maximum of a Llama layer's time over torch's, in float32.
 HIGHEST = 1.8
 
 

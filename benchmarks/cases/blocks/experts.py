@@ -1,4 +1,4 @@
-"""A mixture of experts beside a plain loop over experts: forward and backward, and the bytes kept between them."""
+"""A mixture of experts over a plain loop over experts: time of forward and backward, and bytes saved for backward."""
 
 from typing import Any
 

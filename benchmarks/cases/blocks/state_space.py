@@ -20,18 +20,18 @@ SIZES = {
     "quaver, 8 heads of 32 in 2 groups, state 64": (2, 512, 8, 32, 2, 64),
 }
 QUICK_SIZES = {"quaver, 4 heads of 16, state 16": (2, 64, 4, 16, 1, 16)}
-#: Of transformers' scan: what its configurations begin with, and what small models take.
+#: Chunk sizes of transformers' scan: the default of its configurations, and that of small models.
 CHUNKS = (256, 64)
 ROUNDS = 7
-#: Of transformers' time, and of float64's recurrence in millionths.
+#: Targets: time over transformers' scan, and error against the recurrence in float64, in ppm.
 TIME, ERROR = at_most(0.8), at_most(0.9)
-#: Of the sizes that are compared with float64: batch, tokens.
+#: Batch and tokens for the comparison with float64.
 SHORT = (2, 300)
 SCAN = "transformers' scan"
 
 
 def drawn(size: tuple[int, ...]) -> dict[str, Tensor]:
-    """What a scan takes, by the names of `quaver.torch.ssd`."""
+    """Return random inputs of a scan, with the argument names of `quaver.torch.ssd`."""
     batch, tokens, heads, dim, groups, state = size
     torch.manual_seed(0)
     return {
@@ -84,8 +84,8 @@ def error(size: tuple[int, ...]) -> float:
             y = ours(values, 0)
         g = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
         results.append([y.detach(), *torch.autograd.grad(y, list(values.values()), g)])
-    apart = [(a.double() - b).norm() / b.norm() for a, b in zip(*results, strict=True)]
-    return 1e6 * torch.stack(apart).max().item()
+    errors = [(a.double() - b).norm() / b.norm() for a, b in zip(*results, strict=True)]
+    return 1e6 * torch.stack(errors).max().item()
 
 
 def measure(quick: bool) -> Iterator[Figure]:

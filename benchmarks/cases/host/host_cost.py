@@ -1,4 +1,4 @@
-"""What an eager layer on a GPU costs the host, counted on a CPU with a driver that does nothing."""
+"""Host time of an eager layer on a GPU, measured on a CPU with a driver that does nothing."""
 
 import json
 import os
@@ -14,16 +14,16 @@ from benchmarks.measuring import stub_driver
 from benchmarks.measuring.figure import Case, Figure, NotMeasurable, at_most
 
 ROOT = Path(__file__).parents[3]
-#: Of nn.Linear's time, judged in the dtype that GPUs train in.
+#: Maximum of the time over nn.Linear's, and the dtype with a target.
 HIGHEST, JUDGED = 1.6, "bf16"
-#: What ours are measured against.
+#: Baselines.
 PLAIN = ("nn.Linear", *(f"{kind} of torch's parts" for kind in ("LayerNormLinear", "LayerNormMLP", "TransformerLayer")))
-#: The GPUs that tensors are made to be of, by architecture.
+#: GPUs for which tensors are taken, by architecture.
 GPUS = {90: "Hopper", 100: "Blackwell"}
 #: When it is quick the last of them alone, in one dtype, under a recipe with a history and one of blocks, since every
 #: kernel is checked and has a launcher compiled, which is then not optimized.
 QUICK: dict[str, int | str] = {"rounds": 1, "steps": 5, "dtypes": "bf16", "recipes": "delayed mxfp8", "unoptimized": ""}
-#: Where a process's memory lies changes its ratios by up to a tenth: each figure is the median of so many.
+#: Each figure is the median over so many processes, because memory addresses change ratios by up to a tenth.
 PROCESSES = 3
 NOTES = (
     "Forward and backward of 16 by 16 on CPU tensors that take a GPU's way: the real layer, choice and launches, up to "
@@ -58,10 +58,10 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def run(arch: int, options: dict[str, int | str]) -> dict[str, dict[str, tuple[float, float]]]:
-    """By dtype and subject: the ratio to torch's parts, and microseconds of a step; in a process of its own.
+    """Return (ratio to torch's layers, microseconds of a step) by dtype and subject, measured in a separate process.
 
     Args:
-        options: of `benchmarks.host_cost`; several words of one are parted by spaces, and "" is none.
+        options: options of `benchmarks.host_cost`; several values are separated by spaces, and "" means none.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

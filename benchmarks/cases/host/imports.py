@@ -1,4 +1,4 @@
-"""What importing the library costs beyond importing torch, and what `import quaver` brings along."""
+"""Time of importing the library after torch, and the modules that `import quaver` loads."""
 
 import statistics
 import subprocess
@@ -9,7 +9,7 @@ from benchmarks.measuring.figure import Case, Figure, Target, at_most, exactly
 ROUNDS = 5
 #: Seconds of one import, after torch.
 TIMED = "import time, torch; begun = time.perf_counter(); import {}; print(time.perf_counter() - begun)"
-#: How many of the frameworks' modules a bare import loads.
+#: Prints how many frameworks a bare import loads.
 FRAMEWORKS = "import sys, quaver; print(len({'torch', 'jax', 'jaxlib', 'triton', 'torchao'} & set(sys.modules)))"
 
 

@@ -12,9 +12,9 @@ from benchmarks.subjects import peer
 from quaver.recipes import get, mxfp8
 from quaver.torch import optim
 
-#: Of each matrix, and how many there are: ten million parameters.
+#: Features of each matrix, and number of matrices: ten million parameters.
 FEATURES, LAYERS = 1024, 10
-#: Presets that are measured, and where weights are in codes their recipe.
+#: Measured presets, with a recipe if weights are codes.
 OURS = (
     ("float32", ""),
     ("exact", ""),
@@ -24,7 +24,7 @@ OURS = (
     ("lean", "mxfp8 of 32 by 32"),
 )
 RECIPES = {"tensorwise": get("tensorwise"), "mxfp8 of 32 by 32": mxfp8(weight_2d=True)}
-#: Of torch's fused AdamW.
+#: Maximum of the time over torch's fused AdamW.
 HIGHEST = 8.0
 
 
@@ -89,7 +89,7 @@ def of_ours(features: int, layers: int, preset: str, recipe: str, **options: Any
             (layer(x) * torch.randn(16, features, dtype=dtype)).sum().mul(1e-3).backward()
 
     def step() -> None:
-        # What steps codes asks the layers whose they are, so the model stays.
+        # An optimizer of codes looks up their layers, so the model must stay alive.
         assert model
         optimizer.step()
 

@@ -6,9 +6,9 @@ from quaver.recipes import RECIPES
 
 FEATURES, QUICK_FEATURES = 1024, 64
 ROUNDS, QUICK_ROUNDS = 9, 2
-#: One with a history: each recipe is four seconds of compiling.
+#: A recipe with a history; compiling takes four seconds per recipe.
 QUICK_RECIPES = ("delayed",)
-#: Recipes that the peers have something to set beside: eight bits, a scale for a tensor, a channel or a block.
+#: Recipes with a counterpart in other libraries: eight bits, with scales of tensors, channels or blocks.
 FP8 = [n for n, build in RECIPES.items() if build().quantizes and n not in ("nvfp4", "mxfp4", "mxfp6")]
 
 

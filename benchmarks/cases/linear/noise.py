@@ -52,7 +52,7 @@ def ours(recipe: str) -> Layer:
 
 
 def subjects() -> dict[str, tuple[str, Layer]]:
-    """By the name shown: the recipe whose targets hold, and the layer."""
+    """Return (recipe that determines the targets, layer) by displayed name."""
     others = {"nn.Linear": ("", plain(lambda linear: linear))}
     for name in peer.RECIPES:
         others[f"torchao {name}"] = ("", plain(partial(peer.convert, recipe=name)))

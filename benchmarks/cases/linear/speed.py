@@ -23,7 +23,7 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is timed, and against which targets."""
+    """Sizes and targets of a case."""
 
     features: int
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Cases of several ranks over gloo: what a step takes and what travels; no single process's time."""
+"""Cases of several ranks over gloo: time of a step and bytes sent; no single process's time."""
 
 from benchmarks.cases.ranks.started import FSDP, GRADIENTS, TENSOR
 

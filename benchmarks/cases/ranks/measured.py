@@ -1,7 +1,7 @@
-"""What each rank measures: `python -m benchmarks.cases.ranks.measured CASE RANK RANKS MEETING QUICK`.
+"""Measurements of each rank: `python -m benchmarks.cases.ranks.measured CASE RANK RANKS MEETING QUICK`.
 
-The ranks of a case hold all of its models, and take a step of each by turns. The first one prints what all measured, as
-JSON: of each model the times of its steps, by the clock and the processor's, and what travels in one.
+The ranks of a case have all of its models, and run a step of each alternately. The first rank prints the results as
+JSON: wall-clock and CPU times of each model's steps, and the bytes sent in one.
 """
 
 import gc
@@ -25,7 +25,7 @@ from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel,
 
 
 class Size(NamedTuple):
-    """Of a model and its batch, and how often it is timed."""
+    """Sizes of a model and its batch, and numbers of steps."""
 
     features: int
     hidden: int
@@ -55,7 +55,7 @@ def blocks(size: Size, recipe: str) -> nn.Sequential:
 
 
 def batch(size: Size) -> Tensor:
-    """Of this rank."""
+    """Return the batch of this rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randn(1, size.tokens, size.features, generator=generator, dtype=torch.bfloat16)
 
@@ -93,7 +93,7 @@ def names(quick: bool) -> Iterator[str]:
 
 
 def fsdp(size: Size, quick: bool) -> Iterator[dict[str, Any]]:
-    """Each recipe gathered in bf16 and as codes, and bf16 itself."""
+    """Yield results of each recipe with weights gathered in bf16 and as codes, and of bf16 itself."""
     x = batch(size)
     for name in names(quick):
         nets = {
@@ -142,9 +142,9 @@ CASES: dict[str, Callable[[Size, bool], Iterator[dict[str, Any]]]] = {
 
 
 def timed(steps: dict[str, tuple[nn.Module, Step]], size: Size) -> dict[str, Any]:
-    """Of each model its median time a step, that of the rank that took longest; ratios of the last two; what travels.
+    """Return each model's median time per step, of the slowest rank; ratios of the last two models; and bytes sent.
 
-    The clock's time, since ranks wait for one another, and the processor's beside it, of all threads of a rank.
+    Times are wall-clock times, since ranks wait for one another, and CPU times of all threads of a rank.
     """
     seen: dict[str, dict[str, Any]] = {}
     for key, (net, step) in steps.items():
@@ -174,7 +174,7 @@ def timed(steps: dict[str, tuple[nn.Module, Step]], size: Size) -> dict[str, Any
 
 
 def longest_of(values: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """By round, of the ranks the longest."""
+    """Return the maximum over ranks, by round."""
     own = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(own, dist.ReduceOp.MAX)
     return [(wall, processor) for wall, processor in own.tolist()]

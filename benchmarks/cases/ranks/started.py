@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[3]
 RANKS = 2
 #: Seconds that a case takes at most.
 LONGEST = 900
-#: Of the same recipe gathered in bf16, what a step with weights gathered as codes may take.
+#: Maximum time of a step with weights gathered as codes, over the same recipe gathered in bf16.
 SLOWEST = 1.3
-#: Of bf16's bytes in percent, what the weights' may be: one scale a tensor and blocks of 128; others; of four bits.
+#: Maximum bytes of weights in % of bf16's: for one scale per tensor or blocks of 128; others; four bits.
 FEW_SCALES, SCALES, FOUR_BITS = 50.5, 52.0, 27.0
 GATHERED = {
     **dict.fromkeys(("tensorwise", "delayed", "blockwise"), FEW_SCALES),
@@ -33,7 +33,7 @@ NOTES = (
 
 
 def run(case: str, quick: bool) -> list[dict[str, Any]]:
-    """What the ranks of a case measured. Raises: RuntimeError with the end of what they said."""
+    """Run a case's ranks and return what they measured. Raises: RuntimeError with the last line of their output."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = (Path(folder) / "meeting").as_uri()
         words = [str(RANKS), meeting, "quick" if quick else "full"]
@@ -54,7 +54,7 @@ def run(case: str, quick: bool) -> list[dict[str, Any]]:
                 if each.poll() is None:
                     each.terminate()
     if any(each.returncode for each in started):
-        lines = b"".join(said for _, said in printed).decode().strip().splitlines()
+        lines = b"".join(text for _, text in printed).decode().strip().splitlines()
         raise RuntimeError(lines[-1] if lines else "it ended without a word")
     rows: list[dict[str, Any]] = json.loads(printed[0][0].decode().splitlines()[-1])
     return rows
@@ -75,7 +75,7 @@ def share(row: dict[str, Any], kind: str, target: Target | None) -> Figure:
 
 
 def sizes(row: dict[str, Any]) -> Iterator[Figure]:
-    """What a rank sends in a step, by kind."""
+    """Yield the bytes that a rank sends in a step, by kind."""
     for kind, size in row["narrow"]["bytes"].items():
         yield Figure(row["recipe"], f"{kind}, sent", size / 2**20, "MiB")
 
