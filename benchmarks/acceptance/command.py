@@ -90,7 +90,7 @@ class Plan:
 
 #: Recipes of the comparison of quantized attention; bf16 and control are those of the plain comparison, if it was run.
 ATTENDING = (BASELINE, *ATTENTION, CONTROL)
-#: Of models with experts or state spaces, with the difference by chance alone.
+#: Recipes for models with experts or state spaces, with the null model.
 BESIDE_CHANCE = (BASELINE, NULL, *BLOCKS)
 
 
@@ -101,7 +101,7 @@ def of_blocks(model: str, **options: Any) -> Plan:
 
 
 def checksum() -> str:
-    """Of the library's sources."""
+    """Return the checksum of the library's sources."""
     package = Path(quaver.__file__).parent
     total = 0
     for path in sorted(package.rglob("*.py")):
@@ -155,8 +155,10 @@ def train_all(runs: Sequence[Run], jobs: int, console: Console) -> None:
                 outcome = collect(run)
                 finished += 1
                 left = (time.perf_counter() - begun) / finished * (len(waiting) + len(active)) / 60
-                said = outcome.failure or f"loss {outcome.loss:.4f}"
-                console.print(f"{run.label:32} {said} ({outcome.seconds:.0f} s; {left:.0f} min left)", highlight=False)
+                result = outcome.failure or f"loss {outcome.loss:.4f}"
+                console.print(
+                    f"{run.label:32} {result} ({outcome.seconds:.0f} s; {left:.0f} min left)", highlight=False
+                )
     finally:
         for _, process in active:
             process.terminate()

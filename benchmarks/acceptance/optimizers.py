@@ -1,7 +1,7 @@
 """Training with optimizer states in few bits, against float32 states on the same eight-bit weights, paired by seed.
 
 All runs have the same recipe, text, batches and first weights, which exist only as the recipe's codes and the masters
-beside them. Beside them is torch's AdamW, whose weights are float32 and quantized anew each step.
+beside them. One more run uses torch's AdamW, whose weights are float32 and quantized again in each step.
 """
 
 import re
@@ -45,31 +45,31 @@ def plan(recipe: str = RECIPE, **options: Any) -> Plan:
 
 
 def verdict(done: Acceptance) -> tuple[bool, str]:
-    """Whether `lean` clamps few updates, and float32 states none."""
+    """Return whether `lean` clamps few updates and float32 states none, and a sentence."""
     clamped = {row: done.row(row).clamped or 0.0 for row in ("lean", FLOAT32_STATES, NULL)}
     few = clamped["lean"] < CLAMPED and not clamped[FLOAT32_STATES] and not clamped[NULL]
-    said = f"`lean` clamps {clamped['lean']:.1e} of its updates (rule: below {CLAMPED:g}); float32 states clamp none."
-    return few, said if few else f"Clamped shares are not as ruled: {clamped}."
+    text = f"`lean` clamps {clamped['lean']:.1e} of its updates (rule: below {CLAMPED:g}); float32 states clamp none."
+    return few, text if few else f"Clamped shares are not as ruled: {clamped}."
 
 
 def write(done: Acceptance) -> None:
     """Write the table into docs/design/optimizer.md."""
     cost = statistics.fmean(outcome.seconds for outcome in done.outcomes.values())
-    said = (
+    text = (
         f"{setting(done)}; learning rate to 1 %, {cost:.0f} s of a core a run. {machine.cpu()}, torch "
         f"{torch.__version__}, {machine.today()}."
     )
-    results.write_between(PAGE, BEGIN, END, [said.capitalize(), "", *results.table(*done.table())])
+    results.write_between(PAGE, BEGIN, END, [text.capitalize(), "", *results.table(*done.table())])
 
 
 def summary(page: str) -> list[str]:
     """Bytes, error and loss of each preset in one table; errors and losses are those of docs/design/optimizer.md."""
     states: dict[str, list[str]] = {}
-    for label, _, error, _, largest, _, held, stops, wide, _, _, _, wide_held, _ in _rows(page, open_loop.MARKS):
+    for label, _, error, _, largest, _, bounded, stops, wide, _, _, _, wide_bounded, _ in _rows(page, open_loop.MARKS):
         for name in re.findall(r"`(\w+)`", label) or [label]:
             clamps = name in PRESETS and PRESETS[name].clamp
-            states[name] = [*([held, wide_held, "clamped"] if clamps else [error, wide, largest]), stops]
-    losses = {name.strip("`"): apart for name, _, apart, *_ in _rows(page, (BEGIN, END))}
+            states[name] = [*([bounded, wide_bounded, "clamped"] if clamps else [error, wide, largest]), stops]
+    losses = {name.strip("`"): difference for name, _, difference, *_ in _rows(page, (BEGIN, END))}
     recipe, rows = recipe_name.find_recipe(RECIPE), []
     for name, preset in PRESETS.items():
         storage = optimizer_name.find_optimizer(name).weights(recipe, "bfloat16")

@@ -19,7 +19,7 @@ CHOICES = "choices unlike bf16's, %"
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What the absolute mean difference must be: below a limit, or above it."""
+    """Requirement for the absolute mean difference: below a limit, or above it."""
 
     limit: float
     # The limit is a fraction of bf16's loss, not nats.
@@ -28,10 +28,10 @@ class Rule:
     above: bool = False
 
     def holds(self, difference: float, baseline: float, chance: float = 0.0) -> bool:
-        """Whether a mean difference fits.
+        """Return True if a mean difference fulfils the rule.
 
         Args:
-            chance: two standard errors of the null model's, which a limit in nats allows besides.
+            chance: two standard errors of the null model's difference, which are added to a limit in nats.
         """
         limit = self.limit * baseline if self.relative else self.limit + chance * (not self.above)
         return abs(difference) > limit if self.above else abs(difference) <= limit
@@ -56,7 +56,7 @@ LAYERS: Mapping[str, Rule] = {
 ATTENTION: Mapping[str, Rule] = {
     f"{name}(attention=True)": CLOSE for name in ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
 }
-#: Of models with experts or state spaces.
+#: Rules for models with experts or state spaces.
 BLOCKS: Mapping[str, Rule] = {NARROW if name == CONTROL else name: rule for name, rule in LAYERS.items()}
 RULES: Mapping[str, Rule] = {**LAYERS, **ATTENTION, **BLOCKS}
 
@@ -72,7 +72,7 @@ class Row:
     recipe: str
     # Mean validation loss of the runs that did not fail.
     loss: float | None
-    # From the first row with the same seed, in the order of the seeds; their mean; its standard error.
+    # Differences from the first row by seed, their mean, and its standard error.
     differences: tuple[float, ...]
     difference: float | None
     error: float | None
@@ -119,7 +119,7 @@ class Acceptance:
         return all(row.accepted for row in self.rows()) and (self.verdict is None or self.verdict(self)[0])
 
     def losses(self, recipe: str) -> dict[int, float]:
-        """By seed, of the runs that did not fail."""
+        """Return the losses by seed, without failed runs."""
         by_seed = {seed: self.outcomes[recipe, seed].loss for seed in self.numbers}
         return {seed: loss for seed, loss in by_seed.items() if loss is not None}
 
@@ -238,25 +238,25 @@ def setting(done: Acceptance) -> str:
 
 def explained(done: Acceptance) -> str:
     """The verdict, and how to read the table."""
-    said = ["Accepted." if done.accepted else "**Not accepted.**"]
+    sentences = ["Accepted." if done.accepted else "**Not accepted.**"]
     if done.verdict is not None:
-        said.append(done.verdict(done)[1])
-    said.append("A difference is paired by seed: its mean over seeds, and that mean's standard error (n - 1).")
+        sentences.append(done.verdict(done)[1])
+    sentences.append("A difference is paired by seed: its mean over seeds, and that mean's standard error (n - 1).")
     if NULL in done.recipes:
-        said.append(
+        sentences.append(
             f"`{NULL}` is the first row from weights that are moved by {NUDGE:g} at most; a limit in nats is widened "
             f"by two of its standard errors, {done.chance:.4f}."
         )
     control = next((recipe for recipe in done.recipes if recipe in CONTROLS), None)
     if control:
-        said.append(f"`{control}` has every scale at 1 and must be off: this shows that the comparison can fail.")
+        sentences.append(f"`{control}` has every scale at 1 and must be off: this shows that the comparison can fail.")
     if any(row.weight_errors for row in done.rows()):
-        said.append(
+        sentences.append(
             "The weight error is the relative RMS of dequantize(quantize(w)) - w: the smallest and the largest of all "
             "converted layers, each of which was checked not to be zero; so was the error of each layer's attention "
             "where the recipe quantizes it."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def data(done: Acceptance) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def plan(steps: int = 300, seeds: int = 3, first: int = 0, model: str = "tiny", 
 
 
 def verdict(done: Acceptance) -> tuple[bool, str]:
-    """Whether the schedule ends nearer bf16 than its recipe alone, beyond chance."""
+    """Return whether the schedule ends nearer bf16 than its recipe alone, beyond chance."""
     alone, scheduled = (done.differences(row, BASELINE) for row in (ALONE, SCHEDULE))
     nearer = tuple(abs(a) - abs(s) for a, s in zip(alone, scheduled, strict=True))
     mean, error = paired(nearer)

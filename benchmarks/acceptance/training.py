@@ -1,6 +1,6 @@
-"""One training run of `accept`, in a process of its own: `python -m benchmarks.acceptance.training RUN.json`.
+"""One training run of `accept`, in a separate process: `python -m benchmarks.acceptance.training RUN.json`.
 
-The file holds a `Run`; beside it the run leaves its checkpoints and, once it has ended, result.json.
+The file contains a `Run`. The run writes its checkpoints and, at its end, result.json into the same folder.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ OPTIMIZERS: dict[str, Preset] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained."""
+    """Options of a training run."""
 
     # Row of the table that it belongs to.
     row: str
@@ -69,19 +69,19 @@ class Run:
     seed: int
     steps: int
     model: str
-    # Of text files and folders; none is the default text.
+    # Text files and folders; none means the default text.
     text: tuple[str, ...]
-    # Where everything about this run is kept.
+    # Folder of all files of this run.
     folder: str
     framework: str = "torch"
     # Sequences of a step, and tokens of each.
     batch: int = 8
     sequence: int = 128
-    # How far each weight is moved at most, at random, where the run begins: what chance alone does to a loss.
+    # Maximum random change of each initial weight; measures what chance alone does to a loss.
     nudge: float = 0.0
-    # Keep the checkpoint of this step beside the last; 0 keeps the last alone.
+    # Keep the checkpoint of this step in addition to the last one; 0 keeps only the last.
     keep: int = 0
-    # The folder of a run that has kept the checkpoint of a step: this one goes on from there.
+    # Folder of a run with a kept checkpoint, from which this run resumes.
     after: str = ""
     # A row of `OPTIMIZERS`; none is torch's AdamW in the trainer's own loop.
     optimizer: str = ""
@@ -101,7 +101,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run found."""
+    """Result of a run."""
 
     # Final validation loss in nats a token; None for a run that failed.
     loss: float | None = None
@@ -149,7 +149,7 @@ def train(run: Run) -> Outcome:
     try:
         if run.recipe not in CONTROLS:
             config = dataclasses.replace(config, recipe=run.recipe)
-        # Of a run that changes its recipe the one that it ends under.
+        # The last recipe, if the run changes its recipe.
         recipe = find(run.recipe if run.recipe in CONTROLS else recipe_name.parse_phases(run.recipe)[-1].text)
         if run.keep:
             config = dataclasses.replace(config, checkpoint_every=run.keep, keep=0)
@@ -270,14 +270,14 @@ def weight_errors(done: TrainResult, recipe: Recipe) -> dict[str, float]:
     Raises: RuntimeError if head or embedding are quantized, or a converted layer loses nothing, as if it were not.
     """
     model = done.model
-    kept = set() if model.config.tied else {"head"}
-    if type(model.embedding) is not nn.Embedding or (kept and type(model.head) is not nn.Linear):
+    unquantized = set() if model.config.tied else {"head"}
+    if type(model.embedding) is not nn.Embedding or (unquantized and type(model.head) is not nn.Linear):
         raise RuntimeError("embedding or head are not those of bf16")
     linears = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | qt.GroupedLinear)
     }
     left = {name for name, module in linears.items() if getattr(module, "recipe", None) is None}
-    if left != kept or set(done.conversion.skipped) != kept:
+    if left != unquantized or set(done.conversion.skipped) != unquantized:
         raise RuntimeError(f"left in high precision: {left}; only the head should be")
     spec = recipe.fprop.b
     if spec is None:
@@ -287,7 +287,7 @@ def weight_errors(done: TrainResult, recipe: Recipe) -> dict[str, float]:
 
 
 def weight_errors_of_jax(done: TrainResult, recipe: Recipe) -> dict[str, float]:
-    """The same of a run in JAX."""
+    """Return the weight errors of a run in JAX."""
     from quaver.jax import quantize
 
     params = done.model.params
@@ -306,7 +306,7 @@ def weight_errors_of_jax(done: TrainResult, recipe: Recipe) -> dict[str, float]:
 
 
 def relative_rms(weight: torch.Tensor, spec: QuantSpec) -> float:
-    """Of a weight, or of a stack of them, of which each is quantized by itself."""
+    """Return the relative RMS error of a quantized weight, or of a stack whose matrices are quantized separately."""
     stack = weight.unsqueeze(0) if weight.dim() == 2 else weight
     back = torch.stack([qt.quantize(each, spec).dequantize() for each in stack])
     return ((back - stack).double().square().mean() / stack.double().square().mean()).sqrt().item()

@@ -1,1 +1,1 @@
-"""What docs/performance.md predicts, and what others published; nothing is measured here."""
+"""Predictions of docs/performance.md, and figures that others published; nothing is measured here."""

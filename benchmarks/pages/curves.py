@@ -1,7 +1,6 @@
-"""How the ledger sees models grow from 8 to 16,384 GPUs: `python -m benchmarks.pages.curves` draws docs/scaling.png.
+"""Predicted scaling from 8 to 16,384 GPUs: `python -m benchmarks.pages.curves` draws docs/scaling.png.
 
-Of each count of GPUs the fastest mesh that fits is taken, under a batch that no run is let to exceed. Nothing of it was
-measured.
+For each number of GPUs the fastest mesh that fits is used, with a limited batch size. Nothing of it was measured.
 """
 
 from collections.abc import Iterator
@@ -23,9 +22,9 @@ COLOURS = dict(zip(MODELS, ("#999999", "#0072B2", "#D55E00", "#009E73", "#CC79A7
 #: GPUs of the table, and of the picture.
 COUNTS = (8, 64, 512, 2048, 16_384)
 DRAWN = tuple(2**power for power in range(3, 15))
-#: What a GPU of 80 GB may hold by the prediction, which is a lower bound.
+#: Maximum predicted bytes on a GPU of 80 GB; the prediction is a lower bound.
 ROOM = 60 * 2**30
-#: Sequences of 8192 tokens that a step has at most, all ranks together: 16 million tokens, as Llama 3 405B was trained
+#: Maximum sequences of 8192 tokens in a step over all ranks: 16 million tokens, as Llama 3 405B was trained
 #: with (arXiv:2407.21783, table 4), and 67 million for experts: DeepSeek-V3 had 63 (arXiv:2412.19437, section 4.2).
 BATCH, BATCH_OF_EXPERTS = 2048, 8192
 AXES = [(tp, pp) for tp in (1, 4, 8) for pp in (1, 4, 16)]
@@ -80,7 +79,7 @@ def _tried(model: DecoderShape, recipe: str, how: dict[str, Any]) -> StepCost | 
 
 
 def curves(recipe: str, counts: tuple[int, ...] = COUNTS) -> dict[str, dict[int, StepCost]]:
-    """By model and count of GPUs, the fastest step that fits."""
+    """Return the fastest step that fits, by model and number of GPUs."""
     return {
         name: {gpus: step for gpus in counts if (step := fastest(model, recipe, gpus)) is not None}
         for name, model in MODELS.items()
@@ -113,8 +112,8 @@ def figure() -> Figure:
             label = name if line == "-" else None
             together = [speed * gpus for speed, gpus in zip(speeds, counts, strict=True)]
             left.plot(counts, together, line, color=COLOURS[name], label=label, marker="o", markersize=3)
-            kept = [100 * speed / max(speeds) for speed in speeds]
-            right.plot(counts, kept, line, color=COLOURS[name], marker="o", markersize=3)
+            efficiency = [100 * speed / max(speeds) for speed in speeds]
+            right.plot(counts, efficiency, line, color=COLOURS[name], marker="o", markersize=3)
     left.set(xscale="log", yscale="log", xlabel="H100", ylabel="tokens a second, all GPUs", title="Speed, predicted")
     right.set(xscale="log", xlabel="H100", ylabel="% of a GPU's highest rate", title="What scaling keeps, predicted")
     right.set_ylim(0, 110)

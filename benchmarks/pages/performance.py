@@ -31,7 +31,7 @@ SHAPES = (
     (16_384, 4096, 14_336),
     (16_384, 8192, 28_672),
 )
-#: What the floors are for: title, recipe, and how it is used.
+#: Rows of the tables of minimum sizes: title, recipe, and how it is used.
 HOPPER = (
     ("tensorwise", "tensorwise", {}),
     ("delayed", "delayed", {}),
@@ -43,13 +43,13 @@ HOPPER = (
     ("blockwise, from producers", "blockwise", {"produced": True}),
 )
 BLACKWELL = tuple((name, name, {}) for name in ("tensorwise", "delayed", "rowwise", "mxfp8", "nvfp4"))
-#: Of the copy rate, what kernels are taken to reach where emulation is priced.
+#: Assumed fraction of the copy rate that kernels reach, for predictions of emulation.
 REACHED = 0.85
 MODEL_RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table: the first column to the left, the others to the right."""
+    """Return a Markdown table, the first column aligned left, the others right."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -92,7 +92,7 @@ def moved() -> str:
 
 
 def forecasts(predicted: Iterable[Forecast]) -> str:
-    """Published beside predicted."""
+    """Return a table of published and predicted figures."""
     rows = [[f.what, f.unit, f"{f.published:.2f}", f"{f.predicted:.2f}", f"{f.error:+.1%}"] for f in predicted]
     return markdown(["what", "in", "published", "predicted", "error"], rows)
 
@@ -137,14 +137,14 @@ def emulated() -> str:
     return markdown([*head, "MB", "launches", "bf16, µs", "emulated, µs", "over bf16"], rows)
 
 
-#: One for each way to quantize attention.
+#: One recipe for each way to quantize attention.
 ATTENTION_RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 #: Tokens, heads, groups of keys and features of a head of a Llama-3-8B layer.
 ATTENTION = 8192, 32, 8, 128
 
 
 def of_attention() -> str:
-    """Causal attention of such a layer in eight bits, forward and backward, beside bf16's."""
+    """Return a table of causal attention in eight bits and bf16, forward and backward."""
     rows, specs = [], {name: recipes.get(name, attention=True).attention for name in ATTENTION_RECIPES}
     for gpu in ("a100", "h100", "h200", "b200"):
         costs = [decoder.cost(spec, *ATTENTION, gpu) for spec in specs.values() if spec is not None]
@@ -156,7 +156,7 @@ def of_attention() -> str:
 
 
 def of_runs() -> str:
-    """Published training runs on many GPUs beside their predictions."""
+    """Return a table of published training runs on many GPUs and their predictions."""
     head = ["model, GPUs, batch", "bf16, tokens/s a GPU", "predicted", "eight bits", "predicted", "gain", "predicted"]
     return markdown([*head, ""], runs.cells(runs.judged()))
 

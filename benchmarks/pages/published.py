@@ -113,7 +113,7 @@ def of_torchao(gpu: str | Gpu = "h100-hbm2e") -> list[Forecast]:
 
 
 def other_cards() -> dict[str, Gpu]:
-    """What torchao's card could be taken for instead, to see how much the forecast hangs on it."""
+    """Return other descriptions of torchao's GPU, to see how much predictions depend on them."""
     card = GPUS["h100-hbm2e"]
     bf16, tensor = card.rates["bf16"], card.rates["tensor"]
     why = "the fraction of its peak that the H200 NVL reaches, of the published peak of the H100 SXM"
@@ -129,5 +129,5 @@ def other_cards() -> dict[str, Gpu]:
 
 
 def seven() -> list[Forecast]:
-    """What the ledger is held to: three rows of Transformer Engine's table and torchao's four shapes."""
+    """Return the figures that the ledger must predict: three of Transformer Engine's and torchao's four shapes."""
     return of_transformer_engine("h200-nvl") + of_torchao()

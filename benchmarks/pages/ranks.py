@@ -1,6 +1,6 @@
 """The measured table of docs/design/parallel.md: `python -m benchmarks.pages.ranks` writes it from the newest results.
 
-It stands between two marks; a test compares it with the results that are kept.
+It stands between two marks; a test compares it with the stored results.
 """
 
 import json
@@ -11,25 +11,25 @@ from benchmarks.measuring import results
 
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "parallel.md"
 BEGIN, END = "<!-- python -m benchmarks.pages.ranks writes from here -->", "<!-- to here -->"
-#: What is there before a full run has been kept.
+#: Text before the first full run is stored.
 NONE = "No full run has been kept yet: `python -m benchmarks parallel` makes one, and writes its table here."
 
 
 def newest(folder: Path = results.FOLDER) -> Path | None:
-    """The newest results of a whole suite of several ranks, in full sizes."""
-    kept = folder.glob("parallel-2*.json")
-    return max((path for path in kept if not json.loads(path.read_text(encoding="utf-8"))["quick"]), default=None)
+    """Return the newest results of the suite of several ranks in full sizes."""
+    paths = folder.glob("parallel-2*.json")
+    return max((path for path in paths if not json.loads(path.read_text(encoding="utf-8"))["quick"]), default=None)
 
 
 def table(path: Path | None) -> str:
-    """The results as they are read: a table a case, and on what they were measured."""
+    """Return the results as Markdown: the machine, and a table for each case."""
     if path is None:
         return NONE
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    machine = kept["machine"]
+    data = json.loads(path.read_text(encoding="utf-8"))
+    machine = data["machine"]
     of = ", ".join(str(machine[name]) for name in ("cpu", "date")) + f", torch {machine['torch']}"
     lines = [f"`python -m benchmarks parallel` on {of}, commit {machine['commit']}:"]
-    for case in kept["cases"]:
+    for case in data["cases"]:
         lines += ["", f"{case['title']}:", "", *results.table(*rows(case["figures"]))]
     return "\n".join(lines)
 

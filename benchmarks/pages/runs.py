@@ -38,7 +38,7 @@ class Run(NamedTuple):
     checkpoints: str = "selective"
     tp: int = 1
     overlapped: bool = False
-    #: Where torchao's machines were used their memory is slower, and their power limited.
+    #: torchao's machines have slower memory and a power limit.
     gpu: str = "h100-hbm2e"
     #: A constant was fitted with it.
     fitted: bool = False
@@ -63,12 +63,12 @@ RUNS = (
     Run(ASYNC, "70B", 256, 597.3, 599.6, 16, "full", 8, recipe="rowwise"),
     Run(ASYNC, "8B", 64, 4378, 3708, 12, "selective", 8, recipe="rowwise"),
 )
-#: What a prediction may miss: of tokens a second, relative, and of the gain, points of a hundred.
+#: Maximum errors of predictions: of tokens/s, relative, and of the gain, in percentage points.
 SPEED, GAIN = 0.20, 10.0
 
 
 class Judged(NamedTuple):
-    """A run beside its prediction."""
+    """A run and its prediction."""
 
     run: Run
     bf16: StepCost
@@ -76,7 +76,7 @@ class Judged(NamedTuple):
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Of tokens a second in bf16 and in eight bits, relative to what was published."""
+        """Relative errors of tokens/s in bf16 and in eight bits."""
         return (
             self.bf16.tokens_per_second / self.run.bf16 - 1,
             self.narrow.tokens_per_second / self.run.narrow - 1,
@@ -84,7 +84,7 @@ class Judged(NamedTuple):
 
     @property
     def gains(self) -> tuple[float, float]:
-        """Of eight bits over bf16, published and predicted, in points of a hundred."""
+        """Published and predicted gain of eight bits over bf16 in percent."""
         predicted = self.narrow.tokens_per_second / self.bf16.tokens_per_second
         return 100 * (self.run.narrow / self.run.bf16 - 1), 100 * (predicted - 1)
 
