@@ -30,7 +30,7 @@ from quaver.torch.backends.gpu import emulation as emulated_blocks
 from quaver.torch.backends.gpu import optim as optimizing
 from quaver.torch.backends.gpu.launch import LaunchSpec
 from quaver.torch.backends.gpu.optim import MomentFormat
-from quaver.torch.backends.gpu.quantize_launch import RequestedOperands, of_two
+from quaver.torch.backends.gpu.quantize_launch import RequestedOperands, combine_launches
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.state.history import roll_gpu
 
@@ -157,7 +157,7 @@ def two(
         way = None if family is None or family.plan_launch is None else family.plan_launch(one, of_one, of_one, wanted)
         assert way is not None
         ways.append(way)
-    shared, key = of_two(*ways), None if known is None else (known, known)
+    shared, key = combine_launches(*ways), None if known is None else (known, known)
     assert shared is not None
     launches = list(shared.launches((key, key)))
     assert len(launches) == len(ways[0].launches(key))

@@ -172,7 +172,7 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
         w = plan.quantize_weight(call, value)
     output = plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
     # Only dgrad reads the weight; without it the weight may be modified before backward.
-    of_dgrad = value if needs[1] else None
+    dgrad_weight = value if needs[1] else None
     tensors: Sequence[Any] = ()
     layout = None
     if save:
@@ -183,8 +183,8 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
     weight_dtype = weight.dtype
     codes: Sequence[Tensor] = ()
     if weight.__class__ is QuantizedTensor:
-        weight_dtype, codes = torch.float32, stored_weight.saved_codes([of_dgrad], [call.layer])
-    ctx.save_for_backward(of_dgrad, *codes, *tensors)
+        weight_dtype, codes = torch.float32, stored_weight.saved_codes([dgrad_weight], [call.layer])
+    ctx.save_for_backward(dgrad_weight, *codes, *tensors)
     ctx.constants = call, layout, weight_dtype, None if bias is None else bias.dtype, 1 + len(codes)
     if call.comm is not None:
         return shaped(output, call.comm.shape(shape, output.shape[-1]))
@@ -257,10 +257,10 @@ _forward_hidden = selective_checkpoint.hide_from_policies(_forward)
 def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
     (setup, calls, shape, dtype, weight_dtypes, bias_dtypes), size, skipped, layout, layouts = ctx.constants
     n, count, needs = len(setup.layers), setup.input_count, ctx.needs_input_grad[1:]
-    of_layers, weights, saved = gs[-n:], tensors[:n], unpack(tensors[n + size + skipped :], layouts)
+    layer_grads, weights, saved = gs[-n:], tensors[:n], unpack(tensors[n + size + skipped :], layouts)
     if calls is None:
-        calls, saved = _rebuild_calls(setup, of_layers, saved[:n]), saved[n:]
-    used = any(g is not None for g in of_layers)
+        calls, saved = _rebuild_calls(setup, layer_grads, saved[:n]), saved[n:]
+    used = any(g is not None for g in layer_grads)
     saved_input: Any = unflatten(tensors[n : n + size], layout) if used and layout != NOTHING_SAVED else None
     if saved_input is not None and calls is not None and calls[0].plan.load_input is not None:
         saved_input = calls[0].plan.load_input(calls[0], saved_input[0])
@@ -269,7 +269,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
     if used and saved_input is None and any(needs[count : count + n]):
         once = n == 1 and need_input and needs[count] is True and not setup.return_input
         # Counters expect operands in the order in which a single layer quantizes them.
-        if once and ops.on_host(of_layers[0]) and counters.active.counters is None:
+        if once and ops.on_host(layer_grads[0]) and counters.active.counters is None:
             saved_input = recomputed = RecomputedInput(setup, saved, calls[0], shape, dtype)
         else:
             saved_input, _ = recompute(setup, saved, calls[0])
@@ -278,13 +278,13 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
     grad_biases: list[Tensor | None] = [None] * n
     # Same order as autograd's accumulation: last computed first.
     for i in range(n - 1, -1, -1):
-        if of_layers[i] is None:
+        if layer_grads[i] is None:
             if calls[i].pending is not None:
                 calls[i].pending.finish()
             continue
         needed = need_input, needs[count + i], needs[count + n + i]
         part, grad_weights[i], grad_biases[i] = gradients(
-            calls[i], of_layers[i], weights[i], saved_input, needed, weight_dtypes[i], bias_dtypes[i]
+            calls[i], layer_grads[i], weights[i], saved_input, needed, weight_dtypes[i], bias_dtypes[i]
         )
         if part is not None:
             part = part if part.dtype is dtype else part.to(dtype)
@@ -302,9 +302,9 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
 def _rebuild_calls(setup: LinearSetup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[LinearCall]:
     """Rebuild the calls of the layers in a backward that torch.compile traces."""
     calls = []
-    for layer, g, of_layer in zip(setup.layers, gs, factors, strict=True):
+    for layer, g, layer_factors in zip(setup.layers, gs, factors, strict=True):
         call = LinearCall(general.plan_for(setup.recipe, g), layer, setup.training, setup.dtype, True)
-        call.factors = of_layer
+        call.factors = layer_factors
         calls.append(call)
     return calls
 
@@ -609,8 +609,8 @@ class RecomputedInput:
         self.of = setup, saved, call
         self.shape, self.dtype = tuple(shape), dtype
 
-    def __call__(self, of_input: Tensor) -> tuple[Any, Any]:
-        g = of_input if of_input.dtype is self.dtype else of_input.to(self.dtype)
+    def __call__(self, grad_output: Tensor) -> tuple[Any, Any]:
+        g = grad_output if grad_output.dtype is self.dtype else grad_output.to(self.dtype)
         saved_input: tuple[Any, Any]
         saved_input, self.gradients = recompute(*self.of, shaped(g, self.shape))
         return saved_input

@@ -115,30 +115,30 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         or reason_unsupported(recipe, x.device)
     ):
         return None
-    of_input, of_grad = kernels(recipe.fprop.a, recipe.wgrad.b), kernels(recipe.dgrad.a, recipe.wgrad.a)
-    of_weight, dtype = kernels(recipe.fprop.b, recipe.dgrad.b), x.dtype
+    input_kernels, grad_kernels = kernels(recipe.fprop.a, recipe.wgrad.b), kernels(recipe.dgrad.a, recipe.wgrad.a)
+    weight_kernels, dtype = kernels(recipe.fprop.b, recipe.dgrad.b), x.dtype
     if x.is_cuda:
         # The general plan, which issues this warning otherwise, may never run.
         fused_quantize.warn_once(recipe, x)
-    assert of_input is not None and of_grad is not None and of_weight is not None
+    assert input_kernels is not None and grad_kernels is not None and weight_kernels is not None
 
     def quantize_input(call: LinearCall, x: Tensor, save: bool) -> Operands:
-        along, down, saved_values = of_input.values(x.detach().view(-1, x.shape[-1]), True)
+        along, down, saved_values = input_kernels.values(x.detach().view(-1, x.shape[-1]), True)
         codes, scales = saved_values or (along if down is None else down, None)
         return along, None, codes, scales, None
 
     def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
-        return cached_operands(call, weight, 0.0) or _weight(call, weight, of_weight)
+        return cached_operands(call, weight, 0.0) or _weight(call, weight, weight_kernels)
 
     def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Any, None]:
         w = saved_operands(call)
         if w is not None:
             return w.dgrad, None
-        along, down, _ = of_weight.values(weight.detach(), False, None, False, True)
+        along, down, _ = weight_kernels.values(weight.detach(), False, None, False, True)
         return along if down is None else down, None
 
     def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype: Any) -> Operands:
-        return _quantize_grad(call, g, needs, of_grad)
+        return _quantize_grad(call, g, needs, grad_kernels)
 
     fprop_narrow, dgrad_narrow, wgrad_narrow = (
         dtype is torch.bfloat16 and fills(*shape) for shape in ((tokens, n), (tokens, k), (n, k))
@@ -153,7 +153,7 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         return narrow(g, w, None) if dgrad_narrow else wide(g, w)
 
     def wgrad(call: LinearCall, g: Tensor, _: None, codes: Tensor, scales: Tensor | None, __: torch.dtype) -> Tensor:
-        x = codes if scales is None else of_input.saved_values(codes, scales)
+        x = codes if scales is None else input_kernels.saved_values(codes, scales)
         return narrow(g.t(), x, None) if wgrad_narrow else wide(g.t(), x)
 
     return LinearPlan(
@@ -174,20 +174,20 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
     )
 
 
-def _quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], of_grad: Kernels) -> Operands:
+def _quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], grad_kernels: Kernels) -> Operands:
     """Round grad_output along rows and along columns, as far as gradients need them."""
     straight, transposed, _ = needs
     if not (straight or transposed):
         return (None,) * 5
     layer, g = call.layer, g.detach().view(-1, g.shape[-1])
     noise = noise_of(layer, g.device) if call.recipe.stochastic else None
-    along, down, _ = of_grad.values(g, False, noise, straight, transposed)
+    along, down, _ = grad_kernels.values(g, False, noise, straight, transposed)
     if noise is not None and noise.counts is not layer._buffers.get("count"):
         write_back_counts(layer, noise.counts)
     return along, None, along if down is None else down, None, None
 
 
-def _weight(call: LinearCall, weight: Tensor, of_weight: Kernels) -> WeightOperands:
+def _weight(call: LinearCall, weight: Tensor, weight_kernels: Kernels) -> WeightOperands:
     """Return the weight's values, and cache them."""
     layer, spec, other = call.layer, call.recipe.fprop.b, call.recipe.dgrad.b
     assert spec is not None and other is not None
@@ -195,7 +195,7 @@ def _weight(call: LinearCall, weight: Tensor, of_weight: Kernels) -> WeightOpera
     q = None if entry is None else entry.quantized
     if entry is None or q is None or (q.cached_transpose or q).spec != other:
         window = weight_cache.begin(layer, weight)
-        along, down, _ = of_weight.values(weight.detach(), False)
+        along, down, _ = weight_kernels.values(weight.detach(), False)
         assert along is not None
         # Values stored in the data field: the cache tracks the tensors of a `Quantized`.
         q = Quantized(along, 1.0, spec, (along.shape[0], along.shape[1]))

@@ -21,9 +21,9 @@ from quaver.torch.backends.gpu.quantize_launch import (
     RequestedOperands,
     RowColOperands,
     RowColQuantizer,
+    combine_launches,
     delayed_inputs,
     noise_inputs,
-    of_two,
     reuse_results,
 )
 from quaver.torch.backends.gpu.scaled_mm import (
@@ -171,22 +171,22 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
     )
     g = like.new_empty((tokens, n))
     sums = bias is not None and bias.requires_grad and not cross_entropy.column_sum_reason(g, bias.dtype)
-    of_grad_output = _plan_quantization(g, recipe.dgrad.a, recipe.wgrad.a, RequestedOperands(sums=sums, views=views))
-    if input_launch is None or of_grad_output is None:
+    grad_launch = _plan_quantization(g, recipe.dgrad.a, recipe.wgrad.a, RequestedOperands(sums=sums, views=views))
+    if input_launch is None or grad_launch is None:
         return None
     if bias is not None and sums:
-        of_grad_output = cross_entropy.summed(of_grad_output, bias.dtype)
+        grad_launch = cross_entropy.summed(grad_launch, bias.dtype)
     fprop, dgrad = gemms["fprop"], gemms["dgrad"]
     assert fprop is not None and dgrad is not None
 
-    of_input = RowColQuantizer(x.device, input_launch)
-    quantize_input = _quantizer(of_input, recipe, amax.INPUT)
+    input_quantizer = RowColQuantizer(x.device, input_launch)
+    quantize_input = _quantizer(input_quantizer, recipe, amax.INPUT)
     quantize_together = None
     if weight.dtype is x.dtype and x.numel() + weight.numel() <= TOGETHER:
         weight_launch = _plan_quantization(
             weight.detach(), recipe.fprop.b, recipe.dgrad.b, RequestedOperands(transpose=True, views=views), True
         )
-        both = None if weight_launch is None else of_two(input_launch, weight_launch)
+        both = None if weight_launch is None else combine_launches(input_launch, weight_launch)
         if both is not None:
             both_cast = RowColQuantizer(x.device, both)
             quantize_together = _quantize_together(both_cast, quantize_input, (fprop, dgrad), views)
@@ -206,7 +206,7 @@ def build(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Lin
         transpose_input=_transpose_input,
         quantize_weight=quantize_weight,
         transpose_weight=transpose_weight,
-        quantize_grad=_quantizer(RowColQuantizer(x.device, of_grad_output), recipe, amax.GRAD_OUTPUT),
+        quantize_grad=_quantizer(RowColQuantizer(x.device, grad_launch), recipe, amax.GRAD_OUTPUT),
         transpose_grad=_plain_grad if gemms["wgrad"] is None else _transposed_view if views else written_transpose,
         fprop=_gemm_function(fprop, x.dtype, True),
         dgrad=_gemm_function(dgrad, x.dtype, True),
@@ -358,12 +358,12 @@ def _wgrad_function(gemm: ScaledGemmArguments, dtype: torch.dtype) -> Callable[.
     return wgrad
 
 
-def _restore_layout(right: Tensor, of_right: Any, kind: ScaledGemmKind) -> tuple[Tensor, Any]:
+def _restore_layout(right: Tensor, right_scale: Any, kind: ScaledGemmKind) -> tuple[Tensor, Any]:
     """Restore the layout that a GEMM needs if a saved-tensor hook has returned codes row-major.
 
     `torch.autograd.graph.save_on_cpu` with pin_memory=True does that.
     """
-    return right.t().contiguous().t(), by_columns(of_right) if kind.b == "1x128" else of_right
+    return right.t().contiguous().t(), by_columns(right_scale) if kind.b == "1x128" else right_scale
 
 
 def _plan_quantization(
@@ -441,16 +441,16 @@ def _quantize_together(
             w = _weight(call, weight, gemms)
         if w is not None:
             return quantize_input(call, x), w
-        of_x = None if call.factors is None else call.factors.by_column[amax.INPUT]
+        x_delayed = None if call.factors is None else call.factors.by_column[amax.INPUT]
         operands: list[Operands] = []
 
         def quantize_both(
             w: Tensor, spec: QuantSpec, other: QuantSpec, _: None, factor: Tensor | None, *launch_arguments: Any
         ) -> tuple[Quantized, Quantized]:
-            of_w = None if factor is None else delayed_inputs(factor.view(1), 0, *launch_arguments[2:4])
-            written = both(x, of_x, w, of_w)
+            w_delayed = None if factor is None else delayed_inputs(factor.view(1), 0, *launch_arguments[2:4])
+            written = both(x, x_delayed, w, w_delayed)
             operands.append(written[:5])
-            return _quantized(written[5:], spec, other, views, of_w is not None and of_w.launch_key[1])
+            return _quantized(written[5:], spec, other, views, w_delayed is not None and w_delayed.launch_key[1])
 
         w = _weight(call, weight, gemms, quantize_both)
         return (operands[0] if operands else quantize_input(call, x)), w
@@ -472,8 +472,8 @@ def _quantized(
     written: RowColOperands, spec: QuantSpec, other: QuantSpec, views: bool, recorded_amax: bool
 ) -> tuple[Quantized, Quantized]:
     """Return a matrix and its transpose as `Quantized`; with one scale for both they also carry the amax."""
-    codes, scale, transposed, of_transposed, top = written
-    assert transposed is not None and of_transposed is not None
+    codes, scale, transposed, transposed_scale, top = written
+    assert transposed is not None and transposed_scale is not None
     rows, k = codes.shape
     q = Quantized(codes, scale, spec, (rows, k), amax=top, recorded_amax=recorded_amax)
     if views:
@@ -481,8 +481,8 @@ def _quantized(
         # No references between the two, so that each can be freed alone.
         qt.cached_transpose = None
         return q, qt
-    of_transposed = of_transposed if spec.per_tensor else of_transposed.t()
-    return q, Quantized(transposed.t(), of_transposed, other, (k, rows), amax=top, recorded_amax=recorded_amax)
+    transposed_scale = transposed_scale if spec.per_tensor else transposed_scale.t()
+    return q, Quantized(transposed.t(), transposed_scale, other, (k, rows), amax=top, recorded_amax=recorded_amax)
 
 
 def _weight(

@@ -177,10 +177,10 @@ def _clamped_swiglu_backward(
 ) -> tuple[Tensor, Tensor]:
     clamped = gate.clamp(max=limit)
     shifted = value.clamp(-limit, limit).add_(1)
-    of_gate = _aten.silu_backward(g * shifted, clamped * alpha)
-    of_value = torch.sigmoid(clamped * alpha).mul_(clamped).mul_(g)
+    grad_gate = _aten.silu_backward(g * shifted, clamped * alpha)
+    grad_value = torch.sigmoid(clamped * alpha).mul_(clamped).mul_(g)
     # The gradient of clamp at its bounds is 1. A comparison with NaN is false, so NaN passes through the other factor.
-    return of_gate.mul_(~(gate > limit)), of_value.mul_(~(value.abs() > limit))
+    return grad_gate.mul_(~(gate > limit)), grad_value.mul_(~(value.abs() > limit))
 
 
 #: "gelu" is the tanh approximation, as in JAX and Flax; "gelu_exact" uses the error function, torch's default.
@@ -316,10 +316,10 @@ class ActivationInputOp:
             return tuple(run(self.name, self.options, g, [_decoded(q, g) for q in saved]))
         # Dequantize block by block: all values at once in float32 would be the step's peak of memory.
         gradients, start = tuple(g.new_empty((*g.shape[:-1], q.shape[1])) for q in saved), 0
-        for of_y, *outs in _blocks(g, *gradients):
-            end = start + of_y.shape[0]
-            part = [_decoded(_rows(q, start, end), of_y) for q in saved]
-            for out, grad in zip(outs, run(self.name, self.options, of_y, part), strict=True):
+        for grad_y, *outs in _blocks(g, *gradients):
+            end = start + grad_y.shape[0]
+            part = [_decoded(_rows(q, start, end), grad_y) for q in saved]
+            for out, grad in zip(outs, run(self.name, self.options, grad_y, part), strict=True):
                 out.copy_(grad)
             start = end
         return gradients
@@ -364,11 +364,11 @@ def _plain_backward(
     if not together and not _in_blocks(g):
         return [result.to(dtype) for result in formula(_float32(g), *_wide(row, x), *options)]
     results = [torch.empty_like(a, memory_format=torch.contiguous_format) for a in (*x, *((g,) if again else ()))]
-    for of_y, *rest in _blocks(g, *x, *results) if _in_blocks(g) else [(g, *x, *results)]:
+    for grad_y, *rest in _blocks(g, *x, *results) if _in_blocks(g) else [(g, *x, *results)]:
         part, outs = rest[: len(x)], rest[len(x) :]
         if together:
             outs = [*outs[0].chunk(2, -1), *outs[1:]]
-        for out, result in zip(outs, formula(_float32(of_y), *_wide(row, part), *options), strict=True):
+        for out, result in zip(outs, formula(_float32(grad_y), *_wide(row, part), *options), strict=True):
             out.copy_(result)
     return results
 

@@ -86,8 +86,8 @@ class Normalization(NormalizationOp):
     def backward(self, g: Tensor, saved: Sequence[Any], implementation: int | None = None) -> tuple[Tensor | None, ...]:
         x, gamma, beta, mean, factor = saved
         run = ops.chosen(NORMALIZE_BACKWARD, x, implementation)
-        of_x, of_gamma, of_beta = run(g, x, gamma, beta, mean, factor, self.normalization)
-        return of_x, None if gamma is None else of_gamma, None if beta is None else of_beta
+        grad_x, grad_gamma, grad_beta = run(g, x, gamma, beta, mean, factor, self.normalization)
+        return grad_x, None if gamma is None else grad_gamma, None if beta is None else grad_beta
 
 
 class NormKind(nn.Module):
@@ -364,22 +364,26 @@ def _plain_backward(
     if NORMALIZATIONS[normalization][0]:
         # Convert to float32: for bf16 the CPU kernel sums parameter gradients in bf16, 5 to 10 % off over 4096 rows.
         wanted = [True, gamma is not None, beta is not None]
-        of_x, of_gamma, of_beta = torch.ops.aten.native_layer_norm_backward(
+        grad_x, grad_gamma, grad_beta = torch.ops.aten.native_layer_norm_backward(
             g.to(dtype), x.to(dtype), x.shape[-1:], mean, factor, gamma, beta, wanted
         )
-        return of_x.to(x.dtype), nothing(0) if gamma is None else of_gamma, nothing(0) if beta is None else of_beta
+        return (
+            grad_x.to(x.dtype),
+            nothing(0) if gamma is None else grad_gamma,
+            nothing(0) if beta is None else grad_beta,
+        )
     # y = x f gamma with f = (mean(x²) + eps)^-½, so dx = f (g gamma - x̂ mean(g gamma x̂)) where x̂ = x f.
     wide, along = x.to(dtype), g.to(dtype)
     wide = wide * factor if wide is x else wide.mul_(factor)
     # Make it contiguous: the order of its sums must not depend on the strides of x and g.
     product = (along * wide).contiguous()
-    of_gamma = nothing(0)
+    grad_gamma = nothing(0)
     if gamma is not None:
-        of_gamma = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
+        grad_gamma = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
         product.mul_(gamma)
         along = along * gamma if along is g else along.mul_(gamma)
-    of_x = torch.addcmul(along, wide, product.mean(-1, True), value=-1).mul_(factor)
-    return of_x if of_x.dtype is x.dtype else of_x.to(x.dtype), of_gamma, nothing(0)
+    grad_x = torch.addcmul(along, wide, product.mean(-1, True), value=-1).mul_(factor)
+    return grad_x if grad_x.dtype is x.dtype else grad_x.to(x.dtype), grad_gamma, nothing(0)
 
 
 def _fake_forward(
@@ -399,8 +403,8 @@ def _fake_backward(
     factor: Tensor,
     normalization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_parameters = [factor.new_empty(0 if p is None else p.shape) for p in (gamma, beta)]
-    return x.new_empty(x.shape), of_parameters[0], of_parameters[1]
+    grads = [factor.new_empty(0 if p is None else p.shape) for p in (gamma, beta)]
+    return x.new_empty(x.shape), grads[0], grads[1]
 
 
 #: Normalize (x [..., d], gamma and beta [d] or None, name, eps). Returns the output in x's dtype, the rows' means

@@ -236,8 +236,8 @@ def _both_traced(
     """Quantize x and its transpose while tracing, rounding to nearest; `number` as in `QUANTIZE.traced`."""
     # Does not compare with NO_NOISE, because Dynamo sees a default and the global that it names as two tuples.
     assert spec.rounding == other.rounding == "nearest"
-    *q, data, scale, of_tensor = QUANTIZE_BOTH.operator(x, spec.text, other.text, amax, _float(factor), number)
-    return joined(x, spec, False, *q), joined(x.t(), other, False, data, scale, of_tensor, q[3])
+    *q, data, scale, tensor_factor = QUANTIZE_BOTH.operator(x, spec.text, other.text, amax, _float(factor), number)
+    return joined(x, spec, False, *q), joined(x.t(), other, False, data, scale, tensor_factor, q[3])
 
 
 def _both_kernel(

@@ -221,8 +221,11 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: ScalarOverride, transposed: bool) 
         e, scale, finite = _powers_of_two(bits, spec)
     else:
         bits, e = _override_scales(bits, amax, spec, transposed)
-        of_blocks = (bits < INFINITY_BITS) & (measured < INFINITY_BITS)
-        scale, finite = reference.stored_scale(bits, of_blocks, e, spec), amax is None and bool(of_blocks.all().item())
+        finite_blocks = (bits < INFINITY_BITS) & (measured < INFINITY_BITS)
+        scale, finite = (
+            reference.stored_scale(bits, finite_blocks, e, spec),
+            amax is None and bool(finite_blocks.all().item()),
+        )
     for dim in dims:
         e = e.unsqueeze(dim)
     e = e.to(view.dtype)
@@ -256,14 +259,14 @@ def _powers_of_two(bits: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, bool]
     # Factors are at most 2**100.
     exponent_bits = bits.clamp(min=((127 - FACTOR_EXPONENTS[1] + fmt.emax) << 23) - 0x7FFFFF + fmt.max_mantissa)
     exponent_bits = exponent_bits.add_(0x7FFFFF - fmt.max_mantissa - (fmt.emax << 23)).bitwise_and_(0x7F800000)
-    e, of_scale = ONE_BITS * 2 - exponent_bits, exponent_bits
+    e, scale_bits = ONE_BITS * 2 - exponent_bits, exponent_bits
     if low == 0 or high >= INFINITY_BITS:
         known = usable(bits)
         e = torch.where(known, e, ONE_BITS)
         # Exponent fields 0 and 255 are themselves the E8M0 codes; a float32 scale is 1 or NaN.
         other = bits if spec.scale == "e8m0" else torch.where(bits == 0, ONE_BITS, bits | NAN_BITS)
-        of_scale = torch.where(known, exponent_bits, other)
-    scale = (of_scale >> 23).to(torch.uint8) if spec.scale == "e8m0" else of_scale.view(torch.float32)
+        scale_bits = torch.where(known, exponent_bits, other)
+    scale = (scale_bits >> 23).to(torch.uint8) if spec.scale == "e8m0" else scale_bits.view(torch.float32)
     return e.view(torch.float32), scale, high < INFINITY_BITS
 
 
@@ -430,13 +433,13 @@ def e8m0(
         e = reference.factors(bits, spec)
         scale[part] = reference.stored_scale(bits, bits < INFINITY_BITS, e, spec)
         measured[part] = bits
-        codes = _of_blocks(view, torch.where(bits == 0, 0.0, e).unsqueeze(2), fmt).view(len(piece), -1)[:, :k]
+        codes = _encode_blocks(view, torch.where(bits == 0, 0.0, e).unsqueeze(2), fmt).view(len(piece), -1)[:, :k]
         data[part] = _pack(codes) if fmt.packed else codes
         at += step
     return Quantized(data, scale, spec, (rows, k), False, None, measured.view(torch.float32))
 
 
-def _of_blocks(view: Tensor, e: Tensor, fmt: Format) -> Tensor:
+def _encode_blocks(view: Tensor, e: Tensor, fmt: Format) -> Tensor:
     """Encode blocks times their factors, one code per byte."""
     if view.dtype is torch.float32:
         return _nearest(view * e, fmt)

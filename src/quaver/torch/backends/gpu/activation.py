@@ -199,14 +199,14 @@ def backward(name: str, options: Sequence[float], g: Tensor, x: Sequence[Tensor]
     """
     read = (_rows(g), *_halves(name, x))
     # Without memory_format it takes four fifths of the time.
-    of_inputs = [
+    grad_inputs = [
         torch.empty_like(a) if a.is_contiguous() else torch.empty_like(a, memory_format=torch.contiguous_format)
         for a in x
     ]
     # If gate and value are halves of one input, so are their gradients.
-    own = _halves(name, of_inputs) if KINDS[name].gated else of_inputs
+    own = _halves(name, grad_inputs) if KINDS[name].gated else grad_inputs
     _backwards(read, name, tuple(options), len(x), own=own)
-    return of_inputs
+    return grad_inputs
 
 
 @LaunchPlanCache

@@ -102,8 +102,10 @@ def _bytes(hidden: Tensor | None) -> Tensor | None:
 def _seen_by(runs: Tensor, keys: int) -> Tensor:
     """Return int32 [2, keys]: the first query that attends to a key, and one past the last."""
     every = torch.arange(keys, dtype=torch.int32, device=runs.device)
-    of_both = [torch.searchsorted(ends.contiguous(), every, right=True, out_int32=True) for ends in (runs[1], runs[0])]
-    return torch.stack(of_both)
+    sequences = [
+        torch.searchsorted(ends.contiguous(), every, right=True, out_int32=True) for ends in (runs[1], runs[0])
+    ]
+    return torch.stack(sequences)
 
 
 def _width(spec: QuantSpec) -> int:
@@ -208,28 +210,42 @@ def _backward(tensors_in: Sequence[Any], spec: AttentionSpec, scale: float, dtyp
     blocks = [_blocks(spec.input, x) for x in (q_scale, k_scale, v_scale)]
     mask_strides, numbers = _mask_strides(hidden), (scale * LOG2_E, scale)
     half = spec.input.per_tensor and by_head
-    of_rows = {**constants, "TRANSPOSED": kt is not None, "HALF": half}
+    row_constants = {**constants, "TRANSPOSED": kt is not None, "HALF": half}
     kt_operand = (k, k_scale) if kt is None else (kt, kt_scale)
     saved, written = (do, do_scale, runs, hidden, logsumexp), (delta, shift, amax_values)
     tensors = (*tensors_in[:6], *kt_operand, *saved, *written, dq)
-    of_do = _blocks(spec.grad_output, do_scale)
-    row_numbers = (*sizes, *blocks, _blocks(spec.input, kt_operand[1]), of_do, *mask_strides, *dq.strides[:3], *numbers)
+    do_blocks = _blocks(spec.grad_output, do_scale)
+    row_numbers = (
+        *sizes,
+        *blocks,
+        _blocks(spec.input, kt_operand[1]),
+        do_blocks,
+        *mask_strides,
+        *dq.strides[:3],
+        *numbers,
+    )
     launches = []
     # The amax of a head is known only after all its programs have finished.
     for sums, gradient in [(True, False), (False, True)] if by_head else [(True, True)]:
         spans = sums and gradient and width > ROWS[1]
         (bm, bn, warps), stages = _rows(q.device, half, sums and not gradient, spans)
-        own = {**of_rows, "BM": bm, "BN": bn, "STAGES": stages, "SUMS": sums, "GRADIENT": gradient}
+        own = {**row_constants, "BM": bm, "BN": bn, "STAGES": stages, "SUMS": sums, "GRADIENT": gradient}
         grid = -(-queries // bm), batch * heads
         launches.append(LaunchSpec(attention_rows, grid, tensors, row_numbers, own, warps))
     bn, bm, warps = COLUMNS
-    of_columns = {**constants, "TRANSPOSED": qt is not None, "GRAD_TRANSPOSED": dot is not None, "BM": bm, "BN": bn}
+    column_constants = {
+        **constants,
+        "TRANSPOSED": qt is not None,
+        "GRAD_TRANSPOSED": dot is not None,
+        "BM": bm,
+        "BN": bn,
+    }
     qt_operand = (q, q_scale) if qt is None else (qt, qt_scale)
     dot_operand = (do, do_scale) if dot is None else (dot, dot_scale)
-    of_tokens = (do, do_scale, *dot_operand, runs, seen_by, hidden)
-    column_tensors = (*tensors_in[:6], *qt_operand, *of_tokens, *written, dk, dv)
-    transposed = _blocks(spec.input, qt_operand[1]), of_do, _blocks(spec.grad_output, dot_operand[1])
+    token_tensors = (do, do_scale, *dot_operand, runs, seen_by, hidden)
+    column_tensors = (*tensors_in[:6], *qt_operand, *token_tensors, *written, dk, dv)
+    transposed = _blocks(spec.input, qt_operand[1]), do_blocks, _blocks(spec.grad_output, dot_operand[1])
     column_numbers = (*sizes, *blocks, *transposed, *mask_strides, *dk.strides[:3], *dv.strides[:3], *numbers)
     grid = -(-keys // bn), batch * groups
-    launches.append(LaunchSpec(attention_columns, grid, column_tensors, column_numbers, of_columns, warps))
+    launches.append(LaunchSpec(attention_columns, grid, column_tensors, column_numbers, column_constants, warps))
     return LaunchPlan(tensors_in, (delta, shift, amax_values, dq, dk, dv), launches)

@@ -131,8 +131,8 @@ FLAT, FLAT_WARPS = 4096, 4
 
 
 def fold(
-    y: Tensor, dtype: torch.dtype, bias: Tensor | None = None, of_rows: Tensor | None = None,
-    of_columns: Tensor | None = None,
+    y: Tensor, dtype: torch.dtype, bias: Tensor | None = None, row_scales: Tensor | None = None,
+    column_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply y [rows, columns], contiguous float32, by row and column scales, and add bias [columns].
 
@@ -141,9 +141,9 @@ def fold(
     Args:
         dtype: dtype of the result.
         bias: of any dtype that kernels read.
-        of_rows, of_columns: float32 scales, one per row or column, or a single one.
+        row_scales, column_scales: float32 scales, one per row or column, or a single one.
     """
-    out: Tensor = _folds((y, *_lines(of_rows, of_columns, bias)), dtype)[0]
+    out: Tensor = _folds((y, *_lines(row_scales, column_scales, bias)), dtype)[0]
     return out
 
 
@@ -155,14 +155,14 @@ def round_two(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 @LaunchPlanCache
 def _folds(tensors_in: Sequence[Any], dtype: torch.dtype) -> LaunchPlan:
-    y, of_rows, of_columns, bias = tensors_in
+    y, row_scales, column_scales, bias = tensors_in
     out = whole(y.shape, dtype)
     programs, constants, warps = tiles(y.shape, FOLD_BLOCK)
     constants |= {
-        "ONE_ROW": of_rows is not None and of_rows.numel() == 1,
-        "ONE_COLUMN": of_columns is not None and of_columns.numel() == 1,
+        "ONE_ROW": row_scales is not None and row_scales.numel() == 1,
+        "ONE_COLUMN": column_scales is not None and column_scales.numel() == 1,
     }
-    tensors = (y, of_rows, of_columns, bias, out)
+    tensors = (y, row_scales, column_scales, bias, out)
     return LaunchPlan(tensors_in, (out,), [LaunchSpec(fold_kernel, programs, tensors, y.shape, constants, warps)])
 
 
@@ -193,8 +193,8 @@ def multiply(
     n: int,
     dtype: torch.dtype,
     bias: Tensor | None = None,
-    of_rows: Tensor | None = None,
-    of_columns: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    column_scales: Tensor | None = None,
 ) -> Tensor:
     """Multiply x [T, k] by each group's transposed matrix of w [groups · n, k]; returns [T, n], zeros for rows of no
     group.
@@ -203,9 +203,9 @@ def multiply(
         x, w: row-major, both bf16 or both float32.
         ends: int32 [groups].
         bias: [groups, n].
-        of_rows, of_columns: scales to apply to the product, float32 [T] and [groups · n].
+        row_scales, column_scales: scales to apply to the product, float32 [T] and [groups · n].
     """
-    tensors_in = (x, w, ends, *_lines(of_rows, of_columns, bias))
+    tensors_in = (x, w, ends, *_lines(row_scales, column_scales, bias))
     y: Tensor = _multiplies(tensors_in, n, dtype)[0]
     return y
 
@@ -216,17 +216,17 @@ def add_up(
     ends: Tensor,
     line: int,
     dtype: torch.dtype,
-    of_rows: Tensor | None = None,
-    of_columns: Tensor | None = None,
+    row_scales: Tensor | None = None,
+    column_scales: Tensor | None = None,
 ) -> Tensor:
     """Multiply x [m, slots] by transposed w [n, slots], summed over each group's slots; returns [groups, m, n].
 
     Args:
         ends: int32 [groups], the end of each group's slots.
         line: each group's slots are a multiple of this.
-        of_rows, of_columns: float32 [groups, m] and [groups, n].
+        row_scales, column_scales: float32 [groups, m] and [groups, n].
     """
-    tensors_in = (x, w, ends, *_lines(of_rows, of_columns))
+    tensors_in = (x, w, ends, *_lines(row_scales, column_scales))
     y: Tensor = _sums(tensors_in, line, dtype)[0]
     return y
 
@@ -238,20 +238,20 @@ def _lines(*tensors_in: Tensor | None) -> list[Tensor | None]:
 
 @LaunchPlanCache
 def _multiplies(tensors_in: Sequence[Any], n: int, dtype: torch.dtype) -> LaunchPlan:
-    x, w, ends, of_rows, of_columns, bias = tensors_in
+    x, w, ends, row_scales, column_scales, bias = tensors_in
     (rows, k), groups = x.shape, ends.shape[0]
     bm, bn, bk, warps = BLOCKS[x.dtype]
     y = whole((rows, n), dtype)._replace(zeros=True)
     grid = (-(-rows // bm) + groups, -(-n // bn))
     constants = {"BM": bm, "BN": bn, "BK": bk, "EVEN": k % bk == 0 and n % bn == 0}
-    tensors = (x, w, y, of_rows, of_columns, bias, ends)
+    tensors = (x, w, y, row_scales, column_scales, bias, ends)
     numbers = (groups, n, k, x.stride(0), w.stride(0))
     return LaunchPlan(tensors_in, (y,), [LaunchSpec(multiply_groups, grid, tensors, numbers, constants, warps)])
 
 
 @LaunchPlanCache
 def _sums(tensors_in: Sequence[Any], line: int, dtype: torch.dtype) -> LaunchPlan:
-    x, w, ends, of_rows, of_columns = tensors_in
+    x, w, ends, row_scales, column_scales = tensors_in
     (m, _), n, groups = x.shape, w.shape[0], ends.shape[0]
     bm, bn, bk, warps = BLOCKS[x.dtype]
     y = whole((groups, m, n), dtype)
@@ -259,7 +259,7 @@ def _sums(tensors_in: Sequence[Any], line: int, dtype: torch.dtype) -> LaunchPla
     constants = {"BM": bm, "BN": bn, "BK": bk, "EVEN": even}
     numbers = (m, n, x.stride(0), w.stride(0))
     grid = (-(-m // bm), -(-n // bn), groups)
-    tensors = (x, w, y, of_rows, of_columns, ends)
+    tensors = (x, w, y, row_scales, column_scales, ends)
     return LaunchPlan(tensors_in, (y,), [LaunchSpec(sum_groups, grid, tensors, numbers, constants, warps)])
 
 

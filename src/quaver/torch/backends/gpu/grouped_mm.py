@@ -139,27 +139,27 @@ def bf16_matmul(
 
     Float32 sums are rounded once to bf16; a bias adds a second rounding.
     """
-    left, right, of_rows, of_columns = _decoded(values_of_rows(a, offsets), scaled_mm.decode(b))
+    left, right, row_scales, column_scales = _decoded(values_of_rows(a, offsets), scaled_mm.decode(b))
     y = F.grouped_mm(left, right.view(offsets.groups, n, -1).transpose(1, 2), offs=offsets.ends)
-    for scale in (of_rows, None if of_columns is None else _columns(of_columns, offsets, n)):
+    for scale in (row_scales, None if column_scales is None else _columns(column_scales, offsets, n)):
         # Powers of two, so nothing is rounded again.
         y = y if scale is None else y * scale.to(torch.bfloat16)
     return finished_rows(y, bias, offsets)
 
 
-def _columns(of_columns: Tensor, offsets: GroupOffsets, n: int) -> Tensor:
+def _columns(column_scales: Tensor, offsets: GroupOffsets, n: int) -> Tensor:
     """Return the column scales of each token's group, [T, n]."""
-    scale = of_columns.expand(offsets.groups * n, 1) if of_columns.numel() == 1 else of_columns
+    scale = column_scales.expand(offsets.groups * n, 1) if column_scales.numel() == 1 else column_scales
     return of_groups(scale.view(offsets.groups, n), offsets.slots(1).group)
 
 
 def bf16_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: Any) -> Tensor:
     """Run `sums` on decoded operands by torch's bf16 grouped GEMM; float32 sums are rounded once."""
-    left, right, of_rows, of_columns = _decoded(values_of_sums(a), values_of_sums(b))
+    left, right, row_scales, column_scales = _decoded(values_of_sums(a), values_of_sums(b))
     y = F.grouped_mm(left, right.t(), offs=a.slots.ends)
     for scale in (
-        None if of_rows is None else of_rows.unsqueeze(2),
-        None if of_columns is None else of_columns.unsqueeze(1),
+        None if row_scales is None else row_scales.unsqueeze(2),
+        None if column_scales is None else column_scales.unsqueeze(1),
     ):
         y = y if scale is None else y * scale.to(torch.bfloat16)
     return y.masked_fill_((a.slots.sizes == 0).view(-1, 1, 1), 0.0)
@@ -181,9 +181,9 @@ def kernel_matmul(
         return group_by_group(a, b, offsets, n, dtype, bias)
     from quaver.torch.backends.gpu import emulation
 
-    left, right, of_rows, of_columns = _decoded(values_of_rows(a, offsets), scaled_mm.decode(b))
-    rows = None if of_rows is None else of_rows.expand(a.shape[0], 1)
-    columns = None if of_columns is None else of_columns.expand(b.shape[0], 1)
+    left, right, row_scales, column_scales = _decoded(values_of_rows(a, offsets), scaled_mm.decode(b))
+    rows = None if row_scales is None else row_scales.expand(a.shape[0], 1)
+    columns = None if column_scales is None else column_scales.expand(b.shape[0], 1)
     return emulation.multiply(left, right, offsets.ends, n, dtype, bias, rows, columns)
 
 
@@ -194,9 +194,9 @@ def kernel_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: An
         return torch.zeros((groups_, m, n), dtype=dtype, device=a.data.device)
     from quaver.torch.backends.gpu import emulation
 
-    left, right, of_rows, of_columns = _decoded(values_of_sums(a), values_of_sums(b))
+    left, right, row_scales, column_scales = _decoded(values_of_sums(a), values_of_sums(b))
     rows, columns = (
-        None if scale is None else scale.expand(groups_, size) for scale, size in ((of_rows, m), (of_columns, n))
+        None if scale is None else scale.expand(groups_, size) for scale, size in ((row_scales, m), (column_scales, n))
     )
     return emulation.add_up(left, right, a.slots.ends, a.slots.multiple, dtype, rows, columns)
 
@@ -207,15 +207,19 @@ def kernel_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: An
 def group_by_group(
     a: GroupedOperand, b: Quantized, offsets: GroupOffsets, n: int, dtype: torch.dtype, bias: Tensor | None, *_: Any
 ) -> Tensor:
-    (x, of_rows), (w, of_columns) = values_of_rows(a, offsets), scaled_mm.decode(b)
+    (x, row_scales), (w, column_scales) = values_of_rows(a, offsets), scaled_mm.decode(b)
     y = torch.zeros((offsets.rows, n), dtype=dtype, device=a.data.device)
     for group, (start, end) in enumerate(offsets.bounds()):
         rows = slice(group * n, (group + 1) * n)
         if end > start and 0 not in (n, a.shape[1]):
             left, right = to_common_dtype(x[start:end], w[rows])
             scales = (
-                None if of_rows is None else of_rows if of_rows.shape[0] == 1 else of_rows[start:end],
-                None if of_columns is None else of_columns if of_columns.shape[0] == 1 else of_columns[rows],
+                None if row_scales is None else row_scales if row_scales.shape[0] == 1 else row_scales[start:end],
+                None
+                if column_scales is None
+                else column_scales
+                if column_scales.shape[0] == 1
+                else column_scales[rows],
             )
             y[start:end] = scaled_mm.finished(
                 wide(left, right.t()), dtype, None if bias is None else bias[group], *scales
@@ -226,7 +230,7 @@ def group_by_group(
 
 
 def sums_group_by_group(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: Any) -> Tensor:
-    (x, of_rows), (w, of_columns) = values_of_sums(a), values_of_sums(b)
+    (x, row_scales), (w, column_scales) = values_of_sums(a), values_of_sums(b)
     y = torch.zeros((a.slots.groups, a.shape[0], b.shape[0]), dtype=dtype, device=a.data.device)
     if y.is_meta:
         return y
@@ -234,7 +238,7 @@ def sums_group_by_group(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype
     for group, end in enumerate(a.slots.ends.tolist()):
         if end > start and 0 not in y.shape:
             left, right = to_common_dtype(x[:, start:end], w[:, start:end])
-            scales = (None if s is None else s[group].unsqueeze(1) for s in (of_rows, of_columns))
+            scales = (None if s is None else s[group].unsqueeze(1) for s in (row_scales, column_scales))
             y[group] = scaled_mm.finished(wide(left, right.t()), dtype, None, *scales)
         start = end
     return y
@@ -338,8 +342,8 @@ def matmul(
     name, groups = kind_of(a.spec, b.spec), offsets.groups
     rows, factor = grouped.row_scales(a, offsets)
     left, right = _rows(a), matrix(b).view(groups, n, -1).transpose(1, 2)
-    of_left = _of_rows(name, rows, None if factor is None else a.factor, offsets)
-    y = _run(name, left, right, of_left, _of_matrices(name, b, groups, n), offsets.ends, fast_accum)
+    left_scales = _scales_of_rows(name, rows, None if factor is None else a.factor, offsets)
+    y = _run(name, left, right, left_scales, _scales_of_matrices(name, b, groups, n), offsets.ends, fast_accum)
     return finished_rows(y, bias, offsets)
 
 
@@ -350,22 +354,22 @@ def sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: b
     """
     name = kind_of(a.spec, b.spec)
     left, right = _packed(a), _packed(b).t()
-    y = _run(name, left, right, _of_sums(name, a), _of_sums(name, b), a.slots.ends, fast_accum)
+    y = _run(name, left, right, _scales_of_sums(name, a), _scales_of_sums(name, b), a.slots.ends, fast_accum)
     # The GEMM leaves sums over empty groups uninitialized.
     return y.masked_fill_((a.slots.sizes == 0).view(-1, 1, 1), 0.0)
 
 
 def _run(
-    name: str, a: Tensor, b: Tensor, of_a: list[Tensor], of_b: list[Tensor], ends: Tensor, fast_accum: bool
+    name: str, a: Tensor, b: Tensor, a_scales: list[Tensor], b_scales: list[Tensor], ends: Tensor, fast_accum: bool
 ) -> Tensor:
     kind, run = KINDS[name], vars(F)["scaled_grouped_mm"]
     swizzles = {} if kind.swizzle is None else {"swizzle_a": [*kind.swizzle], "swizzle_b": [*kind.swizzle]}
     y: Tensor = run(
         a,
         b,
-        of_a,
+        a_scales,
         [*kind.scaling],
-        of_b,
+        b_scales,
         [*kind.scaling],
         offs=ends,
         output_dtype=torch.bfloat16,
@@ -384,7 +388,7 @@ def _packed(a: GroupedOperand) -> Tensor:
     return a.data.view(torch.float4_e2m1fn_x2) if a.spec.format.packed else a.data
 
 
-def _of_rows(name: str, scale: Tensor, factor: Tensor | None, offsets: GroupOffsets) -> list[Tensor]:
+def _scales_of_rows(name: str, scale: Tensor, factor: Tensor | None, offsets: GroupOffsets) -> list[Tensor]:
     """Return the scales of tokens: one each, or block scales swizzled per group."""
     if name == "row":
         return [scale.reshape(-1).contiguous()]
@@ -393,7 +397,7 @@ def _of_rows(name: str, scale: Tensor, factor: Tensor | None, offsets: GroupOffs
     return _with_factor(name, blocks, factor)
 
 
-def _of_matrices(name: str, b: Quantized, groups: int, n: int) -> list[Tensor]:
+def _scales_of_matrices(name: str, b: Quantized, groups: int, n: int) -> list[Tensor]:
     """Return the scales of the groups' matrices, [groups, ...]."""
     scale = b.plain_scale()
     if name == "row":
@@ -404,7 +408,7 @@ def _of_matrices(name: str, b: Quantized, groups: int, n: int) -> list[Tensor]:
     return _with_factor(name, blocks, factor)
 
 
-def _of_sums(name: str, a: GroupedOperand) -> list[Tensor]:
+def _scales_of_sums(name: str, a: GroupedOperand) -> list[Tensor]:
     """Return the scales of transposes summed over slots: one per row of each group, or block scales per group."""
     rows, groups = a.data.shape[0], a.slots.groups
     if name == "row":
@@ -428,14 +432,14 @@ def _swizzled(a: GroupedOperand) -> Tensor:
     assert width is not None
     # Group of each column of tiles, number of columns of each group, and number of columns before it.
     group = a.slots.group[:: width * BLOCKS]
-    of_group = a.slots.filled // (width * BLOCKS)
-    first = of_group.cumsum(0) - of_group
-    before, own = of_groups(first, group), of_groups(of_group, group)
+    group_blocks = a.slots.filled // (width * BLOCKS)
+    first = group_blocks.cumsum(0) - group_blocks
+    before, own = of_groups(first, group), of_groups(group_blocks, group)
     column = torch.arange(across, dtype=torch.int64, device=scale.device)
     row = torch.arange(tall, dtype=torch.int64, device=scale.device).unsqueeze(1)
     none = group == a.slots.groups
     # Tiles that belong to no group come last.
-    behind = of_group.sum() * tall + row * none.sum() + none.cumsum(0) - 1
+    behind = group_blocks.sum() * tall + row * none.sum() + none.cumsum(0) - 1
     place = torch.where(none, behind, before * tall + row * own + column - before)
     out = torch.empty_like(tiles).view(tall * across, -1)
     out[place.reshape(-1)] = tiles.reshape(tall * across, -1)

@@ -184,30 +184,34 @@ def backward(
     """
     flat = _rows(x)
     own = None if gamma is None else gamma.contiguous(), mean, inverse
-    dx, _, of_gamma, of_beta = _backwards(
+    dx, _, grad_gamma, grad_beta = _backwards(
         (_rows(g), flat), normalization, None if beta is None else beta.dtype, own=own
     )
-    of_gamma = inverse.new_empty(0) if of_gamma is None else of_gamma
-    return dx if flat is x else dx.view(x.shape), of_gamma, inverse.new_empty(0) if of_beta is None else of_beta
+    grad_gamma = inverse.new_empty(0) if grad_gamma is None else grad_gamma
+    return dx if flat is x else dx.view(x.shape), grad_gamma, inverse.new_empty(0) if grad_beta is None else grad_beta
 
 
 @LaunchPlanCache
-def _backwards(tensors_in: Sequence[Any], normalization: str, of_beta: torch.dtype | None) -> LaunchPlan:
+def _backwards(tensors_in: Sequence[Any], normalization: str, beta_dtype: torch.dtype | None) -> LaunchPlan:
     g, x, gamma, mean, inverse = tensors_in
     rows, columns, stride = extent(x)
     programs = min(rows, BACKWARD_PROGRAMS * multiprocessors(x.device))
     dx, width = whole(x.shape, x.dtype), 0
-    partial = sums = of_shift = None
+    partial = sums = grad_beta = None
     if gamma is not None:
-        width = columns if of_beta is None else 2 * columns
+        width = columns if beta_dtype is None else 2 * columns
         # Rows in registers are summed there; wider ones are accumulated in memory.
         partial = whole((programs, width), torch.float32)._replace(zeros=columns > WIDEST_BACKWARD)
         # Rounded once, to the dtypes of the parameters.
         sums = whole((columns,), gamma.dtype)
-        of_shift = None if of_beta is None else whole((columns,), of_beta)
+        grad_beta = None if beta_dtype is None else whole((columns,), beta_dtype)
     tensors = (g, x, gamma, mean, inverse, dx, partial)
     numbers = (rows, columns, extent(g)[2], stride, width, programs, 1.0 / columns)
-    constants: dict[str, Any] = {"CENTRED": CENTRED[normalization], "BETA": of_beta is not None, "VECTOR": vector(x, g)}
+    constants: dict[str, Any] = {
+        "CENTRED": CENTRED[normalization],
+        "BETA": beta_dtype is not None,
+        "VECTOR": vector(x, g),
+    }
     if columns > WIDEST_BACKWARD:
         constants |= {"BN": WIDE_BLOCK, "EVEN": columns % WIDE_BLOCK == 0}
         launches = [LaunchSpec(wide_norm_backward, (programs,), tensors, numbers, constants, 16)]
@@ -216,8 +220,8 @@ def _backwards(tensors_in: Sequence[Any], normalization: str, of_beta: torch.dty
         constants |= {"BN": bn, "EVEN": bn == columns}
         launches = [LaunchSpec(norm_backward, (programs,), tensors, numbers, constants, warps)]
     if partial is not None and sums is not None:
-        launches.append(sum_launch(partial, sums, programs, width, of_shift))
-    return LaunchPlan(tensors_in, (dx, partial, sums, of_shift), launches)
+        launches.append(sum_launch(partial, sums, programs, width, grad_beta))
+    return LaunchPlan(tensors_in, (dx, partial, sums, grad_beta), launches)
 
 
 def _rows(x: Tensor) -> Tensor:

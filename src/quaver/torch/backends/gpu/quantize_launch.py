@@ -145,13 +145,13 @@ def reuse_results(one: QuantizeLaunch, codes: bool, transpose: bool) -> Quantize
     if one.inputs[0].numel() > SMALL:
         return one
     # Two-level scales have inverse tensor factors after the five `RowColOperands`.
-    of_transpose = (False, False, True, True, False, False, True)
-    saved = {id(b) for b, t in zip(one.results, of_transpose, strict=False) if (transpose if t else codes)}
+    transposed_results = (False, False, True, True, False, False, True)
+    saved = {id(b) for b, t in zip(one.results, transposed_results, strict=False) if (transpose if t else codes)}
     unsaved = {id(b): b for b in one.results if b is not None and id(b) not in saved}
     return one._replace(reused=(*one.reused, *unsaved.values()))
 
 
-def of_two(a: QuantizeLaunch, b: QuantizeLaunch) -> QuantizeLaunch | None:
+def combine_launches(a: QuantizeLaunch, b: QuantizeLaunch) -> QuantizeLaunch | None:
     """Combine two matrices, whose launches are merged for each pair of keys that allows it; None if none does."""
 
     def launches(keys: tuple[Any, Any]) -> Sequence[LaunchSpec]:
@@ -180,7 +180,7 @@ class RowColQuantizer:
 
     Args:
         device: device of the matrices.
-        planned: the launches of a matrix, or `of_two`.
+        planned: the launches of a matrix, or `combine_launches`.
     """
 
     __slots__ = ("card", "device", "places", "planned", "plans")
@@ -206,11 +206,11 @@ class RowColQuantizer:
         if inputs is not None:
             key, addresses[1:3] = inputs.launch_key, inputs.addresses
         if second:
-            w, of_w = second
+            w, w_delayed = second
             addresses[3] = w.data_ptr()
             key = key, None
-            if of_w is not None:
-                key, addresses[4:6] = (key[0], of_w.launch_key), of_w.addresses
+            if w_delayed is not None:
+                key, addresses[4:6] = (key[0], w_delayed.launch_key), w_delayed.addresses
         plan = self.plans.get(key) or self._make_plan(key)
         if plan.parts is None:
             # No addresses: an interpreter looks at the tensors.

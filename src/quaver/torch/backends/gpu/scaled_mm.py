@@ -213,27 +213,31 @@ def matmul(
     """
     if 0 in (a.shape[0], *b.shape):
         return reference.matmul(a, b, dtype, bias)
-    (x, of_rows), (y, of_columns) = decode(a), decode(b)
+    (x, row_scales), (y, column_scales) = decode(a), decode(b)
     half = x.dtype is y.dtype is dtype is torch.bfloat16 and (bias is None or bias.dtype is dtype)
-    if of_rows is None and of_columns is None and half and fills(a.shape[0], b.shape[0]):
+    if row_scales is None and column_scales is None and half and fills(a.shape[0], b.shape[0]):
         return narrow(x, y.t(), bias)
-    return finished(wide(x, y.t()), dtype, bias, of_rows, of_columns)
+    return finished(wide(x, y.t()), dtype, bias, row_scales, column_scales)
 
 
 def finished(
-    z: Tensor, dtype: torch.dtype, bias: Tensor | None, of_rows: Tensor | None = None, of_columns: Tensor | None = None
+    z: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    row_scales: Tensor | None = None,
+    column_scales: Tensor | None = None,
 ) -> Tensor:
     """Multiply a float32 product [m, n] by row and column scales, add the bias, and round to `dtype`; may overwrite z.
 
     Uses one launch if there are kernels.
     """
-    if of_rows is None and of_columns is None and bias is None:
+    if row_scales is None and column_scales is None and bias is None:
         return z.to(dtype)
     if not why_no_kernels(z.device) and (bias is None or bias.dtype in READ):
         from quaver.torch.backends.gpu.emulation import fold
 
-        return fold(z, dtype, bias, of_rows, of_columns)
-    z = rescale(z, *(s for s in (of_rows, None if of_columns is None else of_columns.t()) if s is not None))
+        return fold(z, dtype, bias, row_scales, column_scales)
+    z = rescale(z, *(s for s in (row_scales, None if column_scales is None else column_scales.t()) if s is not None))
     return (z if bias is None else z.add_(bias)).to(dtype)
 
 
@@ -249,12 +253,12 @@ def decode(q: Quantized) -> tuple[Tensor, Tensor | None]:
         outer = 1.0 / q.tensor_factor
     elif q.spec.block[1] is None:
         outer = q.scales()
-        outer = outer if outer.shape[0] == 1 else _of_rows(outer, q)
+        outer = outer if outer.shape[0] == 1 else _scales_of_rows(outer, q)
     half = outer is not None or q.spec.power_of_two
     return _values(q, torch.bfloat16 if half else torch.float32), outer
 
 
-def _of_rows(scales: Tensor, q: Quantized) -> Tensor:
+def _scales_of_rows(scales: Tensor, q: Quantized) -> Tensor:
     """Expand scales of blocks of rows [blocks, 1] to one per row."""
     return spread(scales, (q.spec.block[0], 1), (q.shape[0], 1))
 

@@ -135,13 +135,13 @@ def backward(
     """
     *_, sums, dx, d_initial = _run(_backwards, (_rows(g),), x, weight, bias, initial, *arguments)
     taps, nothing = weight.shape[1], x.new_empty(0)
-    of_taps, of_bias = sums.view(taps + 1, weight.shape[0]).split(taps)
+    grad_taps, grad_bias = sums.view(taps + 1, weight.shape[0]).split(taps)
     if d_initial is None and initial is not None:
         d_initial = torch.empty_like(initial)
     return [
         dx.view(x.shape),
-        of_taps.t().to(weight.dtype).contiguous(),
-        nothing if bias is None else (of_bias[0] if aligned(of_bias) else of_bias[0].clone()).to(bias.dtype),
+        grad_taps.t().to(weight.dtype).contiguous(),
+        nothing if bias is None else (grad_bias[0] if aligned(grad_bias) else grad_bias[0].clone()).to(bias.dtype),
         nothing if d_initial is None else d_initial,
     ]
 
@@ -213,10 +213,10 @@ def _backwards(tensors_in: Sequence[Any], activation: str, *chunks: int) -> Laun
         # No program writes the gradient of a sequence without tokens, so it starts at zero.
         early = (plan.sequences, plan.taps - 1, plan.channels)
         d_initial = whole(early, plan.initial.dtype)._replace(zeros=plan.table is not None)
-    of_z = (g, *plan.read, dz, partial)
+    tensors = (g, *plan.read, dz, partial)
     strides = g.stride(0), plan.x.stride(0)
     launches = [
-        plan.launch(causal_conv1d_backward, of_z, strides, F=plan.kind.forward, B=plan.kind.backward),
+        plan.launch(causal_conv1d_backward, tensors, strides, F=plan.kind.forward, B=plan.kind.backward),
         plan.launch(
             causal_conv1d_backward_input,
             (dz, plan.weight, dx, d_initial),
@@ -310,18 +310,18 @@ def backward_scan(g: Tensor, g_final: Tensor, *tensors_in: Any) -> list[Tensor]:
     last = g_final.to(torch.float32).contiguous()
     buffers = _backwards_scan((along, last, *tensors), how)
     dx, ddt, db, dc, sums, d_first = buffers[-6:]
-    of_a, of_bias, *of_d = (part if aligned(part) else part.clone() for part in sums.split(x.shape[2]))
+    grad_A, grad_bias, *grad_D = (part if aligned(part) else part.clone() for part in sums.split(x.shape[2]))
     nothing = x.new_empty(0)
     if db.dim() == 4:
         db, dc = db.sum(0), dc.sum(0)
     return [
         dx.view(x.shape),
         ddt.view(dt.shape),
-        of_a.to(A.dtype),
+        grad_A.to(A.dtype),
         db.to(B.dtype).view(B.shape),
         dc.to(C.dtype).view(C.shape),
-        nothing if D is None else of_d[0].to(D.dtype),
-        nothing if bias is None else of_bias.to(bias.dtype),
+        nothing if D is None else grad_D[0].to(D.dtype),
+        nothing if bias is None else grad_bias.to(bias.dtype),
         nothing if initial is None else d_first.to(initial.dtype),
     ]
 

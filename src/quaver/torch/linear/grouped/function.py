@@ -100,12 +100,12 @@ def _forward(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
     if save and recipe.saved_input is None:
         operand = (x if high is None else high,)
     # torch.compile passes tensors and plain values from forward to backward, but no objects.
-    of_rows = saved if need_rows or (need_weight and recomputes) else ()
-    packed, layouts = pack([call.factors if call.traced else None, *operand, *of_rows])
+    saved_rows = saved if need_rows or (need_weight and recomputes) else ()
+    packed, layouts = pack([call.factors if call.traced else None, *operand, *saved_rows])
     # Without dgrad the weight may be modified before backward.
-    of_graph = (weight, ends) if call.traced else (weight if need_rows else None, None)
+    graph_tensors = (weight, ends) if call.traced else (weight if need_rows else None, None)
     codes = saved_codes([weight], [call.layer]) if need_rows else ()
-    ctx.save_for_backward(*of_graph, *codes, *packed)
+    ctx.save_for_backward(*graph_tensors, *codes, *packed)
     ctx.constants = setup, None if call.traced else call, bias_dtype, layouts, len(operand), 2 + len(codes)
     return y
 
@@ -163,8 +163,8 @@ def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
         grads = products.backward(call, g, None if weight is None else call.view(weight), saved_rows, needed)
     call.finish()
     grad_x, *grads = grads
-    of_inputs = setup.rows.backward(grad_x, saved, needs[:count]) if needed[0] else (None,) * count
-    return None, *of_inputs, *grads, None
+    grad_inputs = setup.rows.backward(grad_x, saved, needs[:count]) if needed[0] else (None,) * count
+    return None, *grad_inputs, *grads, None
 
 
 def _traced_backward(

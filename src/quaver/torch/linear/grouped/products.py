@@ -142,8 +142,8 @@ def _quantize_each(
     for group, (start, end) in enumerate(call.offsets.bounds()):
         if end > start:
             part = x[start:end].t() if for_wgrad else x[start:end]
-            of_group = call.factor(group, column), NO_NOISE if noise is None else noise.of(group)
-            parts[group] = quantize(part, spec, None, *of_group)
+            arguments = call.factor(group, column), NO_NOISE if noise is None else noise.of(group)
+            parts[group] = quantize(part, spec, None, *arguments)
             call.note(operand, part, parts[group])  # type: ignore[arg-type]
     return parts
 
@@ -213,9 +213,9 @@ class HostGroups:
         """Compute fprop or dgrad of rows, which are operands or unquantized; rows of no group give zeros."""
         call, unquantized = self.call, isinstance(a, Tensor)
         if unquantized and bias is None and call.stored is None and not self._dequantizes(side):
-            of_all = self._grouped_mm(a, weight.transpose(1, 2) if side == "fprop" else weight, call.dtype)
-            if of_all is not None:
-                return of_all
+            product = self._grouped_mm(a, weight.transpose(1, 2) if side == "fprop" else weight, call.dtype)
+            if product is not None:
+                return product
         a, columns = _in_rows(a) if unquantized else a, call.weight_shape[2 if side == "dgrad" else 1]
         y = torch.empty((call.offsets.rows, columns), dtype=call.dtype, device=weight.device)
         y[self.bounds[-1][1] if self.bounds else 0 :].zero_()
@@ -228,9 +228,9 @@ class HostGroups:
             else:
                 self._gemm(side, y[start:end], a[group], self._expert(weight, group, side), b)
         if call.factors is not None and side == "fprop" and side in call.stacks:
-            of_groups = zip(call.stacks[side].quantized, self.bounds, strict=True)
+            pairs = zip(call.stacks[side].quantized, self.bounds, strict=True)
             # Stored codes have no amax.
-            amaxes = [0.0 if q is None or q.amax is None or s == e else float(q.amax) for q, (s, e) in of_groups]
+            amaxes = [0.0 if q is None or q.amax is None or s == e else float(q.amax) for q, (s, e) in pairs]
             call.record("weight", amax.WEIGHT, amaxes)
         return y
 
@@ -446,8 +446,8 @@ class DeviceGroups:
                 return q
         operands = [_quantized_matrix(call, weight, group, side, ops.QUANTIZE) for group in range(groups)]
         if name and counters.active.counters is not None:
-            for matrix, of_group in zip(w, operands, strict=True):
-                call.note(name, matrix, of_group)
+            for matrix, operand in zip(w, operands, strict=True):
+                call.note(name, matrix, operand)
         matrices = stacked([q.T for q in operands] if shared else operands)
         if matrices is not None and call.stored is None and call.factors is not None:
             each = [torch.as_tensor(q.amax, dtype=torch.float32, device=weight.device) for q in operands]
@@ -461,14 +461,14 @@ def stacked(operands: Sequence[Quantized]) -> Quantized | None:
         return None
     spec, (rows, k) = operands[0].spec, operands[0].shape
     upright = [q.upright() for q in operands]
-    of_rows, factors = replace(spec, block=(1, spec.block[1]), rounding="nearest"), None
+    row_spec, factors = replace(spec, block=(1, spec.block[1]), rounding="nearest"), None
     if spec.two_level:
         factors = torch.cat([q.tensor_factor.expand(rows, 1) for q in upright])  # type: ignore[union-attr]
-    data, scale = torch.cat([q.data for q in upright]), torch.cat([_of_rows(q, rows) for q in upright])
-    return Quantized(data, scale, of_rows, (len(upright) * rows, k), tensor_factor=factors)
+    data, scale = torch.cat([q.data for q in upright]), torch.cat([_row_scales(q, rows) for q in upright])
+    return Quantized(data, scale, row_spec, (len(upright) * rows, k), tensor_factor=factors)
 
 
-def _of_rows(q: Quantized, rows: int) -> Tensor:
+def _row_scales(q: Quantized, rows: int) -> Tensor:
     """Return the stored scales of each row, [rows, blocks of k]."""
     scale, height = q.scale, q.spec.block[0]
     if not isinstance(scale, Tensor):
@@ -484,10 +484,10 @@ def _transpose_stack(matrices: Quantized, groups: int, spec: QuantSpec) -> Quant
     codes = matrices.stored_codes().view(groups, rows, k).transpose(1, 2).reshape(groups * k, rows)
     scale = matrices.plain_scale().view(groups, rows, -1)
     blocks = (scale[:, :1] if side is None else scale[:, ::side]).transpose(1, 2)
-    of_rows = blocks.expand(groups, k, 1) if side is None else blocks.repeat_interleave(side, 1)[:, :k]
+    row_scales = blocks.expand(groups, k, 1) if side is None else blocks.repeat_interleave(side, 1)[:, :k]
     factor = matrices.tensor_factor
     if factor is not None:
         factor = factor.view(groups, rows)[:, :1].expand(groups, k).reshape(-1, 1)
     data = pack(codes) if spec.format.packed else codes.view(matrices.data.dtype)
-    scale, block = of_rows.reshape(groups * k, -1).contiguous(), replace(matrices.spec, block=(1, side))
+    scale, block = row_scales.reshape(groups * k, -1).contiguous(), replace(matrices.spec, block=(1, side))
     return Quantized(data, scale, block, (groups * k, rows), tensor_factor=factor)

@@ -76,7 +76,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     if call.ragged is None:
         y: Tensor = flash_attn.flash_attn_func(*tokens_first, **options)
         return y.transpose(1, 2)
-    ends = [x.to(q.device, torch.int32) for x in (call.ragged.of_queries, call.ragged.of_keys)]
+    ends = [x.to(q.device, torch.int32) for x in (call.ragged.cu_seqlens_q, call.ragged.cu_seqlens_k)]
     # A compiler does not know the lengths; the number of all tokens is an upper bound.
     lengths = call.ragged.lengths or ([q.shape[2]], [k.shape[2]])
     longest = [max(of, default=0) for of in lengths]
@@ -96,7 +96,7 @@ def _equally_long(q: Tensor, k: Tensor, call: AttentionCall) -> bool:
     if call.ragged is None:
         return q.shape[2] == k.shape[2]
     lengths = call.ragged.lengths
-    return call.ragged.of_queries is call.ragged.of_keys or (lengths is not None and lengths[0] == lengths[1])
+    return call.ragged.cu_seqlens_q is call.ragged.cu_seqlens_k or (lengths is not None and lengths[0] == lengths[1])
 
 
 # ---- FlexAttention: masks, biases, soft cap and sinks as functions of positions, compiled into one GPU kernel ----
@@ -197,8 +197,8 @@ def _visible(q: Tensor, k: Tensor, call: AttentionCall) -> list[Rule]:
         pairs = call.mask.reshape((1,) * (4 - call.mask.dim()) + tuple(call.mask.shape)).expand(scores_shape(q, k))
         rules.append(lambda b, h, i, j: ~pairs[b, h, i, j])
     elif call.mask is not None:
-        of_queries, of_keys = both(call.mask)
-        rules.append(lambda b, h, i, j: ~(of_queries[b, i] | of_keys[b, j]))
+        query_mask, key_mask = both(call.mask)
+        rules.append(lambda b, h, i, j: ~(query_mask[b, i] | key_mask[b, j]))
     if call.ragged is not None:
         ours, theirs = call.ragged.sequence_of_tokens(q.shape[2], k.shape[2], q.device)
         rules.append(lambda b, h, i, j: ours[i] == theirs[j])
@@ -300,11 +300,11 @@ def _joined(hidden: Tensor, bias: Tensor | None, q: Tensor) -> Tensor:
 
 
 def _each_sequence(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, of_queries: list[int], of_keys: list[int]
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, query_lengths: list[int], key_lengths: list[int]
 ) -> Tensor:
-    if not of_queries:
+    if not query_lengths:
         return attend_sdpa(q, k, v, call._replace(ragged=None))
-    parts = zip(q.split(of_queries, 2), k.split(of_keys, 2), v.split(of_keys, 2), strict=True)
+    parts = zip(q.split(query_lengths, 2), k.split(key_lengths, 2), v.split(key_lengths, 2), strict=True)
     # Concatenated with heads inside tokens, the layout that a kernel writes.
     return torch.cat([_alone(*part, call).transpose(1, 2) for part in parts], 1).transpose(1, 2)
 

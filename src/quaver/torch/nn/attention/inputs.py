@@ -32,16 +32,16 @@ class RaggedLayout(NamedTuple):
     """Boundaries of sequences among the concatenated tokens."""
 
     #: Cumulative lengths of queries and of keys, int [sequences + 1] each, from 0 to the number of tokens.
-    of_queries: Tensor
-    of_keys: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
     #: Lengths on the host, (of queries, of keys); None while tracing.
     lengths: tuple[list[int], list[int]] | None
 
     def sequence_of_tokens(self, queries: int, keys: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
         """Return the sequence number of each query and each key, [queries] and [keys]."""
-        pairs = ((self.of_queries, queries), (self.of_keys, keys))
-        of_queries, of_keys = (_sequence(ends.to(device), tokens) for ends, tokens in pairs)
-        return of_queries, of_keys
+        pairs = ((self.cu_seqlens_q, queries), (self.cu_seqlens_k, keys))
+        query_sequence, key_sequence = (_sequence(ends.to(device), tokens) for ends, tokens in pairs)
+        return query_sequence, key_sequence
 
     def positions(
         self, queries: int, keys: int, bottom_right: bool, device: torch.device | str | None
@@ -50,13 +50,13 @@ class RaggedLayout(NamedTuple):
 
         With bottom_right, query positions are shifted so that the last query has the position of the last key.
         """
-        starts, key_starts = self.of_queries.to(device), self.of_keys.to(device)
+        starts, key_starts = self.cu_seqlens_q.to(device), self.cu_seqlens_k.to(device)
         sequence = _sequence(starts, queries)
-        of_queries = torch.arange(queries, dtype=torch.int64, device=device) - starts[sequence]
-        of_keys = torch.arange(keys, dtype=torch.int64, device=device) - key_starts[_sequence(key_starts, keys)]
+        query_positions = torch.arange(queries, dtype=torch.int64, device=device) - starts[sequence]
+        key_positions = torch.arange(keys, dtype=torch.int64, device=device) - key_starts[_sequence(key_starts, keys)]
         if bottom_right:
-            of_queries = of_queries + (key_starts.diff() - starts.diff())[sequence]
-        return of_queries, of_keys
+            query_positions = query_positions + (key_starts.diff() - starts.diff())[sequence]
+        return query_positions, key_positions
 
 
 def _sequence(cumulative: Tensor, tokens: int) -> Tensor:
@@ -209,11 +209,11 @@ def hidden(
         assert isinstance(mask, Tensor)
         parts.append(_four(mask))
     elif mask is not None:
-        of_queries, of_keys = both(mask)
-        parts += [of_queries[:, None, :, None], of_keys[:, None, None, :]]
+        query_mask, key_mask = both(mask)
+        parts += [query_mask[:, None, :, None], key_mask[:, None, None, :]]
     if ragged is not None:
-        of_queries, of_keys = ragged.sequence_of_tokens(shape[2], shape[3], device)
-        parts.append((of_queries[:, None] != of_keys)[None, None])
+        query_sequence, key_sequence = ragged.sequence_of_tokens(shape[2], shape[3], device)
+        parts.append((query_sequence[:, None] != key_sequence)[None, None])
     left, right = bounds(mask_type, window)
     if left >= 0 or right >= 0 or chunk is not None:
         ahead = ahead_of_query(mask_type, mask, shape, device, ragged)
@@ -222,8 +222,8 @@ def hidden(
         if left >= 0:
             parts.append(ahead < -left)
         if chunk is not None:
-            of_keys = positions_of_keys(mask_type, mask, shape, device, ragged)
-            parts.append(of_keys // chunk != (of_keys - ahead) // chunk)
+            key_positions = positions_of_keys(mask_type, mask, shape, device, ragged)
+            parts.append(key_positions // chunk != (key_positions - ahead) // chunk)
     whole = None
     for part in parts:
         whole = part if whole is None else whole | part
@@ -249,7 +249,7 @@ def runs_of_keys(
     if ragged is not None:
         where, _ = ragged.positions(queries, keys, bottom_right, device)
         sequence, _ = ragged.sequence_of_tokens(queries, keys, device)
-        ends = ragged.of_keys.to(device)
+        ends = ragged.cu_seqlens_k.to(device)
         start, length = ends[sequence], ends.diff()[sequence]
     elif left < 0 and right < 0 and chunk is None:
         return None
@@ -285,10 +285,10 @@ def ahead_of_query(
     _, _, queries, keys = shape
     bottom_right = mask_type.endswith("bottom_right")
     if ragged is not None:
-        of_queries, of_keys = ragged.positions(queries, keys, bottom_right, device)
-        return (of_keys - of_queries[:, None])[None, None]
-    of_keys, of_queries = (torch.arange(n, dtype=torch.int64, device=device) for n in (keys, queries))
-    ahead = of_keys - of_queries[:, None]
+        query_positions, key_positions = ragged.positions(queries, keys, bottom_right, device)
+        return (key_positions - query_positions[:, None])[None, None]
+    key_positions, query_positions = (torch.arange(n, dtype=torch.int64, device=device) for n in (keys, queries))
+    ahead = key_positions - query_positions[:, None]
     if not bottom_right:
         return ahead[None, None]
     if mask is None:

@@ -343,10 +343,10 @@ class PagedKVCache:
         counts = self._newest()
         if mask is None and len(set(counts)) < 2:
             return None, "causal_bottom_right" if causal else "none"
-        of_queries = torch.zeros(self.batch, queries, dtype=torch.bool, device=self._device()) if mask is None else mask
-        real = self._tensor(counts)[:, None] - of_queries.sum(1, keepdim=True)
-        of_keys = torch.arange(max(counts), dtype=torch.int64, device=real.device) >= real
-        return (of_queries, of_keys), "padding_causal_bottom_right" if causal else "padding"
+        query_mask = torch.zeros(self.batch, queries, dtype=torch.bool, device=self._device()) if mask is None else mask
+        real = self._tensor(counts)[:, None] - query_mask.sum(1, keepdim=True)
+        key_mask = torch.arange(max(counts), dtype=torch.int64, device=real.device) >= real
+        return (query_mask, key_mask), "padding_causal_bottom_right" if causal else "padding"
 
     def check_mask(self, mask: Any, mask_type: str, tokens: tuple[int, int]) -> None:
         """Raise ValueError for an arbitrary mask, or one whose shape is not that of the new tokens [B, queries]."""

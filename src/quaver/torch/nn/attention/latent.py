@@ -103,15 +103,15 @@ class LatentAttention(ComposedBlock):
         self.register_module("rope", options.rope)
         self.register_module("norm", options.norm(dim))
         eps = options.eps if options.qk_norm_eps is None else options.qk_norm_eps
-        of_latents = replace(options, normalization="RMSNorm", eps=eps)
+        norm_options = replace(options, normalization="RMSNorm", eps=eps)
         if latent.q_rank is None:
             self.q_proj = options.linear(dim, heads * wide, False)
         else:
             self.q_down_proj = options.linear(dim, latent.q_rank)
-            self.register_module("q_norm", of_latents.norm(latent.q_rank))
+            self.register_module("q_norm", norm_options.norm(latent.q_rank))
             self.q_up_proj = options.linear(latent.q_rank, heads * wide, False)
         self.kv_down_proj = options.linear(dim, latent.kv_rank + latent.rope_dim)
-        self.register_module("kv_norm", of_latents.norm(latent.kv_rank))
+        self.register_module("kv_norm", norm_options.norm(latent.kv_rank))
         self.kv_up_proj = options.linear(latent.kv_rank, heads * (latent.plain_dim + latent.value_dim), False)
         self.o_proj = options.linear(heads * latent.value_dim, dim, options.out_bias)
 

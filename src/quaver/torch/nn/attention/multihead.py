@@ -129,9 +129,9 @@ class MultiheadAttention(ComposedBlock):
                 state_of(layer).pieces = {part: widths[part] for part in parts}
             setattr(self, name, layer)
         eps = options.eps if options.qk_norm_eps is None else options.qk_norm_eps
-        of_heads = replace(options, normalization=options.qk_norm, eps=eps)
+        norm_options = replace(options, normalization=options.qk_norm, eps=eps)
         for name, count in (("q_norm", heads), ("k_norm", groups)):
-            self.register_module(name, norm_of_heads(of_heads, options.qk_norm_scope, count, wide))
+            self.register_module(name, norm_of_heads(norm_options, options.qk_norm_scope, count, wide))
         self.o_proj = options.linear(heads * narrow, dim if options.out is None else options.out, options.out_bias)
 
     def forward(
@@ -240,7 +240,7 @@ class MultiheadAttention(ComposedBlock):
         self, projected: Sequence[Tensor], positions: Tensor | None, cu_seqlens: Any, offset: int | Tensor, rope: Any
     ) -> tuple[Tensor, ...]:
         normalize = self._modules["q_norm"] is not None
-        of_queries, of_keys = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
         where = {"positions": positions, "offset": offset, "layout": self.layout}
         if len(projected) == 1:
             cos, sin = rope.tables(projected[0], cu_seqlens=cu_seqlens, **where)
@@ -249,12 +249,12 @@ class MultiheadAttention(ComposedBlock):
         if normalize and not self.qk_norm_after_rope:
             q, k = self._normalized(q, "q_norm"), self._normalized(k, "k_norm")
         if rope is not None:
-            cos, sin = rope.tables(q, cu_seqlens=of_queries, **where)
-            if of_keys is of_queries and k.shape[:-2] == q.shape[:-2]:
+            cos, sin = rope.tables(q, cu_seqlens=cu_seqlens_q, **where)
+            if cu_seqlens_k is cu_seqlens_q and k.shape[:-2] == q.shape[:-2]:
                 q, k = apply_rotary_to_both(q, k, cos, sin, rope.interleaved)
             else:
                 q = apply_rotary(q, cos, sin, rope.interleaved)
-                cos, sin = rope.tables(k, cu_seqlens=of_keys, **where)
+                cos, sin = rope.tables(k, cu_seqlens=cu_seqlens_k, **where)
                 k = apply_rotary(k, cos, sin, rope.interleaved)
         if normalize and self.qk_norm_after_rope:
             q, k = self._normalized(q, "q_norm"), self._normalized(k, "k_norm")

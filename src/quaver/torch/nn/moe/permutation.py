@@ -106,9 +106,9 @@ def unpermute(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = Non
     """
     check_instance("unpermute", "rows", rows, Tensor, "those of permute")
     check_instance("unpermute", "places", places, Tensor, "those of permute")
-    of_weights = None if weights is None else tuple(weights.shape)
+    weights_shape = None if weights is None else tuple(weights.shape)
     integers = places.dtype in (torch.int64, torch.int32)
-    check_unpermute(tuple(rows.shape), tuple(places.shape), integers, k, of_weights)
+    check_unpermute(tuple(rows.shape), tuple(places.shape), integers, k, weights_shape)
     _refuse_transforms(rows, weights)
     y: Tensor = Combine.apply(rows, places, k, weights)
     return y
@@ -212,17 +212,17 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         rows, places, weights = ctx.saved_tensors
-        k, of_rows, of_weights = ctx.k, None, None
+        k, grad_rows, grad_weights = ctx.k, None, None
         if ctx.needs_input_grad[0]:
             sources = inverse(places, ctx.count)
-            of_rows = GatherRows.apply(g, sources, places, k)
+            grad_rows = GatherRows.apply(g, sources, places, k)
             if weights is not None:
                 wide = torch.promote_types(g.dtype, torch.float32)
                 factors = weights.to(wide).reshape(-1)[sources.clamp(min=0)].unsqueeze(1)
-                of_rows = (of_rows.to(wide) * factors).to(g.dtype)
+                grad_rows = (grad_rows.to(wide) * factors).to(g.dtype)
         if ctx.needs_input_grad[3]:
-            of_weights = _products(g, rows, places, k).to(weights.dtype)
-        return of_rows, None, None, of_weights
+            grad_weights = _products(g, rows, places, k).to(weights.dtype)
+        return grad_rows, None, None, grad_weights
 
 
 def inverse(places: Tensor, count: int) -> Tensor:
@@ -248,16 +248,16 @@ def take_quantized(q: Quantized, sources: Tensor, k: int) -> Quantized:
     token, none = sources.clamp(min=0) // k, (sources < 0).unsqueeze(1)
     zeros = quantize(torch.zeros((1, q.shape[1]), dtype=torch.float32, device=q.device), q.spec)
 
-    def moved(of_rows: Tensor, of_zeros: Tensor) -> Tensor:
-        if not of_rows.shape[0]:
-            return of_zeros.expand(sources.shape[0], -1).contiguous()
-        return torch.where(none, of_zeros, of_rows.index_select(0, token))
+    def gather(rows: Tensor, zero_row: Tensor) -> Tensor:
+        if not rows.shape[0]:
+            return zero_row.expand(sources.shape[0], -1).contiguous()
+        return torch.where(none, zero_row, rows.index_select(0, token))
 
-    data = moved(q.data.view(torch.uint8), zeros.data.view(torch.uint8)).view(q.data.dtype)
+    data = gather(q.data.view(torch.uint8), zeros.data.view(torch.uint8)).view(q.data.dtype)
     scale = q.scale
     if q.spec.block[0] is not None:
         assert isinstance(scale, Tensor) and isinstance(zeros.scale, Tensor)
-        scale = moved(scale, zeros.scale)
+        scale = gather(scale, zeros.scale)
     return Quantized(data, scale, q.spec, (sources.shape[0], q.shape[1]), False, q.tensor_factor, q.amax)
 
 

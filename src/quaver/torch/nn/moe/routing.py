@@ -97,8 +97,8 @@ def route(
         relative RMS 1e-6 of float64 in float32.
     """
     check_instance("route", "logits", logits, Tensor, "torch.randn(tokens, experts)")
-    of_bias = None if bias is None else tuple(bias.shape)
-    check_route(tuple(logits.shape), k, scores, softmax_first, groups, top_groups, best_of_group, of_bias, normalize)
+    bias_shape = None if bias is None else tuple(bias.shape)
+    check_route(tuple(logits.shape), k, scores, softmax_first, groups, top_groups, best_of_group, bias_shape, normalize)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     late = scores == "softmax" and not softmax_first
     score = z if late else SCORES[scores](z)

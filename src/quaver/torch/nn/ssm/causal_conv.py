@@ -226,15 +226,15 @@ def _plain_backward(
     z = rows.convolved(bias)
     (dz,) = ACTIVATIONS[activation].backward(g.to(rows.wide), z)
     dz, n = rows.spread(dz), rows.outputs
-    of_rows, of_taps = torch.zeros_like(rows.rows), torch.empty_like(rows.taps)
+    grad_rows, grad_taps = torch.zeros_like(rows.rows), torch.empty_like(rows.taps)
     for k in range(rows.before + 1):
-        of_rows[:, k : k + n].addcmul_(dz, rows.taps[k])
-        of_taps[k] = (dz * rows.rows[:, k : k + n]).sum((0, 1))
-    dx, before = rows.parted(of_rows)
+        grad_rows[:, k : k + n].addcmul_(dz, rows.taps[k])
+        grad_taps[k] = (dz * rows.rows[:, k : k + n]).sum((0, 1))
+    dx, before = rows.parted(grad_rows)
     nothing = x.new_empty(0)
     return [
         dx.to(x.dtype).contiguous(),
-        of_taps.t().to(weight.dtype).contiguous(),
+        grad_taps.t().to(weight.dtype).contiguous(),
         nothing if bias is None else dz.sum((0, 1)).to(bias.dtype),
         nothing if initial is None else before.to(initial.dtype).contiguous(),
     ]

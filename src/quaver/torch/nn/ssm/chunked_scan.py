@@ -268,18 +268,18 @@ def backward(
         parts = _ChunkGradients(piece, gy, gy_in, out_of, entered[first:last], passed)
         # dt of token j decays what earlier tokens contribute to later ones.
         da = parts.decayed_inside() + parts.decayed_across()
-        dxd = parts.of_x()
+        dxd = parts.grad_xd()
         ddt_here = (dxd * piece.x).sum(-1).addcmul_(da, A)
         dA += (da * piece.dt).sum((0, 3), dtype=torch.float64)[..., None]
-        of_x = dxd.mul_(piece.dt[..., None])
+        grad_x = dxd.mul_(piece.dt[..., None])
         if D is not None and dD is not None:
-            of_x.addcmul_(gy, D)
+            grad_x.addcmul_(gy, D)
             dD += (gy * piece.x).sum((0, 3))[:, :, None]
-        chunks.put(dx, _tokens_first(of_x), first, last)
+        chunks.put(dx, _tokens_first(grad_x), first, last)
         chunks.put(ddt, ddt_here.permute(0, 3, 1, 2).reshape(-1, chunks.size, heads), first, last)
-        of_B, of_C = parts.of_B_and_C()
-        chunks.put(dB, of_B.transpose(1, 2), first, last)
-        chunks.put(dC, of_C.transpose(1, 2), first, last)
+        grad_B, grad_C = parts.grads_of_B_and_C()
+        chunks.put(dB, grad_B.transpose(1, 2), first, last)
+        chunks.put(dC, grad_C.transpose(1, 2), first, last)
     initial = None if inputs.initial is None else leaving.to(inputs.initial.dtype)
     if dD is not None and inputs.D is not None:
         dD = dD.view(heads, dim) if inputs.D.dim() == 2 else dD.view(heads, dim).sum(1)
@@ -307,26 +307,26 @@ class _ChunkGradients:
         self.xd_out = self.xd * out_of[..., None]
         decays = piece.decays()
         #: Gradient of M times the decay, which is the gradient of C · B.
-        self.of_products = (gy @ self.xd.mT).mul_(decays)
+        self.grad_products = (gy @ self.xd.mT).mul_(decays)
         self.products = (piece.C @ piece.B.mT)[:, :, None]
         self.M = decays.mul_(self.products)
         #: Derivative of the leaving state with respect to each token's xd, applied to its gradient.
         self.from_leaving = across(piece.B, passed).mul(out_of[..., None])
 
-    def of_x(self) -> Tensor:
+    def grad_xd(self) -> Tensor:
         """Return the gradient of xd."""
         return torch.add(self.M.mT @ self.gy, self.from_leaving)
 
-    def of_B_and_C(self) -> tuple[Tensor, Tensor]:
-        summed = self.of_products.sum(2)
-        of_C = (summed @ self.piece.B).add_(back(self.gy_in, self.entered))
-        return (summed.mT @ self.piece.C).add_(back(self.xd_out, self.passed)), of_C
+    def grads_of_B_and_C(self) -> tuple[Tensor, Tensor]:
+        summed = self.grad_products.sum(2)
+        grad_C = (summed @ self.piece.B).add_(back(self.gy_in, self.entered))
+        return (summed.mT @ self.piece.C).add_(back(self.xd_out, self.passed)), grad_C
 
     def decayed_inside(self) -> Tensor:
         """Return the gradient of A dt through M: for each j the sum of M's entries with l ≥ j > s times their
         gradients.
         """
-        between = (self.of_products * self.products).tril_(-1)
+        between = (self.grad_products * self.products).tril_(-1)
         size = between.shape[-1]
         later = torch.ones(size, size, dtype=between.dtype, device=between.device).triu_()
         # [j, s]: sum over l ≥ j, for s < j. A difference of row and column sums would lose small terms.

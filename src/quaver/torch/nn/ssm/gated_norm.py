@@ -146,19 +146,19 @@ def _plain_backward(
     v = value if norm_before_gate else value * passed
     v = (v.unflatten(-1, (groups, -1)) * factor).flatten(-2)
     if norm_before_gate:
-        of_gate = along * v * gamma.to(wide) * slope
+        grad_gate = along * v * gamma.to(wide) * slope
         along = along * passed
     product = along * v
-    of_gamma = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
+    grad_gamma = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
     along = along * gamma.to(wide)
     product = product.mul_(gamma.to(wide)).unflatten(-1, (groups, -1))
     # f times the gradient minus its component along v̂.
     inner = (v.unflatten(-1, (groups, -1)) * product.mean(-1, True)).flatten(-2)
-    of_v = ((along - inner).unflatten(-1, (groups, -1)) * factor).flatten(-2)
+    grad_v = ((along - inner).unflatten(-1, (groups, -1)) * factor).flatten(-2)
     if not norm_before_gate:
-        of_gate = of_v * value * slope
-        of_v = of_v * passed
-    return [of_v.to(x.dtype), of_gate.to(gate.dtype), of_gamma.to(gamma.dtype)]
+        grad_gate = grad_v * value * slope
+        grad_v = grad_v * passed
+    return [grad_v.to(x.dtype), grad_gate.to(gate.dtype), grad_gamma.to(gamma.dtype)]
 
 
 def _fake_forward(

@@ -513,4 +513,4 @@ def _ends(layout: str, cu_seqlens: CuSeqlens | None, tokens: int) -> tuple[int, 
     if isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 and cu_seqlens[0] is not cu_seqlens[1]:
         raise ValueError("cu_seqlens differ for queries and keys, but a sharded sequence attends to itself: pass one")
     ragged = ragged_of(layout, cu_seqlens, tokens, tokens)
-    return None if ragged is None else tuple(ragged.of_queries.tolist())
+    return None if ragged is None else tuple(ragged.cu_seqlens_q.tolist())
