@@ -17,7 +17,7 @@ from benchmarks.acceptance.command import Plan
 from benchmarks.acceptance.report import CLOSE, Acceptance, Rule, setting
 from benchmarks.acceptance.training import BAD_STATES, FLOAT32_STATES, NUDGE, NULL
 from benchmarks.measuring import machine, results
-from quaver.reference.optimizer_state import PRESETS, of_matrix
+from quaver.reference.optimizer_state import PRESETS, matrix_footprint
 from quaver.train import config as optimizer_name
 from quaver.train import config as recipe_name
 
@@ -73,7 +73,7 @@ def summary(page: str) -> list[str]:
     recipe, rows = recipe_name.find_recipe(RECIPE), []
     for name, preset in PRESETS.items():
         storage = optimizer_name.find_optimizer(name).weights(recipe, "bfloat16")
-        size, number = of_matrix(preset, SHAPE, storage, recipe.fprop.b), SHAPE[0] * SHAPE[1]
+        size, number = matrix_footprint(preset, SHAPE, storage, recipe.fprop.b), SHAPE[0] * SHAPE[1]
         sizes = [f"{count / number:.3f}" for count in (size.total, size.moved)]
         shown = f"codes of {RECIPE}" if storage == "codes" else storage
         rows.append([f"`{name}`", shown, *sizes, *states.get(name, [""] * 4), losses.get(name, "")])

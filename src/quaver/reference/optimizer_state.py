@@ -470,7 +470,7 @@ def plain(number: int, moments: int = 2) -> Footprint:
     return Footprint(4 * number, 0, 4 * number, 4 * number * moments)
 
 
-def of_matrix(
+def matrix_footprint(
     preset: Preset, shape: tuple[int, int], weight_storage: str, spec: QuantSpec | None = None, moments: int = 2
 ) -> Footprint:
     """Return the footprint of a matrix [rows, k].

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from quaver.recipes.spec import Recipe
-from quaver.reference.optimizer_state import NOTHING, PRESETS, SMALL, Footprint, of_matrix, plain
+from quaver.reference.optimizer_state import NOTHING, PRESETS, SMALL, Footprint, matrix_footprint, plain
 from quaver.train import config as optimizer_name
 from quaver.train import config as recipe_name
 from quaver.train.config import TrainConfig
@@ -270,14 +270,14 @@ def training_footprint(
         if chosen.preset is None or small:
             # A small matrix of a layer or head is still stored in bfloat16.
             narrow = len(shape) > 1 and not stays_float32 and chosen.others(dtype) == "bfloat16"
-            own = of_matrix(PRESETS["float32"], flat_shape(shape), "bfloat16", None, moments) if narrow else None
+            own = matrix_footprint(PRESETS["float32"], flat_shape(shape), "bfloat16", None, moments) if narrow else None
             whole += own or plain(number, moments)
         else:
             how = stored_as if in_layer else "float32" if stays_float32 else chosen.others(dtype)
             *stack, rows, columns = shape
             for _ in range(math.prod(stack) if as_codes else 1):
                 one = (rows, columns) if as_codes else flat_shape(shape)
-                whole += of_matrix(chosen.preset, one, how, recipe.fprop.b, moments)
+                whole += matrix_footprint(chosen.preset, one, how, recipe.fprop.b, moments)
     return whole
 
 

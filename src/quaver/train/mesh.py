@@ -71,20 +71,20 @@ def check_same(ranks: ProcessGroup, what: str, value: Any) -> None:
 
 def rank() -> int:
     """Return this process's rank from the environment, or 0."""
-    return _of_environment("RANK", 0) if "WORLD_SIZE" in os.environ else 0
+    return _read_environment("RANK", 0) if "WORLD_SIZE" in os.environ else 0
 
 
 def reports_errors() -> bool:
     """True if this process prints errors before the process group exists: the first rank of each machine."""
-    return rank() == 0 or _of_environment("LOCAL_RANK", 0) == 0
+    return rank() == 0 or _read_environment("LOCAL_RANK", 0) == 0
 
 
 def world() -> int:
     """Return the number of processes from the environment, or 1."""
-    return _of_environment("WORLD_SIZE", 1) if "RANK" in os.environ else 1
+    return _read_environment("WORLD_SIZE", 1) if "RANK" in os.environ else 1
 
 
-def _of_environment(name: str, default: int) -> int:
+def _read_environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise ValueError(f"the variable {name} is {text!r}, which is no number; start the ranks by torchrun")

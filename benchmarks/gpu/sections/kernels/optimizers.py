@@ -10,7 +10,7 @@ from benchmarks.gpu.measuring.clock import interleave
 from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 from benchmarks.gpu.sections.kernels.ceilings import copy_rate
 from quaver import recipes
-from quaver.reference.optimizer_state import PRESETS, of_matrix
+from quaver.reference.optimizer_state import PRESETS, matrix_footprint
 from quaver.torch import optim
 
 #: Shapes of compared and of timed matrices, [out, in].
@@ -65,7 +65,7 @@ def measured(name: str, preset: str, rule: Any) -> Case:
         steps: dict[str, Any] = {name: optimizer.step}
         moments = 1 if rule is optim.Lion else 2
         spec = recipes.tensorwise().fprop.b if KEPT[preset] == "codes" else None
-        moved = {name: of_matrix(PRESETS[preset], shape, KEPT[preset], spec, moments).moved}
+        moved = {name: matrix_footprint(PRESETS[preset], shape, KEPT[preset], spec, moments).moved}
         if preset == "float32" and moments == 2:
             theirs = torch.randn(shape, device=setting.device, requires_grad=True)
             theirs.grad = torch.randn_like(theirs)

@@ -132,7 +132,7 @@ class Results(NamedTuple):
 @neutral()
 def first_equal(
     candidates: Iterable[Formula],
-    of_dtype: Callable[[torch.dtype], nn.Module],
+    build_copy: Callable[[torch.dtype], nn.Module],
     inputs: Callable[[torch.dtype], Iterator[tuple[Any, ...]]],
     otherwise: str,
     ours: Callable[..., Tensor] = lambda formula, *inputs: formula.of(*inputs),
@@ -143,13 +143,13 @@ def first_equal(
 
     Args:
         candidates: the formulas in order of preference.
-        of_dtype, inputs, theirs: as for `differs`.
+        build_copy, inputs, theirs: as for `differs`.
         otherwise: reason if no candidate gives the same first output.
         ours: function (formula, copy, *inputs) that computes the block.
         options: further arguments of `differs`.
     """
     try:
-        copied, x = of_dtype(torch.float32).eval(), next(inputs(torch.float32))
+        copied, x = build_copy(torch.float32).eval(), next(inputs(torch.float32))
         with torch.no_grad():
             expected = theirs(copied, *x)
     except Exception as error:
@@ -159,7 +159,7 @@ def first_equal(
         with torch.no_grad():
             y = ours(formula, copied, *x)
         if isinstance(expected, Tensor) and y.shape == expected.shape and torch.allclose(y, expected, 1e-4, 1e-5):
-            why = differs(of_dtype, partial(ours, formula), inputs, theirs, **options)
+            why = differs(build_copy, partial(ours, formula), inputs, theirs, **options)
             if not why:
                 return formula, ""
     return None, why
@@ -167,7 +167,7 @@ def first_equal(
 
 @neutral()
 def differs(
-    of_dtype: Callable[[torch.dtype], nn.Module],
+    build_copy: Callable[[torch.dtype], nn.Module],
     ours: Function,
     inputs: Callable[[torch.dtype], Iterator[tuple[Any, ...]]],
     theirs: Function = nn.Module.__call__,
@@ -176,7 +176,7 @@ def differs(
     """Return how a module's forward and the block differ, or "".
 
     Args:
-        of_dtype: function that builds the small copy in a dtype, with the same values each time.
+        build_copy: function that builds the small copy in a dtype, with the same values each time.
         ours: function (copy, *inputs) that computes the block.
         inputs: function of a dtype that yields the inputs of the forward; other inputs than tensors are passed as is.
         theirs: function (copy, *inputs) that runs the original forward.
@@ -184,7 +184,7 @@ def differs(
     """
     for dtype, training in itertools.product(BOUNDS, (True, False)):
         try:
-            copied = of_dtype(dtype).train(training)
+            copied = build_copy(dtype).train(training)
             # Keep references, so that a buffer created later cannot have the same id.
             before, alive = _plain(copied), list(copied.buffers())
             results = []

@@ -116,14 +116,14 @@ class GroupSlots:
     def place(self) -> Tensor:
         """Index of each slot within its group, arbitrary for slots of no group, int64 [slots]."""
         at = torch.arange(self.count, dtype=torch.int64, device=self._ends.device)
-        return at - of_groups(self.ends - self.filled, self.group)
+        return at - gather_groups(self.ends - self.filled, self.group)
 
     @cached_property
     def row(self) -> Tensor:
         """Row of each slot, or the number of rows if it is free, int64 [slots]."""
         first = (self._ends - self.sizes).long()
-        taken = (self.group < self.groups) & (self.place < of_groups(self.sizes, self.group))
-        return torch.where(taken, of_groups(first, self.group) + self.place, self.rows)
+        taken = (self.group < self.groups) & (self.place < gather_groups(self.sizes, self.group))
+        return torch.where(taken, gather_groups(first, self.group) + self.place, self.rows)
 
     def take(self, x: Tensor) -> Tensor:
         """Move rows [rows, k] to their slots, with zeros in free ones; returns [slots, k]."""
@@ -140,7 +140,7 @@ def slots(rows: int, groups: int, multiple: int) -> int:
     return rows if multiple == 1 else (rows + groups * (multiple - 1)) // multiple * multiple
 
 
-def of_groups(numbers: Tensor, group: Tensor) -> Tensor:
+def gather_groups(numbers: Tensor, group: Tensor) -> Tensor:
     """Gather numbers [groups, ...] by the group of each slot; 0 for slots of no group."""
     none = numbers.new_zeros((1, *numbers.shape[1:]))
     return torch.cat([numbers, none]).index_select(0, group)
@@ -290,7 +290,7 @@ def row_scales(operand: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, 
     """Return the stored scales of rows, [T, blocks of k], and the factors of two-level scales, [T, 1] or None."""
     assert not operand.for_wgrad
     segments = _segments(offsets, operand.slots, operand.spec, False)
-    factor = None if operand.factor is None else of_groups(operand.factor, operand.slots.group)
+    factor = None if operand.factor is None else gather_groups(operand.factor, operand.slots.group)
     return _along(operand.scale, segments), factor
 
 
@@ -298,7 +298,7 @@ def slot_scales(operand: GroupedOperand) -> Tensor:
     """Return the decode scales of an operand that is summed over slots, float32 [slots, blocks of k]."""
     assert operand.for_wgrad
     segments = _segments(None, operand.slots, operand.spec, True)
-    factor = None if operand.factor is None else of_groups(operand.factor, segments.group)
+    factor = None if operand.factor is None else gather_groups(operand.factor, segments.group)
     return _along(decode_scales(operand.scale, operand.spec, factor), segments)
 
 
@@ -323,7 +323,7 @@ class BlockSegments(NamedTuple):
     #: Number of segments; None if each slot is one.
     total: int | None
     #: Segment of each slot, `total` if none; None if segments are consecutive runs of `height` slots.
-    of_slot: Tensor | None
+    slot_segment: Tensor | None
     height: int
     #: Group of each segment.
     group: Tensor
@@ -335,17 +335,17 @@ def _segments(offsets: GroupOffsets | None, slots: GroupSlots, spec: QuantSpec, 
     if height == 1:
         return BlockSegments(None, None, 1, slots.group, groups)
     if height is None:
-        of_group = torch.arange(groups, dtype=torch.int64, device=slots.group.device)
-        return BlockSegments(groups, slots.group, 0, of_group, groups)
+        segment_group = torch.arange(groups, dtype=torch.int64, device=slots.group.device)
+        return BlockSegments(groups, slots.group, 0, segment_group, groups)
     if for_wgrad:
         return BlockSegments(slots.count // height, None, height, slots.group[::height], groups)
     # The same blocks as those of the transposes of these rows.
     assert offsets is not None
     wide = offsets.slots(multiple(spec))
-    at = of_groups((wide.ends - wide.filled) // height, slots.group) + slots.place // height
+    at = gather_groups((wide.ends - wide.filled) // height, slots.group) + slots.place // height
     count = wide.count // height
-    of_slot = torch.where(slots.group < groups, at, count)
-    return BlockSegments(count, of_slot, height, wide.group[::height], groups)
+    slot_segment = torch.where(slots.group < groups, at, count)
+    return BlockSegments(count, slot_segment, height, wide.group[::height], groups)
 
 
 def _across(bits: Tensor, width: int | None) -> Tensor:
@@ -363,13 +363,13 @@ def _across(bits: Tensor, width: int | None) -> Tensor:
 
 def _segment_bits(bits: Tensor, segments: BlockSegments) -> Tensor:
     """Return the maximum of each segment; subnormals count as 0."""
-    if segments.total is not None and segments.of_slot is None:
+    if segments.total is not None and segments.slot_segment is None:
         bits = bits.view(segments.total, segments.height, bits.shape[1])
         bits = bits.amax(1) if bits.numel() else bits.new_zeros((segments.total, bits.shape[2]))
     elif segments.total is not None:
         amax_values = bits.new_zeros((segments.total + 1, bits.shape[1]))
-        assert segments.of_slot is not None
-        bits = _largest(amax_values, segments.of_slot, bits)[:-1]
+        assert segments.slot_segment is not None
+        bits = _largest(amax_values, segments.slot_segment, bits)[:-1]
     return torch.where(bits < SMALLEST_NORMAL_BITS, 0, bits)
 
 
@@ -387,14 +387,14 @@ def _scales(
         one = torch.ones(blocks.shape, dtype=torch.float32, device=blocks.device)
         return one, one, None, None
     if spec.two_level:
-        of_segment = blocks.amax(1) if blocks.shape[1] else blocks.new_zeros(blocks.shape[0])
-        amax_values = _largest(blocks.new_zeros(segments.groups + 1), segments.group, of_segment)[:-1]
-        e, scale, _ = reference.two_levels(blocks, of_groups(amax_values, segments.group).unsqueeze(1), spec)
+        segment_amax = blocks.amax(1) if blocks.shape[1] else blocks.new_zeros(blocks.shape[0])
+        amax_values = _largest(blocks.new_zeros(segments.groups + 1), segments.group, segment_amax)[:-1]
+        e, scale, _ = reference.two_levels(blocks, gather_groups(amax_values, segments.group).unsqueeze(1), spec)
         amax_values = amax_values.unsqueeze(1)
         return e, scale, reference.two_levels(amax_values, amax_values, spec)[2], None
     e = reference.factors(blocks, spec)
     if factors is not None:
-        own = of_groups(factors, segments.group).unsqueeze(1)
+        own = gather_groups(factors, segments.group).unsqueeze(1)
         e = torch.where(own == 0, e, own)
     scale = reference.stored_scale(blocks, blocks < INFINITY_BITS, e, spec)
     if spec.scale == "e8m0":
@@ -406,20 +406,20 @@ def _along(values: Tensor, segments: BlockSegments) -> Tensor:
     """Gather values of segments by slot; 0 for slots of no segment."""
     if segments.total is None:
         return values
-    if segments.of_slot is None:
+    if segments.slot_segment is None:
         return values.repeat_interleave(segments.height, 0)
-    return of_groups(values, segments.of_slot)
+    return gather_groups(values, segments.slot_segment)
 
 
 def _uniform(draw: GroupedNoise, slots: GroupSlots, k: int, spec: QuantSpec, for_wgrad: bool) -> Tensor:
     """Return the uniform number in (0, 1) for each element's stochastic rounding, float32 [slots, k]."""
     device = slots.group.device
     stream = noise_stream(draw.seed, _numbers(draw.streams, device), _numbers(draw.counts, device), device)
-    key, upper = (of_groups(word.view(-1), slots.group).unsqueeze(1) for word in stream)
+    key, upper = (gather_groups(word.view(-1), slots.group).unsqueeze(1) for word in stream)
     columns = torch.arange(k, dtype=torch.int64, device=device)
     if for_wgrad:
         padded = (slots.sizes + 15) // 16 * 16 if spec.hadamard else slots.sizes
-        index = columns * of_groups(padded, slots.group).unsqueeze(1) + slots.place.unsqueeze(1)
+        index = columns * gather_groups(padded, slots.group).unsqueeze(1) + slots.place.unsqueeze(1)
     else:
         index = slots.place.unsqueeze(1) * k + columns
     which, (first, second, third, fourth) = index & 3, halves(index >> 2, key, upper)

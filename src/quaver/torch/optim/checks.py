@@ -123,10 +123,10 @@ def check_sharded(p: Tensor, config: StepConfig, preset: str) -> None:
             f"{sharded}, and preset {preset!r} has one scale for the whole parameter: use one with block scales, "
             "such as 'balanced' or 'lean'"
         )
-    of_codes = config.weight_format.code_spec
-    if of_codes is not None and (len(sharded_dims) > 1 or sharded_dims[0][0] != 0):
+    code_spec = config.weight_format.code_spec
+    if code_spec is not None and (len(sharded_dims) > 1 or sharded_dims[0][0] != 0):
         raise ValueError(f"{sharded} by more than rows, which codes do not support: shard it by fully_shard only")
-    height = 1 if of_codes is None else of_codes.block[0] or 1
+    height = 1 if code_spec is None else code_spec.block[0] or 1
     if config.predicts_scale and p.shape[0] % (height * p.device_mesh.size(sharded_dims[0][1])) and height > 1:  # type: ignore[attr-defined]
         raise ValueError(
             f"{sharded}, which cuts blocks of {height} whole rows, and preset {preset!r} needs their scales "

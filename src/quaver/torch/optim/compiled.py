@@ -104,8 +104,8 @@ def _gradient_fits(config: StepConfig, own: ParameterTensors) -> bool:
     spec = config.gradient
     if spec is None:
         return own.gradient[0].dtype is torch.bfloat16
-    of_bytes = (spec.code, spec.block, spec.scale) == ("e4m3", LONG, "bfloat16")
-    return of_bytes and own.weight[0].shape[1] % LONG == 0
+    byte_states = (spec.code, spec.block, spec.scale) == ("e4m3", LONG, "bfloat16")
+    return byte_states and own.weight[0].shape[1] % LONG == 0
 
 
 def _moment_fits(spec: StateSpec) -> bool:

@@ -337,7 +337,7 @@ def segments(p: Tensor, config: StepConfig) -> list[ShardSegment]:
     return pieces
 
 
-def of_segment(parts: ParameterTensors, segment: ShardSegment) -> ParameterTensors:
+def slice_segment(parts: ParameterTensors, segment: ShardSegment) -> ParameterTensors:
     """Select a segment from all tensors of a shard."""
     if segment.blocks is None and segment.group is None:
         return parts
@@ -409,7 +409,7 @@ def amaxes(p: Tensor, config: StepConfig, tensors: tuple[Tensor, ...]) -> Tensor
     spec, weight_format = config.weight_format.code_spec, config.weight_format
     assert spec is not None
     if is_stack(p, spec):
-        every = [of_segment(ParameterTensors(tensors, (), ()), segment).weight for segment in segments(p, config)]
+        every = [slice_segment(ParameterTensors(tensors, (), ()), segment).weight for segment in segments(p, config)]
         each = [master_weights.block_amax(spec, master_weights.read(weight_format, own)) for own in every]
         return torch.stack(each) if each else torch.empty((0,), dtype=torch.float32, device=p.device)
     amax = master_weights.block_amax(spec, master_weights.read(weight_format, tensors))

@@ -477,10 +477,10 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 gpu.warn_once(self._reported, weight, *arguments, state["step"])
                 without_kernel.append(p)
-        for of_device in rows.values():
+        for device_rows in rows.values():
             # The kernel increments the step itself if the step is applied.
-            steps = torch.stack([row.tensors["step"] for row in of_device]).double() + 1
-            launches.append((of_device, torch.stack(rule.scalars(group, steps))))
+            steps = torch.stack([row.tensors["step"] for row in device_rows]).double() + 1
+            launches.append((device_rows, torch.stack(rule.scalars(group, steps))))
         return without_kernel
 
     def _launch(self, launches: "list[gpu.Launch]", apply_step: Tensor | None) -> None:
@@ -528,7 +528,7 @@ class Optimizer(torch.optim.Optimizer):
         place = layout.flat_place(p, layout.num_leading_dims(p, config.rule.needs_matrix))
         tensors = one.parts or self.parts(p, config)
         for segment in layout.segments(p, config):
-            parts = layout.of_segment(tensors, segment)
+            parts = layout.slice_segment(tensors, segment)
             at = layout.at_segment(place, segment)
             amax = one.amax if one.amax is None or segment.group is None else one.amax[segment.group]
             new_amax, clamped = step_parameter(

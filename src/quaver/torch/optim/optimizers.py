@@ -27,7 +27,7 @@ from quaver.torch.optim.optimizer import Optimizer
 class Adam(Optimizer):
     """Adam: weight decay is added to the gradient. See `quaver.torch.optim.rules`."""
 
-    rule = staticmethod(partial(rules.AdamRule.of_group, decoupled=False))
+    rule = staticmethod(partial(rules.AdamRule.from_group, decoupled=False))
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """AdamW: weight decay scales down the weight itself. See `quaver.torch.optim.rules`."""
 
-    rule = staticmethod(partial(rules.AdamRule.of_group, decoupled=True))
+    rule = staticmethod(partial(rules.AdamRule.from_group, decoupled=True))
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class AdamW(Adam):
 class Lion(Optimizer):
     """Lion. See `quaver.torch.optim.rules`."""
 
-    rule = staticmethod(rules.LionRule.of_group)
+    rule = staticmethod(rules.LionRule.from_group)
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Lion(Optimizer):
 class SGD(Optimizer):
     """SGD with torch's momentum. See `quaver.torch.optim.rules`."""
 
-    rule = staticmethod(rules.SGDRule.of_group)
+    rule = staticmethod(rules.SGDRule.from_group)
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Muon(Optimizer):
     convolution weights there. See `quaver.torch.optim.rules`.
     """
 
-    rule = staticmethod(rules.MuonRule.of_group)
+    rule = staticmethod(rules.MuonRule.from_group)
 
     def __init__(
         self,

@@ -113,7 +113,7 @@ def _contributions(
     for row in crossing_blocks(one.p, config):
         bits = torch.zeros((1, columns), dtype=torch.int32, device=parts.weight[0].device)
         if row in own and parts.weight[0].numel():
-            after = apply_rule(config, layout.of_segment(parts, own[row]), one.scalars, one.factor)
+            after = apply_rule(config, layout.slice_segment(parts, own[row]), one.scalars, one.factor)
             bits = magnitude_bits(master_weights.block_amax(spec, after.weight))
         entries.append((bits, partial(agreed.__setitem__, row)))
     return entries
@@ -166,8 +166,8 @@ def _take(one: SteppingParameter, gathered: Tensor) -> None:
     if spec.block[0] is None:
         # NaN has the largest bits, so it wins.
         bits = gathered.contiguous().view(torch.int32).amax(0)
-        of_scale = bits[: scale.numel()].view(scale.shape)
-        scale.copy_(of_scale if scale.dtype is torch.uint8 else of_scale.view(torch.float32))
+        scale_bits = bits[: scale.numel()].view(scale.shape)
+        scale.copy_(scale_bits if scale.dtype is torch.uint8 else scale_bits.view(torch.float32))
         if one.amax is not None:
             one.amax.copy_(bits[scale.numel() :].view(torch.float32).view(one.amax.shape))
         return

@@ -110,7 +110,7 @@ class AdamRule(UpdateRule):
         return self.clamp
 
     @classmethod
-    def of_group(cls, group: Mapping[str, Any], preset: Preset, decoupled: bool) -> "AdamRule":
+    def from_group(cls, group: Mapping[str, Any], preset: Preset, decoupled: bool) -> "AdamRule":
         """Return the rule of a parameter group; it clamps updates if the preset asks for it and the bound is valid."""
         b1, b2 = group["betas"]
         # The bound holds for constant betas only; a schedule that changes them, such as OneCycleLR, disables it.
@@ -225,7 +225,7 @@ class LionRule(UpdateRule):
     signed = (True,)
 
     @classmethod
-    def of_group(cls, group: Mapping[str, Any], _: Preset) -> "LionRule":
+    def from_group(cls, group: Mapping[str, Any], _: Preset) -> "LionRule":
         """Return the rule of a parameter group."""
         return cls(group["maximize"])
 
@@ -279,10 +279,10 @@ class MuonRule(UpdateRule):
     has_weight_bound = False
 
     @classmethod
-    def of_group(cls, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
+    def from_group(cls, group: Mapping[str, Any], preset: Preset) -> UpdateRule:
         """Return the rule of a parameter group, which is AdamW's if the group says so."""
         if group["rule"] == "adamw":
-            return AdamRule.of_group(group, preset, decoupled=True)
+            return AdamRule.from_group(group, preset, decoupled=True)
         return cls(group["nesterov"], adjust=group["adjust_lr_fn"], maximize=group["maximize"])
 
     def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
@@ -294,10 +294,10 @@ class MuonRule(UpdateRule):
     def __call__(
         self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> UpdateResult:
-        lr, decay, of_buffer, of_gradient = scalars
+        lr, decay, buffer_weight, gradient_weight = scalars
         g = -gradient if self.maximize else gradient
-        buffer = lerp(moments[0], g, of_buffer)
-        update = lerp(g, buffer, of_gradient) if self.nesterov else buffer
+        buffer = lerp(moments[0], g, buffer_weight)
+        update = lerp(g, buffer, gradient_weight) if self.nesterov else buffer
         update = orthogonalized(update, self.steps, self.eps)
         rows, columns = weight.shape
         ratio = max(1, rows / columns) ** 0.5 if self.adjust == "original" else 0.2 * max(rows, columns) ** 0.5
@@ -348,7 +348,7 @@ class SGDRule(UpdateRule):
         return (True,) if self.momentum else ()
 
     @classmethod
-    def of_group(cls, group: Mapping[str, Any], _: Preset) -> "SGDRule":
+    def from_group(cls, group: Mapping[str, Any], _: Preset) -> "SGDRule":
         """Return the rule of a parameter group."""
         return cls(group["momentum"] != 0, group["nesterov"], group["maximize"])
 

@@ -279,7 +279,7 @@ def step_parameter(
             if columns != slice(0, parts.weight[0].shape[1]):
                 own = cut_across(config, own, columns)
                 if own_bound is not None:
-                    own_bound = of_columns(own_bound, config.weight_format.code_spec.block[1], columns)  # type: ignore[union-attr]
+                    own_bound = slice_columns(own_bound, config.weight_format.code_spec.block[1], columns)  # type: ignore[union-attr]
             place, device = rng_key.place.narrowed(columns), own.weight[0].device
             words = partial(words_at, place, rows, *rng_key[:3], device)
             done.append(step_chunk(config, own, scalars, factor, words, own_bound, apply_step))
@@ -391,21 +391,21 @@ def cut_across(config: StepConfig, parts: ParameterTensors, columns: slice) -> P
     """Select columns of a chunk with block scales; they must begin at block boundaries of every tensor."""
     assert config.weight_format.code_spec is not None
     weight = [t[:, columns] for t in parts.weight]
-    weight[1] = of_columns(parts.weight[1], config.weight_format.code_spec.block[1], columns)
+    weight[1] = slice_columns(parts.weight[1], config.weight_format.code_spec.block[1], columns)
     moments = tuple(
         (
             moment_tensors[0][:, columns],
-            *(of_columns(t, spec.block, columns, spec.of.numbers) for t in moment_tensors[1:]),
+            *(slice_columns(t, spec.block, columns, spec.of.numbers) for t in moment_tensors[1:]),
         )
         for moment_tensors, spec in zip(parts.moments, config.moments, strict=True)
     )
     codes, *scale = parts.gradient
     block = None if config.gradient is None else config.gradient.block
-    gradient = (codes[:, columns], *(of_columns(t, block, columns) for t in scale))
+    gradient = (codes[:, columns], *(slice_columns(t, block, columns) for t in scale))
     return ParameterTensors(tuple(weight), moments, gradient)
 
 
-def of_columns(blocks: Tensor, block: int | None, columns: slice, numbers: int = 1) -> Tensor:
+def slice_columns(blocks: Tensor, block: int | None, columns: slice, numbers: int = 1) -> Tensor:
     """Select the columns of a tensor that stores `numbers` values for each block of columns."""
     assert block is not None
     return blocks[:, columns.start // block * numbers : -(-columns.stop // block) * numbers]
@@ -417,12 +417,12 @@ def cut(config: StepConfig, parts: ParameterTensors, rows: slice) -> ParameterTe
         return parts
     weight = [t[rows] if config.weight_format.code_spec is None or i != 1 else t for i, t in enumerate(parts.weight)]
     if config.weight_format.code_spec is not None:
-        weight[1] = of_rows(parts.weight[1], config, rows)
+        weight[1] = slice_rows(parts.weight[1], config, rows)
     moments = tuple(tuple(t[rows] for t in moment_tensors) for moment_tensors in parts.moments)
     return ParameterTensors(tuple(weight), moments, tuple(t[rows] for t in parts.gradient))
 
 
-def of_rows(blocks: Tensor, config: StepConfig, rows: slice) -> Tensor:
+def slice_rows(blocks: Tensor, config: StepConfig, rows: slice) -> Tensor:
     """Select the rows of a tensor that stores one value for each block of the weight."""
     assert config.weight_format.code_spec is not None
     block = config.weight_format.code_spec.block[0]
@@ -431,7 +431,7 @@ def of_rows(blocks: Tensor, config: StepConfig, rows: slice) -> Tensor:
 
 def bounds_of_rows(bound: Tensor | None, config: StepConfig, rows: slice) -> Tensor | None:
     """Select the bounds of some rows' blocks."""
-    return None if bound is None else of_rows(bound, config, rows)
+    return None if bound is None else slice_rows(bound, config, rows)
 
 
 # ---- noise ----

@@ -119,7 +119,7 @@ class Checkpoint:
                     optimizer.state.clear()
             without = {p for optimizer in fresh for p in _trained_parameters(optimizer)}
             names = {name for name, p in self._parameters().items() if p in without}
-        return {name: value for name, value in state.items() if _of_parameter(name) not in names}
+        return {name: value for name, value in state.items() if _parameter_name(name) not in names}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a checkpoint into a folder that all ranks can access, and return when it is complete.
@@ -164,10 +164,10 @@ class Checkpoint:
         written: Any = dcp.async_save(state, checkpoint_id=folder, process_group=self._async_group)
         whole: Future[None] = Future()
 
-        def seal(of_torch: Any) -> None:
+        def seal(future: Any) -> None:
             try:
                 with _first_error(f"save into {folder}"):
-                    of_torch.result()
+                    future.result()
                 self._write_digests(Path(folder))
             except BaseException as error:
                 whole.set_exception(error)
@@ -228,7 +228,7 @@ class Checkpoint:
             if name not in saved and _is_unused(saved, name):
                 # The parameter had no state yet when the checkpoint was saved.
                 for optimizer in self.optimizers:
-                    optimizer.state.pop(parameters[_of_parameter(name)], None)
+                    optimizer.state.pop(parameters[_parameter_name(name)], None)
 
     def _with_all_states(self, lacking: Collection[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return `_state` with a state for every trained parameter.
@@ -252,11 +252,11 @@ class Checkpoint:
         return {_unwrapped(name): p for name, p in _unwrap_ddp(self.model).named_parameters()}
 
     def _state(self) -> dict[str, Any]:
-        of_model: Any = get_model_state_dict(self.model)
-        state = {MODEL + name: value for name, value in of_model.items()}
+        model_state: Any = get_model_state_dict(self.model)
+        state = {MODEL + name: value for name, value in model_state.items()}
         if self.optimizers:
-            of_optimizers: Any = get_optimizer_state_dict(self.model, self.optimizers, options=_FLAT)
-            state |= {OPTIMIZER + name: value for name, value in of_optimizers.items()}
+            optimizer_state: Any = get_optimizer_state_dict(self.model, self.optimizers, options=_FLAT)
+            state |= {OPTIMIZER + name: value for name, value in optimizer_state.items()}
         return state | {OTHERS + name: other.state_dict() for name, other in self.others.items()}
 
     def _set(self, state: Mapping[str, Any]) -> None:
@@ -272,9 +272,9 @@ class Checkpoint:
     def _take_state(self, saved: Mapping[str, Any]) -> bool:
         """Create recipe-state buffers that the checkpoint has and the layers lack. Return True if any was created."""
         created = False
-        for of_layer, layer in _unwrap_ddp(self.model).named_modules():
+        for layer_name, layer in _unwrap_ddp(self.model).named_modules():
             for name in STATE if isinstance(layer, Quantizable) else ():
-                stored = saved.get(MODEL + _unwrapped(f"{of_layer}.{name}".lstrip(".")))
+                stored = saved.get(MODEL + _unwrapped(f"{layer_name}.{name}".lstrip(".")))
                 if isinstance(stored, TensorStorageMetadata):
                     created |= take_state(layer, name, tuple(stored.size), stored.properties.dtype)
         return created
@@ -489,14 +489,14 @@ def _is_empty_state(value: Any) -> bool:
     return isinstance(value, Mapping) and all(map(_is_empty_state, value.values()))
 
 
-def _of_parameter(name: str) -> str:
+def _parameter_name(name: str) -> str:
     """Return the parameter that an optimizer-state name belongs to, or ""."""
     return name.removeprefix(STATES).rpartition(".")[0] if name.startswith(STATES) else ""
 
 
 def _is_unused(saved: Mapping[str, Any], name: str) -> bool:
     """True if the name is the state of a parameter that had options but no state in the saved optimizer."""
-    options = f"{GROUPS}{_of_parameter(name)}."
+    options = f"{GROUPS}{_parameter_name(name)}."
     return name.startswith(STATES) and any(each.startswith(options) for each in saved)
 
 

@@ -149,10 +149,10 @@ class _StageInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gs: Tensor) -> Any:
-        return first_derivative(_of_inputs, ctx, NO_DOUBLE_BACKWARD, *gs)
+        return first_derivative(_input_gradients, ctx, NO_DOUBLE_BACKWARD, *gs)
 
 
-def _of_inputs(ctx: Any, saved: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
+def _input_gradients(ctx: Any, saved: Sequence[Any], *gs: Tensor) -> tuple[Any, ...]:
     own, parts = ctx.own, ctx.parts
     own.saved_tensors = saved
     try:
@@ -188,10 +188,10 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         with ops.without_autocast(ops.autocast_device(g)):
-            return first_derivative(_of_weights, ctx, NO_DOUBLE_BACKWARD, g)
+            return first_derivative(_weight_gradients, ctx, NO_DOUBLE_BACKWARD, g)
 
 
-def _of_weights(ctx: Any, _: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
+def _weight_gradients(ctx: Any, _: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     parts: _LayerNodes = ctx.parts
     if parts.delayed_gradients is None:
         raise RuntimeError(

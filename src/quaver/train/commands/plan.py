@@ -16,7 +16,7 @@ from quaver.costs.hardware import Gpu
 from quaver.costs.ledger import LinearCost
 from quaver.recipes.spec import GemmSpec, Recipe
 from quaver.recipes.text import shown, suggest
-from quaver.reference.optimizer_state import PRESETS, of_matrix, plain
+from quaver.reference.optimizer_state import PRESETS, matrix_footprint, plain
 from quaver.train import config as optimizer_name
 from quaver.train import config as recipe_name
 from quaver.train.memory import flat_shape, matrices, projections
@@ -246,7 +246,7 @@ def optimizers(planned: ModelPlan) -> dict[str, int]:
             optimizer_name.check_optimizer(name, recipe)
             how, moments = chosen.weights(recipe, "bfloat16"), chosen.moments[0]
             bytes_by_optimizer[name] = sum(
-                of_matrix(chosen.preset, shape, how, recipe.fprop.b, moments).total for shape in shapes
+                matrix_footprint(chosen.preset, shape, how, recipe.fprop.b, moments).total for shape in shapes
             )
     return bytes_by_optimizer
 

@@ -13,7 +13,7 @@ from quaver.costs.decoder import DecoderBlock, DecoderShape, WeightMatrix, deeps
 from quaver.costs.steps import StepCost
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import shown, suggest
-from quaver.reference.optimizer_state import of_matrix, plain
+from quaver.reference.optimizer_state import matrix_footprint, plain
 from quaver.train import config as optimizer_name
 from quaver.train import config as recipe_name
 from quaver.train.memory import projections
@@ -138,8 +138,8 @@ def trained(optimizer: str, recipe: Recipe, codes: bool) -> tuple[float, float, 
     if chosen.preset is None:
         return table, table, table
     formats = chosen.weights(recipe, "bfloat16", codes), chosen.others("bfloat16")
-    matrix = of_matrix(chosen.preset, shape, formats[0], recipe.fprop.b, own).total / math.prod(shape)
-    head = of_matrix(chosen.preset, shape, formats[1], None, others).total / math.prod(shape)
+    matrix = matrix_footprint(chosen.preset, shape, formats[0], recipe.fprop.b, own).total / math.prod(shape)
+    head = matrix_footprint(chosen.preset, shape, formats[1], None, others).total / math.prod(shape)
     return matrix, table, head
 
 

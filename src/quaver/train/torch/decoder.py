@@ -383,14 +383,14 @@ class Balance:
     @torch.no_grad()
     def end(self, finite: Tensor) -> Tensor:
         """Update biases after a step if its numbers were finite; returns the input of `extra_metrics`, float32 [n]."""
-        of_all = self.mean(self.sums.clone())
+        totals = self.mean(self.sums.clone())
         number, parts = self.experts.number, self.ranks
-        of_all[:, : number + 1] = (of_all[:, : number + 1] * parts).round()
-        of_all[:, number + 1 :] /= self.micro_batches
+        totals[:, : number + 1] = (totals[:, : number + 1] * parts).round()
+        totals[:, number + 1 :] /= self.micro_batches
         if self.experts.bias_rate:
             for layer, mixture in enumerate(self.mixtures):
-                mixture.router.update_bias(of_all[layer, :number] * finite, self.experts.bias_rate)
-        return of_all.float().flatten()
+                mixture.router.update_bias(totals[layer, :number] * finite, self.experts.bias_rate)
+        return totals.float().flatten()
 
     def extra_metrics(self, numbers: list[float]) -> dict[str, float]:
         """Return the entries for a step's metrics from the result of `end`."""

@@ -38,10 +38,12 @@ def optimizer_of(model: nn.Module, config: TrainConfig, stage: int = 0) -> torch
     for p in model.parameters():
         kind = "embedding" if id(p) in tables else "head" if id(p) in heads else "matrices"
         kinds[kind if p.ndim >= 2 else "vectors"].append(p)
-    of_kind: dict[str, dict[str, Any]] = {"embedding": {"preset": "float32"}, "vectors": {"weight_decay": 0.0}}
+    options_of_kind: dict[str, dict[str, Any]] = {"embedding": {"preset": "float32"}, "vectors": {"weight_decay": 0.0}}
     if chosen.rule == "muon":
-        of_kind = {kind: of_kind.get(kind, {}) | {"rule": "adamw"} for kind in ("head", "embedding", "vectors")}
-    groups = [{"params": own, **of_kind.get(kind, {})} for kind, own in kinds.items() if own]
+        options_of_kind = {
+            kind: options_of_kind.get(kind, {}) | {"rule": "adamw"} for kind in ("head", "embedding", "vectors")
+        }
+    groups = [{"params": own, **options_of_kind.get(kind, {})} for kind, own in kinds.items() if own]
     options: dict[str, Any] = {"weight_decay": config.weight_decay, "preset": chosen.preset}
     options["seed"] = config.seed + (stage << 32)
     betas = (config.beta1, config.beta2)
@@ -59,10 +61,10 @@ def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     parameters = list(model.parameters())
     # The fused optimizer steps a group at once and requires the same device mesh within a group.
     groups = [
-        {"params": of_kind, "weight_decay": config.weight_decay if matrices else 0.0}
+        {"params": group, "weight_decay": config.weight_decay if matrices else 0.0}
         for mesh in dict.fromkeys(map(mesh_of, parameters))
         for matrices in (True, False)
-        if (of_kind := [p for p in parameters if (p.ndim >= 2) is matrices and mesh_of(p) == mesh])
+        if (group := [p for p in parameters if (p.ndim >= 2) is matrices and mesh_of(p) == mesh])
     ]
     return torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), fused=True)
 
@@ -256,8 +258,8 @@ def clip_gradients(model: nn.Module, largest: float, group: TorchProcessGroup | 
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
-    for of_mesh in by_mesh.values():
-        torch.nn.utils.clip_grads_with_norm_(of_mesh, largest, norm)
+    for mesh_parameters in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(mesh_parameters, largest, norm)
     return norm
 
 

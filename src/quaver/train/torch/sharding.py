@@ -133,8 +133,8 @@ class Pipeline:
         self.shape = (config.batch // group.sizes.fsdp, group.tokens(config), model.config.dim)
         stages = [pipeline_stage(part, part.index, count, self._example(part), group=self.among) for part in self.parts]
         kind = get_schedule_class(config.pp_schedule)
-        of_rank: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
-        self.schedule = kind(of_rank, config.accumulate, _MicrobatchLoss(config.accumulate), scale_grads=False)
+        rank_stages: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        self.schedule = kind(rank_stages, config.accumulate, _MicrobatchLoss(config.accumulate), scale_grads=False)
 
     def _example(self, part: StageModule) -> Tensor:
         device = self.group.device
@@ -149,20 +149,20 @@ class Pipeline:
 
     def step(self, batches: Tensor) -> Tensor:
         """Return the mean loss, float32 [], of micro-batches int64 [accumulate, B, S + 1], and accumulate gradients."""
-        of_schedule: dict[str, Any] = {}
+        schedule_arguments: dict[str, Any] = {}
         inputs: tuple[Tensor, ...] = ()
         losses: list[Tensor] = []
         if self.rank == self.holders[0]:
             inputs = (self.group.cut(batches[..., :-1].flatten(0, 1)),)
         if self.rank == self.holders[-1]:
             targets = self.group.cut(batches[..., 1:].flatten(0, 1))
-            of_schedule = {"targets": targets, "target": targets, "losses": losses}
+            schedule_arguments = {"targets": targets, "target": targets, "losses": losses}
         with qt.autocast(self.recipe):
-            self.schedule.step(*inputs, **of_schedule)
+            self.schedule.step(*inputs, **schedule_arguments)
         total = torch.zeros((), dtype=torch.float32, device=batches.device)
         for loss in losses:
             total += loss.detach()
-        return self._of_last(total)
+        return self._from_last_stage(total)
 
     def loss(self, batch: Tensor) -> Tensor:
         """Return the mean loss, float32 [], of a batch int64 [B, S + 1], without gradients."""
@@ -179,9 +179,11 @@ class Pipeline:
             if index < last and self.holders[index + 1] != rank:
                 dist.send(x.contiguous(), ranks[self.holders[index + 1]], self.among)
         has_last = self.holders[-1] == self.rank
-        return self._of_last(x.squeeze() if has_last else torch.zeros((), dtype=torch.float32, device=batch.device))
+        return self._from_last_stage(
+            x.squeeze() if has_last else torch.zeros((), dtype=torch.float32, device=batch.device)
+        )
 
-    def _of_last(self, value: Tensor) -> Tensor:
+    def _from_last_stage(self, value: Tensor) -> Tensor:
         """Broadcast a number from the last stage."""
         dist.broadcast(value, dist.get_process_group_ranks(self.among)[self.holders[-1]], self.among)
         return value
@@ -362,15 +364,15 @@ def read(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     Raises: ValueError if it does not fit.
     """
     reader = HuggingFaceStorageReader(str(folder))
-    of_model = restrict_to_saved(model.state_dict(), reader.read_metadata().state_dict_metadata)
-    of_optimizer = first_states(model, optimizer)
-    whole = {**of_model, **of_optimizer}
+    model_state = restrict_to_saved(model.state_dict(), reader.read_metadata().state_dict_metadata)
+    optimizer_state = first_states(model, optimizer)
+    whole = {**model_state, **optimizer_state}
     try:
         dcp.load(whole, storage_reader=reader)
     except CheckpointException as error:
         raise ValueError(short_text(error)) from error
-    model.load_state_dict({name: whole[name] for name in of_model})
-    load_state(model, optimizer, {name: whole[name] for name in of_optimizer})
+    model.load_state_dict({name: whole[name] for name in model_state})
+    load_state(model, optimizer, {name: whole[name] for name in optimizer_state})
 
 
 def restrict_to_saved(state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class FusedAdam(Adam):
         super().__init__(params, lr, betas, eps, weight_decay, preset=preset)
 
     def rule(self, group: Mapping[str, Any], preset: Preset) -> AdamRule:
-        return AdamRule.of_group(group, preset, self.decoupled)
+        return AdamRule.from_group(group, preset, self.decoupled)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("decoupled", "capturable", "use_decoupled_grad", "set_grad_none", "_step_supports_amp_scaling")

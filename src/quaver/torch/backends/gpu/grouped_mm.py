@@ -25,7 +25,7 @@ from quaver.torch.backends.gpu import capture, scaled_mm
 from quaver.torch.backends.gpu.device import architecture, why_no_kernels
 from quaver.torch.backends.gpu.scaled_mm import matrix, role, wide
 from quaver.torch.numerics import grouped, reference
-from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, in_lines, of_groups
+from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, gather_groups, in_lines
 from quaver.torch.numerics.quantized import BLOCKS, ROWS, Quantized, spread, swizzle
 
 # ---- grouped GEMMs of decoded operands ----
@@ -42,7 +42,7 @@ def finished_rows(y: Tensor, bias: Tensor | None, offsets: GroupOffsets) -> Tens
     """Add the bias, and zero the rows of tokens that belong to no group, which the GEMM leaves uninitialized."""
     group = offsets.slots(1).group
     if bias is not None:
-        y = y.add_(of_groups(bias, group).to(y.dtype))
+        y = y.add_(gather_groups(bias, group).to(y.dtype))
     return y.masked_fill_((group == offsets.groups).unsqueeze(1), 0.0)
 
 
@@ -150,7 +150,7 @@ def bf16_matmul(
 def _columns(column_scales: Tensor, offsets: GroupOffsets, n: int) -> Tensor:
     """Return the column scales of each token's group, [T, n]."""
     scale = column_scales.expand(offsets.groups * n, 1) if column_scales.numel() == 1 else column_scales
-    return of_groups(scale.view(offsets.groups, n), offsets.slots(1).group)
+    return gather_groups(scale.view(offsets.groups, n), offsets.slots(1).group)
 
 
 def bf16_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: Any) -> Tensor:
@@ -434,7 +434,7 @@ def _swizzled(a: GroupedOperand) -> Tensor:
     group = a.slots.group[:: width * BLOCKS]
     group_blocks = a.slots.filled // (width * BLOCKS)
     first = group_blocks.cumsum(0) - group_blocks
-    before, own = of_groups(first, group), of_groups(group_blocks, group)
+    before, own = gather_groups(first, group), gather_groups(group_blocks, group)
     column = torch.arange(across, dtype=torch.int64, device=scale.device)
     row = torch.arange(tall, dtype=torch.int64, device=scale.device).unsqueeze(1)
     none = group == a.slots.groups

@@ -412,7 +412,7 @@ def _computes_a_linear(module: nn.Module, known: dict[Any, bool]) -> bool:
     if set(module._parameters) - {"weight", "bias"} or module._modules or module._buffers:
         return False
 
-    def of_dtype(dtype: torch.dtype) -> nn.Module:
+    def build_copy(dtype: torch.dtype) -> nn.Module:
         shapes = {"weight": SMALL[::-1], "bias": SMALL[1:]}
         names = [name for name, p in module._parameters.items() if p is not None]
         copied: Any = bare_copy(module, {}, {name: random_tensor(shapes[name], dtype, len(name)) for name in names})
@@ -422,7 +422,7 @@ def _computes_a_linear(module: nn.Module, known: dict[Any, bool]) -> bool:
     key = class_key(module)
     if key not in known:
         known[key] = not differs(
-            of_dtype,
+            build_copy,
             lambda layer, x: F.linear(x, layer.weight, layer.bias),
             lambda dtype: ((x,) for x in rows(SMALL[0], dtype)),
         )

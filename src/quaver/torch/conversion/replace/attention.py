@@ -221,7 +221,7 @@ def _attention_differs(attends: Any) -> str:
 
         return run
 
-    def of_dtype(dtype: torch.dtype) -> nn.Module:
+    def build_copy(dtype: torch.dtype) -> nn.Module:
         module: Any = nn.Identity()
         module.num_key_value_groups, module.is_causal = 2, True
         return module
@@ -233,4 +233,4 @@ def _attention_differs(attends: Any) -> str:
         for mask in (None, seen, padded):
             yield *(random_tensor((2, heads, 5, 16), dtype, i) for i, heads in enumerate((4, 2, 2))), mask
 
-    return differs(of_dtype, of(functools.partial(_attend, attends)), inputs, of(attends))
+    return differs(build_copy, of(functools.partial(_attend, attends)), inputs, of(attends))

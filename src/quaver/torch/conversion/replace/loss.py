@@ -53,17 +53,17 @@ class LossFormula:
     scale: float = 1.0
     soft_cap: float | None = None
     #: Names of arguments that make the forward or the loss function compute another loss.
-    others_ask: frozenset[str] = frozenset()
+    other_arguments: frozenset[str] = frozenset()
     #: Attributes of the model and its configuration, as they were compared.
     attributes: Named = ()
-    of_config: Named = ()
+    config_values: Named = ()
 
     def __str__(self) -> str:
         return "head and loss, without logits in training"
 
-    def of(self, model: Any, hidden: Tensor, labels: Tensor, **of_loss: Any) -> Tensor:
+    def of(self, model: Any, hidden: Tensor, labels: Tensor, **loss_arguments: Any) -> Tensor:
         """Return the loss of hidden states [B, S, H] and labels [B, S]."""
-        targets, count = of_loss.get("shift_labels"), of_loss.get("num_items_in_batch")
+        targets, count = loss_arguments.get("shift_labels"), loss_arguments.get("num_items_in_batch")
         if targets is None:
             targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         x = hidden if self.scale == 1 else hidden * self.scale
@@ -112,14 +112,14 @@ class FusedLoss(FusedModule):
         if patched(self, called=True) or changed(self.__dict__, formula.attributes) or not _plain_head(self):
             return super().forward(*args, **kwargs)
         passed = dict(zip((formula.first,), args, strict=False)) | kwargs
-        of_loss = {name: passed[name] for name in OF_THE_LOSS if name in passed}
-        of_body = {
+        loss_arguments = {name: passed[name] for name in OF_THE_LOSS if name in passed}
+        body_arguments = {
             name: value
             for name, value in passed.items()
             if name not in OF_THE_HEAD and (formula.takes is None or name in formula.takes)
         }
-        outputs = self._modules[formula.body](**of_body)  # type: ignore[misc]
-        loss = formula.of(self, outputs[0], labels, **of_loss)
+        outputs = self._modules[formula.body](**body_arguments)  # type: ignore[misc]
+        loss = formula.of(self, outputs[0], labels, **loss_arguments)
         return formula.output(loss=loss, **{name: getattr(outputs, name, None) for name in formula.others})
 
 
@@ -140,8 +140,8 @@ def _needs_original(model: Any, kwargs: dict[str, Any]) -> bool:
         or getattr(config, "return_dict", True) is False
         or bool(kwargs.get("output_router_logits") or getattr(config, "output_router_logits", False))
         or model.loss_function is not formula.loss
-        or any(kwargs.get(name) is not None for name in formula.others_ask)
-        or changed(config.__dict__, formula.of_config)
+        or any(kwargs.get(name) is not None for name in formula.other_arguments)
+        or changed(config.__dict__, formula.config_values)
     )
 
 
@@ -207,20 +207,24 @@ def _formula_of(model: Any) -> tuple[LossFormula | None, str]:
         return None, "its forward names no input"
     if not _passes_inputs_on(model, frozenset(own)):
         return None, "its forward passes other tensors to its body than it receives"
-    of_loss = inspect.signature(model.loss_function).parameters
-    others_ask = frozenset({*own, *of_loss}) - {*parameters, "self", "kwargs", "logits", "vocab_size"} - KNOWN
-    of_config = fixed({name: value for name, value in model.config.__dict__.items() if "logit" in name})
+    loss_parameters = inspect.signature(model.loss_function).parameters
+    other_arguments = (
+        frozenset({*own, *loss_parameters}) - {*parameters, "self", "kwargs", "logits", "vocab_size"} - KNOWN
+    )
+    config_values = fixed({name: value for name, value in model.config.__dict__.items() if "logit" in name})
     common = (*names, first, takes, model.loss_function, type(output), others)
-    candidates = (LossFormula(*common, scale, cap, others_ask, of_config=of_config) for scale, cap in _numbers(model))
+    candidates = (
+        LossFormula(*common, scale, cap, other_arguments, config_values=config_values) for scale, cap in _numbers(model)
+    )
     return first_equal(
         candidates,
         lambda dtype: _small(model, dtype),
         # Each way to count tokens.
         lambda dtype: iter([({},), ({"num_items_in_batch": COUNT},), ({"shift_labels": IDS.roll(1, 1)},)]),
         "no scale or soft cap of its logits reproduces its loss",
-        ours=lambda formula, copied, of_loss: formula.of(copied, copied._modules[names[0]].states, IDS, **of_loss)[
-            None
-        ],
+        ours=lambda formula, copied, loss_arguments: formula.of(
+            copied, copied._modules[names[0]].states, IDS, **loss_arguments
+        )[None],
         theirs=lambda copied, more: copied(input_ids=IDS, labels=IDS, **more).loss[None],
     )
 

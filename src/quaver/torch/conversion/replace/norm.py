@@ -109,7 +109,7 @@ def formula_of(module: Any) -> tuple[NormFormula | None, str]:
         return None, why
     (width,) = widths
 
-    def of_dtype(dtype: torch.dtype) -> nn.Module:
+    def build_copy(dtype: torch.dtype) -> nn.Module:
         values = {name: random_tensor((width,), dtype, i, 0.5, 0.2) for i, name in enumerate(names)}
         return bare_copy(module, {}, values)
 
@@ -117,7 +117,7 @@ def formula_of(module: Any) -> tuple[NormFormula | None, str]:
         return ((x,) for x in rows(width, dtype))
 
     otherwise = "no normalization of Quaver reproduces its outputs"
-    return first_equal(_candidates(module, names), of_dtype, inputs, otherwise)
+    return first_equal(_candidates(module, names), build_copy, inputs, otherwise)
 
 
 def _width(module: nn.Module) -> int:

@@ -87,8 +87,8 @@ def _between(ends: tuple[int, ...], queries: Span, keys: Span) -> tuple[Tensor, 
     """
     cut = [[min(max(end, a), b) - a for end in ends] for a, b in (queries, keys)]
     pairs = list(dict.fromkeys(zip(*cut, strict=True)))
-    of_queries, of_keys = zip(*pairs, strict=True)
-    return _lengths(of_queries), _lengths(of_keys)
+    query_ranges, key_ranges = zip(*pairs, strict=True)
+    return _lengths(query_ranges), _lengths(key_ranges)
 
 
 def _lengths(ends: tuple[int, ...]) -> Tensor:
@@ -271,8 +271,8 @@ class _RingAttentionFunction(torch.autograd.Function):
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
             for rows, columns, block in _blocks(step, q, across, *masked_by):
                 operands = grad[:, :, rows], queries[:, :, rows], keys[:, :, columns], values[:, :, columns]
-                of_block = comm.backward(*operands, merged.rows(rows), block)
-                for x, part, g in zip((dq, dk, dv), (rows, columns, columns), of_block, strict=True):
+                block_grads = comm.backward(*operands, merged.rows(rows), block)
+                for x, part, g in zip((dq, dk, dv), (rows, columns, columns), block_grads, strict=True):
                     x[:, :, part] += g
             if sums is not None:
                 # Add the gradients that the previous ranks computed for the keys present here.
@@ -315,10 +315,10 @@ def _blocks(
     order, rank = across.order, across.rank
     tokens = q.shape[2] * order.ranks
     length = tokens // order.chunks
-    of_keys = order.spans((rank - step) % order.ranks, tokens)
+    key_spans = order.spans((rank - step) % order.ranks, tokens)
     for i, queries in enumerate(order.spans(rank, tokens)):
         first, last = sight.keys_of(*queries, tokens)
-        for j, keys in enumerate(of_keys):
+        for j, keys in enumerate(key_spans):
             if keys[0] >= last or keys[1] <= first:
                 continue
             hidden, bias = sight.hidden(queries, keys, q.device), sight.bias(queries, keys, q.device)

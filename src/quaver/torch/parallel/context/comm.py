@@ -121,35 +121,39 @@ class CausalWindow(NamedTuple):
         """Return bool [1, 1, queries, keys], True where a query does not see a key; None if all are visible."""
         if not self.hides_some(queries, keys):
             return None
-        of_queries, of_keys = (torch.arange(a, b, dtype=torch.int64, device=device) for a, b in (queries, keys))
-        of_queries = of_queries[:, None]
+        query_positions, key_positions = (
+            torch.arange(a, b, dtype=torch.int64, device=device) for a, b in (queries, keys)
+        )
+        query_positions = query_positions[:, None]
         hidden = torch.zeros((), dtype=torch.bool, device=device)
         if self.ends is not None:
             starts = torch.tensor(self.ends, dtype=torch.int64, device=device)
             sequence_of_queries, sequence_of_keys = (
-                torch.bucketize(x, starts[1:], right=True) for x in (of_queries, of_keys)
+                torch.bucketize(x, starts[1:], right=True) for x in (query_positions, key_positions)
             )
             hidden = hidden | (sequence_of_queries != sequence_of_keys)
             last = starts.shape[0] - 1
-            of_queries, of_keys = (
+            query_positions, key_positions = (
                 x - starts[s.clamp(max=last)]
-                for x, s in ((of_queries, sequence_of_queries), (of_keys, sequence_of_keys))
+                for x, s in ((query_positions, sequence_of_queries), (key_positions, sequence_of_keys))
             )
-        ahead = of_keys - of_queries
+        ahead = key_positions - query_positions
         if self.right >= 0:
             hidden = hidden | (ahead > self.right)
         if self.left >= 0:
             hidden = hidden | (ahead < -self.left)
         if self.chunk is not None:
-            hidden = hidden | (of_keys // self.chunk != of_queries // self.chunk)
+            hidden = hidden | (key_positions // self.chunk != query_positions // self.chunk)
         return hidden[None, None] if hidden.dim() else None
 
     def bias(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | None:
         """Return the ALiBi bias, float32 [B or 1, H, queries, keys]; None without slopes."""
         if self.slopes is None:
             return None
-        of_queries, of_keys = (torch.arange(a, b, dtype=torch.int64, device=device) for a, b in (queries, keys))
-        return alibi(self.slopes, (of_keys - of_queries[:, None])[None, None])
+        query_positions, key_positions = (
+            torch.arange(a, b, dtype=torch.int64, device=device) for a, b in (queries, keys)
+        )
+        return alibi(self.slopes, (key_positions - query_positions[:, None])[None, None])
 
 
 # ---- communication ----
@@ -334,7 +338,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: ScoreBlock) -> MergedSoftmax
     scores, _ = _scores(q, k, block)
     top = scores.amax(-1)
     p = (scores - _finite(top).unsqueeze(-1)).exp_()
-    return MergedSoftmax(_of_groups(p, v), top, p.sum(-1))
+    return MergedSoftmax(_grouped_product(p, v), top, p.sum(-1))
 
 
 def backward(
@@ -352,21 +356,21 @@ def backward(
     scores, slope = _scores(q, k, block)
     p = (scores - _finite(merged.top).unsqueeze(-1)).exp_()
     p /= torch.where(merged.total == 0, 1.0, merged.total).unsqueeze(-1)
-    ds = (_of_groups(grad, v.mT) - merged.out).mul_(p)
+    ds = (_grouped_product(grad, v.mT) - merged.out).mul_(p)
     if block.hidden is not None:
         # Remove NaN from 0 times a NaN or infinity of a masked key.
         ds = ds.masked_fill(block.hidden, 0)
     if slope is not None:
         ds = ds * slope
     groups = k.shape[1]
-    dq = _of_groups(ds, k).mul_(block.scale)
+    dq = _grouped_product(ds, k).mul_(block.scale)
     dk = _summed(ds, q, groups).mul_(block.scale)
     return dq, dk, _summed(p, grad, groups)
 
 
 def _scores(q: Tensor, k: Tensor, block: ScoreBlock) -> tuple[Tensor, Tensor | None]:
     """Return the scores [B, H, Sq, Sk], -inf where masked, and the derivative of the soft cap or None."""
-    scores, slope = _of_groups(q, k.mT).mul_(block.scale), None
+    scores, slope = _grouped_product(q, k.mT).mul_(block.scale), None
     if block.soft_cap is not None:
         soft_capped = torch.tanh(scores / block.soft_cap)
         scores, slope = soft_capped * block.soft_cap, 1 - soft_capped * soft_capped
@@ -382,7 +386,7 @@ def _finite(top: Tensor) -> Tensor:
     return torch.where(top == -torch.inf, 0.0, top)
 
 
-def _of_groups(x: Tensor, y: Tensor) -> Tensor:
+def _grouped_product(x: Tensor, y: Tensor) -> Tensor:
     """Compute x [B, H, n, k] @ y [B, G, k, m] for grouped heads: each head of x uses its group's y."""
     groups = y.shape[1]
     return (x.unflatten(1, (groups, -1)) @ y.unsqueeze(2)).flatten(1, 2)

@@ -71,14 +71,14 @@ class OperandAmaxes(NamedTuple):
     tensor: Tensor | None
 
 
-def own_amaxes(x: Tensor, operand: WeightOperand, of_blocks: bool, of_tensor: bool) -> OperandAmaxes:
+def own_amaxes(x: Tensor, operand: WeightOperand, need_blocks: bool, need_tensor: bool) -> OperandAmaxes:
     """Return what a rank's rows x [n, K] contribute to the agreed amaxes: those of blocks, of the weight, or both."""
-    if not (of_blocks or of_tensor):
+    if not (need_blocks or need_tensor):
         return OperandAmaxes(None, None)
     y = operand.oriented(x).to(torch.float32)
     bits = magnitude_bits(rotate(y) if operand.spec.hadamard else y)
-    blocks = reference.block_bits(bits, operand.spec) if of_blocks else None
-    if not of_tensor:
+    blocks = reference.block_bits(bits, operand.spec) if need_blocks else None
+    if not need_tensor:
         return OperandAmaxes(blocks, None)
     largest = bits.amax().view(1, 1) if bits.numel() else bits.new_zeros((1, 1))
     return OperandAmaxes(blocks, torch.where(largest < SMALLEST_NORMAL_BITS, 0, largest))
@@ -285,8 +285,8 @@ class GatheredWeightState:
             spec = operand.spec
             crosses_fsdp = operand.block[0] is None
             crosses_tp = self.tp_axis is not None and operand.block[self.tp_axis] is None
-            of_tensor = (spec.two_level or self.recipe.delayed is not None) and not spec.per_tensor
-            blocks, tensor = amaxes = own_amaxes(x, operand, crosses_fsdp or crosses_tp, of_tensor)
+            need_tensor = (spec.two_level or self.recipe.delayed is not None) and not spec.per_tensor
+            blocks, tensor = amaxes = own_amaxes(x, operand, crosses_fsdp or crosses_tp, need_tensor)
             self.amaxes[operand.gemm] = amaxes
             if blocks is not None:
                 reductions.append((blocks, (over_fsdp if crosses_fsdp else []) + (over_tp if crosses_tp else [])))

@@ -114,11 +114,11 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
     need_input, need_weight, need_bias = needs
     ranks: TensorParallelComm = call.comm
     recipe, whole = call.recipe, None
-    of_dgrad: Any = None
+    dgrad_operand: Any = None
     if need_input and ranks.overlaps(g, ranks.local_weight, recipe.dgrad):
-        of_dgrad = g
+        dgrad_operand = g
         if not ranks.layout.column:
-            whole, of_dgrad = gathered_product(g, ranks.local_weight.t(), ranks.group, ranks.batches)
+            whole, dgrad_operand = gathered_product(g, ranks.local_weight.t(), ranks.group, ranks.batches)
     q: Any = general.quantize_grad(call, g, (need_input, need_weight, False), None)[0]
     codes = plain = transposed = None
     if isinstance(q, Quantized):
@@ -126,7 +126,7 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
     if whole is not None:
         # dgrad has gathered it already.
         plain = cache(lambda: whole)
-    elif (need_weight and recipe.wgrad.a is None) or (need_input and of_dgrad is None and codes is None):
+    elif (need_weight and recipe.wgrad.a is None) or (need_input and dgrad_operand is None and codes is None):
         plain = cache(ranks.gather("grad_output", g))
     if need_weight and recipe.wgrad.a is None:
         transposed = _transposed(plain)
@@ -135,10 +135,10 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
     elif need_weight:
         own = general.transpose_grad(call, g, (q, None, None, None, None))[0]
         transposed = ranks.gather("grad_output.T", own)
-    if of_dgrad is None:
-        of_dgrad = plain if codes is None else codes
+    if dgrad_operand is None:
+        dgrad_operand = plain if codes is None else codes
     grad_bias = _bias_gradient(ranks, g, bias_dtype) if need_bias else None
-    return of_dgrad, None, transposed, None, grad_bias
+    return dgrad_operand, None, transposed, None, grad_bias
 
 
 def _transposed(pending: Any) -> comm.Pending:
@@ -153,7 +153,7 @@ def transpose_grad(call: LinearCall, g: Tensor, operands: Operands) -> tuple[Any
 
 def _bias_gradient(ranks: TensorParallelComm, g: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum g [T, N] over tokens, and over ranks if tokens are sharded."""
-    own = dtype if ranks.layout.axis("grad_output") != 0 else of_sums(dtype)
+    own = dtype if ranks.layout.axis("grad_output") != 0 else accumulation_dtype(dtype)
     total = ops.bias_gradient(g, own) if own in ops.DTYPES and g.dtype in ops.DTYPES else g.sum(0, dtype=own)
     if ranks.layout.axis("grad_output") == 0:
         total = comm.sum_parts(total, ranks.group, "gradients")()
@@ -175,7 +175,7 @@ def fprop(call: LinearCall, x: Any, _: None, weight: Any, __: None, bias: Tensor
         return y if bias is None else y + bias
     if column:
         return general.fprop(call, x(), None, weight, None, bias)
-    total = ranks.sum(_product(call, call.recipe.fprop, x(), weight, of_sums(call.dtype)))()
+    total = ranks.sum(_product(call, call.recipe.fprop, x(), weight, accumulation_dtype(call.dtype)))()
     return (total if bias is None else total + bias).to(call.dtype)
 
 
@@ -189,7 +189,7 @@ def dgrad(call: LinearCall, g: Any, _: None, weight: Any, __: None, bias: None) 
         return g if isinstance(g, Tensor) else _product(call, call.recipe.dgrad, g(), weight, call.dtype)
     if isinstance(g, Tensor):
         return scattered_product(g, ranks.local_weight.t(), ranks.group, ranks.batches)
-    return ranks.sum(_product(call, call.recipe.dgrad, g(), weight, of_sums(call.dtype)))
+    return ranks.sum(_product(call, call.recipe.dgrad, g(), weight, accumulation_dtype(call.dtype)))
 
 
 def wgrad(call: LinearCall, g: comm.Pending, _: None, x: comm.Pending, __: None, dtype: torch.dtype) -> Tensor:
@@ -227,6 +227,6 @@ def plain_product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None 
     return general.high_precision(a, b, dtype, bias)
 
 
-def of_sums(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which ranks compute partial sums: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32

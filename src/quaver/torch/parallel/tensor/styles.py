@@ -35,9 +35,9 @@ class _ShardedLinear(ParallelStyle):
     of_heads = False
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        of_weight = Shard(self.layout.weight_axis)
-        of_bias = Shard(0) if self.layout.column else Replicate()
-        placements = {"weight": of_weight, "bias": of_bias}
+        weight_placement = Shard(self.layout.weight_axis)
+        bias_placement = Shard(0) if self.layout.column else Replicate()
+        placements = {"weight": weight_placement, "bias": bias_placement}
         _check(module, self, device_mesh, placements)
         self._settle(device_mesh)
         if isinstance(module, Quantizable):

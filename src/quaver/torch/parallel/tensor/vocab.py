@@ -18,7 +18,7 @@ from quaver.torch.linear.general import is_prequantized
 from quaver.torch.nn.loss import REDUCTIONS, LossConfig, added, chunk_of, scaled, why_no_targets
 from quaver.torch.operations import ops
 from quaver.torch.parallel import comm
-from quaver.torch.parallel.tensor.plan import of_sums, plain_product
+from quaver.torch.parallel.tensor.plan import accumulation_dtype, plain_product
 from quaver.torch.parallel.tensor.sequence import SequenceLayout, gathered
 from quaver.torch.parallel.tensor.sharded_module import ShardedModule
 from quaver.torch.state.history.sync import check_agreement, describe_tensor
@@ -355,8 +355,8 @@ def loss_over_ranks(
     parts = ranks if layout.sequence else 1
     chunk = chunk or chunk_of(labels.numel(), local_weight.shape[0], dtype)
     call = _HeadLossCall(words, parts, dtype, rule, reduction, chunk, torch.is_grad_enabled())
-    of_bias: Any = head._parameters.get("bias")
-    local = None if of_bias is None else of_bias.to_local()
+    sharded_bias: Any = head._parameters.get("bias")
+    local = None if sharded_bias is None else sharded_bias.to_local()
     y: Tensor = _VocabParallelHeadLoss.apply(call, local_weight, x, weight.to_local(), local, labels)
     return y
 
@@ -398,10 +398,10 @@ class _VocabParallelHeadLoss(torch.autograd.Function):
         else:
             count, *grads = ctx.saved_tensors
             scale = g if count is None else g / count
-        of_x, of_weight, of_bias = (
+        grad_x, grad_weight, grad_bias = (
             None if grad is None else scaled(grad, scale, to) for grad, to in zip(grads, dtypes, strict=True)
         )
-        return None, None, None if of_x is None else of_x.view(shape), of_weight, of_bias, None
+        return None, None, None if grad_x is None else grad_x.view(shape), grad_weight, grad_bias, None
 
 
 def _group_by_rank(values: Tensor, ranks: int) -> Tensor:
@@ -431,16 +431,16 @@ def _chunks(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the losses of all tokens, and the gradients of x, weight and bias selected by `needs`, or None."""
     dtype, rule, words = call.dtype, call.rule, call.words
-    wide, (of_x, of_weight, of_bias) = of_sums(dtype), needs
+    wide, (need_x, need_weight, need_bias) = accumulation_dtype(dtype), needs
     labels = _group_by_rank(targets, call.ranks)
     factors = None if scales is None else _group_by_rank(scales, call.ranks)
     with torch.no_grad(), ops.without_autocast(ops.autocast_device(x)):
         w, b = local_weight.to(dtype), None if bias is None else bias.detach().to(dtype)
         flat = x.detach().reshape(-1, x.shape[-1]).to(dtype)
         losses = x.new_empty(labels.shape, dtype=wide)
-        grad_x = flat.new_empty(flat.shape) if of_x else None
-        grad_weight = w.new_zeros(w.shape, dtype=wide) if of_weight and not flat.shape[0] else None
-        grad_bias = w.new_zeros(w.shape[0], dtype=wide) if of_bias else None
+        grad_x = flat.new_empty(flat.shape) if need_x else None
+        grad_weight = w.new_zeros(w.shape, dtype=wide) if need_weight and not flat.shape[0] else None
+        grad_bias = w.new_zeros(w.shape[0], dtype=wide) if need_bias else None
         step = max(1, call.chunk // call.ranks)
         spans = [(at, min(at + step, flat.shape[0])) for at in range(0, flat.shape[0], step)]
         coming = _tokens(call, flat, spans, 0)
@@ -459,13 +459,13 @@ def _chunks(
             grad = gradient(z.clone() if z is logits else z, tangent, shared, label_ids, token_factors, rule, words).to(
                 dtype
             )
-            if of_x:
+            if need_x:
                 partial = plain_product(grad, w.t(), wide)
                 if summed is not None:
                     grad_x[summed[0] : summed[1]] = summed[2]()  # type: ignore[index]
                 sums = comm.scatter_sums if call.ranks > 1 else comm.sum_parts
                 summed = start, end, sums(partial, words.group)
-            if of_weight:
+            if need_weight:
                 grad_weight = added(grad_weight, grad, tokens)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=wide)
