@@ -116,17 +116,17 @@ def hidden(mask_type: str, mask: Mask | None, window: tuple[int, int] | None, sh
         assert not isinstance(mask, tuple) and mask is not None
         parts.append(_fit("mask", mask, shape))
     elif takes_mask:
-        of_queries, of_keys = mask if isinstance(mask, tuple) else (mask, mask)
-        assert of_queries is not None and of_keys is not None
-        for name, tokens, length in (("queries", of_queries, queries), ("keys", of_keys, keys)):
+        query_mask, key_mask = mask if isinstance(mask, tuple) else (mask, mask)
+        assert query_mask is not None and key_mask is not None
+        for name, tokens, length in (("queries", query_mask, queries), ("keys", key_mask, keys)):
             if tokens.shape != (batch, length):
                 raise ValueError(
                     f"the padding mask of the {name} has shape {tokens.shape}, expected {(batch, length)}; "
                     "give (mask of queries, mask of keys) where they differ"
                 )
-        parts += [of_queries[:, None, :, None], of_keys[:, None, None, :]]
+        parts += [query_mask[:, None, :, None], key_mask[:, None, None, :]]
         if mask_type.endswith("bottom_right"):
-            shift = ((~of_keys).sum(-1) - (~of_queries).sum(-1))[:, None, None, None]
+            shift = ((~key_mask).sum(-1) - (~query_mask).sum(-1))[:, None, None, None]
     left, right = window or (-1, -1)
     if causal:
         right = 0 if right < 0 else min(right, 0)
@@ -275,10 +275,10 @@ def projections(heads: int, groups: int, dim: int, fused: bool, cross: bool) -> 
     query = KernelMatrix((heads, dim), ("embed", "heads", "head_dim"))
     if not fused:
         return {"query": query} | dict.fromkeys(("key", "value"), KernelMatrix((groups, dim), query.axes))
-    of_groups = ("embed", "heads", None, "head_dim")
+    kv_axes = ("embed", "heads", None, "head_dim")
     if cross:
-        return {"query": query, "kv": KernelMatrix((groups, 2, dim), of_groups)}
-    return {"qkv": KernelMatrix((groups, heads // groups + 2, dim), of_groups)}
+        return {"query": query, "kv": KernelMatrix((groups, 2, dim), kv_axes)}
+    return {"qkv": KernelMatrix((groups, heads // groups + 2, dim), kv_axes)}
 
 
 def project(

@@ -178,14 +178,14 @@ def _combine_forward(k: int, rows: Array, places: Array, weights: Array | None) 
 def _combine_backward(k: int, saved: Any, g: Array) -> tuple[Any, ...]:
     rows, places, weights = saved
     sources = _inverse(places, rows.shape[0])
-    of_rows = _gather(k, g, sources, places)
+    grad_rows = _gather(k, g, sources, places)
     if weights is None:
-        return of_rows, None, None
+        return grad_rows, None, None
     factors = _taken(weights.reshape(-1).astype(_wide(g).dtype), sources)
-    of_rows = (_wide(of_rows) * factors[:, None]).astype(g.dtype)
+    grad_rows = (_wide(grad_rows) * factors[:, None]).astype(g.dtype)
     each, along = places.reshape(-1, k), _wide(g)
     products = [(_wide(_taken(rows, each[:, j])) * along).sum(1) for j in range(k)]
-    return of_rows, None, jnp.stack(products, 1).astype(weights.dtype)
+    return grad_rows, None, jnp.stack(products, 1).astype(weights.dtype)
 
 
 _combine.defvjp(_combine_forward, _combine_backward)
@@ -196,14 +196,14 @@ def _take_quantized(q: Quantized, sources: Array, k: int) -> Quantized:
     token = jnp.where(sources < 0, q.shape[0], sources // k)
     zeros = quantize(jnp.zeros((1, q.shape[1]), jnp.float32), q.spec)
 
-    def moved(of_rows: Array, of_zeros: Array) -> Array:
-        narrow = of_rows.dtype.itemsize == 1
+    def gather(rows: Array, zero_row: Array) -> Array:
+        narrow = rows.dtype.itemsize == 1
         as_integers = partial(lax.bitcast_convert_type, new_dtype=np.uint8 if narrow else np.uint32)
-        both = jnp.concatenate([as_integers(of_rows), as_integers(of_zeros)])
-        return lax.bitcast_convert_type(both[token], of_rows.dtype)
+        both = jnp.concatenate([as_integers(rows), as_integers(zero_row)])
+        return lax.bitcast_convert_type(both[token], rows.dtype)
 
-    scale = q.scale if q.spec.block[0] is None else moved(q.scale, zeros.scale)
-    return replace(q, data=moved(q.data, zeros.data), scale=scale, shape=(sources.shape[0], q.shape[1]))
+    scale = q.scale if q.spec.block[0] is None else gather(q.scale, zeros.scale)
+    return replace(q, data=gather(q.data, zeros.data), scale=scale, shape=(sources.shape[0], q.shape[1]))
 
 
 # ---- routing: `quaver.torch.route` for JAX arrays ----
@@ -280,8 +280,8 @@ def route(
         gradients, relative RMS 1e-6 of float64 in float32.
     """
     logits = array("route", "logits", logits)
-    of_bias = None if bias is None else jnp.shape(bias)
-    check_route(logits.shape, k, scores, softmax_first, groups, top_groups, best_of_group, of_bias, normalize)
+    bias_shape = None if bias is None else jnp.shape(bias)
+    check_route(logits.shape, k, scores, softmax_first, groups, top_groups, best_of_group, bias_shape, normalize)
     z = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     late = scores == "softmax" and not softmax_first
     score = z if late else SCORES[scores](z)

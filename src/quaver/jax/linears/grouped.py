@@ -110,8 +110,8 @@ def _fprop(call: LinearContext, x: Array, w: Array, layout: "GroupedLayout", sta
 
 
 def _forward(call: LinearContext, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array, Any]:
-    (x, w, sizes, state), (of_x, of_w, _, of_state) = unwrapped(x, w, sizes, state)
-    perturbed, argument_w = [of_x, of_w, False, of_state], w
+    (x, w, sizes, state), (perturbs_x, perturbs_w, _, perturbs_state) = unwrapped(x, w, sizes, state)
+    perturbed, argument_w = [perturbs_x, perturbs_w, False, perturbs_state], w
     x, w, _, state = check_gradients(call, x, w, None, state, perturbed)
     recipe, state = call.recipe, buffers.rolled_and_checked(state, call.recipe)
     layout = _layout(recipe, x, sizes)

@@ -148,8 +148,8 @@ class DenseGeneral(nnx.Module):
             raise ValueError(f"in_features {inputs} and axis {axis} name different numbers of axes")
         draw = options.rngs.params
         matrix = options.kernel_init(draw(), (math.prod(rows), math.prod(columns)), options.param_dtype)
-        of_kernel = _metadata(options.kernel_axes, options.kernel_metadata)
-        self.kernel = nnx.Param(matrix.reshape(*rows, *columns), **of_kernel)
+        kernel_metadata = _metadata(options.kernel_axes, options.kernel_metadata)
+        self.kernel = nnx.Param(matrix.reshape(*rows, *columns), **kernel_metadata)
         self.bias = nnx.data(None)
         if options.use_bias:
             vector = options.bias_init(draw(), (math.prod(columns),), options.param_dtype)
@@ -257,14 +257,14 @@ def value_and_grad(
 
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
         out, gradients = run(*args, **kwargs)
-        of_parameters = []
+        parameter_grads = []
         for number, gradient in zip(numbers, gradients, strict=True):
             after, rest = nnx.split_state(gradient, OverwriteWithGradient, ...)
             before = nnx.state(args[number], OverwriteWithGradient)
             following = state.update(nnx.to_pure_dict(before), nnx.to_pure_dict(after))
             nnx.replace_by_pure_dict(before, following)
             nnx.update(args[number], before)
-            of_parameters.append(rest)
-        return out, of_parameters[0] if isinstance(argnums, int) else tuple(of_parameters)
+            parameter_grads.append(rest)
+        return out, parameter_grads[0] if isinstance(argnums, int) else tuple(parameter_grads)
 
     return value_and_gradients

@@ -222,10 +222,10 @@ class TransformerLayer(nnx.Module):
         )
         self.cross_attention = nnx.data(None)
         if memory is not None:
-            of_cross = of_cross_attention(options) | of_part(options, "cross_attention")
-            self.cross_attention = MultiHeadAttention(features, options.heads, memory_features=memory, **of_cross)
-        of_mlp = pick(PartOptions, options) | of_part(options, "mlp")
-        self.mlp = MLP(features, options.hidden, activation=options.activation, **of_mlp)
+            cross_options = of_cross_attention(options) | of_part(options, "cross_attention")
+            self.cross_attention = MultiHeadAttention(features, options.heads, memory_features=memory, **cross_options)
+        mlp_options = pick(PartOptions, options) | of_part(options, "mlp")
+        self.mlp = MLP(features, options.hidden, activation=options.activation, **mlp_options)
         if options.parallel:
             self.norm = norm_of(options, features)
         else:

@@ -148,9 +148,9 @@ def _product(x: Array, inverse: Array) -> Array:
     small = bits < SMALLEST_NORMAL_BITS
     factor = jnp.where(small, lax.bitcast_convert_type(bits.astype(jnp.float32), jnp.int32), bits)
     binade = _binade(factor) - jnp.where(small, W(149), W(0))
-    of_inverse = lax.bitcast_convert_type(inverse, jnp.int32)
-    p = lax.bitcast_convert_type(_mantissa(factor) * _mantissa(of_inverse), jnp.int32)
-    e = _binade(p) + binade + _binade(of_inverse)
+    inverse_bits = lax.bitcast_convert_type(inverse, jnp.int32)
+    p = lax.bitcast_convert_type(_mantissa(factor) * _mantissa(inverse_bits), jnp.int32)
+    e = _binade(p) + binade + _binade(inverse_bits)
     p = p & W(0x7FFFFF)
     normal = _float_of_bits(p | (jnp.clip(e, W(-126), W(127)) + W(127)) << W(23))
     normal = jnp.where(e > W(127), F(np.inf), normal)
@@ -305,9 +305,9 @@ def _expanded(blocks: Array) -> tuple[Array, Array]:
     # c = √(largest × smallest): halve the exponent of the product, and leave its lowest bit to the mantissa.
     e = _binade(largest) + _binade(smallest)
     c = jnp.sqrt(_mantissa(largest) * _mantissa(smallest) * two_to_the(e & W(1))) * two_to_the(e >> W(1))
-    of_c = lax.bitcast_convert_type(c, jnp.int32)
-    s = jnp.exp2(k * _log2_ratio(largest, of_c)) / F(E4M3.max)
-    power = jnp.exp2(k * _log2_ratio(jnp.where(counted, bits, W(0x3F800000)), of_c)) / s
+    c_bits = lax.bitcast_convert_type(c, jnp.int32)
+    s = jnp.exp2(k * _log2_ratio(largest, c_bits)) / F(E4M3.max)
+    power = jnp.exp2(k * _log2_ratio(jnp.where(counted, bits, W(0x3F800000)), c_bits)) / s
     y = jnp.minimum(jnp.where(counted & usable, power, F(0)), F(E4M3.max))
     codes = _format(y, StateSpec(code="e4m3").of, E4M3, None)
     negative = (lax.bitcast_convert_type(blocks, jnp.int32) < W(0)) & (codes > W(0))

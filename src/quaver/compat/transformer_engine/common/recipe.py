@@ -174,8 +174,8 @@ class MXFP8BlockScaling(Recipe):
             return built
         gradient = QuantSpec(E5M2, (1, 32), "e8m0")
         own = None if built.attention is None else replace(built.attention, grad_output=gradient)
-        of_gradients = {name: replace(built.gemms[name], a=gradient) for name in ("dgrad", "wgrad")}
-        return replace(built, attention=own, **of_gradients)  # type: ignore[arg-type]
+        gradient_gemms = {name: replace(built.gemms[name], a=gradient) for name in ("dgrad", "wgrad")}
+        return replace(built, attention=own, **gradient_gemms)  # type: ignore[arg-type]
 
 
 @suggests

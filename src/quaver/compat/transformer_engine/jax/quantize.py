@@ -73,9 +73,9 @@ def _own(theirs: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(f"{where}.{name} is not recorded by Transformer Engine 2.20: leave {THEIRS} out")
         numbers.add(fits[1] or "")
     for number in sorted(numbers):
-        part, of_gradient = PARTS[number]
+        part, gradient_suffix = PARTS[number]
         try:
-            names = [f"{x}{of_gradient if x == 'grad' else number}" for x in OPERANDS]
+            names = [f"{x}{gradient_suffix if x == 'grad' else number}" for x in OPERANDS]
             history = jnp.stack([theirs[f"{name}_amax_history"] for name in names], 1)
             scales = jnp.concatenate([theirs[f"{name}_scale"] for name in names])
         except (KeyError, ValueError, TypeError) as error:

@@ -54,13 +54,13 @@ def moe_permute_and_pad_with_probs(
     Returns:
         Rows, probabilities, the row map, the offset that padding adds to each expert's rows, and the padded sizes.
     """
-    rows, of_rows, row_id_map = moe_permute_with_probs(inp, probs, routing_map)
+    rows, row_probs, row_id_map = moe_permute_with_probs(inp, probs, routing_map)
     target = -(-tokens_per_expert // align_size) * align_size
     moved = (target - tokens_per_expert).cumsum(0) - (target - tokens_per_expert)
     at = row_id_map[2] + moved.to(row_id_map.device)[row_id_map[1]]
     total = int(target.sum())
     padded = rows.new_zeros(total, rows.shape[1]).index_copy(0, at, rows)
-    wide = of_rows.new_zeros(total).index_copy(0, at, of_rows)
+    wide = row_probs.new_zeros(total).index_copy(0, at, row_probs)
     return padded, wide, torch.stack((row_id_map[0], row_id_map[1], at)), moved, target
 
 

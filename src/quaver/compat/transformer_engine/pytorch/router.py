@@ -70,8 +70,8 @@ def fused_moe_aux_loss(
     probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int, num_experts: int, topk: int, coeff: float
 ) -> Tensor:
     """Return the auxiliary loss coeff experts / (topk T²) × Σ over experts of tokens × probabilities."""
-    of_experts = probs.float().sum(0) * tokens_per_expert
-    return of_experts.sum() * (coeff * num_experts / (topk * total_num_tokens**2))
+    expert_loss = probs.float().sum(0) * tokens_per_expert
+    return expert_loss.sum() * (coeff * num_experts / (topk * total_num_tokens**2))
 
 
 def _routing_map(routing: Routing, form: str | int, lead: Sequence[int]) -> Tensor:

@@ -58,8 +58,11 @@ class TransformerLayer(Assembled):
         if decodes:
             arguments = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
             self.inter_attention = attention(attention_type="cross", input_layernorm=True, **arguments)
-        of_mlp: Any = shared(LayerNormMLP, both) | {"activation": activation, "activation_params": activation_params}
-        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, layernorm_epsilon, **of_mlp)
+        mlp_options: Any = shared(LayerNormMLP, both) | {
+            "activation": activation,
+            "activation_params": activation_params,
+        }
+        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, layernorm_epsilon, **mlp_options)
         if output_layernorm:
             kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[others.get("normalization", "LayerNorm")]
             self.layernorm = kind(hidden_size, layernorm_epsilon, **shared(kind, others))

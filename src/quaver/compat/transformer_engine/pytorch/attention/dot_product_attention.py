@@ -134,9 +134,9 @@ def _mask(kind: str, mask: Any, *sides: tuple[Tensor | None, int]) -> Any:
         return mask
     if not kind.startswith("padding"):
         return None
-    of_queries = sides[0][0]
-    if mask is None and of_queries is not None:
-        ends = [(of_queries if e is None else e, n) for e, n in sides]
+    query_ends = sides[0][0]
+    if mask is None and query_ends is not None:
+        ends = [(query_ends if e is None else e, n) for e, n in sides]
         return tuple(torch.arange(n, device=e.device)[None] >= e.diff()[:, None] for e, n in ends)
     if isinstance(mask, tuple):
         return tuple(part.flatten(1) for part in mask)

@@ -43,9 +43,9 @@ class MultiheadAttention(Assembled):
         self.rotary_pos_interleaved, self.norm_first = rotary_pos_interleaved, qk_norm_before_rope
         self.return_layernorm_output = input_layernorm and return_layernorm_output
         q, kv = heads * self.head_dim, self.groups * self.head_dim
-        of_queries, of_keys = {"query": q}, {"key": kv, "value": kv}
+        query_rows, key_rows = {"query": q}, {"key": kv, "value": kv}
         whole, inner = attention_type == "self", others | {"return_bias": False}
-        rows = of_queries | of_keys if whole else of_queries
+        rows = query_rows | key_rows if whole else query_rows
         #: Name of the first projection: of queries, and for self attention also of keys and values.
         self.input_module = ("layernorm_" if input_layernorm else "") + ("qkv" if whole else "query")
         if input_layernorm:
@@ -59,7 +59,7 @@ class MultiheadAttention(Assembled):
             first = Linear(hidden_size, sum(rows.values()), parameters_split=split, **inner)
         self.register_module(self.input_module, first)
         if not whole:
-            split = None if fuse_qkv_params else of_keys
+            split = None if fuse_qkv_params else key_rows
             self.key_value = Linear(hidden_size, 2 * kv, parameters_split=split, **inner)
         core: Any = {"layer_number": layer_number, "softmax_type": softmax_type, "softcap": softcap}
         core |= {"attn_mask_type": attn_mask_type, "window_size": window_size, "qkv_format": qkv_format}
@@ -110,8 +110,8 @@ class MultiheadAttention(Assembled):
         if angles is not None:
             pair = angles if isinstance(angles, tuple) else (angles, angles)
             start = None if cache is None else cache.get_seqlens_pre_step().to(q.device)
-            of_q, of_kv = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
-            both = (q, pair[0], of_q), (k, pair[1], of_q if of_kv is None else of_kv)
+            cu_seqlens_q, cu_seqlens_kv = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
+            both = (q, pair[0], cu_seqlens_q), (k, pair[1], cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv)
             layout, interleaved = self.core_attention.layout, self.rotary_pos_interleaved
             q, k = (apply_rotary_pos_emb(x, f, layout, start, interleaved, cu_seqlens=e) for x, f, e in both)
         if not self.norm_first:

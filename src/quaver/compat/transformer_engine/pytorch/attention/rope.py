@@ -50,8 +50,8 @@ def apply_rotary_pos_emb(
     first = torch.arange(angles.shape[-1], device=t.device)
     first = first % 2 == 0 if interleaved else first < angles.shape[-1] // 2
     start, ends = 0 if start_positions is None else start_positions, cu_seqlens if tensor_format == "thd" else None
-    of_tokens = angles[positions_of(t, tensor_format, None, start, ends)].unsqueeze(-2)
-    return apply_rotary(t, of_tokens.cos(), torch.where(first, -1.0, 1.0) * of_tokens.sin(), interleaved)
+    token_angles = angles[positions_of(t, tensor_format, None, start, ends)].unsqueeze(-2)
+    return apply_rotary(t, token_angles.cos(), torch.where(first, -1.0, 1.0) * token_angles.sin(), interleaved)
 
 
 def apply_fused_qkv_rotary_pos_emb(
