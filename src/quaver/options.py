@@ -109,8 +109,8 @@ def _checked(init: Any, known: inspect.Signature) -> Any:
 
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     checked.__signature__ = known.replace(parameters=[this, *known.parameters.values()])  # type: ignore[attr-defined]
-    of_options = {name: option.annotation for name, option in known.parameters.items()}
-    checked.__annotations__ = of_options | {"return": inspect.signature(init).return_annotation}
+    option_annotations = {name: option.annotation for name, option in known.parameters.items()}
+    checked.__annotations__ = option_annotations | {"return": inspect.signature(init).return_annotation}
     return checked
 
 

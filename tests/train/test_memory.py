@@ -55,7 +55,7 @@ def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> N
     expected = memory.training_footprint(MODELS[model], 256, optimizer, first.recipe, config.dtype, codes=not later)
     assert expected.weight == bytes_of([*parameters, *scales])
     assert expected.gradient == bytes_of(gradients)
-    assert expected.beside + expected.moments == bytes_of(states)
+    assert expected.additional + expected.moments == bytes_of(states)
 
 
 def test_presets_use_the_promised_memory() -> None:

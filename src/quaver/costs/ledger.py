@@ -181,10 +181,10 @@ def values_at_once(recipe: Recipe, gpu: Gpu, *sizes: int) -> bool:
     pairs = (recipe.fprop.a, recipe.wgrad.b), (recipe.fprop.b, recipe.dgrad.b), (recipe.dgrad.a, recipe.wgrad.a)
     if any(spec is not None and spec.rounding != "nearest" for pair in pairs[:2] for spec in pair):
         return False
-    return all(_of_one_kernel(spec, other) for spec, other in pairs if spec is not None and other is not None)
+    return all(_in_one_kernel(spec, other) for spec, other in pairs if spec is not None and other is not None)
 
 
-def _of_one_kernel(spec: QuantSpec, other: QuantSpec) -> bool:
+def _in_one_kernel(spec: QuantSpec, other: QuantSpec) -> bool:
     height, width = spec.block
     plain = not spec.hadamard and (spec == other or spec.two_level)
     if spec.two_level:
@@ -194,7 +194,7 @@ def _of_one_kernel(spec: QuantSpec, other: QuantSpec) -> bool:
     return plain and powers and spec.rounding == "nearest"
 
 
-def _of_values(recipe: Recipe, shapes: dict[str, tuple[int, int]], gpu: Gpu) -> dict[str, Cost]:
+def _tensor_costs(recipe: Recipe, shapes: dict[str, tuple[int, int]], gpu: Gpu) -> dict[str, Cost]:
     """Return the cost of writing the bf16 values of each tensor [rows, columns], and the input's codes for backward."""
     costs = {}
     for name, wanted in copies(recipe, gpu).items():
@@ -215,7 +215,7 @@ def saved_code_bytes(copy: QuantizedCopy, rows: int, columns: int) -> float:
     return written(copy, rows, columns) + wide * rows * columns - scales
 
 
-def _of_products(recipe: Recipe, sizes: dict[str, tuple[int, int, int]], gpu: Gpu) -> dict[str, GemmCost]:
+def _gemm_costs(recipe: Recipe, sizes: dict[str, tuple[int, int, int]], gpu: Gpu) -> dict[str, GemmCost]:
     """Return the GEMMs on such values: wgrad decodes the saved codes, and one launch rounds both results of
     backward.
     """
@@ -368,8 +368,8 @@ def layer(
     }
     gemms = {name: gemm(spec, *sizes[name], card) for name, spec in recipe.gemms.items()}
     if values_at_once(recipe, card, tokens, in_features, out_features):
-        tensors = _of_values(recipe, {name: shape[:2] for name, shape in shapes.items()}, card)
-        gemms = _of_products(recipe, sizes, card)
+        tensors = _tensor_costs(recipe, {name: shape[:2] for name, shape in shapes.items()}, card)
+        gemms = _gemm_costs(recipe, sizes, card)
     tensors["weight"] *= 1 / micro_batches
     plain = GemmSpec(None, None)
     return LinearCost(

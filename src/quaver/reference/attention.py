@@ -156,10 +156,10 @@ def attention_head_backward(
         dbias = wide * (dp - delta[:, None])
         ds = (dbias * head.slope).astype(np.float32)
         dsq, dst = quantize(ds, spec.grad_output), quantize(ds.T, spec.grad_output)
-        of_sink = 0.0 if sink is None else np.exp(sink - head.logsumexp)
+        sink_weight = 0.0 if sink is None else np.exp(sink - head.logsumexp)
         dv = matmul(_transposed(head.p), dot) / (1 - dropout)
         dq, dk = matmul(dsq, kt) * scale, matmul(dst, qt) * scale
-        return HeadGradients(do, vq, dot, dsq, kt, dst, qt, dq, dk, dv, dbias, -float((of_sink * delta).sum()))
+        return HeadGradients(do, vq, dot, dsq, kt, dst, qt, dq, dk, dv, dbias, -float((sink_weight * delta).sum()))
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, spec: AttentionSpec, **options: Any) -> np.ndarray:

@@ -444,13 +444,13 @@ class Footprint:
 
     weight: int
     #: Master, residual or remainder.
-    beside: int
+    additional: int
     gradient: int
     moments: int
 
     @property
     def total(self) -> int:
-        return self.weight + self.beside + self.gradient + self.moments
+        return self.weight + self.additional + self.gradient + self.moments
 
     @property
     def moved(self) -> int:
@@ -483,19 +483,19 @@ def matrix_footprint(
         moments: 2 for Adam, 1 for Lion and for SGD with momentum.
     """
     number = shape[0] * shape[1]
-    beside = 0
+    additional = 0
     if weight_storage == "codes":
         assert spec is not None
         rows, columns = spec.blocks(*shape)
         weight = number + rows * columns * (1 if spec.scale == "e8m0" else 4)
-        beside = number * _RESIDUAL_BYTES[preset.codes] + (4 if preset.codes == "float16" else 0)
+        additional = number * _RESIDUAL_BYTES[preset.codes] + (4 if preset.codes == "float16" else 0)
     else:
         weight = number * _FLOATS[weight_storage]
-        beside = number * _RESIDUAL_BYTES[preset.bfloat16] if weight_storage == "bfloat16" else 0
+        additional = number * _RESIDUAL_BYTES[preset.bfloat16] if weight_storage == "bfloat16" else 0
     specs = (preset.first, preset.second)[:moments]
     gradient_kind = preset.gradient
     if isinstance(gradient_kind, StateSpec):
         gradient = gradient_kind.bytes(shape)
     else:
         gradient = number * min(_FLOATS[gradient_kind], _FLOATS.get(weight_storage, 4))
-    return Footprint(weight, beside, gradient, sum(each.bytes(shape) for each in specs))
+    return Footprint(weight, additional, gradient, sum(each.bytes(shape) for each in specs))

@@ -181,7 +181,7 @@ def initial_values(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple
     for name, shape in parameters(config, vocab).items():
         last = name.rpartition(".")[2]
         if last in ("dt_bias", "A_log"):
-            yield name, _of_heads(last, random.random(shape, np.float32))
+            yield name, _initial_head_values(last, random.random(shape, np.float32))
         elif len(shape) > 1:
             deviates = np.float32(initial_std(name, shape, config))
             yield name, random.standard_normal(shape, np.float32) * deviates
@@ -190,7 +190,7 @@ def initial_values(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple
             yield name, np.full(shape, 0.0 if zero else 1.0, np.float32)
 
 
-def _of_heads(name: str, drawn: np.ndarray) -> np.ndarray:
+def _initial_head_values(name: str, drawn: np.ndarray) -> np.ndarray:
     """Return initial values of a mixer's heads from random numbers in [0, 1)."""
     if name == "A_log":
         low, high = DECAYS

@@ -384,8 +384,8 @@ def _convert_attention(
 ) -> None:
     """Set each attention module's recipe from the rule that matches its name, and report which ones are quantized."""
     for module, names in instances(model, DotProductAttention):
-        features, of_values = (module.heads * size for size in module.head_dim)
-        rule, _ = choice.decide(names, features, of_values)
+        features, value_features = (module.heads * size for size in module.head_dim)
+        rule, _ = choice.decide(names, features, value_features)
         wanted = None if rule is None else chosen[rule]
         if wanted is not None:
             module.recipe = wanted

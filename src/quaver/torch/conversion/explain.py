@@ -198,18 +198,18 @@ def _groups(
         dtype, (groups, n, k) = _dtype(x), shape
         each = -(-x.shape[0] // max(groups, 1))
         # No values are read: one expanded element represents a large operand.
-        one, of_weight = (torch.empty(1, dtype=d, device=x.device) for d in (x.dtype, weight_dtype))
+        one, weight = (torch.empty(1, dtype=d, device=x.device) for d in (x.dtype, weight_dtype))
         by_name = {
             "input": one.expand(each, k),
-            "weight": of_weight.expand(n, k),
+            "weight": weight.expand(n, k),
             "grad_output": one.expand(each, n),
         }
         operands = by_name | {f"{name}.T": t.t() for name, t in by_name.items()}
         for name in OPERANDS:
             out = weight_dtype if name == "wgrad" else dtype
-            *of_operands, gemm = _gemm(name, recipe, operands, out, stored_spec)
+            *operand_rows, gemm = _gemm(name, recipe, operands, out, stored_spec)
             places = GroupOffsets(offsets, x.shape[0])
-            rows += [_row_of_all_groups(row, recipe, x) for row in of_operands]
+            rows += [_row_of_all_groups(row, recipe, x) for row in operand_rows]
             rows.append(_gemm_of_all_groups(gemm, name, recipe, (n, k), places, out))
     return Explanation(recipe, tuple(rows))
 

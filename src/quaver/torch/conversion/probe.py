@@ -190,7 +190,7 @@ def differs(
             results = []
             for x in inputs(dtype):
                 expected = differentiated(theirs, copied, x)
-                results.append(Results(_of_block(ours, copied, x), expected, lambda x=x: _wide(theirs, copied, x)))  # type: ignore[misc]  # noqa: B023
+                results.append(Results(_run_block(ours, copied, x), expected, lambda x=x: _wide(theirs, copied, x)))  # type: ignore[misc]  # noqa: B023
                 if agree is None and not _agree(dtype, *results[-1]):
                     return _where(dtype, training)
             if agree is not None and not agree(dtype, results):
@@ -238,7 +238,7 @@ def first_of(outputs: Any) -> Tensor:
     return first
 
 
-def _of_block(ours: Function, module: nn.Module, x: Sequence[Any]) -> list[Tensor | None]:
+def _run_block(ours: Function, module: nn.Module, x: Sequence[Any]) -> list[Tensor | None]:
     try:
         return differentiated(ours, module, x)
     except Exception as error:

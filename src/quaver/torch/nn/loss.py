@@ -48,8 +48,8 @@ def _impl(
     dtype: torch.dtype,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *of_rule, chunk, of_x, of_weight, of_bias = options
-    rule = LossConfig(*of_rule)
+    *rule_options, chunk, of_x, of_weight, of_bias = options
+    rule = LossConfig(*rule_options)
     check_targets(targets, weight.shape[0], rule.ignore_index)
     tokens, wide = x.shape[0], torch.float64 if dtype is torch.float64 else torch.float32
     losses = x.new_empty(tokens, dtype=wide)

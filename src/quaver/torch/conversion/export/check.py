@@ -95,8 +95,10 @@ def compare(
     # A factor of two-level scales is in the file, but this check measures it again.
     measured = [scheme.static and scheme.input is not None and scheme.input.two_level for scheme in schemes]
     texts = (scheme.reads + ", which is measured here" * m for scheme, m in zip(schemes, measured, strict=True))
-    of_weights, of_inputs, of_high = (divergence(trained, other) for other in (same, read, high))
-    return ExportCheck(of_weights, of_inputs, of_high, " or ".join(dict.fromkeys(texts)), trained.shape[0])
+    weight_divergence, input_divergence, high_divergence = (divergence(trained, other) for other in (same, read, high))
+    return ExportCheck(
+        weight_divergence, input_divergence, high_divergence, " or ".join(dict.fromkeys(texts)), trained.shape[0]
+    )
 
 
 @contextmanager

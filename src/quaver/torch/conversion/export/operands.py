@@ -524,10 +524,10 @@ def decoded(tensors: Mapping[str, Tensor], method: str) -> Decoded:
     if stored.dtype is torch.float8_e4m3fn:
         scales = E4M3[stored.view(torch.uint8).long()]
         if method == "modelopt":
-            of_tensor = tensors["weight_scale_2"]
-            return Decoded(values, scales * of_tensor, stored, 1.0 / of_tensor)
-        of_tensor = tensors["weight_global_scale"].reshape(())
-        return Decoded(values, scales / of_tensor, stored, of_tensor)
+            tensor_scale = tensors["weight_scale_2"]
+            return Decoded(values, scales * tensor_scale, stored, 1.0 / tensor_scale)
+        tensor_scale = tensors["weight_global_scale"].reshape(())
+        return Decoded(values, scales / tensor_scale, stored, tensor_scale)
     return Decoded(values, stored.reshape(-1, 1) if stored.dim() < 2 else stored)
 
 

@@ -115,7 +115,7 @@ def arguments(layer: nn.Module, layer_context: LayerArguments, x: Tensor) -> dic
         elif name == "alibi":
             passed[name] = None
         elif name == "position_bias" and asks_for_alibi(layer):
-            build: Any = _of_its_file(layer, "build_mpt_alibi_tensor")
+            build: Any = _function_in_module_of(layer, "build_mpt_alibi_tensor")
             passed[name] = build(layer_context.config.num_attention_heads, x.shape[1], device=x.device)
             passed["attention_mask"] = _mask(layer_context, x, boolean=True)
         elif parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
@@ -149,7 +149,7 @@ def _rotaries(layer: nn.Module) -> Iterator[Any]:
     yield from sorted(classes, key=lambda c: ("Vision" in c.__name__, "Text" not in c.__name__))
 
 
-def _of_its_file(layer: nn.Module, name: str) -> Any:
+def _function_in_module_of(layer: nn.Module, name: str) -> Any:
     function = getattr(sys.modules[type(layer).__module__], name, None)
     if function is None:
         raise ValueError(

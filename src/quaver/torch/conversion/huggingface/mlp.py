@@ -110,9 +110,9 @@ def _mixtures(module: nn.Module, config: Any) -> Iterator[MoE]:
         k=_number(config, module, "top_k", "num_experts_per_tok") or 1,
         router_bias=router._parameters.get("bias") is not None,
         balance_bias=read.correction is not None,
-        shared=0 if mlp is None else linear_of(_of_role(mlp, "down"))[0].shape[1],
+        shared=0 if mlp is None else linear_of(_module_in_role(mlp, "down"))[0].shape[1],
         shared_gate=read.gate is not None,
-        shared_fused=mlp is not None and _of_role(mlp, "gate_up", optional=True) is not None,
+        shared_fused=mlp is not None and _module_in_role(mlp, "gate_up", optional=True) is not None,
         layout="kn" if transposed else "nk",
         interleaved=gated and not getattr(stack, "is_concatenated", True),
     )
@@ -125,7 +125,7 @@ def _mixtures(module: nn.Module, config: Any) -> Iterator[MoE]:
         ours: Any = MoE(dim, hidden, choice, activation, **own)
         _fill(ours, read)
         if mlp is not None:
-            linears = {r: linear_of(m) for r in MLP_PARTS if (m := _of_role(mlp, r, optional=True)) is not None}
+            linears = {r: linear_of(m) for r in MLP_PARTS if (m := _module_in_role(mlp, r, optional=True)) is not None}
             _fill_mlp(ours.shared, linears, linears["down"][0].shape[1])
         yield ours
 
@@ -157,7 +157,7 @@ def _read(module: nn.Module) -> _MoESpec | None:
             read.stack = child
         elif "shared" in name and shape[:1] == (1,) and len(shape) == 2 and getattr(child, "bias", None) is None:
             read.gate = child
-        elif "shared" in name and _of_role(child, "down", optional=True) is not None:
+        elif "shared" in name and _module_in_role(child, "down", optional=True) is not None:
             read.mlp = child
         elif len(shape) == 2 and not list(child.children()):
             read.router = child
@@ -179,7 +179,7 @@ def _read(module: nn.Module) -> _MoESpec | None:
     return read
 
 
-def _of_role(mlp: nn.Module, role: str, optional: bool = False) -> Any:
+def _module_in_role(mlp: nn.Module, role: str, optional: bool = False) -> Any:
     """Return the matrix of an MLP for a role such as "down"."""
     for name, child in mlp.named_children():
         if ROLES[role].search(name):
