@@ -97,8 +97,8 @@ def accept_blocks(
     """The same of a model with experts or state spaces, beside what chance alone does."""
     from benchmarks.acceptance.command import of_blocks
 
-    asked = {"steps": steps, "seeds": seeds, "batch": batch, "sequence": sequence, "folder": runs}
-    judge(jobs, of_blocks, model=model, **asked)
+    options = {"steps": steps, "seeds": seeds, "batch": batch, "sequence": sequence, "folder": runs}
+    judge(jobs, of_blocks, model=model, **options)
 
 
 @app.command()
@@ -131,8 +131,8 @@ def accept_optimizers(
     """Train with states in few bits and in float32 on the same eight-bit weights, and judge paired differences."""
     from benchmarks.acceptance import optimizers
 
-    asked = {"recipe": recipe, "steps": steps, "seeds": seeds, "model": model, "batch": batch, "sequence": sequence}
-    judge(jobs, optimizers.plan, optimizers.write if write else None, **asked, folder=runs)
+    options = {"recipe": recipe, "steps": steps, "seeds": seeds, "model": model, "batch": batch, "sequence": sequence}
+    judge(jobs, optimizers.plan, optimizers.write if write else None, **options, folder=runs)
 
 
 @app.command()
@@ -178,14 +178,14 @@ def open_loop(
 
 
 def judge(
-    jobs: int, make: Callable[..., Any] | None = None, write: Callable[[Any], None] | None = None, **of_plan: Any
+    jobs: int, make: Callable[..., Any] | None = None, write: Callable[[Any], None] | None = None, **options: Any
 ) -> None:
     """Train what a plan names and exit with 0 if all of it is accepted."""
     from benchmarks.acceptance.command import Plan, accept
 
     console = Console()
     try:
-        plan = (make or Plan)(**of_plan)
+        plan = (make or Plan)(**options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     try:

@@ -16,7 +16,7 @@ from benchmarks.cases import CASES
 from benchmarks.cases.ranks import PARALLEL
 from benchmarks.measuring import machine, results
 from benchmarks.measuring.figure import Case, Figure, NotMeasurable, Result
-from benchmarks.measuring.timing import of_torch
+from benchmarks.measuring.timing import torch_threads
 from quaver.recipes.text import suggest
 
 COLOURS = {None: "", True: "green", False: "bold red"}
@@ -68,7 +68,7 @@ def run_case(case: Case, quick: bool, threads: int = 1, tell: Tell = lambda resu
         return Result(case=case, figures=tuple(shown), seconds=time.perf_counter() - begun, reason=reason)
 
     try:
-        with of_torch(threads):
+        with torch_threads(threads):
             given = case.measure(quick)
             for figure in given:
                 if figures and figures[-1].subject != figure.subject and not isinstance(given, list):

@@ -87,7 +87,7 @@ def stopwatch(step: Step, steps: int) -> float:
 
 
 @contextmanager
-def of_torch(threads: int) -> Iterator[None]:
+def torch_threads(threads: int) -> Iterator[None]:
     """Context in which torch uses this number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -130,9 +130,9 @@ def emulated() -> str:
             cost = ledger.layer(recipes.get(recipe), side, side, side, slower)
             passes = [*cost.tensors.values(), *(gemm.decoding for gemm in cost.gemms.values())]
             launches = len(cost.gemms) + sum(one.kernels for one in passes)
-            by_tensor = [f"{one.bytes / side**2:.2f}" for one in (*cost.tensors.values(), passes[-1])]
+            tensor_bytes = [f"{one.bytes / side**2:.2f}" for one in (*cost.tensors.values(), passes[-1])]
             cells = [f"{cost.bytes / 1e6:.0f}", f"{launches:.0f}", f"{cost.bf16_seconds * 1e6:.0f}"]
-            rows.append([name, recipe, *by_tensor, *cells, f"{cost.seconds * 1e6:.0f}", f"{1 / cost.speedup:.2f}"])
+            rows.append([name, recipe, *tensor_bytes, *cells, f"{cost.seconds * 1e6:.0f}", f"{1 / cost.speedup:.2f}"])
     head = ["GPU", "recipe", "input, bytes an element", "weight", "grad_output", "saved input dequantized"]
     return markdown([*head, "MB", "launches", "bf16, µs", "emulated, µs", "over bf16"], rows)
 
@@ -143,7 +143,7 @@ ATTENTION_RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 ATTENTION = 8192, 32, 8, 128
 
 
-def of_attention() -> str:
+def attention_table() -> str:
     """Return a table of causal attention in eight bits and bf16, forward and backward."""
     rows, specs = [], {name: recipes.get(name, attention=True).attention for name in ATTENTION_RECIPES}
     for gpu in ("a100", "h100", "h200", "b200"):
@@ -155,13 +155,13 @@ def of_attention() -> str:
     return markdown(["GPU", "bf16, ms", *ATTENTION_RECIPES], rows)
 
 
-def of_runs() -> str:
+def runs_table() -> str:
     """Return a table of published training runs on many GPUs and their predictions."""
     head = ["model, GPUs, batch", "bf16, tokens/s a GPU", "predicted", "eight bits", "predicted", "gain", "predicted"]
     return markdown([*head, ""], runs.cells(runs.judged()))
 
 
-def of_curves() -> str:
+def curves_table() -> str:
     """Tokens a second of a GPU in bf16 by model and count of GPUs, and tensorwise's gain."""
     return markdown(["bf16, tokens/s a GPU (tensorwise)", *(f"{gpus:,}" for gpus in curves.COUNTS)], curves.cells())
 
@@ -176,9 +176,9 @@ TABLES = {
     "floors on a B200": lambda: floors("b200", BLACKWELL),
     "emulated": emulated,
     "models": models,
-    "attention": of_attention,
-    "runs": of_runs,
-    "curves": of_curves,
+    "attention": attention_table,
+    "runs": runs_table,
+    "curves": curves_table,
 }
 
 

@@ -53,10 +53,10 @@ class Setup:
         }
         figures: list[Figure] = []
         for kind, size in sizes.items():
-            of_torch, of_ours, of_recipes = steps(kind == "GPT", size, tokens)
-            for others, rounds, highest in (({OURS: of_ours}, 0, self.highest), (of_recipes, 1, None)):
+            torch_step, our_step, recipe_steps = steps(kind == "GPT", size, tokens)
+            for others, rounds, highest in (({OURS: our_step}, 0, self.highest), (recipe_steps, 1, None)):
                 number = 2 if quick else self.rounds[rounds]
-                timings = interleave({TORCH: of_torch, **others}, rounds=number, steps=1 if quick else self.steps)
+                timings = interleave({TORCH: torch_step, **others}, rounds=number, steps=1 if quick else self.steps)
                 for name, timing in timings.items():
                     if name == TORCH and highest is None:
                         continue

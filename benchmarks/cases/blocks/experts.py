@@ -23,9 +23,9 @@ class Loop(nn.Module):
 
     def __init__(self, moe: qt.MoE) -> None:
         super().__init__()
-        of_moe: Any = moe
-        self.router, self.k = of_moe.router.weight, moe.mixture.k
-        self.up, self.down = of_moe.experts.gate_up_proj.weight, of_moe.experts.down_proj.weight
+        experts_layer: Any = moe
+        self.router, self.k = experts_layer.router.weight, moe.mixture.k
+        self.up, self.down = experts_layer.experts.gate_up_proj.weight, experts_layer.experts.down_proj.weight
 
     def forward(self, x: Tensor) -> Tensor:
         logits = F.linear(x.float(), self.router.float())

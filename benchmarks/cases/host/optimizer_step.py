@@ -33,11 +33,11 @@ def measure(quick: bool) -> list[Figure]:
     features, layers = (128, 2) if quick else (FEATURES, LAYERS)
     subjects: dict[str, Step] = {}
     for name, options in (("torch fused", {"fused": True}), ("torch default", {})):
-        subjects[name] = of_torch(torch.optim.AdamW(parameters(features, layers), **options))
+        subjects[name] = torch_step(torch.optim.AdamW(parameters(features, layers), **options))
     for preset, recipe in OURS:
         name = f"quaver {preset}" + f", {recipe}" * bool(recipe)
-        subjects[name] = of_ours(features, layers, preset, recipe)
-        subjects[f"{name}, compiled"] = of_ours(features, layers, preset, recipe, compile=True)
+        subjects[name] = our_step(features, layers, preset, recipe)
+        subjects[f"{name}, compiled"] = our_step(features, layers, preset, recipe, compile=True)
     missing = ""
     try:
         with peer.silence():
@@ -46,7 +46,7 @@ def measure(quick: bool) -> list[Figure]:
         missing = f"torchao is not measured: {why}"
     else:
         for peers in () if quick else (AdamWFp8, AdamW8bit):
-            subjects[f"torchao {peers.__name__}"] = of_torch(peers(parameters(features, layers)))
+            subjects[f"torchao {peers.__name__}"] = torch_step(peers(parameters(features, layers)))
     with peer.silence():
         times = interleave(subjects, rounds=1 if quick else 3, steps=1)
     default = times["torch default"].ratio
@@ -70,12 +70,12 @@ def parameters(features: int, layers: int) -> list[nn.Parameter]:
     return weights
 
 
-def of_torch(optimizer: Any) -> Step:
+def torch_step(optimizer: Any) -> Step:
     """A step with the same gradients each time."""
     return lambda: optimizer.step()
 
 
-def of_ours(features: int, layers: int, preset: str, recipe: str, **options: Any) -> Step:
+def our_step(features: int, layers: int, preset: str, recipe: str, **options: Any) -> Step:
     """A step of ours: of bfloat16 weights where there is no recipe, of float32 ones for its preset."""
     dtype = torch.float32 if preset == "float32" else torch.bfloat16
     torch.manual_seed(0)

@@ -120,11 +120,11 @@ def tensor(size: Size, quick: bool) -> Iterator[dict[str, Any]]:
     x = batch(size)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in names(quick):
-        nets = {key: in_parts(size, recipe, mesh) for key, recipe in (("wide", "bf16"), ("narrow", name))}
+        nets = {key: tensor_parallel_mlp(size, recipe, mesh) for key, recipe in (("wide", "bf16"), ("narrow", name))}
         yield {"recipe": name, **timed({key: (net, training(net, x)) for key, net in nets.items()}, size)}
 
 
-def in_parts(size: Size, recipe: str, mesh: Any) -> nn.Module:
+def tensor_parallel_mlp(size: Size, recipe: str, mesh: Any) -> nn.Module:
     torch.manual_seed(0)
     hidden = 2 * size.hidden
     net = nn.Sequential(

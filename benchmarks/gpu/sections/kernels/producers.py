@@ -117,10 +117,10 @@ def norm_rows(sizes: Sizes, setting: Setting) -> list[Row]:
         x = torch.randn(min(rows, 1000), dim, device=s.device)
         g = torch.randn_like(x)
         y, mean, inverse = norm.forward(x, gamma, None, "RMSNorm", EPS)
-        dx, of_gamma, _ = norm.backward(g, x, gamma, None, mean, inverse, "RMSNorm")
+        dx, grad_gamma, _ = norm.backward(g, x, gamma, None, mean, inverse, "RMSNorm")
         wide, weight = x.double().requires_grad_(), gamma.double().requires_grad_()
         expected = F.rms_norm(wide, (dim,), weight, EPS)
-        return relative((y, dx, of_gamma), (expected, *torch.autograd.grad(expected, (wide, weight), g.double())))
+        return relative((y, dx, grad_gamma), (expected, *torch.autograd.grad(expected, (wide, weight), g.double())))
 
     inverse = torch.rand(rows, 1, device=setting.device) + 0.5
     mean = torch.empty(0, device=setting.device)

@@ -124,7 +124,7 @@ def stepped(run: Callable[..., Tensor], given: Sequence[Tensor]) -> Step:
     return step
 
 
-def by_name(name: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def with_implementation(name: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Run the function with one implementation."""
 
     def chosen(*given: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def by_name(name: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return chosen
 
 
-def in_plain_torch(step: Step) -> Step:
+def plain_torch(step: Step) -> Step:
     def plain() -> None:
         with qt.only("reference"):
             step()
@@ -151,7 +151,7 @@ def missing(name: str, setting: Setting) -> str:
 
 def timed_scan(setting: Setting, findings: Findings) -> None:
     given = drawn(TOY if setting.toy else TIMED, torch.bfloat16, setting.device)
-    steps: dict[str, Any] = {BASE: in_plain_torch(stepped(scanned, given))}
+    steps: dict[str, Any] = {BASE: plain_torch(stepped(scanned, given))}
     with setting.kernels():
         steps["quaver scan"] = stepped(scanned, given)
     for name in scan.PACKAGES:
@@ -159,7 +159,7 @@ def timed_scan(setting: Setting, findings: Findings) -> None:
         if why:
             findings.failures.append(why)
         else:
-            steps[name] = stepped(by_name(name, scanned), given)
+            steps[name] = stepped(with_implementation(name, scanned), given)
     with setting.kernels():
         report(interleave(steps, setting, findings), findings)
 
