@@ -37,7 +37,7 @@ RANKS = Suite("parallel", "# Benchmarks of two ranks on a CPU", PARALLEL)
 
 
 def chosen(pattern: str | None, suite: Suite = CPU) -> list[Case]:
-    """The cases whose name the pattern matches; all without one. Raises: ValueError if it matches none."""
+    """Return the cases whose name matches the pattern, or all without one. Raises: ValueError if none matches."""
     if pattern is None:
         return list(suite.cases)
     cases = [case for case in suite.cases if fnmatch.fnmatch(case.name, pattern)]
@@ -131,7 +131,7 @@ def written(
     threads: int,
     suite: Suite,
 ) -> list[Path]:
-    """The files of these results."""
+    """Write these results and return the files."""
     heading = suite.heading + (", quick" if quick else "")
     # Results of a part of the cases do not replace those of whole runs.
     part = "" if pattern is None else "-" + re.sub(r"[^\w]+", "-", pattern).strip("-")

@@ -1,1 +1,1 @@
-"""The training runs that a release is accepted by: run, judged, reported; no timing."""
+"""Training runs that decide whether a release is accepted: run, judged and reported, but not timed."""

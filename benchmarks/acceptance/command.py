@@ -95,7 +95,7 @@ BESIDE_CHANCE = (BASELINE, NULL, *BLOCKS)
 
 
 def of_blocks(model: str, **options: Any) -> Plan:
-    """The plan of a model with experts or state spaces, on six seeds of small batches."""
+    """Return the plan for a model with experts or state spaces, with six seeds of small batches."""
     own = {"seeds": 6, "batch": 4, "sequence": 64, "recipes": BESIDE_CHANCE, "name": f"accept-{model}"}
     return Plan(model=model, **own | options)
 
@@ -177,7 +177,7 @@ def start(run: Run) -> "subprocess.Popen[bytes]":
 
 
 def collect(run: Run) -> Outcome:
-    """An ended run's outcome. Raises: RuntimeError with the last line of its log if it left none."""
+    """Return the outcome of a finished run. Raises: RuntimeError with the last line of its log if there is none."""
     if run.result.exists():
         return Outcome(**read(run.result))
     log = Path(run.folder) / "log.txt"

@@ -35,7 +35,7 @@ SHAPE, RECIPE = (2048, 1024), "tensorwise"
 
 
 def plan(recipe: str = RECIPE, **options: Any) -> Plan:
-    """The plan of the optimizers' rows, on six seeds of small batches."""
+    """Return the plan of the optimizers' rows, with six seeds of small batches."""
     rows = (FLOAT32_STATES, NULL, "balanced", "lean", BAD_STATES, optimizer_name.TORCH_ADAMW)
     variants: dict[str, dict[str, Any]] = {row: {"recipe": recipe, "optimizer": row} for row in rows}
     variants[NULL] = {"recipe": recipe, "optimizer": FLOAT32_STATES, "nudge": NUDGE}
@@ -85,7 +85,7 @@ def summary(page: str) -> list[str]:
 
 
 def _rows(page: str, marks: tuple[str, str]) -> Iterator[list[str]]:
-    """The cells of a section's first table."""
+    """Yield the cells of a section's first table."""
     inside = page.partition(marks[0])[2].partition(marks[1])[0].strip().split("\n\n")[1]
     for line in inside.splitlines()[2:]:
         yield [cell.strip() for cell in line.strip("|").split("|")]

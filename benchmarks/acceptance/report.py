@@ -1,4 +1,4 @@
-"""The table of paired runs: differences from the first row, their standard errors, and a verdict each."""
+"""Table of paired runs: differences from the first row, standard errors, and verdicts."""
 
 import dataclasses
 import statistics
@@ -111,7 +111,7 @@ class Acceptance:
 
     @property
     def numbers(self) -> range:
-        """The seeds."""
+        """Return the seeds."""
         return range(self.first, self.first + self.seeds)
 
     @property
@@ -124,7 +124,7 @@ class Acceptance:
         return {seed: loss for seed, loss in by_seed.items() if loss is not None}
 
     def differences(self, recipe: str, other: str) -> tuple[float, ...]:
-        """A row's losses minus another one's, by seed."""
+        """Return a row's losses minus another row's, by seed."""
         own, base = self.losses(recipe), self.losses(other)
         return tuple(own[seed] - base[seed] for seed in own if seed in base)
 
@@ -165,7 +165,7 @@ class Acceptance:
         )
 
     def cells(self, row: Row) -> dict[str, str]:
-        """A row as text, by column."""
+        """Return a row as text, by column."""
         rule = self.rules.get(row.recipe)
         other = next(iter(self.also.values()), "")
         share = row.clamped
@@ -186,14 +186,14 @@ class Acceptance:
         }
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Columns that are not empty, and cells."""
+        """Return the non-empty columns, and the cells."""
         lines = [self.cells(row) for row in self.rows()]
         columns = [column for column in lines[0] if any(line[column] for line in lines)]
         return columns, [[line[column] for column in columns] for line in lines]
 
 
 def mean_of(differences: tuple[float, ...]) -> str:
-    """The mean with its standard error."""
+    """Return the mean and its standard error."""
     mean, error = paired(differences)
     return "" if mean is None else f"{mean:+.4f}" + ("" if error is None else f" ± {error:.4f}")
 
@@ -237,7 +237,7 @@ def setting(done: Acceptance) -> str:
 
 
 def explained(done: Acceptance) -> str:
-    """The verdict, and how to read the table."""
+    """Return the verdict and an explanation of the table."""
     sentences = ["Accepted." if done.accepted else "**Not accepted.**"]
     if done.verdict is not None:
         sentences.append(done.verdict(done)[1])

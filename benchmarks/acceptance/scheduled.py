@@ -20,7 +20,7 @@ ALONE, SCHEDULE, LATE = "nvfp4", "nvfp4 until 85%, bf16", "null at the change"
 
 
 def plan(steps: int = 300, seeds: int = 3, first: int = 0, model: str = "tiny", **options: Any) -> Plan:
-    """The plan of the schedule. Raises: ValueError for seeds that have no standard error, or too few steps."""
+    """Return the plan of the schedule. Raises: ValueError for seeds that have no standard error, or too few steps."""
     if seeds < 2:
         raise ValueError(f"seeds is {seeds}, of which there is no standard error; give 2 or more")
     end = config.parse_phases(SCHEDULE)[0].end

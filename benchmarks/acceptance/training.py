@@ -127,7 +127,7 @@ def control(name: str) -> Recipe:
 
 
 def train(run: Run) -> Outcome:
-    """Train, going on where an interrupted run stopped, and look at what was quantized."""
+    """Train, or resume an interrupted run, and check what was quantized."""
     begun = time.perf_counter()
     if run.optimizer:
         return dataclasses.replace(train_optimizer(run), seconds=time.perf_counter() - begun)
@@ -175,7 +175,7 @@ def train(run: Run) -> Outcome:
 
 
 def train_optimizer(run: Run) -> Outcome:
-    """Train by a row of `OPTIMIZERS`, without checkpoints, the learning rate falling to 1 %."""
+    """Train with a row of `OPTIMIZERS`, without checkpoints; the learning rate falls to 1 %."""
     PRESETS.update(OPTIMIZERS)  # of this process alone
     config = TrainConfig(
         model=run.model,
@@ -265,7 +265,7 @@ def nudge_weights(config: TrainConfig, nudge: float) -> None:
 
 
 def weight_errors(done: TrainResult, recipe: Recipe) -> dict[str, float]:
-    """The quantization error of every converted layer's weight.
+    """Return the quantization error of every converted layer's weight.
 
     Raises: RuntimeError if head or embedding are quantized, or a converted layer loses nothing, as if it were not.
     """
@@ -332,7 +332,7 @@ def check_attention(model: nn.Module, recipe: Recipe) -> None:
 
 
 def check(errors: dict[str, float]) -> dict[str, float]:
-    """The errors by layer. Raises: RuntimeError if one is no loss at all, as if the layer were not quantized."""
+    """Return the errors by layer. Raises: RuntimeError if one is 0, as if the layer were not quantized."""
     for name, error in errors.items():
         if not error > 0:
             raise RuntimeError(f"the weight of {name} has a quantization error of {error}: is it quantized?")

@@ -1,4 +1,4 @@
-"""The registry of cases: a new one is a file and a line here; how to measure is not said here."""
+"""Registry of cases. A new case is a file and a line here."""
 
 from benchmarks.cases.blocks import attention_noise, block_memory, block_speed, experts, state_space
 from benchmarks.cases.host import host_cost, imports, optimizer_step

@@ -1,4 +1,4 @@
-"""The command line. It sets what must be set before Triton is imported, so it imports nothing of ours above `main`."""
+"""The command line. `main` sets variables before Triton is imported, so all imports of Quaver are inside it."""
 
 import argparse
 import importlib.util

@@ -20,7 +20,7 @@ def facts(machine: Mapping[str, str]) -> list[str]:
 
 
 def case_lines(case: Done) -> list[str]:
-    """A case as it is printed: a line for each subject."""
+    """Return the printed lines of a case, one for each subject."""
     subjects: dict[str, list[str]] = {}
     for figure in case.figures:
         subjects.setdefault(figure.subject, []).append(f"{figure.column} {figure}")
@@ -29,7 +29,7 @@ def case_lines(case: Done) -> list[str]:
 
 
 def summary(done: Sequence[Result], machine: Mapping[str, str], dry: bool) -> list[str]:
-    """The judged rows, and what failed."""
+    """Return the rows with targets, and the failures."""
     failed = [f"  ! {result.case.name}: {result.reason}" for result in done if result.reason]
     head = ["", WORTHLESS] if dry else []
     rows = targets.judge(done, machine["card"])
@@ -39,7 +39,7 @@ def summary(done: Sequence[Result], machine: Mapping[str, str], dry: bool) -> li
 
 
 def write(done: Sequence[Result], machine: Mapping[str, str], options: Options) -> list[Path]:
-    """Both files, in the results' folder and in $OUT; those of a dry run in the folder alone, if one is named."""
+    """Write both files to the results' folder and to $OUT; for a dry run only to the folder, if one is given."""
     out = None if options.dry else os.environ.get("OUT")
     folders = [folder for folder in (options.folder, Path(out) if out else None) if folder is not None]
     if not folders:

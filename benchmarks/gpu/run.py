@@ -33,7 +33,7 @@ MARK = "benchmarks.gpu: "
 
 
 def chosen(names: Iterable[str]) -> list[Section]:
-    """The sections of these names, all without any. Raises: ValueError for an unknown one."""
+    """Return the sections with these names, or all if none is given. Raises: ValueError for an unknown one."""
     for name in names:
         if name not in SECTIONS:
             raise ValueError(f"no section {name!r}; {suggest(name, SECTIONS)}")
@@ -164,7 +164,7 @@ def elsewhere(section: Section, options: Options, seconds: float, tell: Callable
 def one_process(
     section: Section, options: Options, deadline: float, finished: list[str], tell: Callable[[Done], None]
 ) -> tuple[str | None, int | None]:
-    """The case that was running when the process ended, if one was, and its exit code, None if it was killed."""
+    """Run a section's process; return the case running at its end, if any, and its exit code, None if it was killed."""
     command = command_of(section, options, deadline - time.monotonic(), finished)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment())
     with process:
@@ -205,7 +205,7 @@ def pump(stream: IO[str], lines: "queue.Queue[str | None]") -> None:
 
 
 def environment() -> Mapping[str, str]:
-    """A process's: the path that this one has, and no interpreter."""
+    """Return a child's environment: this process's PYTHONPATH, and no Triton interpreter."""
     path = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": "0"}
 

@@ -18,7 +18,7 @@ COLUMNS = ("target", "wanted", "reached", "verdict")
 
 
 class Goal(NamedTuple):
-    """A row."""
+    """A target of a section's rows."""
 
     what: str
     section: str
@@ -34,7 +34,7 @@ class Goal(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A goal with what was found."""
+    """A goal and the measured figure."""
 
     what: str
     target: Target
@@ -102,7 +102,7 @@ GOALS = (
 
 
 def judge(done: Sequence[Result], card: str) -> list[Row]:
-    """A row for each goal."""
+    """Return a row for each goal."""
     return [row(goal, done, card) for goal in GOALS]
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe() -> dict[str, str]:
-    """Facts by name, in the order in which they are shown."""
+    """Return properties by name, in the displayed order."""
     return {
         "date": today(),
         "cpu": cpu(),
@@ -44,7 +44,7 @@ def flags() -> set[str]:
 
 
 def commit() -> str:
-    """The commit, marked where files differ from it."""
+    """Return the commit, marked if files differ from it."""
     head = _git("rev-parse", "--short=12", "HEAD")
     changed = _git("status", "--porcelain", "--", "src", "benchmarks")
     return (head + (" with uncommitted changes" if changed else "")) if head else "unknown"

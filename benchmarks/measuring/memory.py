@@ -1,4 +1,4 @@
-"""The most memory that torch's allocator has given out at once, event by event on a CPU, and what autograd keeps."""
+"""Peak memory of torch's allocator, on a CPU computed from a trace, and bytes that autograd saves."""
 
 import json
 import tempfile
@@ -18,7 +18,7 @@ BETWEEN = "between two steps"
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes beyond those that were there before the first step."""
+    """Bytes in addition to those allocated before the first step."""
 
     #: At once in the second step, what the first has left behind included.
     bytes: int
@@ -74,12 +74,12 @@ def saved_for_backward(parameters: Iterable[Tensor] = ()) -> Iterator[dict[int, 
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of their storages."""
+    """Return the bytes of the tensors' storages."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def kept_bytes(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Bytes that autograd saves between forward and backward, each storage once and parameters not."""
+    """Return the bytes that autograd saves for backward; each storage counts once, parameters do not count."""
     with saved_for_backward() as saved:
         y = run(x.detach().clone().requires_grad_())
     assert y.requires_grad

@@ -78,13 +78,13 @@ def finite(value: Any) -> Any:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A markdown table, the first column to the left and the others to the right."""
+    """Return a Markdown table, the first column aligned left, the others right."""
     lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def between(page: str, begin: str, end: str, lines: Sequence[str]) -> str:
-    """The page with these lines between two marks, prose wrapped. Raises: ValueError without the marks."""
+    """Return the page with these lines between two marks, prose wrapped. Raises: ValueError without the marks."""
     before, first, rest = page.partition(begin)
     _, last, after = rest.partition(end)
     if not (first and last):
@@ -113,7 +113,7 @@ def case_markdown(result: Result) -> list[str]:
 
 
 def cells(result: Result) -> list[list[str]]:
-    """The table's rows as text."""
+    """Return the table's rows as text."""
     return [[subject, *("" if figure is None else str(figure) for figure in row)] for subject, row in result.rows()]
 
 

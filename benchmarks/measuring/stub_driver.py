@@ -47,7 +47,7 @@ LAUNCHES = ("launch", "build_signature_metadata")
 
 
 def compiler() -> str | None:
-    """A C compiler, as Triton looks for one."""
+    """Return the C compiler that Triton would use."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
@@ -81,7 +81,7 @@ def _check_alone(backend: Any, stages: dict[str, Any], *_: Any) -> None:
 
 
 def _empty(module: Any, metadata: dict[str, Any]) -> bytes:
-    """Stub of a compiled kernel, with the properties that a launcher queries."""
+    """Return empty code, and set the metadata that a launcher queries."""
     metadata["name"] = "kernel"
     metadata["tensordesc_meta"] = []
     metadata["tmem_size"] = None

@@ -31,7 +31,7 @@ AXES = [(tp, pp) for tp in (1, 4, 8) for pp in (1, 4, 16)]
 
 
 def fastest(model: DecoderShape, recipe: str, gpus: int) -> StepCost | None:
-    """The step of so many H100 that gives the most tokens a second and fits; None if none does.
+    """Return the fastest step that fits on this number of H100, or None.
 
     Each GPU has two sequences of a step where the batch allows it.
     """
@@ -87,7 +87,7 @@ def curves(recipe: str, counts: tuple[int, ...] = COUNTS) -> dict[str, dict[int,
 
 
 def cells() -> Iterator[list[str]]:
-    """Rows of the table of curves: tokens a second of a GPU in bf16, and tensorwise's gain."""
+    """Yield the rows of the table of curves: tokens/s per GPU in bf16, and the gain of tensorwise."""
     plain, narrow = curves("bf16"), curves("tensorwise")
     for name in MODELS:
         row = [name]
@@ -102,7 +102,7 @@ def cells() -> Iterator[list[str]]:
 
 
 def figure() -> Figure:
-    """Tokens a second of all GPUs together, and of one as a share of the most that one has in any number of them."""
+    """Plot tokens/s of all GPUs, and of one GPU relative to its maximum over the numbers of GPUs."""
     drawn = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     left, right = drawn.subplots(1, 2)
     for recipe, line in (("bf16", "--"), ("tensorwise", "-")):

@@ -55,7 +55,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def rates() -> str:
-    """Every GPU and its rates; the sources are in the table of the code."""
+    """Return a table of GPUs and their rates, whose sources are in `quaver.costs.hardware`."""
     kinds = ("bf16", "tensor", "row", "block", "mx", "nvfp4")
 
     def shown(figure: GpuRate | None, digits: int = 0) -> str:
@@ -69,7 +69,7 @@ def rates() -> str:
 
 
 def floors(gpu: str, columns: Sequence[tuple[str, str, dict[str, int]]]) -> str:
-    """ms and speed-up of one Linear, forward and backward, by shape."""
+    """Return a table of ms and speed-up of one Linear, forward and backward, by shape."""
     rows = []
     for shape in SHAPES:
         costs = [ledger.layer(recipes.get(name), *shape, gpu, **how) for _, name, how in columns]  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def floors(gpu: str, columns: Sequence[tuple[str, str, dict[str, int]]]) -> str:
 
 
 def moved() -> str:
-    """Bytes an element that quantization moves, by recipe and tensor."""
+    """Return a table of bytes per element moved by quantization, by recipe and tensor."""
     rows = []
     tokens, k, n = 8192, 4096, 14_336
     for gpu in ("h200", "b200"):
@@ -98,7 +98,7 @@ def forecasts(predicted: Iterable[Forecast]) -> str:
 
 
 def taken_for() -> str:
-    """The error at torchao's shapes, by the card that it is taken for."""
+    """Return a table of errors at torchao's shapes, by the assumed GPU."""
     cards = {"2.4 TB/s, GEMM rates of the H200 NVL (`h100-hbm2e`)": GPUS["h100-hbm2e"], **other_cards()}
     by_card = {title: of_torchao(card) for title, card in cards.items()}
     head = ["torchao's H100 taken for", *(f.what.partition("H100, ")[2] for f in next(iter(by_card.values())))]
@@ -106,7 +106,7 @@ def taken_for() -> str:
 
 
 def models() -> str:
-    """All matrices of a Llama-3-8B layer, by GPU and recipe."""
+    """Return a table of all matrices of a Llama-3-8B layer, by GPU and recipe."""
     rows = []
     for gpu in GPUS:
         plans = [plan("llama3-8b", name, gpu) for name in MODEL_RECIPES]
@@ -120,7 +120,7 @@ def _lacks(recipe: str, card: Gpu) -> bool:
 
 
 def emulated() -> str:
-    """A Linear of 4096 by 4096 at 4096 tokens whose GEMMs the card lacks, its kernels at 85 % of the copy rate."""
+    """Return a table of emulated Linears of 4096 by 4096 at 4096 tokens, with kernels at 85 % of the copy rate."""
     side, rows = 4096, []
     for name in ("a100", "l4", "l40s", "rtx4090", "h100", "h200", "h200-nvl", "b200"):
         card = GPUS[name]
@@ -162,7 +162,7 @@ def runs_table() -> str:
 
 
 def curves_table() -> str:
-    """Tokens a second of a GPU in bf16 by model and count of GPUs, and tensorwise's gain."""
+    """Return a table of tokens/s per GPU in bf16 by model and number of GPUs, and the gain of tensorwise."""
     return markdown(["bf16, tokens/s a GPU (tensorwise)", *(f"{gpus:,}" for gpus in curves.COUNTS)], curves.cells())
 
 
@@ -194,7 +194,7 @@ def between(name: str) -> re.Pattern[str]:
 
 
 def filled(text: str, names: Iterable[str]) -> str:
-    """The page with these tables as they are computed now.
+    """Return the page with these tables computed again.
 
     Raises:
         ValueError: the page has no place for a table.

@@ -15,7 +15,7 @@ from quaver.recipes.spec import GemmSpec, Recipe
 
 
 class Forecast(NamedTuple):
-    """A published time in ms, or a published speed-up, and the prediction of it."""
+    """A published time in ms or speed-up, and its prediction."""
 
     what: str
     unit: str
@@ -24,7 +24,7 @@ class Forecast(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative to what was published."""
+        """Error relative to the published figure."""
         return self.predicted / self.published - 1
 
 
@@ -39,7 +39,7 @@ TE_TIMES = {
 
 
 def te_layer(recipe: Recipe, gpu: Gpu) -> float:
-    """Seconds of Transformer Engine's table: twelve GEMMs, each the forward pass of a te.Linear of its shape.
+    """Return the seconds of Transformer Engine's table: twelve GEMMs, each the forward of a te.Linear of its shape.
 
     So each quantizes its first operand into both copies, for a backward that never comes, and its second, whose twin
     only an input with a gradient would need, into one (benchmarks/gemm/benchmark_gemm.py there).
@@ -65,7 +65,7 @@ TORCHAO = {
 
 
 def torchao_speedup(tokens: int, in_features: int, out_features: int, gpu: Gpu) -> float:
-    """The speed-up of torchao's benchmarks/float8/bench_linear_float8.py: `linear(x).sum().backward()`, compiled.
+    """Speed-up of torchao's benchmarks/float8/bench_linear_float8.py: `linear(x).sum().backward()`, compiled.
 
     Around either layer: y is summed, and the gradients are added to those of the last call (read, read, write).
     The gradient of a sum is one number: bf16 writes it out as a matrix; quantizing it reads nothing.
@@ -95,7 +95,7 @@ def _seconds(spec: GemmSpec, m: int, n: int, k: int, gpu: Gpu) -> float:
 
 
 def of_transformer_engine(gpu: str) -> list[Forecast]:
-    """The rows of Transformer Engine's table for a GPU."""
+    """Return the rows of Transformer Engine's table for a GPU."""
     card = hardware.get(gpu)
     return [
         Forecast(f"Transformer Engine, {card.about}, {name}", "ms", ms, te_layer(recipes.get(name), card) * 1e3)
@@ -104,7 +104,7 @@ def of_transformer_engine(gpu: str) -> list[Forecast]:
 
 
 def of_torchao(gpu: str | Gpu = "h100-hbm2e") -> list[Forecast]:
-    """torchao's four shapes."""
+    """Return torchao's four shapes."""
     card = hardware.get(gpu)
     return [
         Forecast(f"torchao rowwise, H100, {shape}", "speed-up", ratio, torchao_speedup(*shape, card))

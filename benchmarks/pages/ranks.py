@@ -35,7 +35,7 @@ def table(path: Path | None) -> str:
 
 
 def rows(figures: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Columns, and a row a subject."""
+    """Return the columns, and a row for each subject."""
     columns = list(dict.fromkeys(figure["column"] for figure in figures))
     cells: dict[str, dict[str, str]] = {}
     for figure in figures:

@@ -27,7 +27,7 @@ TITAN, ASYNC, IBM, AWS = "torchtitan 2024-12", "torchtitan 2025-06", "IBM and Me
 
 
 class Run(NamedTuple):
-    """A published run: tokens a second of a GPU in bf16 and in eight bits."""
+    """A published run: tokens/s per GPU in bf16 and in eight bits."""
 
     source: str
     model: str
@@ -113,12 +113,12 @@ def judged() -> list[Judged]:
 
 
 def counted(rows: list[Judged]) -> list[Judged]:
-    """Tensorwise rows that no constant was fitted with."""
+    """Return tensorwise rows that were not used to fit a constant."""
     return [row for row in rows if not row.run.fitted and row.run.recipe == "tensorwise"]
 
 
 def cells(rows: list[Judged]) -> Iterator[list[str]]:
-    """Rows of the table of published runs."""
+    """Yield the rows of the table of published runs."""
     for row in rows:
         run = row.run
         how = f"{run.sequences} x 8192" + f", tp {run.tp}" * (run.tp > 1) + ", asynchronous" * run.overlapped

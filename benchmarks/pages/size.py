@@ -67,7 +67,7 @@ class Size(NamedTuple):
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
-    """Line numbers of all docstrings."""
+    """Return the line numbers of all docstrings."""
     found: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
@@ -82,7 +82,7 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 
 
 def measured(source: str) -> Size:
-    """The size of one file."""
+    """Return the size of a file."""
     docstrings = docstring_lines(ast.parse(source))
     code: set[int] = set()
     tokens = 0
@@ -94,7 +94,7 @@ def measured(source: str) -> Size:
 
 
 def package(path: Path) -> str:
-    """The row that a source file belongs to."""
+    """Return the row of a source file."""
     parts = path.relative_to(SOURCES).parts
     depth = 2 if parts[0] in DIVIDED and len(parts) > 2 else 1
     return ".".join(("quaver", *parts[:depth])) if len(parts) > 1 else "quaver"
@@ -102,12 +102,12 @@ def package(path: Path) -> str:
 
 @cache
 def sizes(root: Path = SOURCES) -> dict[Path, Size]:
-    """Sizes by file."""
+    """Return sizes by file."""
     return {path: measured(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))}
 
 
 def added(found: Iterable[Size]) -> Size:
-    """The sum of sizes."""
+    """Return the sum of sizes."""
     total = Size(0, 0, 0, 0, 0)
     for size in found:
         total = total.plus(size)
@@ -115,7 +115,7 @@ def added(found: Iterable[Size]) -> Size:
 
 
 def rows(found: dict[Path, Size]) -> Iterator[list[str]]:
-    """The cells of the table by package, and their sum."""
+    """Yield the cells of the table by package, and their sum."""
     by_package: dict[str, list[Size]] = {}
     for path, size in found.items():
         by_package.setdefault(package(path), []).append(size)
@@ -126,7 +126,7 @@ def rows(found: dict[Path, Size]) -> Iterator[list[str]]:
 
 
 def subjects(found: dict[Path, Size]) -> Iterator[list[str]]:
-    """The cells of the table by subject."""
+    """Yield the cells of the table by subject."""
     rest = {path: size for path, size in found.items() if (SOURCES / "torch") in path.parents}
     for name, (before, places) in SUBJECTS.items():
         own = [path for path in rest if any((SOURCES / "torch" / place) in (path, *path.parents) for place in places)]
@@ -135,7 +135,7 @@ def subjects(found: dict[Path, Size]) -> Iterator[list[str]]:
 
 
 def written(page: str) -> str:
-    """The page with these tables."""
+    """Return the page with these tables."""
     headers = ("package", "files", "lines", "code", "docstrings", "tokens per code line")
     by_package = results.table(headers, list(rows(sizes())))
     by_subject = results.table(("subject", "code before", "code", "files"), list(subjects(sizes())))

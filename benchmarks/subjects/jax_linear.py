@@ -60,14 +60,14 @@ def with_qwix(at: Arrays, options: dict[str, Any]) -> Step:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Both peers use names of flax and jax that are on their way out, and say so."""
+    """Context that silences the deprecation warnings of flax and qwix."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def ours(at: Arrays, recipe: Recipe) -> Step:
-    """`quaver.jax.linear`; what the recipe keeps is differentiated too."""
+    """Return the step of `quaver.jax.linear`, which also differentiates the recipe's state."""
     x, w, g = at
 
     def layer(x: Array, w: Array, state: Any) -> Array:

@@ -1,4 +1,4 @@
-"""A Hugging Face Llama of random weights: as it is, with others' layers, converted, and with blocks in place."""
+"""A Hugging Face Llama with random weights: plain, with other libraries' layers, converted, with replaced blocks."""
 
 import contextlib
 import copy
@@ -42,7 +42,7 @@ def llama(features: int, hidden: int, layers: int) -> nn.Module:
 
 
 def texts(count: int, batch: int, length: int) -> list[Tensor]:
-    """Batches of random words."""
+    """Return batches of random tokens."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, WORDS, (batch, length), generator=generator) for _ in range(count)]
 
@@ -59,11 +59,11 @@ class Subject:
 
     @property
     def alone(self) -> str:
-        """The row of the same recipe without blocks, or ""."""
+        """Name of the row of the same recipe without blocks, or ""."""
         return f"quaver {self.recipe}" if self.blocks and self.recipe != PLAIN else ""
 
     def reason_unsupported(self) -> str:
-        """Why a step of another library's does not run on a CPU, or ""."""
+        """Return why a step of another library does not run on a CPU, or ""."""
         if self.recipe or self.shown == PLAIN:
             return ""
         model = self.of(llama(*QUICK_SIZE[:3]))
@@ -87,7 +87,7 @@ def subjects(recipes: Sequence[str] = RECIPES) -> Iterator[Subject]:
 
 
 def _liger() -> Callable[[Any], Any]:
-    """Raises: ImportError where it is not installed, or asks for what this machine has not."""
+    """Return Liger's conversion. Raises: ImportError if it is not installed, or needs what this machine lacks."""
     with peer.silence():
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -112,7 +112,7 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, tokens: Tensor) -> Tensor:
-    """All of a step's, in one vector of float32."""
+    """Return all gradients of a step as one float32 vector."""
     model.zero_grad()
     loss_of(model, tokens).backward()
     parts = [parameter.grad.float().flatten() for parameter in model.parameters() if parameter.grad is not None]

@@ -29,7 +29,7 @@ def silence() -> Iterator[None]:
 
 
 def available() -> str:
-    """Why torchao cannot be measured, or ""."""
+    """Return why torchao cannot be measured, or ""."""
     return "" if importlib.util.find_spec("torchao") else "torchao is not installed"
 
 
@@ -45,6 +45,6 @@ def convert(model: nn.Module, recipe: str, skip: str = "", emulate: bool = True)
 
 
 def converted_copy(model: nn.Module, recipe: str, *, emulate: bool) -> nn.Module:
-    """A converted copy of a model, sharing its parameters."""
+    """Return a converted copy of a model that shares its parameters."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     return convert(copy.deepcopy(model, memo), recipe, emulate=emulate)

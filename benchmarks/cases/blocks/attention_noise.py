@@ -34,7 +34,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, random: torch.Generator) -
 
 
 def outliers(q: Tensor, k: Tensor, v: Tensor, g: Tensor, random: torch.Generator) -> tuple[Tensor, ...]:
-    """Some features of each head times `TIMES`; q and k back to unit variance, so that the scores stay."""
+    """Multiply some features of each head by `TIMES`; rescale q and k to unit variance to keep the scores."""
     dim = q.shape[-1]
     for x in (q, k, v, g):
         for head in range(x.shape[1]):
@@ -49,7 +49,7 @@ def shifted(q: Tensor, k: Tensor, v: Tensor, g: Tensor, random: torch.Generator)
 
 
 def inputs(seed: int, size: tuple[int, int, int, int, int], distribution: Distribution) -> tuple[list[Tensor], Tensor]:
-    """q, k and v, and the gradient of the output, in bf16."""
+    """Return q, k and v, and the gradient of the output, in bf16."""
     batch, heads, groups, tokens, dim = size
     random = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(batch, h, tokens, dim, generator=random) for h in (heads, groups, groups, heads)]
@@ -58,14 +58,14 @@ def inputs(seed: int, size: tuple[int, int, int, int, int], distribution: Distri
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None) -> Tensor:
-    """Causal."""
+    """Return causal attention."""
     if spec is None:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return attention_fp8(q, k, v, AttentionCall("causal", scale=q.shape[3] ** -0.5), spec)
 
 
 def passes(arrays: list[Tensor], grad: Tensor, spec: AttentionSpec | None) -> list[Tensor]:
-    """The output and the gradients of q, k and v."""
+    """Return the output and the gradients of q, k and v."""
     leaves = [x.detach().requires_grad_() for x in arrays]
     out = attend(leaves[0], leaves[1], leaves[2], spec)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

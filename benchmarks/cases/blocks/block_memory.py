@@ -1,4 +1,4 @@
-"""Bytes that autograd saves of one Llama layer between forward and backward, against layers of torch's own parts."""
+"""Bytes that autograd saves for the backward of a Llama layer, compared with layers of torch's own modules."""
 
 from collections.abc import Iterator
 

@@ -36,7 +36,7 @@ NOTES = (
 
 
 def measure(quick: bool) -> list[Figure]:
-    """The ratios, judged unless quick."""
+    """Return the ratios, with targets unless quick."""
     if stub_driver.compiler() is None:
         raise NotMeasurable("not measurable here: there is no C compiler, with which Triton makes its launchers")
     if not triton.__version__.startswith("3.6."):

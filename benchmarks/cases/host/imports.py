@@ -14,7 +14,7 @@ FRAMEWORKS = "import sys, quaver; print(len({'torch', 'jax', 'jaxlib', 'triton',
 
 
 def run(program: str) -> float:
-    """The number that a fresh interpreter prints last."""
+    """Return the last number that a new interpreter prints."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 

@@ -1,4 +1,4 @@
-"""A step of AdamW in few bits against torch's fused one, its default and torchao's, on a CPU."""
+"""Time of AdamW steps with low-bit states on a CPU, compared with torch's fused, torch's default and torchao's."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ HIGHEST = 8.0
 
 
 def measure(quick: bool) -> list[Figure]:
-    """The ratios, judged unless quick."""
+    """Return the ratios, with targets unless quick."""
     features, layers = (128, 2) if quick else (FEATURES, LAYERS)
     subjects: dict[str, Step] = {}
     for name, options in (("torch fused", {"fused": True}), ("torch default", {})):
@@ -62,7 +62,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def parameters(features: int, layers: int) -> list[nn.Parameter]:
-    """Matrices in float32 that have gradients."""
+    """Return float32 matrices with gradients."""
     draw = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(features, features, generator=draw) / features**0.5) for _ in range(layers)]
     for p in weights:
@@ -71,7 +71,7 @@ def parameters(features: int, layers: int) -> list[nn.Parameter]:
 
 
 def torch_step(optimizer: Any) -> Step:
-    """A step with the same gradients each time."""
+    """Return a step with the same gradients each time."""
     return lambda: optimizer.step()
 
 

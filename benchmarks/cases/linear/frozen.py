@@ -31,7 +31,7 @@ class CountGemms(TorchDispatchMode):
 
 
 def backward_gemms(layer: nn.Module, recipe: str | None, *, weight: bool, input: bool) -> int:
-    """GEMMs of one backward where weight and input need gradients or do not."""
+    """Return the number of GEMMs of a backward, by whether weight and input need gradients."""
     x = torch.randn(FEATURES, FEATURES, dtype=torch.bfloat16, requires_grad=input)
     layer.weight.requires_grad_(weight)
     if recipe is None:

@@ -29,7 +29,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def figures(subject: str, timing: Timing, fastest: float, judged: list[str] | tuple[str, ...]) -> list[Figure]:
-    """Ratio and time; a judged recipe may take no longer than the fastest peer of this very run."""
+    """Return ratio and time; the target of a recipe is the fastest other library in the same run."""
     target = at_most(round(fastest, 2)) if subject.removeprefix("quaver ") in judged else None
     return [
         Figure(subject, "of bf16", round(timing.ratio, 2), "x", target),

@@ -55,7 +55,7 @@ class Setup:
 
 
 def subjects(features: int, dtype: torch.dtype, recipes: list[str]) -> dict[str, Step]:
-    """The steps by "subject, column", nn.Linear first."""
+    """Return the steps by "subject, column", nn.Linear first."""
     base = linears.linear(features, dtype)
     x = torch.randn(features, features, dtype=dtype, requires_grad=True)
     g = torch.randn(features, features, dtype=dtype)

@@ -42,7 +42,7 @@ Step = Callable[[], Tensor]
 
 
 def blocks(size: Size, recipe: str) -> nn.Sequential:
-    """Transformer layers with the same values on every rank."""
+    """Return transformer layers with the same weights on every rank."""
     torch.manual_seed(0)
     layer = {"groups": size.features // 128 or 1, "mask_type": "causal", "normalization": "RMSNorm", "bias": False}
     heads, gated = size.features // 64, {"activation": "swiglu"}
@@ -61,7 +61,7 @@ def batch(size: Size) -> Tensor:
 
 
 def training(net: nn.Module, x: Tensor) -> Step:
-    """A step of AdamW."""
+    """Return a step of AdamW."""
     optimizer = torch.optim.AdamW(net.parameters(), 1e-4)
 
     def step() -> Tensor:
@@ -75,7 +75,7 @@ def training(net: nn.Module, x: Tensor) -> Step:
 
 
 def sharded(net: Any, narrow: bool, reduced: torch.dtype = torch.float32) -> nn.Module:
-    """Every layer a unit, computed in bf16: gathered in bf16, or as codes."""
+    """Apply fully_shard to every layer, with weights gathered in bf16 or as codes."""
     if narrow:
         gather_quantized(net)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
@@ -105,7 +105,7 @@ def fsdp(size: Size, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def gradients(size: Size, quick: bool) -> Iterator[dict[str, Any]]:
-    """Gradients that fully_shard sums in bf16, and in eight bits."""
+    """Yield results of gradients reduced by fully_shard in bf16 and in eight bits."""
     x = batch(size)
     for name in ("bf16", *FEW):
         nets = {
@@ -116,7 +116,7 @@ def gradients(size: Size, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def tensor(size: Size, quick: bool) -> Iterator[dict[str, Any]]:
-    """An MLP by `ColwiseParallel` and `RowwiseParallel`, its tokens on all ranks, in bf16 and under a recipe."""
+    """Yield results of a tensor-parallel MLP with replicated tokens, in bf16 and under each recipe."""
     x = batch(size)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in names(quick):

@@ -61,7 +61,7 @@ def run(case: str, quick: bool) -> list[dict[str, Any]]:
 
 
 def common(row: dict[str, Any], quick: bool, most: float | None) -> Iterator[Figure]:
-    """The time of a step over that of the other model."""
+    """Yield the time of a step over that of the other model."""
     judged = None if quick or most is None else at_most(most)
     yield Figure(row["recipe"], "time, ratio", row["clock"], "x", judged)
     yield Figure(row["recipe"], "processor, ratio", row["processor"], "x")
@@ -69,7 +69,7 @@ def common(row: dict[str, Any], quick: bool, most: float | None) -> Iterator[Fig
 
 
 def share(row: dict[str, Any], kind: str, target: Target | None) -> Figure:
-    """Bytes of a kind over the other model's."""
+    """Return the bytes of a kind over the other model's."""
     percent = 100 * row["narrow"]["bytes"][kind] / row["wide"]["bytes"][kind]
     return Figure(row["recipe"], f"{kind}, bytes", percent, "%", target)
 

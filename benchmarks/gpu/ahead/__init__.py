@@ -1,1 +1,1 @@
-"""A card that is not there: what a run would compile for it is compiled beforehand; nothing is computed or timed."""
+"""Compile ahead for an absent GPU what a run would compile on it; nothing is computed or timed."""

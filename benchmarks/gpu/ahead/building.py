@@ -41,7 +41,7 @@ def build(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print
 
 
 def check(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print) -> Counter[str]:
-    """Launch the same again in other processes, from a copy elsewhere and with no C compiler in reach."""
+    """Repeat the launches in new processes, with a copy of the cache in another folder and without a C compiler."""
     with tempfile.TemporaryDirectory() as elsewhere:
         copy = Path(elsewhere) / "carried"
         shutil.copytree(folder, copy)
@@ -63,7 +63,7 @@ def environment(folder: Path, compilers: bool) -> Iterator[dict[str, str]]:
 
 
 def walk_all(arch: int, environment: dict[str, str], say: Callable[[str], None], failures: bool) -> Counter[str]:
-    """Kernels that the walks find in the cache, and those that they compile.
+    """Run all walks; returns how many kernels they found in the cache, and how many they compiled.
 
     Args:
         failures: say which tests and cases fail, instead of what is compiled.
@@ -89,7 +89,7 @@ def walk_all(arch: int, environment: dict[str, str], say: Callable[[str], None],
 
 @contextmanager
 def path_without_compilers() -> Iterator[str]:
-    """A PATH on which all commands are but compilers."""
+    """Yield a PATH with all commands except compilers."""
     with tempfile.TemporaryDirectory() as folder:
         for entry in os.environ.get("PATH", "").split(os.pathsep):
             for command in Path(entry).glob("*") if entry and Path(entry).is_dir() else ():

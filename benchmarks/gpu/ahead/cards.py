@@ -1,4 +1,4 @@
-"""The cards that this machine can pass for, by architecture."""
+"""GPUs that this machine can simulate, by architecture."""
 
 import re
 from typing import NamedTuple
@@ -22,7 +22,7 @@ CARDS = {
 
 
 def architecture(text: str) -> int:
-    """sm_90 as a number. Raises: ValueError for what is no architecture, and for one without a card here."""
+    """Return the number of an architecture, such as 90 for sm_90. Raises: ValueError for an unknown one."""
     match = re.fullmatch(r"(?:sm_?)?(\d+)a?", text)
     if match is None:
         raise ValueError(f"no architecture {text!r}; write it as sm_90")

@@ -49,7 +49,7 @@ def _kernel(*, src: Any, cache_hit: bool, **_: Any) -> None:
 
 
 def rows(arch: int, _: list[str]) -> list[str]:
-    """The gate's."""
+    """Launch the gate's rows."""
     from quaver.torch.backends.gpu import launch
     from tests.kernels.cases import CASES
     from tests.kernels.gate.record import record
@@ -61,7 +61,7 @@ def rows(arch: int, _: list[str]) -> list[str]:
 
 
 def benchmark(arch: int, _: list[str]) -> list[str]:
-    """Every case of every section at the sizes of a run, each step once."""
+    """Run every case of every section at full size, each step once."""
     standin.become(arch)
     from benchmarks.gpu.measuring.setting import Findings, Setting
     from benchmarks.gpu.sections.registry import SECTIONS

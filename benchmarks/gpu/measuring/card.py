@@ -23,7 +23,7 @@ QUERIES = {
 
 
 def describe(given_commit: str = "") -> dict[str, str]:
-    """Facts by name, in the order in which they are shown; what cannot be found out is left out."""
+    """Return the known properties by name, in the displayed order."""
     facts = {"date": today(), "card": name()}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -37,24 +37,24 @@ def describe(given_commit: str = "") -> dict[str, str]:
 
 
 def name() -> str:
-    """The card as torch names it, or that there is none."""
+    """Return the name of the GPU, or "none"."""
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
 
 
 def slug(card: str) -> str:
-    """The card as part of a file's name: "NVIDIA H200" becomes "h200"."""
+    """Return the GPU's name as part of a file name: "NVIDIA H200" becomes "h200"."""
     words = re.findall(r"[a-z0-9]+", card.lower())
     return "-".join(word for word in words if word not in ("nvidia", "geforce")) or "none"
 
 
 def known() -> Gpu | None:
-    """The ledger's row of this card, if it has one."""
+    """Return the ledger's row of this GPU, if there is one."""
     card = name()
     return next((gpu for gpu in GPUS.values() if card in (gpu.about, gpu.driver)), None)
 
 
 def nearest() -> Gpu:
-    """The row to count bytes by: this card's, or that of a card with the same layouts."""
+    """Return the ledger's row for counting bytes: this GPU's, or that of one with the same layouts."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
     return known() or GPUS["b200" if major >= 10 else "h200"]
 

@@ -83,7 +83,7 @@ def prepare(step: Step, setting: Setting) -> Callable[[], float]:
 
 
 def stretch(step: Step, calls: int, spin: int) -> float:
-    """Seconds of GPU time of one of these calls."""
+    """Return the GPU time of one of these calls in seconds."""
     begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(spin)
     begun.record()

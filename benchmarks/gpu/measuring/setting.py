@@ -34,7 +34,7 @@ class Setting:
         return 1 if self.toy or self.hollow else 5 if self.quick else 11
 
     def why_no_peer(self) -> str:
-        """Why torchao cannot be measured, or ""."""
+        """Return why torchao cannot be measured, or ""."""
         return "torchao is not measured where there is no card" if self.hollow else peer.available()
 
     def compiled(self, model: nn.Module) -> nn.Module:
@@ -66,7 +66,7 @@ class Findings:
 
 
 class Case(NamedTuple):
-    """A few seconds' worth of measuring."""
+    """One measurement, which takes a few seconds."""
 
     name: str
     #: Adds what it finds as it goes, so that what comes before a failure is kept.
@@ -87,7 +87,7 @@ class Section:
 
 
 class GpuLost(RuntimeError):
-    """The GPU's context is broken: nothing more can be measured in this process."""
+    """The GPU's context is broken, so this process cannot measure any more."""
 
 
 def check_gpu(setting: Setting) -> None:
@@ -102,6 +102,6 @@ def check_gpu(setting: Setting) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and what it says first."""
+    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

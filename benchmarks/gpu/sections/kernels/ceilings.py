@@ -10,7 +10,7 @@ from benchmarks.gpu.measuring.setting import Case, Findings, Section, Setting
 
 @cache
 def copy_rate(setting: Setting) -> float:
-    """Bytes read and written in a second by a copy far larger than the caches."""
+    """Return bytes per second, read and written, of a copy far larger than the caches."""
     size = 2**16 if setting.toy else 2**31
     source = torch.empty(size, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)

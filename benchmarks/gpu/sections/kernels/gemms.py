@@ -21,7 +21,7 @@ BF16, FLOAT32 = torch.bfloat16, torch.float32
 
 
 def gemms() -> dict[str, GemmSpec]:
-    """Every distinct pair of operands by "recipe gemm", named after the first recipe that has it."""
+    """Return every distinct pair of operands by "recipe gemm", named after the first recipe with it."""
     labels: dict[GemmSpec, str] = {}
     for name, build in RECIPES.items():
         for gemm, spec in build().gemms.items():
@@ -54,7 +54,7 @@ def operands(spec: GemmSpec, shape: tuple[int, int, int], setting: Setting) -> t
 
 
 def runs_as(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> str:
-    """The name of the implementation that takes a product."""
+    """Return the name of the implementation of a product."""
     return next(name for name, why in ops.MATMUL.explain(a, b, dtype, None, fast) if not why)
 
 

@@ -1,4 +1,4 @@
-"""An optimizer's step of one matrix by the kernel: compared with plain torch bit by bit, then timed by its bytes."""
+"""The kernel of an optimizer's step of one matrix: compared bit by bit with plain torch, then timed by its bytes."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ RULES = {"AdamW": optim.AdamW, "Lion": optim.Lion}
 
 
 def stepped(shape: tuple[int, int], preset: str, rule: Any, setting: Setting) -> tuple[nn.Module, Any]:
-    """A layer with a gradient, and its optimizer."""
+    """Return a layer with a gradient, and its optimizer."""
     torch.manual_seed(0)
     rows, columns = shape
     dtype = torch.bfloat16 if KEPT[preset] == "bfloat16" else torch.float32
@@ -42,7 +42,7 @@ def states(layer: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def compare(name: str, preset: str, rule: Any, setting: Setting, findings: Findings) -> None:
-    """The figure of a kernel's wrong bytes, after three steps."""
+    """Add the number of a kernel's wrong bytes after three steps."""
     both = []
     for chosen in ("triton", "reference"):
         layer, optimizer = stepped(TOY if setting.toy else COMPARED, preset, rule, setting)

@@ -40,7 +40,7 @@ Sizes = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A kernel as it is timed."""
+    """A timed kernel."""
 
     name: str
     #: The inputs' shapes, bf16.
@@ -68,7 +68,7 @@ def quantized_right(produced: Any, spec: QuantSpec, known: Tensor | None) -> int
 
 
 def relative(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest relative RMS of a few tensors from float64 ones."""
+    """Return the largest relative RMS error of tensors against float64."""
     pairs = zip(results, expected, strict=True)
     return max(((a.double() - b).square().sum() / b.square().sum()).sqrt().item() for a, b in pairs)
 
@@ -76,7 +76,7 @@ def relative(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 def writing_rows(
     title: str, shapes: tuple[tuple[int, int], ...], read: float, kernel: Run, setting: Setting
 ) -> list[Row]:
-    """A row for each of `WRITES`.
+    """Return a row for each of `WRITES`.
 
     Args:
         read: bytes read for each element of the result.
@@ -203,7 +203,7 @@ def other_rows(sizes: Sizes, setting: Setting) -> list[Row]:
 
 
 def measured(build: Callable[[Sizes, Setting], list[Row]], which: str, setting: Setting, findings: Findings) -> None:
-    """Every row of a family: compared, then timed."""
+    """Compare, then time every row of a family."""
     sizes = (TOY_SIZES if setting.toy else SIZES)[which]
     with setting.kernels():
         for row in build(sizes, setting):

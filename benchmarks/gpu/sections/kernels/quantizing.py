@@ -1,4 +1,4 @@
-"""The quantization kernels: equal to the reference bit by bit, then timed against the time that their bytes take."""
+"""Quantization kernels: compared bit by bit with the reference, then timed against the time of copying their bytes."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ NOISE, OTHER_NOISE = (0, 1, 0), (0, 2, 0)
 
 @dataclass(frozen=True)
 class Work:
-    """A tensor as a recipe quantizes it."""
+    """A tensor and its quantization under a recipe."""
 
     copies: tuple[QuantizedCopy, ...]
     delayed: bool
@@ -60,7 +60,7 @@ class Work:
         )
 
     def reason_unsupported(self, x: Tensor) -> str:
-        """Why there is no kernel for it, or ""."""
+        """Return why there is no kernel for it, or ""."""
         impl = next(i for i in ops.QUANTIZE.implementations if i.name == "triton")
         return next((why for c in self.copies if (why := impl.reason(x, c.spec, None, None, NOISE))), "")
 
@@ -85,7 +85,7 @@ def works() -> dict[str, Work]:
 
 
 def operands(shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
-    """bf16 values that hurt, by name."""
+    """Return difficult bf16 values by name."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(shape, generator=generator)
     wide = normal * torch.exp2(torch.randint(-60, 60, shape, generator=generator).float())
@@ -108,7 +108,7 @@ def poisoned() -> Iterator[None]:
 
 
 def differing(quantized: Quantized, expected: Quantized) -> int:
-    """Codes and scales that are not the same; NaN is NaN."""
+    """Count codes and scales that differ; NaN equals NaN."""
     total = 0
     for ours, theirs in ((quantized.codes(), expected.codes()), (quantized.scales(), expected.scales())):
         if ours.shape != theirs.shape:
@@ -118,7 +118,7 @@ def differing(quantized: Quantized, expected: Quantized) -> int:
 
 
 def compare(name: str, work: Work, setting: Setting, findings: Findings) -> None:
-    """The figure of a kernel's wrong elements."""
+    """Add the number of a kernel's wrong elements."""
     wrong, where = 0, []
     for shape in TOY if setting.toy else COMPARED:
         for kind, x in operands(shape, setting.device).items():
@@ -136,7 +136,7 @@ def compare(name: str, work: Work, setting: Setting, findings: Findings) -> None
 
 
 def measured(name: str, work: Work) -> Callable[[Setting, Findings], None]:
-    """A case: compared, then timed."""
+    """Return the function of a case that compares and then times."""
 
     def measure(setting: Setting, findings: Findings) -> None:
         with setting.kernels():
@@ -154,14 +154,14 @@ def measured(name: str, work: Work) -> Callable[[Setting, Findings], None]:
 
 
 def report(subject: str, moved: float, seconds: float, setting: Setting, findings: Findings) -> None:
-    """A time as a rate of the bytes that must be moved, and as a fraction of the time that these take."""
+    """Add the rate at which necessary bytes are moved, and the fraction of the time that copying them takes."""
     findings.add(subject, "time", seconds * 1e6, "µs")
     findings.add(subject, "rate", moved / seconds / 1e12, "TB/s")
     findings.add(subject, "of the floor", 100 * moved / seconds / copy_rate(setting), "%")
 
 
 def rotating(shape: tuple[int, int], setting: Setting, run: Callable[[Tensor], Any]) -> Callable[[], None]:
-    """A step on ever other inputs, so many that none is in the caches when its turn comes again."""
+    """Return a step that cycles through so many inputs that none is still in the caches when it is used again."""
     number = 2 if setting.toy or setting.hollow else 5
     inputs = itertools.cycle([torch.randn(shape, dtype=torch.bfloat16, device=setting.device) for _ in range(number)])
 

@@ -30,7 +30,7 @@ class Joined(nn.Module):
 
 
 def quantizing() -> list[str]:
-    """Recipes that quantize attention, each way to do so once; delayed ones do it as tensorwise does."""
+    """Return one recipe for each way to quantize attention; delayed recipes do it like tensorwise."""
     ways: dict[AttentionSpec, str] = {}
     for name, build in recipes.RECIPES.items():
         if "attention" in inspect.signature(build).parameters and recipes.get(name).delayed is None:

@@ -54,7 +54,7 @@ def add(column: str, steps: dict[str, Step], setting: Setting, findings: Finding
 
 
 def stretch(name: str, step: Step, setting: Setting, calls: int) -> float:
-    """Seconds of a call, under the recipe of that name; autocast is entered once, as around a model."""
+    """Return the seconds of a call under a recipe; autocast is entered once, as around a model."""
     if name == BASE:
         return host_seconds(step, setting, calls)
     with qt.autocast(recipes.get(name.removeprefix("quaver "))):

@@ -1,4 +1,4 @@
-"""A Llama-8B layer, forward and backward, against the same layer made of torch's own parts."""
+"""Time of a Llama-8B layer, forward and backward, compared with the same layer of torch's own modules."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ BASE = "bf16 torch"
 
 
 def plain_layer(setting: Setting) -> tuple[Plain, Size, Tensor, Tensor]:
-    """The layer made of torch's parts, its size, its input and the gradient of its output."""
+    """Return the layer of torch's modules, its size, its input and the gradient of its output."""
     size, tokens = (TOY, TOY_TOKENS) if setting.toy else (LLAMA, TOKENS)
     torch.manual_seed(0)
     with torch.device(setting.device):

@@ -24,24 +24,24 @@ BASE = "bf16 nn.Linear"
 
 
 def native() -> list[str]:
-    """Recipes whose GEMMs the card has, as the ledger counts."""
+    """Return the recipes whose GEMMs the GPU supports, according to the ledger."""
     wanted = {name: recipes.get(name) for name, build in recipes.RECIPES.items() if build().quantizes}
     gpu = card.nearest()
     return [name for name, recipe in wanted.items() if not ledger.layer(recipe, *SHAPES[0], gpu).emulated]
 
 
 def emulated() -> list[str]:
-    """Recipes with blocks of their own whose GEMMs the card lacks; what has narrower formats costs what MXFP8 does."""
+    """Return recipes with different blocks whose GEMMs the GPU lacks; narrower formats cost the same as MXFP8."""
     return [name for name in ("blockwise", "mxfp8", "nvfp4") if name not in native()]
 
 
 def some(setting: Setting) -> list[str]:
-    """The native ones; one of them is enough to see that a section runs."""
+    """Return the native recipes; a single one for toy sizes, which only check that a section runs."""
     return native()[:1] if setting.toy and setting.quick else native()
 
 
 def layer(shape: tuple[int, int, int], setting: Setting) -> tuple[nn.Linear, Tensor, Tensor]:
-    """nn.Linear without bias, its input and the gradient of its output."""
+    """Return nn.Linear without bias, its input and the gradient of its output."""
     tokens, k, n = shape
     torch.manual_seed(0)
     base = nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device=setting.device)
@@ -50,14 +50,14 @@ def layer(shape: tuple[int, int, int], setting: Setting) -> tuple[nn.Linear, Ten
 
 
 def ours(base: nn.Linear, *, own: bool = False) -> qt.Linear:
-    """Ours with the same weight; its own one where another's steps must not count as changes."""
+    """Return our layer with the same weight, or a copy of it if steps of other layers must not count as changes."""
     layer = qt.Linear(base.in_features, base.out_features, bias=False, dtype=base.weight.dtype, device="meta")
     layer.weight = nn.Parameter(base.weight.detach().clone()) if own else base.weight
     return layer
 
 
 def quantized(names: list[str], base: nn.Linear, x: Tensor, g: Tensor) -> dict[str, Step]:
-    """Steps of ours under these recipes, with a changing and an unchanged weight."""
+    """Return steps of our layer under these recipes, with a changing and an unchanged weight."""
     steps: dict[str, Step] = {}
     for name in names:
         recipe = recipes.get(name)
@@ -73,7 +73,7 @@ def timed(
     findings: Findings,
     shown: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Timing]:
-    """Time and add those that are to be shown."""
+    """Time the steps, and add those that are shown."""
     with setting.kernels():
         timings = interleave(steps, setting, findings)
     add(shape, {name: timing for name, timing in timings.items() if shown(name)}, findings)
@@ -139,8 +139,8 @@ def compare(shape: tuple[int, int, int], timings: dict[str, Timing], how: str, f
 
 
 def cases(setting: Setting) -> list[Case]:
-    """The judged shape first, eager and compiled, then what is emulated. torchao's is compiled once a shape, under the
-    recipe that is judged; its other recipe and nn.Linear at the judged shape alone, last."""
+    """Return the cases: the shape with a target first, eager and compiled, then emulated recipes. torchao's layer is
+    compiled once per shape under its main recipe; its other recipe and nn.Linear only at the first shape, last."""
     shapes = SHAPES[:2] if setting.quick else SHAPES
     shapes = tuple(map(toy, shapes)) if setting.toy else shapes
     judged, has_peer = peer.RECIPES[0], not setting.why_no_peer()
@@ -164,13 +164,13 @@ def peer_case(name: str, shape: tuple[int, int, int]) -> Case:
 
 
 def toy(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """A shape's likeness that a CPU interprets in a second: 32 or 64 tokens of 16 to 112 features."""
+    """Return a small shape that a CPU interprets in a second: 32 or 64 tokens of 16 to 112 features."""
     tokens, k, n = shape
     return tokens // 256, -(-k // 4096) * 16, -(-n // 4096) * 16
 
 
 def first(setting: Setting) -> tuple[int, int, int]:
-    """The shape that is judged."""
+    """Return the shape with a target."""
     return toy(SHAPES[0]) if setting.toy else SHAPES[0]
 
 

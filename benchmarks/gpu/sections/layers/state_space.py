@@ -42,7 +42,7 @@ TAPS = 4
 
 
 def drawn(size: Size, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """x, dt, A, B, C, D and dt_bias of a scan, leaves."""
+    """Return x, dt, A, B, C, D and dt_bias of a scan as leaves."""
     torch.manual_seed(0)
     tokens = size.batch, size.tokens
     with torch.device(device):
@@ -59,7 +59,7 @@ def drawn(size: Size, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
 
 
 def channels(size: Size, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """x, weight and bias of the convolution, leaves; x is a view into the output of a projection."""
+    """Return x, weight and bias of the convolution as leaves; x is a view into the output of a projection."""
     torch.manual_seed(0)
     inner, both = size.heads * size.dim, 2 * size.groups * size.state
     with torch.device(device):
@@ -112,7 +112,7 @@ def compare(
 
 
 def stepped(run: Callable[..., Tensor], given: Sequence[Tensor]) -> Step:
-    """Forward and backward; the gradient is that of the first call."""
+    """Return a step of forward and backward, with the gradient of the first call."""
     gradient: list[Tensor] = []
 
     def step() -> None:
@@ -125,7 +125,7 @@ def stepped(run: Callable[..., Tensor], given: Sequence[Tensor]) -> Step:
 
 
 def with_implementation(name: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run the function with one implementation."""
+    """Return the function restricted to one implementation."""
 
     def chosen(*given: Tensor) -> Tensor:
         with qt.only(name):
@@ -143,7 +143,7 @@ def plain_torch(step: Step) -> Step:
 
 
 def missing(name: str, setting: Setting) -> str:
-    """Why a package cannot be measured, or ""."""
+    """Return why a package cannot be measured, or ""."""
     if setting.hollow:
         return f"{name} is not measured where there is no card"
     return "" if importlib.util.find_spec(name) else f"{name} is not installed"

@@ -52,7 +52,7 @@ def measure(recipe: str, setting: Setting, findings: Findings) -> None:
 
 
 def step_seconds(step: Step, setting: Setting) -> float:
-    """Wall-clock seconds of a step, its loss read; the first ones are not counted."""
+    """Return the wall-clock seconds of a step, including reading its loss; the first steps do not count."""
     times = []
     for _ in range(1 if setting.toy or setting.hollow else WARM_UP + TIMED):
         begun = time.perf_counter()
