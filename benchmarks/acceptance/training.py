@@ -37,7 +37,7 @@ from quaver.train.torch.learner import TorchLearner
 
 #: Trained like the others with every scale at 1: a comparison that could not tell it from bf16 would prove nothing.
 CONTROL = "unit_scales"
-#: The same with gradients in E4M3, where batches are small: a mean over 256 tokens is near to what E5M2 holds unscaled.
+#: The same with gradients in E4M3, for small batches: a mean over 256 tokens is nearly in the range of unscaled E5M2.
 NARROW = "unit_scales_e4m3"
 CONTROLS = {CONTROL: E5M2, NARROW: E4M3}
 #: Trained like the first row, from weights that are moved by so much at most: what chance alone does.

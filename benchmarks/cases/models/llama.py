@@ -41,11 +41,11 @@ SAVED = {
 QUICK_RECIPES = "tensorwise", "delayed", "rowwise", "mxfp8"
 #: Batches that gradients are compared on, and by how many decibels those with blocks may be noisier.
 BATCHES, NOISIER = 3, 0.5
-#: Of products that run in float32, elements of an operand at most.
+#: Maximum elements of an operand of products in float32.
 ELEMENTS = 1 << 22
 ROUNDS = 5
 TIMED = ("tensorwise", "mxfp8")
-#: Of transformers' own in bf16, eager as well, and compiled as well.
+#: Maximum time over transformers' own in bf16, both eager, and both compiled.
 TIMES = {"tensorwise": at_most(1.1), "mxfp8": at_most(1.4)}
 COMPILED_TIMES = {"tensorwise": at_most(1.25), "mxfp8": at_most(1.45)}
 #: CPU flags of processors that multiply bf16.

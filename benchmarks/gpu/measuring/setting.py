@@ -69,7 +69,7 @@ class Case(NamedTuple):
     """One measurement, which takes a few seconds."""
 
     name: str
-    #: Adds what it finds as it goes, so that what comes before a failure is kept.
+    #: Adds findings as it measures them, so that those before a failure remain.
     measure: Callable[[Setting, Findings], None]
 
 

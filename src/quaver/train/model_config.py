@@ -2,7 +2,7 @@
 models.
 
 A family is a dict of fields, and a model is a family with sizes. Published sizes are those of Hugging Face's
-config.json of the model named beside the row, with transformers' defaults for missing entries. Learning rates are the
+config.json of the model named in the comment, with transformers' defaults for missing entries. Learning rates are the
 papers' where they give one.
 """
 

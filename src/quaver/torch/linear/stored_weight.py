@@ -167,7 +167,7 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
 
 
 def saved_codes(weights: Iterable[Tensor | None], layers: Iterable[Any]) -> list[Tensor]:
-    """Return the codes of stored weights, which a forward saves beside the weights: autograd then raises if they are
+    """Return the codes of stored weights, which a forward saves with the weights: autograd then raises if they are
     written before backward. fully_shard fills those that it gathers again, so they are left out.
     """
     return [

@@ -141,7 +141,7 @@ class DisassembledModel:
     collected: list[StoredOperand]
     #: All tensors that are not exported as codes, by checkpoint name.
     plain: dict[str, Tensor]
-    #: Layers and experts that train quantized but are written in high precision because they were asked for, by name.
+    #: Layers and experts that train quantized but are written in high precision by request, by name.
     left: dict[str, Quantizable]
     #: Checkpoint names of linear layers in high precision; experts appear under the names that servers look up.
     matrices: list[str]
