@@ -319,7 +319,7 @@ def changed(method: str, of: Callable[[Any], Any], what: Callable[[Tensor], Tens
 
 
 def test_unsupported_parts_are_refused_by_name() -> None:
-    for of, says in (
+    for of, message in (
         (lambda layer: layer.input_layernorm, "LlamaRMSNorm has other outputs than LayerNorm, RMSNorm and L2"),
         (
             lambda layer: layer.self_attn.k_proj,
@@ -328,7 +328,7 @@ def test_unsupported_parts_are_refused_by_name() -> None:
         (lambda layer: layer.mlp.act_fn, "the layer's MLP has other outputs"),
         (lambda layer: layer, "the layer has other outputs for every placement of the norms: they differ by 9.9e-03"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             qt.from_huggingface(changed("forward", of, lambda y: y * 1.01))
 
 
@@ -352,7 +352,7 @@ def test_bad_input_gives_a_clear_error() -> None:
     falcon = transformers.models.falcon.modeling_falcon.FalconDecoderLayer(
         transformers.FalconConfig(**FALCON, alibi=True), 0
     )
-    for layer, options, says in (
+    for layer, options, message in (
         (nn.Linear(4, 4), {}, "Linear has no transformers configuration"),
         (layer_of("mpt")[0], {"mask_type": "causal", "dropout": 0.0, "attention_dropout": 0.0}, "config=model.config"),
         (
@@ -383,7 +383,7 @@ def test_bad_input_gives_a_clear_error() -> None:
         ),
         (llama.self_attn, {}, "has no attention and MLP with known names"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             qt.from_huggingface(layer, **options)
 
 

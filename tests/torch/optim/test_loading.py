@@ -277,14 +277,14 @@ def ours(name: str) -> Any:
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_unloadable_states_are_named_and_nothing_is_loaded(case: str) -> None:
-    make, kind, says = OTHERS[case]
+    make, kind, message = OTHERS[case]
     p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
     optimizer = kind([p], lr=1e-3, preset="lean")
     p.grad = gradients(1)[0]
     optimizer.step()
     before = {name: value.clone() for name, value in optimizer.state[p].items()}
     groups = [dict(group) for group in optimizer.param_groups]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(make())
     assert optimizer.param_groups == groups and optimizer.state[p].keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in optimizer.state[p].items())
@@ -319,7 +319,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] 
 @pytest.mark.parametrize("preset", ["lean", "float32"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_state_dict_is_refused_by_name(damage: str, preset: str) -> None:
-    spoil, says = DAMAGES[damage]
+    spoil, message = DAMAGES[damage]
     starts = torch.randn(136, 160, generator=torch.Generator().manual_seed(0)).bfloat16()
     optimizers = [optim.AdamW([nn.Parameter(starts.clone())], preset=kind) for kind in ("lean", preset)]
     for optimizer in optimizers:
@@ -328,7 +328,7 @@ def test_a_damaged_state_dict_is_refused_by_name(damage: str, preset: str) -> No
         optimizer.step()
     saved = copy.deepcopy(optimizers[0].state_dict())
     spoil(saved["state"][0], saved["param_groups"][0])
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         optimizers[1].load_state_dict(saved)
     for whole in ({}, {"state": [1], "param_groups": saved["param_groups"]}, {"state": saved["state"]}):
         with pytest.raises(ValueError, match="a dict `state` and a list `param_groups`"):

@@ -85,22 +85,22 @@ def own(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
     return every
 
 
-def assert_parts(ours: dict[str, Tensor], whole: dict[str, Tensor], says: str) -> None:
+def assert_parts(ours: dict[str, Tensor], whole: dict[str, Tensor], label: str) -> None:
     """A rank's parts are those of a whole, cut here: nothing travels."""
-    assert ours.keys() == whole.keys(), f"{says}: {ours.keys() ^ whole.keys()}"
+    assert ours.keys() == whole.keys(), f"{label}: {ours.keys() ^ whole.keys()}"
     for name, value in ours.items():
         wanted = whole[name]
         if isinstance(value, DTensor):
-            assert value.shape == wanted.shape, f"{says}: {name}"
+            assert value.shape == wanted.shape, f"{label}: {name}"
             cut = distribute_tensor(wanted, value.device_mesh, value.placements, src_data_rank=None)
             value, wanted = value.to_local(), cut.to_local()
-        assert_bitwise(value, wanted, f"{says}: {name}")
+        assert_bitwise(value, wanted, f"{label}: {name}")
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], says: str) -> None:
-    assert ours.keys() == theirs.keys(), f"{says}: {ours.keys() ^ theirs.keys()}"
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], label: str) -> None:
+    assert ours.keys() == theirs.keys(), f"{label}: {ours.keys() ^ theirs.keys()}"
     for name, value in theirs.items():
-        assert_bitwise(ours[name], value, f"{says}: {name}")
+        assert_bitwise(ours[name], value, f"{label}: {name}")
 
 
 Way = Callable[[nn.Module], nn.Module]

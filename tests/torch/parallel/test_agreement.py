@@ -46,9 +46,9 @@ from tests.close import assert_bitwise
 SECONDS = 30.0
 
 
-def refused(says: str, do: Callable[[], object]) -> None:
+def refused(message: str, do: Callable[[], object]) -> None:
     """One ValueError, the same on all ranks."""
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=message) as error:
         do()
     two = two_ranks.gathered(torch.tensor(list(str(error.value).encode().ljust(4000)[:4000]), dtype=torch.uint8))
     assert torch.equal(two[0], two[1]), str(error.value)
@@ -65,11 +65,11 @@ def mlp(recipe: Any = "mxfp8", sequence: bool = False) -> Any:
 def column_and_row(rank: int) -> None:
     """A shape, dtype, recipe, option, grad mode or requires_grad that changes on one rank at the second step."""
 
-    def second_step(says: str, change: Callable[[Any, Any], Any], sequence: bool = False) -> None:
+    def second_step(message: str, change: Callable[[Any, Any], Any], sequence: bool = False) -> None:
         net, x = mlp(sequence=sequence), torch.ones(32, 64, requires_grad=True)
         net(x).sum().backward()
         given = change(net, x) if rank else x
-        refused(says, lambda: net(given))
+        refused(message, lambda: net(given))
         # Put right, ranks go on.
         net.requires_grad_(True)
         qt.convert(net, "mxfp8")
@@ -205,8 +205,8 @@ def other_calls(rank: int) -> None:
     net = model("mxfp8")
     net(x).sum().backward()
     qt.convert(net, "rowwise")
-    says = "different calls: rank 0: a forward after gather_quantized; rank 1: the comparison of models by"
-    refused(says, lambda: refresh_gather(net) if rank else net(x))
+    message = "different calls: rank 0: a forward after gather_quantized; rank 1: the comparison of models by"
+    refused(message, lambda: refresh_gather(net) if rank else net(x))
     net = model("delayed")
     torch.set_grad_enabled(not rank)
     refused("different calls: rank 0: the end of a step .*; rank 1: gather_quantized's first gather", lambda: net(x))
@@ -220,26 +220,26 @@ def other_calls(rank: int) -> None:
             net(x).sum().backward()
 
     step()
-    says = "different calls: rank 0: the end of a step of delayed scaling; rank 1: sync_amax_histories"
-    refused(says, lambda: sync_amax_histories(net) if rank else step())
+    message = "different calls: rank 0: the end of a step of delayed scaling; rank 1: sync_amax_histories"
+    refused(message, lambda: sync_amax_histories(net) if rank else step())
     # As many bytes are reduced as a header has: maxima of two layers.
     net = mlp("delayed")
     net(x).sum().backward()
-    says = "different calls: rank 0: .* outside of qt.autocast; rank 1: the end of a step of delayed scaling;"
+    message = "different calls: rank 0: .* outside of qt.autocast; rank 1: the end of a step of delayed scaling;"
 
     def within() -> None:
         with qt.autocast("delayed") if rank else nullcontext():
             net(x)
 
-    refused(says, within)
+    refused(message, within)
 
 
 def in_vain(rank: int) -> None:
     """A rank that waits for one that does not come says at what. The last one, since a group has timed out."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
     if rank == 0:
-        says = "this rank waited at the comparison of models .* for the other ranks .*make the call on all ranks"
-        with pytest.raises(RuntimeError, match=says):
+        message = "this rank waited at the comparison of models .* for the other ranks .*make the call on all ranks"
+        with pytest.raises(RuntimeError, match=message):
             check_consistency(nn.Linear(4, 4), DeviceMesh.from_group(group, "cpu"))
 
 
@@ -306,8 +306,8 @@ def optimizers_of_parts(rank: int) -> None:
     )
     refused("rank 0: options .*0.001.*rank 1: options .*0.002", lambda: step(1e-3 + 1e-3 * rank))
     refused("rank 0: options .*0.001.*rank 1: options .*0.002", lambda: step(torch.tensor(1e-3 + 1e-3 * rank)))
-    says = r"rank 0: parameters with gradients \[0, 1\]; rank 1: parameters with gradients \[0\]"
-    refused(says, lambda: step(nonfinite="skip", lacks=rank == 1))
+    message = r"rank 0: parameters with gradients \[0, 1\]; rank 1: parameters with gradients \[0\]"
+    refused(message, lambda: step(nonfinite="skip", lacks=rank == 1))
     # Nothing is communicated.
     step(lacks=rank == 1)
 

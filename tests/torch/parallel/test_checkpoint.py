@@ -133,13 +133,13 @@ def everything(of: Run) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def assert_same(state: dict[str, Any], expected: dict[str, Any], says: str) -> None:
-    assert state.keys() == expected.keys(), f"{says}: {state.keys() ^ expected.keys()}"
+def assert_same(state: dict[str, Any], expected: dict[str, Any], label: str) -> None:
+    assert state.keys() == expected.keys(), f"{label}: {state.keys() ^ expected.keys()}"
     for name, value in expected.items():
         if isinstance(value, Tensor):
-            assert_bitwise(state[name], value, f"{says}: {name}")
+            assert_bitwise(state[name], value, f"{label}: {name}")
         else:
-            assert state[name] == value, f"{says}: {name}"
+            assert state[name] == value, f"{label}: {name}"
 
 
 def goes_on(recipe: str, way: Way, folder: Path) -> None:
@@ -291,9 +291,9 @@ def a_state_that_one_rank_cannot_take_is_an_error_on_all(rank: int) -> None:
 
     of, where = run("mxfp8", by_fsdp), two_ranks.folder()
     broken = Checkpoint(*of, others={"loader": Broken(1)})
-    says = "rank 0: no error; rank 1: could not take the state: KeyError: 'lost'"
+    message = "rank 0: no error; rank 1: could not take the state: KeyError: 'lost'"
     for do in (broken.state_dict, lambda: broken.save(where / "never"), lambda: broken.async_save(where / "never")):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             do()
     assert not (where / "never").exists()
     Checkpoint(*of, others={"loader": Stateful(1)}).save(where / "good")
@@ -402,8 +402,8 @@ def bad_input(rank: int) -> None:
     model, optimizer = run("delayed", by_fsdp, seed=8)
     before = everything((model, optimizer))
 
-    def refused(says: str, do: Callable[[], Any]) -> None:
-        with pytest.raises(ValueError, match=says):
+    def refused(message: str, do: Callable[[], Any]) -> None:
+        with pytest.raises(ValueError, match=message):
             do()
 
     refused("already has a checkpoint", lambda: Checkpoint(model, optimizer).save(folder))
@@ -483,8 +483,8 @@ def bad_input(rank: int) -> None:
     refused("could not load .*UnpicklingError", lambda: Checkpoint(model, optimizer).load(damaged))
     some = Checkpoint(model, optimizer) if rank else Checkpoint(model, others={"loader": Stateful(0)})
     for do in (some.save, some.async_save, some.load):
-        says = r"rank 0: optimizers none, others \['loader'\]; rank 1: optimizers some, others \[\]; give Checkpoint"
-        refused(says, lambda do=do: do(bare if do == some.load else file))
+        message = r"rank 0: optimizers none, others \['loader'\]; rank 1: optimizers some, others \[\]; give Checkpoint"
+        refused(message, lambda do=do: do(bare if do == some.load else file))
     assert not optimizer.state
     assert_same(everything((model, optimizer)), before, "after errors")
 
@@ -507,13 +507,13 @@ def read_by_others(rank: int) -> None:
     for way in ways[two_ranks.world()]:
         for recipe in few.get(way, RECIPES[:3]):
             expected, y = torch.load(two_ranks.folder() / f"{recipe}.pt")
-            of, says = run(recipe, way, seed=4), f"{recipe}, {way.__name__} on {two_ranks.world()}"
+            of, label = run(recipe, way, seed=4), f"{recipe}, {way.__name__} on {two_ranks.world()}"
             Checkpoint(*of).load(folder_of(recipe, by_fsdp, 2))
-            assert_same(everything(of), expected, says)
+            assert_same(everything(of), expected, label)
             if way is by_both:
-                assert_close(says, output(of[0]), y, 1e-6)
+                assert_close(label, output(of[0]), y, 1e-6)
             else:
-                assert_bitwise(output(of[0]), y, says)
+                assert_bitwise(output(of[0]), y, label)
     for way in ways[two_ranks.world()]:
         goes_on("delayed", way, folder_of("delayed", way))
 

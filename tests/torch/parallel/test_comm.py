@@ -66,10 +66,10 @@ def parts_of_operands(rank: int) -> None:
                 amax = whole.amax if spec.block[axis] is None or spec.two_level else None
                 q = qt.quantize(given.chunk(RANKS, axis)[rank], spec, amax)
                 together = comm.gather_operand(q, axis)()
-                says = f"{spec} axis {axis} turned {transposed}"
-                assert together.shape == whole.shape, says
-                assert_bitwise(together.codes(), whole.codes(), says)
-                assert_bitwise(together.scales(), whole.scales(), says)
+                label = f"{spec} axis {axis} turned {transposed}"
+                assert together.shape == whole.shape, label
+                assert_bitwise(together.codes(), whole.codes(), label)
+                assert_bitwise(together.scales(), whole.scales(), label)
 
 
 def codes_are_not_summed(rank: int) -> None:

@@ -74,11 +74,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, to_none:
     optimizer.zero_grad(set_to_none=to_none)
 
 
-def assert_scales(net: Any, says: str, agreed: bool = False) -> None:
+def assert_scales(net: Any, label: str, agreed: bool = False) -> None:
     for layer in (net.a, net.b):
-        assert_bitwise(*gathered(layer.factor), says)
+        assert_bitwise(*gathered(layer.factor), label)
         if agreed:
-            assert_bitwise(*gathered(layer.history.contiguous()), says)
+            assert_bitwise(*gathered(layer.history.contiguous()), label)
 
 
 def copies_in_checkpoints(rank: int) -> None:

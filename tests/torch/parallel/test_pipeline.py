@@ -225,14 +225,14 @@ def compare(build: Build, name: str, recipe: str, rank: int, steps: int, own: bo
     gc.collect()
     net = build(count, recipe)
     losses = in_stages(net, kind, recipe, rank, steps, alone() if own else None)
-    says = f"{build.__name__}, {name}, {recipe}"
+    label = f"{build.__name__}, {name}, {recipe}"
     if count - 1 in kind.stages[rank]:
-        assert losses == of_one.losses, f"{says}: losses {losses} and {of_one.losses}"
+        assert losses == of_one.losses, f"{label}: losses {losses} and {of_one.losses}"
     for i in kind.stages[rank]:
         state, wanted = net[i].state_dict(), of_one.states[i]
-        assert list(state) == list(wanted), says
+        assert list(state) == list(wanted), label
         for key, value in state.items():
-            assert_bitwise(value, wanted[key], f"{says}: stage {i}: {key}")
+            assert_bitwise(value, wanted[key], f"{label}: stage {i}: {key}")
 
 
 def each_gradient_is_computed_once(rank: int) -> None:

@@ -80,7 +80,7 @@ def test_the_recipe_is_its_own_or_the_ambient_one(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "options, message",
     [
         ({"groups": 3}, "4 query heads cannot share 3 heads.*make the first number a multiple of the second"),
         ({"groups": 0}, "cannot share 0 heads"),
@@ -94,8 +94,8 @@ def test_the_recipe_is_its_own_or_the_ambient_one(monkeypatch: pytest.MonkeyPatc
         ({"recipe": "mxfp9"}, "mxfp8"),
     ],
 )
-def test_bad_options_are_refused_when_it_is_made(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_bad_options_are_refused_when_it_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         DotProductAttention(H, D, **options)
 
 

@@ -107,7 +107,7 @@ def test_the_flash_call_receives_equivalent_arguments(options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "options, message",
     [
         ({"queries": 5, "mask_type": "causal"}, "aligns bottom right, and 'causal' of unequal lengths aligns top left"),
         ({"queries": 5, "window": (1, 1)}, "aligns bottom right"),
@@ -121,9 +121,9 @@ def test_the_flash_call_receives_equivalent_arguments(options: dict[str, Any]) -
         ({"alibi_slopes": SLOPES.clone().requires_grad_()}, "no gradient of ALiBi's slopes"),
     ],
 )
-def test_unsupported_arguments_give_a_clear_error(options: dict[str, Any], says: str) -> None:
+def test_unsupported_arguments_give_a_clear_error(options: dict[str, Any], message: str) -> None:
     inputs, options = of(options)
-    assert says in backends.unsupported(*prepare(*inputs, AttentionOpOptions(**options)))
+    assert message in backends.unsupported(*prepare(*inputs, AttentionOpOptions(**options)))
 
 
 def test_invalid_inputs_give_a_clear_error() -> None:

@@ -81,12 +81,12 @@ def test_ragged_batches_equal_the_reference(mask_type: str) -> None:
 def test_unsupported_arguments_give_a_clear_error() -> None:
     q, k, v = operands(5, 7)
     bias = torch.zeros(5, 7, requires_grad=True)
-    for options, says in (
+    for options, message in (
         ({"dropout": 0.5}, "no dropout"),
         ({"bias": bias}, "no gradient of a bias"),
         ({"alibi_slopes": SLOPES.clone().requires_grad_()}, "no gradient of a bias or of ALiBi's slopes"),
     ):
-        assert says in backends.unsupported_flex(*prepare(q, k, v, AttentionOpOptions(**options)))
+        assert message in backends.unsupported_flex(*prepare(q, k, v, AttentionOpOptions(**options)))
     assert "at least 16 features" in backends.unsupported_flex(
         *prepare(q[..., :8], k[..., :8], v, AttentionOpOptions())
     )

@@ -349,7 +349,7 @@ def test_an_index_of_no_row_gives_a_clear_error(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize(
-    "options, mask, says",
+    "options, mask, message",
     [
         ({"mask_type": "causal"}, torch.zeros(1, 3) > 0, "'causal' takes no mask|new tokens .3, 3. are padding"),
         ({"mask_type": "none", "window": (2, 0)}, None, "mask_type 'none' count from the first"),
@@ -358,10 +358,10 @@ def test_an_index_of_no_row_gives_a_clear_error(kind: str) -> None:
     ],
 )
 def test_options_incompatible_with_a_cache_are_refused_first(
-    kind: str, options: dict[str, Any], mask: Tensor | None, says: str
+    kind: str, options: dict[str, Any], mask: Tensor | None, message: str
 ) -> None:
     attention, cache = qt.MultiheadAttention(16, 2, **options), MAKERS[kind](1, 8)
-    with torch.no_grad(), pytest.raises(ValueError, match=says):
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
         attention(torch.randn(3, 3, 16), cache=cache, mask=mask)
     assert cache.length == 0
 

@@ -126,7 +126,7 @@ PAIRS = torch.zeros(B, 1, 5, 7, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
-    "mask_type, mask, window, says",
+    "mask_type, mask, window, message",
     [
         ("casual", None, None, "no mask type 'casual'; did you mean 'causal'"),
         ("padding", None, None, "needs a mask, True where masked out"),
@@ -146,8 +146,8 @@ PAIRS = torch.zeros(B, 1, 5, 7, dtype=torch.bool)
         ("padding_causal_bottom_right", TOKENS, (3, 1), "looks ahead"),
     ],
 )
-def test_a_mask_that_does_not_fit_is_refused(mask_type: str, mask: Any, window: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_mask_that_does_not_fit_is_refused(mask_type: str, mask: Any, window: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check_mask(mask_type, mask, window, (B, H, 5, 7), False)
 
 

@@ -249,7 +249,7 @@ T = {"layout": "thd"}
 
 
 @pytest.mark.parametrize(
-    "q, k, v, options, says",
+    "q, k, v, options, message",
     [
         (Q, K, V, {"layout": "bsh"}, "no layout 'bsh'; did you mean 'bshd'"),
         (Q, K, V, T, r"'thd' takes \[tokens, heads, features\]; got q \[2, 5, 4, 8\]"),
@@ -296,6 +296,8 @@ T = {"layout": "thd"}
         ),
     ],
 )
-def test_mismatched_arguments_are_refused(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_mismatched_arguments_are_refused(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         attention(q, k, v, **options)

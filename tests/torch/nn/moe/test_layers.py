@@ -376,8 +376,8 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_mismatched_inputs_are_refused(name: str) -> None:
-    call, says = BAD[name]
-    with pytest.raises(ValueError, match=says):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
         call()
 
 

@@ -211,8 +211,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_mismatched_inputs_are_refused(name: str) -> None:
-    options, says = BAD[name]
-    with pytest.raises(ValueError, match=says):
+    options, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
         qt.permute(torch.randn(5, 8), **({"indices": drawn(5, 4, 2), "experts": 4} | options))
 
 

@@ -141,8 +141,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_mismatched_inputs_are_refused(name: str) -> None:
-    options, says = BAD[name]
-    with pytest.raises(ValueError, match=says):
+    options, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
         qt.route(torch.randn(3, 8), **options)
 
 

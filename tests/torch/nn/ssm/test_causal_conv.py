@@ -144,7 +144,7 @@ def test_compiled_in_one_graph_gives_eager_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"x": torch.randn(9, 5)}, r"give \[B, T, channels\], or with cu_seqlens"),
         ({"weight": torch.randn(4, 4)}, r"give \[B, T, channels\]"),
@@ -155,6 +155,6 @@ def test_compiled_in_one_graph_gives_eager_bits() -> None:
         ({"activation": "silo"}, "did you mean 'silu'"),
     ],
 )
-def test_invalid_arguments_give_a_clear_error(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_invalid_arguments_give_a_clear_error(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         causal_conv1d(**(drawn() | given))

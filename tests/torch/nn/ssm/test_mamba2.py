@@ -203,7 +203,7 @@ def test_parameters_have_the_expected_initial_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"inner": 50}, "50 inner features do not divide into heads of 8"),
         ({"groups": 4}, "6 heads cannot share 4 groups"),
@@ -217,8 +217,8 @@ def test_parameters_have_the_expected_initial_values() -> None:
     ],
     ids=str,
 )
-def test_options_that_do_not_fit_give_a_clear_error(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_options_that_do_not_fit_give_a_clear_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make(**options)(torch.randn(1, 2, 32))
     with pytest.raises(TypeError, match="did you mean 'head_dim'"):
         Mamba2(32, headdim=8)  # type: ignore[call-arg]
@@ -226,7 +226,7 @@ def test_options_that_do_not_fit_give_a_clear_error(options: dict[str, Any], say
 
 def test_inputs_that_do_not_fit_give_a_clear_error() -> None:
     block, x = make(), torch.randn(2, 9, 32)
-    for given, says in (
+    for given, message in (
         ({"x": x[0]}, r"give \[batch, tokens, 32\]"),
         ({"x": x[..., :31]}, "got an input of shape"),
         ({"x": x, "mask": torch.zeros(2, 8, dtype=torch.bool)}, "give bool"),
@@ -237,7 +237,7 @@ def test_inputs_that_do_not_fit_give_a_clear_error() -> None:
             "a cache cannot be combined with cu_seqlens",
         ),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             block(**given)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="cu_seqlens: it is a list; give a Tensor"):
         block(x[0], cu_seqlens=[0, 9])  # type: ignore[arg-type]

@@ -332,7 +332,7 @@ def test_a_second_derivative_and_transforms_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "says"),
+    ("given", "options", "message"),
     [
         ({"x": torch.randn(5, 8)}, {}, r"give floating-point \[B, T, H, P\]"),
         ({"x": torch.ones(2, 75, 6, 8, dtype=torch.int64)}, {}, "floating-point"),
@@ -351,8 +351,8 @@ def test_a_second_derivative_and_transforms_are_refused() -> None:
         ({}, {"chunk_size": 512}, "chunk_size is 512"),
     ],
 )
-def test_invalid_arguments_give_a_clear_error(given: dict[str, Tensor], options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_invalid_arguments_give_a_clear_error(given: dict[str, Tensor], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ssd(**(tensors() | given), **options)
 
 
@@ -360,8 +360,8 @@ def test_cumulative_lengths_that_do_not_fit_give_a_clear_error() -> None:
     flat = packed(tensors(), 2)
     with pytest.raises(ValueError, match="give cu_seqlens with their boundaries"):
         ssd(**flat)
-    for ends, says in (([0, 70, 80], "ends at 80 and there are 75 tokens"), ([0, 60, 40], "must ascend")):
-        with pytest.raises(ValueError, match=says):
+    for ends, message in (([0, 70, 80], "ends at 80 and there are 75 tokens"), ([0, 60, 40], "must ascend")):
+        with pytest.raises(ValueError, match=message):
             ssd(**flat, cu_seqlens=torch.tensor(ends))
     with pytest.raises(ValueError, match="give int32 or int64"):
         ssd(**flat, cu_seqlens=torch.tensor([0.0, 70.0, 75.0]))

@@ -110,9 +110,9 @@ def everything(net: Any, optimizer: Any) -> dict[str, Tensor]:
     return every
 
 
-def assert_parts(net: Any, ours: dict[str, Tensor], whole: dict[str, Tensor], says: str) -> None:
+def assert_parts(net: Any, ours: dict[str, Tensor], whole: dict[str, Tensor], label: str) -> None:
     """What a rank has is its rows of a whole."""
-    assert ours.keys() == whole.keys(), f"{says}: {ours.keys() ^ whole.keys()}"
+    assert ours.keys() == whole.keys(), f"{label}: {ours.keys() ^ whole.keys()}"
     parameters = dict(net.named_parameters())
     for name, value in ours.items():
         p, wanted = parameters.get(name), whole[name]
@@ -121,7 +121,7 @@ def assert_parts(net: Any, ours: dict[str, Tensor], whole: dict[str, Tensor], sa
         if p is not None:
             place = layout.place(p)
             wanted = wanted[place.global_offset[0] :][: place.local_shape[0]]
-        assert_bitwise(value, wanted, f"{says}: {name}")
+        assert_bitwise(value, wanted, f"{label}: {name}")
 
 
 def learns(
@@ -147,9 +147,9 @@ def learns(
             optimizer = rule(net.parameters(), lr=1e-2, preset=preset, seed=5)
             losses = losses_of(net, optimizer, range(steps), alone, micro)
             ends.append((net, losses, everything(net, optimizer)))
-        says = f"{name}, {preset}, {rule.__name__}, {sizes}"
-        assert ends[1][1] == ends[0][1], says
-        assert_parts(ends[1][0], ends[1][2], ends[0][2], says)
+        label = f"{name}, {preset}, {rule.__name__}, {sizes}"
+        assert ends[1][1] == ends[0][1], label
+        assert_parts(ends[1][0], ends[1][2], ends[0][2], label)
 
     case.__name__ = f"{name}, {preset}, {rule.__name__}, {steps} steps, {sizes}, {micro}, {hsdp}, {options}"
     return case
@@ -237,7 +237,7 @@ def goes_on(name: str, preset: str) -> Case:
 
     def case(rank: int) -> None:
         folder = two_ranks.folder() / f"{name} {preset}"
-        says = f"{name}, {preset}"
+        label = f"{name}, {preset}"
 
         def fresh(alone: bool) -> tuple[Any, Any]:
             net = network(LEARN[name])
@@ -259,15 +259,15 @@ def goes_on(name: str, preset: str) -> Case:
         for key, value in everything(other, again).items():
             # Of one scale in all a rank knows its own rows' magnitudes, until the next step.
             if not key.endswith("amax"):
-                assert_bitwise(layout.local(value), layout.local(saved[key]), f"{says}, {key}")
-        assert losses_of(other, again, range(2, 4), alone=False) == expected, says
+                assert_bitwise(layout.local(value), layout.local(saved[key]), f"{label}, {key}")
+        assert losses_of(other, again, range(2, 4), alone=False) == expected, label
         lone, whole = fresh(alone=True)
         Checkpoint(lone, whole).load(folder)
-        assert_parts(net, saved, everything(lone, whole), f"{says}, whole")
+        assert_parts(net, saved, everything(lone, whole), f"{label}, whole")
         Checkpoint(lone, whole).save(folder / "whole")
         third, parts = fresh(alone=False)
         Checkpoint(third, parts).load(folder / "whole")
-        assert losses_of(third, parts, range(2, 4), alone=False) == expected, f"{says}, divided again"
+        assert losses_of(third, parts, range(2, 4), alone=False) == expected, f"{label}, divided again"
 
     case.__name__ = f"{name}, {preset} goes on from a checkpoint"
     return case
@@ -313,11 +313,11 @@ def rolls_back(name: str, preset: str, sizes: tuple[int, int, int] = SIZES) -> C
             set_model_state_dict(net, get_model_state_dict(other))
             losses += losses_of(net, optimizer, range(2, 4), alone)
             ends.append((net, losses, everything(net, optimizer)))
-        says = f"{name}, {preset}, {sizes}"
-        assert ends[1][1] == ends[0][1], says
+        label = f"{name}, {preset}, {sizes}"
+        assert ends[1][1] == ends[0][1], label
         # Of weights eight times as large and two steps.
-        assert ends[0][2]["0.weight"].float().mul(ends[0][2]["0.weight_scale"].max()).abs().max() > 0.5, says
-        assert_parts(ends[1][0], ends[1][2], ends[0][2], says)
+        assert ends[0][2]["0.weight"].float().mul(ends[0][2]["0.weight_scale"].max()).abs().max() > 0.5, label
+        assert_parts(ends[1][0], ends[1][2], ends[0][2], label)
 
     return case
 
@@ -586,17 +586,17 @@ def weights_in_another_order(rank: int) -> None:
     parameters = list(net.parameters())
     optimizer = optim.AdamW(parameters[::-1] if rank else parameters, lr=1e-2, preset="lean")
     net(torch.ones(4, 96)).sum().backward()
-    says = (
+    message = (
         r"rank 0: .*weights in codes \['0.weight', '2.weight'\]; rank 1: .*weights in codes \['2.weight', '0.weight'\]"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         optimizer.step()
     # Of groups that come later, too.
     optimizer = optim.AdamW([net[0].bias], lr=1e-2, preset="lean")
     optimizer.step()
     for layer in (net[2], net[0]) if rank else (net[0], net[2]):
         optimizer.add_param_group({"params": [layer.weight]})
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         optimizer.step()
 
 

@@ -100,8 +100,8 @@ def shards_that_cut_blocks(rank: int) -> None:
         plain, codes = assert_same(name, sizes, steps=3, micro=2, after_forward=name != "mxfp8")
         assert codes.traffic.gathers == plain.traffic.gathers
         explained = qt.explain(codes.net, torch.ones(8, sizes[0]))
-        says = f"not codes: ranks have {sizes[1] // 2} rows each, which is no multiple of {height}"
-        assert says in repr(explained["0"]) and "not codes" not in repr(explained["2"])
+        message = f"not codes: ranks have {sizes[1] // 2} rows each, which is no multiple of {height}"
+        assert message in repr(explained["0"]) and "not codes" not in repr(explained["2"])
         gathers = refresh_gather(codes.net)
         assert [*gathers.quantized] == ["2"] and "no multiple of" in gathers.in_high_precision["0"]
 
@@ -452,9 +452,9 @@ def loops_without_an_optimizer(rank: int) -> None:
         for j, name in enumerate(("tensorwise", "mxfp8", "delayed", "nvfp4")[i % 2 :: 2]):
             # A write with one recipe by whole models, with the other by their layers; the next one the other way.
             parts = (i // 2 + j) % 2 == 1
-            says = f"{name}, {write.__name__}, {parts}"
+            label = f"{name}, {write.__name__}, {parts}"
             run = partial(use, write=write, after_forward=i < 2, parts=parts)
-            compare(lambda name=name: converted(name, network((32, 32, 32))), run, says)
+            compare(lambda name=name: converted(name, network((32, 32, 32))), run, label)
 
 
 def evaluations_in_inference_mode(rank: int) -> None:
@@ -487,7 +487,7 @@ def scales_computed_once(rank: int) -> None:
         plain, net = sharded(converted(name)), sharded(net)
         optimizer = adam(net)
 
-        def equal(written: int, says: str, net: Any = net, plain: Any = plain) -> None:
+        def equal(written: int, label: str, net: Any = net, plain: Any = plain) -> None:
             for each in (plain, net):
                 for part in each.modules():
                     if isinstance(part, FSDPModule):
@@ -497,8 +497,8 @@ def scales_computed_once(rank: int) -> None:
                     p.to_local().copy_(layout.local(q))
                 with counted() as traffic:
                     values = [net(x) for _ in range(3)]
-                assert all(torch.equal(y, plain(x)) for y in values), says
-            assert traffic.agreements == written, says
+                assert all(torch.equal(y, plain(x)) for y in values), label
+            assert traffic.agreements == written, label
 
         def scale(p: Any, by: float) -> None:
             with torch.no_grad():

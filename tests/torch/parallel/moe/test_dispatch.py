@@ -81,12 +81,12 @@ def codes_are_those_of_one_process(rank: int) -> None:
                 q = dispatch.quantize_rows(x[case.own], spec)
                 for given in (q, transposed(q)):
                     came = dispatch.exchange_operand(given, case.splits)()
-                    says = f"{spec}, {matrix}, turned {given.transposed}"
-                    assert came.shape == (len(case.came), WIDE), says
+                    label = f"{spec}, {matrix}, turned {given.transposed}"
+                    assert came.shape == (len(case.came), WIDE), label
                     if expected is not None:
-                        assert_bitwise(came.codes(), expected.codes()[case.came], says)
+                        assert_bitwise(came.codes(), expected.codes()[case.came], label)
                         scales = expected.scales().expand(len(x), -1)[case.came]
-                        assert_bitwise(came.scales().expand(len(case.came), -1), scales, says)
+                        assert_bitwise(came.scales().expand(len(case.came), -1), scales, label)
 
 
 def transposed(q: Any) -> Any:
@@ -106,17 +106,17 @@ def gradients_come_back(rank: int) -> None:
         for at, (spec, of_gradients) in enumerate(wires):
             # Both dtypes in turn.
             dtype = (torch.float32, torch.bfloat16)[(number + at) % 2]
-            says = f"{spec}, {of_gradients}, {dtype}, {matrix}"
+            label = f"{spec}, {of_gradients}, {dtype}, {matrix}"
             x, g = hard(sum(case.sizes), 2, dtype), hard(sum(case.sizes), 3, dtype)
             own = x[case.own].clone().requires_grad_()
             y = dispatch.all_to_all(own, case.splits, spec, gradients=of_gradients)
             z = dispatch.all_to_all(y * 3, case.splits.back, spec, gradients=of_gradients)
             z.backward(g[case.own])
             there = through(x, spec, dtype)
-            assert_bitwise(y.detach(), there[case.came], says)
-            assert_bitwise(z.detach(), through(there * 3, spec, dtype)[case.own], says)
+            assert_bitwise(y.detach(), there[case.came], label)
+            assert_bitwise(z.detach(), through(there * 3, spec, dtype)[case.own], label)
             back = through(g, of_gradients or dtype, dtype) * 3
-            assert_bitwise(own.grad, through(back, of_gradients or dtype, dtype)[case.own], f"gradient of {says}")
+            assert_bitwise(own.grad, through(back, of_gradients or dtype, dtype)[case.own], f"gradient of {label}")
 
 
 def through(x: Tensor, by: QuantSpec | torch.dtype | None, dtype: torch.dtype) -> Tensor:
@@ -167,13 +167,13 @@ def sizes_on_a_device_and_what_is_wrong(rank: int) -> None:
     x, even = torch.randn(2 * ranks, 64), AllToAllSplits.even(2)
     with pytest.raises(ValueError, match="do not add up"):
         dispatch.all_to_all(x[1:], even)
-    for spec, says in (
+    for spec, message in (
         (QuantSpec(quaver.E4M3, (128, 128)), "scales per row or one for all"),
         (QuantSpec(quaver.E4M3, (1, 32), rounding="stochastic"), "rounded to nearest"),
         (QuantSpec(quaver.E2M1, (1, 16), "two_level", hadamard=True), "a layer rotates its input itself"),
     ):
         for options in ({"spec": spec}, {"gradients": spec}):
-            with pytest.raises(ValueError, match=says):
+            with pytest.raises(ValueError, match=message):
                 dispatch.all_to_all(x, even, **options)
     with pytest.raises(ValueError, match="as a matrix of float32, bfloat16 or float16"):
         dispatch.all_to_all(x.double(), even)
@@ -199,8 +199,8 @@ def what_one_rank_cannot_send_all_refuse(rank: int) -> None:
     ]
     for of in range(ranks):
         for given in (None, spec):
-            for says, call in wrong:
-                with pytest.raises(ValueError, match=f"rank {of}: [^;]*{says}"):
+            for message, call in wrong:
+                with pytest.raises(ValueError, match=f"rank {of}: [^;]*{message}"):
                     call(given) if rank == of else dispatch.all_to_all(x, even, given)
                 assert dispatch.all_to_all(x, even, given).shape == x.shape
 

@@ -270,19 +270,19 @@ def what_ranks_disagree_on_all_are_told(rank: int) -> None:
 
 def what_cannot_be_divided_is_refused(rank: int) -> None:
     mesh, ranks = two_ranks.mesh(two_ranks.world()), two_ranks.world()
-    for module, says in (
+    for module, message in (
         (qt.MoE(DIM, 8, qt.MixtureConfig(experts=ranks + 1, k=1)), f"{ranks} ranks cannot share {ranks + 1} experts"),
         (nn.Linear(4, 4), "is a style for quaver.torch.MoE and Experts"),
         (parallelize_module(Net().blocks[0], mesh, ExpertParallel()), "already sharded"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             parallelize_module(module, mesh, ExpertParallel())
-    for options, says in (
+    for options, message in (
         ({"dispatch": QuantSpec(quaver.E4M3, (128, 128))}, "dispatch of ExpertParallel"),
         ({"combine": torch.int8}, "combine of ExpertParallel"),
         ({"gradients": "recipe"}, "gradients of ExpertParallel"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             ExpertParallel(**options)  # type: ignore[arg-type]
 
 

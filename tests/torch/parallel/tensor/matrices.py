@@ -75,17 +75,17 @@ def under_recipes(rank: int, of_steps: Mapping[str, int]) -> None:
                 given = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
                 whole = x.clone().requires_grad_()
                 y, z = parallel(given), split(whole)
-                says = f"{name}, sequence {sequence}, step {step}"
-                assert_bitwise(y.detach(), parts_of(z.detach(), -1, RANKS, [*sizes.values()])[rank], says)
+                label = f"{name}, sequence {sequence}, step {step}"
+                assert_bitwise(y.detach(), parts_of(z.detach(), -1, RANKS, [*sizes.values()])[rank], label)
                 y.backward(parts_of(g, -1, RANKS, [*sizes.values()])[rank])
                 z.backward(g)
                 assert whole.grad is not None
-                assert_bitwise(given.grad, tokens(whole.grad, rank, RANKS) if sequence else whole.grad, f"{says}: x")
+                assert_bitwise(given.grad, tokens(whole.grad, rank, RANKS) if sequence else whole.grad, f"{label}: x")
                 for kind, q in (("weight", split.weight), ("bias", split.bias)):
                     assert q.grad is not None
                     each = q.grad.split([*sizes.values()])
                     for (what, p), of_piece in zip(parallel[0]._modules[kind].items(), each, strict=True):  # type: ignore[index, operator, union-attr]
-                        assert_bitwise(p.grad.to_local(), of_piece.chunk(RANKS)[rank], f"{says}: {kind} of {what}")
+                        assert_bitwise(p.grad.to_local(), of_piece.chunk(RANKS)[rank], f"{label}: {kind} of {what}")
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -248,15 +248,15 @@ def of_another_library(rank: int) -> None:
         losses = [each(ids, **given).loss for each in (model, whole)]
         for loss in losses:
             loss.backward()
-        says = f"{recipe or 'plain'}, sequence {sequence}"
-        assert_close(f"{says}: loss", losses[0].detach(), losses[1].detach(), 1e-6)
+        label = f"{recipe or 'plain'}, sequence {sequence}"
+        assert_close(f"{label}: loss", losses[0].detach(), losses[1].detach(), 1e-6)
         ours = dict(model.named_parameters())
         for name, p in whole.named_parameters():
             each = [q for what, q in ours.items() if what == name or what.startswith(f"{name}.")]
             assert len(each) == (3 if "qkv" in name else 2 if "gate_up" in name else 1), name
             g: Any = torch.cat([q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad for q in each])
             assert p.grad is not None
-            assert_close(f"{says}: gradient of {name}", g, p.grad, gap)
+            assert_close(f"{label}: gradient of {name}", g, p.grad, gap)
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         assert "model.layers.0.self_attn.qkv_proj.weight.2" in full or rank
         if recipe and not rank:
@@ -264,7 +264,7 @@ def of_another_library(rank: int) -> None:
             qt.convert(again, recipe, skip=["lm_head"])
             again.load_state_dict(full)
             for name, value in again.named_parameters():
-                assert_bitwise(value.detach(), whole.get_parameter(name).detach(), f"{says}: {name} saved")
+                assert_bitwise(value.detach(), whole.get_parameter(name).detach(), f"{label}: {name} saved")
         loaded = parallelize_module(copy.deepcopy(whole), mesh(), plan_of_phi_3(whole.config, sequence))
         with torch.no_grad():
             for q in loaded.parameters():
@@ -275,7 +275,7 @@ def of_another_library(rank: int) -> None:
         )
         for name in ("0", "1", "2"):
             of_layer = (each.model.layers[1].self_attn.qkv_proj.weight[name] for each in (loaded, model))
-            assert_bitwise(*(p.to_local().detach() for p in of_layer), f"{says}: part {name}")  # type: ignore[call-arg]
+            assert_bitwise(*(p.to_local().detach() for p in of_layer), f"{label}: part {name}")  # type: ignore[call-arg]
 
 
 def rows_of_heads_that_lie_together(rank: int) -> None:
@@ -310,13 +310,13 @@ def matrices_that_nobody_has_told_of(rank: int) -> None:
         for name, joined in (("self_attn.qkv_proj", "qkv_proj"), ("mlp.gate_up_proj", "gate_up_proj")):
             with pytest.raises(ValueError, match=rf"is called '{joined}'.*ColwiseParallel\(parts=\(q, k, v\)\)"):
                 parallelize_module(model, mesh(), {f"model.layers.*.{name}": ColwiseParallel()})
-    for parts, says in (
+    for parts, message in (
         ((64, 64), "ColwiseParallel(parts=(64, 64)) has 128 rows, and"),
         ((64, 65, 63), "has 65 output features, which 2 ranks cannot share"),
         ((192, 0), "give the rows of each of its matrices"),
     ):
         layer = nn.ModuleDict({"qkv_proj": nn.Linear(8, 192)})
-        with pytest.raises(ValueError, match=re.escape(says)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             parallelize_module(layer, mesh(), {"qkv_proj": ColwiseParallel(parts=parts)})
     with pytest.raises(ValueError, match="already declares that it joins gate_proj, up_proj"):
         parallelize_module(qt.MLP(64, 32, "swiglu"), mesh(), {"gate_up_proj": ColwiseParallel(parts=(32, 32))})

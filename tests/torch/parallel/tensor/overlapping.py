@@ -66,16 +66,16 @@ def gradients_travel_while_weights_gradients_are_computed(rank: int) -> None:
             y, events = model(x), []
             with seen(events):
                 y.sum().backward()
-            says = f"{recipe}, {style}: {events}"
+            label = f"{recipe}, {style}: {events}"
             order = [event for event in events if event != "begin reduce" or not style.layout.sequence]
             dgrad, wgrad = order.index("dgrad"), order.index("wgrad")
             if style.layout.column:
                 way = "scatter" if style.layout.sequence else "reduce"
-                assert dgrad < order.index(f"begin {way}") < wgrad < order.index(f"wait {way}"), says
+                assert dgrad < order.index(f"begin {way}") < wgrad < order.index(f"wait {way}"), label
                 if style.layout.sequence:
-                    assert order.index("begin gather") < dgrad < order.index("wait gather") < wgrad, says
+                    assert order.index("begin gather") < dgrad < order.index("wait gather") < wgrad, label
             else:
-                assert max(i for i, event in enumerate(order) if event == "begin gather") < dgrad < wgrad, says
+                assert max(i for i, event in enumerate(order) if event == "begin gather") < dgrad < wgrad, label
 
 
 @contextmanager
@@ -105,15 +105,15 @@ def products_are_the_plain_composition(rank: int) -> None:
                 x = torch.randn(batches * 4, 16, generator=generator).to(dtype)
                 weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(7)).to(dtype)
                 together, product = overlap_module.gathered_product(x, weight, group, batches)
-                says = f"{dtype}, {batches} sequences"
-                assert_bitwise(together, whole(x, batches), says)
-                assert_bitwise(product, whole(x, batches) @ weight.t(), says)
+                label = f"{dtype}, {batches} sequences"
+                assert_bitwise(together, whole(x, batches), label)
+                assert_bitwise(product, whole(x, batches) @ weight.t(), label)
                 for value in (0.0, torch.nan, torch.inf, 1e-40, 3e38):
                     y = torch.randn(batches * 8, 16, generator=generator).to(dtype)
                     y[5, 3] = value
                     total = overlap_module.scattered_product(y, weight, group, batches)
                     parts = comm.scatter_sums((y @ weight.t()).float(), group, batches)()
-                    assert_bitwise(total, parts.to(dtype), f"{says}, {value}")
+                    assert_bitwise(total, parts.to(dtype), f"{label}, {value}")
 
 
 def model_of(recipe: str, dtype: torch.dtype, overlap: bool) -> Any:
@@ -149,11 +149,11 @@ def layers_within_gemms(rank: int) -> None:
                 sent = traffic.bytes["activations"]
             assert sent > 0 and ran == ([overlap_module.GATHER, overlap_module.SCATTER] * 2 if bound else []), ran
             for number, (one, other) in enumerate(zip(*results, strict=True)):
-                says = f"{recipe}, {dtype}: {number}"
+                label = f"{recipe}, {dtype}: {number}"
                 if bound:
-                    assert_close(says, other.float(), one.float(), bound)
+                    assert_close(label, other.float(), one.float(), bound)
                 else:
-                    assert_bitwise(other, one, says)
+                    assert_bitwise(other, one, label)
 
 
 #: The module's own.
@@ -167,14 +167,16 @@ def run_with(ran: list[str], name: str) -> Any:
 
 def without_such_memory(rank: int) -> None:
     """The first rank says once why tokens are gathered before, and all is as without the option."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         style = ColwiseParallel(sequence=True, overlap=True)
         model = nn.ModuleList(nn.Linear(32, 32) for _ in range(2)).bfloat16()
         other = copy.deepcopy(model)
         parallelize_module(model, mesh(), {"*": style})
-    says = [str(one.message) for one in said if "overlap" in str(one.message)]
-    assert len(says) == (rank == 0) and all("on cpu, and symmetric memory needs GPUs" in one for one in says), says
+    messages = [str(one.message) for one in caught if "overlap" in str(one.message)]
+    assert len(messages) == (rank == 0) and all("on cpu, and symmetric memory needs GPUs" in one for one in messages), (
+        messages
+    )
     parallelize_module(other, mesh(), {"*": ColwiseParallel(sequence=True)})
     x = torch.randn(2, 16, 32).bfloat16()
     assert_bitwise(model[0](x).detach(), other[0](x).detach())

@@ -55,8 +55,8 @@ def table() -> str:
         recipe, row = recipes.get(name), [f"`{name}`"]
         for layout in LAYOUTS:
             features, of_tokens = needed(recipe, layout, False), needed(recipe, layout, True)
-            says = f"{features}" + (f", tokens {of_tokens}" if layout.sequence else "")
-            row.append(f"{says}; {agreed(recipe, layout)} amaxes")
+            label = f"{features}" + (f", tokens {of_tokens}" if layout.sequence else "")
+            row.append(f"{label}; {agreed(recipe, layout)} amaxes")
         rows.append(row)
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 

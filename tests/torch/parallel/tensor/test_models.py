@@ -32,18 +32,18 @@ def whole_gradient(p: nn.Parameter) -> Tensor:
     return g.full_tensor() if hasattr(g, "full_tensor") else g
 
 
-def compare(model: nn.Module, whole: nn.Module, losses: list[Tensor], says: str, gap: float) -> None:
-    assert_close(f"{says}: loss", losses[0].detach(), losses[1].detach(), 1e-6)
+def compare(model: nn.Module, whole: nn.Module, losses: list[Tensor], label: str, gap: float) -> None:
+    assert_close(f"{label}: loss", losses[0].detach(), losses[1].detach(), 1e-6)
     gradients = {name: p.grad for name, p in whole.named_parameters()}
     parameters = dict(model.named_parameters())
     for name, expected in gradients.items():
         # Matrices of one weight are parameters of their own.
         each = [p for what, p in parameters.items() if what == name or what.startswith(f"{name}.")]
         assert expected is not None and each, name
-        assert_close(f"{says}: gradient of {name}", torch.cat([whole_gradient(p) for p in each]), expected, gap)
+        assert_close(f"{label}: gradient of {name}", torch.cat([whole_gradient(p) for p in each]), expected, gap)
 
 
-def with_tokens(model: nn.Module, whole: nn.Module, x: Tensor, sequence: bool, says: str, gap: float) -> None:
+def with_tokens(model: nn.Module, whole: nn.Module, x: Tensor, sequence: bool, label: str, gap: float) -> None:
     """A model of tokens, of which each rank gives its part, beside the whole one."""
     ours = tokens(x, dist.get_rank(), RANKS) if sequence else x
     loss, expected = model(ours).square().sum() / x.numel(), whole(x).square().sum() / x.numel()
@@ -52,7 +52,7 @@ def with_tokens(model: nn.Module, whole: nn.Module, x: Tensor, sequence: bool, s
     loss = loss.detach()
     if sequence:
         dist.all_reduce(loss)
-    compare(model, whole, [loss, expected], says, gap)
+    compare(model, whole, [loss, expected], label, gap)
 
 
 def transformer_layers(rank: int) -> None:
@@ -220,8 +220,8 @@ def dropped_tokens_differ(rank: int) -> None:
 
 
 def bad_input(rank: int) -> None:
-    def refused(says: str, module: nn.Module, plan: Any) -> None:
-        with pytest.raises(ValueError, match=says):
+    def refused(message: str, module: nn.Module, plan: Any) -> None:
+        with pytest.raises(ValueError, match=message):
             parallelize_module(module, mesh(), plan)
 
     refused(

@@ -102,12 +102,12 @@ def a_norm_and_its_layers_in_one_pass(rank: int) -> None:
                 patch.setattr(fused_quantize, "operand", operand)
                 results.append(trained(name, model_of(name, count, dtype, frozen), inputs))
             counted.append(taken)
-        says = f"{name}, {count} layers, frozen {frozen}"
+        label = f"{name}, {count} layers, frozen {frozen}"
         one_pass = name in (FROZEN if frozen else IN_ONE_PASS)
         quantizes = recipes.get(name).fprop.a is not None
-        assert counted == [[one_pass] * len(values) if quantizes else [], []], f"{says}: {counted}"
+        assert counted == [[one_pass] * len(values) if quantizes else [], []], f"{label}: {counted}"
         for number, (one, other) in enumerate(zip(*results, strict=True)):
-            assert_bitwise(one, other, f"{says}: {number}")
+            assert_bitwise(one, other, f"{label}: {number}")
 
 
 #: The module's own.

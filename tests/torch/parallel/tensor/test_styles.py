@@ -80,7 +80,7 @@ def part(p: Tensor, placement: Any, rank: int) -> Tensor:
 
 def run(name: str, sequence: bool, dtype: torch.dtype, steps: int, rank: int, more: int = 0) -> None:
     recipe = None if name == "none" else recipes.get(name)
-    says = f"{name} {'sequence' if sequence else 'replicated'} {dtype}"
+    label = f"{name} {'sequence' if sequence else 'replicated'} {dtype}"
     parallel, plain = net(recipe, dtype, more), net(recipe, dtype, more)
     whole = split(net(recipe, dtype, more), recipe, sequence)
     plan = {"up": ColwiseParallel(sequence=sequence), "down": RowwiseParallel(sequence=sequence)}
@@ -103,18 +103,18 @@ def run(name: str, sequence: bool, dtype: torch.dtype, steps: int, rank: int, mo
             losses.append(loss.detach())
         if sequence:
             dist.all_reduce(losses[0])
-        assert_bitwise(losses[0], losses[1], f"{says}: loss {step}")
+        assert_bitwise(losses[0], losses[1], f"{label}: loss {step}")
         if step == 0:
             gap = (losses[0] - losses[2]).abs() / losses[2]
-            assert gap <= (1e-6 if dtype is torch.float32 else 1e-3), f"{says}: {gap} of one process's loss"
+            assert gap <= (1e-6 if dtype is torch.float32 else 1e-3), f"{label}: {gap} of one process's loss"
         if step in (0, steps - 1):
             for (what, p), q in zip(parallel.named_parameters(), whole.parameters(), strict=True):
                 assert p.grad is not None and q.grad is not None
                 of_rank = part(q.grad, p.placements[0], rank)
-                assert_bitwise(p.grad.to_local(), of_rank, f"{says}: gradient of {what} in step {step}")
+                assert_bitwise(p.grad.to_local(), of_rank, f"{label}: gradient of {what} in step {step}")
             theirs = tokens(inputs[1].grad, rank, RANKS) if sequence else inputs[1].grad
             ours = tokens(inputs[0].grad, rank, RANKS) if sequence else inputs[0].grad
-            assert_bitwise(ours, theirs, f"{says}: gradient of the input in step {step}")
+            assert_bitwise(ours, theirs, f"{label}: gradient of the input in step {step}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -384,8 +384,8 @@ def under_a_compiler(rank: int) -> None:
 def bad_input(rank: int) -> None:
     here = mesh()
 
-    def refused(says: str, run: Callable[[], Any]) -> None:
-        with pytest.raises(ValueError, match=says):
+    def refused(message: str, run: Callable[[], Any]) -> None:
+        with pytest.raises(ValueError, match=message):
             run()
 
     odd = qt.Linear(33, 35, recipe="tensorwise")

@@ -92,11 +92,11 @@ def an_embedding_has_the_bits_of_the_whole_one(rank: int) -> None:
                     whole.weight[13, 1] = 1e-40
                 ids[0, :4] = torch.tensor([2, 13, 3, 20])
                 embedding = parallelize_module(copy.deepcopy(whole), mesh(), VocabParallel(sequence=sequence))
-                says = f"{dtype}, sequence {sequence}, padding {padding}"
+                label = f"{dtype}, sequence {sequence}, padding {padding}"
                 y, z = embedding(ids), whole(ids)
-                assert_bitwise(pickle.loads(pickle.dumps(embedding))(ids).detach(), y.detach(), f"{says}: a pickle")
+                assert_bitwise(pickle.loads(pickle.dumps(embedding))(ids).detach(), y.detach(), f"{label}: a pickle")
                 of_rank = tokens(z, rank, RANKS) if sequence else z
-                assert_bitwise(y.detach(), of_rank.detach().contiguous(), says)
+                assert_bitwise(y.detach(), of_rank.detach().contiguous(), label)
                 if dtype is torch.float32:
                     assert bool(torch.signbit(y.detach()[0, 0, 1])) == bool(torch.signbit(of_rank.detach()[0, 0, 1]))
                 g = torch.randn(z.shape, generator=generator(2)).to(dtype)
@@ -104,7 +104,7 @@ def an_embedding_has_the_bits_of_the_whole_one(rank: int) -> None:
                 z.backward(g)
                 grad: Any = embedding.weight.grad  # type: ignore[union-attr]
                 assert grad.placements == (Shard(0),)
-                assert_bitwise(grad.to_local(), whole.weight.grad.chunk(RANKS)[rank], f"{says}: gradient")  # type: ignore[union-attr]
+                assert_bitwise(grad.to_local(), whole.weight.grad.chunk(RANKS)[rank], f"{label}: gradient")  # type: ignore[union-attr]
 
 
 def head_and_batch(dtype: torch.dtype, biased: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
@@ -143,7 +143,7 @@ def in_one(
 def a_head_with_its_loss(rank: int) -> None:
     """Bit for bit one process that takes chunks and words in these parts; within 1e-6 of the plain function."""
     for sequence in (False, True):
-        for says, options in OPTIONS.items():
+        for label, options in OPTIONS.items():
             for chunk in (None, 4):
                 head, x, targets = head_and_batch(torch.float32)
                 targets[1, 4] = options.get("ignore_index", -100)
@@ -152,7 +152,7 @@ def a_head_with_its_loss(rank: int) -> None:
                 loss = qt.linear_cross_entropy(given, parallel, targets, chunk=chunk, **options)
                 loss.backward()
                 wanted = in_one(head, x, targets, options, chunk or 1000, sequence)
-                where = f"{says}, sequence {sequence}, chunk {chunk}"
+                where = f"{label}, sequence {sequence}, chunk {chunk}"
                 assert_bitwise(loss.detach(), wanted[0], where)
                 count = (targets != options.get("ignore_index", -100)).sum()
                 assert_close(f"{where}: x", given.grad, tokens(wanted[1], rank, RANKS) if sequence else wanted[1], 1e-6)
@@ -184,13 +184,13 @@ def each_reduction_and_dtype(rank: int) -> None:
                 scale = torch.linspace(1, 2, loss.numel()).view(loss.shape).to(loss.dtype)
                 (loss * scale).sum().backward()
                 (expected * scale).sum().backward()
-                says = f"{dtype}, {reduction}, sequence {sequence}"
-                assert_close(says, loss.detach(), expected.detach(), bound)
+                label = f"{dtype}, {reduction}, sequence {sequence}"
+                assert_close(label, loss.detach(), expected.detach(), bound)
                 assert whole.grad is not None and head.weight.grad is not None
                 of_rank = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
-                assert_close(f"{says}: x", given.grad, of_rank, max(bound, 1e-5 if dtype is torch.float32 else 0))
+                assert_close(f"{label}: x", given.grad, of_rank, max(bound, 1e-5 if dtype is torch.float32 else 0))
                 grad: Any = parallel.weight.grad
-                assert_close(f"{says}: weight", grad.full_tensor(), head.weight.grad, max(bound, 1e-11))
+                assert_close(f"{label}: weight", grad.full_tensor(), head.weight.grad, max(bound, 1e-11))
 
 
 class _Largest(TorchDispatchMode):
@@ -257,18 +257,18 @@ def heads_under(rank: int, of_steps: Mapping[str, int]) -> None:
                 options = {"label_smoothing": 0.1}
                 logits = split(whole)
                 expected = SplitLoss.apply(logits.flatten(0, -2), targets.flatten(), options, "mean")
-                says = f"{name}, sequence {sequence}, step {step}"
+                label = f"{name}, sequence {sequence}, step {step}"
                 if not step:
                     y = F.cross_entropy(plain(x).flatten(0, -2).float(), targets.flatten(), label_smoothing=0.1)
-                    assert abs(loss.detach() - y.detach()) <= 1e-6 * y.detach(), says
-                assert_bitwise(loss.detach(), expected.detach(), says)
+                    assert abs(loss.detach() - y.detach()) <= 1e-6 * y.detach(), label
+                assert_bitwise(loss.detach(), expected.detach(), label)
                 loss.backward()
                 expected.backward()
                 assert whole.grad is not None
                 of_rank = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
-                assert_bitwise(given.grad, of_rank, f"{says}: x")
+                assert_bitwise(given.grad, of_rank, f"{label}: x")
                 for (what, p), q in zip(parallel.named_parameters(), split.parameters(), strict=True):
-                    assert_bitwise(p.grad.to_local(), q.grad.chunk(RANKS)[rank].contiguous(), f"{says}: {what}")  # type: ignore[union-attr]
+                    assert_bitwise(p.grad.to_local(), q.grad.chunk(RANKS)[rank].contiguous(), f"{label}: {what}")  # type: ignore[union-attr]
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -393,8 +393,8 @@ def a_tied_head_stays_tied(rank: int) -> None:
 
 
 @contextmanager
-def refused(says: str) -> Iterator[None]:
-    with pytest.raises(ValueError, match=says):
+def refused(message: str) -> Iterator[None]:
+    with pytest.raises(ValueError, match=message):
         yield
 
 
@@ -486,13 +486,13 @@ def what_one_rank_cannot_take_all_refuse(rank: int) -> None:
             losses.append(lambda t, given=given, column=column: cross_entropy(column(given), t, mesh()))
         for loss in losses:
             for opens in (True, False):
-                for says, each in wrong.items():
+                for message, each in wrong.items():
                     for of in range(RANKS):
                         for bad in each:
                             if not opens:
                                 # It is not the loss that opens the forward.
                                 embedding(targets)
-                            with refused(f"rank {of}: [^;]*{says}"):
+                            with refused(f"rank {of}: [^;]*{message}"):
                                 loss(bad if rank == of else targets)
                             loss(targets).backward()
     for of in range(RANKS):
