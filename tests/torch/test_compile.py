@@ -653,8 +653,8 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
             data, scale, factor, _ = torch.ops.quaver.quantize(
                 x.t().contiguous() if transposed else x, transposed, one.text, None, None, 0, None, None, None
             )
-            lies = transposed and not one.format.packed
-            q = Quantized(data, scale, one, (rows, 48), lies, factor if one.two_level else None)
+            is_transposed = transposed and not one.format.packed
+            q = Quantized(data, scale, one, (rows, 48), is_transposed, factor if one.two_level else None)
             operands.append(flat(q))
     # Without a bias both operands are turned or neither is; with a bias one of them is.
     for a, b in zip(operands[:2], operands[3:1:-1] if bias else operands[2:], strict=True):

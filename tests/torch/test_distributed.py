@@ -190,10 +190,10 @@ def leftovers(rank: int) -> None:
 
 def a_model_that_one_rank_keeps(rank: int) -> None:
     """It has trained on both ranks; a second model of the same layers is reduced with that of the other rank."""
-    kept = []
+    alive = []
     for number in range(2):
         net = model()
-        kept += [net] * (rank == 0)
+        alive += [net] * (rank == 0)
         for step in range(3):
             with qt.autocast("delayed"):
                 net(data(rank, 10 * number + step)).square().mean().backward()
@@ -307,23 +307,23 @@ def made_on_meta_and_sharded(rank: int) -> None:
 def made_in_another_order(rank: int) -> None:
     """Ranks that made the same models in another order have the same histories, with and without given groups."""
     groups: list[Any] = [dist.new_group(list(range(RANKS))) for _ in range(3)]
-    for told in (True, False):
+    for explicit in (True, False):
         models: dict[str, nn.Sequential] = {}
         names = ["a", "b", "c"]
         for name in names if rank == 0 else names[::-1]:
             models[name] = model()
         whole = nn.ModuleDict(models)
-        if not told:
+        if not explicit:
             # By which layers have names.
             qt.convert(whole, "delayed")
         for step in range(3):
             for i, name in enumerate(names):
-                with qt.autocast("delayed", group=groups[i] if told else None):
+                with qt.autocast("delayed", group=groups[i] if explicit else None):
                     models[name](data(rank, step) * (i + 1)).square().mean().backward()
             sync_amax_histories(whole)
             for name in names:
                 for layer in (models[name][0], models[name][2]):
-                    what = f"{name} in step {step}, told {told}"
+                    what = f"{name} in step {step}, told {explicit}"
                     assert layer.history.any(), what
                     assert_bitwise(*gathered(layer.history.contiguous()), what)
                     assert_bitwise(*gathered(layer.factor), what)

@@ -20,9 +20,9 @@ def growth(recipe: str, dtype: str) -> float:
     command = [sys.executable, "-m", "tests.torch.lengths", recipe, dtype]
     pipes = {"stdout": forked.quick.PIPE, "stderr": forked.quick.PIPE}
     walk = forked.quick.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
-    said, errors = walk.communicate()
+    output, errors = walk.communicate()
     assert walk.returncode == 0, errors.decode()
-    return float(said)
+    return float(output)
 
 
 @linux

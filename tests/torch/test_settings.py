@@ -41,8 +41,8 @@ def test_no_setting_changes_a_result_of_any_recipe_on_any_path(shape: str, tmp_p
 
 def run(cases: list[tuple[str, str]], folder: Path) -> None:
     """Fill a folder with a file a setting; see `tests.torch.under_settings`."""
-    told = json.dumps([list(SETTINGS), cases, str(folder)])
-    command = [sys.executable, "-m", "tests.torch.under_settings", told]
+    arguments = json.dumps([list(SETTINGS), cases, str(folder)])
+    command = [sys.executable, "-m", "tests.torch.under_settings", arguments]
     done = forked.bare("torch").run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (folder / "words").write_text(done.stdout + done.stderr, encoding="utf-8")

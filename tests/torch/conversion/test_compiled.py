@@ -121,8 +121,8 @@ def test_a_policy_of_checkpoints_keeps_quantized_operands(monkeypatch: pytest.Mo
     for keeps in (False, True):
 
         def policy(ctx: Any, op: Any, *args: Any, keeps: bool = keeps, **kwargs: Any) -> CheckpointPolicy:
-            kept = keeps and op is torch.ops.quaver.quantize.default
-            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+            must_save = keeps and op is torch.ops.quaver.quantize.default
+            return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
         part = copy.deepcopy(plain)
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)

@@ -519,8 +519,8 @@ def test_unsupported_attention_stays_and_is_reported() -> None:
     with pytest.warns(UserWarning, match="the recipe's attention=True quantizes nothing here"):
         report = qt.convert(model, recipe)
     assert report.other_attention == {"MultiheadAttention": 1} and not report.attention
-    said = "attention stays in high precision, because it is not a DotProductAttention: 1 MultiheadAttention"
-    assert said in str(report)
+    message = "attention stays in high precision, because it is not a DotProductAttention: 1 MultiheadAttention"
+    assert message in str(report)
     model["ours"] = layers()[0]
     report = qt.convert(model, recipe)
     assert report.other_attention == {"MultiheadAttention": 1} and list(report.attention) == ["ours.attention.core"]

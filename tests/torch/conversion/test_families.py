@@ -27,7 +27,7 @@ def test_a_family_is_converted_whole_and_every_layer_runs(family: str) -> None:
     assert loss.isfinite()
     assert report.share >= SHARES.get(family, 0.9) and report.flops_share > 0.5
     left = {row.name: row.why for row in report.rows if row.recipe is None}
-    assert all(any(why in said for why in LEFT) for said in left.values()), left
+    assert all(any(why in reason for why in LEFT) for reason in left.values()), left
     rests = MAY_REST.get(family)
     assert all(rests is not None and rests in name for name in check.never_called), str(check)
     assert not check.read_behind and not check.gone, str(check)

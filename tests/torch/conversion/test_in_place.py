@@ -34,7 +34,7 @@ FLOAT32 = 1e-5
 BF16 = 1.1
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     return ((a.float() - b.float()).abs().max() / b.float().abs().max().clamp(min=1e-30)).item()
 
 
@@ -48,7 +48,7 @@ def test_a_family_matches_transformers(family: str) -> None:
         expected, got = step(plain, padded), step(ours, padded)
         assert expected.keys() == got.keys()
         for name in expected:
-            assert apart(got[name], expected[name]) <= FLOAT32, name
+            assert relative_error(got[name], expected[name]) <= FLOAT32, name
 
 
 @pytest.mark.parametrize("family", ["cohere2", "ministral3", "seed_oss"])
@@ -61,7 +61,7 @@ def test_attention_of_more_families_is_placed_and_equal(family: str, monkeypatch
     assert all(row.block for row in report.blocks), str(report)
     expected, got = step(plain), step(ours)
     for name in expected:
-        assert apart(got[name], expected[name]) <= FLOAT32, name
+        assert relative_error(got[name], expected[name]) <= FLOAT32, name
 
 
 #: Every expert sees every token: where a rounding sends one elsewhere, two models differ by chance.
@@ -175,7 +175,7 @@ def test_a_hook_on_an_activation_runs_and_is_reported() -> None:
     handle.remove()
     seen.clear()
     for name, value in step(model).items():
-        assert apart(value, expected[name]) <= FLOAT32, name
+        assert relative_error(value, expected[name]) <= FLOAT32, name
     assert seen == ["gate"]
 
 
@@ -212,7 +212,7 @@ def test_a_replaced_submodule_is_used() -> None:
     for other in (plain, model):
         other.model.layers[1].mlp.act_fn = nn.Tanh()
     for name, value in step(plain).items():
-        assert apart(step(model)[name], value) <= FLOAT32, name
+        assert relative_error(step(model)[name], value) <= FLOAT32, name
 
 
 def test_a_class_patched_later_computes_as_patched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_frozen_parameters_and_inputs_alone() -> None:
     qt.convert(model, "bf16", blocks=True)
     expected, got = step(plain), step(model)
     assert expected.keys() == got.keys()
-    assert all(apart(got[name], value) <= FLOAT32 for name, value in expected.items())
+    assert all(relative_error(got[name], value) <= FLOAT32 for name, value in expected.items())
     for m in (plain, model):
         m.requires_grad_(False)
     x = torch.randn(2, 3, 64)
@@ -299,7 +299,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     qt.convert(model, "bf16", blocks=True)
     expected, got = step(plain), step(model)
     bound = 1e-2 if dtype is torch.float16 else 1e-12
-    assert all(apart(got[name], value) <= bound for name, value in expected.items())
+    assert all(relative_error(got[name], value) <= bound for name, value in expected.items())
     assert all(got[name].dtype is value.dtype for name, value in expected.items())
 
 
@@ -311,7 +311,7 @@ def test_autocast_gives_the_same_dtypes() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 expected, got = step(plain), step(model)
             for name, value in expected.items():
-                assert got[name].dtype is value.dtype and apart(got[name], value) <= 5e-2, name
+                assert got[name].dtype is value.dtype and relative_error(got[name], value) <= 5e-2, name
 
 
 def test_weights_of_another_dtype_than_the_input_promote_as_theirs() -> None:
@@ -386,7 +386,7 @@ def test_dropout_is_applied_at_its_original_position() -> None:
         for m in (plain, model):
             torch.manual_seed(0)
             results.append(step(m))
-        assert all(apart(results[1][name], value) <= FLOAT32 for name, value in results[0].items())
+        assert all(relative_error(results[1][name], value) <= FLOAT32 for name, value in results[0].items())
 
 
 def test_an_unknown_activation_is_left_unchanged_and_reported() -> None:
@@ -457,7 +457,7 @@ def test_a_training_step_with_the_fused_loss() -> None:
                 results.append([outputs.loss, *(p.grad.clone() for p in m.parameters() if p.grad is not None)])
             assert outputs.logits is None and type(outputs) is type(plain(input_ids=x))
             for ours, theirs in zip(*reversed(results), strict=True):
-                assert apart(ours.detach(), theirs.detach()) <= FLOAT32, family
+                assert relative_error(ours.detach(), theirs.detach()) <= FLOAT32, family
         # Where logits may be wanted they are there: without labels, without gradients, in evaluation.
         assert model(input_ids=x).logits is not None
         assert model.eval()(input_ids=x, labels=labels).logits is not None
@@ -494,7 +494,7 @@ def test_windows_padding_and_both_ways_to_attend(family: str, attends: str) -> N
         outputs.loss.backward()
         results.append([outputs.logits[mask.bool()], *(p.grad for p in model.parameters())])
     for ours, theirs in zip(*reversed(results), strict=True):
-        assert apart(ours, theirs) <= FLOAT32
+        assert relative_error(ours, theirs) <= FLOAT32
 
 
 def test_attention_is_ours_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,7 +511,7 @@ def test_attention_is_ours_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> No
     for m in (plain, model):
         m.set_attn_implementation("eager")
     expected, got = (m(input_ids=x, output_attentions=True).attentions for m in (plain, model))
-    assert all(apart(a.detach(), b.detach()) <= FLOAT32 for a, b in zip(got, expected, strict=True))
+    assert all(relative_error(a.detach(), b.detach()) <= FLOAT32 for a, b in zip(got, expected, strict=True))
     model(input_ids=x)
     for m in (plain, model):
         m.set_attn_implementation("sdpa")

@@ -169,10 +169,10 @@ def test_cached_facts_do_not_keep_a_subclass_alive() -> None:
     layer = Own(32, 32)
     layer.pair = (other,)  # type: ignore[assignment]
     qt.convert(layer, "mxfp8")
-    gone = weakref.ref(other)
+    reference = weakref.ref(other)
     del layer, other
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_a_subclass_is_probed_through_its_instance() -> None:
@@ -452,7 +452,7 @@ def test_is_causal_without_a_mask_is_refused() -> None:
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize(
-    ("masks", "said"),
+    ("masks", "message"),
     [
         ({"attn_mask": torch.ones(5, 5, dtype=torch.uint8)}, r"attn_mask is torch\.uint8; give bool"),
         ({"attn_mask": torch.ones(5, 5, dtype=torch.int64)}, r"attn_mask is torch\.int64; give bool"),
@@ -464,13 +464,13 @@ def test_is_causal_without_a_mask_is_refused() -> None:
         ({"key_padding_mask": torch.zeros(2, 1, dtype=torch.bool)}, r"key_padding_mask is \[2, 1\]; give \[2, 5\]"),
     ],
 )
-def test_a_mask_that_torch_refuses_is_refused(masks: dict[str, Tensor], said: str, need_weights: bool) -> None:
+def test_a_mask_that_torch_refuses_is_refused(masks: dict[str, Tensor], message: str, need_weights: bool) -> None:
     module = attention(batch_first=True)
     qkv = inputs_of(module, "all")
     with pytest.raises((AssertionError, RuntimeError)):
         module(*qkv, need_weights=need_weights, **masks)
     qt.convert(module, "mxfp8")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         module(*qkv, need_weights=need_weights, **masks)
 
 

@@ -228,22 +228,22 @@ def test_it_trains_under_recipes_and_keeps_less() -> None:
     model = model_of("mamba2")
     mixer, x = MIXERS["mamba2"](model), torch.randn(2, 64, 64, requires_grad=True)
 
-    def kept() -> int:
-        held: dict[int, Tensor] = {}
+    def saved_bytes() -> int:
+        saved: dict[int, Tensor] = {}
         own = {p.untyped_storage().data_ptr() for p in mixer.parameters()}
 
         def pack(t: Tensor) -> Tensor:
             if t.untyped_storage().data_ptr() not in own:
-                held[t.untyped_storage().data_ptr()] = t.detach()
+                saved[t.untyped_storage().data_ptr()] = t.detach()
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             mixer(x)
-        return sum(t.untyped_storage().nbytes() for t in held.values())
+        return sum(t.untyped_storage().nbytes() for t in saved.values())
 
-    before = kept()
+    before = saved_bytes()
     qt.convert(model, "mxfp8", blocks=True)
-    assert kept() < 0.2 * before
+    assert saved_bytes() < 0.2 * before
     mixer(x).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters())
 

@@ -149,17 +149,17 @@ def test_delayed_scaling_uses_the_amax_of_the_stored_weight_and_records_none() -
 def test_no_high_precision_copy_remains(name: str, recipe: str | None) -> None:
     """Neither by autograd, nor on the layer."""
     # Small operands remember their decoded values.
-    one, kept = layer(name, k=128), []
+    one, saved = layer(name, k=128), []
 
     def pack(t: Tensor) -> Tensor:
-        kept.append(memory_of(t))
+        saved.append(memory_of(t))
         return t
 
     x = torch.randn(4, 128, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qt.autocast(recipe or "bf16"):
         y = one(x)
     y.sum().backward()
-    assert not any(t.numel() == N * 128 and t.element_size() > 1 for t in kept)
+    assert not any(t.numel() == N * 128 and t.element_size() > 1 for t in saved)
     if state_of(one).weights is not None:
         rest = state_of(one).weights
         assert not rest.entries

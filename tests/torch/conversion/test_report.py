@@ -73,7 +73,7 @@ def test_flops_of_experts_are_those_that_a_token_visits() -> None:
 
 
 def test_the_bytes_saved_are_those_that_a_layer_keeps_less() -> None:
-    kept = {}
+    bytes_per_token = {}
     for recipe in (None, "mxfp8", "tensorwise", "rowwise"):
         layer = nn.Linear(256, 32, bias=False)
         report = None if recipe is None else qt.convert(layer, recipe)
@@ -86,10 +86,10 @@ def test_the_bytes_saved_are_those_that_a_layer_keeps_less() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             y = layer(torch.randn(4096, 256, requires_grad=True))
-        kept[recipe] = sizes / 4096
+        bytes_per_token[recipe] = sizes / 4096
         assert y.requires_grad
         if report is not None:
-            assert abs(kept[None] - kept[recipe] - report.saved) < 0.3, recipe
+            assert abs(bytes_per_token[None] - bytes_per_token[recipe] - report.saved) < 0.3, recipe
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -272,8 +272,8 @@ def test_the_output_head_is_converted_only_on_request(name: str, tied: bool) -> 
     report = qt.convert(model(), "mxfp8")
     assert list(report.converted) == ["up"] and "output head" in report.skipped[name]
     assert report.share == 1 and report.head_parameters == 1600 and not report.reaches_little
-    for asked in (qt.convert(model(), "mxfp8", head=True), qt.convert(model(), {name: "mxfp8", "*": "mxfp8"})):
-        assert list(asked.converted) == ["up", name] and asked.share == 1 and asked.head_parameters == 0
+    for converted in (qt.convert(model(), "mxfp8", head=True), qt.convert(model(), {name: "mxfp8", "*": "mxfp8"})):
+        assert list(converted.converted) == ["up", name] and converted.share == 1 and converted.head_parameters == 0
     report = qt.convert(model(), "mxfp8", skip=[name])
     assert report.skipped[name] == f"skip pattern {name!r}"
 

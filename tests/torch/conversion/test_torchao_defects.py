@@ -61,7 +61,7 @@ def converted(kind: str, recipe: Any = "mxfp8") -> nn.Module:
 
 @EVERY
 def test_1_backward_keeps_the_codes_and_not_the_input(kind: str) -> None:
-    kept = []
+    input_is_saved = []
     torch.manual_seed(0)
     for module in (KINDS[kind](), converted(kind)):
         own = {p.data_ptr() for p in module.parameters()}
@@ -75,9 +75,11 @@ def test_1_backward_keeps_the_codes_and_not_the_input(kind: str) -> None:
         x = torch.randn(3, 64, requires_grad=True) * 1
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             run(module, x)
-        kept.append(any(dtype is torch.float32 and shape[-1:] == (64,) and len(shape) == 2 for dtype, shape in shapes))
+        input_is_saved.append(
+            any(dtype is torch.float32 and shape[-1:] == (64,) and len(shape) == 2 for dtype, shape in shapes)
+        )
     if kind in ("linear", "falcon", "conv1d"):
-        assert kept == [True, False]
+        assert input_is_saved == [True, False]
 
 
 @EVERY

@@ -42,19 +42,19 @@ def test_each_group_of_layers_asks_for_its_recipe_once(
     """With any plan."""
     assert 16 * 64 <= fused_projections.ON_HOST < 512 * 64
     block = qt.TransformerLayer(32, 4, 64, groups=2, activation="swiglu", normalization="RMSNorm", bias=False)
-    asked, ask = Counter[tuple[nn.Module, ...]](), fused_projections._shared_recipe
+    calls, shared_recipe = Counter[tuple[nn.Module, ...]](), fused_projections._shared_recipe
 
     def counting(layers: Any) -> Recipe | None:
-        asked[tuple(layers)] += 1
-        return ask(layers)
+        calls[tuple(layers)] += 1
+        return shared_recipe(layers)
 
     monkeypatch.setattr(fused_projections, "_shared_recipe", counting)
     x = torch.randn(1, tokens, 32, requires_grad=recorded)
     with torch.set_grad_enabled(recorded), nullcontext() if recipe is None else qt.autocast(recipe):
         block(x)
     layers = [layer for layer in block.modules() if isinstance(layer, Linear)]
-    assert {layer for group in asked for layer in group} <= set(layers) and len(asked) >= 2
-    assert set(asked.values()) == {1}
+    assert {layer for group in calls for layer in group} <= set(layers) and len(calls) >= 2
+    assert set(calls.values()) == {1}
 
 
 @pytest.mark.parametrize(

@@ -66,27 +66,27 @@ def test_one_gemm_of_backward_may_be_quantized(gemm: str) -> None:
         assert_close(what, got, right, 1e-6)
 
 
-def kept(recipe: Any, layer: nn.Module, x: Tensor) -> int:
+def saved_by_backward(recipe: Any, layer: nn.Module, x: Tensor) -> int:
     """Bytes that backward keeps beside parameters."""
     parameters = {p.data_ptr() for p in layer.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
         if t.data_ptr() not in parameters:
-            kept[t.data_ptr()] = t.numel() * t.element_size()
+            saved[t.data_ptr()] = t.numel() * t.element_size()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qt.autocast(recipe):
         layer(x)
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 def test_backward_keeps_codes() -> None:
     layer, x = qt.Linear(256, 128, dtype=torch.bfloat16), torch.randn(64, 256, dtype=torch.bfloat16)
     recipe = dequantized("mxfp8")
-    assert kept(recipe, layer, x) == saved_bytes(recipe, 64, 256) == 64 * 256 * 33 // 32
+    assert saved_by_backward(recipe, layer, x) == saved_bytes(recipe, 64, 256) == 64 * 256 * 33 // 32
     plain = replace(recipe, name="plain", dequantized_backward=False)
-    assert kept(plain, layer, x.clone().requires_grad_()) == saved_bytes(plain, 64, 256) == 2 * 64 * 256
+    assert saved_by_backward(plain, layer, x.clone().requires_grad_()) == saved_bytes(plain, 64, 256) == 2 * 64 * 256
 
 
 def test_blocks_equal_their_parts() -> None:

@@ -230,19 +230,19 @@ def test_frozen_operands_cost_no_gemm(name: str) -> None:
 @pytest.fixture
 def saved() -> Iterator[list[Tensor]]:
     """Every tensor that autograd saves meanwhile."""
-    kept: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
-        kept.append(t)
+        tensors.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield kept
+        yield tensors
 
 
-def activation_bytes(kept: list[Tensor], parameters: list[Tensor]) -> int:
+def activation_bytes(tensors: list[Tensor], parameters: list[Tensor]) -> int:
     known = {p.untyped_storage().data_ptr() for p in parameters}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(size for at, size in storages.items() if at not in known)
 
 
@@ -253,13 +253,13 @@ def test_backward_saves_the_operands_of_the_gemm(name: str, saved: list[Tensor])
     x = torch.randn(tokens, k, dtype=torch.bfloat16, requires_grad=True)
     with qt.autocast(recipe):
         y = layer(x)
-    kept = activation_bytes(saved, list(layer.parameters()))
+    saved_size = activation_bytes(saved, list(layer.parameters()))
     plain = 2 * tokens * k
     data = tokens * k * recipe.wgrad.b.format.stored_bits // 8
-    assert kept <= 0.52 * plain + saved_bytes(recipe, tokens, k) - data
-    assert kept <= 0.52 * plain or name == "mxfp8" or recipe.wgrad.b.block[1] is not None
+    assert saved_size <= 0.52 * plain + saved_bytes(recipe, tokens, k) - data
+    assert saved_size <= 0.52 * plain or name == "mxfp8" or recipe.wgrad.b.block[1] is not None
     if name == "nvfp4":
-        assert kept <= 0.30 * plain
+        assert saved_size <= 0.30 * plain
     y.sum().backward()
 
 
@@ -348,19 +348,19 @@ def test_used_twice_in_a_step_gradients_add_up(name: str) -> None:
     both = layer.weight.grad
     assert both is not None
 
-    apart = [qt.Linear(32, 32), qt.Linear(32, 32)]
-    for one in apart:
+    layers = [qt.Linear(32, 32), qt.Linear(32, 32)]
+    for one in layers:
         one.load_state_dict({k: layer.state_dict()[k] for k in ("weight", "bias")})
         state_of(one).serial = state_of(layer).serial
         if name == "nvfp4":
             one.register_buffer("count", torch.zeros(3, dtype=torch.int64))
     if name == "nvfp4":
         # The second layer's backward came first and drew the first noise.
-        apart[0].count[:2] = 1
+        layers[0].count[:2] = 1
     with qt.autocast(name):
-        apart[1](apart[0](x)).sum().backward()
-    assert apart[0].weight.grad is not None and apart[1].weight.grad is not None
-    assert_bitwise(both, apart[1].weight.grad + apart[0].weight.grad)
+        layers[1](layers[0](x)).sum().backward()
+    assert layers[0].weight.grad is not None and layers[1].weight.grad is not None
+    assert_bitwise(both, layers[1].weight.grad + layers[0].weight.grad)
 
 
 @QUANTIZED

@@ -223,11 +223,11 @@ def test_on_meta_nothing_is_computed() -> None:
 def test_nothing_is_decided_for_a_weight_that_is_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     with qt.quantized_init("tensorwise"):
         layer = qt.Linear(K, N)
-    asked: list[object] = []
-    monkeypatch.setattr(linear_module, "make_plan", lambda *given: asked.append(given))
+    plans: list[object] = []
+    monkeypatch.setattr(linear_module, "make_plan", lambda *given: plans.append(given))
     with qt.autocast("tensorwise"):
         layer(torch.randn(T, K, requires_grad=True))
-    assert not asked
+    assert not plans
 
 
 def test_no_default_of_torch_reaches_a_step() -> None:
@@ -357,11 +357,11 @@ def test_second_derivatives_are_refused() -> None:
 def test_backward_saves_one_byte_per_element(shape: tuple[int, int, int]) -> None:
     tokens, k, n = shape
     layer, x = qt.Linear(k, n, recipe="tensorwise"), torch.randn(tokens, k, requires_grad=True)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = layer(x)  # noqa: F841
     # The codes and their scale.
-    assert sum(t.nbytes for t in kept if t is not layer.weight) == tokens * k + 8
+    assert sum(t.nbytes for t in saved if t is not layer.weight) == tokens * k + 8
     # Nor does the node hold a decoded weight of more than a few elements.
     entry = weight_cache.lookup(layer, "fprop", layer.weight, layer.recipe.fprop.b, 0.0)  # type: ignore[union-attr, arg-type]
     assert entry is not None and entry.quantized is not None
@@ -414,9 +414,9 @@ def test_a_transposed_input_is_read_row_by_row(name: str, tokens: int) -> None:
 
     for run in (of_norm, of_given):
         results = []
-        for lies in (lambda x: x.t(), lambda x: x.t().contiguous()):
+        for layout in (lambda x: x.t(), lambda x: x.t().contiguous()):
             with qt.autocast(name):
-                y = run(lies(x))
+                y = run(layout(x))
             results.append([y.detach(), *torch.autograd.grad(y, (x, block.linear.weight), g)])
         for one, other in zip(*results, strict=True):
             assert_bitwise(one, other)

@@ -136,17 +136,17 @@ def test_a_cached_weight_keeps_its_decoded_values_until_it_changes(recipe: str, 
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     x = torch.randn(T, K).bfloat16().requires_grad_()
 
-    def kept() -> list[Tensor]:
+    def decoded_operands() -> list[Tensor]:
         layer(x).float().square().sum().backward()
         (entry,) = state_of(layer).weights.entries.values()
         operand = entry.quantized
         return [operand.data] if operand.cached_transpose is None else [operand.data, operand.cached_transpose.data]
 
-    first = kept()
+    first = decoded_operands()
     assert [(t.dtype, t.shape) for t in first] == [(torch.bfloat16, (N, K))] * matrices
-    assert all(a is b for a, b in zip(first, kept(), strict=True))
+    assert all(a is b for a, b in zip(first, decoded_operands(), strict=True))
     optimizer.step()
-    assert not any(a is b for a, b in zip(first, kept(), strict=True))
+    assert not any(a is b for a, b in zip(first, decoded_operands(), strict=True))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "blockwise", "nvfp4(stochastic_rounding=False)"])

@@ -108,7 +108,7 @@ def test_a_layer_reuses_the_quantized_input_of_another(recipe: str, arch: int, m
     """Native and emulated. The host does not know whether two histories' factors are equal."""
     become(arch, monkeypatch)
     layers = [qt.Linear(K, n, dtype=torch.bfloat16, recipe=recipe) for n in (N, 32, N)]
-    x, results, kept = torch.randn(T, K).bfloat16(), [], []
+    x, results, distinct_inputs = torch.randn(T, K).bfloat16(), [], []
     for threads in (functional.thread, Forgetful()):
         monkeypatch.setattr(functional, "thread", threads)
         own, tensors = copy.deepcopy(layers), []
@@ -117,15 +117,15 @@ def test_a_layer_reuses_the_quantized_input_of_another(recipe: str, arch: int, m
             h = leaf * 1.0
             with qt.autocast(recipe):
                 outputs = [layer(h) for layer in own]
-            kept.append(len({y.grad_fn.saved_tensors[1].data_ptr() for y in outputs}))
+            distinct_inputs.append(len({y.grad_fn.saved_tensors[1].data_ptr() for y in outputs}))
             sum(y.square().sum() for y in outputs).backward()
             tensors += [*outputs, leaf.grad, *(p.grad.clone() for layer in own for p in layer.parameters())]
         results.append([*tensors, *(b.clone() for layer in own for b in layer.buffers())])
     for number, (a, b) in enumerate(zip(*results, strict=True)):
         assert_bitwise(a, b, str(number))
     # In each step, without another's and last: of rowwise_bf16_wgrad backward keeps the input itself.
-    apart = 1 if recipe == "rowwise_bf16_wgrad" else 3
-    assert kept[1:] == [3 if recipe == "delayed" else 1, apart, apart]
+    separate = 1 if recipe == "rowwise_bf16_wgrad" else 3
+    assert distinct_inputs[1:] == [3 if recipe == "delayed" else 1, separate, separate]
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def test_two_level_scaling_has_the_bits_of_the_general_path(
             leaf = x.clone().requires_grad_()
             y = layer(leaf)
             assert by_fast_plan(y) is direct
-            asked = {"x": (leaf,), "weight": (layer.weight,)}.get(which, (leaf, layer.weight))
-            results += [y.detach(), *torch.autograd.grad(y.square().sum(), asked)]
+            wanted = {"x": (leaf,), "weight": (layer.weight,)}.get(which, (leaf, layer.weight))
+            results += [y.detach(), *torch.autograd.grad(y.square().sum(), wanted)]
             results += [b.clone() for b in layer.buffers()]
         return results
 

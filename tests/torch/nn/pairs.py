@@ -55,14 +55,14 @@ def assert_same_training(
 def kept_bytes(block: nn.Module, run: Callable[[], Tensor]) -> int:
     """Bytes of activations that autograd keeps: each storage once, parameters not at all."""
     parameters = {memory_of(p).untyped_storage().data_ptr() for p in block.parameters()}
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = memory_of(tensor).untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = tensor.detach()
+            saved[storage.data_ptr()] = tensor.detach()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())

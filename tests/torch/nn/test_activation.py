@@ -94,11 +94,11 @@ def test_edge_case_values(name: str) -> None:
 
 @NAMES
 def test_only_the_inputs_are_saved(name: str) -> None:
-    n, kept = ACTIVATIONS[name].inputs, []
+    n, saved = ACTIVATIONS[name].inputs, []
     x = torch.randn(16, 8 * n, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         qt.activate(name, x)
-    assert sum(t.numel() * t.element_size() for t in kept) <= x.numel() * 2
+    assert sum(t.numel() * t.element_size() for t in saved) <= x.numel() * 2
 
 
 def test_compiled_gives_eager_bits() -> None:
@@ -165,13 +165,13 @@ def test_eight_bit_activations_are_decoded_a_few_rows_at_a_time(
     both, g = torch.randn(3, 7, 96).bfloat16(), torch.randn(3, 7, 48).bfloat16()
     x = [both] if side_by_side else list(both.chunk(2, -1))
     activated = activation.ActivationInputOp(name, activation.option_values(name, {}), eight_bits=True)
-    _, kept = activated.forward(*x)
-    whole = activated.backward(g, kept)
+    _, saved = activated.forward(*x)
+    whole = activated.backward(g, saved)
     seen: list[int] = []
     decoded = activation._decoded
     monkeypatch.setattr(activation, "BLOCK", 4 * 48)
     monkeypatch.setattr(activation, "_decoded", lambda q, g: (seen.append(q.shape[0]), decoded(q, g))[1])
-    for a, b in zip(activated.backward(g, kept), whole, strict=True):
+    for a, b in zip(activated.backward(g, saved), whole, strict=True):
         assert_bitwise(a, b)
     assert max(seen) == 4 and sum(seen) == len(x) * 21
 

@@ -23,11 +23,11 @@ OPTIONS = [*recipes.RECIPES, recipes.delayed(history=2, margin=1), recipes.mxfp8
 QUANTIZED = [name for name, build in recipes.RECIPES.items() if build().fprop.a is not None]
 
 
-def whole(mlp: Any, x: Tensor) -> Tensor:
+def whole_module(mlp: Any, x: Tensor) -> Tensor:
     return mlp(x)
 
 
-def apart(mlp: Any, x: Tensor) -> Tensor:
+def layer_by_layer(mlp: Any, x: Tensor) -> Tensor:
     y = x if mlp.norm is None else mlp.norm(x)
     between = [getattr(mlp, name)(y) for name in ("gate_up_proj", "gate_proj", "up_proj") if hasattr(mlp, name)]
     return mlp.down_proj(qt.activate(mlp.activation, *between))
@@ -49,12 +49,12 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 def test_the_bits_match_the_parts(recipe: Any, dtype: torch.dtype, shape: tuple[str, bool]) -> None:
     activation, fused = shape
     mlp = qt.LayerNormMLP(48, 64, activation, normalization="RMSNorm", fused=fused, dtype=dtype)
-    assert_same_training(mlp, [apart, whole], recipe, inputs(2, 9, 48, dtype=dtype))
+    assert_same_training(mlp, [layer_by_layer, whole_module], recipe, inputs(2, 9, 48, dtype=dtype))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str) -> None:
-    assert_same_training(qt.MLP(32, 48, activation), [apart, whole], "mxfp8", inputs(5, 32))
+    assert_same_training(qt.MLP(32, 48, activation), [layer_by_layer, whole_module], "mxfp8", inputs(5, 32))
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
@@ -68,7 +68,7 @@ def test_recomputing_changes_no_bit(recipe: str, activation: str) -> None:
         mlp.recompute = True
         return mlp(x)
 
-    assert_same_training(plain, [whole, recomputing], recipe, inputs(2, 9, 48))
+    assert_same_training(plain, [whole_module, recomputing], recipe, inputs(2, 9, 48))
     assert again.recompute and "recompute=True" in repr(again)
 
 
@@ -93,13 +93,13 @@ def test_recomputation_beside_the_gradients_changes_no_bit(
     call = autograd.RecomputedInput.__call__
 
     def recorded(self: Any, g: Tensor) -> Any:
-        kept = call(self, g)
+        result = call(self, g)
         shared.append(self.gradients is not None)
-        return kept
+        return result
 
     monkeypatch.setattr(autograd.RecomputedInput, "__call__", recorded)
     # More elements between the matrices than codes are kept of.
-    assert_same_training(mlp, [whole, apart], recipe, inputs(96, 32, dtype=dtype))
+    assert_same_training(mlp, [whole_module, layer_by_layer], recipe, inputs(96, 32, dtype=dtype))
     assert shared == [activation != "clamped_swiglu"] * len(shared)
     assert bool(shared) is (frozen in ("", "up_proj"))
 
@@ -125,7 +125,7 @@ def test_eight_bit_activations_change_only_gradients_before_the_activation(recip
 def test_saved_tensors_are_the_expected_ones() -> None:
     tokens, dim, hidden = 256, 64, 192
     x = torch.randn(tokens, dim, dtype=torch.bfloat16, requires_grad=True)
-    kept = {}
+    saved_bytes = {}
     for option in ({}, {"eight_bit_activations": True}, {"recompute": True}):
         mlp = qt.LayerNormMLP(
             dim, hidden, "swiglu", normalization="RMSNorm", bias=False, dtype=torch.bfloat16, **option
@@ -136,13 +136,13 @@ def test_saved_tensors_are_the_expected_ones() -> None:
                 return mlp(x)
 
         run()
-        kept[str(option)] = kept_bytes(mlp, run)
+        saved_bytes[str(option)] = kept_bytes(mlp, run)
     alone = 2 * tokens * dim
     # Codes of the input and a number a token, the gain as it is; the scale of one tensor's codes takes eight bytes.
     normed = tokens * dim + 4 * tokens + 8
     default = alone + normed + 2 * tokens * 2 * hidden
     narrow = alone + normed + (1 + 1 / 32) * tokens * 2 * hidden + tokens * hidden + 8
-    assert list(kept.values()) == [default, narrow, alone]
+    assert list(saved_bytes.values()) == [default, narrow, alone]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
@@ -154,8 +154,8 @@ def test_tensors_needed_only_for_a_frozen_input_are_not_saved(recipe: str) -> No
         with qt.autocast(recipe):
             return kept_bytes(mlp, lambda: way(mlp, x))
 
-    assert run(whole) <= run(apart) <= 128 * 64 + 512
-    assert_same_training(mlp, [apart, whole], recipe, inputs(5, 64), input_grad=False)
+    assert run(whole_module) <= run(layer_by_layer) <= 128 * 64 + 512
+    assert_same_training(mlp, [layer_by_layer, whole_module], recipe, inputs(5, 64), input_grad=False)
 
 
 @pytest.mark.parametrize("reused", [True, False])
@@ -164,7 +164,7 @@ def test_noise_on_the_input_is_the_forwards(reused: bool) -> None:
     noisy = replace(quiet, rounding="stochastic")
     recipe = Recipe("noisy", GemmSpec(noisy, quiet), GemmSpec(quiet, quiet), GemmSpec(quiet, noisy))
     assert recipe.reuse.input is reused
-    assert_same_training(qt.MLP(48, 64), [apart, whole], recipe, inputs(9, 48))
+    assert_same_training(qt.MLP(48, 64), [layer_by_layer, whole_module], recipe, inputs(9, 48))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -188,7 +188,7 @@ def test_several_forwards_before_their_backwards(recipe: str) -> None:
     with qt.autocast(recipe):
         losses = [mlp(x).square().sum() for x in batches]
     with qt.autocast(recipe):
-        again = [apart(other, x).square().sum() for x in batches]
+        again = [layer_by_layer(other, x).square().sum() for x in batches]
     for loss, theirs in zip(losses, again, strict=True):
         loss.backward()
         theirs.backward()
@@ -208,7 +208,7 @@ def test_convert_reaches_the_layers_inside() -> None:
 def test_counters_see_each_operand_once(recipe: str) -> None:
     mlp = qt.LayerNormMLP(48, 64, "swiglu")
     counts = []
-    for run in (whole, apart):
+    for run in (whole_module, layer_by_layer):
         with qt.count(mlp) as counters, qt.autocast(recipe):
             run(mlp, torch.ones(4, 48, requires_grad=True)).sum().backward()
         counts.append(str(counters))

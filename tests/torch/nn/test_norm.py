@@ -150,11 +150,11 @@ def test_zero_centered_weights_start_at_zero() -> None:
 
 
 def test_only_the_input_is_saved() -> None:
-    kept = []
+    saved = []
     x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         qt.RMSNorm(32, dtype=torch.bfloat16)(x)
-    assert sum(t.numel() * t.element_size() for t in kept) == 64 * 32 * 2 + 64 * 4 + 32 * 2
+    assert sum(t.numel() * t.element_size() for t in saved) == 64 * 32 * 2 + 64 * 4 + 32 * 2
 
 
 def test_compiled_gives_eager_bits() -> None:

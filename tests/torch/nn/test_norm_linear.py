@@ -24,7 +24,7 @@ def fused(layer: Any, x: Tensor) -> Any:
     return layer(x)
 
 
-def apart(layer: Any, x: Tensor) -> Any:
+def unfused(layer: Any, x: Tensor) -> Any:
     y = layer.norm(x)
     return (layer.linear(y), y) if layer.return_normalized else layer.linear(y)
 
@@ -50,7 +50,7 @@ def several(block: Any, x: Tensor) -> Any:
     return normalized_projections(block.norm, x, block.layers)
 
 
-def several_apart(block: Any, x: Tensor) -> Any:
+def several_unfused(block: Any, x: Tensor) -> Any:
     y = block.norm(x)
     return tuple(layer(y) for layer in block.layers)
 
@@ -62,13 +62,13 @@ def several_apart(block: Any, x: Tensor) -> Any:
 )
 def test_the_bits_match_the_parts(recipe: Any, dtype: torch.dtype, return_normalized: bool) -> None:
     layer = qt.LayerNormLinear(48, 40, return_normalized=return_normalized, dtype=dtype)
-    assert_same_training(layer, [apart, fused], recipe, inputs(2, 9, 48, dtype=dtype))
+    assert_same_training(layer, [unfused, fused], recipe, inputs(2, 9, 48, dtype=dtype))
 
 
 @pytest.mark.parametrize("recipe", OPTIONS, ids=str)
 @DTYPES
 def test_several_layers_share_one_quantized_input(recipe: Any, dtype: torch.dtype) -> None:
-    assert_same_training(Several(dtype), [several_apart, several], recipe, inputs(2, 9, 48, dtype=dtype))
+    assert_same_training(Several(dtype), [several_unfused, several], recipe, inputs(2, 9, 48, dtype=dtype))
 
 
 #: Operands by column of a history.
@@ -89,7 +89,7 @@ def test_the_input_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("shape", [(0, 48), (1, 48), (2, 0, 48), (33, 48)])
 def test_any_token_count_works(shape: tuple[int, ...]) -> None:
-    assert_same_training(Several(), [several_apart, several], "mxfp8", inputs(*shape))
+    assert_same_training(Several(), [several_unfused, several], "mxfp8", inputs(*shape))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
@@ -98,7 +98,7 @@ def test_edge_case_values(recipe: str) -> None:
     x[0, 0], x[1], x[2, 3], x[3] = 1e30, 0, 1e-42, 1e-20
     bad = x.clone()
     bad[4, 5], bad[5, 6] = float("nan"), float("inf")
-    assert_same_training(Several(), [several_apart, several], recipe, [x, bad, x])
+    assert_same_training(Several(), [several_unfused, several], recipe, [x, bad, x])
 
 
 @pytest.mark.parametrize("frozen", ["weights", "norm", "input"])
@@ -107,7 +107,7 @@ def test_frozen_parameters_get_no_gradient(frozen: str, recipe: str) -> None:
     block = Several()
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(frozen == "input" or (frozen == "norm") is not name.startswith("norm"))
-    assert_same_training(block, [several_apart, several], recipe, inputs(5, 48), input_grad=frozen != "input")
+    assert_same_training(block, [several_unfused, several], recipe, inputs(5, 48), input_grad=frozen != "input")
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "nvfp4"])
@@ -119,7 +119,7 @@ def test_under_torch_autocast(recipe: str) -> None:
 
         return wrapped
 
-    assert_same_training(Several(), [within(several_apart), within(several)], recipe, inputs(5, 48))
+    assert_same_training(Several(), [within(several_unfused), within(several)], recipe, inputs(5, 48))
 
 
 def test_a_layer_with_hooks_is_called() -> None:
@@ -159,7 +159,7 @@ def test_a_norm_with_hooks_is_called() -> None:
 def test_a_norm_with_computed_parameters(recipe: str | None) -> None:
     block = qt.LayerNormLinear(48, 16)
     torch.nn.utils.parametrize.register_parametrization(block.norm, "weight", nn.Softplus())
-    assert_same_training(block, [apart, fused], recipe, inputs(5, 48))
+    assert_same_training(block, [unfused, fused], recipe, inputs(5, 48))
     # As pruning leaves it, and FSDP with a flat parameter: an attribute.
     norm = qt.RMSNorm(48)
     del norm.weight
@@ -172,14 +172,14 @@ def test_layers_with_different_recipes_quantize_separately() -> None:
     block = Several()
     qt.convert(block, {"b": "nvfp4", "*": "rowwise"})
     x = torch.randn(5, 48)
-    for got, want in zip(several(block, x), several_apart(block, x), strict=True):
+    for got, want in zip(several(block, x), several_unfused(block, x), strict=True):
         assert_bitwise(got, want)
 
 
 def test_a_norm_that_is_not_ours_is_called() -> None:
     block = Several()
     block.norm = nn.RMSNorm(48)
-    assert_same_training(block, [several_apart, several], "tensorwise", inputs(5, 48))
+    assert_same_training(block, [several_unfused, several], "tensorwise", inputs(5, 48))
 
 
 @pytest.mark.parametrize(("recipe", "share"), [("tensorwise", 1), ("rowwise", 1), ("nvfp4", 0.5625)])

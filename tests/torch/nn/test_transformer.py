@@ -260,7 +260,7 @@ def test_options_of_one_call_equal_options_of_the_layer(kind: str) -> None:
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[1, 7:] = True
     x = torch.randn(2, 9, 64)
-    for asked in (
+    for overrides in (
         {"mask_type": "none", "window": (-1, -1)},
         {"mask_type": "padding", "window": (2, 3)},
         {"window": (2, 0)},
@@ -268,15 +268,15 @@ def test_options_of_one_call_equal_options_of_the_layer(kind: str) -> None:
     ):
         layer = make(kind)
         own = layer(x)
-        other = qt.TransformerLayer(64, 4, 96, **{**options, **asked, "rope": rope})  # type: ignore[arg-type]
+        other = qt.TransformerLayer(64, 4, 96, **{**options, **overrides, "rope": rope})  # type: ignore[arg-type]
         other.load_state_dict(layer.state_dict())
-        padded = {"mask": mask} if asked.get("mask_type") == "padding" else {}
-        y = layer(x, rope=rope, **padded, **asked)  # type: ignore[arg-type]
+        padded = {"mask": mask} if overrides.get("mask_type") == "padding" else {}
+        y = layer(x, rope=rope, **padded, **overrides)  # type: ignore[arg-type]
         assert_bitwise(y, other(x, **padded))
         assert not torch.equal(y, own)
         assert_bitwise(layer(x), own)
         with qt.autocast("mxfp8"):
-            (g,) = torch.autograd.grad(layer(x, rope=rope, **padded, **asked).sum(), layer.mlp.down_proj.weight)  # type: ignore[arg-type]
+            (g,) = torch.autograd.grad(layer(x, rope=rope, **padded, **overrides).sum(), layer.mlp.down_proj.weight)  # type: ignore[arg-type]
             (h,) = torch.autograd.grad(other(x, **padded).sum(), other.mlp.down_proj.weight)
         assert_bitwise(g, h)
 

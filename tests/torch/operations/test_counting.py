@@ -89,8 +89,8 @@ def test_attention_in_eight_bits_counts_the_products_that_it_computes() -> None:
     q, k, v = (torch.randn(2, heads, 16, size) for heads, size in ((4, 32), (2, 32), (2, 64)))
     options = None, None, None, 0.2, None, 0.0, spec.input.text, spec.grad_output.text
     same_inside(fp8.FORWARD, q, k, v, None, None, *options, True)
-    out, *kept = fp8.FORWARD.operator(q, k, v, None, None, *options, True)
-    same_inside(fp8.BACKWARD, out, kept, None, None, *options, [True, True, True, False, False])
+    out, *saved = fp8.FORWARD.operator(q, k, v, None, None, *options, True)
+    same_inside(fp8.BACKWARD, out, saved, None, None, *options, [True, True, True, False, False])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -18,7 +18,7 @@ assert quaver.torch
 
 
 @pytest.fixture(autouse=True)
-def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_operations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`narrowed` sees the operations of a test alone."""
     monkeypatch.setattr(operation, "OPERATIONS", [])
     yield

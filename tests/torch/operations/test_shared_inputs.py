@@ -89,7 +89,7 @@ def state(net: nn.Module) -> list[Tensor]:
     return [*grads, *(b.clone() for b in net.buffers())]
 
 
-def alike(
+def assert_same_with_sharing(
     scenario: Callable[[], list[Tensor]], counts: Counts, taken: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scenario gives the same bits with each layer quantizing for itself; so many inputs were taken from others."""
@@ -98,10 +98,10 @@ def alike(
     with monkeypatch.context() as patched:
         patched.setattr(functional, "thread", Forgetful())
         counts["taken"] = 0
-        apart = scenario()
+        separate = scenario()
     assert counts["taken"] == 0
-    assert len(shared) == len(apart) > 0
-    for i, (one, other) in enumerate(zip(shared, apart, strict=True)):
+    assert len(shared) == len(separate) > 0
+    for i, (one, other) in enumerate(zip(shared, separate, strict=True)):
         assert_bitwise(one, other, f"tensor {i}")
     assert taken is None or seen == taken, seen
 
@@ -132,7 +132,7 @@ def test_training_matches_layers_that_quantize_separately(
         return results
 
     noisy = any(spec is not None and spec.rounding != "nearest" for spec in of_input(name))
-    alike(scenario, counted, 0 if noisy else 3 * 3, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 0 if noisy else 3 * 3, monkeypatch)
 
 
 def of_input(name: str) -> tuple[Any, Any]:
@@ -160,7 +160,7 @@ def test_layers_share_an_input_under_any_plan(
 
     # Small layers with one scale per tensor have a plan of their own.
     per_tensor = all(spec is not None and spec.per_tensor for spec in recipes.get(name).operands().values())
-    alike(scenario, counted, 4 if frozen and per_tensor else 6, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 4 if frozen and per_tensor else 6, monkeypatch)
 
 
 @EACH
@@ -187,7 +187,7 @@ def test_hard_inputs(name: str, value: str, counted: Counts, monkeypatch: pytest
             results += [leaf.grad, *(t for layer in own for t in state(layer))]
         return results
 
-    alike(scenario, counted, 4, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 4, monkeypatch)
 
 
 def test_wgrad_may_need_an_operand_that_a_layer_did_not_save(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_wgrad_may_need_an_operand_that_a_layer_did_not_save(counted: Counts, mo
         sum(y.float().square().sum() for y in outputs).backward()
         return [*outputs, *(t for layer in own for t in state(layer))]
 
-    alike(scenario, counted, 1, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 1, monkeypatch)
 
 
 @KINDS
@@ -218,7 +218,7 @@ def test_inputs_cast_by_autocast_are_identified_by_the_original(
         y.float().sum().backward()
         return [y.detach(), *state(net)]
 
-    alike(scenario, counted, 6, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 6, monkeypatch)
 
 
 # What is written, viewed, used again.
@@ -252,7 +252,7 @@ def test_a_write_between_siblings_is_seen(
         (first.square().sum() + second.square().sum()).backward()
         return [first, second, leaf.grad, *(t for layer in own for t in state(layer))]
 
-    alike(scenario, counted, 0, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 0, monkeypatch)
     assert not torch.equal(*scenario()[:2])
 
 
@@ -274,7 +274,7 @@ def test_views_are_other_tensors(name: str, counted: Counts, monkeypatch: pytest
         sum(y.square().sum() for y in outputs).backward()
         return [*outputs, leaf.grad, *(t for layer in own for t in state(layer))]
 
-    alike(scenario, counted, 0, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 0, monkeypatch)
 
 
 @EACH
@@ -292,11 +292,12 @@ def test_a_layer_that_is_called_twice_and_a_graph_that_is_retained(
         y.square().sum().backward()
         return [y, once, leaf.grad, *state(own)]
 
-    alike(scenario, counted, 1, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 1, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "between", ["another recipe", "another spec of the input", "alike", "no recipe", "two models", "only"]
+    "between",
+    ["another recipe", "another spec of the input", "alike", "no recipe", "two models", "only"],
 )
 def test_which_layers_reuse_a_quantized_input(between: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [qt.Linear(32, 16) for _ in range(3)]
@@ -341,7 +342,7 @@ def test_which_layers_reuse_a_quantized_input(between: str, counted: Counts, mon
         "two models": 2,
         "only": 0,
     }[between]
-    alike(scenario, counted, taken, monkeypatch)
+    assert_same_with_sharing(scenario, counted, taken, monkeypatch)
 
 
 @EACH
@@ -365,7 +366,7 @@ def test_a_tensor_that_a_program_holds_is_quantized_at_each_layer(
             results += [y.detach() for y in outputs]
         return [*results, *(t for layer in own for t in state(layer))]
 
-    alike(scenario, counted, 0, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 0, monkeypatch)
 
 
 @KINDS
@@ -396,7 +397,7 @@ def test_an_output_that_is_the_same_object_in_each_step_is_requantized(
             results += [y.detach() for y in outputs]
         return [*results, *(t for layer in own for t in state(layer))]
 
-    alike(scenario, counted, None, monkeypatch)
+    assert_same_with_sharing(scenario, counted, None, monkeypatch)
 
 
 # Modes.
@@ -416,7 +417,7 @@ def test_without_gradients_nothing_is_recorded(
         assert functional.thread.last is None
         return [y.clone()]
 
-    alike(scenario, counted, 0, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 0, monkeypatch)
 
 
 # Every way under what keeps state; one way, by turns, under the others.
@@ -445,7 +446,7 @@ def test_checkpointing(name: str, how: str, counted: Counts, monkeypatch: pytest
             results += [y.detach(), x.grad, *state(net)]
         return results
 
-    alike(scenario, counted, None, monkeypatch)
+    assert_same_with_sharing(scenario, counted, None, monkeypatch)
     assert counted["taken"] == 0
 
 
@@ -470,7 +471,7 @@ def test_counters_count_each_layer(name: str, counted: Counts, monkeypatch: pyte
         tables.append(str(counters))
         return results
 
-    alike(scenario, counted, 0, monkeypatch)
+    assert_same_with_sharing(scenario, counted, 0, monkeypatch)
     assert tables[0] == tables[1] and "0.k" in tables[0]
 
 
@@ -487,7 +488,7 @@ def test_layers_with_different_histories_quantize_separately(counted: Counts, mo
         return [*step(other, inputs().requires_grad_()), *state(other)]
 
     # k's factor is another until its history rolls: with the root's forward, at once.
-    alike(scenario, counted, None, monkeypatch)
+    assert_same_with_sharing(scenario, counted, None, monkeypatch)
     first, second = net[0].q, net[0].k
     # Without the root's forward: the first layer after a backward begins a step, in which all histories roll.
     first(inputs()), second(inputs())
@@ -581,12 +582,12 @@ def tensors_of(operands: Any) -> list[Tensor]:
 
 def test_a_thread_that_ends_leaves_nothing() -> None:
     layer, h = qt.Linear(32, 16, recipe="tensorwise"), inputs().requires_grad_() * 1.0
-    kept: list[Any] = []
+    references: list[Any] = []
 
     def run() -> None:
         layer(h)
         assert functional.thread.last is not None
-        kept.append(weakref.ref(tensors_of(functional.thread.last.operands)[0]))
+        references.append(weakref.ref(tensors_of(functional.thread.last.operands)[0]))
 
     gc.disable()
     try:
@@ -594,7 +595,7 @@ def test_a_thread_that_ends_leaves_nothing() -> None:
         thread.start()
         thread.join()
         del thread
-        assert kept[0]() is None
+        assert references[0]() is None
     finally:
         gc.enable()
 
@@ -605,7 +606,7 @@ def test_backward_keeps_one_quantization_of_an_input(name: str) -> None:
     layers = [qt.Linear(256, 256, bias=False, recipe=name) for _ in range(3)]
     x = inputs(torch.float32, 128, 256).requires_grad_()
 
-    def kept(layers: list[qt.Linear]) -> int:
+    def saved_bytes(layers: list[qt.Linear]) -> int:
         seen: dict[int, Tensor] = {}
         weights = {layer.weight.untyped_storage().data_ptr() for layer in layers}
 
@@ -623,6 +624,6 @@ def test_backward_keeps_one_quantization_of_an_input(name: str) -> None:
 
     noisy = any(spec is not None and spec.rounding != "nearest" for spec in of_input(name))
     assert not noisy
-    one = kept(layers[:1])
+    one = saved_bytes(layers[:1])
     # A scale on the host is a tensor of eight bytes for each layer.
-    assert one <= kept(layers) <= one + 2 * 8
+    assert one <= saved_bytes(layers) <= one + 2 * 8

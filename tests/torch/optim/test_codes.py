@@ -31,10 +31,10 @@ def assert_expanded(
 ) -> None:
     """Logarithms differ in their last bit: a number of a block by an ulp, a code by one, one in a hundred thousand."""
     np.testing.assert_allclose(as_numpy(scale), want_scale, rtol=2e-7)
-    apart = np.abs(as_numpy(got).astype(int) - want.astype(int))
-    assert apart.max(initial=0) <= 1 and apart.sum() <= 1 + apart.size // 100_000
+    difference = np.abs(as_numpy(got).astype(int) - want.astype(int))
+    assert difference.max(initial=0) <= 1 and difference.sum() <= 1 + difference.size // 100_000
     assert as_numpy(got).shape == want.shape
-    same = apart == 0
+    same = difference == 0
     np.testing.assert_allclose(as_numpy(values)[same], want_values[same], rtol=5e-6)
 
 

@@ -311,11 +311,11 @@ def test_a_norm_that_is_a_tensor_clips_by_float32(
     factors: list[Any] = []
     update = optim.AdamW._update
 
-    def told(optimizer: Any, waiting: list[Tensor], factor: Tensor | None, overflow: Tensor | None = None) -> None:
+    def recorded(optimizer: Any, waiting: list[Tensor], factor: Tensor | None, overflow: Tensor | None = None) -> None:
         factors.extend(f for p in waiting if (f := optimizer._factor(p, factor)) is not None)
         update(optimizer, waiting, factor, overflow)
 
-    monkeypatch.setattr(optim.AdamW, "_update", told)
+    monkeypatch.setattr(optim.AdamW, "_update", recorded)
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset="lean")
     if in_backward:

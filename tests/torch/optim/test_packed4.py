@@ -91,7 +91,7 @@ def piece(config: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor
 @pytest.mark.parametrize(("name", "keep", "bad"), pairs(WAYS, (None, True, False), (False, True)), ids=lambda x: str(x))
 def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool | None, bad: bool) -> None:
     config = WAYS[name]
-    told = None if keep is None else torch.tensor(keep)
+    keep_step = None if keep is None else torch.tensor(keep)
     ours, theirs = piece(config, bad), piece(config, bad)
     for step in (1, 2, 3):
         scalars = config.rule.scalars(GROUP, torch.tensor(float(step), dtype=torch.float64))
@@ -100,7 +100,7 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
         factor = None if step == 1 else torch.tensor(0.5)
         parts, amax = theirs
         weight_bound = None if amax is None else config.rule.weight_bound(amax, scalars, ())
-        expected = step_chunk(config, parts, scalars, factor, words, weight_bound, told)
+        expected = step_chunk(config, parts, scalars, factor, words, weight_bound, keep_step)
         own = ours[0]
         assert compiled.fits(config, own)
         done = compiled.run_packed4(
@@ -110,7 +110,7 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
             factor,
             compiled._place(config, own.weight[0], True, 0, RngKey(SEED, 5, step, place)),
             weight_bound,
-            told,
+            keep_step,
         )
         lost = bad and config.single_scale
         if config.weight_format.code_spec is not None and not config.single_scale:
@@ -118,10 +118,10 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
             stored = [decode_scales(held.weight[1], config.weight_format.code_spec, None) for held in (own, parts)]
             assert torch.equal(*(scale.nan_to_num(-1) for scale in stored))
             assert bool(stored[0].isnan().any()) == (bad and keep is not False)
-            said = spread(~stored[0].isnan(), config.weight_format.code_spec.block, (ROWS, COLUMNS)).to(torch.int8)
+            valid = spread(~stored[0].isnan(), config.weight_format.code_spec.block, (ROWS, COLUMNS)).to(torch.int8)
             for held in (own, parts):
-                held.weight[0].view(torch.int8).mul_(said)
-                held.weight[2].mul_(said)
+                held.weight[0].view(torch.int8).mul_(valid)
+                held.weight[2].mul_(valid)
         same(own.weight[0], parts.weight[0], "codes", lost)
         if config.weight_format.states:
             same(own.weight[-1], parts.weight[-1], "residuals", lost)
@@ -210,8 +210,8 @@ def test_strided_rows_step_one_by_one_unless_aligned_to_four() -> None:
     config = WAYS["exact"]
     own, _ = piece(config, False)
     for width, fits in ((132, True), (130, False), (129, False)):
-        apart = torch.zeros(ROWS, width, dtype=torch.bfloat16)[:, :128]
+        strided = torch.zeros(ROWS, width, dtype=torch.bfloat16)[:, :128]
         one = ParameterTensors(
-            (apart[:1], own.weight[1][:1]), tuple((m[0][:1],) for m in own.moments), (own.gradient[0][:1],)
+            (strided[:1], own.weight[1][:1]), tuple((m[0][:1],) for m in own.moments), (own.gradient[0][:1],)
         )
-        assert apart[:1].is_contiguous() and compiled.fits(config, one) == fits
+        assert strided[:1].is_contiguous() and compiled.fits(config, one) == fits

@@ -43,7 +43,7 @@ def give(p: Tensor, gradient: Tensor) -> None:
     p.grad = gradient.to(p.grad_dtype or torch.float32)
 
 
-def kept(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
+def full_weight(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     """The weight with its residual, float32."""
     config = optimizer.config(p, optimizer.param_groups[0])
     return master_weights.read(config.weight_format, layout.tensors_of_weight(p, config, optimizer.state[p]))
@@ -66,7 +66,12 @@ def test_a_step_does_not_depend_on_the_chunk_size(
             optimizer.step()
         states = optimizer.state[layer.weight].values()
         ends.append(
-            [memory_of(layer.weight).view(torch.uint8), layer.weight.scale, kept(optimizer, layer.weight), *states]
+            [
+                memory_of(layer.weight).view(torch.uint8),
+                layer.weight.scale,
+                full_weight(optimizer, layer.weight),
+                *states,
+            ]
         )
     for a, b in zip(*ends, strict=True):
         assert torch.equal(a, b)
@@ -118,7 +123,7 @@ def test_state_touched_by_a_nonfinite_gradient_is_read_as_nonfinite(
         read = qt.plain_state_dict(layer)["weight"]
         assert not read[5, 7].isfinite(), name
         # Of a scale that is not finite no code says a number.
-        assert bool(kept(optimizer, layer.weight)[5, 7].isnan()), name
+        assert bool(full_weight(optimizer, layer.weight)[5, 7].isnan()), name
 
 
 @pytest.mark.parametrize("preset", ["exact", "balanced", "lean", "coat"])
@@ -132,10 +137,10 @@ def test_a_pruned_weight_decodes_to_almost_zero(preset: str) -> None:
         optimizer.step()
         for layer in layers:
             p = layer.weight.detach()
-            was = kept(optimizer, layer.weight).abs().amax()
+            was = full_weight(optimizer, layer.weight).abs().amax()
             # Over the codes: a QuantizedTensor of zeros would have another scale.
             memory_of(p).copy_(torch.zeros(96, 128).copysign(values_of(p)))
-            read = kept(optimizer, layer.weight)
+            read = full_weight(optimizer, layer.weight)
             assert bool(read.isfinite().all())
             # Masters stay what they are.
             held = optimizer.config(layer.weight, optimizer.param_groups[0]).weight_format.kind[:3] == "res"
@@ -174,14 +179,14 @@ def test_no_weight_exceeds_the_bound_computed_before_the_step(rule: str, monkeyp
             optimizer.grad_scale = torch.tensor(0.25)
             give(p, torch.randn(64, 64, generator=draw) * 10.0**step if step else -values_of(p).sign())
             optimizer.step()
-            after, (top, said) = kept(optimizer, p), written.pop()
+            after, (amax, weight_bound) = full_weight(optimizer, p), written.pop()
             assert bool(after.isfinite().all())
-            assert (said is None) == (kind == "no bound")
-            if said is not None:
-                assert not bool((top > said).any()), (recipe, preset, lr, decay, step)
+            assert (weight_bound is None) == (kind == "no bound")
+            if weight_bound is not None:
+                assert not bool((amax > weight_bound).any()), (recipe, preset, lr, decay, step)
                 # What is stored may be above by the half step of a code that residuals are parts of, rounded.
                 stored = optimizer.state[p]["amax"]
-                assert bool((stored <= said * (1 + 2.0**-11)).all())
+                assert bool((stored <= weight_bound * (1 + 2.0**-11)).all())
                 assert torch.equal(stored, master_weights.block_amax(layer.weight_spec, after))
 
 
@@ -231,7 +236,7 @@ def test_predicted_scales_begin_and_end_where_betas_move() -> None:
         give(layer.weight, torch.randn(96, 128))
         optimizer.step()
         assert ("amax" in optimizer.state[layer.weight]) == (step < 2)
-        assert float(kept(optimizer, layer.weight).abs().max()) < 1
+        assert float(full_weight(optimizer, layer.weight).abs().max()) < 1
 
 
 def test_a_step_that_is_refused_changes_nothing() -> None:
@@ -313,5 +318,5 @@ def test_a_step_is_the_same_under_autocast_and_in_a_compiler(around: str, name: 
             give(layer.weight, torch.randn(96, 128, generator=torch.Generator().manual_seed(step)))
             with torch.autocast("cpu", torch.float16, enabled=within and around == "torch.autocast"):
                 call()
-        ends.append(kept(optimizer, layer.weight).clone())
+        ends.append(full_weight(optimizer, layer.weight).clone())
     assert torch.equal(*ends)

@@ -94,8 +94,8 @@ def test_a_weight_of_short_rows_steps_as_the_matrix_that_it_is_flattened_to(
     assert torch.equal(p.view(r.shape), r)
     for name, value in made[1].state[r].items():
         assert torch.equal(made[0].state[p][name].flatten(), value.flatten()), name
-    kept = sum(t.nbytes for name, t in made[0].state[p].items() if name.startswith("exp_avg")) / p.numel()
-    assert kept <= {"exact": 4.0, "coat": 2.26, "msamp": 3.01, "te": 3.01}.get(preset, 2.07)
+    moment_bytes = sum(t.nbytes for name, t in made[0].state[p].items() if name.startswith("exp_avg")) / p.numel()
+    assert moment_bytes <= {"exact": 4.0, "coat": 2.26, "msamp": 3.01, "te": 3.01}.get(preset, 2.07)
 
 
 def test_a_channels_last_convolution_steps_like_a_contiguous_one() -> None:

@@ -7,9 +7,9 @@ from tests.torch.optim.step_memory import above, above_in_backward, live
 
 
 def test_live_bytes_count_only_live_tensors() -> None:
-    kept = torch.ones(1000)
+    outside = torch.ones(1000)
     with live() as seen:
-        first = kept + 1
+        first = outside + 1
         assert seen.now == 4000
         first.add_(1)
         view = first[10:]

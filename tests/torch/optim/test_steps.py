@@ -68,19 +68,19 @@ def test_other_options_and_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="is sparse; use nn"):
         optim.AdamW(embedding.parameters()).step()
     with pytest.raises(ValueError, match="is sparse; use nn"):
-        kept = optim.AdamW(embedding.parameters(), preset="lean")
+        optimizer = optim.AdamW(embedding.parameters(), preset="lean")
         embedding(torch.tensor([1])).sum().backward()
-        kept.step()
+        optimizer.step()
 
 
 def test_a_refused_group_is_not_added() -> None:
     p, wrong = nn.Parameter(torch.zeros(80, 80)), nn.Parameter(torch.zeros(80, 80, dtype=torch.complex64))
     vector = nn.Parameter(torch.zeros(80))
-    for optimizer, own, said in (
+    for optimizer, own, message in (
         (optim.AdamW([p], preset="lean"), [nn.Parameter(torch.zeros(80, 80)), wrong], "complex64"),
         (optim.Muon([p], preset="lean"), [vector], "Muon steps matrices"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             optimizer.add_param_group({"params": own})
         assert [group["params"] for group in optimizer.param_groups] == [[p]]
         own[0].sum().backward()

@@ -160,11 +160,11 @@ def table() -> str:
             else:
                 raise AssertionError(f"{row.name} under {name} is neither tested nor refused")
         lines.append(line)
-    said = "".join(
+    notes = "".join(
         f"{textwrap.fill(f'{number}. {refusal}', 110, subsequent_indent='   ')}\n"
         for number, refusal in enumerate(refusals, 1)
     )
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines) + ("\n" + said if said else "")
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines) + ("\n" + notes if notes else "")
 
 
 def written(page: str) -> str:

@@ -251,11 +251,11 @@ def each_gradient_is_computed_once(rank: int) -> None:
 
 
 def case(build: Build, name: str, recipe: str, steps: int = STEPS, own: bool = False) -> two_ranks.Case:
-    def of_rank(rank: int) -> None:
+    def run(rank: int) -> None:
         compare(build, name, recipe, rank, steps, own)
 
-    of_rank.__name__ = f"{build.__name__}_{name}_{recipe}"
-    return of_rank
+    run.__name__ = f"{build.__name__}_{name}_{recipe}"
+    return run
 
 
 def shapes_are_known_beforehand(rank: int) -> None:

@@ -153,10 +153,10 @@ def are_one_process(rank: int, cases: list[Run]) -> None:
     own = {case: in_one_process(*case[:3]) for case in cases[rank :: RANKS * RANKS]}
     gc.collect()
     for number, case in enumerate(cases):
-        said = [own.get(case)]
-        dist.broadcast_object_list(said, number % (RANKS * RANKS))
-        assert said[0] is not None
-        expected, states = said[0]
+        shared = [own.get(case)]
+        dist.broadcast_object_list(shared, number % (RANKS * RANKS))
+        assert shared[0] is not None
+        expected, states = shared[0]
         losses, net = on_ranks(*case[:3], mesh, case[3])
         stages = KINDS[case[0]].stages[mesh["pp"].get_local_rank()]
         if len(net) - 1 in stages:

@@ -55,7 +55,7 @@ def part_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return x.to(dtype)
 
 
-def kept(x: Tensor, spec: QuantSpec) -> Tensor:
+def rounded(x: Tensor, spec: QuantSpec) -> Tensor:
     """What is left of x [rows, n] by one quantization of each row in blocks, plainly: the reference."""
     block = spec.block[1]
     assert block is not None
@@ -65,9 +65,9 @@ def kept(x: Tensor, spec: QuantSpec) -> Tensor:
 
 def summed(parts: list[Tensor], spec: QuantSpec) -> Tensor:
     """[ranks, n]: the sum in the order of ranks."""
-    total = kept(parts[0].view(RANKS, -1), spec)
+    total = rounded(parts[0].view(RANKS, -1), spec)
     for part in parts[1:]:
-        total = total + kept(part.view(RANKS, -1), spec)
+        total = total + rounded(part.view(RANKS, -1), spec)
     return total
 
 

@@ -306,7 +306,7 @@ def nodes(groups: list[dict[str, Any]]) -> set[Node]:
     return seen
 
 
-def kept(node: Any) -> Iterator[Tensor]:
+def saved_tensors(node: Any) -> Iterator[Tensor]:
     """Tensors held by a weight gradient node between the two parts."""
     for gradient in node.parts.delayed_gradients:
         yield from tensors_of(gradient.args if callable(gradient) else gradient)
@@ -333,7 +333,7 @@ def test_between_the_two_parts_only_tensors_for_weight_gradients_are_kept() -> N
     kinds = {type(node).__name__ for node in held}
     assert kinds == {"AccumulateGrad", "_JointBackward", "_WeightsBackward"}
     of_weights = [node for node in held if isinstance(node, _Weights._backward_cls)]  # type: ignore[attr-defined]
-    tensors = {t.data_ptr(): t for node in of_weights for t in kept(node)}.values()
+    tensors = {t.data_ptr(): t for node in of_weights for t in saved_tensors(node)}.values()
     # Codes and scales of both operands of two wgrads, and the finished gradients of vectors.
     operands = 2 * tokens * (WIDTH + hidden) * (1 + 1 / 32)
     vectors = 4 * (WIDTH + WIDTH + hidden + WIDTH)

@@ -130,7 +130,9 @@ def test_wrong_arguments_give_clear_errors() -> None:
 PLAIN = nn.Linear(32, 16)
 
 
-def in_one(recipe: str | None, *calls: Callable[[Tensor], object], enabled: bool = True) -> Callable[[], None]:
+def under_one_autocast(
+    recipe: str | None, *calls: Callable[[Tensor], object], enabled: bool = True
+) -> Callable[[], None]:
     def body() -> None:
         with qt.autocast(recipe, enabled=enabled):
             for call in calls:
@@ -145,7 +147,7 @@ def test_an_autocast_around_a_forward_without_quantizable_layers_warns(mode: typ
         mode(),
         pytest.warns(UserWarning, match=r"inside autocast\(mxfp8\).*quaver.torch.convert\(model, recipe\)") as seen,
     ):
-        in_one("mxfp8", PLAIN)()
+        under_one_autocast("mxfp8", PLAIN)()
     assert len(seen) == 1 and seen[0].filename == __file__
     qt.autocast("bf16")(PLAIN)(X)
     with mode(), pytest.warns(UserWarning, match="tensorwise"):
@@ -166,14 +168,16 @@ def switched_off(x: Tensor) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        in_one("mxfp8", PLAIN, qt.Linear(32, 16)),
-        in_one("mxfp8", PLAIN, qt.Linear(32, 16, recipe="rowwise")),
-        in_one("mxfp8", outer_and_inner, qt.Linear(32, 16)),
-        in_one("mxfp8", switched_off),
-        in_one(None, PLAIN, outer_and_inner, enabled=False),
-        in_one("bf16", PLAIN),
-        in_one("mxfp8", lambda x: qt.explain(qt.Linear(32, 16), x)),
-        in_one("mxfp8", lambda x: qt.grouped_matmul(x, torch.randn(1, 16, 32), torch.tensor([64], dtype=torch.int32))),
+        under_one_autocast("mxfp8", PLAIN, qt.Linear(32, 16)),
+        under_one_autocast("mxfp8", PLAIN, qt.Linear(32, 16, recipe="rowwise")),
+        under_one_autocast("mxfp8", outer_and_inner, qt.Linear(32, 16)),
+        under_one_autocast("mxfp8", switched_off),
+        under_one_autocast(None, PLAIN, outer_and_inner, enabled=False),
+        under_one_autocast("bf16", PLAIN),
+        under_one_autocast("mxfp8", lambda x: qt.explain(qt.Linear(32, 16), x)),
+        under_one_autocast(
+            "mxfp8", lambda x: qt.grouped_matmul(x, torch.randn(1, 16, 32), torch.tensor([64], dtype=torch.int32))
+        ),
     ],
     ids=["layer", "own recipe", "nested", "switched off inside", "switched off", "bf16", "explain", "function"],
 )
@@ -193,9 +197,9 @@ def test_a_compiled_layer_that_quantizes_only_in_backward_does_not_warn() -> Non
 
 
 def test_a_body_that_runs_nothing_or_fails_does_not_warn() -> None:
-    in_one("mxfp8")()
+    under_one_autocast("mxfp8")()
     y = PLAIN(X)
-    in_one("mxfp8", lambda _: y.backward(torch.ones_like(y)))()
+    under_one_autocast("mxfp8", lambda _: y.backward(torch.ones_like(y)))()
     with pytest.raises(KeyError), qt.autocast("mxfp8"):
         PLAIN(X)
         raise KeyError
@@ -207,14 +211,14 @@ def test_an_empty_body_without_gradients_does_not_warn_where_a_layer_has_run(mod
     for forward in (torch.enable_grad, mode):
         active_context.ever_ran_layer = active_context.layer_ran = False
         with forward():
-            in_one("mxfp8", layer)()
+            under_one_autocast("mxfp8", layer)()
         for _ in range(2):
             with mode():
-                in_one("mxfp8")()
+                under_one_autocast("mxfp8")()
     with pytest.warns(UserWarning, match="no quantizable layer"):
-        in_one("mxfp8", PLAIN)()
+        under_one_autocast("mxfp8", PLAIN)()
     with mode(), ThreadPoolExecutor(1) as pool, pytest.warns(UserWarning, match="no quantizable layer"):
-        pool.submit(torch.no_grad()(in_one("mxfp8", PLAIN))).result()
+        pool.submit(torch.no_grad()(under_one_autocast("mxfp8", PLAIN))).result()
 
 
 def test_compiled_layers_count_as_layers(layer: qt.Linear) -> None:
@@ -222,13 +226,13 @@ def test_compiled_layers_count_as_layers(layer: qt.Linear) -> None:
     for mode in (torch.enable_grad, torch.no_grad):
         with mode():
             for _ in range(2):
-                in_one("mxfp8", compiled)()
+                under_one_autocast("mxfp8", compiled)()
     active_context.compiled = False
 
 
 def test_without_torchs_number_of_nodes_only_forwards_without_gradients_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nodes() != (PLAIN(X), nodes())[1]
     monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
-    in_one("mxfp8", PLAIN)()
+    under_one_autocast("mxfp8", PLAIN)()
     with torch.no_grad(), pytest.warns(UserWarning, match="no quantizable layer"):
-        in_one("mxfp8", PLAIN)()
+        under_one_autocast("mxfp8", PLAIN)()

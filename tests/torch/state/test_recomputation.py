@@ -259,15 +259,15 @@ def test_a_compiled_block_inside_finds_the_recipe_of_its_first_run() -> None:
 
 
 def test_only_arguments_are_saved() -> None:
-    net, kept = model(), []
+    net, saved = model(), []
 
     def pack(t: Tensor) -> Tensor:
-        kept.append(t)
+        saved.append(t)
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), qt.autocast("mxfp8"):
         qt.checkpoint(net, torch.randn(9, 48, requires_grad=True))
-    assert sum(t.numel() for t in kept) <= 9 * 48
+    assert sum(t.numel() for t in saved) <= 9 * 48
 
 
 def test_torch_still_checks_that_recomputation_matches() -> None:

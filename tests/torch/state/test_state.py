@@ -304,8 +304,8 @@ def test_a_move_that_fails_leaves_the_state(name: str, stored: bool) -> None:
     run.steps(0, 2)
     if stored:
         # What was recorded under an autocast goes with the recipe of the layer's own.
-        told = pytest.warns(UserWarning, match="start fresh") if name == "delayed" else contextlib.nullcontext()
-        with told:
+        warning = pytest.warns(UserWarning, match="start fresh") if name == "delayed" else contextlib.nullcontext()
+        with warning:
             qt.quantize_weights(run.net, name)
         run.net.requires_grad_(False)
     before = {key: value.clone() for key, value in run.net.state_dict().items()}

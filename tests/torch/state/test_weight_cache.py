@@ -312,12 +312,12 @@ def test_a_direct_write_with_stale_gradients_is_seen_after_refresh() -> None:
     for zero in (lambda layer: None, lambda layer: layer.zero_grad(set_to_none=False)):
         layer, x = linear("mxfp8"), torch.randn(T, K)
         trained(layer, x)
-        kept = quantized_by(layer)
+        before = quantized_by(layer)
         zero(layer)
         through_data(layer)
         assert_bitwise(evaluated(layer, x), evaluated(fresh(layer), x))
         trained(layer, x)
-        assert quantized_by(layer) is kept, "it is seen: docs/limits.md may say so"
+        assert quantized_by(layer) is before, "it is seen: docs/limits.md may say so"
         qt.refresh(layer)
         assert_same(trained(fresh(layer), x), trained(layer, x), "after refresh")
 

@@ -53,9 +53,9 @@ DRAWN = {
 def test_codes_and_scales_match_plain_torch(text: str, draw: Callable[[], Tensor]) -> None:
     torch.manual_seed(0)
     spec, x = QuantSpec.parse(text), draw()
-    for lies in (x, x.t(), x[:, ::2]):
-        assert ops.QUANTIZE.pick(lies, spec) is quantize.e8m0
-        own, wanted = quantize.e8m0(lies, spec), reference.quantize(lies, spec)
+    for view in (x, x.t(), x[:, ::2]):
+        assert ops.QUANTIZE.pick(view, spec) is quantize.e8m0
+        own, wanted = quantize.e8m0(view, spec), reference.quantize(view, spec)
         assert own.shape == wanted.shape and own.amax is not None and wanted.amax is not None
         wrong = (own.data != wanted.data).nonzero()
         assert not len(wrong), f"{wrong[0].tolist()}: {own.data[tuple(wrong[0])]}, {wanted.data[tuple(wrong[0])]}"

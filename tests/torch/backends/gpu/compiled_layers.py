@@ -83,13 +83,13 @@ def answer(arguments: list[str]) -> None:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--attention", action="store_true", help="in eight bits too")
     parser.add_argument("--recipes", nargs="*", default=RECIPES)
-    asked = parser.parse_args(arguments)
-    said = {}
-    for recipe in asked.recipes:
-        launches = recorded(asked.arch, recipe, asked.layer, DTYPES[asked.dtype], asked.attention)
+    options = parser.parse_args(arguments)
+    report = {}
+    for recipe in options.recipes:
+        launches = recorded(options.arch, recipe, options.layer, DTYPES[options.dtype], options.attention)
         names = sorted({launch.fn.__name__ for launch in launches})
-        said[recipe] = {"kernels": names, "refused": failures(launches, asked.target or asked.arch)}
-    print(json.dumps(said))
+        report[recipe] = {"kernels": names, "refused": failures(launches, options.target or options.arch)}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

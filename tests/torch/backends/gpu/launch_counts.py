@@ -160,8 +160,8 @@ def counted(arch: int, name: str) -> tuple[int, ...]:
     features = 128 if name == "delayed" else 512
     counts = [len(launches(arch, name, *linear(bias, features))) for bias in (False, True)]
     # Gradients of the step before are there: torch adds to them, whatever made them.
-    kept = [one for one in launches(arch, name, *linear(features=features), changing=False) if one != "torch.add_"]
-    return (*counts, len(kept))
+    cached = [one for one in launches(arch, name, *linear(features=features), changing=False) if one != "torch.add_"]
+    return (*counts, len(cached))
 
 
 def rows() -> dict[str, tuple[str, ...]]:

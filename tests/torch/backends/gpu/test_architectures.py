@@ -87,12 +87,12 @@ def test_explain_says_which_gemms_are_native_and_why_the_others_are_not(
     layer, x = qt.Linear(64, 48, dtype=torch.bfloat16, recipe=recipe), torch.randn(32, 64).bfloat16()
     with qt.only("native"), qt.only("triton"):
         rows = {row.what: row for row in qt.explain(layer, x).rows}
-    for name, there in native(recipe).items():
+    for name, is_native in native(recipe).items():
         row = rows[f"{name} GEMM"]
-        assert row.runs == ("native" if there else "decoded"), row
+        assert row.runs == ("native" if is_native else "decoded"), row
         why = dict(row.passed_over).get("native", "")
         kernel_args = f"{arch // 10}.{arch % 10} has no FP8 GEMMs", f"this GPU is sm_{arch}", "cuBLASLt has no GEMM for"
-        assert bool(why) is not there and (there or any(words in why for words in kernel_args)), why
+        assert bool(why) is not is_native and (is_native or any(words in why for words in kernel_args)), why
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -106,8 +106,8 @@ def test_operands_on_an_older_gpu_have_the_bits_of_the_reference(
     x = torch.randn(130, 144) * 2.0 ** torch.randint(-20, 20, (130, 144))
     x[0], x[1, 1], x[2, 2], x[64, 3] = 0.0, torch.inf, torch.nan, 1e-40
     # By turns, and on the other GPU the others: with what hurts in one dtype, without it in the other.
-    turn = list(SPECS).index(name) + (arch == 89)
-    for matrix in (x, x[3:64], x[3:64].bfloat16(), x.bfloat16())[turn % 2 :: 2]:
+    choice = list(SPECS).index(name) + (arch == 89)
+    for matrix in (x, x[3:64], x[3:64].bfloat16(), x.bfloat16())[choice % 2 :: 2]:
         q, expected = qt.quantize(matrix, spec), None
         with qt.only("reference"):
             expected = qt.quantize(matrix, spec)
@@ -139,8 +139,8 @@ def kernel_args(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `compiled_layers` says, and what it says of `OF_HOPPER`."""
     done = compiling("-m", "tests.torch.backends.gpu.compiled_layers", *map(str, (*arguments, "+", *OF_HOPPER)))
     assert done.returncode == 0, done.stdout + done.stderr
-    said, of_hopper = map(json.loads, done.stdout.splitlines())
-    return said, of_hopper
+    report, hopper = map(json.loads, done.stdout.splitlines())
+    return report, hopper
 
 
 #: A recipe with a history, one with scales of 128 and one of 32; the gate compiles what the others launch.
@@ -169,22 +169,22 @@ def step_of(arch: int, layer: str, dtype: str, names: Sequence[str]) -> tuple[An
 def test_all_launches_of_a_layer_compile_for_the_architecture(
     arch: int, layer: str, dtype: str, names: Sequence[str]
 ) -> None:
-    said, _ = kernel_args(*step_of(arch, layer, dtype, names))
-    assert set(said) == set(names)
-    for recipe, of in said.items():
-        assert of["kernels"] or recipe in ("mxfp6", "mxfp4"), recipe
-        assert not of["refused"], of["refused"]
+    report, _ = kernel_args(*step_of(arch, layer, dtype, names))
+    assert set(report) == set(names)
+    for recipe, compiled in report.items():
+        assert compiled["kernels"] or recipe in ("mxfp6", "mxfp4"), recipe
+        assert not compiled["refused"], compiled["refused"]
 
 
 def test_launches_for_hopper_do_not_compile_for_ampere() -> None:
     """So the test above can fail."""
-    _, said = kernel_args(*step_of(*AMPERE))
-    assert any("fp8e4nv not supported" in why for why in said["tensorwise"]["refused"].values())
+    _, report = kernel_args(*step_of(*AMPERE))
+    assert any("fp8e4nv not supported" in why for why in report["tensorwise"]["refused"].values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_attention_in_eight_bits_compiles_for_the_architecture(arch: int) -> None:
     names = "tensorwise", "rowwise", "mxfp8"
-    said, _ = kernel_args("--arch", arch, "--layer", "TransformerLayer", "--attention", "--recipes", *names)
-    assert all("attention" in of["kernels"] and not of["refused"] for of in said.values()), said
+    report, _ = kernel_args("--arch", arch, "--layer", "TransformerLayer", "--attention", "--recipes", *names)
+    assert all("attention" in compiled["kernels"] and not compiled["refused"] for compiled in report.values()), report

@@ -22,7 +22,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     return stand_in(monkeypatch)
 
 
-def kept(recipe: str) -> tuple[nn.Module, nn.Parameter, Any, weight_cache.CachedWeight]:
+def cached(recipe: str) -> tuple[nn.Module, nn.Parameter, Any, weight_cache.CachedWeight]:
     layer, weight = qt.Linear(32, 48), nn.Parameter(torch.randn(48, 32))
     spec = recipes.get(recipe).fprop.b
     assert spec is not None
@@ -39,7 +39,7 @@ def tensors(q: Quantized) -> set[int]:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "nvfp4"])
 def test_another_stream_waits_once_and_holds_the_memory(recipe: str, streams: Streams) -> None:
-    layer, weight, spec, entry = kept(recipe)
+    layer, weight, spec, entry = cached(recipe)
     assert streams.log == [("recorded", 1)]
     assert weight_cache.lookup(layer, "fprop", weight, spec, 0.0) is entry
     assert len(streams.log) == 1, "the stream that has written it waits for nothing"
@@ -57,7 +57,7 @@ def test_another_stream_waits_once_and_holds_the_memory(recipe: str, streams: St
 
 
 def test_streams_do_not_share_derived_codes(streams: Streams) -> None:
-    layer, weight, spec, entry = kept("tensorwise")
+    layer, weight, spec, entry = cached("tensorwise")
     assert entry.quantized is not None
     # A transpose that is written when a GEMM first asks for it, on this stream.
     entry.quantized.T.data = entry.quantized.T.data.clone()
@@ -69,7 +69,7 @@ def test_streams_do_not_share_derived_codes(streams: Streams) -> None:
 
 
 def test_readers_are_freed_with_their_source(streams: Streams) -> None:
-    layer, weight, spec, entry = kept("rowwise")
+    layer, weight, spec, entry = cached("rowwise")
     streams.now = 2
     reader = weight_cache.lookup(layer, "fprop", weight, spec, 0.0)
     assert reader is not None

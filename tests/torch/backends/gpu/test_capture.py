@@ -136,14 +136,14 @@ def captured_names(driver: Driver, recipe: str, layer: qt.Linear) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "arch", "apart"),
+    ("recipe", "arch", "absent"),
     [("rowwise", 90, "column_amax"), ("mxfp8", 100, "mxfp8_rows"), ("mxfp8", 100, "decode")],
 )
 def test_both_operands_of_a_captured_weight_come_from_one_read(
-    recipe: str, arch: int, apart: str, gpu: Callable[[str, int], Driver]
+    recipe: str, arch: int, absent: str, gpu: Callable[[str, int], Driver]
 ) -> None:
     names = captured_names(gpu(recipe, arch), recipe, qt.Linear(K, N, bias=False, dtype=torch.bfloat16))
-    assert names and apart not in names, names
+    assert names and absent not in names, names
 
 
 def test_captured_delayed_scaling_takes_one_pass_over_a_tensor(gpu: Callable[[str, int], Driver]) -> None:

@@ -10,11 +10,11 @@ from quaver.torch.backends.gpu import device
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = device._why_no_fp8, device._why_too_old, device.why_no_triton
-    for function in kept:
+    cached = device._why_no_fp8, device._why_too_old, device.why_no_triton
+    for function in cached:
         function.cache_clear()
     yield
-    for function in kept:
+    for function in cached:
         function.cache_clear()
 
 

@@ -29,11 +29,11 @@ RECIPES = [name for name in recipes.RECIPES if name != "bf16"]
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What was asked of the kernels: "quantize", or "both" for one read that serves two GEMMs."""
-    asked: list[str] = []
+    calls: list[str] = []
 
     def noting(name: str, impl: Implementation) -> Implementation:
         def run(*args: Any) -> Any:
-            asked.append(name)
+            calls.append(name)
             return impl.run(*args)
 
         return Implementation(impl.name, run, impl.reason) if impl.name == "triton" else impl
@@ -43,7 +43,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(op, "implementations", impls)
         monkeypatch.setattr(op, "enabled", impls)
     ops.clear_resolved()
-    yield asked
+    yield calls
     ops.clear_resolved()
 
 

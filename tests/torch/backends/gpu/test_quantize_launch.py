@@ -14,9 +14,9 @@ from quaver.torch.backends.gpu.quantize_launch import (
     QuantizeLaunch,
     RequestedOperands,
     RowColQuantizer,
-    combine_launches,
     delayed_inputs,
     noise_inputs,
+    combine_launches,
 )
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
@@ -37,7 +37,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def way(x: Tensor, spec: QuantSpec, wanted: RequestedOperands) -> QuantizeLaunch:
+def launch_plan(x: Tensor, spec: QuantSpec, wanted: RequestedOperands) -> QuantizeLaunch:
     family = quantize.family_of(spec, spec)
     assert family is not None and family.plan_launch is not None
     plan_launch = family.plan_launch(x, spec, spec, wanted)
@@ -45,10 +45,10 @@ def way(x: Tensor, spec: QuantSpec, wanted: RequestedOperands) -> QuantizeLaunch
     return plan_launch
 
 
-def assert_is_reference(written: Any, x: Tensor, spec: QuantSpec, kept: bool) -> None:
+def assert_is_reference(written: Any, x: Tensor, spec: QuantSpec, views: bool) -> None:
     """Check codes and scales of a matrix and of its transpose, contiguous or as a view."""
     codes, scale, transposed, of_transposed, _ = written
-    if kept:
+    if views:
         transposed, of_transposed = transposed.t(), of_transposed if spec.per_tensor else of_transposed.t()
     for got, of_got, matrix in ((codes, scale, x), (transposed, of_transposed, x.t())):
         expected = reference.quantize(matrix, spec)
@@ -70,7 +70,7 @@ def test_two_matrices_in_shared_launches_equal_the_reference(
     at = (PAIRS.index(specs) + SHAPES.index(shapes)) % 2
     for x, w in list(zip(values[0], values[1][3:] + values[1][:3], strict=True))[at::2]:
         if both is None:
-            plan_launch = [way(one, spec, each) for one, spec, each in zip((x, w), specs, wanted, strict=True)]
+            plan_launch = [launch_plan(one, spec, each) for one, spec, each in zip((x, w), specs, wanted, strict=True)]
             shared = combine_launches(*plan_launch)
             assert shared is not None
             both = RowColQuantizer(x.device, shared)
@@ -140,7 +140,9 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
         torch.linspace(5, -7, 64 * 48).view(64, 48).bfloat16(),
     )
     factors, history = torch.tensor([4.0, 0.5, 9.0]), torch.tensor([1.0, 1.0, 8.0])
-    shared = combine_launches(way(x, TENSOR, RequestedOperands()), way(w, TENSOR, RequestedOperands(transpose=True)))
+    shared = combine_launches(
+        launch_plan(x, TENSOR, RequestedOperands()), launch_plan(w, TENSOR, RequestedOperands(transpose=True))
+    )
     assert shared is not None
     both = RowColQuantizer(x.device, shared)
     of_x, of_w = (delayed_inputs(factors, i, known, history[i + 1 : i + 2]) for i in (0, 1))
@@ -154,19 +156,21 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
 
 def test_matrices_share_a_launch_when_one_kernel_handles_both() -> None:
     x = torch.empty(64, 128)
-    kept = RequestedOperands(transpose=True)
-    assert combine_launches(way(x, TENSOR, RequestedOperands()), way(x, TENSOR, kept))
-    assert not combine_launches(way(x, TENSOR, RequestedOperands()), way(x, ROWS, kept))
-    assert not combine_launches(way(x, TENSOR, RequestedOperands(views=True)), way(x, TENSOR, kept)), (
+    transposing = RequestedOperands(transpose=True)
+    assert combine_launches(launch_plan(x, TENSOR, RequestedOperands()), launch_plan(x, TENSOR, transposing))
+    assert not combine_launches(launch_plan(x, TENSOR, RequestedOperands()), launch_plan(x, ROWS, transposing))
+    assert not combine_launches(launch_plan(x, TENSOR, RequestedOperands(views=True)), launch_plan(x, TENSOR, transposing)), (
         "one of them writes no transpose"
     )
-    assert not combine_launches(way(x, QuantSpec(E4M3, scale="fp32"), RequestedOperands()), way(x, TENSOR, kept))
+    assert not combine_launches(
+        launch_plan(x, QuantSpec(E4M3, scale="fp32"), RequestedOperands()), launch_plan(x, TENSOR, transposing)
+    )
 
 
 def test_launches_that_fail_leave_nothing_behind_for_the_next() -> None:
     """The amaxes of columns go from one launch to the next: those of a matrix that was given up are no other's."""
     x = torch.full((32, 48), 3.0).bfloat16()
-    rows = RowColQuantizer(x.device, way(x, ROWS, RequestedOperands()))
+    rows = RowColQuantizer(x.device, launch_plan(x, ROWS, RequestedOperands()))
     rows(x)
     runs = rows.plans[None].runs
     second, select = runs[1]
@@ -184,7 +188,7 @@ def test_launches_that_fail_leave_nothing_behind_for_the_next() -> None:
 def test_each_thread_and_stream_has_its_own_workspace() -> None:
     """What one launch leaves to the next must not be met by those of another stream, or of another thread on it."""
     x = torch.ones(32, 48).bfloat16()
-    both, stream = RowColQuantizer(x.device, way(x, ROWS, RequestedOperands())), [0]
+    both, stream = RowColQuantizer(x.device, launch_plan(x, ROWS, RequestedOperands())), [0]
     both.card = (*both.card[:2], lambda _: stream[0], both.card[3])
     for stream[0] in (0, 1):
         both(x)
@@ -199,7 +203,7 @@ def test_each_thread_and_stream_has_its_own_workspace() -> None:
 def test_launch_decisions_hold_no_memory(spec: QuantSpec) -> None:
     """Neither the matrix used for the decision nor memory allocated for it."""
     x = torch.empty(512, 512)
-    plan_launch = way(x, spec, RequestedOperands())
+    plan_launch = launch_plan(x, spec, RequestedOperands())
     tensors = [t for one in plan_launch.launches(None) for t in one.tensors if isinstance(t, Tensor)]
     assert tensors
     assert all(t.untyped_storage().nbytes() == 0 for t in tensors)

@@ -336,7 +336,9 @@ def test_a_probe_has_the_layout_of_the_real_operands(gpu: list[list[str]], monke
         return right(a, b, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(scaled_mm, "scaled_mm", noting)
-    plain, transposed = (pair(SPECS["tensor"], SPECS["tensor"], 64, 256, 32, lies) for lies in (False, True))
+    plain, transposed = (
+        pair(SPECS["tensor"], SPECS["tensor"], 64, 256, 32, is_transposed) for is_transposed in (False, True)
+    )
     for a, b in ((plain[0], plain[1]), (plain[0], transposed[1]), (transposed[0], transposed[1])):
         tried.clear()
         assert scaled_mm.choose_gemm(a, b, torch.bfloat16, None).kind is not None

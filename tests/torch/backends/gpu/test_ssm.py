@@ -27,6 +27,12 @@ def test_each_token_is_in_one_chunk_of_its_own_sequence(ends: list[int]) -> None
     assert chunks.total == len(chunks.table) and not chunks.table[int(chunks.ranges[-1]) :, 1].any()
 
 
-@pytest.mark.parametrize(("asked", "size"), [(0, 64), (1, 16), (40, 32), (300, 64)])
-def test_chunks_are_powers_of_two_that_products_take(asked: int, size: int) -> None:
-    assert chunks_of(torch.empty(2, 100, 3), None, asked)[:5] == (size, 2 * -(-100 // size), 2, -(-100 // size), 100)
+@pytest.mark.parametrize(("requested", "size"), [(0, 64), (1, 16), (40, 32), (300, 64)])
+def test_chunks_are_powers_of_two_that_products_take(requested: int, size: int) -> None:
+    assert chunks_of(torch.empty(2, 100, 3), None, requested)[:5] == (
+        size,
+        2 * -(-100 // size),
+        2,
+        -(-100 // size),
+        100,
+    )

@@ -275,14 +275,14 @@ def test_backward_keeps_codes_alone() -> None:
         ("mxfp8", 0.54),
         ("nvfp4", 0.30),
     ):
-        layer, kept = qt.GroupedLinear(4, 256, 512, recipe=recipe, dtype=torch.bfloat16), dict[int, int]()
+        layer, saved = qt.GroupedLinear(4, 256, 512, recipe=recipe, dtype=torch.bfloat16), dict[int, int]()
         x = torch.randn(1024, 256).bfloat16().requires_grad_()
 
-        def note(t: Tensor, layer: Any = layer, kept: dict[int, int] = kept) -> Tensor:
+        def record(t: Tensor, layer: Any = layer, saved: dict[int, int] = saved) -> Tensor:
             if t.data_ptr() != layer.weight.data_ptr():
-                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+                saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
 
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
             layer(x, ends((300, 100, 500, 124)))
-        assert sum(kept.values()) <= most * x.numel() * 2, recipe
+        assert sum(saved.values()) <= most * x.numel() * 2, recipe

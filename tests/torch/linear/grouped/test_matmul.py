@@ -240,12 +240,12 @@ def test_without_gradients_nothing_is_quantized_for_them(
     off: Any, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch says what an operand needs as if gradients were never switched off."""
-    kept: list[bool] = []
+    saves_operands: list[bool] = []
     forward = products.forward
 
     def recorded(*args: Any) -> Any:
         y, operands = forward(*args)
-        kept.append(operands is not None)
+        saves_operands.append(operands is not None)
         return y, operands
 
     monkeypatch.setattr(products, "forward", recorded)
@@ -253,7 +253,7 @@ def test_without_gradients_nothing_is_quantized_for_them(
     expected = qt.grouped_matmul(x, w, ends(SIZES[0]), recipe=recipe)
     with off():
         y = qt.grouped_matmul(x, w, ends(SIZES[0]), recipe=recipe)
-    assert kept == [True, False]
+    assert saves_operands == [True, False]
     assert_bitwise(y, expected.detach())
 
 

@@ -46,11 +46,11 @@ def test_a_full_cache_gives_a_clear_error_and_writes_nothing(kind: str) -> None:
     cache = MAKERS[kind](1, 8)
     k, v = tokens(3, 6), tokens(3, 6)
     cache.update(0, k, v)
-    said = {
+    messages = {
         "plain": r"holds 6 of 8 tokens, and 3 more do not fit; make it with a capacity of 9",
         "paged": r"3 more pages of 4 tokens are needed, and 0 of 6 are free",
     }
-    with pytest.raises(ValueError, match=said[kind]):
+    with pytest.raises(ValueError, match=messages[kind]):
         cache.update(0, tokens(3, 3), tokens(3, 3))
     assert cache.length == 6
     more = tokens(3, 2)

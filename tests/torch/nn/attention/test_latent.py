@@ -80,8 +80,8 @@ def test_a_cache_holds_latents_and_decoding_is_one_whole_forward() -> None:
     with torch.no_grad():
         whole = layer(x)
         cache, paged = qt.KVCache(1, 9), qt.PagedKVCache(1, pages=8, page_size=4)
-        for kept in (cache, paged):
-            steps = [layer(part, cache=kept) for part in x.split([4, 1, 1, 2, 1], 1)]
+        for kv_cache in (cache, paged):
+            steps = [layer(part, cache=kv_cache) for part in x.split([4, 1, 1, 2, 1], 1)]
             assert_close("outputs", torch.cat(steps, 1), whole, 1e-6)
         keys, values = cache._keys[0], cache._values[0]
         assert keys is not None and values is not None

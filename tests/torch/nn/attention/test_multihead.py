@@ -227,8 +227,8 @@ def test_every_parameter_has_a_gradient(recipe: str) -> None:
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize("kept", ["tensorwise", "mxfp8"])
-def test_only_v_of_a_fused_projection_is_saved(kept: str) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_only_v_of_a_fused_projection_is_saved(recipe: str) -> None:
     from tests.torch.nn.pairs import kept_bytes
 
     tokens, dim = 256, 64
@@ -238,7 +238,7 @@ def test_only_v_of_a_fused_projection_is_saved(kept: str) -> None:
     x = torch.randn(1, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
 
     def run() -> torch.Tensor:
-        with qt.autocast(kept):
+        with qt.autocast(recipe):
             return attention(x)
 
     run()

@@ -148,11 +148,11 @@ def test_scores_depend_on_the_distance_alone() -> None:
 
 def test_autograd_keeps_only_the_tables() -> None:
     rope, x = RotaryEmbedding(8), torch.randn(2, 5, 3, 8, dtype=torch.bfloat16, requires_grad=True)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         rope(x * 1)
     tables = {t.data_ptr() for t in rope.tables(x)}
-    assert {t.data_ptr() for t in kept} == tables and len(kept) == 2
+    assert {t.data_ptr() for t in saved} == tables and len(saved) == 2
 
 
 def operations(run: Any) -> int:
@@ -355,7 +355,7 @@ def test_the_plain_function_takes_any_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, options, said",
+    "shape, options, message",
     [
         ((5, 1, 6), {}, r"layout 'bshd' takes B, S, H, D with D = 6, but got a tensor of shape \(5, 1, 6\)"),
         ((2, 5, 1, 8), {}, r"with D = 6, but got a tensor of shape \(2, 5, 1, 8\)"),
@@ -382,8 +382,8 @@ def test_the_plain_function_takes_any_tables() -> None:
         ),
     ],
 )
-def test_invalid_arguments_give_a_clear_error(shape: tuple[int, ...], options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_arguments_give_a_clear_error(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RotaryEmbedding(6)(torch.ones(shape), **options)
 
 

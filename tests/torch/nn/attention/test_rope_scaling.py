@@ -165,7 +165,7 @@ YARN, LLAMA3 = CASES["yarn"], CASES["llama3"]
 
 
 @pytest.mark.parametrize(
-    "scaling, said",
+    "scaling, message",
     [
         ({"rope_type": "yarm"}, r"no rope_type 'yarm'; did you mean 'yarn'\?"),
         ({"rope_type": "linear"}, r"rope_type 'linear' needs the key 'factor'"),
@@ -194,6 +194,6 @@ YARN, LLAMA3 = CASES["yarn"], CASES["llama3"]
         ),
     ],
 )
-def test_missing_keys_of_a_dict_give_a_clear_error(scaling: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_missing_keys_of_a_dict_give_a_clear_error(scaling: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RotaryEmbedding(16 if "partial" not in str(scaling) else 10, scaling=scaling)

@@ -126,7 +126,7 @@ def test_no_batch_no_query_and_no_key_are_no_error(name: str, shape: tuple[int, 
 
 
 @contextmanager
-def kept() -> Iterator[list[tuple[torch.dtype, tuple[int, ...]]]]:
+def saved_tensors() -> Iterator[list[tuple[torch.dtype, tuple[int, ...]]]]:
     """Distinct storages saved for backward, as (dtype, shape)."""
     packed: list[tuple[torch.dtype, tuple[int, ...]]] = []
     seen = set()
@@ -153,7 +153,7 @@ def test_backward_keeps_q_k_v_unexpanded_the_output_and_a_logarithm_a_row(
     shape = {"bshd": (batch, tokens), "sbhd": (tokens, batch), "thd": (tokens,)}[layout]
     q, k, v = (torch.randn(*shape, n, 16).to(dtype).requires_grad_() for n in (heads, groups, groups))
     ends = torch.tensor([0, tokens]) if layout == "thd" else None
-    with kept() as packed:
+    with saved_tensors() as packed:
         attention(q, k, v, mask_type=mask_type, layout=layout, cu_seqlens=ends)
     wide, narrow = (dtype, (batch, heads, tokens, 16)), (dtype, (batch, groups, tokens, 16))
     logarithms = dtype if dtype is torch.float64 else torch.float32, (batch, heads, tokens)

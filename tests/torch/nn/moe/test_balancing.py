@@ -55,8 +55,8 @@ def test_masked_tokens_do_not_count() -> None:
     routing = qt.route(drawn(), 2)
     mask = torch.rand(48, generator=torch.Generator().manual_seed(1)) < 0.6
     assert_close("loss", qt.balance_loss(routing, mask=mask), by_hand(routing, mask.nonzero()[:, 0]), 1e-6)
-    kept = routing.logits[mask]
-    assert_close("z", qt.z_loss(routing, mask), kept.double().logsumexp(-1).square().mean(), 1e-6)
+    selected = routing.logits[mask]
+    assert_close("z", qt.z_loss(routing, mask), selected.double().logsumexp(-1).square().mean(), 1e-6)
     assert qt.token_counts(routing.indices, 6, mask).tolist() == qt.token_counts(routing.indices[mask], 6).tolist()
     assert qt.balance_loss(routing, mask=torch.zeros(48, dtype=torch.bool)) == 0
     broken = routing._replace(probabilities=routing.probabilities.masked_fill(~mask[:, None], torch.nan))

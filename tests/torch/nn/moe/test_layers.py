@@ -137,7 +137,7 @@ def test_codes_alone_change_the_gradient_of_the_first_weight_alone(recipe: str) 
             assert_bitwise(a, b)
 
 
-def kept(run: Any) -> int:
+def saved_bytes(run: Any) -> int:
     """Bytes that backward keeps, those of parameters and of int64 aside, each storage once."""
     storages: dict[int, int] = {}
 
@@ -160,7 +160,7 @@ def test_tokens_are_saved_once_and_not_per_expert() -> None:
     for name, options in {"bf16": {}, "mxfp8": {}, "codes": {"codes_alone": True}}.items():
         recipe = "mxfp8" if name == "codes" else name
         experts = qt.Experts(16, dim, hidden, recipe=recipe, dtype=torch.bfloat16, **options)
-        sizes[name] = kept(
+        sizes[name] = saved_bytes(
             lambda experts=experts: experts(x.clone().requires_grad_(), routing.indices, routing.weights)
         )
     # What goes into the activation, and what comes out of the experts, whose products with gradients weights need.

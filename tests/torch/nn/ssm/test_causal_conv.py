@@ -121,10 +121,10 @@ def test_nonfinite_values_stay_with_the_tokens_that_read_them(value: float) -> N
 
 
 def test_only_inputs_are_saved_and_frozen_inputs_get_no_gradients() -> None:
-    values, kept = drawn(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    values, saved = drawn(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         causal_conv1d(**values)
-    assert {t.data_ptr() for t in kept} == {v.data_ptr() for v in values.values()}
+    assert {t.data_ptr() for t in saved} == {v.data_ptr() for v in values.values()}
     empty = torch.empty(2, 0, 5, requires_grad=True)
     y = causal_conv1d(empty, values["weight"], values["bias"])
     y.sum().backward()

@@ -78,7 +78,7 @@ def test_before_a_layer_it_gives_the_bits_of_both_one_after_the_other(recipe: st
     def fused(block: Any, x: Tensor) -> Tensor:
         return gated_projection(block["norm"], x, x * 1.5, block["layer"])
 
-    def apart(block: Any, x: Tensor) -> Tensor:
+    def unfused(block: Any, x: Tensor) -> Tensor:
         y: Tensor = block["layer"](block["norm"](x, x * 1.5))
         return y
 
@@ -89,16 +89,16 @@ def test_before_a_layer_it_gives_the_bits_of_both_one_after_the_other(recipe: st
         finally:
             handle.remove()
 
-    assert_same_training(block, [fused, apart, watched], recipe, [torch.randn(6, 32) for _ in range(2)])
+    assert_same_training(block, [fused, unfused, watched], recipe, [torch.randn(6, 32) for _ in range(2)])
 
 
 def test_the_inputs_and_eight_bit_outputs_are_saved() -> None:
-    norm, layer, kept = GatedRMSNorm(64, dtype=torch.bfloat16), qt.Linear(64, 8, dtype=torch.bfloat16), []
+    norm, layer, saved = GatedRMSNorm(64, dtype=torch.bfloat16), qt.Linear(64, 8, dtype=torch.bfloat16), []
     x, gate = (torch.randn(128, 64).bfloat16().requires_grad_() for _ in range(2))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t), qt.autocast("mxfp8"):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), qt.autocast("mxfp8"):
         gated_projection(norm, x, gate, layer)
     weights = sum(p.numel() * 2 for p in (norm.weight, layer.weight))
-    assert sum(t.numel() * t.element_size() for t in kept) <= 2 * 128 * 64 * 2 + 128 * 4 + 1.1 * 128 * 64 + weights
+    assert sum(t.numel() * t.element_size() for t in saved) <= 2 * 128 * 64 * 2 + 128 * 4 + 1.1 * 128 * 64 + weights
 
 
 def test_compiled_gives_eager_bits() -> None:

@@ -232,11 +232,11 @@ def test_a_state_continues_where_it_ended() -> None:
 
 
 def test_only_inputs_are_saved() -> None:
-    values, kept = leaves(tensors()), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    values, saved = leaves(tensors()), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         ssd(**values)
     given = {value.data_ptr() for value in values.values()}
-    assert {t.data_ptr() for t in kept} <= given
+    assert {t.data_ptr() for t in saved} <= given
 
 
 def test_autocast_does_not_change_the_inner_dtype() -> None:
@@ -312,8 +312,8 @@ def test_transformers_scan() -> None:
 @pytest.mark.parametrize("name", scan.PACKAGES)
 def test_packages_are_chosen_by_name_alone_and_say_why_they_are_not_there(name: str) -> None:
     assert [impl.name for impl in scan.SSD.implementations] == ["recurrence", "chunked", *scan.PACKAGES]
-    said = name.replace("_", "-")
-    with qt.only(name), pytest.raises(ValueError, match=rf"{said} (is not installed|runs on GPUs)"):
+    backend = name.replace("_", "-")
+    with qt.only(name), pytest.raises(ValueError, match=rf"{backend} (is not installed|runs on GPUs)"):
         ssd(**tensors())
 
 

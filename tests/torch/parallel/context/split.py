@@ -152,14 +152,14 @@ class Together:
         """What each rank's call returns."""
         results: list[Any] = [None] * self.order.ranks
 
-        def of_rank(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             try:
                 results[rank] = call(self.models[rank], rank)
             except Exception as error:
                 results[rank] = error
                 self.meeting.abort()
 
-        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.order.ranks)]
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.order.ranks)]
         for thread in threads:
             thread.start()
         for thread in threads:

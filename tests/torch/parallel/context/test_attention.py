@@ -55,8 +55,8 @@ FOUR_RANKS = (
 class OptionalScalar:
     """The whole sequence, the same on each rank."""
 
-    def __init__(self, asked: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
-        self.options = dict(asked)
+    def __init__(self, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
+        self.options = dict(options)
         groups, narrow = self.options.pop("groups", world()), self.options.pop("narrow", 16)
         layout = self.options.get("layout", "bshd")
         self.dim = 1 if layout == "bshd" else 0
@@ -130,10 +130,10 @@ def assert_near(got: list[Tensor], wanted: list[Tensor], what: str, bound: float
 
 
 def every_option(rank: int) -> None:
-    for name, asked in ASKED.items():
+    for name, options in ASKED.items():
         if world() > 2 and name not in FOUR_RANKS:
             continue
-        given = OptionalScalar(asked)
+        given = OptionalScalar(options)
         wanted = given.one()
         for balanced in (True, False) if name in UNBALANCED else (True,):
             for how in across.WAYS:

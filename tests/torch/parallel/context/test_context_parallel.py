@@ -118,7 +118,7 @@ def trained(model: Net, cp: ContextParallel, recipe: str | None, steps: int) -> 
     return two_ranks.gathered(torch.stack(losses))
 
 
-def in_one(how: str, recipe: str | None, steps: int) -> list[Tensor]:
+def in_one_process(how: str, recipe: str | None, steps: int) -> list[Tensor]:
     """The same in one process with the same sum order."""
     models = [net() for _ in range(world())]
     if recipe in NAMED:
@@ -184,7 +184,7 @@ def the_same_losses(of_steps: dict[str, Steps]) -> two_ranks.Case:
     def case(rank: int) -> None:
         for how, recipe, steps in [(how, *each) for how, of_how in of_steps.items() for each in of_how.items()]:
             got = in_parts(how, recipe, steps)
-            wanted = in_one(how, recipe, steps) if rank == 0 else got
+            wanted = in_one_process(how, recipe, steps) if rank == 0 else got
             for other, (a, b) in enumerate(zip(got, wanted, strict=True)):
                 assert_bitwise(a, b, f"{how}, {recipe}, rank {other}")
 
@@ -398,9 +398,9 @@ def tokens_in_parts_twice(rank: int) -> None:
         }
         parallelize_module(layer, mesh["tp"], plan)
         cp = context_parallel(layer, mesh["cp"], how)
-        part, of_rank = cp.cut(x), mesh["tp"].get_local_rank()
-        out = layer(part.chunk(2, 1)[of_rank])
-        expected = cp.cut(wanted.detach()).chunk(2, 1)[of_rank]
+        part, tp_rank = cp.cut(x), mesh["tp"].get_local_rank()
+        out = layer(part.chunk(2, 1)[tp_rank])
+        expected = cp.cut(wanted.detach()).chunk(2, 1)[tp_rank]
         assert (out - expected).abs().max() <= 1e-6 * wanted.abs().max(), how
         (out.square().sum() / x.numel()).backward()
         cp.sum_gradients(layer)

@@ -697,9 +697,9 @@ def ranks_that_differ(rank: int) -> None:
             net = change() or net
         with pytest.raises(ValueError, match=r"rank|gather_quantized") as refused:
             gather_quantized(net, **options)
-        said: list[Any] = [None] * 2
-        torch.distributed.all_gather_object(said, str(refused.value))
-        return "; ".join(dict.fromkeys(said))
+        messages: list[Any] = [None] * 2
+        torch.distributed.all_gather_object(messages, str(refused.value))
+        return "; ".join(dict.fromkeys(messages))
 
     def under(recipe: Any, net: Any = None, **options: Any) -> Any:
         net = network((32, 48, 64)) if net is None else net

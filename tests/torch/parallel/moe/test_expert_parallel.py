@@ -309,8 +309,8 @@ def weights_are_saved_and_loaded_whole(rank: int) -> None:
             assert_bitwise(*(v.to_local() if isinstance(v, DTensor) else v for v in (a, b)), name)
     moved = copy.deepcopy(other.blocks[0].experts)
     x = chunks(two_ranks.world(), 0)[rank]
-    asked = x, torch.zeros(len(x), 2).long(), torch.ones(len(x), 2)
-    assert_bitwise(moved(*asked), other.blocks[0].experts(*asked))
+    arguments = x, torch.zeros(len(x), 2).long(), torch.ones(len(x), 2)
+    assert_bitwise(moved(*arguments), other.blocks[0].experts(*arguments))
 
 
 def trained_alike(one: nn.Module, many: nn.Module, batches: Sequence[Any], own: int) -> None:

@@ -49,10 +49,10 @@ def are_one_process(rank: int, of_steps: Mapping[str, int]) -> None:
     own = {name: in_one_process(name, of_steps[name]) for name in [*of_steps][rank :: RANKS * RANKS]}
     gc.collect()
     for number, name in enumerate(of_steps):
-        said = [own.get(name)]
-        dist.broadcast_object_list(said, number % (RANKS * RANKS))
-        assert said[0] is not None
-        losses, weights = said[0]
+        shared = [own.get(name)]
+        dist.broadcast_object_list(shared, number % (RANKS * RANKS))
+        assert shared[0] is not None
+        losses, weights = shared[0]
         values, net = on_ranks(name, mesh, of_steps[name])
         expected = [step[mesh["dp"].get_local_rank()][mesh["tp"].get_local_rank()] for step in losses]
         assert values == expected, f"{name}: {first_difference(values, expected)}"

@@ -214,8 +214,8 @@ def dropped_tokens_differ(rank: int) -> None:
     assert not torch.equal(one, other) and 0.3 < float((y == 0).float().mean()) < 0.7
     assert_bitwise(*two_ranks.gathered(torch.get_rng_state()), "every rank's generator moves on alike")
     assert not torch.equal(before, torch.get_rng_state())
-    kept = y[y != 0]
-    assert_bitwise(kept, torch.full_like(kept, 2.0))
+    nonzero = y[y != 0]
+    assert_bitwise(nonzero, torch.full_like(nonzero, 2.0))
     assert_bitwise(dropout.eval()(torch.ones(4, 64)), torch.ones(4, 64))
 
 

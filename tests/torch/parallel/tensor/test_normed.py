@@ -88,7 +88,7 @@ def a_norm_and_its_layers_in_one_pass(rank: int) -> None:
             x[0, 3] = value
             inputs.append(tokens(x.to(dtype), rank, RANKS))
         results, counted = [], []
-        for apart in (False, True):
+        for unfused in (False, True):
             taken: list[bool] = []
 
             def operand(*args: Any, taken: list[bool] = taken) -> Any:
@@ -97,7 +97,7 @@ def a_norm_and_its_layers_in_one_pass(rank: int) -> None:
                 return result
 
             with pytest.MonkeyPatch.context() as patch, qt.only("triton"):
-                if apart:
+                if unfused:
                     patch.setattr(layers, "may_fuse", lambda dtype, x: False)
                 patch.setattr(fused_quantize, "operand", operand)
                 results.append(trained(name, model_of(name, count, dtype, frozen), inputs))

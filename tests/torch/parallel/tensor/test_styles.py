@@ -110,8 +110,8 @@ def run(name: str, sequence: bool, dtype: torch.dtype, steps: int, rank: int, mo
         if step in (0, steps - 1):
             for (what, p), q in zip(parallel.named_parameters(), whole.parameters(), strict=True):
                 assert p.grad is not None and q.grad is not None
-                of_rank = part(q.grad, p.placements[0], rank)
-                assert_bitwise(p.grad.to_local(), of_rank, f"{label}: gradient of {what} in step {step}")
+                expected_grad = part(q.grad, p.placements[0], rank)
+                assert_bitwise(p.grad.to_local(), expected_grad, f"{label}: gradient of {what} in step {step}")
             theirs = tokens(inputs[1].grad, rank, RANKS) if sequence else inputs[1].grad
             ours = tokens(inputs[0].grad, rank, RANKS) if sequence else inputs[0].grad
             assert_bitwise(ours, theirs, f"{label}: gradient of the input in step {step}")

@@ -81,7 +81,7 @@ class Player:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         now = None
         for kind, group in itertools.groupby(self.events, lambda event: event[0]):
-            events = [told for _, told in group]
+            events = [details for _, details in group]
             if kind == "forward":
                 for x, entry, training in events:
                     if entry != now:
