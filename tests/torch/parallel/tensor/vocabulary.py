@@ -1,4 +1,4 @@
-"""Cases of two processes: a vocabulary in parts, its embedding, and its head with its loss."""
+"""Cases for two processes: vocabulary-parallel embeddings, and column-parallel heads with their loss."""
 
 import copy
 import itertools
@@ -25,7 +25,7 @@ from tests.torch.nn.test_loss import OPTIONS
 from tests.torch.parallel.tensor.split import SplitLinear, tokens
 from tests.two_ranks import RANKS
 
-WORDS, DIM = 24, 16
+VOCABULARY, DIM = 24, 16
 
 
 def mesh() -> Any:
@@ -37,56 +37,56 @@ def generator(seed: int) -> torch.Generator:
 
 
 class SplitLoss(torch.autograd.Function):
-    """The mean of losses of all logits, in one process that takes them in as many parts as there are ranks."""
+    """Cross entropy in one process that sums over the vocabulary in as many shards as there are ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, options: dict[str, Any], reduction: str) -> Tensor:
         ignored, smooth = options.get("ignore_index", -100), options.get("label_smoothing", 0.0)
-        of_z, cap = options.get("z_loss", 0.0), options.get("soft_cap")
+        z_loss, cap = options.get("z_loss", 0.0), options.get("soft_cap")
         wide = logits.float()
         z = cap * torch.tanh(wide / cap) if cap else wide
         parts = z.chunk(RANKS, 1)
         amax_values = [part.amax(1) for part in parts]
-        top, total = torch.stack(amax_values).amax(0), torch.zeros(len(z))
+        amax, total = torch.stack(amax_values).amax(0), torch.zeros(len(z))
         for part, own in zip(parts, amax_values, strict=True):
-            total += (part - own[:, None]).exp().sum(1) * (own - top).exp()
-        kept = targets != ignored
-        safe = torch.where(kept, targets, 0)
-        losses = (top - z.gather(1, safe[:, None])[:, 0]) + total.log()
+            total += (part - own[:, None]).exp().sum(1) * (own - amax).exp()
+        valid = targets != ignored
+        safe = torch.where(valid, targets, 0)
+        losses = (amax - z.gather(1, safe[:, None])[:, 0]) + total.log()
         if smooth:
             sums = torch.zeros(len(z))
             for part in parts:
                 sums += part.sum(1)
-            losses = (1 - smooth) * losses + smooth * ((top - sums / z.shape[1]) + total.log())
-        if of_z:
-            losses = losses + of_z * (top + total.log()).square()
-        losses = torch.where(kept, losses, 0.0)
-        d = (z - top[:, None] - total.log()[:, None]).exp()
-        if of_z:
-            d = d * (1 + 2 * of_z * (top + total.log()))[:, None]
-        d[torch.arange(len(z)), safe] += smooth - 1
+            losses = (1 - smooth) * losses + smooth * ((amax - sums / z.shape[1]) + total.log())
+        if z_loss:
+            losses = losses + z_loss * (amax + total.log()).square()
+        losses = torch.where(valid, losses, 0.0)
+        grad_logits = (z - amax[:, None] - total.log()[:, None]).exp()
+        if z_loss:
+            grad_logits = grad_logits * (1 + 2 * z_loss * (amax + total.log()))[:, None]
+        grad_logits[torch.arange(len(z)), safe] += smooth - 1
         if smooth:
-            d = d - smooth / z.shape[1]
+            grad_logits = grad_logits - smooth / z.shape[1]
         if cap:
-            d = d * (1 - torch.tanh(wide / cap).square())
-        ctx.save_for_backward(d, kept)
+            grad_logits = grad_logits * (1 - torch.tanh(wide / cap).square())
+        ctx.save_for_backward(grad_logits, valid)
         ctx.reduction, ctx.dtype = reduction, logits.dtype
-        return losses if reduction == "none" else losses.sum() / (kept.sum() if reduction == "mean" else 1)
+        return losses if reduction == "none" else losses.sum() / (valid.sum() if reduction == "mean" else 1)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        d, kept = ctx.saved_tensors
-        each = (g / kept.sum() if ctx.reduction == "mean" else g).expand(len(d))
-        return (d * each[:, None]).masked_fill(~kept[:, None], 0).to(ctx.dtype), None, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        grad_logits, valid = ctx.saved_tensors
+        each = (grad_output / valid.sum() if ctx.reduction == "mean" else grad_output).expand(len(grad_logits))
+        return (grad_logits * each[:, None]).masked_fill(~valid[:, None], 0).to(ctx.dtype), None, None, None
 
 
-def an_embedding_has_the_bits_of_the_whole_one(rank: int) -> None:
-    ids = torch.randint(WORDS, (2, 8), generator=generator(1))
+def a_vocabulary_parallel_embedding_matches_the_unsharded_one(rank: int) -> None:
+    ids = torch.randint(VOCABULARY, (2, 8), generator=generator(1))
     for dtype in (torch.float32, torch.bfloat16):
         for sequence in (False, True):
             for padding in (None, 3, 20):
                 torch.manual_seed(0)
-                whole = nn.Embedding(WORDS, 5, padding).to(dtype)
+                whole = nn.Embedding(VOCABULARY, 5, padding).to(dtype)
                 with torch.no_grad():
                     whole.weight[2, :3] = torch.tensor([torch.nan, -0.0, torch.inf])
                     whole.weight[13, 1] = 1e-40
@@ -95,10 +95,12 @@ def an_embedding_has_the_bits_of_the_whole_one(rank: int) -> None:
                 label = f"{dtype}, sequence {sequence}, padding {padding}"
                 y, z = embedding(ids), whole(ids)
                 assert_bitwise(pickle.loads(pickle.dumps(embedding))(ids).detach(), y.detach(), f"{label}: a pickle")
-                of_rank = tokens(z, rank, RANKS) if sequence else z
-                assert_bitwise(y.detach(), of_rank.detach().contiguous(), label)
+                expected_local = tokens(z, rank, RANKS) if sequence else z
+                assert_bitwise(y.detach(), expected_local.detach().contiguous(), label)
                 if dtype is torch.float32:
-                    assert bool(torch.signbit(y.detach()[0, 0, 1])) == bool(torch.signbit(of_rank.detach()[0, 0, 1]))
+                    assert bool(torch.signbit(y.detach()[0, 0, 1])) == bool(
+                        torch.signbit(expected_local.detach()[0, 0, 1])
+                    )
                 g = torch.randn(z.shape, generator=generator(2)).to(dtype)
                 y.backward(tokens(g, rank, RANKS) if sequence else g)
                 z.backward(g)
@@ -109,15 +111,15 @@ def an_embedding_has_the_bits_of_the_whole_one(rank: int) -> None:
 
 def head_and_batch(dtype: torch.dtype, biased: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
     torch.manual_seed(0)
-    head = nn.Linear(DIM, WORDS, biased).to(dtype)
+    head = nn.Linear(DIM, VOCABULARY, biased).to(dtype)
     x = torch.randn(2, 6, DIM, generator=generator(1)).to(dtype) * 3
-    return head, x, torch.randint(WORDS, (2, 6), generator=generator(2))
+    return head, x, torch.randint(VOCABULARY, (2, 6), generator=generator(2))
 
 
-def in_one(
+def single_process_loss(
     head: nn.Linear, x: Tensor, targets: Tensor, options: dict[str, Any], chunk: int, sequence: bool
 ) -> list[Tensor]:
-    """The loss, and the gradients of x, weight and bias, in chunks and parts as ranks have them, in float32."""
+    """The loss and the gradients of x, weight and bias, in float32, with the chunks and shards of the ranks."""
     order = torch.arange(targets.numel()).view(targets.shape)
     own = [part.reshape(-1) for part in order.chunk(RANKS, 1)] if sequence else [order.reshape(-1)]
     step = max(1, chunk // len(own))
@@ -125,37 +127,39 @@ def in_one(
     flat, labels = x.reshape(-1, DIM), targets.reshape(-1)
     losses, grad_x = torch.zeros(len(flat)), torch.zeros(flat.shape)
     grad_weight, grad_bias = torch.zeros(weight.shape), torch.zeros(bias.shape)
-    for at in range(0, len(own[0]), step):
-        places = torch.cat([part[at : at + step] for part in own])
-        logits = F.linear(flat[places], weight, bias).requires_grad_()
-        each = SplitLoss.apply(logits, labels[places], options, "none")
+    for start in range(0, len(own[0]), step):
+        positions = torch.cat([part[start : start + step] for part in own])
+        logits = F.linear(flat[positions], weight, bias).requires_grad_()
+        each = SplitLoss.apply(logits, labels[positions], options, "none")
         (g,) = torch.autograd.grad(each, logits, torch.ones_like(each))
-        losses[places] = each.detach()
+        losses[positions] = each.detach()
         parts = [a.float() @ b.float() for a, b in zip(g.chunk(RANKS, 1), weight.chunk(RANKS), strict=True)]
-        grad_x[places] = sum(parts[1:], parts[0])
-        grad_weight = torch.addmm(grad_weight, g.t(), flat[places]) if at else g.t() @ flat[places]
+        grad_x[positions] = sum(parts[1:], parts[0])
+        grad_weight = torch.addmm(grad_weight, g.t(), flat[positions]) if start else g.t() @ flat[positions]
         grad_bias += g.sum(0)
     count = (labels != options.get("ignore_index", -100)).sum()
     scale = torch.ones(()) / count
     return [losses.sum() / count, *(g * scale for g in (grad_x.view(x.shape), grad_weight, grad_bias))]
 
 
-def a_head_with_its_loss(rank: int) -> None:
-    """Bit for bit one process that takes chunks and words in these parts; within 1e-6 of the plain function."""
+def a_column_parallel_head_with_its_loss_matches_one_process(rank: int) -> None:
+    """Equals one process with the same chunks and shards bit for bit, and the plain function within 1e-6."""
     for sequence in (False, True):
         for label, options in OPTIONS.items():
             for chunk in (None, 4):
                 head, x, targets = head_and_batch(torch.float32)
                 targets[1, 4] = options.get("ignore_index", -100)
                 parallel = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel(sequence=sequence))
-                given = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
-                loss = qt.linear_cross_entropy(given, parallel, targets, chunk=chunk, **options)
+                x_local = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
+                loss = qt.linear_cross_entropy(x_local, parallel, targets, chunk=chunk, **options)
                 loss.backward()
-                wanted = in_one(head, x, targets, options, chunk or 1000, sequence)
+                wanted = single_process_loss(head, x, targets, options, chunk or 1000, sequence)
                 where = f"{label}, sequence {sequence}, chunk {chunk}"
                 assert_bitwise(loss.detach(), wanted[0], where)
                 count = (targets != options.get("ignore_index", -100)).sum()
-                assert_close(f"{where}: x", given.grad, tokens(wanted[1], rank, RANKS) if sequence else wanted[1], 1e-6)
+                assert_close(
+                    f"{where}: x", x_local.grad, tokens(wanted[1], rank, RANKS) if sequence else wanted[1], 1e-6
+                )
                 for what, p, g in zip(("weight", "bias"), parallel.parameters(), wanted[2:], strict=True):
                     assert_bitwise(p.grad.to_local(), g.chunk(RANKS)[rank].contiguous(), f"{where}: {what}")  # type: ignore[union-attr]
                 plain, whole = copy.deepcopy(head), x.clone().requires_grad_()
@@ -163,8 +167,8 @@ def a_head_with_its_loss(rank: int) -> None:
                 expected.backward()
                 assert count and abs(loss.detach() - expected.detach()) <= 1e-6 * expected.detach(), where
                 assert whole.grad is not None and plain.weight.grad is not None
-                of_rank = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
-                assert_close(f"{where}: x of the plain", given.grad, of_rank, 1e-5)
+                expected_local = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
+                assert_close(f"{where}: x of the plain", x_local.grad, expected_local, 1e-5)
                 grad: Any = parallel.weight.grad
                 assert_close(f"{where}: weight of the plain", grad.full_tensor(), plain.weight.grad, 1e-5)
 
@@ -175,10 +179,10 @@ def each_reduction_and_dtype(rank: int) -> None:
             for sequence in (False, True):
                 head, x, targets = head_and_batch(dtype, False)
                 parallel = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel(sequence=sequence))
-                given = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
+                x_local = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
                 whole = x.clone().requires_grad_()
                 options = {"reduction": reduction, "chunk": 4, "ignore_index": int(targets[0, 0])}
-                loss = qt.linear_cross_entropy(given, parallel, targets, **options)
+                loss = qt.linear_cross_entropy(x_local, parallel, targets, **options)
                 expected = qt.linear_cross_entropy(whole, head, targets, **options)
                 assert loss.dtype is expected.dtype and loss.shape == expected.shape
                 scale = torch.linspace(1, 2, loss.numel()).view(loss.shape).to(loss.dtype)
@@ -187,14 +191,16 @@ def each_reduction_and_dtype(rank: int) -> None:
                 label = f"{dtype}, {reduction}, sequence {sequence}"
                 assert_close(label, loss.detach(), expected.detach(), bound)
                 assert whole.grad is not None and head.weight.grad is not None
-                of_rank = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
-                assert_close(f"{label}: x", given.grad, of_rank, max(bound, 1e-5 if dtype is torch.float32 else 0))
+                expected_local = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
+                assert_close(
+                    f"{label}: x", x_local.grad, expected_local, max(bound, 1e-5 if dtype is torch.float32 else 0)
+                )
                 grad: Any = parallel.weight.grad
                 assert_close(f"{label}: weight", grad.full_tensor(), head.weight.grad, max(bound, 1e-11))
 
 
 class _Largest(TorchDispatchMode):
-    """The most numbers of any tensor that is computed while it is entered."""
+    """Record the number of elements of the largest tensor computed inside the context."""
 
     most = 0
 
@@ -213,17 +219,17 @@ def no_rank_has_all_logits(rank: int) -> None:
     x, targets = torch.randn(1, 256, 8), torch.randint(512, (1, 256))
     with _Largest() as largest:
         qt.linear_cross_entropy(tokens(x, rank, RANKS).requires_grad_(), parallel, targets, chunk=chunk).backward()
-    # A chunk's logits, of this rank's words; its part of the weight has half of that.
+    # The logits of a chunk for this rank's vocabulary shard; its shard of the weight has half as many elements.
     assert largest.most == chunk * 512 // RANKS, largest.most
     counted = []
     for gradients in (torch.enable_grad, torch.no_grad):
         with gradients(), FlopCounterMode(display=False) as counter:
             qt.linear_cross_entropy(tokens(x, rank, RANKS).requires_grad_(), parallel, targets, chunk=chunk)
         counted.append(counter.get_total_flops())
-    assert counted[0] == 3 * counted[1] > 0, "gradients are made where they are recorded"
+    assert counted[0] == 3 * counted[1] > 0, "gradients are computed only where autograd records"
 
 
-#: Steps of a head under each recipe, and in the slow tests.
+#: Steps of a head under each recipe, in the quick and in the slow tests.
 HEADS, LONG = dict.fromkeys(recipes.RECIPES, 2), dict.fromkeys(recipes.RECIPES, 20)
 
 
@@ -235,9 +241,9 @@ def quantized_heads_for_long(rank: int) -> None:
     heads_under(rank, LONG)
 
 
-def heads_under(rank: int, of_steps: Mapping[str, int]) -> None:
-    """A Column and the cross entropy of its logits are one process that splits the same sums."""
-    for name, steps in of_steps.items():
+def heads_under(rank: int, steps_of: Mapping[str, int]) -> None:
+    """A column-parallel head and the cross entropy of its logits equal one process that splits the same sums."""
+    for name, steps in steps_of.items():
         recipe = recipes.get(name)
         block = max([32, *(side for s in recipe.operands().values() if s for side in s.block if side is not None)])
         for sequence in (False, True):
@@ -251,9 +257,9 @@ def heads_under(rank: int, of_steps: Mapping[str, int]) -> None:
             for step in range(steps):
                 x = torch.randn(2, 2 * block, block, generator=generator(step)) * 2
                 targets = torch.randint(RANKS * block, (2, 2 * block), generator=generator(step))
-                given = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
+                x_local = (tokens(x, rank, RANKS) if sequence else x).clone().requires_grad_()
                 whole = x.clone().requires_grad_()
-                loss = cross_entropy(parallel(given), targets, mesh(), label_smoothing=0.1)
+                loss = cross_entropy(parallel(x_local), targets, mesh(), label_smoothing=0.1)
                 options = {"label_smoothing": 0.1}
                 logits = split(whole)
                 expected = SplitLoss.apply(logits.flatten(0, -2), targets.flatten(), options, "mean")
@@ -265,8 +271,8 @@ def heads_under(rank: int, of_steps: Mapping[str, int]) -> None:
                 loss.backward()
                 expected.backward()
                 assert whole.grad is not None
-                of_rank = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
-                assert_bitwise(given.grad, of_rank, f"{label}: x")
+                expected_local = tokens(whole.grad, rank, RANKS) if sequence else whole.grad
+                assert_bitwise(x_local.grad, expected_local, f"{label}: x")
                 for (what, p), q in zip(parallel.named_parameters(), split.parameters(), strict=True):
                     assert_bitwise(p.grad.to_local(), q.grad.chunk(RANKS)[rank].contiguous(), f"{label}: {what}")  # type: ignore[union-attr]
                 for optimizer in optimizers:
@@ -276,8 +282,8 @@ def heads_under(rank: int, of_steps: Mapping[str, int]) -> None:
 
 
 def hard_logits(rank: int) -> None:
-    """NaN and infinities do what F.cross_entropy does with all logits, wherever they are."""
-    logits = torch.randn(7, WORDS, generator=generator(0))
+    """NaN and infinite logits on any rank give what F.cross_entropy gives for the unsharded logits."""
+    logits = torch.randn(7, VOCABULARY, generator=generator(0))
     logits[1, 2], logits[2, 20], logits[3, 20] = torch.nan, torch.nan, torch.inf
     logits[4] = -torch.inf
     logits[5, :12] = -torch.inf
@@ -300,8 +306,8 @@ def hard_logits(rank: int) -> None:
 
 
 def ignored_targets(rank: int) -> None:
-    """The mean over logits' shards is that of the targets that are not ignored, and only they have gradients."""
-    logits = torch.randn(6, WORDS, generator=generator(0))
+    """Ignored targets count neither in the mean nor in the gradients of the logits' shards."""
+    logits = torch.randn(6, VOCABULARY, generator=generator(0))
     targets = torch.tensor([0, -100, 20, 5, -100, 23])
     for reduction in ("mean", "sum", "none"):
         ours = logits.chunk(RANKS, 1)[rank].clone().requires_grad_()
@@ -316,9 +322,9 @@ def ignored_targets(rank: int) -> None:
 
 
 def saved_for_backward(rank: int) -> None:
-    """Saved tensors: the logits, whose memory the gradient may reuse, and a few numbers per token."""
-    logits = torch.randn(64, WORDS, generator=generator(0)).bfloat16()
-    targets = torch.randint(WORDS, (64,), generator=generator(1))
+    """Backward saves the logits, whose memory the gradient may reuse, and a few numbers per token."""
+    logits = torch.randn(64, VOCABULARY, generator=generator(0)).bfloat16()
+    targets = torch.randint(VOCABULARY, (64,), generator=generator(1))
     saved, grads = dict[int, int](), []
     for overwrite in (False, True):
         ours = logits.chunk(RANKS, 1)[rank].clone().requires_grad_()
@@ -334,7 +340,7 @@ def saved_for_backward(rank: int) -> None:
 
 
 def as_torch_loss_parallel(rank: int) -> None:
-    """torch's own loss of sharded logits takes what a Column gives, as a DTensor."""
+    """torch's loss_parallel accepts the output of a column-parallel layer as a DTensor."""
     head, x, targets = head_and_batch(torch.float32)
     parallel = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel())
     logits = DTensor.from_local(parallel(x.flatten(0, 1)), mesh(), [Shard(1)])
@@ -350,14 +356,14 @@ def as_torch_loss_parallel(rank: int) -> None:
 
 
 class Tied(nn.Module):
-    """A head of the embedding's weight: a layer, or the embedding itself."""
+    """A head that shares the embedding's weight: a layer of its own, or the embedding itself."""
 
     def __init__(self, layer: bool = True) -> None:
         super().__init__()
-        self.embed, self.up, self.norm = nn.Embedding(WORDS, DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
+        self.embed, self.up, self.norm = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
         self.head = None
         if layer:
-            self.head = nn.Linear(DIM, WORDS, False)
+            self.head = nn.Linear(DIM, VOCABULARY, False)
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -381,7 +387,7 @@ def a_tied_head_stays_tied(rank: int) -> None:
         assert len(list(model.parameters())) == 5
         optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in (model, whole)]
         for step in range(3):
-            ids, targets = (torch.randint(WORDS, (2, 8), generator=generator(2 * step + i)) for i in range(2))
+            ids, targets = (torch.randint(VOCABULARY, (2, 8), generator=generator(2 * step + i)) for i in range(2))
             losses = [each(ids, targets) for each in (model, whole)]
             assert_close(f"sequence {sequence}: loss {step}", losses[0].detach(), losses[1].detach(), 1e-5)
             for loss, optimizer in zip(losses, optimizers, strict=True):
@@ -393,55 +399,55 @@ def a_tied_head_stays_tied(rank: int) -> None:
 
 
 @contextmanager
-def refused(message: str) -> Iterator[None]:
+def raises(message: str) -> Iterator[None]:
     with pytest.raises(ValueError, match=message):
         yield
 
 
 def bad_vocabularies(rank: int) -> None:
-    with refused("25 rows, which 2 ranks cannot share.*pad the vocabulary by 1"):
+    with raises("25 rows, which 2 ranks cannot share.*pad the vocabulary by 1"):
         parallelize_module(nn.Embedding(25, 8), mesh(), VocabParallel())
-    with refused("scale_grad_by_freq=True"):
+    with raises("scale_grad_by_freq=True"):
         parallelize_module(nn.Embedding(24, 8, scale_grad_by_freq=True), mesh(), VocabParallel())
-    with refused("a style for nn.Embedding"):
+    with raises("a style for nn.Embedding"):
         parallelize_module(nn.Linear(24, 8), mesh(), VocabParallel())
-    with refused("for a head pad the vocabulary"):
+    with raises("for a head pad the vocabulary"):
         parallelize_module(nn.Linear(8, 25), mesh(), ColwiseParallel())
     tied = Tied()
-    with refused("is on .*already"):
+    with raises("is on .*already"):
         parallelize_module(tied, mesh(), {"embed": VocabParallel(), "head": RowwiseParallel()})
     embedding = parallelize_module(nn.Embedding(24, 8), mesh(), VocabParallel(sequence=True))
-    with refused("already"):
+    with raises("already"):
         parallelize_module(embedding, mesh(), VocabParallel())
-    with refused("24 rows, and token ids range from 0 to 24"):
+    with raises("24 rows, and token ids range from 0 to 24"):
         embedding(torch.tensor([[0, 24]]))
-    with refused("2 ranks cannot share them"):
+    with raises("2 ranks cannot share them"):
         embedding(torch.tensor([[0, 1, 2]]))
     head, x, targets = head_and_batch(torch.float32)
     column = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel(sequence=True))
-    with refused(r"needs integers of shape \(2, 12\), those of all tokens"):
+    with raises(r"needs integers of shape \(2, 12\), those of all tokens"):
         qt.linear_cross_entropy(x, column, targets)
-    with refused("its last axis must be 16"):
+    with raises("its last axis must be 16"):
         qt.linear_cross_entropy(x[..., :8], column, targets)
-    with refused("uses the bias of the layer"):
-        qt.linear_cross_entropy(x[:, :3], column, targets, torch.zeros(WORDS))
-    with refused("pass the layer instead"):
+    with raises("uses the bias of the layer"):
+        qt.linear_cross_entropy(x[:, :3], column, targets, torch.zeros(VOCABULARY))
+    with raises("pass the layer instead"):
         qt.linear_cross_entropy(x[:, :3], column.weight, targets)
-    with refused("target 24 is outside 0 … 23"):
+    with raises("target 24 is outside 0 … 23"):
         qt.linear_cross_entropy(x[:, :3], column, targets.clamp(min=24))
-    with refused(r"of Embedding under VocabParallel\(sequence=True\): .* needs integers of shape \(2, 12\)"):
+    with raises(r"of Embedding under VocabParallel\(sequence=True\): .* needs integers of shape \(2, 12\)"):
         qt.linear_cross_entropy(torch.zeros(2, 6, 8), embedding, targets)
     row = parallelize_module(copy.deepcopy(head), mesh(), RowwiseParallel())
-    with refused(r"use the style ColwiseParallel"):
+    with raises(r"use the style ColwiseParallel"):
         qt.linear_cross_entropy(x[..., :8], row, targets)
-    with refused("need integers of shape"):
+    with raises("need integers of shape"):
         cross_entropy(torch.zeros(2, 12), targets, mesh())
-    with refused("label_smoothing is 2"):
+    with raises("label_smoothing is 2"):
         cross_entropy(torch.zeros(2, 12), targets[0, :2], mesh(), label_smoothing=2.0)
 
 
-def ranks_that_differ_say_so(rank: int) -> None:
-    """Inputs of other shapes, dtypes or recipes: a sentence with what each rank has, on every rank, and no hang."""
+def ranks_with_different_inputs_get_an_error(rank: int) -> None:
+    """If shapes, dtypes or recipes differ, every rank raises an error that lists each rank's values; none hangs."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
     qt.convert(model, "mxfp8")
@@ -450,60 +456,60 @@ def ranks_that_differ_say_so(rank: int) -> None:
     norm = parallelize_module(nn.LayerNorm(32), mesh(), SequenceParallel(gather_output=True))
     head = parallelize_module(nn.Linear(32, 24), mesh(), ColwiseParallel())
     for _ in range(2):
-        # A shape that this rank has seen is another on the other rank.
+        # The first shape is cached on both ranks; then only one rank repeats it.
         model(torch.randn(1, 32, 32)).sum().backward()
-        with refused(r"differ at 0: rank 0: input \(1, 32, 32\).*rank 1: input \(1, 64, 32\)"):
+        with raises(r"differ at 0: rank 0: input \(1, 32, 32\).*rank 1: input \(1, 64, 32\)"):
             model(torch.randn(1, 32 * (1 + rank), 32))
-    with refused("float32.*bfloat16"):
+    with raises("float32.*bfloat16"):
         model(torch.randn(1, 32, 32).to((torch.float32, torch.bfloat16)[rank]))
-    with refused("recipe 'mxfp8'.*recipe 'tensorwise'"), qt.autocast(("mxfp8", "tensorwise")[rank]):
+    with raises("recipe 'mxfp8'.*recipe 'tensorwise'"), qt.autocast(("mxfp8", "tensorwise")[rank]):
         parallelize_module(qt.Linear(32, 32), mesh(), ColwiseParallel())(torch.randn(32, 32))
-    with refused(r"differ at Embedding: .*rank 1: tokens \(2, 3\)"):
+    with raises(r"differ at Embedding: .*rank 1: tokens \(2, 3\)"):
         embedding(torch.zeros(2, 2 + rank, dtype=torch.int64))
-    with refused("differ at LayerNorm: rank 0: input"):
+    with raises("differ at LayerNorm: rank 0: input"):
         norm(torch.zeros(2, 2 + rank, 32))
-    with refused("with its loss"):
+    with raises("with its loss"):
         qt.linear_cross_entropy(torch.zeros(2 + rank, 32), head, torch.zeros(2 + rank, dtype=torch.int64))
-    with refused("differ at cross_entropy: rank 0: logits"):
+    with raises("differ at cross_entropy: rank 0: logits"):
         cross_entropy(torch.zeros(2 + rank, 12), torch.zeros(2 + rank, dtype=torch.int64), mesh())
-    # And all goes on.
+    # Training continues after the errors.
     model(torch.randn(1, 32, 32)).sum().backward()
 
 
-def what_one_rank_cannot_take_all_refuse(rank: int) -> None:
-    """Targets and tokens that only one rank, each in its turn, cannot take, wherever in a forward: no hang."""
+def an_invalid_input_on_one_rank_raises_on_all(rank: int) -> None:
+    """Invalid targets or tokens on any single rank, at any point of a forward, raise everywhere; no rank hangs."""
     head, x, targets = head_and_batch(torch.float32)
-    embedding = parallelize_module(nn.Embedding(WORDS, DIM), mesh(), VocabParallel())
+    embedding = parallelize_module(nn.Embedding(VOCABULARY, DIM), mesh(), VocabParallel())
     wrong = {
         "targets": (targets.float(), targets > 3, targets[:1], targets.view(-1)),
-        f"target {WORDS} is outside": (torch.full_like(targets, WORDS),),
+        f"target {VOCABULARY} is outside": (torch.full_like(targets, VOCABULARY),),
     }
     for sequence in (False, True):
         column = parallelize_module(copy.deepcopy(head), mesh(), ColwiseParallel(sequence=sequence))
-        given = tokens(x, rank, RANKS) if sequence else x
-        losses = [lambda t, given=given, column=column: qt.linear_cross_entropy(given, column, t)]
+        x_local = tokens(x, rank, RANKS) if sequence else x
+        losses = [lambda t, x_local=x_local, column=column: qt.linear_cross_entropy(x_local, column, t)]
         if not sequence:
-            losses.append(lambda t, given=given, column=column: cross_entropy(column(given), t, mesh()))
+            losses.append(lambda t, x_local=x_local, column=column: cross_entropy(column(x_local), t, mesh()))
         for loss in losses:
-            for opens in (True, False):
+            for first_call in (True, False):
                 for message, each in wrong.items():
-                    for of in range(RANKS):
+                    for failing_rank in range(RANKS):
                         for bad in each:
-                            if not opens:
-                                # It is not the loss that opens the forward.
+                            if not first_call:
+                                # Then the loss is not the first call of the forward.
                                 embedding(targets)
-                            with refused(f"rank {of}: [^;]*{message}"):
-                                loss(bad if rank == of else targets)
+                            with raises(f"rank {failing_rank}: [^;]*{message}"):
+                                loss(bad if rank == failing_rank else targets)
                             loss(targets).backward()
-    for of in range(RANKS):
-        with refused(f"rank {of}: Embedding has 24 rows, and token ids range from -1"):
-            embedding(targets - (int(targets.min()) + 1) if rank == of else targets)
+    for failing_rank in range(RANKS):
+        with raises(f"rank {failing_rank}: Embedding has 24 rows, and token ids range from -1"):
+            embedding(targets - (int(targets.min()) + 1) if rank == failing_rank else targets)
         embedding(targets)
 
 
 CASES = [
-    an_embedding_has_the_bits_of_the_whole_one,
-    a_head_with_its_loss,
+    a_vocabulary_parallel_embedding_matches_the_unsharded_one,
+    a_column_parallel_head_with_its_loss_matches_one_process,
     each_reduction_and_dtype,
     no_rank_has_all_logits,
     quantized_heads,
@@ -513,8 +519,8 @@ CASES = [
     as_torch_loss_parallel,
     a_tied_head_stays_tied,
     bad_vocabularies,
-    ranks_that_differ_say_so,
-    what_one_rank_cannot_take_all_refuse,
+    ranks_with_different_inputs_get_an_error,
+    an_invalid_input_on_one_rank_raises_on_all,
 ]
 
 
