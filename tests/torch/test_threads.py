@@ -15,7 +15,7 @@ from quaver.torch import optim
 from quaver.torch.linear import linear as linear_module
 from tests.close import assert_bitwise
 from tests.pairs import turns
-from tests.torch.beside import another_thread
+from tests.torch.another_thread import another_thread
 from tests.torch.state.test_selective_checkpoint import Logged
 
 RECIPES = ["delayed", "tensorwise", "mxfp8", "nvfp4"]

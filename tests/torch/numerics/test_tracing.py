@@ -1,4 +1,4 @@
-"""`is_tracing` is what torch says of a process with one thread, and of each thread where there are several."""
+"""`is_tracing` equals `torch.compiler.is_compiling` in a process with one thread, and is right for each of several."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,61 +12,61 @@ from torch.utils.checkpoint import checkpoint
 
 from quaver.torch.numerics import rounding
 from quaver.torch.numerics.rounding import is_tracing
-from tests.torch.beside import another_thread
+from tests.torch.another_thread import another_thread
 from tests.torch.test_private_names import assigned_anew
 
-#: (where it was asked, what the library says, what torch says).
-said: list[tuple[str, bool, bool]] = []
+#: (place of the call, `is_tracing()`, `torch.compiler.is_compiling()`).
+records: list[tuple[str, bool, bool]] = []
 
 
-def ask(where: str) -> None:
-    said.append((where, is_tracing(), torch.compiler.is_compiling()))
+def record(where: str) -> None:
+    records.append((where, is_tracing(), torch.compiler.is_compiling()))
 
 
-def asked(where: str) -> None:
-    # Dynamo makes no side effects of what it traces.
+def record_unless_traced_by_dynamo(where: str) -> None:
+    # Side effects of code that Dynamo traces are lost.
     if not torch.compiler.is_dynamo_compiling():
-        ask(where)
+        record(where)
 
 
 @torch.library.custom_op("quaver_tests::traced", mutates_args=())
 def operator(x: Tensor) -> Tensor:
-    ask("operator")
+    record("operator")
     return x * 2
 
 
 @operator.register_fake
 def _(x: Tensor) -> Tensor:
-    ask("fake")
+    record("fake")
     return torch.empty_like(x)
 
 
 class Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        asked("forward")
+        record_unless_traced_by_dynamo("forward")
         return x * 3
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        asked("backward")
+        record_unless_traced_by_dynamo("backward")
         return g * 3
 
 
 @torch._dynamo.allow_in_graph
 def in_graph(x: Tensor) -> Tensor:
-    """AOTAutograd alone traces it."""
+    """Only AOTAutograd traces this function, not Dynamo."""
     y: Tensor = Function.apply(x)
     return y
 
 
-class Asking(nn.Module):
+class RecordingModule(nn.Module):
     def __init__(self, recomputes: bool = False, in_graph: bool = False) -> None:
         super().__init__()
         self.recomputes, self.in_graph = recomputes, in_graph
 
     def _forward(self, x: Tensor) -> Tensor:
-        asked("module")
+        record_unless_traced_by_dynamo("module")
         y = operator(x.detach()) + (in_graph(x) if self.in_graph else Function.apply(x))
         return y if is_tracing() else y + 0
 
@@ -77,41 +77,43 @@ class Asking(nn.Module):
         return self._forward(x)
 
 
-def compiled(module: nn.Module, x: Tensor, backend: str) -> None:
+def run_compiled(module: nn.Module, x: Tensor, backend: str) -> None:
     torch._dynamo.reset()
     program = torch.compile(module, backend=backend, fullgraph=True)
     for _ in range(2):
         program(x).sum().backward()
 
 
-WAYS: dict[str, Callable[[nn.Module, Tensor], object]] = {
+RUNS: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "eager": lambda module, x: module(x).sum().backward(),
-    "compile for eager": lambda module, x: compiled(module, x, "eager"),
-    "compile for AOTAutograd": lambda module, x: compiled(module, x, "aot_eager"),
+    "compile for eager": lambda module, x: run_compiled(module, x, "eager"),
+    "compile for AOTAutograd": lambda module, x: run_compiled(module, x, "aot_eager"),
     "export, strict": lambda module, x: torch.export.export(module, (x,), strict=True).run_decompositions(),
     "export, not strict": lambda module, x: torch.export.export(module, (x,), strict=False).run_decompositions(),
     "make_fx": lambda module, x: make_fx(module, tracing_mode="fake")(x.detach()),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own, when it decomposes
-@pytest.mark.parametrize("module", [Asking(), Asking(recomputes=True), Asking(in_graph=True)])
-@pytest.mark.parametrize("way", WAYS)
-def test_one_thread_sees_what_torch_reports(way: str, module: Asking) -> None:
-    if "export" in way and (module.recomputes or module.in_graph):
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # raised inside torch by run_decompositions
+@pytest.mark.parametrize(
+    "module", [RecordingModule(), RecordingModule(recomputes=True), RecordingModule(in_graph=True)]
+)
+@pytest.mark.parametrize("run_name", RUNS)
+def test_one_thread_sees_what_torch_reports(run_name: str, module: RecordingModule) -> None:
+    if "export" in run_name and (module.recomputes or module.in_graph):
         pytest.skip("torch exports neither")
-    said.clear()
-    WAYS[way](module, torch.ones(3, requires_grad=True))
-    assert said and [ours for _, ours, _ in said] == [theirs for *_, theirs in said], said
-    answers = {where: {ours for there, ours, _ in said if there == where} for where, *_ in said}
-    if way in ("eager", "make_fx"):
-        assert not any(ours for _, ours, _ in said)
-    elif way == "export, not strict":
-        assert answers["module"] == answers["forward"] == answers["fake"] == {True}
-    # torch 2.11 and 2.12 say it of exports alone.
-    elif way == "compile for AOTAutograd" and torch.__version__ >= "2.13":
-        assert answers["fake"] == {True} and answers["operator"] == {False}
-        assert not module.in_graph or answers["backward"] == {True}
+    records.clear()
+    RUNS[run_name](module, torch.ones(3, requires_grad=True))
+    assert records and [ours for _, ours, _ in records] == [theirs for *_, theirs in records], records
+    results = {where: {ours for there, ours, _ in records if there == where} for where, *_ in records}
+    if run_name in ("eager", "make_fx"):
+        assert not any(ours for _, ours, _ in records)
+    elif run_name == "export, not strict":
+        assert results["module"] == results["forward"] == results["fake"] == {True}
+    # In torch 2.11 and 2.12, `is_compiling` is true in exports only.
+    elif run_name == "compile for AOTAutograd" and torch.__version__ >= "2.13":
+        assert results["fake"] == {True} and results["operator"] == {False}
+        assert not module.in_graph or results["backward"] == {True}
 
 
 def test_dynamo_treats_it_as_true_without_a_guard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,41 +133,41 @@ def test_dynamo_treats_it_as_true_without_a_guard(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_eager_frame_beneath_a_compiled_one_is_eager() -> None:
-    """Dynamo compiles frames called by a frame it left to Python; this check is not compiled."""
-    said.clear()
+    """Dynamo may compile frames below a frame that runs in Python; this call is not compiled."""
+    records.clear()
     torch._dynamo.reset()
-    left_to_python = torch.compiler.disable(ask, recursive=False)
+    record_in_python = torch.compiler.disable(record, recursive=False)
 
     def graph_breaks(x: Tensor) -> Tensor:
         y = x + 1
-        left_to_python("beneath")
+        record_in_python("beneath")
         return y * 2
 
     torch.compile(graph_breaks, backend="eager")(torch.ones(2))
-    assert [(where, ours) for where, ours, _ in said] == [("beneath", False)]
+    assert [(where, ours) for where, ours, _ in records] == [("beneath", False)]
 
 
-class Mode(TorchDispatchMode):
+class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ask("mode")
+        record("mode")
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dispatches", [False, True])
-@pytest.mark.parametrize("way", ["eager", "make_fx"])
-def test_a_thread_beside_one_that_compiles_is_eager(way: str, dispatches: bool) -> None:
-    said.clear()
+@pytest.mark.parametrize("run_name", ["eager", "make_fx"])
+def test_a_thread_is_eager_while_another_thread_compiles(run_name: str, dispatches: bool) -> None:
+    records.clear()
     x = torch.ones(3, requires_grad=True)
     with another_thread("export"):
         if dispatches:
-            with Mode():
-                WAYS[way](Asking(), x)
+            with RecordingMode():
+                RUNS[run_name](RecordingModule(), x)
         else:
-            WAYS[way](Asking(), x)
-    assert said and not any(ours for _, ours, _ in said) and all(theirs for *_, theirs in said)
+            RUNS[run_name](RecordingModule(), x)
+    assert records and not any(ours for _, ours, _ in records) and all(theirs for *_, theirs in records)
 
 
-def test_a_flag_that_is_left_behind_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_compiling_flag_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates two overlapping compilations."""
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     assert torch.compiler.is_compiling() and not is_tracing()

@@ -1,4 +1,4 @@
-"""Test that a compiled launch is valid for every call that finds it in the table, for any tensor addresses."""
+"""A compiled launch is valid for every later call with the same key, for any tensor addresses and strides."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,22 +14,22 @@ from tests.operands import SPECS
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 
 ROWS, COLUMNS = 32, 64
-#: The same values: from a multiple of 16 bytes on, beyond one, rows apart, and rows apart beyond one.
-Lying = Callable[[Tensor], Tensor]
+#: Copies a tensor into another memory layout: aligned to 16 bytes, misaligned, or with gaps between rows.
+Layout = Callable[[Tensor], Tensor]
 
 
-def beyond(x: Tensor) -> Tensor:
+def misaligned(x: Tensor) -> Tensor:
     buffer = torch.zeros(x.numel() + 16, dtype=x.dtype)
     return buffer[1 : x.numel() + 1].view(x.shape).copy_(x)
 
 
-def apart(x: Tensor, by: int = 16, first: int = 0) -> Tensor:
+def strided(x: Tensor, by: int = 16, first: int = 0) -> Tensor:
     buffer = torch.zeros((*x.shape[:-1], x.shape[-1] + by), dtype=x.dtype)
     buffer[..., first : first + x.shape[-1]] = x
     return buffer[..., first : first + x.shape[-1]]
 
 
-LYING: list[Lying] = [torch.clone, beyond, apart, lambda x: apart(x, 16, 1), lambda x: apart(x, 3)]
+LAYOUTS: list[Layout] = [torch.clone, misaligned, strided, lambda x: strided(x, 16, 1), lambda x: strided(x, 3)]
 
 
 @pytest.fixture(params=[90, 100])
@@ -49,10 +49,10 @@ READ = [name for name, spec in SPECS.items() if spec.format.name in FLOAT8 or sp
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_of_quantize(name: str, driver: Driver) -> None:
+def test_quantize_launches_accept_every_layout(name: str, driver: Driver) -> None:
     spec = SPECS[name]
-    for lie in LYING:
-        x = lie(matrix())
+    for layout in LAYOUTS:
+        x = layout(matrix())
         quantize.quantize(x, spec)
         quantize.quantize(x.t(), spec)
         quantize.quantize_both(x, spec, spec)
@@ -60,26 +60,26 @@ def test_of_quantize(name: str, driver: Driver) -> None:
             quantize.quantize(x, spec, None, torch.ones(3)[1:2], newest=torch.zeros(3)[2:])
         elif not spec.two_level and not spec.hadamard:
             q = reference.quantize(matrix(), spec)
-            quantize.quantize(x, spec, lie(q.scales()) if q.scales().dim() == 2 else None)
+            quantize.quantize(x, spec, layout(q.scales()) if q.scales().dim() == 2 else None)
     assert driver.launched
 
 
 @pytest.mark.parametrize("name", READ)
-def test_of_decode(name: str, driver: Driver) -> None:
+def test_decode_launches_accept_every_layout(name: str, driver: Driver) -> None:
     q = reference.quantize(matrix(), SPECS[name])
     codes, scale = q.data, q.scale
-    for lie in LYING:
-        q.data = lie(codes.view(torch.uint8)).view(codes.dtype)
-        q.scale = lie(scale) if isinstance(scale, Tensor) else scale
+    for layout in LAYOUTS:
+        q.data = layout(codes.view(torch.uint8)).view(codes.dtype)
+        q.scale = layout(scale) if isinstance(scale, Tensor) else scale
         decode(q, torch.float32)
     assert driver.launched
 
 
 @pytest.mark.parametrize("kind", norm.CENTRED)
-def test_of_norms(kind: str, driver: Driver) -> None:
-    for lie in LYING:
-        for wise in LYING:
-            x, g, (gamma, beta) = lie(matrix()), wise(matrix()), lie(torch.randn(2, COLUMNS))
+def test_norm_launches_accept_every_layout(kind: str, driver: Driver) -> None:
+    for layout in LAYOUTS:
+        for grad_layout in LAYOUTS:
+            x, g, (gamma, beta) = layout(matrix()), grad_layout(matrix()), layout(torch.randn(2, COLUMNS))
             beta = beta if kind == "LayerNorm" else None
             gamma = None if kind == "L2" else gamma
             _, mean, inverse = norm.forward(x, gamma, beta, kind, 1e-5)
@@ -88,30 +88,30 @@ def test_of_norms(kind: str, driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
-def test_of_activations(name: str, driver: Driver) -> None:
-    for lie in LYING:
-        for wise in LYING:
-            x = [lie(matrix())]
+def test_activation_launches_accept_every_layout(name: str, driver: Driver) -> None:
+    for layout in LAYOUTS:
+        for grad_layout in LAYOUTS:
+            x = [layout(matrix())]
             activation.forward(name, (), x)
             wide = COLUMNS // 2 if name == "swiglu" else COLUMNS
-            activation.backward(name, (), wise(matrix()[:, :wide]), x)
+            activation.backward(name, (), grad_layout(matrix()[:, :wide]), x)
             if name == "swiglu":
-                activation.backward(name, (), wise(matrix()), [lie(matrix()), wise(matrix())])
+                activation.backward(name, (), grad_layout(matrix()), [layout(matrix()), grad_layout(matrix())])
     assert driver.launched
 
 
-def test_of_rope_and_sums_and_cross_entropy(driver: Driver) -> None:
+def test_rope_sum_and_cross_entropy_launches_accept_every_layout(driver: Driver) -> None:
     angles = torch.randn(1, ROWS, 1, 16)
-    for lie in LYING:
-        for wise in LYING:
+    for layout in LAYOUTS:
+        for grad_layout in LAYOUTS:
             q, k, (cos, sin) = (
-                lie(matrix().view(1, ROWS, 4, 16)),
-                wise(matrix().view(1, ROWS, 4, 16)),
-                wise(torch.stack([angles, angles])),
+                layout(matrix().view(1, ROWS, 4, 16)),
+                grad_layout(matrix().view(1, ROWS, 4, 16)),
+                grad_layout(torch.stack([angles, angles])),
             )
             if not norm.reason(q, k, cos, sin):
                 norm.turn(q, k, cos, sin, False, False)
-            cross_entropy.column_sum(lie(matrix()), torch.float32)
-            targets, weights = wise(torch.zeros(ROWS, dtype=torch.int64)), lie(torch.ones(ROWS))
-            cross_entropy.rows(lie(matrix()), targets, weights, True, (-100, 0.0, 0.0, 0.0))
+            cross_entropy.column_sum(layout(matrix()), torch.float32)
+            targets, weights = grad_layout(torch.zeros(ROWS, dtype=torch.int64)), layout(torch.ones(ROWS))
+            cross_entropy.rows(layout(matrix()), targets, weights, True, (-100, 0.0, 0.0, 0.0))
     assert driver.launched

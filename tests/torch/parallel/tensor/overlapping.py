@@ -1,4 +1,4 @@
-"""Cases of two processes: what travels while a GEMM runs, beside it and within it."""
+"""Cases for two processes: communication that overlaps GEMMs, on another stream or inside a fused operation."""
 
 import copy
 import functools
@@ -29,32 +29,34 @@ def mesh() -> Any:
 
 
 @contextmanager
-def seen(events: list[str]) -> Iterator[None]:
-    """Write down what begins to travel, what is waited for, and which GEMM of a backward runs: that of tokens, a
-    multiple of 96, or that of weights."""
+def recorded_events(events: list[str]) -> Iterator[None]:
+    """Record when a collective starts, when it is waited for, and which GEMM of a backward runs.
+
+    A GEMM whose rows are a multiple of 96 is dgrad; others are wgrad.
+    """
     count_async, product = comm.count_async, plan_module._product
 
-    def watched(kind: str, way: str, *args: Any) -> Any:
-        wait = count_async(kind, way, *args)  # type: ignore[arg-type]
-        events.append(f"begin {way}")
+    def count_async_recorded(kind: str, collective: str, *args: Any) -> Any:
+        wait = count_async(kind, collective, *args)  # type: ignore[arg-type]
+        events.append(f"begin {collective}")
 
         def waiting() -> Any:
-            events.append(f"wait {way}")
+            events.append(f"wait {collective}")
             return wait()
 
         return waiting
 
-    def multiplied(call: Any, gemm: Any, a: Any, *args: Any) -> Tensor:
+    def product_recorded(call: Any, gemm: Any, a: Any, *args: Any) -> Tensor:
         events.append("dgrad" if a.shape[0] % 96 == 0 else "wgrad")
         return product(call, gemm, a, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "count_async", watched)
-        patch.setattr(plan_module, "_product", multiplied)
+        patch.setattr(comm, "count_async", count_async_recorded)
+        patch.setattr(plan_module, "_product", product_recorded)
         yield
 
 
-def gradients_travel_while_weights_gradients_are_computed(rank: int) -> None:
+def input_gradients_are_sent_while_weight_gradients_are_computed(rank: int) -> None:
     for recipe in ("tensorwise", "mxfp8", "rowwise", "bf16"):
         for style in (ColwiseParallel(sequence=True), RowwiseParallel(sequence=True), ColwiseParallel()):
             torch.manual_seed(0)
@@ -64,14 +66,14 @@ def gradients_travel_while_weights_gradients_are_computed(rank: int) -> None:
             features = 64 if style.layout.column else 32
             x = torch.randn(1, 192, features).requires_grad_()
             y, events = model(x), []
-            with seen(events):
+            with recorded_events(events):
                 y.sum().backward()
             label = f"{recipe}, {style}: {events}"
             order = [event for event in events if event != "begin reduce" or not style.layout.sequence]
             dgrad, wgrad = order.index("dgrad"), order.index("wgrad")
             if style.layout.column:
-                way = "scatter" if style.layout.sequence else "reduce"
-                assert dgrad < order.index(f"begin {way}") < wgrad < order.index(f"wait {way}"), label
+                collective = "scatter" if style.layout.sequence else "reduce"
+                assert dgrad < order.index(f"begin {collective}") < wgrad < order.index(f"wait {collective}"), label
                 if style.layout.sequence:
                     assert order.index("begin gather") < dgrad < order.index("wait gather") < wgrad, label
             else:
@@ -79,8 +81,8 @@ def gradients_travel_while_weights_gradients_are_computed(rank: int) -> None:
 
 
 @contextmanager
-def by_torch_itself() -> Iterator[None]:
-    """On processors torch's operations are what torch puts in their place for tensors without values, as of 2.13."""
+def torch_fallbacks() -> Iterator[None]:
+    """On CPUs, run torch's symmetric-memory operations by the decompositions that torch 2.13 uses for fake tensors."""
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl(overlap_module.GATHER, symmetric._fused_all_gather_matmul_fallback, "CPU")
     library.impl(overlap_module.SCATTER, symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
@@ -91,22 +93,22 @@ def by_torch_itself() -> Iterator[None]:
 
 
 def whole(x: Tensor, batches: int) -> Tensor:
-    together: Tensor = comm.gather(x, 0, None, batches)()
-    return together
+    gathered: Tensor = comm.gather(x, 0, None, batches)()
+    return gathered
 
 
-def products_are_the_plain_composition(rank: int) -> None:
-    """Gather, then multiply; multiply, round, then sum this rank's tokens: what torch's operations mean."""
+def fused_products_equal_separate_operations(rank: int) -> None:
+    """Equal a gather followed by a GEMM, and a GEMM that is rounded before its reduce-scatter, bit for bit."""
     group = dist.group.WORLD
-    with by_torch_itself():
+    with torch_fallbacks():
         for dtype in (torch.float32, torch.bfloat16):
             for batches in (1, 3):
                 generator = torch.Generator().manual_seed(rank)
                 x = torch.randn(batches * 4, 16, generator=generator).to(dtype)
                 weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(7)).to(dtype)
-                together, product = overlap_module.gathered_product(x, weight, group, batches)
+                gathered, product = overlap_module.gathered_product(x, weight, group, batches)
                 label = f"{dtype}, {batches} sequences"
-                assert_bitwise(together, whole(x, batches), label)
+                assert_bitwise(gathered, whole(x, batches), label)
                 assert_bitwise(product, whole(x, batches) @ weight.t(), label)
                 for value in (0.0, torch.nan, torch.inf, 1e-40, 3e38):
                     y = torch.randn(batches * 8, 16, generator=generator).to(dtype)
@@ -124,10 +126,12 @@ def model_of(recipe: str, dtype: torch.dtype, overlap: bool) -> Any:
     return parallelize_module(model, mesh(), plan)  # type: ignore[arg-type]
 
 
-def layers_within_gemms(rank: int) -> None:
-    """Layers in high precision are those without the option, but that sums over ranks are rounded before; layers whose
-    GEMMs are quantized, and those in float32, are the same bits."""
-    with by_torch_itself(), pytest.MonkeyPatch.context() as patch:
+def layers_with_fused_communication(rank: int) -> None:
+    """Equal layers without `overlap`: bit for bit with quantized GEMMs or in float32, else up to rounding.
+
+    In bfloat16 the fused operation rounds before it sums over ranks.
+    """
+    with torch_fallbacks(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap_module, "reason_unsupported", lambda mesh: "")
         for recipe, dtype, bound in (
             ("bf16", torch.bfloat16, 2e-2),
@@ -156,7 +160,7 @@ def layers_within_gemms(rank: int) -> None:
                     assert_bitwise(other, one, label)
 
 
-#: The module's own.
+#: The original function, before it is patched.
 OPERATION = overlap_module.operation
 
 
@@ -165,8 +169,8 @@ def run_with(ran: list[str], name: str) -> Any:
     return OPERATION(name)
 
 
-def without_such_memory(rank: int) -> None:
-    """The first rank says once why tokens are gathered before, and all is as without the option."""
+def without_symmetric_memory(rank: int) -> None:
+    """Without symmetric memory the first rank warns once, and layers run as without `overlap`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         style = ColwiseParallel(sequence=True, overlap=True)
@@ -185,8 +189,8 @@ def without_such_memory(rank: int) -> None:
 
 
 CASES = [
-    gradients_travel_while_weights_gradients_are_computed,
-    products_are_the_plain_composition,
-    layers_within_gemms,
-    without_such_memory,
+    input_gradients_are_sent_while_weight_gradients_are_computed,
+    fused_products_equal_separate_operations,
+    layers_with_fused_communication,
+    without_symmetric_memory,
 ]

@@ -1,4 +1,4 @@
-"""What another thread does meanwhile."""
+"""Run a test while another thread compiles or exports."""
 
 import contextlib
 import threading
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Seconds after which a thread that compiles goes on by itself.
+#: Seconds after which the compiling thread continues without being released.
 LIMIT = 120
 
 
 class _Waiting(nn.Module):
-    """Module whose thread waits inside its trace."""
+    """Block the thread that traces this module."""
 
     def __init__(self, wait: Callable[[], Any]) -> None:
         super().__init__()
@@ -26,10 +26,11 @@ class _Waiting(nn.Module):
 
 @contextlib.contextmanager
 def another_thread(kind: str) -> Iterator[None]:
-    """Open while another thread is in the middle of a trace; neither before nor after.
+    """Keep another thread in the middle of a trace while the context is open.
 
     Args:
-        kind: "compile", torch.compile in its backend, which torch says of the process since 2.13, or "export".
+        kind: "compile", which blocks in torch.compile's backend (`is_compiling` is true there since torch 2.13), or
+            "export".
     """
     tracing, over = threading.Event(), threading.Event()
     errors: list[BaseException] = []
