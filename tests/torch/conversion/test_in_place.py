@@ -1,4 +1,4 @@
-"""Blocks in place: whole families equal transformers' own, and every habit around a module goes on working."""
+"""Models with replaced blocks equal transformers' own, and hooks, copies, checkpoints and caches still work."""
 
 import copy
 import functools
@@ -28,9 +28,9 @@ from tests.torch.conversion.coverage import PAGE
 from tests.torch.conversion.families import tiny, tokens
 from tests.torch.conversion.in_place import FAMILIES, converted, model_of, step, written
 
-#: Of the maximum, in float32.
+#: Largest allowed error in float32, relative to the largest element.
 FLOAT32 = 1e-5
-#: How much further from float32 than theirs in bf16.
+#: Largest allowed ratio of our bf16 error to that of transformers, both against float32.
 BF16 = 1.1
 
 
@@ -64,28 +64,28 @@ def test_attention_of_more_families_is_placed_and_equal(family: str, monkeypatch
         assert relative_error(got[name], expected[name]) <= FLOAT32, name
 
 
-#: Every expert sees every token: where a rounding sends one elsewhere, two models differ by chance.
+#: Route every token to every expert: otherwise one rounding could route a token to another expert.
 TO_ALL = {family: {"num_experts_per_tok": 4} for family in ("deepseek_v3", "llama4_text", "gpt_oss")}
-#: Steps, two for the other families: a ReLU that a rounding switches makes single steps of T5 differ by 0.5 to 1.8.
+#: Number of steps if not two. A ReLU switched by a rounding makes the error of single T5 steps vary from 0.5 to 1.8.
 STEPS = {"t5": 16, "zamba2": 4}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_bf16_family_is_as_close_to_float32_as_transformers(family: str) -> None:
-    """Of outputs, and of all gradients, each by its size; of one gradient by itself chance may be more."""
+    """Compares outputs, and all gradients together, each relative to its norm; single gradients vary by chance."""
     plain = model_of(family, torch.bfloat16, **TO_ALL.get(family, {}))
     exact, ours = copy.deepcopy(plain).float(), copy.deepcopy(plain)
     assert all(row.block for row in qt.convert(ours, "bf16", blocks=True).blocks)
     squares = torch.zeros(2, 2)
     for seed in range(STEPS.get(family, 2)):
         expected = step(exact, seed=seed)
-        for of, model in zip(squares, (plain, ours), strict=True):
+        for squared, model in zip(squares, (plain, ours), strict=True):
             results = step(model, seed=seed)
             for name in expected.keys() - {"loss"}:
-                off = (results[name].float() - expected[name]).norm() / expected[name].norm().clamp(min=1e-30)
-                of[int(name != "logits")] += off.square()
-    theirs, distance = squares.sqrt()
-    assert (distance <= BF16 * theirs).all(), distance / theirs
+                error = (results[name].float() - expected[name]).norm() / expected[name].norm().clamp(min=1e-30)
+                squared[int(name != "logits")] += error.square()
+    their_error, our_error = squares.sqrt()
+    assert (our_error <= BF16 * their_error).all(), our_error / their_error
 
 
 def test_the_page_has_the_table_of_blocks() -> None:
@@ -101,7 +101,7 @@ def mlp_of(model: Any) -> Any:
     return model.model.layers[0].mlp
 
 
-def test_revert_gives_the_very_model_back() -> None:
+def test_revert_restores_the_original_model() -> None:
     model, plain = llama(), llama()
     classes, state = [type(m) for m in model.modules()], {m: set(m.__dict__) for m in model.modules()}
     qt.convert(model, "tensorwise", blocks=qt.Blocks(loss=True))
@@ -125,7 +125,7 @@ def test_every_recipe_saves_less_for_backward(recipe: str) -> None:
 
 
 def test_gradients_are_no_noisier_with_blocks_than_without() -> None:
-    """By half a decibel at most, of all gradients, against the model in float32, under every kind of scale."""
+    """Blocks cost at most half a decibel over all gradients, against the float32 model, for every kind of scale."""
     base, batches = llama(torch.bfloat16), [tokens(seed) for seed in range(3)]
     wide = copy.deepcopy(base).float()
     exact = [gradients(wide, x) for x in batches]
@@ -138,17 +138,17 @@ def test_gradients_are_no_noisier_with_blocks_than_without() -> None:
         assert 10 < decibels[False] < 30 and decibels[True] >= decibels[False] - 0.5, (recipe, decibels)
 
 
-def test_subclasses_of_linear_make_the_activation_again() -> None:
+def test_mlps_of_linear_subclasses_recompute_the_activation() -> None:
     from benchmarks.cases.models.llama import kept
 
-    # Of fewer tokens codes are kept: making them again would take longer.
+    # With fewer tokens the codes are saved instead, since recomputing them would take longer.
     x, models = tokens().repeat(8, 2), [model_of("falcon", torch.bfloat16) for _ in range(2)]
     for model, blocks in zip(models, (qt.Blocks(mlp=False), True), strict=True):
         qt.convert(model, "mxfp8", blocks=blocks)
     first, second = (step(model) for model in models)
     for name, value in first.items():
         assert_bitwise(second[name], value, name)
-    # The codes of what the activation gives, of 2 layers.
+    # The saved codes of the activation's output in 2 layers.
     width = models[0].config.ffn_hidden_size
     assert kept(models[0], x) - kept(models[1], x) >= 2 * x.numel() * width
 
@@ -160,10 +160,10 @@ def test_a_hook_on_an_activation_runs_and_is_reported() -> None:
     handle = mlp.act_fn.register_forward_hook(lambda *_: seen.append("act"))
     mlp.gate_proj.register_forward_hook(lambda *_: seen.append("gate"))
     report = qt.convert(model, "bf16", blocks=True)
-    assert not seen, "recognizing a module called its owner's hooks"
+    assert not seen, "recognizing a module ran the user's hooks"
     rows = {row.name: row for row in report.blocks}
     assert "act_fn" in rows["model.layers.0.mlp"].why and not rows["model.layers.1.mlp"].why
-    # Two tensors of 96 features in float32: the activation's output, and its input once more.
+    # Two float32 tensors of 96 features: the activation's output and a second copy of its input.
     assert (
         "a hook on act_fn: while it is registered, the module's own forward runs and saves 384 more bytes per token"
         in str(report)
@@ -191,7 +191,7 @@ def test_hooks_on_the_modules_themselves_run() -> None:
 
 def test_a_replaced_submodule_is_used() -> None:
     class Adapter(nn.Module):
-        """As PEFT puts one around a layer."""
+        """Wraps a layer as PEFT does."""
 
         def __init__(self, base: nn.Module) -> None:
             super().__init__()
@@ -224,7 +224,7 @@ def test_a_class_patched_later_computes_as_patched(monkeypatch: pytest.MonkeyPat
     kind = type(norm)._original
     monkeypatch.setattr(kind, "forward", lambda self, x: x * 2)
     assert_bitwise(norm(x), x * 2)
-    # Converted anew, what computes otherwise is left alone.
+    # A second convert leaves modules alone that compute something else.
     report = qt.convert(model, "bf16", blocks=True)
     assert not any(row.block for row in report.blocks if "Norm" in row.kind)
     monkeypatch.undo()
@@ -333,7 +333,7 @@ def test_torch_func_and_forward_mode_use_the_original_forward() -> None:
         torch.func.jvp(module, (x,), (x,))
 
 
-def hard(module: nn.Module) -> list[Tensor]:
+def results_for_hard_inputs(module: nn.Module) -> list[Tensor]:
     torch.manual_seed(1)
     x = torch.randn(4, 64)
     x[0, 0], x[1, 0], x[2] = torch.nan, torch.inf, 1e-40
@@ -360,7 +360,11 @@ def hard(module: nn.Module) -> list[Tensor]:
 def test_nonfinite_and_empty_inputs(part: str) -> None:
     plain, model = llama(), llama()
     qt.convert(model, "bf16", blocks=True)
-    for ours, theirs in zip(hard(model.model.get_submodule(part)), hard(plain.model.get_submodule(part)), strict=True):
+    for ours, theirs in zip(
+        results_for_hard_inputs(model.model.get_submodule(part)),
+        results_for_hard_inputs(plain.model.get_submodule(part)),
+        strict=True,
+    ):
         assert ours.shape == theirs.shape
         assert_close(part, ours, theirs, 1e-5)
 
@@ -410,7 +414,7 @@ def test_chosen_parts_and_invalid_ones() -> None:
     assert {row.kind for row in report.blocks} == {"LlamaRMSNorm"}
     qt.convert(model, "bf16", blocks=True)
     qt.convert(model, "tensorwise")
-    assert isinstance(mlp_of(model), FusedModule), "a later convert took a block away"
+    assert isinstance(mlp_of(model), FusedModule), "a later convert removed a block"
     with pytest.raises(ValueError, match=r"give True, False, or a quaver\.torch\.Blocks"):
         qt.convert(model, "bf16", blocks="mlp")  # type: ignore[arg-type]
 
@@ -458,7 +462,7 @@ def test_a_training_step_with_the_fused_loss() -> None:
             assert outputs.logits is None and type(outputs) is type(plain(input_ids=x))
             for ours, theirs in zip(*reversed(results), strict=True):
                 assert relative_error(ours.detach(), theirs.detach()) <= FLOAT32, family
-        # Where logits may be wanted they are there: without labels, without gradients, in evaluation.
+        # Logits are returned where a caller may use them: without labels, without gradients, and in eval mode.
         assert model(input_ids=x).logits is not None
         assert model.eval()(input_ids=x, labels=labels).logits is not None
         with torch.no_grad():
@@ -480,11 +484,13 @@ def test_generation_and_caches_keep_working() -> None:
     assert torch.equal(model.generate(x, **options), plain.generate(x, **options))
 
 
-@pytest.mark.parametrize(("family", "attends"), [("mistral", "sdpa"), ("gemma3_text", "eager"), ("gpt_oss", "eager")])
-def test_windows_padding_and_both_ways_to_attend(family: str, attends: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "implementation"), [("mistral", "sdpa"), ("gemma3_text", "eager"), ("gpt_oss", "eager")]
+)
+def test_windows_padding_and_both_ways_to_attend(family: str, implementation: str) -> None:
     models = [tiny(family, sliding_window=4) for _ in range(2)]
     for model in models:
-        model.set_attn_implementation(attends)
+        model.set_attn_implementation(implementation)
     mask = torch.ones_like(tokens())
     mask[1, :5] = 0
     assert all(row.block for row in qt.convert(models[1], "bf16", blocks=True).blocks)
@@ -507,7 +513,7 @@ def test_attention_is_ours_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(attention, "attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
     model(input_ids=x)
     assert len(calls) == 2
-    # Weights are asked for; the configuration says otherwise; another function turns than was compared.
+    # Attention weights are requested; another implementation is configured; another rope function is installed.
     for m in (plain, model):
         m.set_attn_implementation("eager")
     expected, got = (m(input_ids=x, output_attentions=True).attentions for m in (plain, model))
@@ -561,7 +567,7 @@ def test_a_checkpoint_of_a_submodule() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3", "granite", "bamba"])
-def test_modules_known_by_their_code_are_those_that_the_comparison_finds(
+def test_modules_recognized_by_their_code_are_those_that_the_comparison_finds(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports = []
@@ -573,7 +579,7 @@ def test_modules_known_by_their_code_are_those_that_the_comparison_finds(
     assert reports[0] == reports[1] and all(row.block for row in reports[0])
 
 
-def test_code_with_another_global_or_constant_is_not_known() -> None:
+def test_code_with_another_global_or_constant_is_not_recognized() -> None:
     def cubed(self: Any, x: Tensor) -> Tensor:
         kind = x.dtype
         x = x.to(torch.float32)
@@ -581,9 +587,9 @@ def test_code_with_another_global_or_constant_is_not_known() -> None:
         x = x * torch.rsqrt(square + self.variance_epsilon)
         return self.weight * x.to(kind)
 
-    of_llama = type(llama().model.norm).forward
-    other = types.FunctionType(of_llama.__code__, {"torch": nn})
-    assert same_code(of_llama, norms._rms_norm)
+    llama_norm = type(llama().model.norm).forward
+    other = types.FunctionType(llama_norm.__code__, {"torch": nn})
+    assert same_code(llama_norm, norms._rms_norm)
     assert not any(same_code(f, norms._rms_norm) for f in (cubed, other, len))
 
 

@@ -1,4 +1,4 @@
-"""Questions that hold for every rule, preset and piece: what a sceptic of the numbers would ask first."""
+"""Properties of the numbers that hold for every optimizer, preset and chunk size."""
 
 import itertools
 import warnings
@@ -12,12 +12,12 @@ import quaver.torch as qt
 from quaver.reference import optim as bounds
 from quaver.torch import optim
 from quaver.torch.optim import layout, master_weights
-from quaver.torch.optim import step as pieces
+from quaver.torch.optim import step as step_module
 from quaver.torch.quantized_tensor import QuantizedTensor, memory_of
 from tests.pairs import pairs
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-#: Rates beside decays; lr * decay near 1 leaves nothing of a weight, where float32 rounds by what it was.
+#: Pairs of lr and weight decay; with lr * decay near 1 the weight vanishes and rounding errors of its old value remain.
 RATES = ((0.0, 0.1), (1e-3, 0.0), (1e-3, 999.9), (0.5, 0.1), (0.5, 30.0), (1e-30, 0.0))
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (optim.AdamW, {}),
@@ -39,7 +39,7 @@ def layer_of(recipe: str, rows: int = 96, columns: int = 128) -> qt.Linear:
     return layer
 
 
-def give(p: Tensor, gradient: Tensor) -> None:
+def set_grad(p: Tensor, gradient: Tensor) -> None:
     p.grad = gradient.to(p.grad_dtype or torch.float32)
 
 
@@ -54,18 +54,18 @@ def test_a_step_does_not_depend_on_the_chunk_size(
     preset: str, rule: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, options = RULES[rule]
-    ends = []
+    results = []
     for size in (1 << 16, 1 << 10):
-        monkeypatch.setattr(pieces, "CHUNK_ELEMENTS", size)
+        monkeypatch.setattr(step_module, "CHUNK_ELEMENTS", size)
         layer = layer_of(recipe, 160)
-        # A rate by which the scale of the weight changes at each step.
+        # A learning rate high enough that the weight's scale changes at each step.
         optimizer = kind([layer.weight], lr=0.02, preset=preset, **options)
         draw = torch.Generator().manual_seed(1)
         for _ in range(3):
-            give(layer.weight, torch.randn(160, 128, generator=draw))
+            set_grad(layer.weight, torch.randn(160, 128, generator=draw))
             optimizer.step()
         states = optimizer.state[layer.weight].values()
-        ends.append(
+        results.append(
             [
                 memory_of(layer.weight).view(torch.uint8),
                 layer.weight.scale,
@@ -73,20 +73,20 @@ def test_a_step_does_not_depend_on_the_chunk_size(
                 *states,
             ]
         )
-    for a, b in zip(*ends, strict=True):
+    for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
-def hard_bits() -> Tensor:
-    """Every upper half of a float32 beside lower halves at the edges, and a million drawn ones: int32 [1, n]."""
+def float32_bit_patterns() -> Tensor:
+    """All upper halves of a float32 with lower halves at the edges, and a million random values: int32 [1, n]."""
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     upper = torch.arange(1 << 16)[:, None] << 16
     drawn = torch.randint(0, 1 << 32, (1 << 20,), generator=torch.Generator().manual_seed(0))
     return torch.cat([(upper | low).flatten(), drawn]).to(torch.int32).view(1, -1)
 
 
-def test_a_remainder_keeps_every_float32_and_a_gemm_reads_its_nan() -> None:
-    weight = hard_bits().view(torch.float32)
+def test_remainders_restore_every_float32_and_nan_reaches_gemms() -> None:
+    weight = float32_bit_patterns().view(torch.float32)
     held = master_weights.write(master_weights.WeightFormat("remainder"), weight, (weight.bfloat16(),), None)
     back = master_weights.read(master_weights.WeightFormat("remainder"), held)
     nan = weight.isnan()
@@ -105,8 +105,8 @@ def test_a_remainder_keeps_every_float32_and_a_gemm_reads_its_nan() -> None:
 def test_state_touched_by_a_nonfinite_gradient_is_read_as_nonfinite(
     bad: float, rule: str, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With nonfinite="keep": a weight that becomes finite again, or stops changing, would hide it."""
-    monkeypatch.setattr(pieces, "CHUNK_ELEMENTS", 1 << 10)
+    """With nonfinite="keep"; a weight that became finite again, or stopped changing, would hide the failure."""
+    monkeypatch.setattr(step_module, "CHUNK_ELEMENTS", 1 << 10)
     kind, options = RULES[rule]
     layers = {recipe: layer_of(recipe) for recipe in RECIPES}
     layers |= {str(dtype): qt.Linear(128, 96, bias=False, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -117,32 +117,32 @@ def test_state_touched_by_a_nonfinite_gradient_is_read_as_nonfinite(
         if step == 0:
             gradient[5, 7] = bad
         for p in parameters:
-            give(p, gradient)
+            set_grad(p, gradient)
         optimizer.step()
     for name, layer in layers.items():
         read = qt.plain_state_dict(layer)["weight"]
         assert not read[5, 7].isfinite(), name
-        # Of a scale that is not finite no code says a number.
+        # No code is a number if its scale is not finite.
         assert bool(full_weight(optimizer, layer.weight)[5, 7].isnan()), name
 
 
 @pytest.mark.parametrize("preset", ["exact", "balanced", "lean", "coat"])
 def test_a_pruned_weight_decodes_to_almost_zero(preset: str) -> None:
-    """Zeros that a mask writes over a weight, of both signs, stand over bits that say half a step up or down."""
+    """A mask writes zeros of both signs over the codes; the residual is then at most half a step."""
     layers = [qt.Linear(128, 96, bias=False, dtype=torch.bfloat16), *(layer_of(recipe) for recipe in RECIPES)]
     optimizer = optim.AdamW([layer.weight for layer in layers], lr=1e-2, preset=preset)
     for step in range(3):
         for layer in layers:
-            give(layer.weight, torch.randn(96, 128, generator=torch.Generator().manual_seed(step)))
+            set_grad(layer.weight, torch.randn(96, 128, generator=torch.Generator().manual_seed(step)))
         optimizer.step()
         for layer in layers:
             p = layer.weight.detach()
             was = full_weight(optimizer, layer.weight).abs().amax()
-            # Over the codes: a QuantizedTensor of zeros would have another scale.
+            # Write to the codes directly: quantizing zeros would change the scale.
             memory_of(p).copy_(torch.zeros(96, 128).copysign(values_of(p)))
             read = full_weight(optimizer, layer.weight)
             assert bool(read.isfinite().all())
-            # Masters stay what they are.
+            # Formats that store the full weight, not a residual, are unchanged.
             held = optimizer.config(layer.weight, optimizer.param_groups[0]).weight_format.kind[:3] == "res"
             assert not held or read.abs().amax() < 2e-2 * was
     for layer in layers:
@@ -151,7 +151,7 @@ def test_a_pruned_weight_decodes_to_almost_zero(preset: str) -> None:
 
 @pytest.mark.parametrize("rule", ["AdamW", "AdamW, no bound", "Adam", "Lion", "SGD", "SGD, momentum", "SGD, dampening"])
 def test_no_weight_exceeds_the_bound_computed_before_the_step(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients against the weight, huge decays, rates of zero, in tensors, and factors: 0 violations, and no NaN."""
+    """For gradients that grow the weight, huge decays, zero and tensor learning rates, and gradient factors."""
     name, _, kind = rule.partition(", ")
     options: dict[str, Any] = {
         "momentum": {"momentum": 0.9, "nesterov": True},
@@ -177,14 +177,14 @@ def test_no_weight_exceeds_the_bound_computed_before_the_step(rule: str, monkeyp
         for step in range(3):
             draw = torch.Generator().manual_seed(step)
             optimizer.grad_scale = torch.tensor(0.25)
-            give(p, torch.randn(64, 64, generator=draw) * 10.0**step if step else -values_of(p).sign())
+            set_grad(p, torch.randn(64, 64, generator=draw) * 10.0**step if step else -values_of(p).sign())
             optimizer.step()
             after, (amax, weight_bound) = full_weight(optimizer, p), written.pop()
             assert bool(after.isfinite().all())
             assert (weight_bound is None) == (kind == "no bound")
             if weight_bound is not None:
                 assert not bool((amax > weight_bound).any()), (recipe, preset, lr, decay, step)
-                # What is stored may be above by the half step of a code that residuals are parts of, rounded.
+                # The stored value may exceed the bound by the rounding of the residual, half a step of it.
                 stored = optimizer.state[p]["amax"]
                 assert bool((stored <= weight_bound * (1 + 2.0**-11)).all())
                 assert torch.equal(stored, master_weights.block_amax(layer.weight_spec, after))
@@ -192,7 +192,7 @@ def test_no_weight_exceeds_the_bound_computed_before_the_step(rule: str, monkeyp
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.9), (0.0, 0.999), (0.99, 0.999)])
 def test_updates_of_exact_moments_are_never_clamped(betas: tuple[float, float]) -> None:
-    """Against the gradients that reach the bound, each row of another size, each column at another step."""
+    """Gradients are those that reach the bound; magnitudes differ by row, and the step of the peak by column."""
     (b1, b2), p = betas, nn.Parameter(torch.zeros(64, 64))
     options: Any = {"betas": betas, "eps": 0.0, "weight_decay": 0.0, "preset": "float32"}
     optimizer = optim.AdamW([p], lr=1.0, statistics=True, **options)
@@ -200,40 +200,40 @@ def test_updates_of_exact_moments_are_never_clamped(betas: tuple[float, float]) 
     for step in range(1, 70):
         rising = ((b1 / b2) ** (end - step).clamp(min=0)).double()
         column = torch.where(step <= end, rising, torch.rand(64).double()).clamp(min=1e-9)
-        give(p, (torch.logspace(-6, 6, 64).double()[:, None] * column).float())
+        set_grad(p, (torch.logspace(-6, 6, 64).double()[:, None] * column).float())
         before = p.detach().clone()
         optimizer.step()
         reached = float((p - before).detach().abs().max()) / bounds.adam(step, *betas)
         largest = max(largest, reached) if step > 1 else largest
     clamped, number = optimizer.counted[p]
     assert (int(clamped), number) == (0, 69 * 64 * 64)
-    # Which says something only where the bound is reached.
+    # The check is meaningful only if the bound is reached.
     assert 0.999 < largest < 1.0001
 
 
 @pytest.mark.parametrize("schedule", ["OneCycleLR", "CyclicLR"])
-def test_schedules_that_move_betas_step_as_torchs_do(schedule: str) -> None:
-    """The bound is that of betas that stay."""
-    ends = []
+def test_schedules_that_change_betas_match_torch(schedule: str) -> None:
+    """The bound on updates assumes constant betas."""
+    results = []
     for kind, options in ((optim.AdamW, {"preset": "float32"}), (torch.optim.AdamW, {})):
         p = nn.Parameter(torch.zeros(64, 64))
         optimizer = kind([p], lr=1e-2, **options)
         more = {"total_steps": 9} if schedule == "OneCycleLR" else {"step_size_up": 2, "base_lr": 1e-3}
         scheduler = getattr(torch.optim.lr_scheduler, schedule)(optimizer, max_lr=1e-2, **more)
         for step in range(8):
-            give(p, torch.randn(64, 64, generator=torch.Generator().manual_seed(step)))
+            set_grad(p, torch.randn(64, 64, generator=torch.Generator().manual_seed(step)))
             optimizer.step()
             scheduler.step()
-        ends.append(p.detach())
-    torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
+        results.append(p.detach())
+    torch.testing.assert_close(*results, rtol=0, atol=1e-6)
 
 
-def test_predicted_scales_begin_and_end_where_betas_move() -> None:
+def test_predicted_scales_stop_when_betas_change() -> None:
     layer = layer_of("tensorwise")
     optimizer = optim.AdamW([layer.weight], lr=1e-2, betas=(0.9, 0.95), preset="balanced")
     for step, betas in enumerate([(0.9, 0.95), (0.9, 0.95), (0.8, 0.95), (0.9, 0.95)]):
         optimizer.param_groups[0]["betas"] = betas
-        give(layer.weight, torch.randn(96, 128))
+        set_grad(layer.weight, torch.randn(96, 128))
         optimizer.step()
         assert ("amax" in optimizer.state[layer.weight]) == (step < 2)
         assert float(full_weight(optimizer, layer.weight).abs().max()) < 1
@@ -257,7 +257,7 @@ def test_a_scalar_steps_as_a_vector_of_one(preset: str, dtype: torch.dtype) -> N
     optimizer = optim.AdamW([one, vector], lr=0.1, preset=preset)
     for gradient in (1.0, -0.3):
         for p in (one, vector):
-            give(p, torch.full(p.shape, gradient))
+            set_grad(p, torch.full(p.shape, gradient))
         optimizer.step()
     assert one.shape == () and float(one.detach()) == float(vector.detach()) != 1.5
 
@@ -269,11 +269,11 @@ def test_codes_of_no_rows_step(rule: str) -> None:
         warnings.simplefilter("ignore")
         layer = layer_of("tensorwise", 0)
     optimizer = kind([layer.weight], lr=0.1, preset="balanced", **options)
-    give(layer.weight, torch.zeros(0, 128))
+    set_grad(layer.weight, torch.zeros(0, 128))
     optimizer.step()
 
 
-def test_gradients_that_were_forgotten_are_not_stepped_after_backward() -> None:
+def test_gradients_cleared_by_zero_grad_are_not_stepped() -> None:
     layer = nn.Linear(80, 80)
     optimizer = optim.AdamW(layer.parameters(), lr=0.1)
     optimizer.step_in_backward()
@@ -309,14 +309,14 @@ def test_hyperparameters_out_of_range_are_refused(wrong: dict[str, Any]) -> None
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD", "Muon"])
 @pytest.mark.parametrize("around", ["torch.autocast", "torch.compile"])
 def test_a_step_is_the_same_under_autocast_and_in_a_compiler(around: str, name: str) -> None:
-    ends = []
+    results = []
     for within in (False, True):
         layer = layer_of("none" if name == "Muon" else "tensorwise")
         optimizer = getattr(optim, name)([layer.weight], lr=1e-2, preset="lean")
         call = torch.compile(optimizer.step) if within and around == "torch.compile" else optimizer.step
         for step in range(2):
-            give(layer.weight, torch.randn(96, 128, generator=torch.Generator().manual_seed(step)))
+            set_grad(layer.weight, torch.randn(96, 128, generator=torch.Generator().manual_seed(step)))
             with torch.autocast("cpu", torch.float16, enabled=within and around == "torch.autocast"):
                 call()
-        ends.append(full_weight(optimizer, layer.weight).clone())
-    assert torch.equal(*ends)
+        results.append(full_weight(optimizer, layer.weight).clone())
+    assert torch.equal(*results)

@@ -108,8 +108,8 @@ def rows() -> list[Row]:
         Row("`quantized_init`, `fully_shard`, frozen", frozen, dict.fromkeys(frozen, gathered.STEPS), store),
         Row(
             "the same, stepped by `quaver.torch.optim`",
-            dict.fromkeys(test_codes.LEARN, test_codes.STEPS),
-            dict.fromkeys(test_codes.LEARN, test_codes.ALL_STEPS),
+            dict.fromkeys(test_codes.RECIPES, test_codes.STEPS),
+            dict.fromkeys(test_codes.RECIPES, test_codes.ALL_STEPS),
             learn,
         ),
         Row("`ColwiseParallel`, `RowwiseParallel`, tokens in parts", test_styles.STEPS, test_styles.LONG),

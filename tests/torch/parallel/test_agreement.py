@@ -42,12 +42,12 @@ from quaver.torch.parallel.context.attention import context_parallel_attention
 from tests import two_ranks
 from tests.close import assert_bitwise
 
-#: Seconds that a rank waits for another one: a hang is an error of another kind.
+#: Seconds that a rank waits for another one; a hang fails the test by this timeout.
 SECONDS = 30.0
 
 
-def refused(message: str, do: Callable[[], object]) -> None:
-    """One ValueError, the same on all ranks."""
+def raises_on_all_ranks(message: str, do: Callable[[], object]) -> None:
+    """Check that all ranks raise the same ValueError."""
     with pytest.raises(ValueError, match=message) as error:
         do()
     two = two_ranks.gathered(torch.tensor(list(str(error.value).encode().ljust(4000)[:4000]), dtype=torch.uint8))
@@ -62,15 +62,15 @@ def mlp(recipe: Any = "mxfp8", sequence: bool = False) -> Any:
     return parallelize_module(net, two_ranks.mesh(2), plan)
 
 
-def column_and_row(rank: int) -> None:
-    """A shape, dtype, recipe, option, grad mode or requires_grad that changes on one rank at the second step."""
+def tensor_parallel_layers(rank: int) -> None:
+    """At the second step, one rank changes a shape, dtype, recipe, option, grad mode or requires_grad."""
 
     def second_step(message: str, change: Callable[[Any, Any], Any], sequence: bool = False) -> None:
         net, x = mlp(sequence=sequence), torch.ones(32, 64, requires_grad=True)
         net(x).sum().backward()
-        given = change(net, x) if rank else x
-        refused(message, lambda: net(given))
-        # Put right, ranks go on.
+        changed = change(net, x) if rank else x
+        raises_on_all_ranks(message, lambda: net(changed))
+        # After the difference is undone, training continues.
         net.requires_grad_(True)
         qt.convert(net, "mxfp8")
         torch.set_grad_enabled(True)
@@ -103,27 +103,33 @@ def column_and_row(rank: int) -> None:
     second_step("rank 0: .*gradients True.*; rank 1: .*gradients False", no_grad)
     second_step("rank 0: no error; rank 1: .*its last axis must be 64", lambda net, x: torch.ones(32, 32))
     second_step("rank 0: no error; rank 1: .*bfloat16", lambda net, x: x.detach().bfloat16())
-    # Not a ValueError on the rank that has it.
+    # The error on the failing rank need not be a ValueError.
     net, x = mlp(), torch.ones(32, 64)
-    refused("rank 0: no error; rank 1: .*torch.func", lambda: torch.func.vmap(net)(x[None]) if rank else net(x))
+    raises_on_all_ranks(
+        "rank 0: no error; rank 1: .*torch.func", lambda: torch.func.vmap(net)(x[None]) if rank else net(x)
+    )
 
 
-def other_styles_and_losses(rank: int) -> None:
+def norms_embeddings_and_losses(rank: int) -> None:
     mesh = two_ranks.mesh(2)
     norm: Any = parallelize_module(nn.LayerNorm(64), mesh, SequenceParallel())
-    words: Any = parallelize_module(nn.Embedding(32, 64), mesh, VocabParallel())
+    embedding: Any = parallelize_module(nn.Embedding(32, 64), mesh, VocabParallel())
     x, tokens = torch.ones(8, 64), torch.arange(8)
-    norm(x), words(tokens)
-    refused("differ at LayerNorm: rank 0: input", lambda: norm(x if rank else x.bfloat16()))
+    norm(x), embedding(tokens)
+    raises_on_all_ranks("differ at LayerNorm: rank 0: input", lambda: norm(x if rank else x.bfloat16()))
     if rank:
-        words.weight.requires_grad_(False)
-    refused("differ at Embedding: rank 0: weight .* requires_grad; rank 1: weight", lambda: words(tokens))
-    refused("rank 0: no error; rank 1: .* 32 rows", lambda: words(tokens + 30 * rank))
+        embedding.weight.requires_grad_(False)
+    raises_on_all_ranks(
+        "differ at Embedding: rank 0: weight .* requires_grad; rank 1: weight", lambda: embedding(tokens)
+    )
+    raises_on_all_ranks("rank 0: no error; rank 1: .* 32 rows", lambda: embedding(tokens + 30 * rank))
     targets = tokens + 30 * rank if rank else tokens
-    refused("rank 1: .*label_smoothing", lambda: cross_entropy(x, tokens, mesh, label_smoothing=2.0 * rank))
-    refused("rank 0: options .*; rank 1: options", lambda: cross_entropy(x, tokens, mesh, z_loss=1e-3 * rank))
+    raises_on_all_ranks("rank 1: .*label_smoothing", lambda: cross_entropy(x, tokens, mesh, label_smoothing=2.0 * rank))
+    raises_on_all_ranks(
+        "rank 0: options .*; rank 1: options", lambda: cross_entropy(x, tokens, mesh, z_loss=1e-3 * rank)
+    )
     unknown = "unknown" if rank else "mean"
-    refused("rank 1: no reduction 'unknown'", lambda: cross_entropy(x, tokens, mesh, reduction=unknown))
+    raises_on_all_ranks("rank 1: no reduction 'unknown'", lambda: cross_entropy(x, tokens, mesh, reduction=unknown))
     assert targets.numel() and cross_entropy(x, tokens, mesh).isfinite()
     late: Any = parallelize_module(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": ColwiseParallel()})
     with pytest.warns(UserWarning, match="0 .its weight is already sharded: call convert before parallelize_module"):
@@ -136,21 +142,23 @@ def expert_parallelism(rank: int) -> None:
     parallelize_module(moe, two_ranks.mesh(2), ExpertParallel())
     x = torch.randn(8 + rank, 64, requires_grad=True)
     moe(x).sum().backward()
-    refused("rank 0: no error; rank 1: .*its last axis must be 64", lambda: moe(torch.ones(4, 32 if rank else 64)))
-    refused("rank 0: gradient of the input True; rank 1: ", lambda: moe(x.detach() if rank else x))
+    raises_on_all_ranks(
+        "rank 0: no error; rank 1: .*its last axis must be 64", lambda: moe(torch.ones(4, 32 if rank else 64))
+    )
+    raises_on_all_ranks("rank 0: gradient of the input True; rank 1: ", lambda: moe(x.detach() if rank else x))
     if rank:
         moe.experts.requires_grad_(False)
-    refused("gradients of parameters", lambda: moe(x))
+    raises_on_all_ranks("gradients of parameters", lambda: moe(x))
     moe.requires_grad_(True)
     moe(x).sum().backward()
     rows, splits = torch.ones(4, 64), AllToAllSplits.even(2)
-    refused(
+    raises_on_all_ranks(
         "differ at all_to_all: rank 0: width 64; rank 1: width 32", lambda: all_to_all(rows[:, : 64 >> rank], splits)
     )
 
 
 def weights_gathered_as_codes(rank: int) -> None:
-    """Another autocast, dtype or grad mode on one rank, and delayed scaling's autocast left out on one."""
+    """One rank uses another autocast, dtype or grad mode, or omits the autocast of delayed scaling."""
 
     def model(recipe: str) -> Any:
         torch.manual_seed(0)
@@ -171,26 +179,26 @@ def weights_gathered_as_codes(rank: int) -> None:
         for _ in range(2):
             under(recipe)
         for other in ("rowwise", None):
-            refused("recipe of autocast|different calls", partial(under, other if rank else recipe))
+            raises_on_all_ranks("recipe of autocast|different calls", partial(under, other if rank else recipe))
         under(recipe)
     net = model("mxfp8")
     with qt.autocast("mxfp8"):
         net(x).sum().backward()
         torch.set_grad_enabled(not rank)
-        refused("rank 0: gradients True; rank 1: gradients False", lambda: net(x))
+        raises_on_all_ranks("rank 0: gradients True; rank 1: gradients False", lambda: net(x))
         torch.set_grad_enabled(True)
-    # A frozen parameter, from the beginning on or later.
+    # A parameter is frozen on one rank, from the beginning or later.
     for first in (True, False):
         net = model("mxfp8")
         with qt.autocast("mxfp8"):
             if not first:
                 net(x).sum().backward()
             net[0].bias.requires_grad_(not rank)
-            refused(r"rank 0: frozen \[\]; rank 1: frozen \['0.bias'\]", lambda net=net: net(x))
+            raises_on_all_ranks(r"rank 0: frozen \[\]; rank 1: frozen \['0.bias'\]", lambda net=net: net(x))
 
 
 def other_calls(rank: int) -> None:
-    """One rank alone prepares a model, agrees on histories, or runs its first forward without delayed scaling."""
+    """Only one rank prepares a model, synchronizes histories, or runs its first forward without delayed scaling."""
 
     def model(recipe: str) -> Any:
         torch.manual_seed(0)
@@ -206,10 +214,12 @@ def other_calls(rank: int) -> None:
     net(x).sum().backward()
     qt.convert(net, "rowwise")
     message = "different calls: rank 0: a forward after gather_quantized; rank 1: the comparison of models by"
-    refused(message, lambda: refresh_gather(net) if rank else net(x))
+    raises_on_all_ranks(message, lambda: refresh_gather(net) if rank else net(x))
     net = model("delayed")
     torch.set_grad_enabled(not rank)
-    refused("different calls: rank 0: the end of a step .*; rank 1: gather_quantized's first gather", lambda: net(x))
+    raises_on_all_ranks(
+        "different calls: rank 0: the end of a step .*; rank 1: gather_quantized's first gather", lambda: net(x)
+    )
     torch.set_grad_enabled(True)
     net = nn.Linear(64, 64)
     qt.convert(net, "delayed")
@@ -221,8 +231,8 @@ def other_calls(rank: int) -> None:
 
     step()
     message = "different calls: rank 0: the end of a step of delayed scaling; rank 1: sync_amax_histories"
-    refused(message, lambda: sync_amax_histories(net) if rank else step())
-    # As many bytes are reduced as a header has: maxima of two layers.
+    raises_on_all_ranks(message, lambda: sync_amax_histories(net) if rank else step())
+    # The reduction of two layers' amaxes has as many bytes as the header of a comparison.
     net = mlp("delayed")
     net(x).sum().backward()
     message = "different calls: rank 0: .* outside of qt.autocast; rank 1: the end of a step of delayed scaling;"
@@ -231,11 +241,11 @@ def other_calls(rank: int) -> None:
         with qt.autocast("delayed") if rank else nullcontext():
             net(x)
 
-    refused(message, within)
+    raises_on_all_ranks(message, within)
 
 
-def in_vain(rank: int) -> None:
-    """A rank that waits for one that does not come says at what. The last one, since a group has timed out."""
+def a_rank_waiting_in_vain_gets_an_error(rank: int) -> None:
+    """The error names the call at which a rank waited. Runs last, since its process group has timed out."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
     if rank == 0:
         message = "this rank waited at the comparison of models .* for the other ranks .*make the call on all ranks"
@@ -256,7 +266,7 @@ def gradients_by_other_specs(rank: int) -> None:
 
 
 def recipes_that_change(rank: int) -> None:
-    """One rank collects its garbage, what it has prepared before included, and another one does not."""
+    """Only one rank runs the garbage collector, which frees the modules prepared before."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
     qt.convert(net, "mxfp8")
@@ -275,7 +285,7 @@ def recipes_that_change(rank: int) -> None:
 
 
 def gradients_of_other_modules(rank: int) -> None:
-    """Of as many elements: they would be added up."""
+    """Gradients of equal size from different modules would be summed without an error."""
     torch.manual_seed(0)
     net: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     for layer in net:
@@ -288,8 +298,8 @@ def gradients_of_other_modules(rank: int) -> None:
         outputs[1 + rank].backward()
 
 
-def optimizers_of_parts(rank: int) -> None:
-    """Options on one rank, and a parameter without a gradient where a step communicates."""
+def sharded_optimizers(rank: int) -> None:
+    """Options differ, or a parameter has no gradient on one rank, in a step that communicates."""
 
     def step(lr: float | Tensor = 1e-3, nonfinite: str = "keep", lacks: bool = False) -> None:
         net: Any = fully_shard(nn.Linear(64, 64))
@@ -300,19 +310,21 @@ def optimizers_of_parts(rank: int) -> None:
         net.bias.grad = None if lacks else net.bias.grad
         optimizer.step()
 
-    refused(
+    raises_on_all_ranks(
         "an optimizer's step: rank 0: nonfinite keep.*rank 1: nonfinite skip",
         lambda: step(nonfinite=("keep", "skip")[rank]),
     )
-    refused("rank 0: options .*0.001.*rank 1: options .*0.002", lambda: step(1e-3 + 1e-3 * rank))
-    refused("rank 0: options .*0.001.*rank 1: options .*0.002", lambda: step(torch.tensor(1e-3 + 1e-3 * rank)))
+    raises_on_all_ranks("rank 0: options .*0.001.*rank 1: options .*0.002", lambda: step(1e-3 + 1e-3 * rank))
+    raises_on_all_ranks(
+        "rank 0: options .*0.001.*rank 1: options .*0.002", lambda: step(torch.tensor(1e-3 + 1e-3 * rank))
+    )
     message = r"rank 0: parameters with gradients \[0, 1\]; rank 1: parameters with gradients \[0\]"
-    refused(message, lambda: step(nonfinite="skip", lacks=rank == 1))
-    # Nothing is communicated.
+    raises_on_all_ranks(message, lambda: step(nonfinite="skip", lacks=rank == 1))
+    # Without communication the difference is allowed.
     step(lacks=rank == 1)
 
 
-def sequences_in_parts(rank: int) -> None:
+def context_parallel_attention_calls(rank: int) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 8, 4, 16, requires_grad=True) for _ in range(3))
 
@@ -324,15 +336,21 @@ def sequences_in_parts(rank: int) -> None:
         short = [x[:, :4] for x in (q, k, v)]
         half = [x.bfloat16() for x in (q, k, v)]
         for other in (short, half):
-            refused("rank 0: q .*; rank 1: q", partial(attend, *(other if rank else (q, k, v)), how=how))
-        refused("balanced True; rank 1: balanced False", lambda how=how: attend(how=how, balanced=not rank))
-        refused("quantized", lambda how=how: attend(how=how, quantized="mxfp8" if rank else None))
-        refused("how ", lambda how=how: attend(how=how if rank else "gather" if how != "gather" else "ring"))
+            raises_on_all_ranks("rank 0: q .*; rank 1: q", partial(attend, *(other if rank else (q, k, v)), how=how))
+        raises_on_all_ranks("balanced True; rank 1: balanced False", lambda how=how: attend(how=how, balanced=not rank))
+        raises_on_all_ranks("quantized", lambda how=how: attend(how=how, quantized="mxfp8" if rank else None))
+        raises_on_all_ranks(
+            "how ", lambda how=how: attend(how=how if rank else "gather" if how != "gather" else "ring")
+        )
         frozen = k.detach() if rank else k
-        refused("rank 0: k .* requires_grad; rank 1: k", lambda how=how, frozen=frozen: attend(k=frozen, how=how))
-        refused("rank 0: no error; rank 1: .*dropout", lambda how=how: attend(how=how, dropout=0.5 * rank))
+        raises_on_all_ranks(
+            "rank 0: k .* requires_grad; rank 1: k", lambda how=how, frozen=frozen: attend(k=frozen, how=how)
+        )
+        raises_on_all_ranks("rank 0: no error; rank 1: .*dropout", lambda how=how: attend(how=how, dropout=0.5 * rank))
         unknown = "unknown" if rank else None
-        refused("rank 0: no error; rank 1: no recipe 'unknown'", lambda how=how, to=unknown: attend(how=how, recipe=to))
+        raises_on_all_ranks(
+            "rank 0: no error; rank 1: no recipe 'unknown'", lambda how=how, to=unknown: attend(how=how, recipe=to)
+        )
         attend(how=how)
 
 
@@ -349,8 +367,8 @@ class Net(nn.Module):
         return self.sometimes(y) if more else y
 
 
-def dropout_of_a_sequence_in_parts(rank: int) -> None:
-    """With one seed ranks drop what one process drops, at other places than one another."""
+def context_parallel_dropout(rank: int) -> None:
+    """With one seed, ranks drop the same elements as one process, and each rank other ones."""
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
     whole = Net(0.4)
     torch.manual_seed(7)
@@ -362,16 +380,20 @@ def dropout_of_a_sequence_in_parts(rank: int) -> None:
     assert_bitwise((cp.join(y) == 0), (expected == 0))
     torch.testing.assert_close(cp.join(y), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(net.eval().first(x), x)
-    refused("rank 0: training True; rank 1: training False", lambda: net.train(rank == 0)(cp.cut(x)))
-    ends = [0, 16] if rank else None
+    raises_on_all_ranks("rank 0: training True; rank 1: training False", lambda: net.train(rank == 0)(cp.cut(x)))
+    cu_seqlens = [0, 16] if rank else None
     part = y[:, : 4 * (1 + rank)]
-    refused(r"differ at ContextParallel.join: rank 0: x \(2, 4, 32\).*; rank 1: x \(2, 8, 32\)", lambda: cp.join(part))
-    refused("7 tokens .* 2 chunks", lambda: cp.join(y[:, :7]))
-    refused("rank 0: no error; rank 1: .*'tolist'", lambda: net.train().layer(cp.cut(x), cu_seqlens=ends))
+    raises_on_all_ranks(
+        r"differ at ContextParallel.join: rank 0: x \(2, 4, 32\).*; rank 1: x \(2, 8, 32\)", lambda: cp.join(part)
+    )
+    raises_on_all_ranks("7 tokens .* 2 chunks", lambda: cp.join(y[:, :7]))
+    raises_on_all_ranks(
+        "rank 0: no error; rank 1: .*'tolist'", lambda: net.train().layer(cp.cut(x), cu_seqlens=cu_seqlens)
+    )
 
 
-def gradients_that_some_ranks_lack(rank: int) -> None:
-    """Zeros replace them; a parameter unused by all ranks keeps none."""
+def missing_gradients_count_as_zeros(rank: int) -> None:
+    """A gradient missing on one rank counts as zeros; a parameter unused by all ranks has none."""
     net = Net(0.0)
     cp = context_parallel(net)
     x = cp.cut(torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)))
@@ -385,19 +407,19 @@ def gradients_that_some_ranks_lack(rank: int) -> None:
     assert_bitwise(net.layer.mlp.down_proj.weight.grad, owns[0] + owns[1])
     if rank:
         net.unused.requires_grad_(False)
-    refused("differ at sum_gradients", lambda: cp.sum_gradients(net))
+    raises_on_all_ranks("differ at sum_gradients", lambda: cp.sum_gradients(net))
 
 
 CASES = [
-    *(column_and_row, other_styles_and_losses, expert_parallelism, weights_gathered_as_codes),
+    *(tensor_parallel_layers, norms_embeddings_and_losses, expert_parallelism, weights_gathered_as_codes),
     *(
         gradients_by_other_specs,
         recipes_that_change,
         gradients_of_other_modules,
-        optimizers_of_parts,
-        sequences_in_parts,
+        sharded_optimizers,
+        context_parallel_attention_calls,
     ),
-    *(other_calls, dropout_of_a_sequence_in_parts, gradients_that_some_ranks_lack, in_vain),
+    *(other_calls, context_parallel_dropout, missing_gradients_count_as_zeros, a_rank_waiting_in_vain_gets_an_error),
 ]
 
 

@@ -1,8 +1,8 @@
 """Every launch of a layer's step, compiled: `python -m tests.torch.backends.gpu.compiled_layers --arch 80`.
 
 A CPU passes for a GPU of the architecture (`pretend`); kernels are recorded and not run, so that operands hold nothing.
-Prints JSON: by recipe the kernels that its step launches, and what does not compile, with the compiler's sentence. What
-stands behind a `+` is asked beside it, in the same process, and printed in a line of its own.
+Prints JSON: for each recipe the kernels that its step launches, and the compiler's message for each that fails to
+compile. Arguments after a `+` are a further request, run in the same process and printed on a line of its own.
 """
 
 import argparse
@@ -42,28 +42,28 @@ LAYERS = {"Linear": linear, "TransformerLayer": transformer_layer}
 
 
 def recorded(arch: int, recipe: str, layer: str, dtype: torch.dtype, attention: bool = False) -> list[KernelLaunch]:
-    """What one step launches on sm_`arch`, forward and backward, each kernel once."""
+    """The launches of one step on sm_`arch`, forward and backward, each kernel once."""
     module, x = LAYERS[layer](dtype)
-    in_force = recipes.get(recipe, attention=True) if attention else recipes.get(recipe)
+    recipe_used = recipes.get(recipe, attention=True) if attention else recipes.get(recipe)
     with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
-        # Recording takes GEMMs to read transposes from Blackwell on, consumers' cards included.
+        # Recording assumes that GEMMs read transposes from Blackwell on, consumer GPUs included.
         become(arch, patch, either=arch >= 100)
-        # Nothing was computed that a probe could compare.
+        # Kernels do not run, so a probe has no values to compare.
         patch.setattr(scaled_mm, "_probe", lambda *_: "")
-        with recording(arch) as launches, qt.autocast(in_force):
+        with recording(arch) as launches, qt.autocast(recipe_used):
             y = module(x.requires_grad_())
             y.backward(torch.ones_like(y))
     return list({launch.kernel: launch for launch in launches}.values())
 
 
 def failures(launches: list[KernelLaunch], arch: int) -> dict[str, str]:
-    """By kernel, what the compiler says of those that it refuses for sm_`arch`."""
+    """The compiler's error for each kernel that does not compile for sm_`arch`, by name."""
     refused = {}
     for launch in launches:
         try:
             compiled(launch, arch)
         except Exception as error:
-            # Whatever a compiler dies of.
+            # Compilers raise many kinds of errors.
             refused[launch.fn.__name__] = f"{type(error).__name__}: {error}"
     return refused
 
@@ -71,11 +71,11 @@ def failures(launches: list[KernelLaunch], arch: int) -> dict[str, str]:
 def main(arguments: list[str]) -> None:
     while arguments:
         end = arguments.index("+") if "+" in arguments else len(arguments)
-        answer(arguments[:end])
+        compile_and_print(arguments[:end])
         arguments = arguments[end + 1 :]
 
 
-def answer(arguments: list[str]) -> None:
+def compile_and_print(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.torch.backends.gpu.compiled_layers", description=__doc__)
     parser.add_argument("--arch", type=int, required=True, help="what the launches are for")
     parser.add_argument("--target", type=int, help="what they are compiled for, if not that")

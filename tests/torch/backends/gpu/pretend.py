@@ -1,4 +1,4 @@
-"""A CPU that passes for a GPU: interpreted kernels, GEMMs by cuBLASLt's checks, a driver that loads kernels, graphs."""
+"""Let a CPU stand in for a GPU: interpreted kernels, GEMMs with cuBLASLt's checks, a kernel driver, CUDA graphs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from quaver.torch.operations import ops
 from quaver.torch.state.history import amax, roll_gpu
 from tests.torch.backends.gpu.cublaslt import stand_in
 
-#: What probes said of GEMMs, by architecture and class of a call: a probe takes a tenth of a second to interpret.
+#: Cached results of GEMM probes by architecture and kind of call; a probe takes a tenth of a second to interpret.
 _probes: dict[Any, str] = {}
 KINDS, SWIZZLES = ({kind.value: kind for kind in all.__members__.values()} for all in (ScalingType, SwizzleType))
 
@@ -31,26 +31,26 @@ def _resolve(recipe: Recipe, x: Tensor) -> ops.ResolvedOperations:
 
 @contextmanager
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors on a CPU take a GPU's way: interpreted kernels, and the scaled GEMM that torch has for CPUs."""
+    """Run CPU tensors through the GPU code: interpreted kernels, and the scaled GEMM that torch has for CPUs."""
     before = set(device.forced_implementations)
     device.forced_implementations.update({"triton", "native"})
     patch.setattr(launch, "card", lambda _: (0, lambda: 0, lambda _: 0, None))
     patch.setattr(ops, "_resolve", _resolve)
-    # What one card's GEMMs take is not another's answer.
+    # GEMM choices cached for one GPU do not apply to another.
     patch.setattr(scaled_mm, "_choices", {})
     patch.setattr(scaled_mm, "_transposes", {})
-    # As on a device, where nobody reads a factor.
+    # As on a GPU, where the host does not read factors.
     patch.setattr(amax, "saved_factors", lambda layer: amax._on_device(layer, layer.factor))
     ops.clear_resolved()
     yield
     device.forced_implementations.intersection_update(before)
     ops.clear_resolved()
-    # What a driver of this file has noted launches nothing for others.
+    # Drop launches recorded by a `Driver`.
     launch._forget()
 
 
 def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> list[list[str]]:
-    """Have the kernels and the GEMMs of one architecture, the GEMMs by their checks; returns what those are called by.
+    """Use the kernels and GEMM checks of one architecture; return the list of GEMM calls, which grows as they run.
 
     Args:
         either: as `stand_in`.
@@ -85,10 +85,10 @@ def become(arch: int, patch: pytest.MonkeyPatch, either: bool | None = None) -> 
 
 
 class Driver:
-    """Loads kernels as a driver does, never while a graph is captured; notes what is launched.
+    """Load kernels as a driver does, never while a graph is captured, and record launches.
 
     Args:
-        runs: whether that is interpreted too; else results stay as they were allocated, but for those of probes.
+        runs: whether launches are also interpreted; else results stay uninitialized, except those of probes.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, runs: bool) -> None:
@@ -103,7 +103,7 @@ class Driver:
         patch.setattr(capture, "capturing", lambda _: self.capturing)
         probe = scaled_mm._probe
         patch.setattr(scaled_mm, "_probe", lambda *args: self._probed(probe, args))
-        # A copy to the host arrives when that waits for it.
+        # A copy to the host is complete when the host waits for it.
         patch.setattr(roll_gpu.LayerStack, "_ask", lambda stack, rolled: self._ask(stack, rolled))
         for name, value in {
             "is_available": lambda: True,
@@ -131,10 +131,10 @@ class Driver:
         def recorded(*given: Any) -> None:
             self.launched.append(kernel)
             for name, tensor in zip(launch.fn.arg_names, given, strict=False):
-                # Compiled in: an access of 16 bytes elsewhere is an error of the GPU, which ends the process.
+                # The kernel is compiled for aligned accesses; a misaligned one would crash a real GPU process.
                 assert name not in launch.divisible or tensor.data_ptr() % 16 == 0, f"{launch.fn.__name__}: {name}"
             if self.runs:
-                # What the interpreter asks of torch is not what a step launches.
+                # Operations of the interpreter itself are not launches of the step.
                 with _disable_current_modes():
                     run(*given)
 
@@ -179,6 +179,6 @@ class Stream:
 
 
 class Graph:
-    """What was captured; here its replay is the capture itself, which has run."""
+    """A captured graph; replay does nothing, since the captured code has already run."""
 
     def replay(self) -> None: ...

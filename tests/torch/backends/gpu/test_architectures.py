@@ -91,8 +91,12 @@ def test_explain_says_which_gemms_are_native_and_why_the_others_are_not(
         row = rows[f"{name} GEMM"]
         assert row.runs == ("native" if is_native else "decoded"), row
         why = dict(row.passed_over).get("native", "")
-        kernel_args = f"{arch // 10}.{arch % 10} has no FP8 GEMMs", f"this GPU is sm_{arch}", "cuBLASLt has no GEMM for"
-        assert bool(why) is not is_native and (is_native or any(words in why for words in kernel_args)), why
+        reasons = (
+            f"{arch // 10}.{arch % 10} has no FP8 GEMMs",
+            f"this GPU is sm_{arch}",
+            "cuBLASLt has no GEMM for",
+        )
+        assert bool(why) is not is_native and (is_native or any(reason in why for reason in reasons)), why
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -100,12 +104,12 @@ def test_explain_says_which_gemms_are_native_and_why_the_others_are_not(
 def test_operands_on_an_older_gpu_have_the_bits_of_the_reference(
     name: str, arch: int, gpu: Callable[[int], list[list[str]]]
 ) -> None:
-    """Codes are found on the bits there, and kernels take them as bytes."""
+    """There codes are computed with integer operations, and kernels read them as bytes."""
     spec = SPECS[name]
     gpu(arch)
     x = torch.randn(130, 144) * 2.0 ** torch.randint(-20, 20, (130, 144))
     x[0], x[1, 1], x[2, 2], x[64, 3] = 0.0, torch.inf, torch.nan, 1e-40
-    # By turns, and on the other GPU the others: with what hurts in one dtype, without it in the other.
+    # Alternate between specs and GPUs: special values in one dtype and plain values in the other.
     choice = list(SPECS).index(name) + (arch == 89)
     for matrix in (x, x[3:64], x[3:64].bfloat16(), x.bfloat16())[choice % 2 :: 2]:
         q, expected = qt.quantize(matrix, spec), None
@@ -130,13 +134,13 @@ def test_ampere_warns_once_which_gemms_are_emulated(
     assert f"{names} run as bf16 GEMMs of decoded operands" in str(warned[0].message)
 
 
-#: Launches that do not compile for the architecture, asked beside others: a process imports torch for three seconds.
+#: Launches that do not compile for the target, run in the same process as others, which saves an import of torch.
 OF_HOPPER = "--arch", 90, "--target", 80, "--recipes", "tensorwise"
 
 
 @functools.cache
-def kernel_args(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `compiled_layers` says, and what it says of `OF_HOPPER`."""
+def compiled_kernels(*arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The reports of `compiled_layers` for these arguments and for `OF_HOPPER`."""
     done = compiling("-m", "tests.torch.backends.gpu.compiled_layers", *map(str, (*arguments, "+", *OF_HOPPER)))
     assert done.returncode == 0, done.stdout + done.stderr
     report, hopper = map(json.loads, done.stdout.splitlines())
@@ -148,7 +152,7 @@ AMPERE = 80, "Linear", "bf16", ("delayed", "blockwise", "mxfp8")
 
 
 def step_of(arch: int, layer: str, dtype: str, names: Sequence[str]) -> tuple[Any, ...]:
-    """What `compiled_layers` is asked for."""
+    """The arguments of `compiled_layers`."""
     return ("--arch", arch, "--layer", layer, "--dtype", dtype, "--recipes", *names)
 
 
@@ -169,7 +173,7 @@ def step_of(arch: int, layer: str, dtype: str, names: Sequence[str]) -> tuple[An
 def test_all_launches_of_a_layer_compile_for_the_architecture(
     arch: int, layer: str, dtype: str, names: Sequence[str]
 ) -> None:
-    report, _ = kernel_args(*step_of(arch, layer, dtype, names))
+    report, _ = compiled_kernels(*step_of(arch, layer, dtype, names))
     assert set(report) == set(names)
     for recipe, compiled in report.items():
         assert compiled["kernels"] or recipe in ("mxfp6", "mxfp4"), recipe
@@ -177,8 +181,8 @@ def test_all_launches_of_a_layer_compile_for_the_architecture(
 
 
 def test_launches_for_hopper_do_not_compile_for_ampere() -> None:
-    """So the test above can fail."""
-    _, report = kernel_args(*step_of(*AMPERE))
+    """Shows that the test above can fail."""
+    _, report = compiled_kernels(*step_of(*AMPERE))
     assert any("fp8e4nv not supported" in why for why in report["tensorwise"]["refused"].values())
 
 
@@ -186,5 +190,5 @@ def test_launches_for_hopper_do_not_compile_for_ampere() -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_attention_in_eight_bits_compiles_for_the_architecture(arch: int) -> None:
     names = "tensorwise", "rowwise", "mxfp8"
-    report, _ = kernel_args("--arch", arch, "--layer", "TransformerLayer", "--attention", "--recipes", *names)
+    report, _ = compiled_kernels("--arch", arch, "--layer", "TransformerLayer", "--attention", "--recipes", *names)
     assert all("attention" in compiled["kernels"] and not compiled["refused"] for compiled in report.values()), report

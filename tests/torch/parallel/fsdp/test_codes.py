@@ -1,4 +1,4 @@
-"""Weights that exist only in codes learn under fully_shard as they do in one process, bit for bit."""
+"""Weights stored only as codes train under fully_shard as in one process, bit for bit."""
 
 import copy
 from collections.abc import Callable
@@ -33,16 +33,16 @@ from tests import two_ranks
 from tests.close import assert_bitwise
 from tests.torch.parallel.fsdp.training import Case, counted
 
-#: By name: recipes whose weights are codes of eight bits. Those of two dimensions serve both products.
-LEARN: dict[str, str | Recipe] = dict.fromkeys(recipes.RECIPES)  # type: ignore[arg-type]
-LEARN = {name: name for name in LEARN if name not in ("bf16", "mxfp6", "mxfp4", "nvfp4")}
-LEARN["mxfp8, 2-D"] = recipes.mxfp8(weight_2d=True)
-#: Steps, and those of the slow test.
+#: Recipes with eight-bit weight codes, by name. With 2-D blocks the same codes serve fprop and dgrad.
+RECIPES: dict[str, str | Recipe] = dict.fromkeys(recipes.RECIPES)  # type: ignore[arg-type]
+RECIPES = {name: name for name in RECIPES if name not in ("bf16", "mxfp6", "mxfp4", "nvfp4")}
+RECIPES["mxfp8, 2-D"] = recipes.mxfp8(weight_2d=True)
+#: Steps of the quick and of the slow tests.
 STEPS, ALL_STEPS = 3, 20
-#: Input and output features: rows that no number of ranks divides, whose blocks several ranks have a part of.
+#: Input, hidden and output features: rows that no number of ranks divides, so that shards cut through blocks.
 SIZES = (96, 300, 131)
-#: A layer of fewer rows than ranks, and rows that end within a block of gradients.
-LOW = (160, 2, 290)
+#: A layer with fewer rows than ranks, and rows that end within a block of gradients.
+SHORT_ROWS = (160, 2, 290)
 
 
 def network(recipe: str | Recipe, sizes: tuple[int, int, int] = SIZES, dtype: torch.dtype = torch.float32) -> Any:
@@ -69,14 +69,14 @@ def on_ranks(net: Any, hsdp: bool = False, **options: Any) -> Any:
     return net
 
 
-def losses_of(net: Any, optimizer: Any, steps: range, alone: bool, micro: int = 1) -> list[float]:
-    """Train. All ranks see the same, and each step's gradient is one rank's, so that any number of them has one's sums.
+def losses_of(net: Any, optimizer: Any, steps: range, single_process: bool, micro: int = 1) -> list[float]:
+    """Train. All ranks see the same batches, and each step's gradient comes from one rank, so that sums are exact.
 
     Args:
-        alone: without other ranks.
-        micro: batches a step.
+        single_process: whether there are no other ranks.
+        micro: micro-batches per step.
     """
-    world, rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
+    world, rank = (1, 0) if single_process else (dist.get_world_size(), dist.get_rank())
     losses = []
     for step in steps:
         total = 0.0
@@ -99,7 +99,7 @@ def losses_of(net: Any, optimizer: Any, steps: range, alone: bool, micro: int = 
 
 
 def everything(net: Any, optimizer: Any) -> dict[str, Tensor]:
-    """Codes, scales and states of this rank."""
+    """Codes, scales, buffers and optimizer states of this rank."""
     sync_amax_histories(net)
     every = dict(net.named_buffers())
     for name, p in net.named_parameters():
@@ -111,7 +111,7 @@ def everything(net: Any, optimizer: Any) -> dict[str, Tensor]:
 
 
 def assert_parts(net: Any, ours: dict[str, Tensor], whole: dict[str, Tensor], label: str) -> None:
-    """What a rank has is its rows of a whole."""
+    """Check that a rank's tensors are its rows of the tensors of a single process."""
     assert ours.keys() == whole.keys(), f"{label}: {ours.keys() ^ whole.keys()}"
     parameters = dict(net.named_parameters())
     for name, value in ours.items():
@@ -124,7 +124,7 @@ def assert_parts(net: Any, ours: dict[str, Tensor], whole: dict[str, Tensor], la
         assert_bitwise(value, wanted, f"{label}: {name}")
 
 
-def learns(
+def trains_as_one_process(
     name: str,
     preset: str,
     rule: Any = optim.AdamW,
@@ -135,28 +135,28 @@ def learns(
     hsdp: bool = False,
     **options: Any,
 ) -> Case:
-    """Losses, codes, scales and states of every step."""
+    """Compares losses, codes, scales and states after every step with one process."""
 
     def case(rank: int) -> None:
-        # fully_shard leaves gradients in the dtype that the weight stands for.
+        # fully_shard leaves gradients in the dtype of the values that the codes represent.
         dtype = torch.bfloat16 if PRESETS[preset].gradient == "bfloat16" else torch.float32
-        ends = []
-        for alone in (True, False):
-            net = network(LEARN[name], sizes, dtype)
-            net = net if alone else on_ranks(net, hsdp, **options)
+        results = []
+        for single_process in (True, False):
+            net = network(RECIPES[name], sizes, dtype)
+            net = net if single_process else on_ranks(net, hsdp, **options)
             optimizer = rule(net.parameters(), lr=1e-2, preset=preset, seed=5)
-            losses = losses_of(net, optimizer, range(steps), alone, micro)
-            ends.append((net, losses, everything(net, optimizer)))
+            losses = losses_of(net, optimizer, range(steps), single_process, micro)
+            results.append((net, losses, everything(net, optimizer)))
         label = f"{name}, {preset}, {rule.__name__}, {sizes}"
-        assert ends[1][1] == ends[0][1], label
-        assert_parts(ends[1][0], ends[1][2], ends[0][2], label)
+        assert results[1][1] == results[0][1], label
+        assert_parts(results[1][0], results[1][2], results[0][2], label)
 
     case.__name__ = f"{name}, {preset}, {rule.__name__}, {steps} steps, {sizes}, {micro}, {hsdp}, {options}"
     return case
 
 
-def of_parts(whole: Tensor, p: Any) -> Tensor:
-    """A whole tensor in the parts that a parameter has."""
+def sharded_like(whole: Tensor, p: Any) -> Tensor:
+    """Shard a tensor as a parameter is sharded."""
     if not isinstance(p, DTensor):
         return whole
     place = layout.place(p)
@@ -170,22 +170,22 @@ def bytes_and_collectives(rank: int) -> None:
     """One byte per element is sent; ranks agree at most once per step, and never where blocks are on one rank."""
     for name, crosses_shards in (("tensorwise", False), ("mxfp8", False), ("rowwise", False), ("blockwise", True)):
         for sizes in (SIZES, (128, 256, 512)):
-            net = on_ranks(network(LEARN[name], sizes))
+            net = on_ranks(network(RECIPES[name], sizes))
             optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
-            losses_of(net, optimizer, range(1), alone=False)
+            losses_of(net, optimizer, range(1), single_process=False)
             with counted() as traffic:
-                losses_of(net, optimizer, range(1, 3), alone=False)
+                losses_of(net, optimizer, range(1, 3), single_process=False)
             expected = 2 if crosses_shards and sizes == SIZES else 0
             assert traffic.agreements == expected, f"{name}, {sizes}: {traffic.agreements}"
             a, b, c = sizes
-            # Two gathers of each layer with its bias, padding, and the scales once a step.
+            # Per step: two all-gathers of each layer with bias and padding, and one of the scales.
             codes = a * b + b * c
             most = 2 * (2 * (codes + 4 * (b + c)) + 0.04 * codes) * 1.05
             assert traffic.gathered <= most, f"{name}, {sizes}: {traffic.gathered} bytes of {most}"
 
 
 def short_rows_of_floats(rank: int) -> None:
-    """A convolution's weight, one of fewer rows than ranks, and columns that ranks cut at blocks and within them."""
+    """A convolution's weight, one with fewer rows than ranks, and columns that shards cut at blocks and within them."""
     shapes = (64, 64, 3, 3), (1, 512, 3, 3), (8192, 1), (4100, 1)
 
     class Weights(nn.Module):
@@ -198,18 +198,18 @@ def short_rows_of_floats(rank: int) -> None:
             drawn = torch.Generator().manual_seed(step)
             return sum((p * torch.randn(p.shape, generator=drawn)).sum() for p in self.all)  # type: ignore[return-value]
 
-    ends = []
-    for alone in (True, False):
+    results = []
+    for single_process in (True, False):
         net = Weights()
-        if not alone:
+        if not single_process:
             fully_shard(net, mesh=two_ranks.mesh(2))
         optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
         for step in range(3):
             net(step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        ends.append([p.detach() if alone else p.full_tensor().detach() for p in net.all])  # type: ignore[attr-defined]
-    for shape, one, two in zip(shapes, *ends, strict=True):
+        results.append([p.detach() if single_process else p.full_tensor().detach() for p in net.all])  # type: ignore[attr-defined]
+    for shape, one, two in zip(shapes, *results, strict=True):
         if shape == (4100, 1):
             torch.testing.assert_close(one, two, rtol=0, atol=5e-3)
         else:
@@ -217,10 +217,10 @@ def short_rows_of_floats(rank: int) -> None:
 
 
 def a_rank_holds_its_rows(rank: int) -> None:
-    """A byte an element of them, of residuals and of moments; gradients go as codes."""
+    """Weights, residuals and moments take one byte per element each; gradients are sent as codes."""
     net = on_ranks(network("tensorwise", (256, 512, 256)))
     optimizer = optim.AdamW(net.parameters(), preset="lean")
-    losses_of(net, optimizer, range(1), alone=False)
+    losses_of(net, optimizer, range(1), single_process=False)
     for p in (net[0].weight, net[2].weight):
         tensors = [layout.local(p), *map(layout.local, optimizer.state[p].values())]
         own = sum(t.untyped_storage().nbytes() for t in tensors)
@@ -232,52 +232,52 @@ def a_rank_holds_its_rows(rank: int) -> None:
     assert layout.local(net[0].weight).dtype is torch.float8_e4m3fn
 
 
-def goes_on(name: str, preset: str) -> Case:
+def resumes_from_a_checkpoint(name: str, preset: str) -> Case:
     """Resume on as many ranks, bit for bit; one process loads checkpoints of ranks and vice versa."""
 
     def case(rank: int) -> None:
         folder = two_ranks.folder() / f"{name} {preset}"
         label = f"{name}, {preset}"
 
-        def fresh(alone: bool) -> tuple[Any, Any]:
-            net = network(LEARN[name])
+        def fresh(single_process: bool) -> tuple[Any, Any]:
+            net = network(RECIPES[name])
             with torch.no_grad():
-                # Other codes, of other values.
+                # Start from other values, and so from other codes.
                 net[0].set_weight(torch.ones(net[0].out_features, net[0].in_features))
-            net = net if alone else on_ranks(net)
+            net = net if single_process else on_ranks(net)
             return net, optim.AdamW(net.parameters(), lr=1e-3, preset=preset, seed=9)
 
-        net = on_ranks(network(LEARN[name]))
+        net = on_ranks(network(RECIPES[name]))
         optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset=preset, seed=3)
-        losses_of(net, optimizer, range(2), alone=False)
+        losses_of(net, optimizer, range(2), single_process=False)
         Checkpoint(net, optimizer).save(folder)
         saved = everything(net, optimizer)
         saved = {name: value.clone() for name, value in saved.items()}
-        expected = losses_of(net, optimizer, range(2, 4), alone=False)
-        other, again = fresh(alone=False)
+        expected = losses_of(net, optimizer, range(2, 4), single_process=False)
+        other, again = fresh(single_process=False)
         Checkpoint(other, again).load(folder)
         for key, value in everything(other, again).items():
-            # Of one scale in all a rank knows its own rows' magnitudes, until the next step.
+            # With one scale per tensor, a rank's amax covers only its own rows until the next step.
             if not key.endswith("amax"):
                 assert_bitwise(layout.local(value), layout.local(saved[key]), f"{label}, {key}")
-        assert losses_of(other, again, range(2, 4), alone=False) == expected, label
-        lone, whole = fresh(alone=True)
+        assert losses_of(other, again, range(2, 4), single_process=False) == expected, label
+        lone, whole = fresh(single_process=True)
         Checkpoint(lone, whole).load(folder)
         assert_parts(net, saved, everything(lone, whole), f"{label}, whole")
         Checkpoint(lone, whole).save(folder / "whole")
-        third, parts = fresh(alone=False)
+        third, parts = fresh(single_process=False)
         Checkpoint(third, parts).load(folder / "whole")
-        assert losses_of(third, parts, range(2, 4), alone=False) == expected, f"{label}, divided again"
+        assert losses_of(third, parts, range(2, 4), single_process=False) == expected, f"{label}, divided again"
 
     case.__name__ = f"{name}, {preset} goes on from a checkpoint"
     return case
 
 
 def torchs_own_state_dicts(rank: int) -> None:
-    """They hold codes as bytes, divided as the rows are, and scales of the whole."""
+    """torch's state dicts hold codes as bytes, sharded by rows, and scales unsharded."""
     net = on_ranks(network("blockwise"))
     optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
-    losses_of(net, optimizer, range(2), alone=False)
+    losses_of(net, optimizer, range(2), single_process=False)
     state: Any = {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
     codes = state["model"]["0.weight"]
     assert codes.dtype is torch.uint8 and codes.shape == (300, 96, 1), (codes.dtype, codes.shape)
@@ -286,44 +286,44 @@ def torchs_own_state_dicts(rank: int) -> None:
     dcp.save(state, checkpoint_id=folder)
     other = on_ranks(network("blockwise"))
     fresh = optim.AdamW(other.parameters(), lr=1e-2, preset="lean")
-    held: Any = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, fresh)}
-    dcp.load(held, checkpoint_id=folder)
-    set_model_state_dict(other, held["model"])
-    set_optimizer_state_dict(other, fresh, held["optimizer"])
+    loaded: Any = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, fresh)}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_model_state_dict(other, loaded["model"])
+    set_optimizer_state_dict(other, fresh, loaded["optimizer"])
     ours = everything(net, optimizer)
     for key, value in everything(other, fresh).items():
         assert_bitwise(layout.local(value), layout.local(ours[key]), key)
-    expected = losses_of(net, optimizer, range(2, 4), alone=False)
-    assert losses_of(other, fresh, range(2, 4), alone=False) == expected
+    expected = losses_of(net, optimizer, range(2, 4), single_process=False)
+    assert losses_of(other, fresh, range(2, 4), single_process=False) == expected
 
 
-def rolls_back(name: str, preset: str, sizes: tuple[int, int, int] = SIZES) -> Case:
-    """To weights of another run, larger ones, while the optimizer goes on."""
+def loads_weights_of_another_run(name: str, preset: str, sizes: tuple[int, int, int] = SIZES) -> Case:
+    """Load larger weights of another run while the optimizer keeps its state."""
 
     def case(rank: int) -> None:
         dtype = torch.bfloat16 if PRESETS[preset].gradient == "bfloat16" else torch.float32
-        ends = []
-        for alone in (True, False):
+        results = []
+        for single_process in (True, False):
             net, other = network(name, sizes, dtype), network(name, sizes, dtype)
             for layer in (other[0], other[2]):
                 layer.set_weight(8 * layer.weight.unwrap().dequantize())
-            net, other = (net, other) if alone else (on_ranks(net), on_ranks(other))
+            net, other = (net, other) if single_process else (on_ranks(net), on_ranks(other))
             optimizer = optim.AdamW(net.parameters(), lr=1e-3, preset=preset)
-            losses = losses_of(net, optimizer, range(2), alone)
+            losses = losses_of(net, optimizer, range(2), single_process)
             set_model_state_dict(net, get_model_state_dict(other))
-            losses += losses_of(net, optimizer, range(2, 4), alone)
-            ends.append((net, losses, everything(net, optimizer)))
+            losses += losses_of(net, optimizer, range(2, 4), single_process)
+            results.append((net, losses, everything(net, optimizer)))
         label = f"{name}, {preset}, {sizes}"
-        assert ends[1][1] == ends[0][1], label
-        # Of weights eight times as large and two steps.
-        assert ends[0][2]["0.weight"].float().mul(ends[0][2]["0.weight_scale"].max()).abs().max() > 0.5, label
-        assert_parts(ends[1][0], ends[1][2], ends[0][2], label)
+        assert results[1][1] == results[0][1], label
+        # The weights are eight times as large, and two steps change them little.
+        assert results[0][2]["0.weight"].float().mul(results[0][2]["0.weight_scale"].max()).abs().max() > 0.5, label
+        assert_parts(results[1][0], results[1][2], results[0][2], label)
 
     return case
 
 
-def made_on_meta(rank: int) -> None:
-    """And loaded in parts."""
+def a_model_from_meta_loads_a_checkpoint(rank: int) -> None:
+    """Each rank loads its shard of the checkpoint."""
     folder = two_ranks.folder() / "for meta"
     net = on_ranks(network("tensorwise"))
     dcp.save({"model": net.state_dict()}, checkpoint_id=folder)
@@ -333,11 +333,11 @@ def made_on_meta(rank: int) -> None:
     state = {"model": other.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     other.load_state_dict(state["model"])
-    for of in (net, other):
-        optimizer = optim.AdamW(of.parameters(), lr=1e-2, preset="lean")
-        # What a layer kept of its first values is no part of a checkpoint.
-        qt.drop_initial_value(of)
-        of.losses = losses_of(of, optimizer, range(2), alone=False)
+    for model in (net, other):
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset="lean")
+        # The saved initial values of a layer are not part of a checkpoint.
+        qt.drop_initial_value(model)
+        model.losses = losses_of(model, optimizer, range(2), single_process=False)
     assert net.losses == other.losses
 
 
@@ -361,48 +361,50 @@ def policies(rank: int) -> None:
         assert net[0].weight.dtype is full and layout.local(net[0].weight).dtype is torch.float8_e4m3fn
 
 
-def frozen_beside_learning(rank: int) -> None:
-    """In one unit, and at one time or another."""
-    ends = []
-    for alone in (True, False):
+def frozen_and_trainable_weights(rank: int) -> None:
+    """Weights of one FSDP unit, frozen from the start or later."""
+    results = []
+    for single_process in (True, False):
         net = network("mxfp8")
         net[0].weight.requires_grad_(False)
-        if not alone:
+        if not single_process:
             gather_quantized(net)
             fully_shard(net)
             net.set_gradient_divide_factor(1.0)
             net.set_force_sum_reduction_for_comms(True)
         optimizer = optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, preset="lean")
-        losses = losses_of(net, optimizer, range(2), alone)
+        losses = losses_of(net, optimizer, range(2), single_process)
         net[2].weight.requires_grad_(False)
-        losses += losses_of(net, optimizer, range(2, 4), alone)
+        losses += losses_of(net, optimizer, range(2, 4), single_process)
         net[2].weight.requires_grad_(True)
-        losses += losses_of(net, optimizer, range(4, 6), alone)
+        losses += losses_of(net, optimizer, range(4, 6), single_process)
         # It was frozen when gather_quantized prepared it.
         net[0].weight.requires_grad_(True)
         net(torch.ones(4, 96)).sum().backward()
         gradient = net[0].weight.grad
         assert gradient is not None
-        ends.append((losses, gradient))
-    assert ends[1][0] == ends[0][0]
-    assert_bitwise(layout.local(ends[1][1]), layout.local(of_parts(ends[0][1] * two_ranks.world(), net[0].weight)))
+        results.append((losses, gradient))
+    assert results[1][0] == results[0][0]
+    assert_bitwise(
+        layout.local(results[1][1]), layout.local(sharded_like(results[0][1] * two_ranks.world(), net[0].weight))
+    )
 
 
 def not_finite(rank: int) -> None:
-    """NaN in one rank's rows is all ranks' where a scale is of the whole, as in one process; and a step is skipped."""
+    """NaN in one rank's rows reaches all ranks through a per-tensor scale, as in one process; steps can be skipped."""
     for name in ("tensorwise", "blockwise", "rowwise"):
         for preset, dtype in (("balanced", torch.bfloat16), ("float32", torch.float32)):
             scales = []
-            for alone in (True, False):
-                net = network(LEARN[name], dtype=dtype)
-                net = net if alone else on_ranks(net)
+            for single_process in (True, False):
+                net = network(RECIPES[name], dtype=dtype)
+                net = net if single_process else on_ranks(net)
                 optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset=preset)
-                losses_of(net, optimizer, range(1), alone)
+                losses_of(net, optimizer, range(1), single_process)
                 p = net[0].weight
-                p.grad = of_parts(torch.zeros(p.shape, dtype=p.grad_dtype), p)
+                p.grad = sharded_like(torch.zeros(p.shape, dtype=p.grad_dtype), p)
                 place = layout.place(p)
                 if place.global_offset[0] <= 299 < place.global_offset[0] + place.local_shape[0]:
-                    # A row that the last rank has.
+                    # A row of the last rank.
                     layout.local(p.grad)[299 - place.global_offset[0], 3] = float("nan")
                 optimizer.step()
                 optimizer.zero_grad()
@@ -420,10 +422,10 @@ def not_finite(rank: int) -> None:
 
 
 def other_readers(rank: int) -> None:
-    """Codes serve every recipe, and none."""
+    """Layers read the codes under every recipe, and without quantization."""
     x = torch.randn(8, 96, generator=torch.Generator().manual_seed(1))
     for name in ("mxfp8", "tensorwise"):
-        whole, net = network(LEARN[name]), on_ranks(network(LEARN[name]))
+        whole, net = network(RECIPES[name]), on_ranks(network(RECIPES[name]))
         with qt.autocast(enabled=False):
             assert_bitwise(net(x), whole(x), name)
         for each in (whole, net):
@@ -444,22 +446,22 @@ def other_readers(rank: int) -> None:
             assert_bitwise(db.to_local(), b[place.global_offset[0] :][: place.local_shape[0]], f"{name} under {recipe}")
 
 
-def called_by(use: Callable[..., Any]) -> Case:
-    """Whatever calls the layers: a checkpoint that recomputes them, a compiler that leaves them to eager mode."""
+def trains_through(use: Callable[..., Any]) -> Case:
+    """Call the layers through a checkpoint that recomputes them, or a compiler that leaves them to eager mode."""
 
     def case(rank: int) -> None:
-        x, ends = torch.randn(8, 96, generator=torch.Generator().manual_seed(1)), []
-        for alone in (True, False):
-            net = network("mxfp8") if alone else on_ranks(network("mxfp8"))
+        x, results = torch.randn(8, 96, generator=torch.Generator().manual_seed(1)), []
+        for single_process in (True, False):
+            net = network("mxfp8") if single_process else on_ranks(network("mxfp8"))
             inner = nn.Sequential(net)
             optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
             for _ in range(2):
                 loss = use(inner, x).square().mean()
-                (loss * float(alone or rank == 0)).backward()
+                (loss * float(single_process or rank == 0)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            ends.append(loss.item())
-        assert ends[0] == ends[1]
+            results.append(loss.item())
+        assert results[0] == results[1]
 
     case.__name__ = f"called by {use.__name__}"
     return case
@@ -469,8 +471,8 @@ def compiled(net: nn.Module, x: Tensor) -> Any:
     return torch.compile(net, backend="eager")(x)
 
 
-class Either(nn.Module):
-    """Layers of which each rank uses its own."""
+class OneLayerPerRank(nn.Module):
+    """Two layers, of which each rank uses one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -483,12 +485,12 @@ class Either(nn.Module):
         return y
 
 
-def weights_that_a_rank_does_not_use(rank: int) -> None:
-    """fully_shard may take zeros for their gradients."""
-    x, ends = torch.ones(4, 96), []
-    for alone in (True, False):
-        net: Any = Either()
-        if not alone:
+def layers_unused_by_a_rank(rank: int) -> None:
+    """fully_shard may use zeros for their gradients."""
+    x, results = torch.ones(4, 96), []
+    for single_process in (True, False):
+        net: Any = OneLayerPerRank()
+        if not single_process:
             gather_quantized(net)
             fully_shard(net)
             net.set_reduce_scatter_unused_params(True)
@@ -496,28 +498,28 @@ def weights_that_a_rank_does_not_use(rank: int) -> None:
             net.set_force_sum_reduction_for_comms(True)
         optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
         for _ in range(2):
-            for number in (0, 1) if alone else (rank,):
+            for number in (0, 1) if single_process else (rank,):
                 net(x, number).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        ends.append((net, everything(net, optimizer)))
-    assert_parts(ends[1][0], ends[1][1], ends[0][1], "unused")
+        results.append((net, everything(net, optimizer)))
+    assert_parts(results[1][0], results[1][1], results[0][1], "unused")
 
 
-def wrong_hands(rank: int) -> None:
-    """What takes codes for numbers says so."""
+def operations_on_codes_raise(rank: int) -> None:
+    """Operations that would read codes as numbers raise an error."""
     net = on_ranks(network("tensorwise"))
     weight: Any = net[0].weight
     with pytest.raises(ValueError, match="reads the weight of 0 as numbers, and it is stored only as codes"):
         weight.to_local().norm()
     with pytest.raises(ValueError, match="reads the weight of 0 as numbers"), torch.no_grad():
-        weight.copy_(of_parts(torch.ones(weight.shape), weight))
+        weight.copy_(sharded_like(torch.ones(weight.shape), weight))
     with pytest.raises(ValueError, match="reads the weight of 0 as numbers"):
         nn.init.zeros_(weight)
-    stranger = torch.optim.SGD(net.parameters(), lr=0.1)
+    torch_sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     net(torch.ones(4, 96)).sum().backward()
     with pytest.raises(ValueError, match="SGD got a weight that is stored as codes"):
-        stranger.step()
+        torch_sgd.step()
     with pytest.raises(ValueError, match="Muon needs whole matrices"):
         optim.Muon([weight])
     with pytest.raises(ValueError, match="'msamp' has one scale for the whole parameter"):
@@ -534,10 +536,10 @@ def wrong_hands(rank: int) -> None:
 
 def two_models(rank: int) -> None:
     """Train two models alternately, and with one optimizer."""
-    ends = []
-    for alone in (True, False):
-        nets = [network("tensorwise"), network("blockwise", LOW)]
-        if not alone:
+    results = []
+    for single_process in (True, False):
+        nets = [network("tensorwise"), network("blockwise", SHORT_ROWS)]
+        if not single_process:
             nets = [on_ranks(net) for net in nets]
         parameters = [p for net in nets for p in net.parameters()]
         optimizer = optim.AdamW(parameters, lr=1e-2, preset="lean")
@@ -546,16 +548,16 @@ def two_models(rank: int) -> None:
             for net in nets[: 1 + step % 2]:
                 x = torch.randn(8, net[0].in_features, generator=torch.Generator().manual_seed(step))
                 loss = net(x).square().mean()
-                (loss * float(alone or rank == 0)).backward()
+                (loss * float(single_process or rank == 0)).backward()
                 losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        ends.append(losses)
-    assert ends[0] == ends[1]
+        results.append(losses)
+    assert results[0] == results[1]
 
 
 def a_backward_that_fails(rank: int) -> None:
-    """Leaves a model that steps on."""
+    """After a failed backward the model continues to train."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -568,20 +570,20 @@ def a_backward_that_fails(rank: int) -> None:
 
     net = on_ranks(network("tensorwise"))
     optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
-    first = losses_of(net, optimizer, range(1), alone=False)
+    first = losses_of(net, optimizer, range(1), single_process=False)
     with pytest.raises(RuntimeError, match="meant"):
         Fails.apply(net(torch.ones(4, 96))).sum().backward()  # type: ignore[no-untyped-call]
     net.reshard()
     optimizer.zero_grad()
     net2 = on_ranks(network("tensorwise"))
     optimizer2 = optim.AdamW(net2.parameters(), lr=1e-2, preset="lean")
-    assert losses_of(net2, optimizer2, range(1), alone=False) == first
-    again = losses_of(net, optimizer, range(1, 3), alone=False)
-    assert again == losses_of(net2, optimizer2, range(1, 3), alone=False)
+    assert losses_of(net2, optimizer2, range(1), single_process=False) == first
+    again = losses_of(net, optimizer, range(1, 3), single_process=False)
+    assert again == losses_of(net2, optimizer2, range(1, 3), single_process=False)
 
 
 def weights_in_another_order(rank: int) -> None:
-    """Ranks would write the scales of one weight to another one of its shape."""
+    """Otherwise ranks would write the scales of one weight to another one of the same shape."""
     net = on_ranks(network("mxfp8", (96, 96, 96)))
     parameters = list(net.parameters())
     optimizer = optim.AdamW(parameters[::-1] if rank else parameters, lr=1e-2, preset="lean")
@@ -591,7 +593,7 @@ def weights_in_another_order(rank: int) -> None:
     )
     with pytest.raises(ValueError, match=message):
         optimizer.step()
-    # Of groups that come later, too.
+    # Also for groups that are added later.
     optimizer = optim.AdamW([net[0].bias], lr=1e-2, preset="lean")
     optimizer.step()
     for layer in (net[2], net[0]) if rank else (net[0], net[2]):
@@ -614,46 +616,61 @@ def a_step_that_one_rank_skips(rank: int) -> None:
 
 
 SPECIAL: list[Case] = [
-    *(bytes_and_collectives, a_rank_holds_its_rows, torchs_own_state_dicts, made_on_meta, policies),
-    *(frozen_beside_learning, not_finite, other_readers, called_by(qt.checkpoint), weights_that_a_rank_does_not_use),
-    *(wrong_hands, two_models, a_backward_that_fails, short_rows_of_floats, weights_in_another_order),
+    *(
+        bytes_and_collectives,
+        a_rank_holds_its_rows,
+        torchs_own_state_dicts,
+        a_model_from_meta_loads_a_checkpoint,
+        policies,
+    ),
+    *(frozen_and_trainable_weights, not_finite, other_readers, trains_through(qt.checkpoint), layers_unused_by_a_rank),
+    *(operations_on_codes_raise, two_models, a_backward_that_fails, short_rows_of_floats, weights_in_another_order),
 ]
 CASES: dict[int, list[Case]] = {
     2: [
-        *(learns(name, "lean") for name in LEARN),
-        *(learns(name, "balanced", steps=2) for name in ("delayed", "blockwise", "mxfp8, 2-D")),
-        learns("tensorwise", "lean", micro=2),
-        learns("mxfp8", "lean", steps=2, reshard_after_forward=False),
-        *(goes_on("tensorwise", "lean"), goes_on("blockwise", "balanced")),
-        *(rolls_back("tensorwise", "balanced"), rolls_back("blockwise", "float32")),
+        *(trains_as_one_process(name, "lean") for name in RECIPES),
+        *(trains_as_one_process(name, "balanced", steps=2) for name in ("delayed", "blockwise", "mxfp8, 2-D")),
+        trains_as_one_process("tensorwise", "lean", micro=2),
+        trains_as_one_process("mxfp8", "lean", steps=2, reshard_after_forward=False),
+        *(resumes_from_a_checkpoint("tensorwise", "lean"), resumes_from_a_checkpoint("blockwise", "balanced")),
+        *(loads_weights_of_another_run("tensorwise", "balanced"), loads_weights_of_another_run("blockwise", "float32")),
         *SPECIAL,
     ],
     3: [
-        *(learns(name, "lean", sizes=LOW) for name in ("tensorwise", "blockwise", "rowwise", "mxfp8, 2-D")),
-        learns("tensorwise", "lean", optim.Lion, steps=2),
-        learns("blockwise", "lean", optim.SGD, steps=2),
-        learns("tensorwise", "exact", steps=2),
-        learns("blockwise", "coat", optim.Adam, steps=2),
-        rolls_back("tensorwise", "lean", LOW),
+        *(
+            trains_as_one_process(name, "lean", sizes=SHORT_ROWS)
+            for name in ("tensorwise", "blockwise", "rowwise", "mxfp8, 2-D")
+        ),
+        trains_as_one_process("tensorwise", "lean", optim.Lion, steps=2),
+        trains_as_one_process("blockwise", "lean", optim.SGD, steps=2),
+        trains_as_one_process("tensorwise", "exact", steps=2),
+        trains_as_one_process("blockwise", "coat", optim.Adam, steps=2),
+        loads_weights_of_another_run("tensorwise", "lean", SHORT_ROWS),
     ],
     4: [
-        *(learns(name, "lean", steps=2) for name in ("tensorwise", "blockwise", "mxfp8, 2-D", "mxfp8")),
-        *(learns(name, "lean", steps=2, hsdp=True) for name in ("tensorwise", "mxfp8, 2-D")),
+        *(trains_as_one_process(name, "lean", steps=2) for name in ("tensorwise", "blockwise", "mxfp8, 2-D", "mxfp8")),
+        *(trains_as_one_process(name, "lean", steps=2, hsdp=True) for name in ("tensorwise", "mxfp8, 2-D")),
     ],
 }
 RULES = (optim.AdamW, optim.Adam, optim.Lion, optim.SGD)
 #: Every recipe, preset and rule, in twenty steps.
 SLOW: dict[int, list[Case]] = {
     ranks: [
-        *(learns(n, preset, steps=ALL_STEPS) for n in LEARN for preset in ("lean", "balanced", "float32", "exact")),
-        *(learns(n, "lean", rule, steps=ALL_STEPS, sizes=LOW) for n in LEARN for rule in RULES),
-        *(goes_on(name, preset) for name in LEARN for preset in ("lean", "balanced")),
+        *(
+            trains_as_one_process(n, preset, steps=ALL_STEPS)
+            for n in RECIPES
+            for preset in ("lean", "balanced", "float32", "exact")
+        ),
+        *(trains_as_one_process(n, "lean", rule, steps=ALL_STEPS, sizes=SHORT_ROWS) for n in RECIPES for rule in RULES),
+        *(resumes_from_a_checkpoint(name, preset) for name in RECIPES for preset in ("lean", "balanced")),
     ]
     for ranks in (2, 3)
 }
-SLOW[4] = [learns(n, "lean", steps=ALL_STEPS, hsdp=replicas) for n in LEARN for replicas in (False, True)]
+SLOW[4] = [
+    trains_as_one_process(n, "lean", steps=ALL_STEPS, hsdp=replicas) for n in RECIPES for replicas in (False, True)
+]
 # The last one of two ranks, since no collective follows one that has timed out.
-SLOW[2] += [called_by(compiled), a_step_that_one_rank_skips]
+SLOW[2] += [trains_through(compiled), a_step_that_one_rank_skips]
 
 
 @pytest.mark.parametrize("ranks", CASES)
