@@ -29,7 +29,7 @@ def model() -> nn.Sequential:
 
 
 def data(rank: int, step: int) -> Tensor:
-    """Another magnitude on each rank, so that a local maximum is seen."""
+    """Magnitudes differ by rank, so that a merely local amax is detected."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(64, 32, generator=generator) * (1 + 9 * rank) * (1 + step)
 
@@ -92,7 +92,7 @@ def autocast_around_ddp(rank: int) -> None:
     net = model()
     wrapped = DistributedDataParallel(net)
     train(net, wrapped, rank, "delayed")
-    # A copy that one rank holds does not take part; nor does a model that it only evaluates.
+    # A copy on one rank does not take part, nor does a model that the rank only evaluates.
     copies = []
     if rank == 0:
         copies.append(copy.deepcopy(net))
@@ -136,7 +136,7 @@ def groups_that_are_the_layers_own(rank: int) -> None:
 def ranks_with_other_layers(rank: int) -> None:
     """Without a group, ranks reduce layers of equal class and sizes, and each keeps its own layers local."""
     widths = ([32], [32, 32], []), ([16], [48], [32])
-    # Layers of other cases are gone on both ranks alike.
+    # Layers of earlier cases have been freed on both ranks.
     gc.collect()
     for own, other in zip(widths[rank], widths[1 - rank], strict=True):
         net = nn.Sequential(*(qt.Linear(32, width) for width in own))
@@ -155,12 +155,12 @@ def ranks_with_other_layers(rank: int) -> None:
             assert_bitwise(local[-1, 0], expected, f"layers {own}, beside {other}")
 
 
-def leftovers(rank: int) -> None:
-    """What one rank has collected and the other has not hangs no later step, and leaves its maxima agreed."""
+def unequal_garbage_collection(rank: int) -> None:
+    """If only one rank has freed a model, later steps do not hang and amaxes still agree."""
 
     def dropped(recipe: Any, steps: int) -> None:
         net: Any = nn.Sequential(qt.Linear(32, 48, recipe=recipe), nn.ReLU(), qt.Linear(48, 16, recipe=recipe))
-        # A cycle, which reference counts do not free.
+        # A reference cycle, which only the garbage collector frees.
         net.own = [net]
         for step in range(steps):
             with qt.autocast("delayed"):
@@ -189,7 +189,7 @@ def leftovers(rank: int) -> None:
 
 
 def a_model_that_one_rank_keeps(rank: int) -> None:
-    """It has trained on both ranks; a second model of the same layers is reduced with that of the other rank."""
+    """A model was trained on both ranks and freed on one; a second model with the same layers is still reduced."""
     alive = []
     for number in range(2):
         net = model()
@@ -203,7 +203,7 @@ def a_model_that_one_rank_keeps(rank: int) -> None:
         gc.collect()
 
 
-def as_one_process(rank: int) -> None:
+def ranks_equal_one_process(rank: int) -> None:
     """Blocks of 32 tokens are within a rank, so the ranks' gradients average to those of the whole batch."""
     net, whole = model(), model()
     for each in (net, whole):
@@ -233,7 +233,7 @@ def every_recipe(rank: int) -> None:
 
 
 def kept_weights_follow_collectives(rank: int) -> None:
-    """A broadcast and an all-reduce write to a weight without moving its version."""
+    """A broadcast and an all-reduce write to a weight without changing its version."""
     for recipe in ("tensorwise", "rowwise", "mxfp8"):
         for collective in (lambda p: dist.broadcast(p, 1), dist.all_reduce):
             for before, after in ((False, False), (True, False), (True, True)):
@@ -254,7 +254,7 @@ def kept_weights_follow_collectives(rank: int) -> None:
 
 
 def a_root_that_is_not_called(rank: int) -> None:
-    """Its layers' maxima are reduced all the same, where a step begins."""
+    """The amaxes of its layers are still reduced when a step begins."""
     nets = [model(), model()]
     for net in nets:
         qt.convert(net, recipes.delayed(history=3, algorithm="most_recent"))
@@ -270,7 +270,7 @@ def a_root_that_is_not_called(rank: int) -> None:
 
 
 def made_on_meta_and_sharded(rank: int) -> None:
-    """In torchtitan's order: made and converted on meta, sharded, given memory, initialized, trained."""
+    """In torchtitan's order: created and converted on meta, sharded, materialized, initialized, trained."""
     for name in ("delayed", "mxfp8", "nvfp4"):
         with torch.device("meta"):
             net: Any = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
@@ -281,7 +281,7 @@ def made_on_meta_and_sharded(rank: int) -> None:
         assert not any(b.is_meta or (b.any() and not n.endswith("count")) for n, b in net.named_buffers())
         for layer in (net[0], net[2]):
             layer.reset_parameters()
-            # Half of a layer's rows is on each rank.
+            # Each rank has half of a layer's rows.
             assert layer.weight.to_local().shape[0] * RANKS == layer.out_features
             assert layer.weight.to_local().abs().max() <= layer.in_features**-0.5
         whole = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
@@ -291,10 +291,10 @@ def made_on_meta_and_sharded(rank: int) -> None:
         qt.convert(whole, name)
         full = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(net, qt.plain_state_dict(whole), options=full)
-        beside = DistributedDataParallel(whole)
+        other = DistributedDataParallel(whole)
         optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (net, whole)]
         for step in range(4):
-            outputs = [each(data(rank, step)) for each in (net, beside)]
+            outputs = [each(data(rank, step)) for each in (net, other)]
             assert_bitwise(outputs[0], outputs[1], f"{name}, step {step}")
             for y, optimizer in zip(outputs, optimizers, strict=True):
                 y.square().mean().backward()
@@ -304,7 +304,7 @@ def made_on_meta_and_sharded(rank: int) -> None:
             assert_bitwise(p.full_tensor().detach(), q.detach(), f"{name}: {what}")
 
 
-def made_in_another_order(rank: int) -> None:
+def models_created_in_another_order(rank: int) -> None:
     """Ranks that made the same models in another order have the same histories, with and without given groups."""
     groups: list[Any] = [dist.new_group(list(range(RANKS))) for _ in range(3)]
     for explicit in (True, False):
@@ -314,7 +314,7 @@ def made_in_another_order(rank: int) -> None:
             models[name] = model()
         whole = nn.ModuleDict(models)
         if not explicit:
-            # By which layers have names.
+            # A forward under autocast gives layers their names.
             qt.convert(whole, "delayed")
         for step in range(3):
             for i, name in enumerate(names):
@@ -332,7 +332,7 @@ def made_in_another_order(rank: int) -> None:
 
 
 class Experts(nn.Module):
-    """Half of the tokens are of no expert on one rank, and of the last one on the other."""
+    """On one rank half of the tokens go to no expert, on the other to the last expert."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -344,8 +344,8 @@ class Experts(nn.Module):
         return y
 
 
-def groups_of_rows(rank: int) -> None:
-    """Each group's history is that of all ranks, also where one of them has no token of it."""
+def grouped_layers_under_ddp(rank: int) -> None:
+    """Each group's history covers all ranks, also if a rank has no token for that group."""
     for name in ("delayed", "nvfp4"):
         torch.manual_seed(0)
         net = Experts(rank)
@@ -355,7 +355,7 @@ def groups_of_rows(rank: int) -> None:
         local = torch.stack([net.up.history[:, 0], net.up.history[:, 0]]) if name == "delayed" else None
         rolling.roll_all()
         if name == "nvfp4":
-            # Those that had tokens have drawn, in each of three steps for gradients.
+            # Groups with tokens have drawn noise for gradients in each of three steps.
             ones, others = gathered(net.up.count)
             assert ones[:, 1].tolist() == [3, 0, 3, 0] and others[:, 1].tolist() == [0, 3, 0, 0]
         if local is not None:
@@ -364,7 +364,7 @@ def groups_of_rows(rank: int) -> None:
             assert not torch.equal(one, other)
             assert_bitwise(net.up.history[:, -1], torch.maximum(one, other)[0])
             assert (net.up.factor[:3] > 0).all() and not net.up.factor[3].any()
-        # The same in parts: half of the groups on each rank.
+        # The same with half of the groups on each rank.
         qt.convert(whole, name)
         for part in (whole.up, whole.down, whole):
             fully_shard(part)
@@ -379,7 +379,7 @@ def groups_of_rows(rank: int) -> None:
 
 
 def stored_weights_under_ddp(rank: int) -> None:
-    """They begin as rank 0's, and train as one model."""
+    """They start with rank 0's values and train as one model."""
     for recipe in ("delayed", "mxfp8", "blockwise", "nvfp4"):
         torch.manual_seed(rank)
         with qt.quantized_init(recipe):
@@ -402,8 +402,8 @@ def stored_weights_under_ddp(rank: int) -> None:
 
 CASES = [
     stored_weights_under_ddp,
-    groups_of_rows,
-    made_in_another_order,
+    grouped_layers_under_ddp,
+    models_created_in_another_order,
     a_root_that_is_not_called,
     made_on_meta_and_sharded,
     kept_weights_follow_collectives,
@@ -412,9 +412,9 @@ CASES = [
     a_group_of_ones_own,
     groups_that_are_the_layers_own,
     ranks_with_other_layers,
-    leftovers,
+    unequal_garbage_collection,
     a_model_that_one_rank_keeps,
-    as_one_process,
+    ranks_equal_one_process,
     every_recipe,
 ]
 

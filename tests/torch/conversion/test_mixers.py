@@ -17,7 +17,7 @@ from tests.close import assert_bitwise, assert_close
 from tests.torch.conversion.families import tiny, tokens
 
 BYPASSED = "multiplies by its weight without calling it"
-#: A model of each kind of mixer: its first one.
+#: The first mixer of a model of each kind.
 MIXERS = {
     "mamba": lambda m: m.backbone.layers[0].mixer,
     "mamba2": lambda m: m.backbone.layers[0].mixer,
@@ -26,7 +26,7 @@ MIXERS = {
     "zamba2": lambda m: m.model.layers[0].mamba,
     "falcon_mamba": lambda m: m.backbone.layers[0].mixer,
 }
-#: Those with a block of ours.
+#: Kinds that Quaver replaces by its own block.
 SECOND = ("mamba2", "bamba", "nemotron_h", "zamba2")
 
 
@@ -34,11 +34,11 @@ def is_linear(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear)
 
 
-# Layers that are read and not called.
+# Layers whose weight is read without a call of the layer.
 
 
 class Reads(nn.Module):
-    """Hands one layer's weight to a function, asks another's for its dtype, and calls a third after reading it."""
+    """Passes one layer's weight to a function, reads another's dtype, and calls a third after reading its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Reads(nn.Module):
 
 
 class Mixes(Reads):
-    """The same with a decay, by which mixers are known: their forward may call in evaluation and read in training."""
+    """Adds a decay, which marks a mixer: its forward may call layers in eval mode and read weights in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,12 +93,12 @@ def test_the_first_mamba_reads_the_weight_of_its_steps(family: str) -> None:
     assert {name.rpartition(".")[2] for name in report.converted} >= {"in_proj", "x_proj", "out_proj"}
 
 
-# A function for the whole mixer, as mamba-ssm has.
+# A function that computes the whole mixer, as mamba-ssm has.
 
 
 @pytest.fixture(params=["mamba", "mamba2"])
 def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[str]]]:
-    """A model whose file finds a function that computes mixers without calling their layers, and its calls."""
+    """A model whose module provides a function that computes mixers without calling their layers, and its calls."""
     model, calls = tiny(request.param).train(), list[str]()
     mixer = MIXERS[request.param](model)
     names = inspect_globals(mixer)
@@ -155,7 +155,7 @@ def test_one_in_four_bits_without_a_recipe_calls_its_layers(whole: Any) -> None:
     assert not calls
 
 
-# transformers' own scan of the first Mamba asks what Dynamo warns of.
+# transformers' scan of the first Mamba does something that Dynamo warns about.
 @pytest.mark.parametrize("whole", ["mamba2"], indirect=True)
 def test_compiled_it_calls_its_layers_too(whole: Any) -> None:
     model, calls = whole
@@ -216,7 +216,7 @@ def test_a_whole_model_has_transformers_outputs_and_gradients_and_writes_the_sam
         with torch.no_grad():
             written.append(model.eval().generate(x, max_new_tokens=6, do_sample=False, pad_token_id=0))
     for name, expected in runs[0].items():
-        # Of a head's own numbers the terms of all tokens nearly cancel: theirs are 4e-6 from float64, as ours are.
+        # For per-head parameters the terms of all tokens nearly cancel: both results are 4e-6 from float64.
         bound = 6e-6 if name.endswith(("A_log", "dt_bias", ".D")) else 2e-6
         assert_close(name, runs[1][name], expected, bound)
     every = [torch.cat([value.flatten() for value in run.values()]) for run in runs]
@@ -326,7 +326,7 @@ def test_modules_that_compute_something_else_are_left_unchanged_and_reported() -
     assert "its extra is a list" in why["backbone.layers.1.mixer"]
 
 
-# A layer of ours.
+# A Quaver layer.
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.torch.conversion.families import tiny, tokens
 
 
 class Model(nn.Module):
-    """An embedding, layers of which one is never called and one is read by another, and a head."""
+    """An embedding, a layer that is never called, a layer whose weight another function reads, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Model(nn.Module):
 
 
 def elsewhere(model: Any, x: Tensor) -> Tensor:
-    """What no forward's text shows: a layer's weight, read by a function that is given the model."""
-    # What asks for a dtype or a device reads nothing.
+    """Read a layer's weight outside of any forward, which source analysis cannot detect."""
+    # Reading only a dtype or a device does not count.
     x = x.to(model.fused.weight.dtype).to(model.fused.weight)
     return torch.nn.functional.linear(x, model.fused.weight.t().t(), model.fused.bias)
 
@@ -48,7 +48,7 @@ def test_rows_count_parameters_flops_and_bytes() -> None:
     assert list(rows) == ["layers.0", "layers.1", "layers.2", "unused", "fused", "head"]
     assert rows["layers.0"].recipe is recipes.mxfp8() and rows["layers.0"].implementation
     assert (rows["layers.0"].parameters, rows["layers.0"].flops) == (1024, 2048.0)
-    # Of 32 elements of 4 bytes a byte each is kept, and a scale of 32 along the tokens.
+    # Of 4 bytes per element, one is saved as code, plus one byte of scale per 32 elements along the tokens.
     assert rows["layers.0"].saved == 4 * 32 - 32 - 1
     assert rows["layers.1"].why == "skip pattern 'layers.1'" and rows["layers.1"].recipe is None
     assert "output head stays in high precision" in rows["head"].why and rows["head"].saved == 0
@@ -68,7 +68,7 @@ def test_flops_of_experts_are_those_that_a_token_visits() -> None:
     report = qt.convert(tiny("mixtral"), "mxfp8")
     row = next(row for row in report.rows if row.name.endswith("experts"))
     assert row.parameters == 4 * 3 * 64 * 96 and row.flops == 2 * row.parameters * 2 / 4
-    # Two experts see a token: its 64 and their 96 features.
+    # Two experts process a token: 64 input and 96 hidden features.
     assert row.saved == 2 * (3 * (64 + 96) - (64 + 96) / 32)
 
 
@@ -139,7 +139,7 @@ def test_a_check_takes_time_by_the_number_of_layers() -> None:
     report = qt.convert(model, "tensorwise")
     begun = time.process_time()
     assert report.check(model, torch.randn(16, 16))
-    # Each parameter asked of every module took six.
+    # Searching all modules for each parameter took six seconds.
     assert time.process_time() - begun < 3
 
 
@@ -173,7 +173,7 @@ def test_wavlm_reads_its_projections_and_the_report_names_them() -> None:
     assert report.check(model, torch.randn(1, 400)), "and all that was converted is called"
 
 
-# What is told before work is lost.
+# Warnings before work is lost.
 
 
 def test_torchao_that_converts_afterwards_is_named() -> None:
@@ -211,7 +211,7 @@ def test_a_recipe_over_a_fresh_history_drops_nothing() -> None:
 
 
 def test_a_forward_that_casts_to_the_dtype_of_the_weight_computes_the_same() -> None:
-    """As T5 casts the input of 'wo'."""
+    """T5 casts the input of 'wo' like this."""
     model, x = tiny("t5").eval(), tokens()
     saved = qt.quantize_weights(model, "mxfp8")
     assert any(name.endswith("wo") for name in saved.layers) and saved.skipped["lm_head"].startswith("the output head")
@@ -350,7 +350,7 @@ def test_a_billion_parameters_on_meta_are_converted_in_a_second(blocks: Any) -> 
     report = qt.convert(model, "delayed", blocks=blocks)
     assert time.process_time() - start <= 1.0
     assert len(report.converted) == 24 * 7 and report.rows[0].implementation == "not on a device yet"
-    # Two norms, an MLP and attention a layer, the last norm, and the loss.
+    # Two norms, an MLP and attention per layer, the last norm, and the loss.
     assert sum(bool(row.block) for row in report.blocks) == (24 * 4 + 2 if blocks else 0)
 
 

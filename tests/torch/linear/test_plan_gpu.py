@@ -26,14 +26,14 @@ from tests.close import assert_bitwise
 from tests.torch.backends.gpu.cublaslt import torchs_own
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 from tests.torch.linear.fast_plans import by_fast_plan, general_plans
-from tests.torch.operations.test_shared_inputs import Forgetful
+from tests.torch.operations.test_shared_inputs import NoSharing
 
 T, K, N = 32, 48, 64
-#: Recipes whose steps are decided beforehand, and where.
+#: Recipes with fast plans, and their architectures.
 DECIDED = [
     (recipe, arch)
     for arch, names in {
-        # Those that the card lacks are emulated: `linear.plans.emulated`.
+        # Formats that the GPU lacks are emulated: `linear.plans.emulated`.
         89: ("tensorwise", "rowwise", "blockwise", "mxfp4"),
         90: ("tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "mxfp6", "nvfp4"),
         100: ("tensorwise", "rowwise", "mxfp8", "nvfp4"),
@@ -43,7 +43,7 @@ DECIDED = [
 ]
 
 
-#: Each recipe with a bias and without: on one architecture and the next by turns, or both on its only one.
+#: Each recipe with and without bias: alternately over its architectures, or both on its only one.
 WITH_BIAS = [
     (recipe, arch, bias)
     for recipe, archs in {name: [arch for other, arch in DECIDED if other == name] for name, _ in DECIDED}.items()
@@ -109,7 +109,7 @@ def test_a_layer_reuses_the_quantized_input_of_another(recipe: str, arch: int, m
     become(arch, monkeypatch)
     layers = [qt.Linear(K, n, dtype=torch.bfloat16, recipe=recipe) for n in (N, 32, N)]
     x, results, distinct_inputs = torch.randn(T, K).bfloat16(), [], []
-    for threads in (functional.thread, Forgetful()):
+    for threads in (functional.thread, NoSharing()):
         monkeypatch.setattr(functional, "thread", threads)
         own, tensors = copy.deepcopy(layers), []
         for _ in range(2):
@@ -133,7 +133,7 @@ def test_a_layer_reuses_the_quantized_input_of_another(recipe: str, arch: int, m
     [("tensorwise", 90), ("rowwise_bf16_wgrad", 90), ("mxfp8", 100), ("nvfp4", 100)],
 )
 def test_overwritten_shared_codes_are_not_reused(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small codes go to one place again and again: those of a leaf, of what a norm made, and of a gradient too."""
+    """Small codes reuse one buffer: those of a leaf, of a norm's output, and of a gradient."""
     become(arch, monkeypatch)
     first, other, last = (qt.Linear(K, K, bias=False, dtype=torch.bfloat16, recipe=recipe) for _ in range(3))
     normed = qt.LayerNormLinear(K, K, bias=False, dtype=torch.bfloat16, recipe=recipe)
@@ -186,7 +186,7 @@ def trained(block: qt.LayerNormMLP) -> list[Tensor]:
     results = []
     for number in range(3):
         x = torch.linspace(-3, 2, T * K).roll(number).view(2, T // 2, K).bfloat16()
-        # At last rows of zeros, of subnormals, of one outlier, and of NaN.
+        # In the last step, rows of zeros, of subnormals, with one outlier, and with NaN.
         for row, value in enumerate((0.0, 1e-39, 3e38, torch.inf) if number == 2 else ()):
             x[0, row, : K if row < 2 else 1] = value
         x.requires_grad_()
@@ -206,7 +206,7 @@ def trained(block: qt.LayerNormMLP) -> list[Tensor]:
     ("off", "tokens", "k", "n"),
     [
         *((off, T, K, N) for off in ("stochastic_rounding", "hadamard", "weight_2d", "power_of_two")),
-        # Codes that end in zeros in every direction; and what is new in each call, as of large matrices.
+        # Codes padded with zeros on both axes, and buffers allocated anew in each call, as for large matrices.
         ("attention", 48, 80, 16),
         ("attention", 48, 128, 16),
     ],
@@ -228,7 +228,7 @@ def test_two_level_scaling_has_the_bits_of_the_general_path(
     x = torch.randn(tokens, k).bfloat16()
     x[0, :3] = torch.tensor([3e38, 1e-39, 0.0])
 
-    def some(layer: qt.Linear, direct: bool) -> list[Tensor]:
+    def train_some(layer: qt.Linear, direct: bool) -> list[Tensor]:
         results = []
         for which in ("both", "x", "weight", "both"):
             leaf = x.clone().requires_grad_()
@@ -239,9 +239,9 @@ def test_two_level_scaling_has_the_bits_of_the_general_path(
             results += [b.clone() for b in layer.buffers()]
         return results
 
-    ours = some(first, True)
+    ours = train_some(first, True)
     with general_plans():
-        theirs = some(second, False)
+        theirs = train_some(second, False)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert_bitwise(a, b, str(number))
 
@@ -281,7 +281,7 @@ def test_backward_quantizes_only_its_own_operand_of_a_weight_that_was_freed(
 
 
 def test_two_level_scaling_runs_when_torch_fills_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four-bit codes it fills none."""
+    """torch does not fill new tensors of four-bit codes."""
     become(100, monkeypatch)
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipes.nvfp4(stochastic_rounding=False))
     x = torch.randn(T, K).bfloat16().requires_grad_()
@@ -300,12 +300,12 @@ def test_two_level_scaling_runs_when_torch_fills_new_memory(monkeypatch: pytest.
 
 
 def to_host(x: Tensor) -> tuple[torch.device, Tensor]:
-    """As `torch.autograd.graph.save_on_cpu` of a GPU's tensor: `.cpu()` allocates, and copies."""
+    """As `torch.autograd.graph.save_on_cpu` does for a GPU tensor: `.cpu()` allocates and copies."""
     return x.device, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").copy_(x)
 
 
 def to_pinned(x: Tensor) -> tuple[torch.device, Tensor]:
-    """With pin_memory=True, which makes rows contiguous for any input layout."""
+    """As with pin_memory=True, which makes rows contiguous for any input layout."""
     return x.device, torch.empty(x.size(), dtype=x.dtype, device="cpu").copy_(x)
 
 
@@ -316,8 +316,7 @@ def from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(("recipe", "arch"), dict(DECIDED).items())
 def test_saved_tensors_may_be_offloaded_to_the_host(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In deterministic mode, which every test runs in: torch fills what it allocates, and of four-bit codes it fills
-    none."""
+    """All tests run in deterministic mode, in which torch fills new tensors, except those of four-bit codes."""
     become(arch, monkeypatch)
     first = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
     layers = [first, *(copy.deepcopy(first) for _ in range(2))]
@@ -329,7 +328,7 @@ def test_saved_tensors_may_be_offloaded_to_the_host(recipe: str, arch: int, monk
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, from_host) if pack else contextlib.nullcontext()
             with qt.autocast(recipe), hooks:
                 y = layer(leaf)
-            # Delayed scaling measures first.
+            # The first step of delayed scaling measures amaxes.
             assert by_fast_plan(y) or recipe == "delayed"
             y.square().sum().backward()
             assert leaf.grad is not None
@@ -342,7 +341,7 @@ def test_saved_tensors_may_be_offloaded_to_the_host(recipe: str, arch: int, monk
 
 @pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
 def test_noise_of_one_gemm_advances_only_its_own_count(gemm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe of one's own that rounds at random for one GEMM of backward."""
+    """A custom recipe with stochastic rounding for one GEMM of backward."""
     become(100, monkeypatch)
     nearest, random = recipes.nvfp4(stochastic_rounding=False), recipes.nvfp4()
     recipe = dataclasses.replace(nearest, **{gemm: random.gemms[gemm]})
@@ -406,7 +405,7 @@ def test_noise_continues_over_steps_despite_other_calls_in_between(monkeypatch: 
 def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(
     recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as sm_120, and sm_100 with some versions of cuBLASLt: nothing is read once more to be turned."""
+    """On sm_120, and on sm_100 with some versions of cuBLASLt: no operand is read again to be transposed."""
     calls = become(arch, monkeypatch, either=False)
 
     def transpose_in_place(_: object) -> None:
@@ -427,7 +426,7 @@ def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(
 
 
 def with_settling(probe: Callable[..., str], transpose_in_place: Callable[..., None], patch: pytest.MonkeyPatch) -> Any:
-    """A probe's operands may be turned: it tries what no layer does."""
+    """Probes may transpose operands: they try calls that no layer makes."""
 
     def probed(*args: Any) -> str:
         with patch.context() as inside:
@@ -481,7 +480,7 @@ def test_backward_counts_even_if_forward_did_not(recipe: str, arch: int, monkeyp
 
 
 @pytest.mark.parametrize(("recipe", "arch"), [("blockwise", 100)])
-def test_where_gemms_want_other_scales_than_kernels_write_nothing_is_decided(
+def test_no_fast_plan_if_gemms_need_other_scales_than_kernels_write(
     recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     become(arch, monkeypatch)
@@ -595,7 +594,7 @@ def test_buffers_of_a_large_step_are_not_kept_for_its_shape() -> None:
     y = layer(x)
     assert by_fast_plan(y)
     y.sum().backward()
-    # The first forward quantizes its input beside the weight.
+    # The first forward quantizes its input together with the weight.
     layer(x)
     (plan,) = linear_module.plans.values()
     quantizers = [function.__closure__[0].cell_contents for function in (plan.quantize_input, plan.quantize_grad)]
@@ -627,7 +626,7 @@ def test_the_cache_of_a_weight_is_freed_with_it() -> None:
     assert not state_of(layer).weights.entries
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
     assert by_fast_plan(layer(x))
-    # Nothing shows when it changes: it is quantized each time.
+    # Changes of the weight cannot be detected, so it is quantized each time.
     assert not state_of(layer).weights.entries
 
 
@@ -673,11 +672,11 @@ def test_out_of_memory_after_a_norm_gives_a_clear_error(monkeypatch: pytest.Monk
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def in_want(*arguments: Any) -> Any:
+    def out_of_memory(*arguments: Any) -> Any:
         monkeypatch.setattr(torch, "empty_like", full)
         return quantize_input(*arguments)
 
-    monkeypatch.setattr(autograd, "_quantize", in_want)
+    monkeypatch.setattr(autograd, "_quantize", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
         block(x)
 
@@ -695,7 +694,7 @@ def test_factors_on_another_device_take_the_general_path(name: str) -> None:
 
 
 @torchs_own
-def test_a_weight_on_another_device_has_no_decided_step() -> None:
+def test_a_weight_on_another_device_has_no_fast_plan() -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert by_fast_plan(layer(x))

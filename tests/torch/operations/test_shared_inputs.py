@@ -1,4 +1,4 @@
-"""Layers of the very same tensor quantize it once, with the bits, gradients and state that each alone would give."""
+"""Layers with the same input tensor quantize it once; outputs, gradients and state equal separate quantization."""
 
 import copy
 import gc
@@ -24,14 +24,14 @@ from tests.pairs import turns
 
 ALL = [name for name, build in recipes.RECIPES.items() if build().fprop.a is not None]
 EACH = pytest.mark.parametrize("name", ALL)
-#: A tensor a scale, a history, blocks, two levels, an input that wgrad reads as it is.
+#: Per-tensor scales, a history, blocks, two-level scales, and an input that wgrad reads in high precision.
 KINDS = pytest.mark.parametrize("name", ["tensorwise", "delayed", "mxfp8", "nvfp4", "rowwise_bf16_wgrad"])
-#: Taken from another layer, and quantized though another might have been taken.
+#: Counts of inputs taken from another layer ("taken") and of inputs quantized anew ("quantized").
 Counts = dict[str, int]
 
 
 class Attention(nn.Module):
-    """q, k and v of what a norm made, gate and up of another: five inputs that are taken from two siblings."""
+    """q, k and v share the output of one norm, gate and up that of another: three of the inputs can be shared."""
 
     def __init__(self, dim: int = 32, groups: int = 16, dtype: torch.dtype = torch.float32, bias: bool = True) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counts:
     return counts
 
 
-class Forgetful:
-    """In place of what a thread knows: each layer quantizes for itself."""
+class NoSharing:
+    """Replaces the per-thread cache so that each layer quantizes its own input."""
 
     last = property(lambda _: None, lambda _, __: None)
 
@@ -92,11 +92,11 @@ def state(net: nn.Module) -> list[Tensor]:
 def assert_same_with_sharing(
     scenario: Callable[[], list[Tensor]], counts: Counts, taken: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scenario gives the same bits with each layer quantizing for itself; so many inputs were taken from others."""
+    """Check that a scenario gives the same bits without sharing, and that `taken` inputs were shared."""
     shared = scenario()
     seen = counts["taken"]
     with monkeypatch.context() as patched:
-        patched.setattr(functional, "thread", Forgetful())
+        patched.setattr(functional, "thread", NoSharing())
         counts["taken"] = 0
         separate = scenario()
     assert counts["taken"] == 0
@@ -131,11 +131,11 @@ def test_training_matches_layers_that_quantize_separately(
             optimizer.zero_grad()
         return results
 
-    noisy = any(spec is not None and spec.rounding != "nearest" for spec in of_input(name))
+    noisy = any(spec is not None and spec.rounding != "nearest" for spec in input_specs(name))
     assert_same_with_sharing(scenario, counted, 0 if noisy else 3 * 3, monkeypatch)
 
 
-def of_input(name: str) -> tuple[Any, Any]:
+def input_specs(name: str) -> tuple[Any, Any]:
     recipe = recipes.get(name)
     return recipe.fprop.a, recipe.wgrad.b
 
@@ -145,7 +145,7 @@ def of_input(name: str) -> tuple[Any, Any]:
 def test_layers_share_an_input_under_any_plan(
     name: str, frozen: bool, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers with a frozen weight, as under adapters, have the general plan; it shares with no other plan."""
+    """Layers with a frozen weight, as with adapters, use the general plan, which shares with no other plan."""
     net = model(name)
     for part in net:
         part.k.weight.requires_grad_(not frozen)
@@ -153,12 +153,12 @@ def test_layers_share_an_input_under_any_plan(
 
     def scenario() -> list[Tensor]:
         other = copy.deepcopy(net)
-        # A copy's first step prepares its layers, one way or the other.
+        # The first step of a copy prepares its layers with either plan.
         first = step(other, inputs().requires_grad_())
         counted["taken"] = 0
         return [*first, *step(other, inputs().requires_grad_()), *state(other)]
 
-    # Small layers with one scale per tensor have a plan of their own.
+    # Small layers with per-tensor scales use a different plan.
     per_tensor = all(spec is not None and spec.per_tensor for spec in recipes.get(name).operands().values())
     assert_same_with_sharing(scenario, counted, 4 if frozen and per_tensor else 6, monkeypatch)
 
@@ -191,7 +191,7 @@ def test_hard_inputs(name: str, value: str, counted: Counts, monkeypatch: pytest
 
 
 def test_wgrad_may_need_an_operand_that_a_layer_did_not_save(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first sibling has a frozen weight and quantizes for fprop alone; blocks along the rows differ for wgrad."""
+    """The first layer has a frozen weight and quantizes for fprop only; wgrad needs blocks along the other axis."""
     first, second = (qt.Linear(32, 16, recipe="mxfp8") for _ in range(2))
     first.weight.requires_grad_(False)
     second.bias.requires_grad_(False)
@@ -221,7 +221,7 @@ def test_inputs_cast_by_autocast_are_identified_by_the_original(
     assert_same_with_sharing(scenario, counted, 6, monkeypatch)
 
 
-# What is written, viewed, used again.
+# Writes, views and repeated use.
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "mxfp8", "nvfp4"])
@@ -350,7 +350,7 @@ def test_which_layers_reuse_a_quantized_input(between: str, counted: Counts, mon
 def test_a_tensor_that_a_program_holds_is_quantized_at_each_layer(
     name: str, requires: bool, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its memory may be written without a trace; here by numpy."""
+    """Its memory may be written without a version change; here by numpy."""
     layers = [qt.Linear(32, 16, recipe=name) for _ in range(2)]
 
     def scenario() -> list[Tensor]:
@@ -373,7 +373,7 @@ def test_a_tensor_that_a_program_holds_is_quantized_at_each_layer(
 def test_an_output_that_is_the_same_object_in_each_step_is_requantized(
     name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch.compile(mode="reduce-overhead") returns it: filled by a replay, which moves no version."""
+    """As torch.compile(mode="reduce-overhead") returns it: a graph replay fills it without a version change."""
     layers = [qt.Linear(32, 16, recipe=name) for _ in range(2)]
 
     def scenario() -> list[Tensor]:
@@ -420,7 +420,7 @@ def test_without_gradients_nothing_is_recorded(
     assert_same_with_sharing(scenario, counted, 0, monkeypatch)
 
 
-# Every way under what keeps state; one way, by turns, under the others.
+# All kinds of checkpointing for recipes with state; one kind each, alternately, for the others.
 @pytest.mark.parametrize(
     ("name", "how"), turns(ALL, ["ours", "reentrant", "not reentrant", "nested"], ["delayed", "nvfp4"])
 )
@@ -487,7 +487,7 @@ def test_layers_with_different_histories_quantize_separately(counted: Counts, mo
         other = copy.deepcopy(net)
         return [*step(other, inputs().requires_grad_()), *state(other)]
 
-    # k's factor is another until its history rolls: with the root's forward, at once.
+    # k's factor differs until its history rolls, which the root's forward does at once.
     assert_same_with_sharing(scenario, counted, None, monkeypatch)
     first, second = net[0].q, net[0].k
     # Without the root's forward: the first layer after a backward begins a step, in which all histories roll.
@@ -542,7 +542,7 @@ def test_threads_with_the_same_tensor(name: str, monkeypatch: pytest.MonkeyPatch
         thread.start()
     for thread in threads:
         thread.join()
-    monkeypatch.setattr(functional, "thread", Forgetful())
+    monkeypatch.setattr(functional, "thread", NoSharing())
     for i, net in enumerate(expected):
         for _ in range(5):
             alone = [layer(h) for layer in net]
@@ -550,7 +550,7 @@ def test_threads_with_the_same_tensor(name: str, monkeypatch: pytest.MonkeyPatch
             assert_bitwise(one, other.detach())
 
 
-# What is held.
+# Memory.
 
 
 @KINDS
@@ -602,7 +602,7 @@ def test_a_thread_that_ends_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("name", [name for name in ALL if recipes.get(name).wgrad.b is not None])
 def test_backward_keeps_one_quantization_of_an_input(name: str) -> None:
-    """q, k and v keep what one of them would."""
+    """q, k and v together save as many bytes as one of them."""
     layers = [qt.Linear(256, 256, bias=False, recipe=name) for _ in range(3)]
     x = inputs(torch.float32, 128, 256).requires_grad_()
 
@@ -622,7 +622,7 @@ def test_backward_keeps_one_quantization_of_an_input(name: str) -> None:
         del outputs
         return total
 
-    noisy = any(spec is not None and spec.rounding != "nearest" for spec in of_input(name))
+    noisy = any(spec is not None and spec.rounding != "nearest" for spec in input_specs(name))
     assert not noisy
     one = saved_bytes(layers[:1])
     # A scale on the host is a tensor of eight bytes for each layer.

@@ -26,8 +26,8 @@ BYTES, HALVES = (LEAN.first, LEAN.second), (EXACT.first, EXACT.second)
 RULE = AdamRule()
 E4M3 = optim.StateSpec(code="e4m3", block=128)
 ROOTS = optim.StateSpec(code="uint8_mitchell", floor=True)
-#: What presets keep; also roots of v, codes to nearest, gradients of either, and all else that a rule may be.
-WAYS = {
+#: The states of presets; also square roots of v, codes rounded to nearest, both gradient types, and other rules.
+CONFIGS = {
     "lean": StepConfig(RULE, WeightFormat("residual8", TENSORWISE, True), BYTES, E4M3, True),
     "coupled": StepConfig(
         AdamRule(decoupled=False, maximize=True), WeightFormat("residual8", TENSORWISE, True), BYTES, E4M3, True
@@ -50,8 +50,8 @@ WAYS = {
 }
 
 
-def hostile(size: float, seed: int, bad: bool) -> torch.Tensor:
-    """Zeros of both signs, tiny and subnormal numbers, blocks of zeros, an outlier; numbers that are none."""
+def hard_values(size: float, seed: int, bad: bool) -> torch.Tensor:
+    """Zeros of both signs, tiny and subnormal numbers, blocks of zeros and an outlier; if `bad`, NaN and infinities."""
     x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)) * size
     x[0], x[1, :64], x[2, ::3], x[3, ::5] = 0.0, -0.0, x[2, ::3] * 1e-20, x[3, ::5] * 1e-41 / size
     x[4, 7], x[5] = 1e4 * size, x[5] * 1e-30
@@ -60,8 +60,8 @@ def hostile(size: float, seed: int, bad: bool) -> torch.Tensor:
     return x
 
 
-def piece(config: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor | None]:
-    weight_format, value = config.weight_format, hostile(0.1, 0, False)
+def parameter_tensors(config: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor | None]:
+    weight_format, value = config.weight_format, hard_values(0.1, 0, False)
     weight: tuple[Any, ...] = (value.bfloat16(),)
     if weight_format.code_spec is not None:
         q = reference.quantize(value, weight_format.code_spec)
@@ -70,29 +70,31 @@ def piece(config: StepConfig, bad: bool) -> tuple[ParameterTensors, torch.Tensor
         kind = torch.int8 if weight_format.kind == "residual8" else torch.int16
         weight = (*weight, torch.zeros(ROWS, COLUMNS, dtype=kind))
         weight = (*weight[:-1], *master_weights.around(weight_format, value, weight))
-        # A pruning mask wrote zeros of both signs over what was kept beside them.
+        # A pruning mask wrote zeros of both signs over the codes and left the residuals.
         weight[0][9].copy_(torch.zeros(COLUMNS).copysign(value[9]))
     moments: list[tuple[torch.Tensor, ...]] = []
     for spec, size in zip(config.moments, (0.1, 0.01), strict=False):
-        x = hostile(size, 1, False)
+        x = hard_values(size, 1, False)
         some = torch.Generator().manual_seed(3)
         drawn = torch.randint(0, 2**15, x.shape, dtype=torch.int32, generator=some) if spec.stochastic else None
         written = codes.encode(x.abs() if moments else x, spec, drawn)
         moments.append(tuple(t for t in written if t is not None))
-    gradient: Any = (hostile(1.0, 2, bad).bfloat16(),)
+    gradient: Any = (hard_values(1.0, 2, bad).bfloat16(),)
     if config.gradient is not None:
-        gradient = codes.encode(hostile(1.0, 2, bad), config.gradient)
-    held: Any = ParameterTensors(weight, tuple(moments), gradient)
-    return held, master_weights.block_amax(
+        gradient = codes.encode(hard_values(1.0, 2, bad), config.gradient)
+    tensors: Any = ParameterTensors(weight, tuple(moments), gradient)
+    return tensors, master_weights.block_amax(
         weight_format.code_spec, master_weights.read(weight_format, weight)
     ) if config.predicts_scale else None  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "keep", "bad"), pairs(WAYS, (None, True, False), (False, True)), ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("name", "keep", "bad"), pairs(CONFIGS, (None, True, False), (False, True)), ids=lambda x: str(x)
+)
 def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool | None, bad: bool) -> None:
-    config = WAYS[name]
+    config = CONFIGS[name]
     keep_step = None if keep is None else torch.tensor(keep)
-    ours, theirs = piece(config, bad), piece(config, bad)
+    ours, theirs = parameter_tensors(config, bad), parameter_tensors(config, bad)
     for step in (1, 2, 3):
         scalars = config.rule.scalars(GROUP, torch.tensor(float(step), dtype=torch.float64))
         place = pieces.ShardPosition((0, 0), (ROWS, COLUMNS), (ROWS, COLUMNS))
@@ -114,14 +116,16 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
         )
         lost = bad and config.single_scale
         if config.weight_format.code_spec is not None and not config.single_scale:
-            # Blocks whose scale is NaN say nothing.
-            stored = [decode_scales(held.weight[1], config.weight_format.code_spec, None) for held in (own, parts)]
+            # Do not compare blocks whose scale is NaN.
+            stored = [
+                decode_scales(tensors.weight[1], config.weight_format.code_spec, None) for tensors in (own, parts)
+            ]
             assert torch.equal(*(scale.nan_to_num(-1) for scale in stored))
             assert bool(stored[0].isnan().any()) == (bad and keep is not False)
             valid = spread(~stored[0].isnan(), config.weight_format.code_spec.block, (ROWS, COLUMNS)).to(torch.int8)
-            for held in (own, parts):
-                held.weight[0].view(torch.int8).mul_(valid)
-                held.weight[2].mul_(valid)
+            for tensors in (own, parts):
+                tensors.weight[0].view(torch.int8).mul_(valid)
+                tensors.weight[2].mul_(valid)
         same(own.weight[0], parts.weight[0], "codes", lost)
         if config.weight_format.states:
             same(own.weight[-1], parts.weight[-1], "residuals", lost)
@@ -137,8 +141,8 @@ def test_four_at_once_have_the_bits_of_a_step_one_by_one(name: str, keep: bool |
         if (bad or keep is False) and config.single_scale:
             break
         if config.single_scale:
-            for held, outcome in ((own, done), (parts, expected)):
-                held.weight[1].copy_(outcome.scale)  # type: ignore[arg-type]
+            for tensors, outcome in ((own, done), (parts, expected)):
+                tensors.weight[1].copy_(outcome.scale)  # type: ignore[arg-type]
         theirs = (parts, expected.amax)
 
 
@@ -151,7 +155,7 @@ def same(a: torch.Tensor, b: torch.Tensor, which: str, lost: bool = False) -> No
     if lost:
         a, b = a & 0x7F, b & 0x7F
     if floats:
-        # A NaN is a NaN.
+        # Any NaN equals any other.
         a, b = (torch.where((t & 0x7FFF) > 0x7F80, 0x7FC0, t) for t in (a, b))
     wrong = (a != b).nonzero()
     assert not len(wrong), f"{which}: {len(wrong)} differ, {wrong[0].tolist()} first"
@@ -173,14 +177,14 @@ def test_every_code_with_every_residual_decodes_as_when_single(kind: str) -> Non
 
 
 def test_other_codes_and_shapes_step_one_by_one() -> None:
-    config = WAYS["lean"]
-    own, _ = piece(config, False)
+    config = CONFIGS["lean"]
+    own, _ = parameter_tensors(config, False)
     assert compiled.fits(config, own)
     assert not compiled.fits(replace(config, predicts_scale=False), own)
     columns = replace(TENSORWISE, block=(None, 1))
     assert not compiled.fits(replace(config, weight_format=WeightFormat("residual8", columns, True)), own)
-    blocks, _ = piece(WAYS["lean 32x32"], False)
-    assert not compiled.fits(WAYS["blockwise"], blocks._replace(weight=(blocks.weight[0][:96], *blocks.weight[1:])))
+    blocks, _ = parameter_tensors(CONFIGS["lean 32x32"], False)
+    assert not compiled.fits(CONFIGS["blockwise"], blocks._replace(weight=(blocks.weight[0][:96], *blocks.weight[1:])))
     assert not compiled.fits(replace(config, weight_format=WeightFormat("float32", TENSORWISE)), own)
     assert not compiled.fits(replace(config, weight_format=WeightFormat("float16", TENSORWISE)), own)
     for other in ("int8_softsign", "float32", "bfloat16"):
@@ -188,12 +192,12 @@ def test_other_codes_and_shapes_step_one_by_one() -> None:
     assert not compiled.fits(replace(config, gradient=None), own._replace(gradient=(torch.zeros(ROWS, COLUMNS),)))
     assert not compiled.fits(config, own._replace(weight=(own.weight[0][:, :64], *own.weight[1:])))
     for name, kind in (("lean", torch.int8), ("exact", torch.int16)):
-        config, beside = WAYS[name], torch.zeros(ROWS * COLUMNS + 4, dtype=kind)
-        own, _ = piece(config, False)
+        config, neighbour = CONFIGS[name], torch.zeros(ROWS * COLUMNS + 4, dtype=kind)
+        own, _ = parameter_tensors(config, False)
         for start, fits in ((4, True), (2, False), (1, False)):
-            moved = beside[start : start + ROWS * COLUMNS].view(ROWS, COLUMNS)
+            moved = neighbour[start : start + ROWS * COLUMNS].view(ROWS, COLUMNS)
             assert compiled.fits(config, own._replace(weight=(*own.weight[:-1], moved))) == fits
-    config, (own, _) = WAYS["lean"], piece(WAYS["lean"], False)
+    config, (own, _) = CONFIGS["lean"], parameter_tensors(CONFIGS["lean"], False)
     signed = optim.StateSpec(code="int8_mitchell", floor=True)
     assert not compiled.fits(replace(config, moments=(signed, LEAN.second)), own)
     data, scales = own.moments[0]
@@ -203,12 +207,12 @@ def test_other_codes_and_shapes_step_one_by_one() -> None:
     both = torch.cat([scales, scales], 1)[:, :1]
     assert not compiled.fits(config, own._replace(gradient=(data, both)))
     plain = StepConfig(RULE, WeightFormat("plain"), HALVES)
-    assert not compiled.fits(plain, piece(WAYS["bfloat16 alone"], False)[0])
+    assert not compiled.fits(plain, parameter_tensors(CONFIGS["bfloat16 alone"], False)[0])
 
 
 def test_strided_rows_step_one_by_one_unless_aligned_to_four() -> None:
-    config = WAYS["exact"]
-    own, _ = piece(config, False)
+    config = CONFIGS["exact"]
+    own, _ = parameter_tensors(config, False)
     for width, fits in ((132, True), (130, False), (129, False)):
         strided = torch.zeros(ROWS, width, dtype=torch.bfloat16)[:, :128]
         one = ParameterTensors(

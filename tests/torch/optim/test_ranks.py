@@ -30,7 +30,7 @@ from tests import two_ranks
 from tests.close import assert_bitwise
 
 PRESETS = ("float32", "exact", "balanced", "lean", "coat", "torchao8")
-#: Rows that neither 2 nor 4 ranks divide, and a matrix of fewer rows than ranks have parts of.
+#: Row counts that neither 2 nor 4 divides, and a matrix with fewer rows than ranks.
 SHAPES = {"wide": (37, 160), "tall": (131, 96), "low": (2, 4096), "cube": (5, 31, 64), "bias": (129,)}
 
 
@@ -47,21 +47,21 @@ class Tensors(nn.Module):
 def gradients(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(step + 1)
     numbers = {name: torch.randn(shape, generator=draw) * 10.0**-step for name, shape in SHAPES.items()}
-    # As some presets keep them where parameters are whole.
+    # The dtype in which some presets hold unsharded gradients.
     return {name: number.bfloat16().to(dtype) for name, number in numbers.items()}
 
 
-def give(model: nn.Module, step: int, dtype: torch.dtype) -> None:
-    """Gradients as a backward leaves them: in parts, then hooks."""
-    for name, whole in gradients(step, dtype).items():
+def set_gradients(model: nn.Module, step: int, dtype: torch.dtype) -> None:
+    """Set gradients as a backward does: sharded, then hooks run."""
+    for name, gradient in gradients(step, dtype).items():
         p: Any = getattr(model, name)
         sharded = isinstance(p, DTensor)
-        p.grad = distribute_tensor(whole, p.device_mesh, p.placements) if sharded else whole.to(p.grad_dtype)
+        p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if sharded else gradient.to(p.grad_dtype)
         for hook in (p._post_accumulate_grad_hooks or {}).values():
             hook(p)
 
 
-def whole(value: Any) -> Any:
+def full_tensor(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     # gloo carries no int16.
@@ -69,15 +69,15 @@ def whole(value: Any) -> Any:
     return value.int().full_tensor().short() if short else value.full_tensor()
 
 
-def everything(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and states, put together."""
-    every = {name: whole(p.detach()) for name, p in model.named_parameters()}
+def full_state(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    """Unsharded weights and states."""
+    every = {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
-        every |= {f"{name}.{key}": whole(value) for key, value in optimizer.state[p].items()}
+        every |= {f"{name}.{key}": full_tensor(value) for key, value in optimizer.state[p].items()}
     return {name: value.clone() for name, value in every.items()}
 
 
-def own(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+def local_state(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
     """Weights and states of this rank: DTensors where sharded."""
     every = {name: p.detach() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
@@ -85,11 +85,11 @@ def own(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Tensor]:
     return every
 
 
-def assert_parts(ours: dict[str, Tensor], whole: dict[str, Tensor], label: str) -> None:
-    """A rank's parts are those of a whole, cut here: nothing travels."""
-    assert ours.keys() == whole.keys(), f"{label}: {ours.keys() ^ whole.keys()}"
+def assert_parts(ours: dict[str, Tensor], reference: dict[str, Tensor], label: str) -> None:
+    """Check local shards against slices of the unsharded tensors, without communication."""
+    assert ours.keys() == reference.keys(), f"{label}: {ours.keys() ^ reference.keys()}"
     for name, value in ours.items():
-        wanted = whole[name]
+        wanted = reference[name]
         if isinstance(value, DTensor):
             assert value.shape == wanted.shape, f"{label}: {name}"
             cut = distribute_tensor(wanted, value.device_mesh, value.placements, src_data_rank=None)
@@ -103,51 +103,53 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], label: str) 
         assert_bitwise(ours[name], value, f"{label}: {name}")
 
 
-Way = Callable[[nn.Module], nn.Module]
+Parallelism = Callable[[nn.Module], nn.Module]
 
 
-def alone(model: nn.Module) -> nn.Module:
+def single_process(model: nn.Module) -> nn.Module:
     return model
 
 
-def by_fsdp(model: nn.Module) -> nn.Module:
+def with_fsdp(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=two_ranks.mesh(dist.get_world_size()))
 
 
-def by_replicas(model: nn.Module) -> nn.Module:
+def with_ddp(model: nn.Module) -> nn.Module:
     mesh = two_ranks.mesh(2, dist.get_world_size() // 2, names=("replicas", "shards"))
     return fully_shard(model, mesh=mesh)
 
 
-def ways() -> tuple[Way, ...]:
-    return (by_fsdp, by_replicas) if dist.get_world_size() == 4 else (by_fsdp,)
+def parallelisms() -> tuple[Parallelism, ...]:
+    return (with_fsdp, with_ddp) if dist.get_world_size() == 4 else (with_fsdp,)
 
 
-def train(preset: Any, config: Way, dtype: torch.dtype, rule: Any = optim.AdamW) -> Any:
+def train(preset: Any, config: Parallelism, dtype: torch.dtype, rule: Any = optim.AdamW) -> Any:
     model = config(Tensors(dtype))
     optimizer = rule(model.parameters(), lr=1e-2, preset=preset, seed=7)
     for step in range(3):
-        give(model, step, dtype)
+        set_gradients(model, step, dtype)
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
 
 
 def ranks_step_as_one(rank: int) -> None:
-    """Weights, codes and scales of all presets and rules; at random as well."""
+    """Weights, codes and scales of all presets and rules equal one process, also with stochastic rounding."""
     for dtype in (torch.float32, torch.bfloat16):
-        # Masters of bfloat16 parameters lie otherwise.
+        # Master weights of bfloat16 parameters have another layout.
         for preset in PRESETS if dtype is torch.float32 else ("exact", "balanced", "lean"):
-            expected = everything(*train(preset, alone, dtype))
-            for config in ways():
-                assert_parts(own(*train(preset, config, dtype)), expected, f"{preset}, {dtype}, {config.__name__}")
+            expected = full_state(*train(preset, single_process, dtype))
+            for config in parallelisms():
+                assert_parts(
+                    local_state(*train(preset, config, dtype)), expected, f"{preset}, {dtype}, {config.__name__}"
+                )
         for rule in (optim.Adam, optim.Lion, optim.SGD):
-            expected = everything(*train("lean", alone, dtype, rule=rule))
-            assert_parts(own(*train("lean", by_fsdp, dtype, rule=rule)), expected, rule.__name__)
+            expected = full_state(*train("lean", single_process, dtype, rule=rule))
+            assert_parts(local_state(*train("lean", with_fsdp, dtype, rule=rule)), expected, rule.__name__)
 
 
 def tensor_parallelism_cuts_columns(rank: int) -> None:
-    """One and two dimensions of a mesh, fully_shard's parts of parts among them; noise is that of the whole's place."""
+    """Meshes of one and two dimensions, also fully_shard over tensor parallelism; noise depends on global positions."""
     world = dist.get_world_size()
     flat = two_ranks.mesh(world, names=("tp",))
     meshes: list[tuple[Any, Any]] = [(flat, None)]
@@ -167,7 +169,7 @@ def tensor_parallelism_cuts_columns(rank: int) -> None:
             optimizer.clip_grad_norm_(1e9)
             optimizer.step()
             optimizer.zero_grad()
-        return everything(model, optimizer)
+        return full_state(model, optimizer)
 
     for preset in ("exact", "balanced", "lean"):
         lone = nn.Linear(shape[1], shape[0], bias=False)
@@ -182,22 +184,22 @@ def tensor_parallelism_cuts_columns(rank: int) -> None:
             assert_same(got, expected, f"{preset}, dimension {dim} of {tp}, {dp}")
 
 
-def distribute_parts(whole: Tensor, p: Tensor) -> Tensor:
-    """A whole tensor in the parts that a parameter has; as it is where that is whole."""
+def distribute_parts(tensor: Tensor, p: Tensor) -> Tensor:
+    """Shard a tensor as a parameter is sharded; return it unchanged if the parameter is not."""
     if not isinstance(p, DTensor):
-        return whole
+        return tensor
     place = layout.place(p)
-    own = whole[tuple(slice(at, at + size) for at, size in zip(place.global_offset, place.local_shape, strict=True))]
+    local = tensor[tuple(slice(at, at + size) for at, size in zip(place.global_offset, place.local_shape, strict=True))]
     return DTensor.from_local(
-        own.contiguous(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        local.contiguous(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
     )
 
 
 def norms_count_all_parts(rank: int) -> None:
-    """Of floats and of codes, by torch's function too, to the order of sums; clipped, the step is one process's."""
+    """Norms of floats and codes, also by torch's function, equal one process up to the order of sums."""
     for preset, order in itertools.product(("float32", "lean"), (2.0, 1.0, float("inf"))):
         norms = []
-        for config, torchs in itertools.product((alone, *ways()), (False, True)):
+        for config, torchs in itertools.product((single_process, *parallelisms()), (False, True)):
             if torchs and order == float("inf"):
                 continue  # torch has no largest of a rank without rows.
             model = config(Tensors(torch.float32))
@@ -205,9 +207,9 @@ def norms_count_all_parts(rank: int) -> None:
             clip: Any = optimizer.clip_grad_norm_
             if torchs:
                 clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
-            give(model, 0, torch.float32)
-            norms.append(whole(clip(1.0, order)))
-            assert whole(clip(1e9, order)).item() == pytest.approx(1.0, rel=1e-5)
+            set_gradients(model, 0, torch.float32)
+            norms.append(full_tensor(clip(1.0, order)))
+            assert full_tensor(clip(1e9, order)).item() == pytest.approx(1.0, rel=1e-5)
             for other in two_ranks.gathered(norms[-1]):
                 assert_bitwise(other, norms[-1], f"{preset}, {order}, {config.__name__}")
             optimizer.step()
@@ -216,7 +218,7 @@ def norms_count_all_parts(rank: int) -> None:
 
 
 def replicas_step_with_the_mean_of_their_gradients(rank: int) -> None:
-    """Under DistributedDataParallel, which reduces after codes have replaced a gradient."""
+    """DistributedDataParallel reduces after a gradient has been replaced by codes."""
     for preset, accumulate in itertools.product(("balanced", "lean"), (1, 2)):
         torch.manual_seed(0)
         model, twin = (nn.Linear(96, 80) for _ in range(2))
@@ -242,9 +244,9 @@ def replicas_step_with_the_mean_of_their_gradients(rank: int) -> None:
 
 
 def a_nan_on_one_rank_is_seen_by_all(rank: int) -> None:
-    model = by_fsdp(Tensors(torch.float32))
+    model = with_fsdp(Tensors(torch.float32))
     optimizer = optim.AdamW(model.parameters(), preset="lean")
-    give(model, 0, torch.float32)
+    set_gradients(model, 0, torch.float32)
     if rank == 0:
         layout.local(model.wide.grad).scale.fill_(float("nan"))  # type: ignore
     assert optimizer.clip_grad_norm_(1.0).isnan()
@@ -252,10 +254,10 @@ def a_nan_on_one_rank_is_seen_by_all(rank: int) -> None:
 
 def a_step_is_skipped_by_all_ranks_or_raised_on_all(rank: int) -> None:
     for nonfinite, preset in itertools.product(("skip", "raise"), ("exact", "lean")):
-        model = by_fsdp(Tensors(torch.float32))
+        model = with_fsdp(Tensors(torch.float32))
         optimizer = optim.AdamW(model.parameters(), preset=preset, nonfinite=nonfinite)
         before = {name: p.to_local().clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-        give(model, 0, torch.float32)
+        set_gradients(model, 0, torch.float32)
         if rank == 0:
             model.bias.grad.to_local().fill_(float("nan"))  # type: ignore[union-attr]
         if nonfinite == "raise":
@@ -270,14 +272,14 @@ def a_step_is_skipped_by_all_ranks_or_raised_on_all(rank: int) -> None:
         optimizer.step_in_backward()
 
 
-def what_ranks_cannot_step_alone_is_refused(rank: int) -> None:
+def unsupported_sharded_steps_raise(rank: int) -> None:
     world = dist.get_world_size()
     for preset in ("msamp", "te"):
         with pytest.raises(
             ValueError, match=f"'{preset}' has one scale for the whole parameter: use one with block scales"
         ):
-            optim.AdamW(by_fsdp(Tensors(torch.float32)).parameters(), preset=preset)
-    net = by_fsdp(nn.Linear(64, 128, bias=False))
+            optim.AdamW(with_fsdp(Tensors(torch.float32)).parameters(), preset=preset)
+    net = with_fsdp(nn.Linear(64, 128, bias=False))
     with pytest.raises(ValueError, match=r"shape \(128, 64\) is sharded .* and Muon needs whole matrices"):
         optim.Muon(net.parameters())
     mesh = two_ranks.mesh(world)
@@ -313,7 +315,7 @@ def train_layers(model: nn.Module, optimizer: Any, steps: range) -> list[Tensor]
     return losses
 
 
-def weights_travel_as_codes_all_the_same(rank: int) -> None:
+def steps_under_gather_quantized_are_the_same(rank: int) -> None:
     """Steps are the same under gather_quantized, whose shards are a tensor subclass."""
     for preset, dtype in itertools.product(("float32", "exact", "balanced", "lean"), (torch.float32, torch.bfloat16)):
         ends = []
@@ -324,8 +326,8 @@ def weights_travel_as_codes_all_the_same(rank: int) -> None:
                 gather_quantized(model)
             optimizer = optim.AdamW(units(model).parameters(), lr=1e-2, preset=preset)
             losses = train_layers(model, optimizer, range(3))
-            parts = {name: layout.local(value) for name, value in own(model, optimizer).items()}
-            # Of a shard that travels as codes, its values.
+            parts = {name: layout.local(value) for name, value in local_state(model, optimizer).items()}
+            # The values of a shard that is gathered as codes.
             parts = {name: getattr(part, "plain", part) for name, part in parts.items()}
             ends.append({f"loss {i}": loss for i, loss in enumerate(losses)} | parts)
         assert_same(ends[1], ends[0], f"{preset}, {dtype}")
@@ -333,49 +335,49 @@ def weights_travel_as_codes_all_the_same(rank: int) -> None:
             assert ends[0]["0.weight.exp_avg_codes"].dtype is torch.int8
 
 
-def words_of_a_part_are_those_of_the_whole(rank: int) -> None:
-    """Of every part of every cut, whether its elements follow one another or not."""
+def random_words_of_a_shard_equal_those_of_the_full_tensor(rank: int) -> None:
+    """For shards along any axes, contiguous or not."""
     draw = torch.Generator().manual_seed(rank)
     for _ in range(60):
         dims = int(torch.randint(1, 4, (), generator=draw))
-        whole = tuple(int(n) for n in torch.randint(1, 13, (dims,), generator=draw))
-        start = tuple(int(torch.randint(0, n + 1, (), generator=draw)) for n in whole)
-        part = tuple(int(torch.randint(0, n - at + 1, (), generator=draw)) for n, at in zip(whole, start, strict=True))
-        numel = torch.Size(whole).numel()
-        every = pieces.words(0, numel, 5, 3, 2, torch.device("cpu")).view(whole)
-        own = every[tuple(slice(at, at + n) for at, n in zip(start, part, strict=True))]
-        rows = own.reshape(torch.Size(part[:-1]).numel(), part[-1])
+        shape = tuple(int(n) for n in torch.randint(1, 13, (dims,), generator=draw))
+        start = tuple(int(torch.randint(0, n + 1, (), generator=draw)) for n in shape)
+        part = tuple(int(torch.randint(0, n - at + 1, (), generator=draw)) for n, at in zip(shape, start, strict=True))
+        numel = torch.Size(shape).numel()
+        every = pieces.words(0, numel, 5, 3, 2, torch.device("cpu")).view(shape)
+        local_state = every[tuple(slice(at, at + n) for at, n in zip(start, part, strict=True))]
+        rows = local_state.reshape(torch.Size(part[:-1]).numel(), part[-1])
         low = rows.shape[0] // 3
-        got = pieces.words_at(pieces.ShardPosition(start, part, whole), slice(low, rows.shape[0]), 5, 3, 2, rows.device)
-        assert_bitwise(got, rows[low:], f"{part} at {start} of {whole}")
+        got = pieces.words_at(pieces.ShardPosition(start, part, shape), slice(low, rows.shape[0]), 5, 3, 2, rows.device)
+        assert_bitwise(got, rows[low:], f"{part} at {start} of {shape}")
 
 
-def runs_go_on_from_checkpoints(rank: int) -> None:
-    """Saved in parts; loaded on as many ranks and by one process, into optimizers that have not stepped."""
+def runs_resume_from_checkpoints(rank: int) -> None:
+    """Saved sharded, then loaded on as many ranks and by one process, into optimizers without steps."""
     for preset in ("exact", "balanced", "lean"):
         folder = two_ranks.folder() / f"{preset} of {dist.get_world_size()}"
         model = units(layers())
         optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset=preset, seed=3)
         train_layers(model, optimizer, range(2))
-        saved = everything(model, optimizer)
+        saved = full_state(model, optimizer)
         Checkpoint(model, optimizer).save(folder)
         expected = train_layers(model, optimizer, range(2, 4))
         other = units(layers(5))
         again = optim.AdamW(other.parameters(), lr=1e-3, preset=preset, seed=8)
         Checkpoint(other, again).load(folder)
-        assert_same(everything(other, again), saved, f"{preset}, in parts")
+        assert_same(full_state(other, again), saved, f"{preset}, in parts")
         for loss, value in zip(train_layers(other, again, range(2, 4)), expected, strict=True):
             assert_bitwise(loss, value, preset)
         lone = layers(6)
         whole_one = optim.AdamW(lone.parameters(), preset=preset)
         Checkpoint(lone, whole_one).load(folder)
-        assert_same(everything(lone, whole_one), saved, f"{preset}, whole")
-        # And back: of one process, in parts.
+        assert_same(full_state(lone, whole_one), saved, f"{preset}, whole")
+        # And back: saved by one process, loaded sharded.
         Checkpoint(lone, whole_one).save(folder / "whole")
         third = units(layers(7))
         parts = optim.AdamW(third.parameters(), preset=preset)
         Checkpoint(third, parts).load(folder / "whole")
-        assert_same(everything(third, parts), saved, f"{preset}, divided")
+        assert_same(full_state(third, parts), saved, f"{preset}, divided")
 
 
 def torchs_functions_find_states_that_have_not_begun(rank: int) -> None:
@@ -383,7 +385,7 @@ def torchs_functions_find_states_that_have_not_begun(rank: int) -> None:
         model = units(layers())
         optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset=preset)
         train_layers(model, optimizer, range(2))
-        saved = everything(model, optimizer)
+        saved = full_state(model, optimizer)
         state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
         folder = two_ranks.folder() / f"{preset} by hand"
         dcp.save(state, checkpoint_id=folder)
@@ -397,27 +399,27 @@ def torchs_functions_find_states_that_have_not_begun(rank: int) -> None:
         dcp.load(held, checkpoint_id=folder)
         set_model_state_dict(other, held["model"])
         set_optimizer_state_dict(other, fresh, held["optimizer"])
-        assert_same(everything(other, fresh), saved, preset)
+        assert_same(full_state(other, fresh), saved, preset)
 
 
 CASES = [
-    runs_go_on_from_checkpoints,
+    runs_resume_from_checkpoints,
     torchs_functions_find_states_that_have_not_begun,
-    words_of_a_part_are_those_of_the_whole,
+    random_words_of_a_shard_equal_those_of_the_full_tensor,
     tensor_parallelism_cuts_columns,
     norms_count_all_parts,
     replicas_step_with_the_mean_of_their_gradients,
     a_nan_on_one_rank_is_seen_by_all,
     a_step_is_skipped_by_all_ranks_or_raised_on_all,
-    what_ranks_cannot_step_alone_is_refused,
-    weights_travel_as_codes_all_the_same,
+    unsupported_sharded_steps_raise,
+    steps_under_gather_quantized_are_the_same,
     ranks_step_as_one,
 ]
 
 
 @pytest.mark.ranks
 def test_ranks(tmp_path: Path) -> None:
-    """Four: what two or three do they do, with parts of unlike sizes and empty ones, and replicas beside."""
+    """Four ranks also cover uneven and empty shards, and replicas."""
     two_ranks.run(__name__, tmp_path, 4)
 
 

@@ -50,19 +50,19 @@ from tests.torch.parallel.fsdp.training import (
 )
 
 STEPS = 20
-#: Steps by recipe of layers whose weights exist only in codes.
+#: Number of steps by recipe, for layers whose weights are stored only as codes.
 STORED = {name: 3 for name in recipes.RECIPES if name not in ("bf16", "mxfp6")}
-#: What compares the weights that ranks prepared.
+#: The function that compares the weights that ranks prepared.
 ONCE = 1
-#: Bytes of a gather over bf16's; codes alone are 0.5, or 0.25 of four bits.
+#: Bytes of an all-gather relative to bf16; codes without scales are 0.5, or 0.25 with four bits.
 MOST = {"tensorwise": 0.505, "delayed": 0.505, "blockwise": 0.505, "nvfp4": 0.27, "mxfp4": 0.27}
 MOST_OF_MX_AND_ROWS = 0.52
-#: Where both operands travel in one gather.
+#: Recipes whose fprop and dgrad operands are sent in one all-gather.
 BOTH = {"mxfp8": 1.04, "rowwise": 1.04, "rowwise_bf16_wgrad": 1.04, "mxfp6": 1.04, "mxfp4": 0.54}
 
 
-def of_recipe(name: str, steps: int = STEPS, **options: Any) -> Case:
-    """Losses and weights of every step."""
+def trains_under_recipe(name: str, steps: int = STEPS, **options: Any) -> Case:
+    """Compares losses and weights of every step."""
 
     def case(rank: int) -> None:
         _, codes = assert_same(RECIPES[name](), steps=steps, **{"sizes": WHOLE.get(name, SIZES)} | options)
@@ -90,8 +90,8 @@ def bytes_of_gathers(rank: int) -> None:
             assert most is not None and share <= most, f"{name}, resharded {after_forward}: {share:.4f} of bf16's bytes"
 
 
-def shards_that_cut_blocks(rank: int) -> None:
-    """Such a weight is gathered in high precision, which `explain` says, with the same numbers; others as codes."""
+def weights_whose_shards_cut_blocks(rank: int) -> None:
+    """A weight whose shards cut blocks is gathered in high precision, with the same values; `explain` reports it."""
     for name, sizes, height in (
         ("mxfp8", (32, 48, 64), 32),
         ("blockwise", (32, 64, 256), 128),
@@ -112,7 +112,7 @@ def micro_batches(rank: int) -> None:
         plain, codes = assert_same(name, steps=2, micro=2, keep=keep, after_forward=after_forward)
         assert codes.traffic.agreements <= 2 + ONCE
         if name != "delayed":
-            # Its factors roll between micro-batches, after which weights are gathered again.
+            # Delayed factors roll between micro-batches, after which weights are gathered again.
             assert codes.traffic.gathers == plain.traffic.gathers, name
 
 
@@ -153,7 +153,7 @@ def live_bytes(rank: int) -> None:
         for _ in range(2):
             with Live([p.to_local().plain for p in net.parameters()]) as live:
                 net(x).square().mean().backward()
-            # Gradients stay, and so do the codes of a rank's own rows, until an optimizer comes.
+            # Gradients and the codes of a rank's own rows are held until an optimizer step.
             net.zero_grad()
         return live.peak
 
@@ -175,8 +175,8 @@ def optimizers(rank: int) -> None:
         compare(lambda: converted("mxfp8"), use, f"AdamW {options}")
 
 
-def roots_alone(rank: int) -> None:
-    """Their weights are gathered before anything of the model runs, histories included."""
+def fully_shard_on_the_root_only(rank: int) -> None:
+    """All weights are gathered, and histories rolled, before any layer runs."""
 
     def use(net: nn.Module) -> list[float]:
         optimizer = adam(fully_shard(net))
@@ -188,7 +188,7 @@ def roots_alone(rank: int) -> None:
 
 
 def evaluations(rank: int) -> None:
-    """Other weights, written where nothing shows it, for a forward between two steps."""
+    """Evaluate other weights between two steps, written without changing any version."""
 
     def use(net: Any) -> list[float]:
         optimizer, values = adam(sharded(net)), []
@@ -221,7 +221,7 @@ def recomputation(rank: int) -> None:
             return y
 
     class Selective(Checkpointed):
-        """Around units that run twice in a forward, one gathered as codes and one in high precision."""
+        """Selective checkpointing around units that run twice per forward, one gathered as codes and one in bf16."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             chosen = partial(
@@ -278,11 +278,11 @@ def blocks(rank: int) -> None:
         compare(lambda name=name: converted(name, make()), use, name)
 
 
-def weights_that_exist_only_in_codes(rank: int) -> None:
+def weights_stored_only_as_codes(rank: int) -> None:
     frozen_codes(rank, STORED)
 
 
-def weights_that_exist_only_in_codes_for_long(rank: int) -> None:
+def weights_stored_only_as_codes_for_long(rank: int) -> None:
     frozen_codes(rank, dict.fromkeys(STORED, STEPS))
 
 
@@ -294,7 +294,7 @@ def frozen_codes(rank: int, of_steps: Mapping[str, int]) -> None:
         torch.manual_seed(0)
         with torch.device(on), qt.quantized_init(name):
             net = nn.Sequential(qt.Linear(64, 97, bias), nn.GELU(), qt.Linear(97, 64, bias), nn.LayerNorm(64))
-        # Noise goes by a layer's name.
+        # The noise depends on the layer's name.
         qt.convert(net, name)
         for i in (0, 2):
             net[i].weight.requires_grad_(False)
@@ -323,7 +323,7 @@ def frozen_codes(rank: int, of_steps: Mapping[str, int]) -> None:
                 assert torch.equal(net(x), build(name, bias)(x)), name
             assert traffic.gathered <= 4 * 1.3 * 2 * 97 * 64, "a byte an element, and biases"
             for i in (0, 2):
-                # The last rank has a row less; 97 of 64 bytes, or of 32.
+                # The last rank has one row less; 97 rows of 64 or of 32 bytes.
                 own = layout.local(net[i].weight)
                 rows = net[i].weight.shape[0]
                 assert own.shape[0] == (-(-rows // 2) if rank == 0 else rows // 2) and own.element_size() == 1
@@ -336,7 +336,7 @@ def frozen_codes(rank: int, of_steps: Mapping[str, int]) -> None:
             y = sharded(low_net, mp_policy=low)(x)
             assert y.dtype is torch.bfloat16 and torch.equal(y, build(name, bias).bfloat16()(x.bfloat16())), name
             if bias:
-                # No other codes than these.
+                # No further codes are stored.
                 continue
             folder = str(two_ranks.folder() / name)
             state = {"model": net.state_dict()}
@@ -392,8 +392,8 @@ def one_rank_of_a_mesh(rank: int) -> None:
         compare(lambda name=name: converted(name), use, name)
 
 
-def names_of_torch_that_are_gone(rank: int) -> None:
-    """Without fully_shard's own names both operands travel, and the numbers are the same."""
+def without_torch_private_names(rank: int) -> None:
+    """Without fully_shard's private names both operands are gathered, and the results are the same."""
     names = scales.managed_parameters
     scales.managed_parameters = lambda root: iter(())
     try:
@@ -409,22 +409,22 @@ def names_of_torch_that_are_gone(rank: int) -> None:
 def loops_without_an_optimizer(rank: int) -> None:
     """The next forward detects steps that leave no version change, hook or missing gradient."""
 
-    def by_data(p: nn.Parameter, change: Tensor) -> None:
+    def write_through_data(p: nn.Parameter, change: Tensor) -> None:
         p.data.sub_(change)
 
-    def by_local(p: Any, change: Any) -> None:
+    def write_local_shard(p: Any, change: Any) -> None:
         p.to_local().data.sub_(change.to_local())
 
-    def by_detached(p: Any, change: Any) -> None:
+    def write_detached(p: Any, change: Any) -> None:
         p.detach().to_local().sub_(change.to_local())
 
-    def by_replacing(p: Any, change: Any) -> None:
+    def replace_data(p: Any, change: Any) -> None:
         p.data = p.data - change
 
     def use(net: nn.Module, write: Callable[[Any, Any], None], after_forward: bool, parts: bool) -> list[float]:
         whole: Any = sharded(net, reshard_after_forward=after_forward)
         losses = []
-        # Layers take turns without their root, which fully_shard wants to run first.
+        # Call layers alternately without their root, which fully_shard expects to run first.
         for seed, call in enumerate([whole, *((whole[0], whole[2], whole[0]) if parts else (whole,) * 3)]):
             x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * seed + rank))
             loss = call(x).square().mean()
@@ -435,7 +435,7 @@ def loops_without_an_optimizer(rank: int) -> None:
                     with torch.no_grad():
                         write(p, p.grad.detach() * 0.5)
                     p.grad.detach().zero_()
-        # Averaged weights are put in the place of the trained ones, and taken back.
+        # Swap averaged weights in for the trained ones, and swap them back.
         trained = [p.detach().clone() for p in net.parameters()]
         for factor in (1, 0.25, 1):
             with torch.no_grad():
@@ -447,10 +447,10 @@ def loops_without_an_optimizer(rank: int) -> None:
                     part.reshard()
         return losses
 
-    writes: list[Callable[[Any, Any], None]] = [by_data, by_local, by_detached, by_replacing]
+    writes: list[Callable[[Any, Any], None]] = [write_through_data, write_local_shard, write_detached, replace_data]
     for i, write in enumerate(writes):
         for j, name in enumerate(("tensorwise", "mxfp8", "delayed", "nvfp4")[i % 2 :: 2]):
-            # A write with one recipe by whole models, with the other by their layers; the next one the other way.
+            # Alternate between whole models and single layers with each recipe and each kind of write.
             parts = (i // 2 + j) % 2 == 1
             label = f"{name}, {write.__name__}, {parts}"
             run = partial(use, write=write, after_forward=i < 2, parts=parts)
@@ -458,7 +458,7 @@ def loops_without_an_optimizer(rank: int) -> None:
 
 
 def evaluations_in_inference_mode(rank: int) -> None:
-    """Codes computed there serve the next training step."""
+    """Codes computed in inference mode are reused by the next training step."""
 
     def use(net: Any) -> list[float]:
         optimizer, values = adam(sharded(net)), []
@@ -479,7 +479,7 @@ def evaluations_in_inference_mode(rank: int) -> None:
 
 
 def scales_computed_once(rank: int) -> None:
-    """By `precompute_scales` or the first forward, for all forwards until a weight is written, on whichever rank."""
+    """`precompute_scales` or the first forward computes scales, which are valid until any rank writes a weight."""
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
     for name in ("tensorwise", "rowwise", "nvfp4"):
         net: Any = converted(name)
@@ -575,7 +575,7 @@ def compiled_blocks(rank: int) -> None:
 
 
 def compiled(rank: int) -> None:
-    """A compiler would take the operands of the first step for constants: it leaves such layers alone, or refuses."""
+    """A compiler would treat the operands of the first step as constants: such layers are left eager, or raise."""
 
     def use(net: Any) -> list[float]:
         torch._dynamo.reset()
@@ -593,17 +593,17 @@ def compiled(rank: int) -> None:
         net(torch.ones(4, 32))
 
 
-#: Of parts of uneven rows, ranks without any, whole blocks of 32 and of 16, and blocks on all ranks.
+#: Shards of uneven rows, ranks without rows, whole blocks of 32 and of 16, and blocks across all ranks.
 UNEVEN = [(50, 127, 21), (40, 5, 63), (50, 36, 21)]
-#: Where two ranks have whole blocks.
+#: Sizes with whole blocks on each of two ranks.
 WHOLE = {"blockwise": (32, 256, 256)}
 _OF_BLOCKS = ["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 _OWN = [name for name in recipes.RECIPES if name != "bf16"]
-#: Steps of the quick tests; more of histories and of noise, which steps add to.
+#: Steps of the quick tests; more for recipes with histories or noise, whose state grows with steps.
 QUICK = dict.fromkeys(_OWN, 3) | dict.fromkeys(("delayed", "nvfp4"), 5)
 
 
-def parts_for_fewer_ranks(rank: int) -> None:
+def shards_for_fewer_ranks(rank: int) -> None:
     net = converted("mxfp8")
     gather_quantized(net)
     sharded(net, reshard_after_forward=2)
@@ -611,7 +611,7 @@ def parts_for_fewer_ranks(rank: int) -> None:
         net(torch.ones(4, 32))
 
 
-def parts_of_columns(rank: int) -> None:
+def shards_along_columns(rank: int) -> None:
     for stored in (False, True):
         with qt.quantized_init("mxfp8") if stored else nullcontext():
             net = nn.Sequential(qt.Linear(64, 64, recipe="mxfp8"))
@@ -653,7 +653,7 @@ def checkpoints(rank: int) -> None:
     assert traffic.gathered < 2 * 1.3 * whole, "of a byte an element, twice"
 
 
-def made_on_meta(rank: int) -> None:
+def models_made_on_meta(rank: int) -> None:
     def make() -> nn.Module:
         with torch.device("meta"):
             return converted("delayed", nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)))
@@ -687,7 +687,7 @@ def other_recipes_than_the_weights(rank: int) -> None:
 
 
 def ranks_that_differ(rank: int) -> None:
-    """All ranks say what differs, before anything of the model travels."""
+    """All ranks report what differs before any weight is sent."""
 
     def prepare(change: Callable[[], Any], **options: Any) -> str:
         net: Any = network((32, 48, 64))
@@ -725,7 +725,7 @@ def ranks_that_differ(rank: int) -> None:
     assert "gather of 2 codes of mxfp8" in prepare(lambda: under("mxfp8"), skip=["0"] if rank == 0 else ["2"])
     assert "order of these names" in prepare(reordered)
     check_consistency(network((32, 48, 64)))
-    # Of a mesh without the other rank it is seen at the first gather.
+    # A mesh without the other rank is detected at the first all-gather.
     alone = two_ranks.mesh(2, 1, names=("replicas", "shards"))["shards"]
     net: Any = under("mxfp8" if rank == 0 else "tensorwise")
     gather_quantized(net, mesh=alone)
@@ -750,8 +750,8 @@ def too_late(rank: int) -> None:
         net(torch.ones(4, 32))
 
 
-def written_and_moved(rank: int) -> None:
-    """What replaces a weight's values before it is sharded, as fully_shard does for another device, replaces them."""
+def weights_written_or_moved_before_sharding(rank: int) -> None:
+    """Values written before sharding are used, also if fully_shard moves the weight to another device."""
     net: Any = converted("mxfp8")
     gather_quantized(net)
     for change in (nn.Module.double, nn.Module.bfloat16, lambda each: each.to("meta")):
@@ -780,7 +780,7 @@ def written_and_moved(rank: int) -> None:
 
 
 def parts_without_a_common_root(rank: int) -> None:
-    """Each part is its own root: the first one gathers before the other has run."""
+    """Each submodule is its own root, so the first one gathers before the other has run."""
 
     def use(net: Any) -> list[float]:
         options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
@@ -800,7 +800,7 @@ def parts_without_a_common_root(rank: int) -> None:
 
 
 def first_gathers_of_uneven_rows(rank: int) -> None:
-    """fully_shard pads the rows of the last rank before the first forward of each root, which is no write to them."""
+    """fully_shard pads the rows of the last rank before each root's first forward, which does not count as a write."""
 
     def of_parts(net: Any) -> list[float]:
         fully_shard(net[0])
@@ -816,8 +816,8 @@ def first_gathers_of_uneven_rows(rank: int) -> None:
             compare(lambda name=name: converted(name, network((32, 49, 33))), use, f"{name}, {use.__name__}")
 
 
-def rows_on_the_cpu(rank: int) -> None:
-    """All ranks refuse them before anything travels, also if one alone has them."""
+def shards_on_the_cpu_raise(rank: int) -> None:
+    """All ranks raise before anything is sent, also if only one has shards on the CPU."""
     for offloads in ((0, 1), (1,)):
         net = converted("mxfp8")
         gather_quantized(net)
@@ -826,9 +826,9 @@ def rows_on_the_cpu(rank: int) -> None:
             net(torch.ones(4, 32))
 
 
-def streams_of_gathers(rank: int) -> None:
-    """Codes and scales of a rank's rows are written on the stream that asks first, and read on two; streams are stood
-    in for."""
+def gathers_on_two_streams(rank: int) -> None:
+    """Codes and scales of a rank's rows are written on the first stream that needs them, and read on two; streams are
+    stand-ins."""
     with pytest.MonkeyPatch.context() as patch:
         streams = stand_in(patch)
         for name in ("tensorwise", "mxfp8", "nvfp4"):
@@ -843,7 +843,7 @@ def streams_of_gathers(rank: int) -> None:
                 return shard.fsdp_pre_all_gather(mesh)
 
             def read(sent: Any) -> set[int]:
-                """Addresses of what a layer reads of this rank's own, and not of what travelled."""
+                """Addresses of the tensors that a layer reads from this rank's own rows, not of gathered ones."""
                 given: list[Any] = [x for part in sent.shards for x in (part.own.tensor_factor, part.own.amax)]
                 given += [part.own.scale for part in sent.shards if len(part.sent) == 1]
                 return {t.data_ptr() for t in given if isinstance(t, Tensor)}
@@ -854,7 +854,7 @@ def streams_of_gathers(rank: int) -> None:
             streams.now = 1
             shard.fsdp_post_all_gather([comm.gather(t, 0, mesh.get_group())() for t in inputs], sent, torch.float32)
             assert ("waits", 1, 2) in streams.log and read(sent) <= streams.keeps(1)
-            # A gather on the stream that computes reads the same codes.
+            # An all-gather on the compute stream reads the same codes.
             again, _ = gather(1)
             codes = {t.data_ptr() for t in inputs}
             assert {t.data_ptr() for t in again} == codes <= streams.keeps(1)
@@ -868,8 +868,8 @@ def streams_of_gathers(rank: int) -> None:
             patch.setattr(scales, "CrossStream", CrossStream)
 
 
-def reverted(rank: int) -> None:
-    """A layer that fully_shard has put a class above is given its own back, below it; one without values says so."""
+def reverted_layers(rank: int) -> None:
+    """A layer whose class fully_shard has wrapped gets its original class back; one without values raises."""
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
     net = sharded(converted("mxfp8"))
     assert qt.revert(net) == ["0", "2"]
@@ -881,8 +881,8 @@ def reverted(rank: int) -> None:
         net(x)
 
 
-def steps_that_are_skipped(rank: int) -> None:
-    """By all ranks or by one, with or without its gradients: all go on, as under fully_shard alone."""
+def skipped_steps(rank: int) -> None:
+    """Training continues after all ranks or one skip a step, with or without gradients, as under plain fully_shard."""
 
     def use(net: nn.Module) -> list[float]:
         optimizer, losses = adam(sharded(net)), []
@@ -902,58 +902,64 @@ def steps_that_are_skipped(rank: int) -> None:
 
 
 OPTIONS: list[Callable[[int], None]] = [
-    *(policies, live_bytes, compiled_blocks, weights_that_exist_only_in_codes),
+    *(policies, live_bytes, compiled_blocks, weights_stored_only_as_codes),
     *(
         bytes_of_gathers,
-        shards_that_cut_blocks,
+        weights_whose_shards_cut_blocks,
         micro_batches,
         optimizers,
-        roots_alone,
+        fully_shard_on_the_root_only,
         evaluations,
         recomputation,
         blocks,
     ),
-    *(checkpoints, made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
-    *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, names_of_torch_that_are_gone, compiled),
+    *(checkpoints, models_made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
+    *(recipes_of_an_autocast, frozen_weights, one_rank_of_a_mesh, without_torch_private_names, compiled),
     *(a_torch_with_one_group_a_module, loops_without_an_optimizer, scales_computed_once),
     evaluations_in_inference_mode,
-    *(written_and_moved, parts_without_a_common_root, first_gathers_of_uneven_rows, reverted, parts_of_columns),
-    *(rows_on_the_cpu, streams_of_gathers),
+    *(
+        weights_written_or_moved_before_sharding,
+        parts_without_a_common_root,
+        first_gathers_of_uneven_rows,
+        reverted_layers,
+        shards_along_columns,
+    ),
+    *(shards_on_the_cpu_raise, gathers_on_two_streams),
 ]
 CASES: dict[int, list[Case]] = {
     2: [
-        *(of_recipe(*of) for of in QUICK.items()),
-        *(of_recipe(name, 3) for name in RECIPES if name not in _OWN),
-        *(of_recipe("mxfp8", 3, in_bf16=True), *OPTIONS, steps_that_are_skipped),
+        *(trains_under_recipe(*of) for of in QUICK.items()),
+        *(trains_under_recipe(name, 3) for name in RECIPES if name not in _OWN),
+        *(trains_under_recipe("mxfp8", 3, in_bf16=True), *OPTIONS, skipped_steps),
     ],
     4: [
         *(
-            of_recipe(name, 3 if name in _OF_BLOCKS else 2, sizes=UNEVEN[i % 3], tokens=8)
+            trains_under_recipe(name, 3 if name in _OF_BLOCKS else 2, sizes=UNEVEN[i % 3], tokens=8)
             for i, name in enumerate((*_OF_BLOCKS, *(name for name in _OWN if name not in _OF_BLOCKS)))
         ),
-        of_recipe("nvfp4", 2, hsdp=True, tokens=8),
-        parts_for_fewer_ranks,
+        trains_under_recipe("nvfp4", 2, hsdp=True, tokens=8),
+        shards_for_fewer_ranks,
     ],
 }
 
 
 SLOW: dict[int, list[Case]] = {
     2: [
-        *(of_recipe(name) for name in RECIPES),
-        *(of_recipe(name, in_bf16=True) for name in RECIPES),
-        *(of_recipe(name, sizes=sizes, tokens=8) for name in RECIPES for sizes in UNEVEN),
-        *(of_recipe(name, micro=2, keep=True) for name in RECIPES),
-        *(of_recipe(name, after_forward=False) for name in RECIPES),
-        weights_that_exist_only_in_codes_for_long,
+        *(trains_under_recipe(name) for name in RECIPES),
+        *(trains_under_recipe(name, in_bf16=True) for name in RECIPES),
+        *(trains_under_recipe(name, sizes=sizes, tokens=8) for name in RECIPES for sizes in UNEVEN),
+        *(trains_under_recipe(name, micro=2, keep=True) for name in RECIPES),
+        *(trains_under_recipe(name, after_forward=False) for name in RECIPES),
+        weights_stored_only_as_codes_for_long,
     ],
     4: [
-        *(of_recipe(name, sizes=sizes, tokens=8) for name in RECIPES for sizes in UNEVEN),
-        *(of_recipe(name, hsdp=True, tokens=8) for name in RECIPES),
+        *(trains_under_recipe(name, sizes=sizes, tokens=8) for name in RECIPES for sizes in UNEVEN),
+        *(trains_under_recipe(name, hsdp=True, tokens=8) for name in RECIPES),
     ],
 }
 
 
-def test_a_report_says_how_each_weight_travels() -> None:
+def test_a_report_says_how_each_weight_is_gathered() -> None:
     net = network((32, 48, 64))
     net.extend([nn.Linear(64, 32), nn.Linear(32, 32)])
     qt.convert(net, {"0": "mxfp8", "2": "mxfp8", "3": "bf16", "4": "mxfp8"})

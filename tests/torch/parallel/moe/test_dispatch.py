@@ -25,7 +25,7 @@ ROWS = QuantSpec(quaver.E5M2, (1, None))
 
 
 def specs() -> list[QuantSpec]:
-    """What recipes quantize inputs by, and others: a scale a row, a block, a tensor, and two levels."""
+    """The input specs of recipes, and others: one scale per row, block or tensor, and two-level scales."""
     inputs = [recipes.get(name).fprop.a for name in recipes.RECIPES]
     rows = [each for each in inputs if each is not None and (each.per_tensor or each.block[0] == 1)]
     given = [replace(each, rounding="nearest", hadamard=False) for each in rows]
@@ -33,14 +33,14 @@ def specs() -> list[QuantSpec]:
 
 
 def matrices(ranks: int) -> list[list[list[int]]]:
-    """What rank i sends to rank j: uneven, empty, one that has all, one that gets all, nothing at all."""
+    """Rows that rank i sends to rank j: uneven, empty, all from one rank, all to one rank, and none at all."""
     uneven = [[(3 * i + 5 * j + 1) % 7 for j in range(ranks)] for i in range(ranks)]
     has_all = [[4 * (i == 1) * (j + 1) for j in range(ranks)] for i in range(ranks)]
     gets_all = [[(i + 2) * (j == 0) for j in range(ranks)] for i in range(ranks)]
     return [uneven, has_all, gets_all, [[0] * ranks for _ in range(ranks)]]
 
 
-def hard(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def hard_values(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     x = torch.randn(rows, WIDE, generator=torch.Generator().manual_seed(seed))
     x *= torch.linspace(0.1, 30, max(rows, 1))[:rows, None]
     for row, value in enumerate((0.0, 1e-41, 1e30, -0.0)):
@@ -49,44 +49,46 @@ def hard(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return x.to(dtype)
 
 
-def cut(counts: list[int], rank: int) -> slice:
+def rows_of_rank(counts: list[int], rank: int) -> slice:
     return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
 
 class Case:
-    """One matrix of splits: the place of each rank's rows among all, sent and received."""
+    """One matrix of splits, with the indices of each rank's sent and received rows among all rows."""
 
     def __init__(self, matrix: list[list[int]], rank: int) -> None:
         ranks = len(matrix)
         self.sizes = [sum(row) for row in matrix]
-        self.own = cut(self.sizes, rank)
+        self.own = rows_of_rank(self.sizes, rank)
         place = torch.arange(sum(self.sizes))
-        pieces = [[place[cut(self.sizes, i)][cut(matrix[i], j)] for j in range(ranks)] for i in range(ranks)]
-        #: By the rank that gets them, the places of its rows.
-        self.gets = [torch.cat([pieces[i][j] for i in range(ranks)]) for j in range(ranks)]
-        self.came = self.gets[rank]
+        pieces = [
+            [place[rows_of_rank(self.sizes, i)][rows_of_rank(matrix[i], j)] for j in range(ranks)] for i in range(ranks)
+        ]
+        #: Indices of the rows that each rank receives.
+        self.received_by = [torch.cat([pieces[i][j] for i in range(ranks)]) for j in range(ranks)]
+        self.received = self.received_by[rank]
         self.splits = AllToAllSplits.of(matrix[rank], self.sizes[rank])
         assert self.splits == AllToAllSplits(tuple(matrix[rank]), tuple(row[rank] for row in matrix))
 
 
-def codes_are_those_of_one_process(rank: int) -> None:
+def codes_equal_one_process(rank: int) -> None:
     for matrix in matrices(two_ranks.world()):
         case = Case(matrix, rank)
         for spec in specs():
             for spoilt in (False, True):
-                x = hard(sum(case.sizes), 1)
+                x = hard_values(sum(case.sizes), 1)
                 if spoilt and len(x):
                     x[-1, 5], x[len(x) // 2, 300] = torch.nan, -torch.inf
                 expected = qt.quantize(x, spec) if len(x) else None
                 q = dispatch.quantize_rows(x[case.own], spec)
                 for given in (q, transposed(q)):
-                    came = dispatch.exchange_operand(given, case.splits)()
+                    received = dispatch.exchange_operand(given, case.splits)()
                     label = f"{spec}, {matrix}, turned {given.transposed}"
-                    assert came.shape == (len(case.came), WIDE), label
+                    assert received.shape == (len(case.received), WIDE), label
                     if expected is not None:
-                        assert_bitwise(came.codes(), expected.codes()[case.came], label)
-                        scales = expected.scales().expand(len(x), -1)[case.came]
-                        assert_bitwise(came.scales().expand(len(case.came), -1), scales, label)
+                        assert_bitwise(received.codes(), expected.codes()[case.received], label)
+                        scales = expected.scales().expand(len(x), -1)[case.received]
+                        assert_bitwise(received.scales().expand(len(case.received), -1), scales, label)
 
 
 def transposed(q: Any) -> Any:
@@ -96,38 +98,40 @@ def transposed(q: Any) -> Any:
     return Quantized(data, scale, q.spec, q.shape, True, q.tensor_factor)
 
 
-def gradients_come_back(rank: int) -> None:
+def gradients_return_through_dispatch(rank: int) -> None:
     """Send rows there and back, in codes or not: rows and gradients have the bits of one process."""
     wires: list[tuple[QuantSpec | None, QuantSpec | torch.dtype | None]]
     wires = [(spec, None) for spec in specs()]
     wires += [(None, None), (specs()[0], ROWS), (None, ROWS), (specs()[0], torch.float32), (ROWS, torch.bfloat16)]
     for number, matrix in enumerate(matrices(two_ranks.world())):
         case = Case(matrix, rank)
-        for at, (spec, of_gradients) in enumerate(wires):
-            # Both dtypes in turn.
+        for at, (spec, gradient_spec) in enumerate(wires):
+            # Alternate between the dtypes.
             dtype = (torch.float32, torch.bfloat16)[(number + at) % 2]
-            label = f"{spec}, {of_gradients}, {dtype}, {matrix}"
-            x, g = hard(sum(case.sizes), 2, dtype), hard(sum(case.sizes), 3, dtype)
+            label = f"{spec}, {gradient_spec}, {dtype}, {matrix}"
+            x, g = hard_values(sum(case.sizes), 2, dtype), hard_values(sum(case.sizes), 3, dtype)
             own = x[case.own].clone().requires_grad_()
-            y = dispatch.all_to_all(own, case.splits, spec, gradients=of_gradients)
-            z = dispatch.all_to_all(y * 3, case.splits.back, spec, gradients=of_gradients)
+            y = dispatch.all_to_all(own, case.splits, spec, gradients=gradient_spec)
+            z = dispatch.all_to_all(y * 3, case.splits.back, spec, gradients=gradient_spec)
             z.backward(g[case.own])
-            there = through(x, spec, dtype)
-            assert_bitwise(y.detach(), there[case.came], label)
-            assert_bitwise(z.detach(), through(there * 3, spec, dtype)[case.own], label)
-            back = through(g, of_gradients or dtype, dtype) * 3
-            assert_bitwise(own.grad, through(back, of_gradients or dtype, dtype)[case.own], f"gradient of {label}")
+            dispatched = quantized_round_trip(x, spec, dtype)
+            assert_bitwise(y.detach(), dispatched[case.received], label)
+            assert_bitwise(z.detach(), quantized_round_trip(dispatched * 3, spec, dtype)[case.own], label)
+            back = quantized_round_trip(g, gradient_spec or dtype, dtype) * 3
+            assert_bitwise(
+                own.grad, quantized_round_trip(back, gradient_spec or dtype, dtype)[case.own], f"gradient of {label}"
+            )
 
 
-def through(x: Tensor, by: QuantSpec | torch.dtype | None, dtype: torch.dtype) -> Tensor:
-    """What one process has of values that travelled."""
+def quantized_round_trip(x: Tensor, by: QuantSpec | torch.dtype | None, dtype: torch.dtype) -> Tensor:
+    """Apply in one process what sending does to values: quantize and dequantize, or cast."""
     if isinstance(by, QuantSpec) and len(x):
         return qt.quantize(x, by).dequantize().to(dtype)
     return x.to(by).to(dtype) if isinstance(by, torch.dtype) else x
 
 
 def bytes_on_the_wire(rank: int) -> None:
-    """At 1024 features, over bf16's: one collective each way, and all-reduces of four bytes."""
+    """Bytes relative to bf16 at 1024 features: one collective per direction, and all-reduces of four bytes."""
     ranks, wide = two_ranks.world(), 1024
     splits = AllToAllSplits.even(8)
     x = torch.randn(8 * ranks, wide).bfloat16().requires_grad_()
@@ -135,11 +139,11 @@ def bytes_on_the_wire(rank: int) -> None:
     for spec in specs():
         with Traffic() as traffic:
             y = dispatch.all_to_all(x, splits, spec, gradients=spec)
-        # The traffic of backward, which runs in a thread of its own, is that of the same function.
+        # Backward runs in another thread and sends through the same function.
         share = traffic.total("exchange") / (2 * x.numel())
         assert 0.25 <= share <= most[spec.format.name], f"{spec}: {share:.3f}"
         assert traffic.calls["exchange", torch.uint8] == 1, traffic.calls
-        # An amax, and two numbers by which ranks see that all rows fit.
+        # An amax, and two numbers that check that all rows fit.
         assert traffic.total("reduce") <= 4 + 24
         y.sum().backward()
     with Traffic() as traffic:
@@ -154,7 +158,7 @@ def sizes_on_a_device_and_what_is_wrong(rank: int) -> None:
         splits = AllToAllSplits.of(given, sum(sent))
         assert splits.received == tuple(i + rank for i in range(ranks))
         assert splits.back.back == splits
-    # All ranks raise where one of them is wrong.
+    # All ranks raise if one of them has an error.
     for wrong, first in (
         ([2] * (ranks - 1) + [1], "do not add up"),
         ([-1] + [2] * (ranks - 1), "do not add up"),
@@ -182,7 +186,7 @@ def sizes_on_a_device_and_what_is_wrong(rank: int) -> None:
     dist.barrier()
 
 
-def what_one_rank_cannot_send_all_refuse(rank: int) -> None:
+def invalid_rows_on_one_rank_raise_on_all(rank: int) -> None:
     """Each rank in turn has invalid rows: all ranks raise and name them, and the next exchange works."""
     ranks = two_ranks.world()
     x, even = torch.randn(2 * ranks, 64), AllToAllSplits.even(2)
@@ -197,26 +201,26 @@ def what_one_rank_cannot_send_all_refuse(rank: int) -> None:
         ("scales per row", lambda spec: dispatch.all_to_all(x, even, other)),
         ("torch.bfloat16", lambda spec: dispatch.all_to_all(x, even, spec, gradients=torch.bfloat16)),
     ]
-    for of in range(ranks):
+    for failing_rank in range(ranks):
         for given in (None, spec):
             for message, call in wrong:
-                with pytest.raises(ValueError, match=f"rank {of}: [^;]*{message}"):
-                    call(given) if rank == of else dispatch.all_to_all(x, even, given)
+                with pytest.raises(ValueError, match=f"rank {failing_rank}: [^;]*{message}"):
+                    call(given) if rank == failing_rank else dispatch.all_to_all(x, even, given)
                 assert dispatch.all_to_all(x, even, given).shape == x.shape
 
 
 CASES = [
-    codes_are_those_of_one_process,
-    gradients_come_back,
+    codes_equal_one_process,
+    gradients_return_through_dispatch,
     bytes_on_the_wire,
     sizes_on_a_device_and_what_is_wrong,
-    what_one_rank_cannot_send_all_refuse,
+    invalid_rows_on_one_rank_raise_on_all,
 ]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.ranks
-def test_rows_arrive_as_one_process_has_them(ranks: int, tmp_path: Path) -> None:
+def test_dispatched_rows_equal_one_process(ranks: int, tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, ranks)
 
 

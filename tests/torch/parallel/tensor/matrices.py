@@ -33,11 +33,11 @@ def mesh() -> Any:
     return two_ranks.mesh(RANKS)
 
 
-def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
+def random_tensor(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-#: Steps of several matrices in one weight under each recipe, and in the slow tests.
+#: Steps under each recipe for several matrices in one weight, in the quick and in the slow tests.
 STEPS, LONG = dict.fromkeys(recipes.RECIPES, 3), dict.fromkeys(recipes.RECIPES, 20)
 
 
@@ -49,9 +49,9 @@ def under_every_recipe_for_long(rank: int) -> None:
     under_recipes(rank, LONG)
 
 
-def under_recipes(rank: int, of_steps: Mapping[str, int]) -> None:
-    """Outputs and gradients of one process that splits the same sums, with matrices of unlike sizes."""
-    for name, steps in of_steps.items():
+def under_recipes(rank: int, steps_of: Mapping[str, int]) -> None:
+    """Outputs and gradients equal one process that splits the same sums, with matrices of different sizes."""
+    for name, steps in steps_of.items():
         recipe = recipes.get(name)
         block = max([16, *(side for s in recipe.operands().values() if s for side in s.block if side is not None)])
         sizes = {"q_proj": 2 * RANKS * block, "k_proj": RANKS * block, "v_proj": RANKS * block}
@@ -103,13 +103,13 @@ def block_of_transformer(recipe: str | None = "tensorwise") -> Any:
 PLAN = {"attention": HeadParallel(), "mlp.gate_up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
 
 
-def in_parts(layer: nn.Module) -> Any:
+def sharded(layer: nn.Module) -> Any:
     return parallelize_module(layer, mesh(), dict(PLAN))
 
 
 def checkpoints(rank: int) -> None:
-    """A whole layer's weights go in and come out; torch names parameters and their moments."""
-    whole, layer = block_of_transformer(), in_parts(block_of_transformer())
+    """Unsharded weights load and save; torch's state dicts name each parameter and its moments."""
+    whole, layer = block_of_transformer(), sharded(block_of_transformer())
     with torch.no_grad():
         for p in whole.parameters():
             p.add_(0.125)
@@ -133,9 +133,9 @@ def checkpoints(rank: int) -> None:
             assert_bitwise(value, torch.cat([each[n].full_tensor().detach() for n in ("q_proj", "k_proj", "v_proj")]))
     assert not torch.equal(again.attention.qkv_proj.weight, whole.attention.qkv_proj.weight), "the step is in it"
     y = layer(x).detach()
-    other = in_parts(again)
+    other = sharded(again)
     assert_bitwise(other(x).detach(), y, "the whole one in parts again")
-    third = in_parts(block_of_transformer())
+    third = sharded(block_of_transformer())
     third.load_state_dict(layer.state_dict())
     assert_bitwise(third(x).detach(), y, "in parts to in parts")
     assert_bitwise(copy.deepcopy(layer)(x).detach(), y, "a copy")
@@ -144,7 +144,7 @@ def checkpoints(rank: int) -> None:
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(folder)
     dcp.save(get_model_state_dict(layer), checkpoint_id=folder[0])
-    fourth = in_parts(block_of_transformer())
+    fourth = sharded(block_of_transformer())
     state = get_model_state_dict(fourth)
     dcp.load(state, checkpoint_id=folder[0])
     assert_bitwise(fourth(x).detach(), y, "through torch.distributed.checkpoint")
@@ -154,8 +154,8 @@ def checkpoints(rank: int) -> None:
 
 
 def without_copies(rank: int) -> None:
-    """Rows of all matrices on a rank are contiguous, and the next forward sees a write to any of them."""
-    layer = in_parts(block_of_transformer())
+    """A rank's rows of all matrices are one contiguous tensor; writes to any matrix are seen by the next forward."""
+    layer = sharded(block_of_transformer())
     layer = copy.deepcopy(layer)
     parts = [p.to_local().detach() for p in pieces.of(layer.attention.qkv_proj, "weight")]
     held = pieces.local_weight(layer.attention.qkv_proj)
@@ -225,8 +225,8 @@ def plan_of_phi_3(config: Any, sequence: bool, heads: int = 32) -> dict[str, Any
     return plan
 
 
-def of_another_library(rank: int) -> None:
-    """Phi-3 in parts is the whole one but for the order of sums: converted or not, and with tokens in parts."""
+def transformers_phi_3(rank: int) -> None:
+    """Sharded Phi-3 equals the unsharded model up to the order of sums: converted or not, with sequence parallelism."""
     ids = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(1))
     given = {"labels": ids, "position_ids": torch.arange(64)[None], "use_cache": False}
     for recipe, sequence, gap in (
@@ -240,7 +240,7 @@ def of_another_library(rank: int) -> None:
             qt.convert(each, recipe, skip=["lm_head"])
         parallelize_module(model, mesh(), plan_of_phi_3(model.config, sequence))
         for layer in model.model.layers:
-            # Its forward counts the heads of queries by the configuration.
+            # Its forward reads the number of query heads from the configuration.
             attention = layer.self_attn
             attention.config = copy.copy(attention.config)
             attention.config.num_attention_heads //= RANKS
@@ -269,16 +269,16 @@ def of_another_library(rank: int) -> None:
         with torch.no_grad():
             for q in loaded.parameters():
                 q.zero_()
-        # A whole model's own, by the names that it has.
+        # The state dict has the names and shapes of the unsharded model.
         loaded.load_state_dict(
             {name: value for name, value in whole.state_dict().items() if "_proj" in name}, strict=False
         )
         for name in ("0", "1", "2"):
-            of_layer = (each.model.layers[1].self_attn.qkv_proj.weight[name] for each in (loaded, model))
-            assert_bitwise(*(p.to_local().detach() for p in of_layer), f"{label}: part {name}")  # type: ignore[call-arg]
+            parameters = (each.model.layers[1].self_attn.qkv_proj.weight[name] for each in (loaded, model))
+            assert_bitwise(*(p.to_local().detach() for p in parameters), f"{label}: part {name}")  # type: ignore[call-arg]
 
 
-def rows_of_heads_that_lie_together(rank: int) -> None:
+def fused_qkv_with_heads_stored_together(rank: int) -> None:
     """GPT-NeoX heads have adjacent q, k and v: rows are sharded in stored order."""
     transformers = pytest.importorskip("transformers")
     options = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -301,8 +301,8 @@ def rows_of_heads_that_lie_together(rank: int) -> None:
         assert_close(name, g.full_tensor() if hasattr(g, "full_tensor") else g, q.grad, 1e-5)
 
 
-def matrices_that_nobody_has_told_of(rank: int) -> None:
-    """A weight that looks as if it joined several is a sentence, by the name it has or that its parent gives it."""
+def fused_weights_without_declared_parts(rank: int) -> None:
+    """A weight whose name suggests several fused matrices raises an error, by its own or its parent's name."""
     model = phi_3(2, 2)
     for converted in (False, True):
         if converted:
@@ -329,7 +329,7 @@ def matrices_that_nobody_has_told_of(rank: int) -> None:
 
 
 def backward_of_dequantized_operands(rank: int) -> None:
-    """Gradients of the whole model where dgrad and wgrad multiply what fprop consumed, dequantized."""
+    """Gradients equal the unsharded model if dgrad and wgrad multiply the dequantized operands of fprop."""
     high = GemmSpec(None, None)
     recipe = replace(recipes.mxfp8(), dgrad=high, wgrad=high, dequantized_backward=True)
     for sequence in (False, True):
@@ -339,7 +339,7 @@ def backward_of_dequantized_operands(rank: int) -> None:
         qt.convert(parallel, recipe)
         plan = {"0": ColwiseParallel(sequence=sequence), "1": RowwiseParallel(sequence=sequence)}
         parallel = parallelize_module(parallel, mesh(), plan)
-        x, g = drawn((2, 64, 64), 1), drawn((2, 64, 64), 2)
+        x, g = random_tensor((2, 64, 64), 1), random_tensor((2, 64, 64), 2)
         y = parallel(tokens(x, rank, RANKS) if sequence else x)
         y.backward(tokens(g, rank, RANKS) if sequence else g)
         with qt.autocast(recipe):
@@ -357,9 +357,9 @@ CASES = [
     checkpoints,
     without_copies,
     cross_attention,
-    of_another_library,
-    rows_of_heads_that_lie_together,
-    matrices_that_nobody_has_told_of,
+    transformers_phi_3,
+    fused_qkv_with_heads_stored_together,
+    fused_weights_without_declared_parts,
 ]
 
 

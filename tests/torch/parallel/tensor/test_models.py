@@ -19,7 +19,7 @@ from tests.torch.parallel.tensor import matrices, vocabulary
 from tests.torch.parallel.tensor.split import tokens
 from tests.two_ranks import RANKS
 
-#: What a step's gradients may differ by from one process's: an ulp of a sum moves a code here and there.
+#: Largest relative difference of gradients from one process: an ulp in a sum can change single codes.
 GAPS = {None: 1e-5, "tensorwise": 2e-2, "mxfp8": 2e-2, "delayed": 2e-2}
 
 
@@ -32,27 +32,27 @@ def whole_gradient(p: nn.Parameter) -> Tensor:
     return g.full_tensor() if hasattr(g, "full_tensor") else g
 
 
-def compare(model: nn.Module, whole: nn.Module, losses: list[Tensor], label: str, gap: float) -> None:
+def compare(model: nn.Module, reference: nn.Module, losses: list[Tensor], label: str, gap: float) -> None:
     assert_close(f"{label}: loss", losses[0].detach(), losses[1].detach(), 1e-6)
-    gradients = {name: p.grad for name, p in whole.named_parameters()}
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
     parameters = dict(model.named_parameters())
     for name, expected in gradients.items():
-        # Matrices of one weight are parameters of their own.
+        # The matrices of a fused weight are separate parameters.
         each = [p for what, p in parameters.items() if what == name or what.startswith(f"{name}.")]
         assert expected is not None and each, name
         assert_close(f"{label}: gradient of {name}", torch.cat([whole_gradient(p) for p in each]), expected, gap)
 
 
-def with_tokens(model: nn.Module, whole: nn.Module, x: Tensor, sequence: bool, label: str, gap: float) -> None:
-    """A model of tokens, of which each rank gives its part, beside the whole one."""
+def with_tokens(model: nn.Module, reference: nn.Module, x: Tensor, sequence: bool, label: str, gap: float) -> None:
+    """Compare a model whose tokens are sharded over ranks with the unsharded model."""
     ours = tokens(x, dist.get_rank(), RANKS) if sequence else x
-    loss, expected = model(ours).square().sum() / x.numel(), whole(x).square().sum() / x.numel()
+    loss, expected = model(ours).square().sum() / x.numel(), reference(x).square().sum() / x.numel()
     loss.backward()
     expected.backward()
     loss = loss.detach()
     if sequence:
         dist.all_reduce(loss)
-    compare(model, whole, [loss, expected], label, gap)
+    compare(model, reference, [loss, expected], label, gap)
 
 
 def transformer_layers(rank: int) -> None:
@@ -64,7 +64,7 @@ def transformer_layers(rank: int) -> None:
             layer = qt.TransformerLayer(
                 128, 4, hidden=256, groups=2, rope=rope, normalization=norm, qk_norm="RMSNorm", **options
             )
-            whole = copy.deepcopy(layer)
+            reference = copy.deepcopy(layer)
             style = {"sequence": sequence}
             columns = ["mlp.gate_up_proj"] if fused else ["mlp.gate_proj", "mlp.up_proj"]
             plan: Any = {"attention": HeadParallel(**style), "mlp.down_proj": RowwiseParallel(**style)}
@@ -73,7 +73,7 @@ def transformer_layers(rank: int) -> None:
                 plan |= {"attention.norm": SequenceParallel(), "mlp.norm": SequenceParallel()}
             parallelize_module(layer, mesh(), plan)
             x = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1))
-            with_tokens(layer, whole, x, sequence, f"{recipe}, sequence {sequence}, fused {fused}", gap)
+            with_tokens(layer, reference, x, sequence, f"{recipe}, sequence {sequence}, fused {fused}", gap)
 
 
 def norms_before_layers(rank: int) -> None:
@@ -82,7 +82,7 @@ def norms_before_layers(rank: int) -> None:
         model: Any = nn.Sequential(
             qt.LayerNormMLP(64, 128, "swiglu", fused=False, recipe=recipe), qt.LayerNormLinear(64, 64, recipe=recipe)
         )
-        whole = copy.deepcopy(model)
+        reference = copy.deepcopy(model)
         plan: Any = {name: ColwiseParallel(sequence=True) for name in ("0.gate_proj", "0.up_proj")}
         plan |= {
             "0.down_proj": RowwiseParallel(sequence=True),
@@ -91,17 +91,17 @@ def norms_before_layers(rank: int) -> None:
         }
         parallelize_module(model, mesh(), {**plan, "1.linear": ColwiseParallel()})
         x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(1))
-        y, z = model(tokens(x, rank, RANKS)), whole(x)
+        y, z = model(tokens(x, rank, RANKS)), reference(x)
         assert_close(f"{recipe}: output", y.detach(), z.detach().chunk(RANKS, -1)[rank], gap)
         y.square().sum().backward()
         z.square().sum().backward()
         loss = y.detach().square().sum()
         dist.all_reduce(loss)
-        compare(model, whole, [loss, z.square().sum()], str(recipe), gap)
+        compare(model, reference, [loss, z.square().sum()], str(recipe), gap)
 
 
 def llama(sequence: bool) -> dict[str, Any]:
-    """A plan for transformers' Llama. Its attention counts tokens by what it is given, so it is given all of them."""
+    """A plan for transformers' Llama, whose attention needs all tokens to compute their number."""
     attention, mlp = "model.layers.*.self_attn.", "model.layers.*.mlp."
     plan: dict[str, Any] = {attention + name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
     plan |= {mlp + name: ColwiseParallel(sequence=sequence) for name in ("gate_proj", "up_proj")}
@@ -119,7 +119,7 @@ def llama(sequence: bool) -> dict[str, Any]:
     return plan
 
 
-def of_transformers(**options: Any) -> Any:
+def small_llama(**options: Any) -> Any:
     """A small Llama of transformers."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -134,23 +134,23 @@ def of_transformers(**options: Any) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def a_converted_model_of_transformers(rank: int) -> None:
-    plain = of_transformers(num_hidden_layers=2, attention_bias=True)
+def a_converted_transformers_model(rank: int) -> None:
+    plain = small_llama(num_hidden_layers=2, attention_bias=True)
     ids = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(1))
     given = {"labels": ids, "position_ids": torch.arange(64)[None], "use_cache": False}
     for recipe, sequence in ((None, True), ("mxfp8", False), ("mxfp8", True)):
-        model, whole = copy.deepcopy(plain), copy.deepcopy(plain)
-        for each in (model, whole):
+        model, reference = copy.deepcopy(plain), copy.deepcopy(plain)
+        for each in (model, reference):
             qt.convert(each, "bf16" if recipe is None else recipe, skip=["lm_head"])
         parallelize_module(model, mesh(), llama(sequence))
-        losses = [each(ids, **given).loss for each in (model, whole)]
+        losses = [each(ids, **given).loss for each in (model, reference)]
         for loss in losses:
             loss.backward()
-        compare(model, whole, losses, f"{recipe}, sequence {sequence}", GAPS[recipe])
+        compare(model, reference, losses, f"{recipe}, sequence {sequence}", GAPS[recipe])
 
 
 def norms_of_heads(rank: int) -> None:
-    """Norms between q_proj and o_proj get the gradients of all heads, or are refused with the line of a plan."""
+    """Norms between q_proj and o_proj get gradients of all heads, or raise an error with the plan entry to add."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 96, "num_hidden_layers": 2}
@@ -162,46 +162,46 @@ def norms_of_heads(rank: int) -> None:
         config = getattr(transformers, f"{family}Config")(**sizes, **more)
         plain = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
         for recipe in (None, "mxfp8"):
-            model, whole = copy.deepcopy(plain), copy.deepcopy(plain)
-            for each in (model, whole):
+            model, reference = copy.deepcopy(plain), copy.deepcopy(plain)
+            for each in (model, reference):
                 for name, p in each.named_parameters():
                     if "_norm" in name:
                         torch.nn.init.normal_(p, 1.0, 0.2, generator=torch.Generator().manual_seed(2))
                 qt.convert(each, "bf16" if recipe is None else recipe, skip=["lm_head"])
-            refused = copy.deepcopy(model)
-            parallelize_module(refused, mesh(), llama(False))
+            raises = copy.deepcopy(model)
+            parallelize_module(raises, mesh(), llama(False))
             with pytest.raises(
                 (ValueError, RuntimeError), match=r'"\.\.\.q_norm": SequenceParallel\(\)|size of tensor'
             ) as error:
-                refused(ids, **given)
+                raises(ids, **given)
             if family == "Olmo2":
-                # Its norm is of all heads together, and no rank has them.
+                # Its norm spans all heads, and no rank has them all.
                 assert "size of tensor" in str(error.value)
                 continue
             parallelize_module(model, mesh(), llama(False) | norms)
-            losses = [each(ids, **given).loss for each in (model, whole)]
+            losses = [each(ids, **given).loss for each in (model, reference)]
             for loss in losses:
                 loss.backward()
-            compare(model, whole, losses, f"{family}, {recipe}", GAPS[recipe])
+            compare(model, reference, losses, f"{family}, {recipe}", GAPS[recipe])
 
 
-def a_vocabulary_of_transformers(rank: int) -> None:
-    """Embedding and head in parts, tied or not, and their loss without logits of all tokens."""
+def a_vocabulary_parallel_transformers_model(rank: int) -> None:
+    """Vocabulary-parallel embedding and head, tied or not, with a loss that never holds all logits."""
     for sequence, ties in ((False, True), (True, False)):
-        model = of_transformers(num_hidden_layers=1, tie_word_embeddings=ties).train()
-        whole = copy.deepcopy(model)
+        model = small_llama(num_hidden_layers=1, tie_word_embeddings=ties).train()
+        reference = copy.deepcopy(model)
         ids = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(1))
         ids[0, :9] = -100
         given = {"labels": ids, "position_ids": torch.arange(64)[None], "use_cache": False}
-        for each in (model, whole):
+        for each in (model, reference):
             qt.convert(each, "mxfp8", blocks=qt.Blocks(norm=False, mlp=False, attention=False, loss=True))
         plan = llama(sequence) | {"model.embed_tokens": VocabParallel(sequence=sequence), "lm_head": ColwiseParallel()}
         parallelize_module(model, mesh(), plan)
-        outputs = [each(ids.clamp(min=0), **given) for each in (model, whole)]
+        outputs = [each(ids.clamp(min=0), **given) for each in (model, reference)]
         assert outputs[0].logits is None, "they never exist"
         for output in outputs:
             output.loss.backward()
-        compare(model, whole, [output.loss for output in outputs], f"sequence {sequence}, tied {ties}", 2e-2)
+        compare(model, reference, [output.loss for output in outputs], f"sequence {sequence}, tied {ties}", 2e-2)
 
 
 def dropped_tokens_differ(rank: int) -> None:
@@ -220,26 +220,26 @@ def dropped_tokens_differ(rank: int) -> None:
 
 
 def bad_input(rank: int) -> None:
-    def refused(message: str, module: nn.Module, plan: Any) -> None:
+    def raises(message: str, module: nn.Module, plan: Any) -> None:
         with pytest.raises(ValueError, match=message):
             parallelize_module(module, mesh(), plan)
 
-    refused(
+    raises(
         "33 output features, which 2 ranks cannot share", qt.MLP(64, 33, "swiglu"), {"gate_up_proj": ColwiseParallel()}
     )
-    refused(
+    raises(
         "put HeadParallel.. on the attention",
         copy.deepcopy(qt.MultiheadAttention(64, 4)),
         {"qkv_proj": ColwiseParallel()},
     )
-    refused("this one has alibi", qt.MultiheadAttention(64, 4, fused=False, alibi=True), HeadParallel())
-    refused("cannot share 3 heads", qt.MultiheadAttention(63, 3, fused=False), HeadParallel())
-    refused("Linear is none", qt.Linear(8, 8), HeadParallel())
-    refused("another one with parameters, '0'", nn.Sequential(nn.LayerNorm(8)), SequenceParallel())
-    refused("would drop the same elements on every rank", nn.Dropout2d(), SequenceParallel())
+    raises("this one has alibi", qt.MultiheadAttention(64, 4, fused=False, alibi=True), HeadParallel())
+    raises("cannot share 3 heads", qt.MultiheadAttention(63, 3, fused=False), HeadParallel())
+    raises("Linear is none", qt.Linear(8, 8), HeadParallel())
+    raises("another one with parameters, '0'", nn.Sequential(nn.LayerNorm(8)), SequenceParallel())
+    raises("would drop the same elements on every rank", nn.Dropout2d(), SequenceParallel())
     twice = nn.LayerNorm(8)
     parallelize_module(twice, mesh(), SequenceParallel(replicated_input=True))
-    refused("already", twice, SequenceParallel())
+    raises("already", twice, SequenceParallel())
     with pytest.raises(ValueError, match="2 ranks cannot share 5 tokens"):
         twice(torch.zeros(5, 8))
     column = parallelize_module(nn.ModuleDict({"up": qt.Linear(8, 8)}), mesh(), {"up": ColwiseParallel()})
@@ -250,9 +250,9 @@ def bad_input(rank: int) -> None:
 CASES = [
     transformer_layers,
     norms_before_layers,
-    a_converted_model_of_transformers,
+    a_converted_transformers_model,
     norms_of_heads,
-    a_vocabulary_of_transformers,
+    a_vocabulary_parallel_transformers_model,
     dropped_tokens_differ,
     bad_input,
     *matrices.CASES,
