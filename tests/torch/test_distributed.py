@@ -314,7 +314,7 @@ def models_created_in_another_order(rank: int) -> None:
             models[name] = model()
         whole = nn.ModuleDict(models)
         if not explicit:
-            # A forward under autocast gives layers their names.
+            # `convert` gives layers the names by which ranks match them.
             qt.convert(whole, "delayed")
         for step in range(3):
             for i, name in enumerate(names):
@@ -323,7 +323,7 @@ def models_created_in_another_order(rank: int) -> None:
             sync_amax_histories(whole)
             for name in names:
                 for layer in (models[name][0], models[name][2]):
-                    what = f"{name} in step {step}, told {explicit}"
+                    what = f"{name} in step {step}, explicit groups {explicit}"
                     assert layer.history.any(), what
                     assert_bitwise(*gathered(layer.history.contiguous()), what)
                     assert_bitwise(*gathered(layer.factor), what)

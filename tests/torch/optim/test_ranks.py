@@ -47,7 +47,7 @@ class Tensors(nn.Module):
 def gradients(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(step + 1)
     numbers = {name: torch.randn(shape, generator=draw) * 10.0**-step for name, shape in SHAPES.items()}
-    # The dtype in which some presets hold unsharded gradients.
+    # Rounded to bfloat16, in which some presets hold unsharded gradients.
     return {name: number.bfloat16().to(dtype) for name, number in numbers.items()}
 
 

@@ -28,7 +28,7 @@ from tests.close import assert_bitwise, assert_close
 
 #: Input and hidden features, with whole blocks on each of two ranks.
 WIDE, INNER = 128, 256
-#: Hidden features divisible by two, three and four ranks.
+#: Batch size, divisible by two, three and four ranks.
 BATCH = 12
 #: A recipe with histories, one with noise, and two without state in a checkpoint.
 RECIPES = ["delayed", "nvfp4", "mxfp8", "tensorwise"]

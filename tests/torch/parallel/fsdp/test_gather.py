@@ -221,7 +221,7 @@ def recomputation(rank: int) -> None:
             return y
 
     class Selective(Checkpointed):
-        """Selective checkpointing around units that run twice per forward, one gathered as codes and one in bf16."""
+        """Checkpoint units that run twice per forward, one gathered as codes and one in high precision."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             chosen = partial(

@@ -269,7 +269,7 @@ def transformers_phi_3(rank: int) -> None:
         with torch.no_grad():
             for q in loaded.parameters():
                 q.zero_()
-        # The state dict has the names and shapes of the unsharded model.
+        # A state dict of the unsharded model loads under its own names.
         loaded.load_state_dict(
             {name: value for name, value in whole.state_dict().items() if "_proj" in name}, strict=False
         )
