@@ -152,7 +152,7 @@ def layer_of(name: str) -> tuple[Any, dict[str, Any]]:
     return theirs.eval(), read | ({"config": config, "mask_type": "causal"} if name == "mpt" else {})
 
 
-def of_theirs(theirs: Any, read: dict[str, Any], x: Tensor, mask: str) -> dict[str, Any]:
+def arguments_for_theirs(theirs: Any, read: dict[str, Any], x: Tensor, mask: str) -> dict[str, Any]:
     """What their layer is called with: its own mask, with padding on the right, or none."""
     around = surroundings(theirs, read.get("config"), True if "mask_type" in read else None)
     given = arguments(theirs, around, x)
@@ -211,7 +211,7 @@ def test_outputs_and_gradients_match_transformers(name: str, mask: str) -> None:
     (theirs, read), fused = layer_of(name), {"none": name != "whisper" or None, "padding": False}.get(mask)
     x, g = torch.randn(2, TOKENS, DIM), torch.randn(2, TOKENS, DIM)
     real = (~padding())[..., None].float() if mask == "padding" else torch.ones(2, TOKENS, 1)
-    given = of_theirs(theirs, read, x, mask)
+    given = arguments_for_theirs(theirs, read, x, mask)
     expected = run(theirs, x, g * real, **given)
     want = gradients(theirs, read, fused)
     causal = surroundings(theirs, read.get("config"), True if "mask_type" in read else None).causal
@@ -242,8 +242,8 @@ def test_bf16_results_are_as_close_to_float32_as_theirs(name: str) -> None:
     low = copy.deepcopy(theirs).bfloat16()
     exact, ours = copy.deepcopy(low).float(), qt.from_huggingface(low, **read)
     x, g = torch.randn(8, TOKENS, DIM).bfloat16(), torch.randn(8, TOKENS, DIM).bfloat16()
-    want = run(exact, x.float(), g.float(), **of_theirs(exact, read, x.float(), "own"))
-    their = run(low, x, g, **of_theirs(low, read, x, "own"))
+    want = run(exact, x.float(), g.float(), **arguments_for_theirs(exact, read, x.float(), "own"))
+    their = run(low, x, g, **arguments_for_theirs(low, read, x, "own"))
     for i, (a, b, c) in enumerate(zip(run(ours, x, g), their, want, strict=True)):
         if i and name in JUMPS:
             continue

@@ -34,7 +34,7 @@ STATELESS = [name for name in QUANTIZING if recipes.get(name).delayed is None]
 
 
 def gradients(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
-    """The output of a run, and the gradient of every parameter from a fixed one."""
+    """The output of a run, and all parameters' gradients for a fixed output gradient."""
     model.zero_grad()
     y = run(model)
     torch.manual_seed(3)
@@ -49,11 +49,11 @@ def assert_near(a: dict[str, Tensor], b: dict[str, Tensor], bound: float) -> Non
         assert error <= bound, f"{name}: {error:.2e}"
 
 
-# Subclasses of nn.Linear with a forward of their own.
+# Subclasses of nn.Linear that define `forward`.
 
 
 class Same(nn.Linear):
-    """As FalconLinear, and like it through torch.addmm of another library."""
+    """Computes the same as nn.Linear, like FalconLinear."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.weight.mT
@@ -78,7 +78,7 @@ class Upcast(nn.Linear):
 
 
 class LoRA(nn.Linear):
-    """Its additional weights begin at zero, so that its outputs are nn.Linear's at first."""
+    """Adds weights that start at zero, so that initial outputs equal nn.Linear's."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -95,7 +95,7 @@ class InTraining(nn.Linear):
 
 
 class Detached(nn.Linear):
-    """The same outputs, another gradient."""
+    """Computes the same outputs and other gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.detach(), self.weight, self.bias)
@@ -156,7 +156,7 @@ def test_a_subclass_that_cannot_be_probed_is_left_unchanged() -> None:
     with FakeTensorMode(), pytest.warns(UserWarning):
         report = qt.convert(nn.Sequential(FalconLinear(32, 32)), "mxfp8")
     assert not report.converted
-    # And is asked again.
+    # It is probed again.
     assert "0" in qt.convert(nn.Sequential(FalconLinear(32, 32)), "mxfp8").converted
 
 
@@ -186,7 +186,7 @@ def test_a_subclass_is_probed_through_its_instance() -> None:
 
 
 def conv1d(n: int = 24, k: int = 32) -> tuple[Conv1D, nn.Linear]:
-    """A Conv1D and the nn.Linear of the same weight."""
+    """A Conv1D and an nn.Linear with the same weight."""
     conv, linear = Conv1D(n, k), nn.Linear(k, n)
     with torch.no_grad():
         conv.bias.normal_()
@@ -302,7 +302,7 @@ def options() -> Iterator[dict[str, Any]]:
 
 
 def inputs_of(module: nn.MultiheadAttention, shared: str, batched: bool = True) -> list[Tensor]:
-    """Query, key and value: one tensor, or key and value one, or three."""
+    """Query, key and value: one shared tensor, a shared key and value, or three tensors."""
     torch.manual_seed(1)
     lengths = (5, 7) if shared != "all" else (5, 5)
     shapes = [(lengths[0], module.embed_dim), (lengths[1], module.kdim), (lengths[1], module.vdim)]
@@ -345,7 +345,7 @@ def masks(module: nn.MultiheadAttention, length: int, keys: int, batched: bool) 
 def test_packed_attention_equals_torch(
     given: dict[str, Any], shared: str, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With unquantized products: what is between them is torch's own, in outputs, weights and every gradient."""
+    """With unquantized GEMMs, outputs, attention weights and all gradients equal torch's."""
     module = attention(**given)
     converted = copy.deepcopy(module)
     qt.convert(converted, "mxfp8")
@@ -408,7 +408,7 @@ def test_packed_attention_quantizes_its_projections_and_trains(recipe: str) -> N
     ids=case_name,
 )
 def test_packed_attention_reads_the_rows_that_a_call_asks_for(recipe: str, while_frozen: bool, bias: bool) -> None:
-    """Query rows begin at the first row: the cache of the whole weight is not used for a part."""
+    """Query rows start at row 0 of the weight; still, the cache of the full weight is not used for them."""
     attention = nn.MultiheadAttention(32, 4, batch_first=True, bias=bias)
     qt.convert(attention, recipe)
     fresh = copy.deepcopy(attention)
@@ -486,7 +486,7 @@ def stacks(model: nn.Module) -> list[Quantizable]:
 
 @pytest.mark.parametrize("family", [*DECORATED, *UNDECORATED])
 def test_experts_in_high_precision_equal_the_original_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sorted, grouped way with unquantized products: loss and every gradient are the model's own."""
+    """With sorted tokens and unquantized grouped GEMMs, the loss and all gradients equal the original model."""
     model, ours = tiny(family), tiny(family)
     x = tokens()
     qt.convert(ours, "mxfp8", skip=[n for n, m in ours.named_modules() if isinstance(m, nn.Linear)])
@@ -546,7 +546,7 @@ def test_experts_are_quantized_train_and_come_back(family: str, recipe: str) -> 
 
 
 class OneByOne(nn.Module):
-    """Experts of a family by a linear layer for each matrix, which bears the name of that in its stack."""
+    """The experts of a family as one linear layer per matrix, named like the matrix in its stack."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -596,7 +596,7 @@ def test_experts_remember_and_draw_as_a_linear_layer_each(family: str, recipe: s
     draw = torch.Generator().manual_seed(0)
     for step in range(3):
         x, weights = torch.randn(24, 64, generator=draw), torch.rand(24, 2, generator=draw)
-        # One expert sees no token at first, and later another.
+        # In the first step one expert has no token, later another one.
         ids = torch.tensor([[0, 1], [2, 0], [1, 2]][step % 3 : step % 3 + 1]).expand(24, 2) + step // 2
         results = []
         for layer in layers:
@@ -632,7 +632,7 @@ def test_models_with_experts_compile_into_one_graph_with_eager_bits(family: str)
     layer, other = (next(one for one in stacks(m) if one._state.members) for m in (model, eager))
     counters.clear()
     compiled = torch.compile(lambda *args: layer(*args), backend="aot_eager", fullgraph=True, dynamic=True)
-    # No number of tokens is the length of a buffer, which dynamic shapes would take for the same symbol.
+    # The number of tokens differs from all buffer lengths, which dynamic shapes would give the same symbol.
     for tokens_of in (11, 20, 7):
         results = []
         for run, of in ((compiled, layer), (other, other)):
@@ -648,7 +648,7 @@ def test_models_with_experts_compile_into_one_graph_with_eager_bits(family: str)
             results.append([y.detach(), *grads, *(b.clone() for b in of.buffers())])
         for ours, expected in zip(*results, strict=True):
             assert_bitwise(ours.contiguous(), expected.contiguous())
-    # torch 2.15 begins a graph anew where a number of it turns out to be constant.
+    # torch 2.15 traces a graph again if one of its numbers turns out to be constant.
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -674,7 +674,7 @@ def test_experts_noise_differs_from_step_to_step_and_repeats_with_the_count() ->
     state = copy.deepcopy(model.state_dict())
     first, second = step(), step()
     assert not torch.equal(first, second)
-    # The rotated transposes of inputs and gradients have drawn, of each matrix that had tokens.
+    # Rotated transposes of inputs and gradients have drawn noise, for each matrix with tokens.
     assert (layer.count[:, 1] == 2).any() and set(layer.count[:, 2].tolist()) == {-1}
     model.load_state_dict(state)
     assert_bitwise(step(), first)

@@ -224,7 +224,7 @@ def test_nothing_is_decided_for_a_weight_that_is_codes(monkeypatch: pytest.Monke
     with qt.quantized_init("tensorwise"):
         layer = qt.Linear(K, N)
     plans: list[object] = []
-    monkeypatch.setattr(linear_module, "make_plan", lambda *given: plans.append(given))
+    monkeypatch.setattr(linear_module, "make_plan", lambda *args: plans.append(args))
     with qt.autocast("tensorwise"):
         layer(torch.randn(T, K, requires_grad=True))
     assert not plans
@@ -406,13 +406,13 @@ def test_a_transposed_input_is_read_row_by_row(name: str, tokens: int) -> None:
     x, g = torch.randn(64, tokens, requires_grad=True), torch.randn(tokens, 64)
     block = qt.LayerNormLinear(64, 64, normalization="RMSNorm", recipe=name)
 
-    def of_norm(x: Tensor) -> Tensor:
+    def through_norm(x: Tensor) -> Tensor:
         return block(x)  # type: ignore[no-any-return]
 
-    def of_given(x: Tensor) -> Tensor:
+    def through_identity(x: Tensor) -> Tensor:
         return project(IDENTITY_INPUT, (x,), (block.linear,))[0]
 
-    for run in (of_norm, of_given):
+    for run in (through_norm, through_identity):
         results = []
         for layout in (lambda x: x.t(), lambda x: x.t().contiguous()):
             with qt.autocast(name):

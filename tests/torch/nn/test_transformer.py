@@ -89,7 +89,7 @@ def run(layer: Any, x: Tensor) -> Tensor:
     return layer(x, *(() if layer.cross_attention is None else memory_of("decoder with memory", x.dtype)))
 
 
-def by_hand(layer: Any, x: Tensor) -> Tensor:
+def composed(layer: Any, x: Tensor) -> Tensor:
     """The formulas of the docstring, each part called by itself."""
     memory = memory_of("decoder with memory") if layer.cross_attention is not None else ()
     s = layer.residual_scale
@@ -115,7 +115,7 @@ def by_hand(layer: Any, x: Tensor) -> Tensor:
 @EACH
 def test_the_formula(kind: str) -> None:
     layer, x = make(kind), torch.randn(2, 9, 64)
-    assert_close("output", run(layer, x), by_hand(layer, x), 1e-6)
+    assert_close("output", run(layer, x), composed(layer, x), 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def in_one_process(net: nn.Module, recipe: str, group: Any, steps: int) -> list[
     return losses
 
 
-def in_stages(
+def on_stages(
     net: nn.Sequential,
     kind: Kind,
     recipe: str,
@@ -220,16 +220,16 @@ def compare(build: Build, name: str, recipe: str, rank: int, steps: int, own: bo
     """
     kind = KINDS[name]
     count = sum(map(len, kind.stages))
-    of_one = expected(build, count, recipe, steps)
+    reference = expected(build, count, recipe, steps)
     # Layers that are gone roll with no other case's.
     gc.collect()
     net = build(count, recipe)
-    losses = in_stages(net, kind, recipe, rank, steps, alone() if own else None)
+    losses = on_stages(net, kind, recipe, rank, steps, alone() if own else None)
     label = f"{build.__name__}, {name}, {recipe}"
     if count - 1 in kind.stages[rank]:
-        assert losses == of_one.losses, f"{label}: losses {losses} and {of_one.losses}"
+        assert losses == reference.losses, f"{label}: losses {losses} and {reference.losses}"
     for i in kind.stages[rank]:
-        state, wanted = net[i].state_dict(), of_one.states[i]
+        state, wanted = net[i].state_dict(), reference.states[i]
         assert list(state) == list(wanted), label
         for key, value in state.items():
             assert_bitwise(value, wanted[key], f"{label}: stage {i}: {key}")
@@ -238,16 +238,16 @@ def compare(build: Build, name: str, recipe: str, rank: int, steps: int, own: bo
 def each_gradient_is_computed_once(rank: int) -> None:
     """All ranks together have the FLOPs of one process, whatever the schedule."""
     for build, names in ((blocks, ("Interleaved1F1B", *ZERO_BUBBLE)), (transformer, ("InterleavedZeroBubble",))):
-        with Flops() as of_one:
+        with Flops() as reference:
             in_one_process(build(4, "rowwise"), "rowwise", alone(), 1)
         for name in names:
             kind = KINDS[name]
             net = build(4, "rowwise")
             flops = Flops()
-            in_stages(net, kind, "rowwise", rank, 1, counting=flops)
+            on_stages(net, kind, "rowwise", rank, 1, counting=flops)
             total = torch.tensor(flops.total)
             dist.all_reduce(total)
-            assert total == of_one.total, f"{build.__name__}, {name}: {total / of_one.total} of the FLOPs"
+            assert total == reference.total, f"{build.__name__}, {name}: {total / reference.total} of the FLOPs"
 
 
 def case(build: Build, name: str, recipe: str, steps: int = STEPS, own: bool = False) -> two_ranks.Case:

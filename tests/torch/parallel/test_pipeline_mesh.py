@@ -137,15 +137,15 @@ def long_runs() -> list[Run]:
     return every
 
 
-def as_one_process(rank: int) -> None:
-    are_one_process(rank, runs())
+def ranks_equal_one_process(rank: int) -> None:
+    assert_equal_to_one_process(rank, runs())
 
 
-def as_one_process_for_long(rank: int) -> None:
-    are_one_process(rank, long_runs())
+def ranks_equal_one_process_for_long(rank: int) -> None:
+    assert_equal_to_one_process(rank, long_runs())
 
 
-def are_one_process(rank: int, cases: list[Run]) -> None:
+def assert_equal_to_one_process(rank: int, cases: list[Run]) -> None:
     """Losses, weights, histories and counts are those of one process that splits the same sums."""
     mesh = two_ranks.mesh(RANKS, RANKS, names=("pp", "dp"))
     alone()
@@ -186,4 +186,4 @@ def test_twenty_losses(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    two_ranks.main([as_one_process], slow=[as_one_process_for_long])
+    two_ranks.main([ranks_equal_one_process], slow=[ranks_equal_one_process_for_long])

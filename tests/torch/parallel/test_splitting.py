@@ -149,7 +149,7 @@ def whole(block: nn.Module, x: Tensor, g: Tensor) -> Tensor:
     return y
 
 
-def split_and_whole(block: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+def split_and_unsplit(block: nn.Module, x: Tensor, g: Tensor) -> Tensor:
     with split_backwards([x]):
         y: Tensor = block(x)
     y.backward(g)
@@ -165,7 +165,7 @@ def first_part(block: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, list[dic
     return value, groups
 
 
-def in_parts(block: nn.Module, x: Tensor, g: Tensor) -> Tensor:
+def in_two_parts(block: nn.Module, x: Tensor, g: Tensor) -> Tensor:
     y, groups = first_part(block, x, g)
     stage_backward_weight(block.parameters(), groups)
     return y
@@ -199,23 +199,23 @@ def compare(way: Callable[..., Tensor], name: str, recipe: str | Recipe) -> None
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_two_parts_equal_a_whole_backward(name: str, recipe: str | Recipe) -> None:
-    compare(in_parts, name, recipe)
+    compare(in_two_parts, name, recipe)
 
 
 @needs_edges
 @pytest.mark.parametrize("recipe", QUANTIZING)
 def test_the_two_parts_equal_a_whole_backward_under_every_recipe(recipe: str | Recipe) -> None:
-    compare(in_parts, "LayerNormMLP", recipe)
+    compare(in_two_parts, "LayerNormMLP", recipe)
 
 
 @needs_edges
 def test_two_parts_are_a_whole_backward_of_attention_in_eight_bits() -> None:
-    compare(in_parts, "TransformerLayer", recipes.mxfp8(attention=True))
+    compare(in_two_parts, "TransformerLayer", recipes.mxfp8(attention=True))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_split_graph_that_is_not_cut_is_a_whole_one(name: str) -> None:
-    compare(split_and_whole, name, "delayed")
+    compare(split_and_unsplit, name, "delayed")
 
 
 def used_twice(block: nn.Module, x: Tensor, g: Tensor, y: Tensor) -> list[Tensor | None]:

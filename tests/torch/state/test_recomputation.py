@@ -20,7 +20,7 @@ from tests.pairs import turns
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 NAMES = [n for n, r in recipes.RECIPES.items() if r().quantizes]
 QUANTIZED = pytest.mark.parametrize("name", NAMES)
-#: Those that keep state between steps, which a second forward could note twice.
+#: Recipes with state between steps, which a recomputed forward could record twice.
 STATEFUL = ("delayed", "nvfp4")
 Run = Callable[..., Tensor]
 
@@ -35,7 +35,7 @@ def plain(function: Run, *args: Tensor) -> Tensor:
 
 
 def twins(net: nn.Module) -> list[nn.Module]:
-    """Two models with the same streams of noise."""
+    """Two copies of a model with the same noise streams."""
     other = copy.deepcopy(net)
     return [net, other]
 
@@ -53,7 +53,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def compare(scenario: Callable[[nn.Module, Callable[..., Tensor]], dict[str, Tensor]]) -> None:
-    """A scenario run without and with checkpointing."""
+    """Check that a scenario gives the same with and without checkpointing."""
     runs = []
     for net, run in zip(twins(model()), (plain, qt.checkpoint), strict=True):
         torch.manual_seed(1)
@@ -62,7 +62,7 @@ def compare(scenario: Callable[[nn.Module, Callable[..., Tensor]], dict[str, Ten
 
 
 def through(net: nn.Module, run: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Each block checkpointed."""
+    """Run each block in its own checkpoint."""
     for block in net.children():
         x = run(block, x)
     return x

@@ -16,7 +16,7 @@ from quaver.torch.backends.gpu.quantize_launch import (
     RowColQuantizer,
     delayed_inputs,
     noise_inputs,
-    combine_launches,
+    shared_launch,
 )
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
@@ -26,7 +26,7 @@ from tests.torch.backends.gpu.pretend import as_on_a_gpu
 
 TENSOR, TENSOR_E5M2 = QuantSpec(E4M3), QuantSpec(E5M2)
 ROWS = QuantSpec(E4M3, (1, None))
-#: Two specs of each kind of scale, and shapes: whole blocks, and sides that are multiples of 16 alone.
+#: Two specs of each kind of scale; shapes of whole blocks, and of sides that are only multiples of 16.
 PAIRS = [(TENSOR, TENSOR), (TENSOR_E5M2, TENSOR), (ROWS, ROWS)]
 SHAPES = [((128, 64), (64, 64)), ((48, 80), (144, 80)), ((16, 16), (272, 48))]
 
@@ -47,15 +47,15 @@ def launch_plan(x: Tensor, spec: QuantSpec, wanted: RequestedOperands) -> Quanti
 
 def assert_is_reference(written: Any, x: Tensor, spec: QuantSpec, views: bool) -> None:
     """Check codes and scales of a matrix and of its transpose, contiguous or as a view."""
-    codes, scale, transposed, of_transposed, _ = written
+    codes, scale, transposed, scale_transposed, _ = written
     if views:
-        transposed, of_transposed = transposed.t(), of_transposed if spec.per_tensor else of_transposed.t()
-    for got, of_got, matrix in ((codes, scale, x), (transposed, of_transposed, x.t())):
+        transposed, scale_transposed = transposed.t(), scale_transposed if spec.per_tensor else scale_transposed.t()
+    for got, scale_got, matrix in ((codes, scale, x), (transposed, scale_transposed, x.t())):
         expected = reference.quantize(matrix, spec)
         known = got.float().isnan()
         assert torch.equal(known, expected.data.float().isnan())
         assert torch.equal(got.view(torch.uint8)[~known], expected.data.view(torch.uint8)[~known])
-        torch.testing.assert_close(of_got, expected.scale, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(scale_got, expected.scale, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
@@ -66,12 +66,12 @@ def test_two_matrices_in_shared_launches_equal_the_reference(
     wanted = RequestedOperands(), RequestedOperands(transpose=True)
     both = None
     values = [[torch.from_numpy(x).bfloat16() for x in nasty(shape).values()] for shape in shapes]
-    # Each kind of the one beside another kind of the other, every other pair by turns.
+    # Combine different kinds of values; each case runs every other pair.
     at = (PAIRS.index(specs) + SHAPES.index(shapes)) % 2
     for x, w in list(zip(values[0], values[1][3:] + values[1][:3], strict=True))[at::2]:
         if both is None:
             plan_launch = [launch_plan(one, spec, each) for one, spec, each in zip((x, w), specs, wanted, strict=True)]
-            shared = combine_launches(*plan_launch)
+            shared = shared_launch(*plan_launch)
             assert shared is not None
             both = RowColQuantizer(x.device, shared)
         written = both(x, None, w, None)
@@ -80,10 +80,10 @@ def test_two_matrices_in_shared_launches_equal_the_reference(
         if specs[1].per_tensor:
             assert torch.equal(written[9].view(torch.int32), reference.quantize(w, specs[1]).amax.view(torch.int32))
     assert both is not None
-    assert not any(t.any() for t in meeting(both)), "what launches meet in is left as it was found"
+    assert not any(t.any() for t in column_amax_buffers(both)), "what launches meet in is left as it was found"
 
 
-def meeting(both: RowColQuantizer) -> list[Tensor]:
+def column_amax_buffers(both: RowColQuantizer) -> list[Tensor]:
     zeros = [i for i, buffer in enumerate(both.planned.reused) if buffer.zeros]
     assert zeros
     return [tensors[len(both.planned.inputs) + i] for tensors, _ in both.places.values() for i in zeros]
@@ -130,7 +130,7 @@ def test_four_bits_in_both_directions_by_one_launch_equal_the_reference(
                 got.tensor_factor, got.swizzled = expected.tensor_factor, True
                 assert_as_stored(got, expected)
         assert counts[2] == 3
-    assert not any(t.any() for t in meeting(both)), "what launches meet in is left as it was found"
+    assert not any(t.any() for t in column_amax_buffers(both)), "what launches meet in is left as it was found"
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -140,13 +140,13 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
         torch.linspace(5, -7, 64 * 48).view(64, 48).bfloat16(),
     )
     factors, history = torch.tensor([4.0, 0.5, 9.0]), torch.tensor([1.0, 1.0, 8.0])
-    shared = combine_launches(
+    shared = shared_launch(
         launch_plan(x, TENSOR, RequestedOperands()), launch_plan(w, TENSOR, RequestedOperands(transpose=True))
     )
     assert shared is not None
     both = RowColQuantizer(x.device, shared)
-    of_x, of_w = (delayed_inputs(factors, i, known, history[i + 1 : i + 2]) for i in (0, 1))
-    written = both(x, of_x, w, of_w)
+    delayed_x, delayed_w = (delayed_inputs(factors, i, known, history[i + 1 : i + 2]) for i in (0, 1))
+    written = both(x, delayed_x, w, delayed_w)
     for codes, scale, matrix, factor in ((*written[:2], x, 4.0), (*written[5:7], w, 0.5)):
         expected = reference.quantize(matrix, TENSOR, None, factor)
         assert torch.equal(codes.view(torch.uint8), expected.data.view(torch.uint8))
@@ -157,18 +157,18 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
 def test_matrices_share_a_launch_when_one_kernel_handles_both() -> None:
     x = torch.empty(64, 128)
     transposing = RequestedOperands(transpose=True)
-    assert combine_launches(launch_plan(x, TENSOR, RequestedOperands()), launch_plan(x, TENSOR, transposing))
-    assert not combine_launches(launch_plan(x, TENSOR, RequestedOperands()), launch_plan(x, ROWS, transposing))
-    assert not combine_launches(launch_plan(x, TENSOR, RequestedOperands(views=True)), launch_plan(x, TENSOR, transposing)), (
-        "one of them writes no transpose"
-    )
-    assert not combine_launches(
+    assert shared_launch(launch_plan(x, TENSOR, RequestedOperands()), launch_plan(x, TENSOR, transposing))
+    assert not shared_launch(launch_plan(x, TENSOR, RequestedOperands()), launch_plan(x, ROWS, transposing))
+    assert not shared_launch(
+        launch_plan(x, TENSOR, RequestedOperands(views=True)), launch_plan(x, TENSOR, transposing)
+    ), "one of them writes no transpose"
+    assert not shared_launch(
         launch_plan(x, QuantSpec(E4M3, scale="fp32"), RequestedOperands()), launch_plan(x, TENSOR, transposing)
     )
 
 
 def test_launches_that_fail_leave_nothing_behind_for_the_next() -> None:
-    """The amaxes of columns go from one launch to the next: those of a matrix that was given up are no other's."""
+    """Column amaxes pass from one launch to the next; those of a failed launch must not reach another matrix."""
     x = torch.full((32, 48), 3.0).bfloat16()
     rows = RowColQuantizer(x.device, launch_plan(x, ROWS, RequestedOperands()))
     rows(x)
@@ -186,7 +186,7 @@ def test_launches_that_fail_leave_nothing_behind_for_the_next() -> None:
 
 
 def test_each_thread_and_stream_has_its_own_workspace() -> None:
-    """What one launch leaves to the next must not be met by those of another stream, or of another thread on it."""
+    """Intermediate results must not be shared with launches on another stream or from another thread."""
     x = torch.ones(32, 48).bfloat16()
     both, stream = RowColQuantizer(x.device, launch_plan(x, ROWS, RequestedOperands())), [0]
     both.card = (*both.card[:2], lambda _: stream[0], both.card[3])
@@ -195,7 +195,7 @@ def test_each_thread_and_stream_has_its_own_workspace() -> None:
     thread = threading.Thread(target=both, args=(x,))
     thread.start()
     thread.join()
-    places = meeting(both)
+    places = column_amax_buffers(both)
     assert len(places) == len({place.data_ptr() for place in places}) == 3
 
 

@@ -257,7 +257,7 @@ def operand(case: str) -> Tensor:
 
 
 @cache
-def of_both(backend: str) -> list[dict[str, tuple[Tensor, Tensor]]]:
+def eager_and_compiled(backend: str) -> list[dict[str, tuple[Tensor, Tensor]]]:
     """Outputs and gradients in eager mode and compiled, by case, of two steps: one graph for three tests."""
     several = Several()
     compiled, steps = torch.compile(several, fullgraph=True, backend=backend), []
@@ -276,7 +276,7 @@ def of_both(backend: str) -> list[dict[str, tuple[Tensor, Tensor]]]:
 
 
 def assert_compiled_bits(cases: set[str], backend: str) -> None:
-    for step in of_both(backend):
+    for step in eager_and_compiled(backend):
         chosen = {name: both for name, both in step.items() if name.split(",")[0] in cases}
         assert len(chosen) == 2 * len(cases)
         for name, (eager, compiled) in chosen.items():

@@ -26,7 +26,7 @@ def make(dim: int = 32, **options: Any) -> Mamba2:
     return block
 
 
-def by_parts(block: Any, x: Tensor) -> Tensor:
+def layer_by_layer(block: Any, x: Tensor) -> Tensor:
     """The parts one after the other."""
     u = x if block.norm is None else block.norm(x)
     z, mixed, dt = block.in_proj(u).split((48, 112, 6), -1)
@@ -51,7 +51,7 @@ def by_parts(block: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("gate", GATES)
 def test_it_has_the_bits_of_its_parts(gate: str, recipe: str | None) -> None:
     block = make(gate=gate, normalization="RMSNorm", dt_limit=(0.01, 0.5))
-    runs = [lambda block, x: block(x), by_parts]
+    runs = [lambda block, x: block(x), layer_by_layer]
     assert_same_training(block, runs, recipe, [torch.randn(2, 9, 32) for _ in range(2)])
 
 

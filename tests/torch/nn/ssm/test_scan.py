@@ -16,7 +16,7 @@ from quaver.torch.nn.ssm.scan import ssd
 from tests.close import assert_bitwise, assert_close
 from tests.torch.nn.ssm.drawn import SIZE, differentiated, drawn_gradient, exact, leaves, named, tensors
 
-#: Relative RMS of float64's recurrence: what float32 promises, and one rounding to fewer bits.
+#: Relative RMS error against the float64 recurrence: of float32, and of one rounding to 16 bits.
 BOUND = 9e-7
 ONE_ROUNDING = {torch.bfloat16: 2.5e-3, torch.float16: 3e-4}
 
@@ -51,7 +51,7 @@ def test_outputs_and_gradients_match_a_float64_recurrence(scale: float, chunk_si
 )
 def test_each_option_and_size(size: tuple[int, ...], left_out: tuple[str, ...], options: dict[str, Any]) -> None:
     values = tensors(size)
-    # Of steps that are 0 at most tokens the gradient is the difference of nearly equal terms.
+    # With a step size of 0 at most tokens, the gradient is a difference of nearly equal terms.
     bound = BOUND if options.get("dt_softplus", True) else 3e-6
     assert_exact({name: value for name, value in values.items() if name not in left_out}, bound, **options)
 
@@ -74,7 +74,7 @@ def test_few_bits_are_rounded_once(dtype: torch.dtype) -> None:
     assert ssd(**values)[0].dtype is dtype and ssd(**values)[1].dtype is torch.float32
 
 
-# Values that hurt.
+# Hard values.
 
 
 def test_decays_between_near_tokens_keep_their_precision_late_in_a_sequence() -> None:
@@ -136,12 +136,12 @@ def test_nonfinite_values_spoil_no_earlier_chunk_and_no_other_sequence(name: str
     assert_bitwise(y[1], clean[1])
     assert_bitwise(y[0, :32], clean[0, :32])
     truth = exact(values)[0]
-    # An infinity may come out as NaN, and the other way round, by the order of sums.
+    # Whether a value becomes infinite or NaN depends on the order of sums.
     assert (~y[0, 40:].isfinite() | truth[0, 40:].isfinite()).all()
     assert last[1].isfinite().all()
 
 
-# Sequences laid end to end.
+# Packed sequences.
 
 CU_SEQLENS = torch.tensor([0, 10, 10, 47, 48, 75])
 
@@ -202,7 +202,7 @@ def test_nothing_to_scan(size: tuple[int, ...]) -> None:
     assert not values["A"].grad.any()  # type: ignore[union-attr]
 
 
-# How it runs.
+# Execution.
 
 
 def test_one_token_without_gradients_is_the_recurrence_itself() -> None:
@@ -317,7 +317,7 @@ def test_packages_are_chosen_by_name_alone_and_say_why_they_are_not_there(name: 
         ssd(**tensors())
 
 
-# What is refused.
+# Errors.
 
 
 def test_a_second_derivative_and_transforms_are_refused() -> None:

@@ -21,7 +21,7 @@ from tests.two_ranks import world
 TOKENS, HEADS = 48, 4
 RAGGED = torch.tensor([0, 5, 5, 29, 30, 48], dtype=torch.int32)
 
-#: What is asked, beside q, k and v: options of attention, and how many heads keys have.
+#: Options of attention besides q, k and v, and the number of key heads (`groups`).
 ASKED: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"mask_type": "causal"},
@@ -43,17 +43,17 @@ ASKED: dict[str, dict[str, Any]] = {
     "ragged causal, chunks and sinks": {"layout": "thd", "mask_type": "causal", "chunk": 6, "sinks": True},
     "ragged, ALiBi": {"layout": "thd", "alibi_slopes": True},
 }
-#: Those that are tried in the plain order too.
+#: Cases that also run without load balancing.
 UNBALANCED = "none", "causal", "both ways, window", "ragged causal, window"
-#: Those that are tried on four ranks, where chunks are shorter than windows and sequences.
+#: Cases that also run on four ranks, where chunks are shorter than windows and sequences.
 FOUR_RANKS = (
     *("none", "causal with sinks", "causal, window", "both ways, window", "both ways, ALiBi", "both ways, chunks"),
     *("ragged", "ragged causal", "ragged causal, window", "ragged, window", "ragged causal, chunks and sinks"),
 )
 
 
-class OptionalScalar:
-    """The whole sequence, the same on each rank."""
+class AttentionCase:
+    """Inputs and options of one case; every rank has the full sequence."""
 
     def __init__(self, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
         self.options = dict(options)
@@ -71,14 +71,14 @@ class OptionalScalar:
             self.options["alibi_slopes"] = torch.tensor([0.5, 0.25, 0.1, 0.02])
         self.sinks = torch.randn(HEADS, generator=random) if self.options.get("sinks") is True else None
 
-    def one(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+    def single_process(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Output and gradients of one process."""
         q, k, v, grad = (x.to(dtype or x.dtype, copy=True) for x in (self.q, self.k, self.v, self.grad))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         return self.run(lambda **options: attention(*leaves, **options), q, k, v, grad)
 
-    def parts(self, balanced: bool, **how: Any) -> list[Tensor]:
-        """The same of all ranks, put together."""
+    def sharded(self, balanced: bool, **how: Any) -> list[Tensor]:
+        """Output and gradients of all ranks, concatenated."""
         order, rank = ChunkOrder(world(), balanced), dist.get_rank()
         q, k, v = (order.cut(x, self.dim, rank).requires_grad_() for x in (self.q, self.k, self.v))
         grad = order.cut(self.grad, self.dim, rank)
@@ -101,7 +101,7 @@ class OptionalScalar:
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
     def split(self, balanced: bool) -> list[Tensor]:
-        """One process that attends chunk by chunk, and adds gradients rank by rank."""
+        """One process that attends chunk by chunk and sums gradients in the order of ranks."""
         order, dim = ChunkOrder(world(), balanced), self.dim
         outs, dqs, sums = [], [], [torch.zeros_like(x) for x in (self.k, self.v)]
         for rank in range(world()):
@@ -133,11 +133,11 @@ def every_option(rank: int) -> None:
     for name, options in ASKED.items():
         if world() > 2 and name not in FOUR_RANKS:
             continue
-        given = OptionalScalar(options)
-        wanted = given.one()
+        given = AttentionCase(options)
+        wanted = given.single_process()
         for balanced in (True, False) if name in UNBALANCED else (True,):
             for how in across.WAYS:
-                got = given.parts(balanced, how=how)
+                got = given.sharded(balanced, how=how)
                 what = f"{name}, {how}, balanced {balanced}"
                 assert_near(got, wanted, what)
                 if how == "all_to_all":
@@ -145,44 +145,44 @@ def every_option(rank: int) -> None:
                         assert_bitwise(a, b, what)
 
 
-def the_same_sums(rank: int) -> None:
+def sums_in_the_same_order(rank: int) -> None:
     for balanced in (True, False):
-        given = OptionalScalar({"mask_type": "causal"})
-        for a, b in zip(given.parts(balanced, how="gather"), given.split(balanced), strict=True):
+        given = AttentionCase({"mask_type": "causal"})
+        for a, b in zip(given.sharded(balanced, how="gather"), given.split(balanced), strict=True):
             assert_bitwise(a, b, f"balanced {balanced}")
 
 
 def sixteen_bits(rank: int) -> None:
-    """Rounded where one process rounds: outputs within one rounding of bf16, gradients within two."""
-    given = OptionalScalar({"mask_type": "causal"}, torch.bfloat16)
-    wanted = [x.float() for x in given.one()]
+    """In bf16, outputs are within one rounding of one process, and gradients within two."""
+    given = AttentionCase({"mask_type": "causal"}, torch.bfloat16)
+    wanted = [x.float() for x in given.single_process()]
     for how in across.WAYS:
-        got = given.parts(True, how=how)
+        got = given.sharded(True, how=how)
         assert all(x.dtype is torch.bfloat16 for x in got)
         assert_near([x.float() for x in got], wanted, how, 2**-7)
 
 
 def eight_bits(rank: int) -> None:
-    """Keys and values that travel as codes are those that one process quantizes and dequantizes, rank by rank."""
+    """Keys and values sent as codes equal those that one process quantizes and dequantizes for each rank."""
     order = ChunkOrder(world())
     for recipe in ("mxfp8", "rowwise", "tensorwise", "blockwise"):
         spec = spec_of(recipe)
-        given = OptionalScalar({"mask_type": "causal", "groups": HEADS})
-        dequantized = OptionalScalar({"mask_type": "causal", "groups": HEADS})
+        given = AttentionCase({"mask_type": "causal", "groups": HEADS})
+        dequantized = AttentionCase({"mask_type": "causal", "groups": HEADS})
         for name in ("k", "v"):
-            parts = [order.cut(getattr(given, name), 1, other) for other in range(world())]
-            back = [unpack([x[0] for x in pack(part[None], spec)], spec, part.dtype) for part in parts]
+            sharded = [order.cut(getattr(given, name), 1, other) for other in range(world())]
+            back = [unpack([x[0] for x in pack(part[None], spec)], spec, part.dtype) for part in sharded]
             setattr(dequantized, name, order.join(back, 1))
-        wanted = dequantized.one()
+        wanted = dequantized.single_process()
         for how in across.WAYS if recipe == "mxfp8" else ("ring",):
-            assert_near(given.parts(True, how=how, quantized=recipe), wanted, f"{how} {recipe}")
+            assert_near(given.sharded(True, how=how, quantized=recipe), wanted, f"{how} {recipe}")
         split = dequantized.split(True)
-        for a, b in zip(given.parts(True, how="gather", quantized=recipe), split, strict=True):
+        for a, b in zip(given.sharded(True, how="gather", quantized=recipe), split, strict=True):
             assert_bitwise(a, b, recipe)
 
 
-def what_travels(rank: int) -> None:
-    """Of keys and values in bf16, forward: codes and scales are at most 52 %."""
+def bytes_sent(rank: int) -> None:
+    """In forward, codes and scales of keys and values take at most 52 % of the bytes of bf16."""
     random = torch.Generator().manual_seed(rank)
     for features, named in ((64, ("mxfp8", "tensorwise")), (128, ("mxfp8", "rowwise", "blockwise", "tensorwise"))):
         q, k, v = (torch.randn(1, 8, 4, features, generator=random).bfloat16() for _ in range(3))
@@ -193,7 +193,7 @@ def what_travels(rank: int) -> None:
                     across.context_parallel_attention(q, k, v, how=how, mask_type="causal", quantized=recipe)
                 sent[recipe] = traffic.bytes
                 if how == "all_to_all":
-                    # Queries and outputs go as they are.
+                    # Queries and outputs are sent unquantized.
                     sent[recipe] -= 2 * q.nbytes // world() * (world() - 1)
             whole = (k.nbytes + v.nbytes) * (world() - 1)
             assert sent[None] == (whole // world() if how == "all_to_all" else whole), (how, sent)
@@ -202,64 +202,64 @@ def what_travels(rank: int) -> None:
 
 
 def odd_values(rank: int) -> None:
-    """NaN, infinities, zeros and subnormals stay with the queries that see them; a huge number is in bounds."""
+    """NaN, infinities, zeros and subnormals affect only queries that see them; errors for huge numbers are bounded."""
     for how in across.WAYS:
         for value in (torch.nan, torch.inf, 1e-40, 0.0):
-            given = OptionalScalar({"mask_type": "causal"})
+            given = AttentionCase({"mask_type": "causal"})
             given.k[0, 20, 0, 3] = value
             given.v[1] = 0.0
-            got, wanted = given.parts(True, how=how), given.one()
+            got, wanted = given.sharded(True, how=how), given.single_process()
             lost, sound = got[0].isnan(), ~got[0].isnan()
-            # torch adds a mask that is a tensor, and NaN is NaN then for the other queries of the key's chunk.
+            # torch adds tensor masks, so a NaN key gives NaN for all queries of its chunk.
             chunk = TOKENS // (2 * world())
             compared = torch.arange(TOKENS) // chunk != 20 // chunk if how == "gather" else torch.arange(TOKENS) >= 0
             assert torch.equal(lost[:, compared], wanted[0].isnan()[:, compared]), f"{how} {value}"
             assert lost[wanted[0].isnan()].all()
             assert (got[0][sound] - wanted[0][sound]).abs().max() <= 1e-6 * wanted[0][sound].abs().max()
-        given = OptionalScalar({"mask_type": "causal"})
+        given = AttentionCase({"mask_type": "causal"})
         given.q[0, 5] = 1e4
-        exact = given.one(torch.float64)
-        for a, b, truth in zip(given.parts(True, how=how), given.one(), exact, strict=True):
+        exact = given.single_process(torch.float64)
+        for a, b, truth in zip(given.sharded(True, how=how), given.single_process(), exact, strict=True):
             away, of_one = ((x - truth).abs().max() / truth.abs().max() for x in (a, b))
             assert away <= 4 * of_one + 1e-6, f"{how}: {away:.2g} from float64, and one process {of_one:.2g}"
 
 
 def attention_in_eight_bits(rank: int) -> None:
     recipe = recipes.mxfp8(attention=True)
-    given = OptionalScalar({"mask_type": "causal", "recipe": recipe})
-    for a, b in zip(given.parts(True, how="all_to_all"), given.one(), strict=True):
+    given = AttentionCase({"mask_type": "causal", "recipe": recipe})
+    for a, b in zip(given.sharded(True, how="all_to_all"), given.single_process(), strict=True):
         assert_bitwise(a, b)
     for how in ("gather", "ring"):
         with pytest.raises(ValueError, match="use how='all_to_all', or a recipe without attention=True"):
-            given.parts(True, how=how)
+            given.sharded(True, how=how)
 
 
 def bad_input(rank: int) -> None:
     q = torch.randn(1, 8, 4, 16)
     k = torch.randn(1, 8, 1, 16)
 
-    def refused(words: str, *qkv: Tensor, **options: Any) -> None:
-        with pytest.raises(ValueError, match=words):
+    def raises(message: str, *qkv: Tensor, **options: Any) -> None:
+        with pytest.raises(ValueError, match=message):
             across.context_parallel_attention(*(qkv or (q, q, q)), **options)
 
-    refused("4 query heads and 1 key and value heads, and both must be multiples of . ranks", q, k, k, how="all_to_all")
-    refused("no how 'rings'|how 'rings'|'rings'", how="rings")
-    refused("7 queries and 7 keys; each rank needs", q[:, :7], q[:, :7], q[:, :7])
-    refused("8 queries and 6 keys", q, k[:, :6], k[:, :6])
-    refused("0 queries and 0 keys", q[:, :0], q[:, :0], q[:, :0])
-    refused("layout 'thd' with cu_seqlens", mask_type="padding", mask=torch.zeros(1, 8, dtype=torch.bool))
-    refused("has a bias", bias=torch.zeros(8, 8))
-    refused("has dropout 0.1", dropout=0.1)
-    refused("cannot be sent in recipe nvfp4, which", quantized="nvfp4")
-    refused("cannot be sent in recipe delayed", quantized="delayed")
-    refused("cannot be sent in recipe bf16, which quantizes no input", quantized="bf16")
-    refused("require a gradient", alibi_slopes=torch.ones(4, requires_grad=True))
-    refused(
+    raises("4 query heads and 1 key and value heads, and both must be multiples of . ranks", q, k, k, how="all_to_all")
+    raises("no how 'rings'|how 'rings'|'rings'", how="rings")
+    raises("7 queries and 7 keys; each rank needs", q[:, :7], q[:, :7], q[:, :7])
+    raises("8 queries and 6 keys", q, k[:, :6], k[:, :6])
+    raises("0 queries and 0 keys", q[:, :0], q[:, :0], q[:, :0])
+    raises("layout 'thd' with cu_seqlens", mask_type="padding", mask=torch.zeros(1, 8, dtype=torch.bool))
+    raises("has a bias", bias=torch.zeros(8, 8))
+    raises("has dropout 0.1", dropout=0.1)
+    raises("cannot be sent in recipe nvfp4, which", quantized="nvfp4")
+    raises("cannot be sent in recipe delayed", quantized="delayed")
+    raises("cannot be sent in recipe bf16, which quantizes no input", quantized="bf16")
+    raises("require a gradient", alibi_slopes=torch.ones(4, requires_grad=True))
+    raises(
         f"ends at 8 and there are {8 * world()} tokens", q[0], q[0], q[0], layout="thd", cu_seqlens=torch.tensor([0, 8])
     )
-    refused("differ for queries and keys", cu_seqlens=(torch.tensor([0]), torch.tensor([0])))
+    raises("differ for queries and keys", cu_seqlens=(torch.tensor([0]), torch.tensor([0])))
     both = two_ranks.mesh(1, world(), names=("dp", "cp"))
-    refused(r"this one has 2, \('dp', 'cp'\); give one dimension, such as mesh\['cp'\]", mesh=both)
+    raises(r"this one has 2, \('dp', 'cp'\); give one dimension, such as mesh\['cp'\]", mesh=both)
     assert across.context_parallel_attention(q, q, q, mesh=both["cp"]).shape == q.shape
     chunks = 2 * world()
     with pytest.raises(ValueError, match=f"10 tokens .* does not divide into {chunks} chunks .*; pad it to"):
@@ -274,7 +274,7 @@ def bad_input(rank: int) -> None:
 
 
 CASES = [
-    *(every_option, the_same_sums, sixteen_bits, eight_bits, what_travels, odd_values, attention_in_eight_bits),
+    *(every_option, sums_in_the_same_order, sixteen_bits, eight_bits, bytes_sent, odd_values, attention_in_eight_bits),
     bad_input,
 ]
 
@@ -290,12 +290,12 @@ def test_split_sequences_attend_like_the_whole(tmp_path: Path, ranks: int) -> No
 def test_order(ranks: int, balanced: bool) -> None:
     order = ChunkOrder(ranks, balanced)
     x = torch.arange(24.0).expand(2, 24)
-    parts = [order.cut(x, 1, rank) for rank in range(ranks)]
-    assert_bitwise(order.join(parts, 1), x.contiguous())
+    sharded = [order.cut(x, 1, rank) for rank in range(ranks)]
+    assert_bitwise(order.join(sharded, 1), x.contiguous())
     for rank in range(ranks):
-        assert torch.equal(order.places(24, rank).float(), parts[rank][0])
+        assert torch.equal(order.places(24, rank).float(), sharded[rank][0])
     if balanced:
-        # Pairs of a query and a key that it sees.
+        # Number of unmasked pairs of query and key.
         work = {int((order.places(24, rank) + 1).sum()) for rank in range(ranks)}
         assert len(work) == 1
 

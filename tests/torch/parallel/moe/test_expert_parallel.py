@@ -190,7 +190,7 @@ def losses_and_weights_are_those_of_one_process(rank: int) -> None:
         compared(recipe)
 
 
-def rows_travel_as_they_are_told(rank: int) -> None:
+def dispatch_and_combine_formats(rank: int) -> None:
     compared("rowwise", dispatch=None)
     many = divided(combine=WIRE)
     x = chunks(two_ranks.world(), 0)[rank]
@@ -222,7 +222,7 @@ def bytes_of_dispatch_and_combine(rank: int) -> None:
     assert sent["bf16"] <= 2 * 2 * tokens * 2 * dim
 
 
-def the_shared_expert_computes_while_rows_travel(rank: int) -> None:
+def the_shared_expert_overlaps_dispatch(rank: int) -> None:
     events: list[str] = []
     begin = dispatch.begin
 
@@ -250,7 +250,7 @@ def the_shared_expert_computes_while_rows_travel(rank: int) -> None:
     ], events
 
 
-def what_ranks_disagree_on_all_are_told(rank: int) -> None:
+def disagreeing_ranks_all_raise(rank: int) -> None:
     moe: Any = parallelize_module(Net().blocks[0], two_ranks.mesh(two_ranks.world()), ExpertParallel())
     x = torch.randn(6, DIM)
     for of in range(two_ranks.world()):
@@ -268,7 +268,7 @@ def what_ranks_disagree_on_all_are_told(rank: int) -> None:
     assert moe(x).isfinite().all()
 
 
-def what_cannot_be_divided_is_refused(rank: int) -> None:
+def indivisible_experts_raise(rank: int) -> None:
     mesh, ranks = two_ranks.mesh(two_ranks.world()), two_ranks.world()
     for module, message in (
         (qt.MoE(DIM, 8, qt.MixtureConfig(experts=ranks + 1, k=1)), f"{ranks} ranks cannot share {ranks + 1} experts"),
@@ -286,7 +286,7 @@ def what_cannot_be_divided_is_refused(rank: int) -> None:
             ExpertParallel(**options)  # type: ignore[arg-type]
 
 
-def weights_are_saved_and_loaded_whole(rank: int) -> None:
+def weights_are_saved_and_loaded_unsharded(rank: int) -> None:
     net = divided()
     with qt.autocast("nvfp4"):
         step_on_ranks(net, chunks(two_ranks.world(), 0)[rank], 100, 0.1)
@@ -313,7 +313,7 @@ def weights_are_saved_and_loaded_whole(rank: int) -> None:
     assert_bitwise(moved(*arguments), other.blocks[0].experts(*arguments))
 
 
-def trained_alike(one: nn.Module, many: nn.Module, batches: Sequence[Any], own: int) -> None:
+def assert_same_training(one: nn.Module, many: nn.Module, batches: Sequence[Any], own: int) -> None:
     """Train a model on all parts of each batch and one of many ranks on its own: losses and weights are the same."""
     steppers = [torch.optim.SGD(each.parameters(), 0.5) for each in (one, many)]
     for step, xs in enumerate(batches):
@@ -347,14 +347,14 @@ def under_fully_shard(rank: int) -> None:
         experts.set_force_sum_reduction_for_comms(True)
         fully_shard(block, mesh=mesh)
     fully_shard(many, mesh=mesh)
-    trained_alike(one, many, [chunks(4, step + 3) for step in range(steps())], rank)
+    assert_same_training(one, many, [chunks(4, step + 3) for step in range(steps())], rank)
     with qt.autocast("nvfp4"):
         loss = many(chunks(4, 9)[rank]).square().mean()
     loss.backward()
     assert all(p.grad is not None and p.grad.to_local().isfinite().all() for p in many.parameters())  # type: ignore[attr-defined]
 
 
-def beside_tensor_parallelism(rank: int) -> None:
+def with_tensor_parallelism(rank: int) -> None:
     """Heads over one dimension, experts over the other: each rank of a head's dimension has the tokens of all."""
     mesh = two_ranks.mesh(2, 2, names=("ep", "tp"))
     torch.manual_seed(0)
@@ -387,7 +387,7 @@ def beside_tensor_parallelism(rank: int) -> None:
             assert_close(name, g, full, 1e-5)
 
 
-def beside_both(rank: int) -> None:
+def with_tensor_parallelism_and_fully_shard(rank: int) -> None:
     """Experts, heads and shards over a dimension each: two ranks of heads have the same tokens."""
     mesh = two_ranks.mesh(2, 2, 2, names=("dp", "ep", "tp"))
     torch.manual_seed(0)
@@ -403,7 +403,7 @@ def beside_both(rank: int) -> None:
     fully_shard(many, mesh=mesh["dp", "ep"])
     own = 2 * mesh["dp"].get_local_rank() + mesh["ep"].get_local_rank()
     batches = [torch.randn(4, 1, 16, DIM, generator=torch.Generator().manual_seed(step)) for step in range(4)]
-    trained_alike(one, many, batches, own)
+    assert_same_training(one, many, batches, own)
     for recipe in ("rowwise", "tensorwise"):
         with qt.autocast(recipe):
             many(batches[-1][own]).square().mean().backward()
@@ -413,17 +413,17 @@ def beside_both(rank: int) -> None:
 
 CASES = [
     losses_and_weights_are_those_of_one_process,
-    rows_travel_as_they_are_told,
+    dispatch_and_combine_formats,
     bytes_of_dispatch_and_combine,
-    the_shared_expert_computes_while_rows_travel,
-    what_ranks_disagree_on_all_are_told,
-    what_cannot_be_divided_is_refused,
-    weights_are_saved_and_loaded_whole,
+    the_shared_expert_overlaps_dispatch,
+    disagreeing_ranks_all_raise,
+    indivisible_experts_raise,
+    weights_are_saved_and_loaded_unsharded,
 ]
 
 
 #: Of four ranks.
-CROSSED = [losses_and_weights_are_those_of_one_process, under_fully_shard, beside_tensor_parallelism]
+CROSSED = [losses_and_weights_are_those_of_one_process, under_fully_shard, with_tensor_parallelism]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -447,4 +447,4 @@ def test_experts_heads_and_shards_match_one_process(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    two_ranks.main(CASES if two_ranks.world() == 2 else CROSSED, slow=[beside_both])
+    two_ranks.main(CASES if two_ranks.world() == 2 else CROSSED, slow=[with_tensor_parallelism_and_fully_shard])

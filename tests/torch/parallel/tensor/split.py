@@ -23,7 +23,7 @@ def cut(q: Quantized, i: int, ranks: int, pieces: Sequence[int] = ()) -> Quantiz
     rows, k = q.shape
     axis = int(not q.transposed)
 
-    def of_part(x: Tensor) -> Tensor:
+    def shard(x: Tensor) -> Tensor:
         # A byte, or a scale, is of several elements.
         many, taken, before = k // x.shape[axis] if x.shape[axis] else 1, [], 0
         for piece in pieces or (k,):
@@ -34,8 +34,8 @@ def cut(q: Quantized, i: int, ranks: int, pieces: Sequence[int] = ()) -> Quantiz
 
     scale = q.scale
     if isinstance(scale, Tensor) and q.spec.block[1] is not None:
-        scale = of_part(scale)
-    return Quantized(of_part(q.data), scale, q.spec, (rows, k // ranks), q.transposed, q.tensor_factor)
+        scale = shard(scale)
+    return Quantized(shard(q.data), scale, q.spec, (rows, k // ranks), q.transposed, q.tensor_factor)
 
 
 def parts_of(x: Tensor, dim: int, ranks: int, pieces: Sequence[int] = ()) -> list[Tensor]:

@@ -31,29 +31,29 @@ STEPS, LONG = (dict.fromkeys(("none", *recipes.RECIPES), steps) for steps in (2,
 STEPS["delayed"] = 4
 
 
-def as_one_process(rank: int) -> None:
+def ranks_equal_one_process(rank: int) -> None:
     """Every rank's losses, and the weights after them, are those of one process that has all batches.
 
     Tokens lie in parts, and weights that a recipe quantizes are gathered as codes.
     """
-    are_one_process(rank, STEPS)
+    assert_equal_to_one_process(rank, STEPS)
 
 
 def twenty_losses(rank: int) -> None:
-    are_one_process(rank, LONG)
+    assert_equal_to_one_process(rank, LONG)
 
 
-def are_one_process(rank: int, of_steps: Mapping[str, int]) -> None:
+def assert_equal_to_one_process(rank: int, steps_of: Mapping[str, int]) -> None:
     mesh = two_ranks.mesh(RANKS, RANKS, names=("dp", "tp"))
     # Each rank trains some of what all compare with.
-    own = {name: in_one_process(name, of_steps[name]) for name in [*of_steps][rank :: RANKS * RANKS]}
+    own = {name: in_one_process(name, steps_of[name]) for name in [*steps_of][rank :: RANKS * RANKS]}
     gc.collect()
-    for number, name in enumerate(of_steps):
+    for number, name in enumerate(steps_of):
         shared = [own.get(name)]
         dist.broadcast_object_list(shared, number % (RANKS * RANKS))
         assert shared[0] is not None
         losses, weights = shared[0]
-        values, net = on_ranks(name, mesh, of_steps[name])
+        values, net = on_ranks(name, mesh, steps_of[name])
         expected = [step[mesh["dp"].get_local_rank()][mesh["tp"].get_local_rank()] for step in losses]
         assert values == expected, f"{name}: {first_difference(values, expected)}"
         for (key, p), q in zip(net.named_parameters(), weights, strict=True):
@@ -157,4 +157,4 @@ def test_twenty_losses(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    two_ranks.main([several_matrices_in_one_weight, as_one_process], slow=[twenty_losses])
+    two_ranks.main([several_matrices_in_one_weight, ranks_equal_one_process], slow=[twenty_losses])

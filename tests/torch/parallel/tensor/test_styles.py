@@ -39,36 +39,36 @@ def mesh() -> Any:
 
 
 def block_of(recipe: Recipe | None) -> int:
-    """The largest block that has an end: each rank gets one at least."""
+    """The largest finite block side; each rank gets at least one block."""
     specs = [] if recipe is None else [spec for spec in recipe.operands().values() if spec is not None]
     return max([32, *(side for spec in specs for side in spec.block if side is not None)])
 
 
 class Net(nn.Module):
-    def __init__(self, width: int, more: int = 0) -> None:
+    def __init__(self, width: int, extra: int = 0) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width + more)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width + extra)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(nn.functional.gelu(self.up(x)))
         return y
 
 
-def net(recipe: Recipe | None, dtype: torch.dtype = torch.float32, more: int = 0) -> Net:
+def net(recipe: Recipe | None, dtype: torch.dtype = torch.float32, extra: int = 0) -> Net:
     torch.manual_seed(0)
-    model = Net(block_of(recipe), more).to(dtype)
+    model = Net(block_of(recipe), extra).to(dtype)
     qt.convert(model, "bf16" if recipe is None else recipe)
     return model
 
 
 def batch(step: int, block: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Two sequences of two blocks, of another magnitude at each step."""
+    """Two sequences of two blocks each, with a magnitude that changes at each step."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(2, 2 * block, block, generator=generator).to(dtype) * (1 + step % 3)
 
 
 def split(model: Net, recipe: Recipe | None, sequence: bool) -> Net:
-    """The same model as one process computes it in the ranks' order."""
+    """The same model in one process, with sums in the order of the ranks."""
     model.up = SplitLinear(model.up, recipe, RANKS, True, sequence)  # type: ignore[assignment]
     model.down = SplitLinear(model.down, recipe, RANKS, False, sequence)  # type: ignore[assignment]
     return model
@@ -78,11 +78,11 @@ def part(p: Tensor, placement: Any, rank: int) -> Tensor:
     return p.chunk(RANKS, placement.dim)[rank] if placement.is_shard() else p
 
 
-def run(name: str, sequence: bool, dtype: torch.dtype, steps: int, rank: int, more: int = 0) -> None:
+def run(name: str, sequence: bool, dtype: torch.dtype, steps: int, rank: int, extra: int = 0) -> None:
     recipe = None if name == "none" else recipes.get(name)
     label = f"{name} {'sequence' if sequence else 'replicated'} {dtype}"
-    parallel, plain = net(recipe, dtype, more), net(recipe, dtype, more)
-    whole = split(net(recipe, dtype, more), recipe, sequence)
+    parallel, plain = net(recipe, dtype, extra), net(recipe, dtype, extra)
+    whole = split(net(recipe, dtype, extra), recipe, sequence)
     plan = {"up": ColwiseParallel(sequence=sequence), "down": RowwiseParallel(sequence=sequence)}
     parallelize_module(parallel, mesh(), plan)
     nets = parallel, whole, plain
@@ -123,16 +123,16 @@ def run(name: str, sequence: bool, dtype: torch.dtype, steps: int, rank: int, mo
 
 
 NAMES = ["none", *recipes.RECIPES]
-#: Steps with tokens in parts; more of histories, and of noise, which steps add to.
+#: Steps with sequence parallelism; more for recipes with histories or noise, whose state grows with steps.
 STEPS = dict.fromkeys(NAMES, 2) | dict.fromkeys(("delayed", "nvfp4"), 5)
 
 
-#: And in the slow tests.
+#: Steps of the slow tests.
 LONG = dict.fromkeys(NAMES, LOSSES)
 
 
 def every_recipe(sequence: bool, dtype: torch.dtype, steps: Mapping[str, int]) -> two_ranks.Case:
-    """With tokens in parts, or all of them on each rank."""
+    """With sequence parallelism, or with all tokens on each rank."""
 
     def case(rank: int) -> None:
         for name, number in steps.items():
@@ -142,25 +142,25 @@ def every_recipe(sequence: bool, dtype: torch.dtype, steps: Mapping[str, int]) -
     return case
 
 
-def features_of_any_number(rank: int) -> None:
+def odd_feature_counts(rank: int) -> None:
     """Of a `RowwiseParallel`'s output, which is whole on each rank: noise is that of rows that begin within four
     words.
     """
-    for more in (1, 2):
-        run("nvfp4", True, torch.float32, 3, rank, more)
+    for extra in (1, 2):
+        run("nvfp4", True, torch.float32, 3, rank, extra)
 
 
-def in_parts(recipe: str | Recipe | None, sequence: bool = True, dtype: torch.dtype = torch.float32) -> Net:
+def sharded_net(recipe: str | Recipe | None, sequence: bool = True, dtype: torch.dtype = torch.float32) -> Net:
     recipe = None if recipe is None else recipes.get(recipe)
     plan = {"up": ColwiseParallel(sequence=sequence), "down": RowwiseParallel(sequence=sequence)}
     return parallelize_module(net(recipe, dtype), mesh(), plan)  # type: ignore[return-value]
 
 
 def hard_values(rank: int) -> None:
-    """What one rank alone has, NaN and infinity for instance, all ranks scale by; and no token is a token."""
+    """All ranks scale by values that only one rank has, such as NaN and infinity; also with no tokens."""
     for name in NAMES:
         recipe = None if name == "none" else recipes.get(name)
-        parallel, whole = in_parts(recipe), split(net(recipe), recipe, True)
+        parallel, whole = sharded_net(recipe), split(net(recipe), recipe, True)
         block = block_of(recipe)
         for value in (0.0, 1e-40, 3e38, torch.inf, torch.nan):
             x = batch(0, block)
@@ -184,11 +184,11 @@ def recomputed_activations(rank: int) -> None:
     for name in NAMES:
         for reentrant in (False, True) if name in ("none", "delayed", "nvfp4") else (False,):
             recipe = None if name == "none" else name
-            plain, again = in_parts(recipe), in_parts(recipe)
+            plain, again = sharded_net(recipe), sharded_net(recipe)
             for step in range(2):
                 x = tokens(batch(step, block_of(None if recipe is None else recipes.get(recipe))), rank, RANKS)
                 given = [x.clone().requires_grad_() for _ in range(2)]
-                # Reentrant checkpoints run the first pass without gradients, which rolls no history by itself.
+                # Reentrant checkpoints run the first pass without gradients, which does not roll histories.
                 with qt.autocast("bf16" if recipe is None else recipe):
                     outputs = [plain(given[0]), checkpoint(again, given[1], use_reentrant=reentrant)]
                 for y in outputs:
@@ -198,8 +198,8 @@ def recomputed_activations(rank: int) -> None:
                     assert_bitwise(p.grad.to_local(), q.grad.to_local(), f"{name}, reentrant {reentrant}: {what}")
 
 
-def weights_are_agreed_on_once_a_step(rank: int) -> None:
-    parallel = in_parts("tensorwise")
+def weight_amaxes_are_reduced_once_a_step(rank: int) -> None:
+    parallel = sharded_net("tensorwise")
     optimizer = torch.optim.AdamW(parallel.parameters(), 1e-3)
     counted = []
     for micro_batch in range(4):
@@ -209,7 +209,7 @@ def weights_are_agreed_on_once_a_step(rank: int) -> None:
         with Traffic() as traffic:
             parallel(tokens(batch(micro_batch, 32), rank, RANKS)).square().sum().backward()
         counted.append(traffic.calls["reduce", torch.int32])
-    # Each layer's input and gradient, and its weight where a step begins.
+    # One reduction each for a layer's input and gradient, and for its weight at the start of a step.
     assert counted == [6, 4, 6, 4], counted
     before = parallel(tokens(batch(0, 32), rank, RANKS)).detach()
     with torch.no_grad():
@@ -218,14 +218,14 @@ def weights_are_agreed_on_once_a_step(rank: int) -> None:
     assert not torch.equal(before, after), "a write to the weight is seen"
 
 
-#: What a recipe's codes and scales take of bf16's bytes, at most.
+#: Largest size of codes and scales relative to bf16.
 SHARES = {"bf16": 1.0, "delayed": 0.501, "tensorwise": 0.501, "rowwise": 0.52, "blockwise": 0.52, "nvfp4": 0.29}
 
 
 def histories_record_what_ranks_agree_on(rank: int) -> None:
-    """Whatever group rolls them: factors of one layer are the same on all its ranks."""
+    """The factors of a layer are the same on all its ranks, whatever group rolls the histories."""
     groups = [dist.new_group([r]) for r in range(RANKS)]
-    parallel: Any = in_parts("delayed")
+    parallel: Any = sharded_net("delayed")
     for step in range(2):
         with qt.autocast("delayed", group=groups[rank]):
             parallel(tokens(batch(step, 32), rank, RANKS)).square().sum().backward()
@@ -235,8 +235,8 @@ def histories_record_what_ranks_agree_on(rank: int) -> None:
             assert_bitwise(*two_ranks.gathered(layer.factor), f"factor in step {step}")
 
 
-def tokens_travel_in_eight_bits(rank: int) -> None:
-    """The gathers of a Column and a Row, forward and backward, beside those in bf16; sums are float32's."""
+def tokens_are_sent_in_eight_bits(rank: int) -> None:
+    """Bytes gathered by column- and row-parallel layers, relative to bf16; reductions are in float32."""
 
     def gathered(recipe: str) -> int:
         torch.manual_seed(0)
@@ -249,10 +249,10 @@ def tokens_travel_in_eight_bits(rank: int) -> None:
         return traffic.total("gather")
 
     whole = gathered("bf16")
-    # Of the input for fprop and for wgrad, and of the gradient of the output, which reads it alike for both.
+    # The input is gathered for fprop and for wgrad; the output's gradient once for both of its GEMMs.
     assert whole == 3 * 512 * 256 * 2
     for name, share in SHARES.items():
-        # Where no operand serves two GEMMs the gradient travels for each of them.
+        # If no operand serves two GEMMs, the gradient is gathered for each of them.
         twice = not recipes.get(name).reuse.grad_output and name != "bf16"
         assert gathered(name) <= share * whole * (4 / 3 if twice else 1), f"{name}: {gathered(name) / whole}"
 
@@ -280,7 +280,7 @@ def layers_of_one_input_gather_it_once(rank: int) -> None:
 
 
 def under_autocast_and_without_a_recipe(rank: int) -> None:
-    """The recipe in force is the ambient one, torch.autocast casts the input, and a plain nn.Linear is in parts too."""
+    """The autocast's recipe applies, torch.autocast casts the input, and a plain nn.Linear is sharded too."""
     for own in (True, False):
         recipe = recipes.get("tensorwise")
         plain = net(None)
@@ -306,11 +306,11 @@ def under_autocast_and_without_a_recipe(rank: int) -> None:
             assert_bitwise(p.grad.to_local(), part(q.grad, p.placements[0], rank), f"own {own}: {what}")
 
 
-def what_torch_does_with_parameters(rank: int) -> None:
+def torch_operations_on_parameters(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        # No parameter is tied, and none is looked for among all objects: it takes 33 ms each.
+        # No parameter is tied, so skip the search among all objects, which takes 33 ms each.
         patch.setattr(styles, "_owners", None)
-        parallel = in_parts("mxfp8")
+        parallel = sharded_net("mxfp8")
     whole = split(net(recipes.get("mxfp8")), recipes.get("mxfp8"), True)
     for (what, p), q in zip(parallel.named_parameters(), whole.parameters(), strict=True):
         assert_bitwise(p.full_tensor().detach(), q.detach(), what)
@@ -325,7 +325,7 @@ def what_torch_does_with_parameters(rank: int) -> None:
     whole(x).square().sum().backward()
     norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (parallel, whole)]
     assert_close("norm", norms[0].full_tensor(), norms[1], 1e-6)
-    loaded = in_parts("mxfp8")
+    loaded = sharded_net("mxfp8")
     with torch.no_grad():
         for p in parallel.parameters():
             p.mul_(1.5)
@@ -335,11 +335,11 @@ def what_torch_does_with_parameters(rank: int) -> None:
 
 
 def sharded_checkpoints(rank: int) -> None:
-    """What torch.distributed.checkpoint wrote goes on as the run that wrote it, histories and counts included."""
+    """A run resumed from torch.distributed.checkpoint continues exactly, with histories and noise counts."""
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(folder)
     for name in ("delayed", "nvfp4"):
-        first, second = in_parts(name), in_parts(name)
+        first, second = sharded_net(name), sharded_net(name)
         pairs = [(each, torch.optim.AdamW(each.parameters(), 1e-2)) for each in (first, second)]
 
         def step(each: nn.Module, optimizer: Any, number: int, name: str = name) -> Tensor:
@@ -352,7 +352,7 @@ def sharded_checkpoints(rank: int) -> None:
 
         for number in range(2):
             step(*pairs[0], number)
-        # The second one's buffers are there once it has run.
+        # The second model has buffers only after a forward.
         step(*pairs[1], 7)
         where = f"{folder[0]}/{name}"
         dcp.save(dict(zip(("model", "optimizer"), get_state_dict(*pairs[0]), strict=True)), checkpoint_id=where)
@@ -369,7 +369,7 @@ def sharded_checkpoints(rank: int) -> None:
 
 def under_a_compiler(rank: int) -> None:
     """The compiler skips these layers and compiles the code between them."""
-    eager, compiled = in_parts("mxfp8"), in_parts("mxfp8")
+    eager, compiled = sharded_net("mxfp8"), sharded_net("mxfp8")
     run_ = torch.compile(compiled, backend="eager")
     for number in range(2):
         x = tokens(batch(number, 32), rank, RANKS)
@@ -384,43 +384,43 @@ def under_a_compiler(rank: int) -> None:
 def bad_input(rank: int) -> None:
     here = mesh()
 
-    def refused(message: str, run: Callable[[], Any]) -> None:
+    def raises(message: str, run: Callable[[], Any]) -> None:
         with pytest.raises(ValueError, match=message):
             run()
 
     odd = qt.Linear(33, 35, recipe="tensorwise")
-    refused("35 output features, which 2 ranks cannot share", lambda: parallelize_module(odd, here, ColwiseParallel()))
-    refused("33 input features, which 2 ranks cannot share", lambda: parallelize_module(odd, here, RowwiseParallel()))
-    refused("a style for linear layers", lambda: parallelize_module(nn.LayerNorm(8), here, ColwiseParallel()))
+    raises("35 output features, which 2 ranks cannot share", lambda: parallelize_module(odd, here, ColwiseParallel()))
+    raises("33 input features, which 2 ranks cannot share", lambda: parallelize_module(odd, here, RowwiseParallel()))
+    raises("a style for linear layers", lambda: parallelize_module(nn.LayerNorm(8), here, ColwiseParallel()))
     in_bits = qt.Linear(32, 32)
     qt.quantize_weights(in_bits, "mxfp8")
-    refused("dequantize_weights", lambda: parallelize_module(in_bits, here, ColwiseParallel()))
-    parallel = in_parts("mxfp8")
-    refused(
+    raises("dequantize_weights", lambda: parallelize_module(in_bits, here, ColwiseParallel()))
+    parallel = sharded_net("mxfp8")
+    raises(
         "is sharded by ColwiseParallel.sequence=True. already",
         lambda: parallelize_module(parallel.up, here, RowwiseParallel()),
     )
     flat = two_ranks.mesh(1, RANKS, names=("dp", "tp"))
-    refused(r"a mesh of 2 dimensions.*mesh\['tp'\]", lambda: ColwiseParallel()._apply(qt.Linear(32, 32), flat))
-    refused(r"its last axis must be 32: of the layer's 32 features", lambda: parallel.up(torch.zeros(64, 16)))
-    refused("its last axis must be 32: of the layer's 64 .* a part of them", lambda: parallel.down(torch.zeros(64, 64)))
-    refused("which has no axis of tokens", lambda: parallel.up(torch.zeros(32)))
-    refused("2 ranks cannot share 33 tokens", lambda: parallel.down(torch.zeros(33, 32)))
-    refused("16 tokens of each sequence of input.T on each of 2 ranks", lambda: parallel.up(torch.zeros(2, 16, 32)))
-    refused("takes local tensors", lambda: parallel.up(DTensor.from_local(torch.zeros(32, 32), here, [Replicate()])))
-    refused("has torch.float32 weights and got a torch.bfloat16", lambda: parallel.up(torch.zeros(32, 32).bfloat16()))
+    raises(r"a mesh of 2 dimensions.*mesh\['tp'\]", lambda: ColwiseParallel()._apply(qt.Linear(32, 32), flat))
+    raises(r"its last axis must be 32: of the layer's 32 features", lambda: parallel.up(torch.zeros(64, 16)))
+    raises("its last axis must be 32: of the layer's 64 .* a part of them", lambda: parallel.down(torch.zeros(64, 64)))
+    raises("which has no axis of tokens", lambda: parallel.up(torch.zeros(32)))
+    raises("2 ranks cannot share 33 tokens", lambda: parallel.down(torch.zeros(33, 32)))
+    raises("16 tokens of each sequence of input.T on each of 2 ranks", lambda: parallel.up(torch.zeros(2, 16, 32)))
+    raises("takes local tensors", lambda: parallel.up(DTensor.from_local(torch.zeros(32, 32), here, [Replicate()])))
+    raises("has torch.float32 weights and got a torch.bfloat16", lambda: parallel.up(torch.zeros(32, 32).bfloat16()))
     narrow = qt.Linear(32, 64, recipe="blockwise")
     parallelize_module(narrow, here, ColwiseParallel())
-    refused("32 features of grad_output on each of 2 ranks.*blocks of 128", lambda: narrow(torch.zeros(4, 32)))
+    raises("32 features of grad_output on each of 2 ranks.*blocks of 128", lambda: narrow(torch.zeros(4, 32)))
     torchs = qt.Linear(32, 32, recipe="mxfp8")
     parallelize_module(torchs, here, torch_styles.ColwiseParallel())
-    refused(r"use ColwiseParallel\(\) or RowwiseParallel\(\)", lambda: torchs(torch.zeros(4, 32)))
+    raises(r"use ColwiseParallel\(\) or RowwiseParallel\(\)", lambda: torchs(torch.zeros(4, 32)))
 
 
 def reverted_pickled_and_parametrized(rank: int) -> None:
     """A class that replaces a layer's own class is found by revert and pickle."""
     x = tokens(batch(0, 32), rank, RANKS)
-    model, plain = in_parts("mxfp8"), in_parts(None)
+    model, plain = sharded_net("mxfp8"), sharded_net(None)
     assert qt.revert(model) == ["up", "down"]
     y, z = model(x), plain(x)
     assert_bitwise(y.detach(), z.detach())
@@ -430,12 +430,12 @@ def reverted_pickled_and_parametrized(rank: int) -> None:
         assert_bitwise(p.grad.to_local(), q.grad.to_local())
     norm = nn.Sequential(nn.LayerNorm(32))
     parallelize_module(norm, mesh(), {"0": SequenceParallel()})
-    for each in (norm, in_parts("mxfp8"), model):
+    for each in (norm, sharded_net("mxfp8"), model):
         file = io.BytesIO()
         torch.save(each, file)
         file.seek(0)
         assert_bitwise(torch.load(file, weights_only=False)(x).detach(), each(x).detach())
-    parallel = in_parts("mxfp8")
+    parallel = sharded_net("mxfp8")
     nn.utils.parametrizations.weight_norm(parallel.up)
     with pytest.raises(ValueError, match="leave a parametrized layer out of the plan"):
         parallel(x)
@@ -444,17 +444,17 @@ def reverted_pickled_and_parametrized(rank: int) -> None:
 CASES = [
     every_recipe(True, torch.float32, STEPS),
     every_recipe(False, torch.float32, dict.fromkeys(NAMES, 2)),
-    # Each recipe in bfloat16 one of the two ways.
+    # In bfloat16, each recipe runs in one of the two modes.
     *(every_recipe(sequence, torch.bfloat16, dict.fromkeys(NAMES[sequence::2], 2)) for sequence in (False, True)),
-    features_of_any_number,
+    odd_feature_counts,
     hard_values,
     recomputed_activations,
-    weights_are_agreed_on_once_a_step,
+    weight_amaxes_are_reduced_once_a_step,
     histories_record_what_ranks_agree_on,
-    tokens_travel_in_eight_bits,
+    tokens_are_sent_in_eight_bits,
     layers_of_one_input_gather_it_once,
     under_autocast_and_without_a_recipe,
-    what_torch_does_with_parameters,
+    torch_operations_on_parameters,
     sharded_checkpoints,
     under_a_compiler,
     reverted_pickled_and_parametrized,

@@ -21,7 +21,7 @@ from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 from tests.pairs import case_name, pairs
 
-#: The newest amax alone decides, so that a roll too many or too few is seen in the next factors.
+#: With a history of one amax, an extra or a missing roll changes the next factors.
 RECIPE = recipes.delayed(history=3, algorithm="most_recent")
 
 
@@ -36,7 +36,7 @@ def with_torchs_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Player:
-    """A model in a loop with others; its calls are recorded, so that they can be repeated without the others."""
+    """Record the calls of a model in a loop with others, to repeat them later without the others."""
 
     def __init__(
         self, model: nn.Module, call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x)
@@ -62,12 +62,12 @@ class Player:
         self.optimizer.zero_grad()
 
     def forget(self) -> None:
-        """Drop gradients that came on the way to another model."""
+        """Drop gradients that flowed through this model to another one."""
         self.events.append(("forget", None))
         self.optimizer.zero_grad()
 
     def assert_as_alone(self) -> None:
-        """The same forwards, backwards and steps of the copy give the same outputs, weights and histories."""
+        """Check that a copy with the same calls has the same outputs, weights and histories."""
         model, outputs = self.before, list[Tensor]()
         with ExitStack() as stack:
             self._repeat(model, outputs, stack)
@@ -150,7 +150,9 @@ def test_a_retained_graph_counts_as_a_pending_backward() -> None:
 
 @CALLS
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_student_learns_of_a_teacher(inside: bool, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_a_student_with_a_teacher_trains_as_it_does_alone(
+    inside: bool, call: Callable[[nn.Module, Tensor], Tensor]
+) -> None:
     teacher, student = Player(net()), Player(net(), call)
     for i in range(4):
         if inside:
@@ -208,8 +210,8 @@ def test_a_generator_and_a_discriminator(again: bool, call: Callable[[nn.Module,
         player.assert_as_alone()
 
 
-class Turn(nn.Module):
-    """Where a forward waits for its turn."""
+class WaitingLayer(nn.Module):
+    """Block a forward until the other thread has run."""
 
     wait: Callable[[], None] = staticmethod(lambda: None)
 
@@ -219,7 +221,7 @@ class Turn(nn.Module):
 
 
 def train(model: nn.Module, count: int, enter: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> Tensor:
-    """Outputs of a few steps, each with two forwards before their backwards."""
+    """Train a few steps with two forwards before their backwards; return the outputs."""
     optimizer, every_output = torch.optim.SGD(model.parameters(), lr=0.1), []
     for i in range(count):
         outputs = []
@@ -239,26 +241,26 @@ def train(model: nn.Module, count: int, enter: Callable[[], Any], wait: Callable
 
 @pytest.mark.parametrize("converted", [False, True], ids=["autocast", "converted"])
 def test_two_threads_in_lockstep_train_as_each_alone(converted: bool) -> None:
-    models = [net().insert(3, Turn()) for _ in range(2)]
+    models = [net().insert(3, WaitingLayer()) for _ in range(2)]
     if converted:
         for model in models:
             qt.convert(model, RECIPE)
     alone = [copy.deepcopy(model) for model in models]
-    # One of them runs under autocast whatever the other does.
+    # One of the threads stays under autocast.
     enter = [ExitStack if converted else lambda: qt.autocast(RECIPE), lambda: qt.autocast(RECIPE)]
     expected = [train(model, 4, each) for model, each in zip(alone, enter, strict=True)]
     turns, got = threading.Barrier(2, timeout=60), dict[int, Tensor]()
 
-    def others_turn() -> None:
+    def wait_for_the_other() -> None:
         turns.wait()
         turns.wait()
 
     def work(number: int) -> None:
-        # Each forward, half a forward and backward of one lies between two of the other.
-        models[number][3].wait = others_turn
+        # The threads alternate at each forward, half forward and backward.
+        models[number][3].wait = wait_for_the_other
         if number == 1:
             turns.wait()
-        got[number] = train(models[number], 4, enter[number], others_turn)
+        got[number] = train(models[number], 4, enter[number], wait_for_the_other)
         if number == 0:
             turns.wait()
 
@@ -271,7 +273,7 @@ def test_two_threads_in_lockstep_train_as_each_alone(converted: bool) -> None:
         assert_bitwise(got[number], expected[number])
 
 
-def test_two_converted_models_in_turns_roll_each_its_own() -> None:
+def test_two_models_called_alternately_roll_only_their_own_histories() -> None:
     models = [net(), net()]
     for model in models:
         qt.convert(model, RECIPE)
@@ -336,15 +338,15 @@ def test_a_layer_that_two_threads_share_does_not_roll_within_an_autocast() -> No
         layer(data(0)).sum().backward()
         before = layer.history[0].clone()
 
-        def elsewhere() -> None:
+        def in_another_thread() -> None:
             with qt.autocast(RECIPE):
                 layer(torch.zeros(8, 16)).sum().backward()
 
-        thread = threading.Thread(target=elsewhere)
+        thread = threading.Thread(target=in_another_thread)
         thread.start()
         thread.join()
         assert_bitwise(layer.history[0], before)
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=in_another_thread)
     thread.start()
     thread.join()
     assert_bitwise(layer.history[-1], before)
@@ -371,10 +373,10 @@ def test_forwards_without_a_backward_do_not_hold_memory() -> None:
 
 
 def test_torch_reports_whether_a_graph_is_retained() -> None:
-    """By a private name, without which a graph counts as freed."""
+    """torch reports it by a private name; without that, a graph counts as freed."""
     seen = []
 
-    class Ask(torch.autograd.Function):
+    class RetainProbe(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.clone()
@@ -384,13 +386,13 @@ def test_torch_reports_whether_a_graph_is_retained() -> None:
             seen.append(scaling_step.graph_is_retained())
             return g
 
-    y = Ask.apply(torch.ones(2, requires_grad=True)).sum()
+    y = RetainProbe.apply(torch.ones(2, requires_grad=True)).sum()
     y.backward(retain_graph=True)
     y.backward()
     assert seen == [True, False]
 
 
-def test_without_torchs_word_a_graph_counts_as_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_private_names_a_graph_counts_as_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph", raising=False)
     spec = importlib.util.find_spec(scaling_step.__name__)
     assert spec is not None and spec.loader is not None
@@ -400,20 +402,20 @@ def test_without_torchs_word_a_graph_counts_as_freed(monkeypatch: pytest.MonkeyP
 
 
 def bypassed(model: nn.Module, x: Tensor) -> Tensor:
-    """As PEFT calls a model: its hooks do not run."""
+    """Call `forward` directly as PEFT does, so that hooks do not run."""
     y: Tensor = model.forward(x)
     return y
 
 
-def by_parts(model: Any, x: Tensor) -> Tensor:
-    """As a LightningModule's training_step does."""
+def call_layers_one_by_one(model: Any, x: Tensor) -> Tensor:
+    """Call submodules directly as a LightningModule's training_step does."""
     for part in model:
         x = part(x)
     return x
 
 
 def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = checkpoint(by_parts, model, x, use_reentrant=False)
+    y: Tensor = checkpoint(call_layers_one_by_one, model, x, use_reentrant=False)
     return y
 
 
@@ -435,7 +437,9 @@ def scaled(model: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], micro:
 
 
 @pytest.mark.parametrize(
-    ("wrapped", "micro", "call"), pairs((False, True), (1, 2), (bypassed, by_parts, checkpointed)), ids=case_name
+    ("wrapped", "micro", "call"),
+    pairs((False, True), (1, 2), (bypassed, call_layers_one_by_one, checkpointed)),
+    ids=case_name,
 )
 def test_a_model_trains_the_same_when_its_root_is_not_called(
     call: Callable[[nn.Module, Tensor], Tensor], micro: int, wrapped: bool
@@ -453,7 +457,7 @@ def test_a_model_trains_the_same_when_its_root_is_not_called(
 
 
 def test_interleaved_models_without_root_calls_train_as_each_alone() -> None:
-    """The second starts its step between the first's forward and backward, and has its first of two."""
+    """The second model starts its step between the first one's forward and backward."""
     models = [net(), net()]
     for model in models:
         qt.convert(model, RECIPE)
@@ -492,7 +496,7 @@ def test_a_loop_that_keeps_graphs_alive_rolls_nevertheless(keeps: str) -> None:
             for p in each.parameters():
                 p.grad = None
     assert model[0].history[1:].any()
-    # A forward that nothing follows joins the step of the next one, or has one of its own: factors follow either way.
+    # A forward without backward belongs to the next step or is a step of its own; factors are updated in both cases.
     assert_bitwise(model[0].factor != 0, other[0].factor != 0)
 
 
