@@ -26,7 +26,7 @@ from tests.pairs import turns as pairs_by_turns
 
 
 def kinds() -> list[str]:
-    """The first recipe of each kind that a layer's traced code tells apart; others change the text of a spec alone."""
+    """The first recipe of each kind for which a layer's traced code differs; other recipes change only its specs."""
     first: dict[Hashable, str] = {}
     for name, build in recipes.RECIPES.items():
         recipe = build()
@@ -41,7 +41,7 @@ def quantized(recipe: Recipe) -> list[QuantSpec]:
 
 
 def keeps_state(recipe: str | Recipe) -> bool:
-    """Whether the first step of a layer gives it buffers."""
+    """Whether a layer gets buffers in its first step."""
     of = recipes.get(recipe)
     return of.delayed is not None or of.stochastic
 
@@ -50,9 +50,9 @@ KINDS = kinds()
 
 
 def some(*stateless: str) -> Any:
-    """Quick cases for the kinds that keep state and for these; the other kinds, seconds of tracing each, are slow.
+    """Parametrize over kinds of recipes; those with state and the given ones are quick, others are marked slow.
 
-    Each kind is quick in one test at least, and in `test_one_graph_with_the_bits_of_eager_mode`.
+    Each kind is quick in at least one test, and in `test_one_graph_with_the_bits_of_eager_mode`.
     """
     names = [n for n in KINDS if recipes.get(n).quantizes]
     quick = {name for name in names if keeps_state(name)} | set(stateless)
@@ -61,32 +61,31 @@ def some(*stateless: str) -> Any:
     return pytest.mark.parametrize("name", rows)
 
 
-#: Inductor's decompositions and its cut between forward and backward, without the C++ that takes most of a compilation.
+#: Inductor's decompositions and partitioner without generated C++, which takes most of the compile time.
 WITHOUT_CODE = "aot_eager_decomp_partition"
-#: Inductor for all graphs but the first, which makes buffers.
+#: Inductor for all graphs except the first, which creates buffers.
 AFTER_THE_FIRST = "to the end after the first"
-#: Recipes whose graphs Inductor compiles to the end: one with a history, and one that leaves a GEMM to Inductor. Of the
-#: others it sees less: operations that are opaque to it, and of `nvfp4` the count that a whole layer's graph has too.
-TO_THE_END = ("delayed", "rowwise_bf16_wgrad")
+#: Recipes compiled fully by Inductor: one with a history, and one with a GEMM that Inductor computes. For the others
+#: Inductor mostly sees opaque operators.
+COMPILED_BY_INDUCTOR = ("delayed", "rowwise_bf16_wgrad")
 Step = Callable[[Tensor], Tensor]
 
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    """And code that enters autocast is compiled for the layers with histories that live: those of other tests stay
-    meanwhile, and those of this one are gone after it."""
+    """Reset Dynamo; keep other tests' layers alive meanwhile and free this test's layers after it."""
     torch._dynamo.reset()
     others = amax.layers()
     yield
     torch._dynamo.reset()
     del others
     gc.collect()
-    # What stays is Dynamo's, a quarter of a second to walk over.
+    # Dynamo's remaining objects would cost a quarter of a second in each later collection.
     gc.freeze()
 
 
 class Net(nn.Module):
-    """A scaling before the first layer, which Inductor would fuse with a quantization that it sees."""
+    """Scale before the first layer, which Inductor would fuse with a visible quantization."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class Net(nn.Module):
 
 
 class Small(nn.Module):
-    """One layer, which Inductor would fuse with the operations around it."""
+    """One layer between operations that Inductor would fuse with it."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -109,13 +108,13 @@ class Small(nn.Module):
 
 
 def train(net: nn.Module, step: Step, steps: int = 3, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Outputs, gradients and buffers of each step; nothing is compiled again after the second."""
+    """Train some steps without recompilation after the second; return outputs, gradients and buffers."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     tensors = {}
     for i in range(steps):
         x = (torch.randn(5, 7, 64) * (i + 1)).to(dtype).requires_grad_()
-        # The first step gives the layers their buffers, which the second finds.
+        # The first step creates the layers' buffers, so the second may recompile.
         with torch._dynamo.config.patch(error_on_recompile=i >= 2):
             y = step(x)
         y.float().square().sum().backward()
@@ -132,7 +131,7 @@ def assert_trained_alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> No
     assert list(one) == list(other)
     for what, value in other.items():
         if "bias" in what:
-            # A plain sum over tokens, which Inductor takes in another order; it is float32 before it is rounded.
+            # A sum over tokens, which Inductor computes in another order, in float32 before rounding.
             step = 1e-6 if value.dtype is torch.float32 else torch.finfo(value.dtype).eps
             assert_close(what, one[what], value, step)
         else:
@@ -140,9 +139,9 @@ def assert_trained_alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> No
 
 
 class ByGraph:
-    """A compiler that gives graphs in their order to these backends, and all that follow to the last.
+    """A backend that passes the n-th graph to the n-th of these backends, and all later graphs to the last.
 
-    Under autocast the first graph of a recipe that keeps state makes its buffers, and all further steps are another.
+    For a recipe with state under autocast, the first graph creates buffers, and a second one runs all later steps.
     """
 
     def __init__(self, *backends: str) -> None:
@@ -154,8 +153,8 @@ class ByGraph:
         return compiled
 
 
-def to_the_end(recipe: str, *those: str) -> str:
-    """Inductor for those recipes."""
+def backend_for(recipe: str, *those: str) -> str:
+    """Inductor for these recipes, else the backend without generated code."""
     return "inductor" if recipe in those else WITHOUT_CODE
 
 
@@ -178,38 +177,40 @@ def autocast_inside(net: nn.Module, recipe: str | Recipe, compiled: bool, backen
 
 
 def converted(net: nn.Module, recipe: str | Recipe, compiled: bool, backend: Any = "inductor") -> Step:
-    """Whose buffers are there before the first step: all steps are one graph."""
+    """Convert the model, which creates buffers before the first step, so that all steps are one graph."""
     qt.convert(net, recipe)
     return torch.compile(net, fullgraph=True, backend=backend) if compiled else net
 
 
-WAYS = (autocast_outside, autocast_inside, converted)
+AUTOCASTS = (autocast_outside, autocast_inside, converted)
 
 
-def turns() -> list[Any]:
+def compile_cases() -> list[Any]:
     """Every recipe in every mode; alternately one compiled to the end, and two layers in sequence."""
     rows = []
-    # Those that are tested quickly come first, so that ways share them.
+    # Quick recipes come first, so that they are spread over the kinds of autocast.
     for at, name in enumerate(dict.fromkeys([*KINDS, *recipes.RECIPES])):
-        for number, way in enumerate(WAYS):
-            turn = number == at % len(WAYS)
-            # A kind that keeps no state goes one way; each way has two of them or three.
-            quick = name in KINDS and (turn or keeps_state(name))
-            end = turn and name in TO_THE_END
+        for number, autocast_kind in enumerate(AUTOCASTS):
+            is_selected = number == at % len(AUTOCASTS)
+            # A recipe without state runs under one kind of autocast.
+            quick = name in KINDS and (is_selected or keeps_state(name))
+            compiles_fully = is_selected and name in COMPILED_BY_INDUCTOR
             quickly = AFTER_THE_FIRST if keeps_state(name) else "inductor"
-            if turn and (not end or quickly != "inductor"):
-                # Eight seconds.
-                rows.append(pytest.param(name, way, "inductor", Net, marks=pytest.mark.slow))
-            # Two layers only where the compiler writes all code of what they save, and has no history to compile.
-            kind = Net if end and not keeps_state(name) else Small
-            # Two seconds of tracing what a recipe of its kind has traced, that way or another; ten seconds of compiling
-            # to the end what has a state.
-            slow = [] if quick and not (end and keeps_state(name)) else [pytest.mark.slow]
-            rows.append(pytest.param(name, way, quickly if end else WITHOUT_CODE, kind, marks=slow))
+            if is_selected and (not compiles_fully or quickly != "inductor"):
+                # Takes eight seconds.
+                rows.append(pytest.param(name, autocast_kind, "inductor", Net, marks=pytest.mark.slow))
+            # Two layers only if Inductor compiles everything and there is no history.
+            kind = Net if compiles_fully and not keeps_state(name) else Small
+            # Slow: two seconds of tracing if a recipe of the same kind is already traced, and ten seconds of full
+            # compilation for recipes with state.
+            slow = [] if quick and not (compiles_fully and keeps_state(name)) else [pytest.mark.slow]
+            rows.append(
+                pytest.param(name, autocast_kind, quickly if compiles_fully else WITHOUT_CODE, kind, marks=slow)
+            )
     return rows
 
 
-@pytest.mark.parametrize(("name", "how", "last", "kind"), turns())
+@pytest.mark.parametrize(("name", "how", "last", "kind"), compile_cases())
 def test_one_graph_with_the_bits_of_eager_mode(
     name: str, how: Callable[..., Step], last: str, kind: type[nn.Module]
 ) -> None:
@@ -224,7 +225,7 @@ def test_one_graph_with_the_bits_of_eager_mode(
 
 @pytest.mark.parametrize("name", [name for name in KINDS if not keeps_state(name)])
 def test_a_recipe_without_state_is_compiled_once(name: str) -> None:
-    """Its first step makes no buffer that a second would have to be compiled for."""
+    """Its first step creates no buffers, so the second step does not recompile."""
     net = Small()
     step = autocast_outside(net, name, True, "eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -237,17 +238,17 @@ def unpickled(net: Small) -> Small:
     return copied
 
 
-# Two seconds each: a history goes the way that a count goes.
+# Two seconds each; histories are handled like counts.
 @pytest.mark.parametrize(
     ("name", "copied"),
     [
-        pytest.param(name, way, marks=[] if (at - number) % 2 == 0 else pytest.mark.slow)
+        pytest.param(name, autocast_kind, marks=[] if (at - number) % 2 == 0 else pytest.mark.slow)
         for at, name in enumerate(name for name in recipes.RECIPES if keeps_state(name))
-        for number, way in enumerate((copy.deepcopy, unpickled))
+        for number, autocast_kind in enumerate((copy.deepcopy, unpickled))
     ],
 )
 def test_a_copy_of_a_converted_model_is_one_graph(name: str, copied: Callable[[Small], Small]) -> None:
-    """Nothing that a compiler cannot trace, such as the checksum of a name, is left for its first forward."""
+    """Untraceable work, such as the checksum of a name, is done before the first forward."""
     net = Small()
     qt.convert(net, name)
     eager, compiled = copied(net), copied(net)
@@ -262,7 +263,7 @@ def test_a_copy_of_a_converted_model_is_one_graph(name: str, copied: Callable[[S
         ("mxfp8", torch.float16, WITHOUT_CODE),
         ("tensorwise", torch.float32, WITHOUT_CODE),
         ("nvfp4", torch.float32, WITHOUT_CODE),
-        # Four seconds each.
+        # Takes four seconds each.
         pytest.param("delayed", torch.float16, "inductor", marks=pytest.mark.slow),
         pytest.param("nvfp4", torch.float32, "inductor", marks=pytest.mark.slow),
     ],
@@ -328,7 +329,7 @@ def test_compiling_again_would_be_seen() -> None:
 def test_eval_and_no_grad(name: str) -> None:
     net = Small()
     x = torch.randn(6, 64, dtype=torch.bfloat16)
-    compiled = torch.compile(net, fullgraph=True, backend=to_the_end(name, "nvfp4"))
+    compiled = torch.compile(net, fullgraph=True, backend=backend_for(name, "nvfp4"))
     with qt.autocast(name), torch.no_grad():
         assert_bitwise(compiled(x), net(x))
         net.eval()
@@ -354,7 +355,7 @@ def test_a_layer_used_twice(name: str) -> None:
         train(net, converted(net, name, compiled, last), 1) for net, compiled in zip(nets, (False, True), strict=True)
     ]
     if unquantized:
-        # Inductor adds two unquantized products before it rounds.
+        # Inductor adds two unquantized products before rounding.
         weight = "grad of layer.weight 0"
         assert_close(weight, results[1].pop(weight), results[0].pop(weight), torch.finfo(torch.bfloat16).eps)
     assert_trained_alike(results[1], results[0])
@@ -407,7 +408,7 @@ def test_blocks_compiled_one_by_one_stay_below_the_recompile_limit(name: str) ->
 def test_token_counts_may_vary(name: str) -> None:
     net = Small()
     qt.convert(net, name)
-    # To the end where Inductor has a GEMM of such a count; a count of one is another graph.
+    # Compile fully if Inductor computes a GEMM with this token count; one token is a separate graph.
     last = ByGraph("inductor", WITHOUT_CODE) if recipes.get(name).wgrad.a is None else WITHOUT_CODE
     compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=last)
     for tokens in (5, 3, 48, 17, 1):
@@ -422,14 +423,14 @@ def test_token_counts_may_vary(name: str) -> None:
             y.backward(torch.ones_like(y))
             outcomes.append((y, net.first.weight.grad))
             if name == "delayed":
-                # Both start from unset factors.
+                # Both models start with unset factors.
                 net.first.history.zero_()
                 net.first.factor.zero_()
         for one, other in zip(*outcomes, strict=True):
             assert_bitwise(one, other)
 
 
-# Four seconds each, of which those of a kind that another is of are slow.
+# Four seconds each; only one recipe of each kind is quick.
 @pytest.mark.parametrize(
     "name",
     [
@@ -439,8 +440,8 @@ def test_token_counts_may_vary(name: str) -> None:
     ],
 )
 def test_backward_keeps_eight_bits(name: str) -> None:
-    """Decoding is hidden in an operator: a graph that saw it would keep the decoded operands."""
-    # Noise is drawn for each number of a gradient, which a second layer would double.
+    """Decoding is inside an operator; otherwise the graph would save decoded operands."""
+    # A second layer would double the time for drawing noise.
     depth = 1 if keeps_state(name) else 2
     net = nn.Sequential(*(qt.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(depth)))
     x = torch.randn(512, 256, dtype=torch.bfloat16)
@@ -458,14 +459,13 @@ def test_backward_keeps_eight_bits(name: str) -> None:
     saved = sum(size for at, size in storages.items() if at not in parameters)
     recipe, plain = recipes.get(name), depth * 2 * x.numel()
     scales = depth * (saved_bytes(recipe, *x.shape) - x.numel() * recipe.wgrad.b.format.stored_bits // 8)
-    # The compiler may keep a weight's codes for dgrad, as eager mode does from step to step.
+    # The compiler may save a weight's codes for dgrad, as eager mode caches them between steps.
     weights = sum(p.numel() for p in net.parameters()) * recipe.fprop.b.format.stored_bits // 8 * 17 // 16
     assert saved <= (0.30 * plain if recipe.wgrad.b.format.packed else 0.52 * plain + scales) + weights
 
 
 def test_a_backward_is_traced_once_and_copies_no_gradient() -> None:
-    """One that asks for strides of a gradient is traced again, behind a copy of each gradient that is not contiguous:
-    this graph's are transposed. One layer has codes turned, one quantizes each transpose, one draws noise."""
+    """A backward that depends on gradient strides would be traced again and copy each noncontiguous gradient."""
     names = ("tensorwise", "rowwise", "delayed", "nvfp4")
     nets = [nn.Sequential(*(qt.Linear(32, 32, recipe=name) for name in names))]
     nets.append(copy.deepcopy(nets[0]))
@@ -489,7 +489,7 @@ def test_a_backward_is_traced_once_and_copies_no_gradient() -> None:
 
 
 class Siblings(nn.Module):
-    """Two layers of one input and one of another."""
+    """Two layers that share an input, and one with another input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -504,7 +504,7 @@ class Siblings(nn.Module):
 
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "nvfp4"])
 def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weight codes are not saved, which quantizing again in backward allows."""
+    """Weight codes are not saved if backward can quantize the weight again."""
     net, recipe, done = Siblings(), recipes.get(name), []
     eager, codes = copy.deepcopy(net), []
     quantize = ops.QUANTIZE.eager
@@ -534,7 +534,7 @@ def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.Mon
         expected.square().sum().backward()
         assert_bitwise(y, expected)
         assert_bitwise(x.grad, other.grad)
-    # Under delayed scaling each layer's factor is a tensor of its own.
+    # Under delayed scaling each layer has a separate factor tensor.
     inputs = 3 if recipe.delayed is not None else 2
     ways = 1 + (recipe.wgrad.b is not None and not recipe.reuse.input)
     assert forward == inputs * ways + 3
@@ -546,7 +546,7 @@ def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_layer_outputs_may_be_written_in_place(compiled: bool) -> None:
-    """As nn.ReLU(inplace=True) does, and Falcon, which adds attention's output to the MLP's."""
+    """As with nn.ReLU(inplace=True), and in Falcon, which adds attention's output to the MLP's."""
     layers = nn.ModuleList([qt.Linear(32, 32, recipe="tensorwise"), qt.LayerNormMLP(32, 64, recipe="tensorwise")])
 
     def run(x: Tensor) -> Tensor:
@@ -587,7 +587,7 @@ def test_a_model_made_on_meta_trains() -> None:
     assert_trained_alike(results[1], results[0])
 
 
-# The two operators.
+# The operators `quantize` and `matmul`.
 
 
 def quantize_arguments() -> dict[str, tuple[Any, ...]]:
@@ -608,16 +608,16 @@ def quantize_arguments() -> dict[str, tuple[Any, ...]]:
 
 
 QUANTIZE = quantize_arguments()
-#: All that opcheck knows but test_schema, which compares inputs before and after and cannot compare float8 tensors.
+#: All tests of opcheck except test_schema, which cannot compare float8 tensors before and after the call.
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-#: What needs no compiler: schemas, and what an operator says of its results before it has run.
+#: Tests that need no compiler: schemas and fake tensors.
 WITHOUT_TRACING = ("test_schema", "test_faketensor")
 
 
 def first_of_their_kind() -> set[str]:
-    """Keys of QUANTIZE, one of each kind of result: packed codes, a factor of the tensor, noise, a transpose."""
+    """Keys of QUANTIZE, one of each kind of result: packed codes, a tensor factor, noise, a transpose."""
     first: dict[Hashable, str] = {}
     for key, (_, transposed, text, _, factor, _, _, count, _) in QUANTIZE.items():
         spec = next(s for s in SPECS if s.text == text)
@@ -643,9 +643,9 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
     spec = recipes.get(name).gemms[gemm]
     if spec.a is None or spec.b is None:
         pytest.skip("this GEMM is not quantized")
-    # Tracing is checked for one GEMM of each kind of recipe, by turns.
-    turn = name in KINDS and list(recipes.get(name).gemms).index(gemm) == KINDS.index(name) % 3
-    checks = CHECKS if turn else ("test_faketensor",)
+    # Tracing is checked for one GEMM of each kind of recipe, alternately.
+    is_selected = name in KINDS and list(recipes.get(name).gemms).index(gemm) == KINDS.index(name) % 3
+    checks = CHECKS if is_selected else ("test_faketensor",)
     operands = []
     for rows, one in ((24, spec.a), (16, spec.b)):
         for transposed in (False, True):
@@ -656,13 +656,13 @@ def test_matmul_is_a_proper_operator(name: str, gemm: str, bias: bool) -> None:
             is_transposed = transposed and not one.format.packed
             q = Quantized(data, scale, one, (rows, 48), is_transposed, factor if one.two_level else None)
             operands.append(flat(q))
-    # Without a bias both operands are turned or neither is; with a bias one of them is.
+    # Without bias, both or none of the operands are transposed; with bias, one of them is.
     for a, b in zip(operands[:2], operands[3:1:-1] if bias else operands[2:], strict=True):
         arguments = (*a, *b, torch.bfloat16, torch.randn(16) if bias else None)
         torch.library.opcheck(torch.ops.quaver.matmul.default, arguments, test_utils=checks)
 
 
-#: The first operand of each format, block and kind of scale whose blocks divide k.
+#: One operand of each format, block and kind of scale whose blocks divide k.
 BLOCK_FORMATS = {
     (spec.format, spec.block, spec.scale): spec
     for spec in reversed(SPECS)
@@ -674,11 +674,11 @@ BLOCK_FORMATS = {
     ("transposed", "spec"), pairs_by_turns((False, True), BLOCK_FORMATS.values(), (False,)), ids=str
 )
 def test_compiled_values_of_partial_blocks_are_those_of_eager_mode(spec: QuantSpec, transposed: bool) -> None:
-    """Inductor fuses the repetition of scales with what reads them."""
+    """Inductor fuses the expansion of scales with the operations that read them."""
     torch.compiler.reset()
     rows, k = 40, 2 * (spec.block[1] or 1) + 20
     x = torch.randn(rows, k) * torch.logspace(-3, 3, k)
-    # Columns that are contiguous are stored as such.
+    # Contiguous columns are stored transposed.
     q = qt.quantize(x.t().contiguous().t() if transposed else x, spec)
 
     def values(data: Tensor, scale: Tensor, factor: Tensor | None) -> Tensor:

@@ -46,7 +46,7 @@ MLA |= {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2, "topk_g
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 0.8}
 
-#: The configuration, its options beside sizes, the layer, and its number in the model.
+#: The configuration class, its options besides sizes, the layer, and its index in the model.
 LAYERS: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "llama": ("LlamaConfig", SIZES, "LlamaDecoderLayer", 0),
     "mistral": ("MistralConfig", SIZES | {"sliding_window": 4}, "MistralDecoderLayer", 0),
@@ -134,7 +134,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, int]] = {
         0,
     ),
 }
-#: Where the derivative jumps, a rounding moves gradients by chance.
+#: Where the derivative is discontinuous, rounding changes gradients by chance.
 JUMPS = ("t5", "deepseek_v3, mixture", "llama4, no rope, mixture", "gpt_oss")
 
 
@@ -153,7 +153,7 @@ def layer_of(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def arguments_for_theirs(theirs: Any, read: dict[str, Any], x: Tensor, mask: str) -> dict[str, Any]:
-    """What their layer is called with: its own mask, with padding on the right, or none."""
+    """Arguments of the transformers layer: its own mask, with padding on the right, or no mask."""
     around = surroundings(theirs, read.get("config"), True if "mask_type" in read else None)
     given = arguments(theirs, around, x)
     if mask == "none":
@@ -175,7 +175,7 @@ def padding() -> Tensor:
 
 
 def run(layer: Any, x: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """The output and the gradient of x; those of parameters are left with them."""
+    """The output and the gradient of x; parameters hold their own gradients."""
     layer.zero_grad()
     leaf = x.clone().requires_grad_()
     y = layer(leaf, **options)
@@ -194,9 +194,9 @@ def gradients(theirs: Any, read: dict[str, Any], fused: bool | None) -> dict[str
 
 
 def masks() -> list[Any]:
-    """Every layer with its own mask and, by turns, with padding or none; the others in the slow run.
+    """Every layer with its own mask, and alternately with padding or no mask; the rest in the slow tests.
 
-    MPT's bias goes by the keys' positions alone, which is ALiBi for causal layers only.
+    MPT's bias depends only on key positions, which equals ALiBi for causal layers only.
     """
     rows = []
     for number, name in enumerate(LAYERS):
@@ -227,7 +227,7 @@ def test_outputs_and_gradients_match_transformers(name: str, mask: str) -> None:
     largest = max(float(w.abs().max()) for w in want.values())
     for parameter, p in ours.named_parameters():
         grad = torch.zeros_like(p) if p.grad is None else p.grad
-        # The gradient of a key's bias without rope is 0 but for roundings.
+        # Without rope, the gradient of a key's bias is 0 up to rounding.
         off = float((grad - want[parameter]).abs().max()) / max(float(want[parameter].abs().max()), 1e-2 * largest)
         assert off <= 1e-5, f"gradient of {parameter}: {off:.1e}"
 
@@ -303,7 +303,7 @@ def test_it_decodes_as_it_runs_whole(name: str) -> None:
 
 
 def changed(method: str, of: Callable[[Any], Any], what: Callable[[Tensor], Tensor]) -> Any:
-    """A Llama layer of which a part computes something else."""
+    """A Llama layer in which one submodule computes something else."""
     theirs, _ = layer_of("llama")
     part = of(theirs)
     kind = type(part)
@@ -345,7 +345,7 @@ def test_bad_input_gives_a_clear_error() -> None:
     between: Any = copy.deepcopy(layer_of("whisper")[0])
     between.activation_fn = nn.Sequential(between.activation_fn, nn.Dropout(0.1))
     no_bias: Any = copy.deepcopy(layer_of("mpt")[0])
-    # As if its file had lost the function that makes ALiBi's bias.
+    # As if the module no longer had the function that builds ALiBi's bias.
     no_bias.__class__ = type("Block", (type(no_bias),), {"__module__": __name__})
     clipped: Any = copy.deepcopy(layer_of("mpt")[0])
     clipped.attn.clip_qkv = 8.0

@@ -67,7 +67,7 @@ def test_one_gemm_of_backward_may_be_quantized(gemm: str) -> None:
 
 
 def saved_by_backward(recipe: Any, layer: nn.Module, x: Tensor) -> int:
-    """Bytes that backward keeps beside parameters."""
+    """Bytes saved for backward, without parameters."""
     parameters = {p.data_ptr() for p in layer.parameters()}
     saved: dict[int, int] = {}
 
@@ -90,7 +90,7 @@ def test_backward_keeps_codes() -> None:
 
 
 def test_blocks_equal_their_parts() -> None:
-    """Of a norm's output and an activation's, one of which is made again in backward."""
+    """Layers that read a norm's and an activation's output, one of which is recomputed in backward."""
     recipe = dequantized("tensorwise")
     mlp = qt.LayerNormMLP(96, 160, "swiglu", fused=False)
     x, g = torch.randn(24, 96), torch.randn(24, 96)
@@ -109,7 +109,7 @@ def test_blocks_equal_their_parts() -> None:
 
 
 def test_layers_of_one_input_share_only_common_operands() -> None:
-    """One keeps the input, the next the codes of it, in both orders."""
+    """One layer saves the input and the next its codes, in both orders."""
     keeps, values = replace(recipes.tensorwise(), wgrad=HIGH), dequantized("tensorwise")
     x, g = torch.randn(16, 64), torch.randn(16, 32)
     layers = [qt.Linear(64, 32, recipe=r) for r in (keeps, values, keeps)]

@@ -46,14 +46,14 @@ def pair(recipe: Recipe, dtype: torch.dtype, bias: bool = True, k: int = K, n: i
 
 
 def train(layer: qt.Linear, inputs: list[Tensor], gradients: list[Tensor], direct: bool) -> dict[str, Tensor]:
-    """What every step gives, and the state at the end; the weight changes after every other one."""
+    """Outputs and gradients of every step, and the final state; the weight changes after every other step."""
     tensors = {}
     for number, (value, g) in enumerate(zip(inputs, gradients, strict=True)):
         x = value.clone().requires_grad_()
         layer.zero_grad()
         with qt.autocast(layer.recipe):
             y = layer(x)
-        # Delayed scaling's state is made by the general way.
+        # The general plan creates the state of delayed scaling.
         assert by_fast_plan(y) is direct
         y.backward(g)
         assert x.grad is not None
@@ -360,9 +360,9 @@ def test_backward_saves_one_byte_per_element(shape: tuple[int, int, int]) -> Non
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = layer(x)  # noqa: F841
-    # The codes and their scale.
+    # The saved codes and their scale.
     assert sum(t.nbytes for t in saved if t is not layer.weight) == tokens * k + 8
-    # Nor does the node hold a decoded weight of more than a few elements.
+    # The graph node holds no decoded weight with more than a few elements.
     entry = weight_cache.lookup(layer, "fprop", layer.weight, layer.recipe.fprop.b, 0.0)  # type: ignore[union-attr, arg-type]
     assert entry is not None and entry.quantized is not None
     assert (entry.quantized.decoded is None) == (n * k > gemm.REMEMBERED)
@@ -402,7 +402,7 @@ def test_a_cached_weight_serves_lengths_that_need_another_layout(name: str, dtyp
 @pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("tokens", [64, 160])
 def test_a_transposed_input_is_read_row_by_row(name: str, tokens: int) -> None:
-    """Through RMSNorm, which leaves it so, and given."""
+    """Through RMSNorm, which preserves the layout, and as a direct input."""
     x, g = torch.randn(64, tokens, requires_grad=True), torch.randn(tokens, 64)
     block = qt.LayerNormLinear(64, 64, normalization="RMSNorm", recipe=name)
 

@@ -13,7 +13,7 @@ from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
 
 NAMES = pytest.mark.parametrize("name", ACTIVATIONS)
-#: Relative RMS of one rounding to the dtype.
+#: Relative RMS error of one rounding to the dtype.
 ONE_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 3e-4}
 
 
@@ -34,7 +34,7 @@ def clamped(gate: Tensor, value: Tensor) -> Tensor:
     return gate * sigmoid(1.702 * gate) * (value + 1)
 
 
-#: The formulas, to be run in float64; of gated ones the function of the gate.
+#: The formulas, for float64; for gated activations, the function of the gate.
 EXACT = {
     "linear": lambda x: x,
     "gelu": gelu,
@@ -102,7 +102,7 @@ def test_only_the_inputs_are_saved(name: str) -> None:
 
 
 def test_compiled_gives_eager_bits() -> None:
-    """All in one graph, which compiles as fast as two separate graphs."""
+    """All activations in one graph, which compiles as fast as two separate graphs."""
     torch.compiler.reset()
 
     def every(given: list[Tensor]) -> list[Tensor]:
@@ -208,7 +208,7 @@ def test_a_second_derivative_is_refused(name: str) -> None:
 def test_opaque_operators_say_their_shapes_and_strides(name: str) -> None:
     row = ACTIVATIONS[name]
     options = list(activation.option_values(name, {}))
-    # Tracing is checked for one of each kind: without a gate, with one, with options.
+    # Tracing is checked for one activation of each kind: ungated, gated, and with options.
     traced = name in ("gelu", "swiglu", "clamped_swiglu")
     plain = torch.randn(3, 8, dtype=torch.bfloat16)
     transposed = torch.randn(8, 3, dtype=torch.bfloat16).t()

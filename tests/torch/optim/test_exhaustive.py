@@ -36,7 +36,7 @@ def sequences(steps: int, number: int, betas: tuple[float, float], decades: floa
     size = 10.0 ** rng.uniform(-decades, decades, number)
     last = rng.integers(1, steps, number)
     rising = (betas[0] / betas[1]) ** (last - t).clip(0, 300)
-    ways = (
+    patterns = (
         sign,
         rng.standard_normal((steps, number)),
         10.0 ** rng.uniform(-decades / 2, decades / 2, (steps, number)) * sign,
@@ -46,8 +46,8 @@ def sequences(steps: int, number: int, betas: tuple[float, float], decades: floa
         np.where(t <= last, rising, 0.0),
         np.where(t <= last, rising, -rising),
     )
-    chosen = rng.integers(0, len(ways), number)
-    return np.choose(chosen, np.stack(ways)) * size / decades
+    chosen = rng.integers(0, len(patterns), number)
+    return np.choose(chosen, np.stack(patterns)) * size / decades
 
 
 @pytest.mark.parametrize("betas", BETAS)
@@ -253,9 +253,9 @@ def test_residuals_of_all_codes_become_finer_without_a_loss(recipe: str) -> None
     value = master_weights.read(old, (*weight, residual))
     for kind in ("residual16", "float32") if spec is not None else ("residual16", "remainder"):
         weight_format = WeightFormat(kind, spec)
-        beside = master_weights.first_states(weight_format, data, value)
-        beside = master_weights.around(weight_format, value, (*weight, *beside))
-        assert torch.equal(master_weights.read(weight_format, (*weight, *beside)), value), kind
+        neighbours = master_weights.first_states(weight_format, data, value)
+        neighbours = master_weights.around(weight_format, value, (*weight, *neighbours))
+        assert torch.equal(master_weights.read(weight_format, (*weight, *neighbours)), value), kind
 
 
 KINDS = ("float32", "bfloat16", "tensorwise", "mxfp8")

@@ -92,7 +92,7 @@ def test_presets_convert_into_each_other_with_a_warning(kind: str, before: str, 
     other = optim.AdamW(layer.parameters(), lr=1e-3, preset=after)
     with pytest.warns(UserWarning, match=f"states of preset {before} were converted to preset {after}"):
         other.load_state_dict(optimizer.state_dict())
-    # What a GEMM reads stays, and what is beside it says the same weight to within the coarser of both.
+    # The weight that GEMMs read is unchanged; the full weight agrees to the precision of the coarser preset.
     assert torch.equal(memory_of(layer.weight).view(torch.uint8), memory_of(codes).view(torch.uint8))
     step = {"float32": 0.0, "exact": 0.0, "balanced": 2.0**-19, "lean": 2.0**-11, "msamp": 2.0**-10}
     scale = float(weight.abs().max())
@@ -113,7 +113,7 @@ def moment(optimizer: optim.Optimizer, p: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize(("before", "after"), [*PAIRS, *((name, name) for name in ("exact", "lean", "msamp"))])
 @pytest.mark.parametrize("kind", ["float32", "tensorwise"])
 def test_moments_of_small_weights_load_where_one_is_codes_and_the_other_not(kind: str, before: str, after: str) -> None:
-    """Tensors of fewer than 4096 elements stay in float32 unless their weights are codes."""
+    """States of tensors with fewer than 4096 elements stay in float32 unless the weights are codes."""
     saved: Any = None
     for of, preset in ((kind, before), ("tensorwise" if kind == "float32" else "float32", after)):
         layer = qt.Linear(32, 64, bias=False)
@@ -188,7 +188,7 @@ def test_torchaos_states_load(name: str) -> None:
     layer = nn.Linear(256, 128)
     theirs = getattr(torchao, name)(layer.parameters(), lr=1e-3)
     layer(torch.randn(4, 256)).square().sum().backward()
-    # Warnings of its own, of a learning rate that is a tensor; and it compiles its step for each parameter.
+    # torchao warns about tensor learning rates, and compiles its step for each parameter.
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")
         theirs.step()
@@ -196,13 +196,13 @@ def test_torchaos_states_load(name: str) -> None:
     with pytest.warns(UserWarning, match="states of another library were converted"):
         ours.load_state_dict(theirs.state_dict())
     want = theirs.state[layer.weight]["exp_avg"].dequantize()
-    # Where rows are of 256 our blocks are theirs. Their largest negative number has no code, so that scales are others.
+    # With rows of 256 both have the same blocks; their codes lack the largest negative number, so scales differ.
     error = float((moment(ours, layer.weight, "exp_avg") - want).norm() / want.norm())
     assert error <= (0.02 if name == "AdamW8bit" else 0.05)
 
 
 def test_msamps_states_load() -> None:
-    """With stand-ins for its tensors, which have these attributes: MS-AMP builds only on CUDA."""
+    """Uses stand-ins with the attributes of MS-AMP's tensors, since MS-AMP builds only on CUDA."""
     p = nn.Parameter(torch.randn(136, 160))
     first, second = torch.randn(136, 160), torch.rand(136, 160)
     m = SimpleNamespace(
@@ -231,7 +231,7 @@ def adam_states(**more: Any) -> dict[str, Any]:
 
 
 def torchs(name: str, **options: Any) -> Any:
-    """A state dict of torch.optim after two steps."""
+    """A state dict of a torch optimizer after two steps."""
     p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
     optimizer = getattr(torch.optim, name)([p], lr=5.0, **options)
     for gradient in gradients(2):
@@ -542,5 +542,5 @@ def test_a_saved_preset_is_read_back(name: str) -> None:
     for preset in (optim.PRESETS[name], replace(optim.PRESETS[name], name="mine")):
         p = torch.nn.Parameter(torch.zeros(64, 64))
         saved = through_a_file(optim.AdamW([p], preset=preset).state_dict())
-        # A warning is an error: nothing is converted.
+        # Warnings are errors here, so nothing was converted.
         optim.AdamW([p], preset=preset).load_state_dict(saved)

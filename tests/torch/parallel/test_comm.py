@@ -47,13 +47,13 @@ def parts_of_tensors(rank: int) -> None:
 
 
 def specs() -> list[QuantSpec]:
-    """Specs of all recipes with rounding to nearest, as noise depends on the position in the whole operand."""
+    """Specs of all recipes, rounded to nearest, since noise depends on the position in the unsharded operand."""
     operands = [spec for name in recipes.RECIPES for spec in recipes.get(name).operands().values() if spec is not None]
     return sorted({replace(spec, rounding="nearest") for spec in operands}, key=str)
 
 
 def parts_of_operands(rank: int) -> None:
-    """Every spec, split by rows or k, in either layout: joined parts equal the whole quantized at once."""
+    """Shards of every spec, along rows or k, in both layouts, equal the unsharded operand when concatenated."""
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1))
     x *= torch.linspace(0.1, 30, 256)[:, None]
     x[5, 7], x[200, 300] = torch.nan, -torch.inf
@@ -62,7 +62,7 @@ def parts_of_operands(rank: int) -> None:
             for transposed in (False, True):
                 given = x.t().contiguous().t() if transposed else x
                 whole = qt.quantize(given, spec)
-                # The amax of blocks that lie on both ranks.
+                # The amax of blocks that span both ranks.
                 amax = whole.amax if spec.block[axis] is None or spec.two_level else None
                 q = qt.quantize(given.chunk(RANKS, axis)[rank], spec, amax)
                 together = comm.gather_operand(q, axis)()

@@ -31,10 +31,10 @@ from tests.torch.parallel.flops import Flops
 from tests.two_ranks import RANKS
 
 MICRO, STEPS, WIDTH = 4, 3, 64
-#: Steps of backwards in two parts: more where steps leave more than weights. One backward has 20 losses of every kind
-#: of scale in test_pipeline_mesh.py.
+#: Steps with a backward split in two; more for recipes with state. Unsplit backwards have 20 steps for every kind of
+#: scale in test_pipeline_mesh.py.
 SPLIT = dict.fromkeys(recipes.RECIPES, STEPS) | {"delayed": 8}
-#: And in the slow tests.
+#: Steps of the slow tests.
 LONG = dict.fromkeys(recipes.RECIPES, 20)
 #: Sequences and tokens of a micro-batch.
 TOKENS = 2, 16
@@ -42,13 +42,13 @@ LR = 0.1
 NOTHING = nullcontext()
 
 
-#: (stages, recipe) to a model of so many.
+#: Builds a model from its number of stages and a recipe.
 Build = Callable[[int, str], nn.Sequential]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A schedule, and which of the model's stages each rank has."""
+    """A schedule, and the stages of each rank."""
 
     schedule: Callable[..., Any]
     stages: tuple[tuple[int, ...], ...]
@@ -62,7 +62,7 @@ KINDS = {
     "ZBVZeroBubble": Kind(ScheduleZBVZeroBubble, ((0, 3), (1, 2))),
     "DualPipeV": Kind(ScheduleDualPipeV, ((0, 3), (1, 2))),
 }
-#: Of these a backward is cut in two.
+#: Schedules that split a backward into input and weight gradients.
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
@@ -82,7 +82,7 @@ def converted(stages: int, recipe: str) -> nn.Sequential:
 
 
 def even(stages: int, recipe: str) -> nn.Sequential:
-    """A layer a stage."""
+    """One layer per stage."""
     torch.manual_seed(0)
     net = nn.Sequential(*[plain_stage(1) for _ in range(stages)])
     qt.convert(net, recipe)
@@ -90,7 +90,7 @@ def even(stages: int, recipe: str) -> nn.Sequential:
 
 
 def blocks(stages: int, recipe: str) -> nn.Sequential:
-    """Stages of our blocks, with norms before matrices in the same graph node."""
+    """Stages of Quaver blocks, which fuse norms with matrices in one graph node."""
     torch.manual_seed(0)
     return nn.Sequential(
         *[
@@ -103,7 +103,7 @@ def blocks(stages: int, recipe: str) -> nn.Sequential:
 
 
 class Again(nn.Module):
-    """A layer that is run again in backward."""
+    """A layer that is recomputed in backward."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Again(nn.Module):
 
 
 def transformer(stages: int, recipe: str) -> nn.Sequential:
-    """Stages of whole layers: fused, in parts, and run again in backward in two ways."""
+    """Stages of transformer layers: fused, unfused, and recomputed in backward in two ways."""
     torch.manual_seed(0)
     kinds = (
         {"fused": True},
@@ -140,10 +140,10 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 
 
 def in_one_process(net: nn.Module, recipe: str, group: Any, steps: int) -> list[list[float]]:
-    """The same micro-batches, and one autocast around those of a step: so its histories roll once a step too.
+    """Train on the same micro-batches, with one autocast per step so that histories also roll once per step.
 
     Args:
-        group: of this rank alone, since the other one trains the same model beside it.
+        group: a group of only this rank, since the other rank trains the same model at the same time.
     """
     optimizer, losses = torch.optim.SGD(net.parameters(), LR), []
     for x, target in batches(steps):
@@ -171,10 +171,10 @@ def on_stages(
     group: Any = None,
     counting: AbstractContextManager[Any] = NOTHING,
 ) -> list[list[float]]:
-    """A step of the schedule within one autocast; losses on the rank that has the last stage.
+    """Run steps of the schedule, each within one autocast; return losses on the rank of the last stage.
 
     Args:
-        counting: entered around each step of the schedule.
+        counting: a context entered around each step of the schedule.
     """
     has, last = kind.stages[rank], len(net) - 1
     stages = [parallel.pipeline_stage(net[i], i, len(net), torch.empty(*TOKENS, WIDTH, device="meta")) for i in has]
@@ -192,7 +192,7 @@ def on_stages(
 
 
 class Expected(NamedTuple):
-    """What one process has after its steps."""
+    """Results of training in one process."""
 
     losses: list[list[float]]
     states: list[dict[str, Tensor]]
@@ -200,7 +200,7 @@ class Expected(NamedTuple):
 
 @cache
 def expected(build: Build, count: int, recipe: str, steps: int) -> Expected:
-    """Of a model of so many stages, on this rank alone."""
+    """Train a model with this number of stages on this rank alone."""
     net = build(count, recipe)
     losses = in_one_process(net, recipe, alone(), steps)
     return Expected(losses, [copy.deepcopy(part.state_dict()) for part in net])
@@ -208,20 +208,20 @@ def expected(build: Build, count: int, recipe: str, steps: int) -> Expected:
 
 @cache
 def alone() -> Any:
-    """The group of this rank and no other."""
+    """The process group of only this rank."""
     return [dist.new_group([rank]) for rank in range(RANKS)][dist.get_rank()]
 
 
 def compare(build: Build, name: str, recipe: str, rank: int, steps: int, own: bool = False) -> None:
-    """All losses, weights and histories of a rank's stages are those of one process.
+    """Check that losses, weights and histories of a rank's stages equal those of one process.
 
     Args:
-        own: whether stages are told a group of one rank each.
+        own: whether stages are given a group of one rank each.
     """
     kind = KINDS[name]
     count = sum(map(len, kind.stages))
     reference = expected(build, count, recipe, steps)
-    # Layers that are gone roll with no other case's.
+    # Free earlier layers, so that their histories do not roll here.
     gc.collect()
     net = build(count, recipe)
     losses = on_stages(net, kind, recipe, rank, steps, alone() if own else None)
@@ -236,7 +236,7 @@ def compare(build: Build, name: str, recipe: str, rank: int, steps: int, own: bo
 
 
 def each_gradient_is_computed_once(rank: int) -> None:
-    """All ranks together have the FLOPs of one process, whatever the schedule."""
+    """All ranks together compute the FLOPs of one process, under every schedule."""
     for build, names in ((blocks, ("Interleaved1F1B", *ZERO_BUBBLE)), (transformer, ("InterleavedZeroBubble",))):
         with Flops() as reference:
             in_one_process(build(4, "rowwise"), "rowwise", alone(), 1)
@@ -259,7 +259,7 @@ def case(build: Build, name: str, recipe: str, steps: int = STEPS, own: bool = F
 
 
 def shapes_are_known_beforehand(rank: int) -> None:
-    """A first step records and draws for its micro-batches alone; where torch rehearses, for other values too."""
+    """Only real micro-batches are recorded and draw noise in a first step, unless torch runs one with other values."""
     for recipe in ("delayed", "nvfp4"):
         net = converted(2, recipe)
         part = parallel.pipeline_stage(net[rank], rank, 2, torch.empty(*TOKENS, WIDTH, device="meta"))
@@ -301,7 +301,7 @@ def cases() -> Sequence[two_ranks.Case]:
         statistics_are_not_of_shapes,
         a_stage_outside_of_autocast_is_refused,
         each_gradient_is_computed_once,
-        # Every recipe has backwards in two parts below.
+        # Split backwards are tested with every recipe below.
         *(case(converted, "1F1B", recipe) for recipe in ("delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4")),
         *(case(even, "InterleavedZeroBubble", recipe, SPLIT[recipe]) for recipe in recipes.RECIPES),
         *(case(converted, name, recipe) for name in KINDS for recipe in ("delayed", "nvfp4") if name != "1F1B"),

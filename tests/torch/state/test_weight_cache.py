@@ -136,7 +136,7 @@ BARE: list[Writer] = [
 SEEN: list[Writer] = [in_place, new_data, new_parameter, parameter_exchanged, loaded, assigned]
 
 
-def in_a_buffer(layer: qt.Linear) -> qt.Linear:
+def viewed_in_a_flat_buffer(layer: qt.Linear) -> qt.Linear:
     flat = layer.weight.detach().clone().flatten()
     layer.weight.data = flat.view(N, K)
     layer.__dict__["flat"] = flat
@@ -146,7 +146,7 @@ def in_a_buffer(layer: qt.Linear) -> qt.Linear:
 def linear(recipe: str) -> qt.Linear:
     layer = qt.Linear(K, N, recipe=recipe)
     layer.qualified_name = "layer"  # type: ignore[assignment]
-    return in_a_buffer(layer)
+    return viewed_in_a_flat_buffer(layer)
 
 
 def fresh(layer: nn.Module) -> nn.Module:
@@ -360,7 +360,7 @@ def test_a_manual_step_trains_the_same_as_without_a_cache(recipe: str, step: Wri
     assert_bitwise(layer.weight, other.weight)  # type: ignore[arg-type]
 
 
-def in_a_hook(net: nn.Module, by_optimizer: bool) -> None:
+def step_in_hooks(net: nn.Module, by_optimizer: bool) -> None:
     """Step each parameter inside backward, as soon as its gradient is there."""
     for p in net.parameters():
         optimizer = torch.optim.SGD([p], 0.1) if by_optimizer else None
@@ -381,7 +381,7 @@ def test_steps_inside_backward_train_as_those_that_keep_nothing(recipe: str, by_
     net = nn.Sequential(qt.Linear(K, N, recipe=recipe), nn.ReLU(), qt.Linear(N, K, recipe=recipe))
     other = fresh(net)
     for each in (net, other):
-        in_a_hook(each, by_optimizer)
+        step_in_hooks(each, by_optimizer)
     for x in torch.randn(4, T, K):
         got = trained(net, x)
         qt.refresh(other)

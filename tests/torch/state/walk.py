@@ -224,7 +224,7 @@ class Walk:
             self.net(self.x().requires_grad_())
 
     def do_write_between_forward_and_backward(self) -> None:
-        weight = self.of_a_gemm()
+        weight = self.weight_of_a_gemm()
         if weight is None or getattr(self.net, "recompute", False):
             # What runs forward again reads what is there then, as in torch.
             return
@@ -272,7 +272,7 @@ class Walk:
 
     # What writes, and shows.
 
-    def of_a_gemm(self) -> Tensor | None:
+    def weight_of_a_gemm(self) -> Tensor | None:
         """A weight that a backward reads."""
         linears = [module for module in self.net.modules() if isinstance(module, qt.Linear)]
         given = [layer._parameters.get("weight") for layer in linears]

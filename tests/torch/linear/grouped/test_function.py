@@ -19,7 +19,7 @@ from tests.torch.linear.grouped.test_matmul import RECIPES
 
 G, K, N = 4, 48, 40
 T = 70
-#: Rows and sizes of each step; the last rows of the first are of no group.
+#: Rows and group sizes of each step; the last rows of the first step belong to no group.
 STEPS = [(70, (5, 0, 40, 19)), (57, (1, 8, 32, 16)), (64, (0, 0, 64, 0))]
 BY_ROWS = ["rowwise", "blockwise", "mxfp8", "mxfp4", "rowwise_bf16_wgrad"]
 
@@ -55,15 +55,15 @@ def input_spec(recipe: str) -> QuantSpec:
 def test_codes_are_multiplied_as_they_are(recipe: str) -> None:
     x, g = rows(0)
     q = qt.quantize(x, input_spec(recipe))
-    given, own, again = layer_of(recipe), layer_of(recipe), layer_of(recipe)
-    y, expected = given(q, ends(STEPS[0][1])), own(x, ends(STEPS[0][1]))
+    on_codes, on_values, again = layer_of(recipe), layer_of(recipe), layer_of(recipe)
+    y, expected = on_codes(q, ends(STEPS[0][1])), on_values(x, ends(STEPS[0][1]))
     assert_bitwise(y.detach(), expected.detach())
     y.backward(g)
-    # What wgrad reads is quantized from what the codes stand for.
+    # wgrad's operand is quantized from the dequantized codes.
     again(q.dequantize().to(x.dtype), ends(STEPS[0][1])).backward(g)
-    for p, wanted in zip(given.parameters(), again.parameters(), strict=True):
+    for p, wanted in zip(on_codes.parameters(), again.parameters(), strict=True):
         assert_bitwise(p.grad, wanted.grad)
-    z = qt.grouped_matmul(q, given.weight, ends(STEPS[0][1]), bias=given.bias, recipe=recipe)
+    z = qt.grouped_matmul(q, on_codes.weight, ends(STEPS[0][1]), bias=on_codes.bias, recipe=recipe)
     assert_bitwise(z.detach(), y.detach())
 
 
@@ -108,7 +108,7 @@ def test_blocks_that_span_several_groups_are_refused() -> None:
 
 @dataclass(frozen=True)
 class Permuted:
-    """Tokens that are quantized once each and copied to their rows as codes."""
+    """Quantize each token once and copy its codes to all its rows."""
 
     recomputes_input: bool = False
 
@@ -155,7 +155,7 @@ def test_rows_may_be_made_within_the_function(recipe: Any, recomputes_input: boo
 
 
 def steps_of(layer: qt.GroupedLinear, run: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-    """Outputs, gradients and state of three steps."""
+    """Train three steps; return outputs, gradients and state."""
     results = []
     for seed, (count, sizes) in enumerate(STEPS):
         x, g = rows(seed, count, layer.weight.dtype)
@@ -267,7 +267,7 @@ def test_gradients_of_weights_may_be_added_elsewhere_or_wait(recipe: str, layout
 
 
 def test_backward_keeps_codes_alone() -> None:
-    """Bytes that a layer keeps for backward over those of bf16, its weights aside."""
+    """Bytes saved for backward relative to bf16, without weights."""
     for recipe, most in (
         ("tensorwise", 0.52),
         ("rowwise", 0.52),

@@ -31,7 +31,7 @@ def dequantizing(name: str, **left: GemmSpec) -> Recipe:
     return Recipe(f"dequantized {name}", **gemms, dequantized_backward=True)
 
 
-def in_squares(side: int) -> Recipe:
+def square_block_recipe(side: int) -> Recipe:
     """A recipe whose operands are all quantized in square blocks, so that backward transposes those of the forward."""
     spec = QuantSpec(E4M3, (side, side))
     return Recipe(f"squares of {side}", *[GemmSpec(spec, spec)] * 3)
@@ -43,8 +43,8 @@ RECIPES |= {
     "mxfp8, dequantized": dequantizing("mxfp8", dgrad=HIGH, wgrad=HIGH),
     "rowwise, wgrad dequantized": dequantizing("rowwise", wgrad=HIGH),
     "nvfp4, dgrad dequantized": dequantizing("nvfp4", dgrad=HIGH),
-    "squares of 1": in_squares(1),
-    "squares of 16": in_squares(16),
+    "squares of 1": square_block_recipe(1),
+    "squares of 16": square_block_recipe(16),
 }
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 every_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -79,13 +79,18 @@ def biases(dtype: torch.dtype) -> Tensor:
     return torch.randn(G, N, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
 
 
-def one_by_one(
+def group_by_group(
     sizes: tuple[int, ...], recipe: Any, dtype: torch.dtype = torch.float32, biased: bool = False
 ) -> list[Tensor]:
     """The same by a linear layer for each group, of the name that its noise has; rows of none give zeros."""
     x, w, g = tensors(dtype)
     b = biases(dtype).detach()
-    y, of_x, of_w, of_b = torch.zeros_like(g), torch.zeros_like(x), torch.zeros_like(w), torch.zeros_like(b)
+    y, x_operand, w_operand, b_operand = (
+        torch.zeros_like(g),
+        torch.zeros_like(x),
+        torch.zeros_like(w),
+        torch.zeros_like(b),
+    )
     start = 0
     for group, size in enumerate(sizes):
         rows = slice(start, start + size)
@@ -99,10 +104,10 @@ def one_by_one(
             alone = x[rows].detach().clone().requires_grad_()
             out = layer(alone)
             out.backward(g[rows].clone())
-            y[rows], of_x[rows], of_w[group] = out.detach(), alone.grad, layer.weight.grad
+            y[rows], x_operand[rows], w_operand[group] = out.detach(), alone.grad, layer.weight.grad
             if biased:
-                of_b[group] = layer.bias.grad
-    return [y, of_x.detach(), of_w.detach(), *([of_b] if biased else [])]
+                b_operand[group] = layer.bias.grad
+    return [y, x_operand.detach(), w_operand.detach(), *([b_operand] if biased else [])]
 
 
 @every_recipe
@@ -111,7 +116,7 @@ def test_groups_are_linear_layers_one_by_one(name: str, sizes: tuple[int, ...]) 
     dtype = torch.bfloat16 if sizes == SIZES[2] else torch.float32
     how = dtype, sizes != SIZES[1]
     for tensor, expected in zip(
-        grouped(sizes, RECIPES[name], *how), one_by_one(sizes, RECIPES[name], *how), strict=True
+        grouped(sizes, RECIPES[name], *how), group_by_group(sizes, RECIPES[name], *how), strict=True
     ):
         assert_bitwise(tensor, expected)
 
@@ -119,7 +124,9 @@ def test_groups_are_linear_layers_one_by_one(name: str, sizes: tuple[int, ...]) 
 @every_recipe
 def test_the_reference_equals_linear_layers(name: str) -> None:
     with qt.only("reference"):
-        for tensor, expected in zip(grouped(SIZES[0], RECIPES[name]), one_by_one(SIZES[0], RECIPES[name]), strict=True):
+        for tensor, expected in zip(
+            grouped(SIZES[0], RECIPES[name]), group_by_group(SIZES[0], RECIPES[name]), strict=True
+        ):
             assert_bitwise(tensor, expected)
 
 
@@ -154,10 +161,10 @@ def test_torchs_grouped_gemm_changes_no_bit(
         y.backward(g.to(dtype))
         assert one.grad is not None and other.grad is not None and not y[sum(sizes) :].any()
         for group, (start, end) in enumerate(GroupOffsets(ends(sizes), T).bounds()):
-            part, matrix, of_y = one[start:end].detach(), other[group].detach(), g[start:end].to(dtype)
+            part, matrix, y_operand = one[start:end].detach(), other[group].detach(), g[start:end].to(dtype)
             assert_bitwise(y[start:end].detach(), F.linear(part, matrix))
-            assert_bitwise(one.grad[start:end], of_y @ matrix)
-            assert_bitwise(other.grad[group].contiguous(), (of_y.t() @ part).contiguous())
+            assert_bitwise(one.grad[start:end], y_operand @ matrix)
+            assert_bitwise(other.grad[group].contiguous(), (y_operand.t() @ part).contiguous())
     lines = not any(size * dtype.itemsize % 16 for size in features)
     assert (len(calls) == 6) is lines
 
@@ -203,9 +210,9 @@ def test_noise_differs_by_step_and_name_and_is_the_same_again() -> None:
     first = grouped(SIZES[0], "nvfp4", count=1)
     assert all(torch.equal(a, b) for a, b in zip(first, grouped(SIZES[0], "nvfp4", count=1), strict=True))
     for how in ({"count": 2}, {"count": 1, "seed": 3}, {"count": 1, "name": "other"}):
-        y, of_x, of_w = grouped(SIZES[0], "nvfp4", **how)
+        y, x_operand, w_operand = grouped(SIZES[0], "nvfp4", **how)
         assert torch.equal(y, first[0])
-        assert not torch.equal(of_x, first[1]) and not torch.equal(of_w, first[2])
+        assert not torch.equal(x_operand, first[1]) and not torch.equal(w_operand, first[2])
 
 
 def test_the_ambient_recipe_and_autocast_hold() -> None:
@@ -294,9 +301,9 @@ def test_unsupported_transforms_give_a_clear_error() -> None:
         qt.grouped_matmul(X, W, OFFSETS, recipe="delayed")
     x = torch.randn(8, 4, requires_grad=True)
     y = qt.grouped_matmul(x, W + 1.0, OFFSETS, recipe="tensorwise")
-    (of_x,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (x_operand,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
-        of_x.sum().backward()
+        x_operand.sum().backward()
     with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
         torch.func.grad(lambda t: qt.grouped_matmul(t, W, OFFSETS, recipe="tensorwise").sum())(X)
 

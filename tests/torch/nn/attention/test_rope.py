@@ -198,7 +198,7 @@ def test_tables_made_in_inference_mode_serve_training() -> None:
 
 
 class Two(nn.Module):
-    """A product before rope, whose rounding to bf16 Inductor would skip."""
+    """A product before rope; Inductor would skip its rounding to bf16."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Two(nn.Module):
         return self.rope(x * 1.3, **where) * 0.7
 
 
-#: How a rotation is made, and where its tokens stand.
+#: Constructor options, and arguments that give the token positions.
 COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "float32": ({}, {}),
@@ -234,21 +234,20 @@ COMPILED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Several(nn.Module):
-    """Rotations in one graph, all before them and all after them at once: Inductor writes a program a stretch between
-    two operators, and every program takes a second to compile."""
+    """All rotations in one graph, with all scalings before and after them at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ropes = nn.ModuleDict({case: qt.RotaryEmbedding(16, **options) for case, (options, _) in COMPILED.items()})
 
-    def forward(self, given: dict[str, Tensor], starts: Tensor) -> dict[str, Tensor]:
-        """starts: of the ragged sequences, which are not those that it was compiled with."""
-        scaled = {case: x * 1.3 for case, x in given.items()}
-        transposed = {}
+    def forward(self, inputs: dict[str, Tensor], starts: Tensor) -> dict[str, Tensor]:
+        """starts: offsets of the ragged sequences, which differ from those at compilation."""
+        scaled = {case: x * 1.3 for case, x in inputs.items()}
+        rotated = {}
         for case, rope in self.ropes.items():
             where = COMPILED[case][1] | ({"offset": starts} if case == "ragged" else {})
-            transposed[case] = rope(scaled[case], **where)
-        return {case: y * 0.7 for case, y in transposed.items()}
+            rotated[case] = rope(scaled[case], **where)
+        return {case: y * 0.7 for case, y in rotated.items()}
 
 
 def operand(case: str) -> Tensor:
@@ -258,7 +257,7 @@ def operand(case: str) -> Tensor:
 
 @cache
 def eager_and_compiled(backend: str) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    """Outputs and gradients in eager mode and compiled, by case, of two steps: one graph for three tests."""
+    """Outputs and gradients of two steps by case, eager and compiled; three tests share this graph."""
     several = Several()
     compiled, steps = torch.compile(several, fullgraph=True, backend=backend), []
     for starts in (torch.tensor([0, 5, 7]), torch.tensor([3, 5, 8])):
@@ -283,7 +282,7 @@ def assert_compiled_bits(cases: set[str], backend: str) -> None:
             assert_bitwise(compiled, eager, name)
 
 
-#: Inductor up to its C++, whose thirteen programs take fifteen seconds; a whole layer's graph compiles to the end.
+#: Inductor without C++ compilation, which takes fifteen seconds here; the graph of a full layer is compiled fully.
 BACKENDS = pytest.mark.parametrize("backend", [WITHOUT_CODE, pytest.param("inductor", marks=pytest.mark.slow)])
 
 
@@ -304,7 +303,7 @@ def test_compiled_ragged_bits_equal_eager_bits(backend: str) -> None:
 
 def test_decoding_compiles_once_for_all_offsets() -> None:
     net = Two()
-    # Dynamo decides what is compiled again, whatever the code.
+    # Recompilation is decided by Dynamo, so the backend does not matter.
     compiled = torch.compile(net, fullgraph=True, backend="eager")
     x = torch.randn(1, 1, 2, 16)
     for offset in range(2, 8):

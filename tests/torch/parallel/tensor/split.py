@@ -1,7 +1,7 @@
-"""One process that splits the sums of several: a linear layer in whole operands, written out plainly.
+"""A plain linear layer in one process that splits sums as several ranks do.
 
-Every operand is quantized whole by `quaver.torch.quantize`. A contraction that lies on several ranks is cut into as
-many products, which are added in float32 and rounded once.
+Every operand is quantized unsharded by `quaver.torch.quantize`. A contraction over a sharded dimension is computed as
+one product per rank; the products are added in float32 and rounded once.
 """
 
 import zlib
@@ -19,12 +19,12 @@ from quaver.torch.numerics.quantized import Quantized
 
 
 def cut(q: Quantized, i: int, ranks: int, pieces: Sequence[int] = ()) -> Quantized:
-    """Part i of an operand along k; of each of the pieces that lie one after the other there."""
+    """Shard i of an operand along k, taken separately from each of the consecutive pieces."""
     rows, k = q.shape
     axis = int(not q.transposed)
 
     def shard(x: Tensor) -> Tensor:
-        # A byte, or a scale, is of several elements.
+        # One byte or one scale covers several elements.
         many, taken, before = k // x.shape[axis] if x.shape[axis] else 1, [], 0
         for piece in pieces or (k,):
             each = piece // ranks
@@ -50,13 +50,13 @@ def tokens(x: Tensor, i: int, ranks: int) -> Tensor:
 
 
 class SplitLinear(nn.Module):
-    """A linear layer under a recipe, or under none, as `ranks` ranks compute it.
+    """Compute a linear layer as `ranks` ranks do, with or without a recipe.
 
     Args:
-        layer: whose weight, bias and name it has.
-        column: whether dgrad's contraction lies on the ranks, else fprop's.
-        sequence: whether the tokens that go to all ranks lie on them: only the order of the bias's sum knows.
-        pieces: rows of each of the matrices in one weight, of which every rank has some.
+        layer: provides the weight, bias and name.
+        column: whether dgrad's contraction is sharded (column-parallel), else fprop's (row-parallel).
+        sequence: whether tokens are sharded, which affects only the order of the bias gradient's sum.
+        pieces: rows of each of several matrices fused in one weight, which are sharded separately.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SplitLinear(nn.Module):
         self.factors = dict.fromkeys(self.windows, np.float32(0))
 
     def roll(self) -> None:
-        """The step of delayed scaling is over."""
+        """End a step of delayed scaling."""
         recipe = self.recipe
         if recipe is None or recipe.delayed is None:
             return
@@ -111,7 +111,7 @@ class SplitLinear(nn.Module):
 def product(
     a: Any, b: Any, dtype: torch.dtype, parts: int, bias: Tensor | None = None, pieces: Sequence[int] = ()
 ) -> Tensor:
-    """a [m, k] @ b [n, k].T + bias, the contraction in so many parts."""
+    """a [m, k] @ b [n, k].T + bias, with the contraction split into this many products."""
     if parts == 1:
         if isinstance(a, Quantized):
             return qt.matmul(a, b, dtype, bias)
