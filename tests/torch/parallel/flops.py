@@ -7,7 +7,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 class Flops(TorchDispatchMode):
-    """Counts as FlopCounterMode does, whose hooks fail on leaves in torch.autograd.grad."""
+    """Count FLOPs as FlopCounterMode does, without its hooks, which fail on leaves in torch.autograd.grad."""
 
     total = 0
 

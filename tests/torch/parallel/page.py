@@ -87,19 +87,19 @@ def sent() -> dict[str, int]:
 
 
 class Row(NamedTuple):
-    """A way to spread a model."""
+    """A parallelism or a combination of several."""
 
     name: str
-    #: Steps that tests compare under each recipe.
+    #: Steps compared by the quick tests, by recipe.
     quick: Mapping[Any, int]
-    #: And those that the slow tests compare.
+    #: Steps compared by the slow tests, by recipe.
     slow: Mapping[Any, int] = MappingProxyType({})
-    #: What calls it under a recipe that is in neither.
+    #: Calls it under a recipe in neither of them, which must raise.
     call: Callable[[str], None] | None = None
 
 
 def rows() -> list[Row]:
-    """The ways, by the lists that the tests run."""
+    """The rows of the table, from the lists that the tests run."""
     hows = ("gather", "ring", "all_to_all")
     gathered, frozen, both = test_gathering, test_gathering.STORED, test_applying.WITH_HEADS
     return [
@@ -141,7 +141,7 @@ def cell(row: Row, recipe: str) -> str:
 
 
 def table() -> str:
-    """Every recipe under every way."""
+    """The table of every recipe under every parallelism."""
     heads = ["", *(f"`{name}`" for name in recipes.RECIPES)]
     lines, refusals = [heads, ["---", *["---:"] * len(recipes.RECIPES)]], []
     for row in rows():

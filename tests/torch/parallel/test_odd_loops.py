@@ -24,7 +24,7 @@ WIDE = 64
 
 
 class Net(nn.Module):
-    """Two layers with a forward that is recomputed by torch's checkpoint, reentrant or not, or not at all.
+    """Two layers, recomputed by torch's checkpoint (reentrant or not) or not at all.
 
     Args:
         saved: operations whose outputs a selective checkpoint saves.
@@ -82,7 +82,7 @@ def assert_scales(net: Any, label: str, agreed: bool = False) -> None:
 
 
 def copies_in_checkpoints(rank: int) -> None:
-    """Extra copies or evaluations on one rank do not change whose maxima are reduced, nor when."""
+    """Extra copies or evaluations on one rank do not change which amaxes are reduced, nor when."""
     for reentrant in (True, False):
         base = Net("delayed", reentrant)
         spare = [copy.deepcopy(base) for _ in range(rank)]
@@ -137,7 +137,7 @@ def two_models(rank: int) -> None:
 
 
 def exceptions_in_a_step(rank: int) -> None:
-    """A forward that fails half way on all ranks, and one without a backward, leave the next step as it is."""
+    """A forward that fails on all ranks, and one without a backward, do not change the next step."""
     for recipe in ("delayed", "tensorwise"):
         for wrap in (by_copies, in_parts):
             net = Net(recipe)
@@ -157,7 +157,7 @@ def exceptions_in_a_step(rank: int) -> None:
 
 
 def accumulation(rank: int) -> None:
-    """Micro-batches, steps that all ranks skip, evaluation and a state dict between: bit for bit fully_shard's own."""
+    """With micro-batches, skipped steps, evaluation and a state dict in between, results equal plain fully_shard."""
     for recipe in ("delayed", "mxfp8", "tensorwise"):
         for to_none in (True, False):
             losses: list[list[float]] = []
@@ -184,7 +184,7 @@ def accumulation(rank: int) -> None:
 
 
 def selective_checkpoints(rank: int) -> None:
-    """Losses, weights and histories do not depend on what a checkpoint saves."""
+    """Losses, weights and histories do not depend on which outputs a selective checkpoint saves."""
     aten = torch.ops.aten
     for recipe in ("delayed", "mxfp8"):
         for wrap in (by_copies, in_parts):
@@ -208,7 +208,7 @@ def selective_checkpoints(rank: int) -> None:
 
 
 def recipes_by_turns(rank: int) -> None:
-    """Steps of a recipe without a history between and after steps of `delayed`, and evaluations on one rank alone."""
+    """Alternate steps of `delayed` with steps of a recipe without history, and evaluate on one rank only."""
     for wrap in (by_copies, partial(in_parts, codes=False)):
         net = Net(None)
         model = wrap(net)

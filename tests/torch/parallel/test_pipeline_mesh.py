@@ -22,18 +22,18 @@ from tests.torch.parallel.fsdp.training import first_difference
 from tests.torch.parallel.test_pipeline import KINDS, LR, WIDTH, converted, loss_of
 from tests.two_ranks import RANKS
 
-#: One of each kind of scale, with histories, and with noise.
+#: Recipes with each kind of scale, with histories, and with noise.
 SCALES = ("delayed", "mxfp8", "nvfp4")
-#: Steps of 1F1B by recipe; and in the slow tests.
+#: Steps of 1F1B by recipe, in the quick and in the slow tests.
 STEPS, LONG = dict.fromkeys(recipes.RECIPES, 2) | dict.fromkeys(SCALES, 3), dict.fromkeys(recipes.RECIPES, 20)
 #: Sequences and tokens of a micro-batch.
 TOKENS = 2, 8
-#: Steps of the other schedules, whose mistakes show in the first or the second.
+#: Steps of the other schedules, whose bugs show in the first or second step.
 OTHERS = {name: 2 for name in KINDS if name != "1F1B"}
 
 
 def micro(name: str) -> int:
-    """Micro-batches a step; as many as stages, of which some schedules have two on each rank."""
+    """Micro-batches per step: as many as stages, of which some schedules have two per rank."""
     return of_stages(name)
 
 
@@ -51,14 +51,14 @@ def batches(name: str, steps: int, across: int) -> list[tuple[Tensor, Tensor]]:
 
 @cache
 def alone() -> Any:
-    """The group of this rank and no other."""
+    """The process group of only this rank."""
     return [dist.new_group([rank]) for rank in range(RANKS * RANKS)][dist.get_rank()]
 
 
 def in_one_process(name: str, recipe: str, steps: int) -> tuple[list[list[list[float]]], list[dict[str, Tensor]]]:
-    """Losses of each step by batch and micro-batch, and the state of each stage after them.
+    """Losses of each step by batch and micro-batch, and the final state of each stage.
 
-    One model has all micro-batches of both batches in a step, whose gradients are added up batch by batch.
+    One model trains on all micro-batches of both batches in a step; gradients are summed batch by batch.
     """
     net = converted(of_stages(name), recipe)
     optimizer, losses = torch.optim.SGD(net.parameters(), LR), []
@@ -68,7 +68,7 @@ def in_one_process(name: str, recipe: str, steps: int) -> tuple[list[list[list[f
         before, gradients, of_step = [each.clone() for each in counts], [], []
         with qt.autocast(recipe, group=alone()):
             for own in given:
-                # Each rank draws for its own micro-batches.
+                # Each rank draws noise for its own micro-batches.
                 for buffer, value in zip(counts, before, strict=True):
                     buffer.copy_(value)
                 x, target = own[step]
@@ -80,7 +80,7 @@ def in_one_process(name: str, recipe: str, steps: int) -> tuple[list[list[list[f
                 gradients.append([p.grad for p in net.parameters()])
                 optimizer.zero_grad()
         for p, *each in zip(net.parameters(), *gradients, strict=True):
-            # Each was added up over micro-batches first, and fully_shard gives the mean over its ranks.
+            # Sum over micro-batches first; then fully_shard averages over its ranks.
             p.grad = sum(each) / RANKS / micro(name)
         optimizer.step()
         optimizer.zero_grad()
@@ -91,7 +91,7 @@ def in_one_process(name: str, recipe: str, steps: int) -> tuple[list[list[list[f
 def on_ranks(
     name: str, recipe: str, steps: int, mesh: DeviceMesh, after_forward: bool | None = None
 ) -> tuple[list[list[float]], nn.Sequential]:
-    """The losses of this rank's batch, on the rank that has the last stage, and the model, of which it has stages."""
+    """The losses of this rank's batch, on the rank of the last stage, and the model with this rank's stages."""
     kind, net = KINDS[name], converted(of_stages(name), recipe)
     has, last, across = kind.stages[mesh["pp"].get_local_rank()], len(net) - 1, mesh["dp"].get_local_rank()
     stages = []
@@ -123,7 +123,7 @@ Run = tuple[str, str, int, bool | None]
 
 def runs() -> list[Run]:
     quick: list[Run] = [("1F1B", *of_recipe, None) for of_recipe in STEPS.items()]
-    # Two recipes a schedule; test_pipeline.py crosses schedules with recipes on fewer ranks.
+    # Two recipes per schedule; test_pipeline.py combines all schedules and recipes on fewer ranks.
     for number, (name, steps) in enumerate(OTHERS.items()):
         for recipe in (SCALES[number % 3], SCALES[(number + 1) % 3]):
             quick.append((name, recipe, steps, (None, False)[number % 2]))
@@ -146,10 +146,10 @@ def ranks_equal_one_process_for_long(rank: int) -> None:
 
 
 def assert_equal_to_one_process(rank: int, cases: list[Run]) -> None:
-    """Losses, weights, histories and counts are those of one process that splits the same sums."""
+    """Losses, weights, histories and noise counts equal one process that splits the same sums."""
     mesh = two_ranks.mesh(RANKS, RANKS, names=("pp", "dp"))
     alone()
-    # Each rank trains some of what all compare with.
+    # The single-process references are distributed over the ranks.
     own = {case: in_one_process(*case[:3]) for case in cases[rank :: RANKS * RANKS]}
     gc.collect()
     for number, case in enumerate(cases):
@@ -164,7 +164,7 @@ def assert_equal_to_one_process(rank: int, cases: list[Run]) -> None:
             wanted = [loss for step in expected for loss in step[across]]
             values = [loss for step in losses for loss in step]
             assert values == wanted, f"{case}: {first_difference(values, wanted)}"
-        # What the last step has recorded is each rank's own until they agree.
+        # Amaxes of the last step are local until they are synchronized.
         parallel.sync_amax_histories(nn.ModuleDict({str(i): net[i] for i in stages}))
         for i in stages:
             state = net[i].state_dict()

@@ -27,7 +27,7 @@ SPECS = [quantized_gradients.BLOCKS, QuantSpec(E5M2, (1, 128)), QuantSpec(E4M3, 
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """The bytes that a rank sends to all-to-alls and all-gathers, its own part among them."""
+    """Bytes that a rank passes to all-to-alls and all-gathers, with its own shard."""
     sent, exchange, gather = [0], dist.all_to_all_single, comm.all_gather
 
     def counting_exchange(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def part_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Other magnitudes on each rank, zeros, subnormals and an outlier."""
+    """Values with a different magnitude on each rank, zeros, subnormals and an outlier."""
     x = torch.randn(size, generator=torch.Generator().manual_seed(size + rank)) * 10.0 ** (3 * rank)
     x[: size // 8] = 0.0
     x[size // 8 : size // 4] *= 1e-40
@@ -56,7 +56,7 @@ def part_of(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def rounded(x: Tensor, spec: QuantSpec) -> Tensor:
-    """What is left of x [rows, n] by one quantization of each row in blocks, plainly: the reference."""
+    """Quantize and dequantize each row of x [rows, n] in blocks: the plain reference."""
     block = spec.block[1]
     assert block is not None
     rows = [torch.cat([qt.quantize(b.view(1, -1), spec).dequantize()[0] for b in row.split(block)]) for row in x]
@@ -64,7 +64,7 @@ def rounded(x: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def summed(parts: list[Tensor], spec: QuantSpec) -> Tensor:
-    """[ranks, n]: the sum in the order of ranks."""
+    """Sum quantized parts [ranks, n] in the order of ranks."""
     total = rounded(parts[0].view(RANKS, -1), spec)
     for part in parts[1:]:
         total = total + rounded(part.view(RANKS, -1), spec)
@@ -120,14 +120,14 @@ def gradients_of(model: nn.Module, rank: int, dtype: torch.dtype = torch.float32
 
 
 def data_parallel(rank: int) -> None:
-    """Ranks have the same bits: the mean of the quantized parts, quantized once more."""
+    """All ranks get the same bits: the mean of the quantized parts, quantized again."""
     for dtype in (torch.float32, torch.bfloat16):
         model = quantized_gradients.quantize_gradients(DistributedDataParallel(net(dtype)))
         alone = [net(dtype) for _ in range(RANKS)]
         with counted() as sent:
             gradients_of(model, rank, dtype)
         size = sum(p.numel() for p in model.parameters())
-        # An all-reduce of bfloat16 sends and gathers two bytes an element.
+        # An all-reduce in bfloat16 sends and gathers two bytes per element.
         assert sent[0] > 0.5 * 2 * 2 * size, "both ways are counted"
         assert sent[0] <= 0.52 * 2 * 2 * size + 2 * RANKS * 132, f"{sent[0] / (4 * size):.4f} of bfloat16's"
         for r, each in enumerate(alone):
@@ -153,7 +153,7 @@ class Noting(quantized_gradients.QuantizedReduceScatter):
 
 
 def sharded(rank: int) -> None:
-    """fully_shard's reduce-scatter: uneven shards, the mean of the quantized parts, bit for bit."""
+    """fully_shard's reduce-scatter gives the mean of the quantized parts bit for bit, also for uneven shards."""
     for dtype in (torch.float32, torch.bfloat16):
         model = fully_shard(net(dtype))
         quantized_gradients.quantize_gradients(model)
@@ -168,7 +168,7 @@ def sharded(rank: int) -> None:
 
 
 def divide_factors(rank: int) -> None:
-    """`set_gradient_divide_factor(f)` divides the sum by f, of any reduce dtype, with or without torch's own sums."""
+    """`set_gradient_divide_factor(f)` divides the sum by f, for any reduce dtype and both kinds of torch's sums."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for factor, forced in ((1.0, False), (2.0, False), (8.0, False), (8.0, True)):
             grads = []
@@ -181,11 +181,11 @@ def divide_factors(rank: int) -> None:
                 gradients_of(model, rank, dtype)
                 grads.append([p.grad.to_local().float() for p in model.parameters()])
             for mean, got in zip(*grads, strict=True):
-                # Powers of two: exact, but for subnormal numbers of float16.
+                # Powers of two are exact, except for subnormal numbers of float16.
                 torch.testing.assert_close(got, mean * (RANKS / factor), rtol=0, atol=1e-5 * (dtype is torch.float16))
 
 
-#: Steps of a converted model under each recipe, and in the slow tests.
+#: Steps of a converted model under each recipe, in the quick and in the slow tests.
 TRAINED, LONG = dict.fromkeys(recipes.RECIPES, 10), dict.fromkeys(recipes.RECIPES, 20)
 
 
@@ -205,7 +205,7 @@ def train_with_both(rank: int, of_steps: Mapping[str, int]) -> None:
 
 
 def end_of(recipe: str, quantized: bool, rank: int, steps: int) -> float:
-    """The loss after so many steps."""
+    """The loss after this many steps."""
     model = net()
     qt.convert(model, recipe)
     wrapped = DistributedDataParallel(model)
@@ -222,7 +222,7 @@ def end_of(recipe: str, quantized: bool, rank: int, steps: int) -> float:
 
 
 def ranks_with_fewer_batches(rank: int) -> None:
-    """DistributedDataParallel.join replaces their gradients; maxima are not replaced, with a warning."""
+    """DistributedDataParallel.join fills in gradients of finished ranks, but not amaxes, and warns about it."""
     for recipe in ("mxfp8", "delayed"):
         for around in (False, True):
             model = net()

@@ -22,7 +22,7 @@ from tests.torch.parallel.flops import Flops
 
 WIDTH, TOKENS, SEQUENCES = 64, 16, 2
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
-#: For tests of the second part of a backward.
+#: Marks tests of a split backward's second part.
 needs_edges = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 refuses edges of an autograd.Function in a backward in two parts"
 )
@@ -55,7 +55,7 @@ class Beside(nn.Module):
 
 
 class Again(nn.Module):
-    """A block that is run again in backward."""
+    """A block that is recomputed in backward."""
 
     def __init__(self, block: nn.Module, run: Callable[..., Any], **options: Any) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Again(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two, each of half of the tokens."""
+    """Two layers, each for half of the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 def built(name: str, recipe: str | Recipe) -> nn.Module:
     torch.manual_seed(0)
     block = BLOCKS[name]()
-    # Noise goes by names.
+    # Noise depends on layer names.
     for path, part in block.named_modules():
         if isinstance(part, qt.Linear):
             part.qualified_name = path
@@ -157,7 +157,7 @@ def split_and_unsplit(block: nn.Module, x: Tensor, g: Tensor) -> Tensor:
 
 
 def first_part(block: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
-    """The output, and what torch keeps for the second part."""
+    """The output, and what torch holds for the second part of a backward."""
     with split_backwards([x]):
         y: Tensor = block(x)
     value = y.detach().clone()
@@ -172,10 +172,10 @@ def in_two_parts(block: nn.Module, x: Tensor, g: Tensor) -> Tensor:
 
 
 def trained(way: Callable[..., Tensor], name: str, recipe: str | Recipe) -> tuple[list[Tensor], dict[str, Tensor], int]:
-    """Outputs and gradients of inputs, of micro-batches of two steps; state and gradients of parameters; FLOPs."""
+    """Run micro-batches of two steps; return outputs, all gradients, state and FLOPs."""
     block, values = built(name, recipe), []
     flops = Flops()
-    # In the second step factors and counts are others.
+    # Factors and counts change in the second step.
     for counting in (flops, nullcontext()):
         with qt.autocast(recipe), counting:
             for x, g in batches():
@@ -296,7 +296,7 @@ def test_other_uses_of_a_split_graph_are_unchanged(name: str, use: Callable[...,
 
 
 def nodes(groups: list[dict[str, Any]]) -> set[Node]:
-    """All objects of a graph that torch keeps for the second part."""
+    """All graph objects that torch holds for the second part of a backward."""
     waiting = [node for group in groups for node in group["intermediates"]]
     seen = set(waiting)
     while waiting:
@@ -313,7 +313,7 @@ def saved_tensors(node: Any) -> Iterator[Tensor]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Of arguments, and of tuples among them."""
+    """Tensors among arguments and nested tuples."""
     if isinstance(value, Quantized):
         yield from tensors_of((value.data, value.scale))
     elif isinstance(value, Tensor):
@@ -334,7 +334,7 @@ def test_between_the_two_parts_only_tensors_for_weight_gradients_are_kept() -> N
     assert kinds == {"AccumulateGrad", "_JointBackward", "_WeightsBackward"}
     of_weights = [node for node in held if isinstance(node, _Weights._backward_cls)]  # type: ignore[attr-defined]
     tensors = {t.data_ptr(): t for node in of_weights for t in saved_tensors(node)}.values()
-    # Codes and scales of both operands of two wgrads, and the finished gradients of vectors.
+    # Codes and scales of both operands of two wgrads, and the gradients of vectors, which are complete.
     operands = 2 * tokens * (WIDTH + hidden) * (1 + 1 / 32)
     vectors = 4 * (WIDTH + WIDTH + hidden + WIDTH)
     assert sum(t.numel() * t.element_size() for t in tensors) == operands + vectors

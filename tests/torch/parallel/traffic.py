@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: What torch calls them, and what they are called here.
+#: torch's names of collectives, and the names used here.
 KINDS = {"allgather": "gather", "reduce_scatter": "scatter", "allreduce": "reduce", "alltoall": "exchange"}
 
 
 class Traffic(TorchDispatchMode):
-    """While entered, calls and bytes of each kind of collective and dtype: of what a gather gives, and of what else is
-    given to be summed."""
+    """Count calls and bytes of each kind of collective and dtype while entered: the results of all-gathers, and the
+    inputs of reductions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,5 +31,5 @@ class Traffic(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def total(self, kind: str) -> int:
-        """Bytes of all dtypes."""
+        """Total bytes over all dtypes."""
         return sum(size for (of, _), size in self.bytes.items() if of == kind)

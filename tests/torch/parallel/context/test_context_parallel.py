@@ -36,19 +36,19 @@ from tests.two_ranks import world
 
 VOCABULARY, DIM, BATCH, TOKENS = 40, 64, 2, 64
 LOSSES = 20
-#: Of one process's layers what a recipe remembers is told from layer to layer by their names, which `convert` gives.
+#: Recipes whose state belongs to named layers; in one process, `convert` gives the copies the same names.
 NAMED = ("delayed", "nvfp4")
 Steps = dict[str | None, int]
-#: Steps by recipe on two ranks: histories and noise each way, of the other recipes each one way in turn.
+#: Steps by recipe on two ranks: recipes with state under every method, the others under one method each.
 ALONE: dict[str, Steps] = {
     how: dict.fromkeys([None, *recipes.RECIPES][number :: len(SPLIT)], 2) | {"nvfp4": 2, "delayed": 3}
     for number, how in enumerate(SPLIT)
 }
-#: On four ranks.
+#: Steps on four ranks.
 OF_FOUR: dict[str, Steps] = {how: {"rowwise": 2} for how in SPLIT}
-#: And in the slow tests.
+#: Steps of the slow tests.
 LONG: dict[str, Steps] = {how: dict.fromkeys((None, *recipes.RECIPES), LOSSES) for how in SPLIT}
-#: Steps after which ranks' histories are compared, each way.
+#: Steps before histories of ranks are compared, by method.
 HISTORIES = 3
 
 
@@ -80,7 +80,7 @@ def batch(step: int, shape: tuple[int, ...] = (BATCH, TOKENS)) -> tuple[Tensor, 
 
 
 def prepared(model: nn.Module, recipe: str | None) -> str | None:
-    """What a model is then called under."""
+    """The context in which to call a model."""
     if recipe not in NAMED:
         return recipe
     qt.convert(model, recipe, head=True)
@@ -88,7 +88,7 @@ def prepared(model: nn.Module, recipe: str | None) -> str | None:
 
 
 def loss_of(model: Callable[..., Tensor], recipe: str | None, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """The share of the mean over all ranks' tokens."""
+    """This rank's contribution to the mean over all ranks' tokens."""
     with contextlib.nullcontext() if recipe is None else qt.autocast(recipe):
         logits = model(tokens, **options)
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum") / (BATCH * TOKENS)
@@ -99,7 +99,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def in_parts(how: str, recipe: str | None, steps: int, quantized: str | None = None) -> list[Tensor]:
-    """Every rank's losses of each step."""
+    """Losses of every rank at each step."""
     model = net()
     recipe = prepared(model, recipe)
     return trained(model, context_parallel(model, how=how, quantized=quantized), recipe, steps)
@@ -119,7 +119,7 @@ def trained(model: Net, cp: ContextParallel, recipe: str | None, steps: int) -> 
 
 
 def in_one_process(how: str, recipe: str | None, steps: int) -> list[Tensor]:
-    """The same in one process with the same sum order."""
+    """The same training in one process with the same order of sums."""
     models = [net() for _ in range(world())]
     if recipe in NAMED:
         for model in models:
@@ -129,7 +129,7 @@ def in_one_process(how: str, recipe: str | None, steps: int) -> list[Tensor]:
 
 
 def split(model: nn.Module, recipe: str | None, ranks: int) -> None:
-    """Have linear layers computed as so many ranks of tensor parallelism compute them."""
+    """Replace linear layers by layers that compute as this many tensor-parallel ranks do."""
     for block in [*model.modules()]:
         for name, each in [*block._modules.items()]:
             if isinstance(each, nn.Linear) and (ranks == 1 or name in (*COLUMNS, *ROWS)):
@@ -161,7 +161,7 @@ def trained_in_one(models: Any, how: str, recipe: str | None, steps: int) -> lis
         def call(model: nn.Module, rank: int, tokens: Tensor = tokens, labels: Tensor = labels) -> Tensor:
             places = order.places(TOKENS, rank)
             parts = order.cut(tokens, 1, rank), order.cut(labels, 1, rank)
-            # Not by `model(...)`: where a converted root begins a forward, all ranks agree on histories.
+            # Do not call `model(...)`: a forward of a converted root would reduce histories over all ranks.
             return loss_of(model.forward, recipe, *parts, positions=places)
 
         each = together.run(call)
@@ -193,7 +193,7 @@ def the_same_losses(of_steps: dict[str, Steps]) -> two_ranks.Case:
 
 
 def the_first_step(rank: int) -> None:
-    """Within 1e-6 of one process that splits nothing: the loss, and each gradient of its largest."""
+    """The loss, and each gradient relative to its maximum, are within 1e-6 of one process without splits."""
     plain = net()
     tokens, labels = batch(0)
     wanted = loss_of(plain, None, tokens, labels)
@@ -213,7 +213,7 @@ def the_first_step(rank: int) -> None:
 
 
 def eight_bits_learn(rank: int) -> None:
-    """Keys and values in eight bits: other losses than those of high precision, and near them."""
+    """With keys and values in eight bits, losses differ from high precision, but not much."""
     plain = sum(in_parts("gather", None, 3))
     for how in SPLIT:
         codes = sum(in_parts(how, "mxfp8", 3, "mxfp8"))
@@ -221,7 +221,7 @@ def eight_bits_learn(rank: int) -> None:
 
 
 def sequences_end_to_end(rank: int) -> None:
-    """cu_seqlens of the whole batch go to the model as ever; positions count in each sequence."""
+    """The model gets cu_seqlens of the full batch as usual; positions count within each sequence."""
     ends = torch.tensor([0, 7, 7, 50, 64], dtype=torch.int32)
     tokens, labels = batch(3, (TOKENS,))
     options = {"layout": "thd", "window": (9, 0), "sinks": "learnable", "qk_norm": "RMSNorm", "recompute": "full"}
@@ -245,7 +245,7 @@ def sequences_end_to_end(rank: int) -> None:
         with torch.inference_mode():
             others = ends.clone()
             for middle in (9, 30):
-                # Nothing tells of writes to a tensor of inference mode.
+                # Writes to inference-mode tensors cannot be detected.
                 others[2] = middle
                 loss = loss_of(model, None, cp.cut(tokens, 0), cp.cut(labels, 0), cu_seqlens=others)
                 of_plain = loss_of(plain, None, tokens, labels, cu_seqlens=others)
@@ -268,7 +268,7 @@ def latent_attention(rank: int) -> None:
 
 
 def delayed_scaling(rank: int) -> None:
-    """Each rank has some tokens, as in data parallelism: amaxes are reduced when histories roll."""
+    """Amaxes are reduced when histories roll, as in data parallelism, since each rank has other tokens."""
     for how in SPLIT:
         model = net(layers=1)
         qt.convert(model, recipes.delayed(history=4))
@@ -301,7 +301,7 @@ def some_ranks(rank: int) -> None:
 
 
 def heads_in_parts_too(rank: int) -> None:
-    """Two ranks share heads and features, two the sequence: within 1e-6 of one process, gradients of their largest."""
+    """With 2-way tensor and context parallelism, losses and gradients are within 1e-6 of one process."""
     mesh = two_ranks.mesh(2, 2, names=("cp", "tp"))
     options = {"fused": False, "activation": "swiglu"}
     plain = net(layers=1, **options)
@@ -331,7 +331,7 @@ def heads_in_parts_too(rank: int) -> None:
             assert away <= 1e-6, f"{how}: {name} {away:.2g}"
 
 
-#: The model on 2 x 2 ranks, and steps by way and recipe.
+#: The model on 2 x 2 ranks, and steps by method and recipe.
 OF_BOTH: dict[str, Any] = {"fused": False, "activation": "swiglu", "groups": 8, "hidden": 128}
 WITH_HEADS: dict[str, Steps] = {
     "gather": {"tensorwise": 2, "mxfp8": 2},
@@ -342,12 +342,12 @@ COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj
 
 
 def of_both(recipe: str | None) -> dict[str, Any]:
-    """Features that two ranks share in whole blocks."""
+    """Feature counts with whole blocks on each of two ranks."""
     return OF_BOTH | ({"dim": 256, "hidden": 256} if recipe == "blockwise" else {})
 
 
 def with_heads_in_parts(of_steps: dict[str, Steps]) -> two_ranks.Case:
-    """Two ranks share heads and features, two the sequence: bit for bit one process that splits the same sums."""
+    """With 2-way tensor and context parallelism, results equal one process that splits the same sums, bit for bit."""
 
     def case(rank: int) -> None:
         mesh = two_ranks.mesh(2, 2, names=("cp", "tp"))
@@ -360,7 +360,7 @@ def with_heads_in_parts(of_steps: dict[str, Steps]) -> two_ranks.Case:
             plan |= {"layers.*.attention": HeadParallel(), "layers.*.mlp.down_proj": RowwiseParallel()}
             parallelize_module(model, mesh["tp"], plan)
             got.append(trained(model, context_parallel(model, mesh["cp"], how), active_context, steps))
-        # One rank each computes what one process does, at the same time.
+        # The single-process references are distributed over the ranks.
         for i, (how, recipe, steps) in enumerate(runs):
             if i % world() != rank:
                 continue
@@ -379,7 +379,7 @@ def with_heads_in_parts(of_steps: dict[str, Steps]) -> two_ranks.Case:
 
 
 def tokens_in_parts_twice(rank: int) -> None:
-    """Sequence parallelism within a part of a sequence: layers' positions are those of what projections gather."""
+    """Sequence parallelism inside context parallelism: positions are those of the gathered tokens."""
     mesh = two_ranks.mesh(2, 2, names=("cp", "tp"))
     x = torch.randn(BATCH, TOKENS, DIM, generator=torch.Generator().manual_seed(1))
     options = {"layers": 1, "fused": False, "activation": "swiglu"}
@@ -412,7 +412,7 @@ def tokens_in_parts_twice(rank: int) -> None:
 
 
 def beside_data_parallelism(rank: int) -> None:
-    """DistributedDataParallel and fully_shard over these ranks give `sum_gradients` divided by the ranks."""
+    """DistributedDataParallel and fully_shard over the same ranks give `sum_gradients` divided by the world size."""
     tokens, labels = batch(0)
     summed = net(layers=1)
     cp = context_parallel(summed)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Counting(TorchDispatchMode):
-    """While entered, `bytes` counts what this rank sends: a gather's part to each other rank, a trade's other parts."""
+    """Count in `bytes` what this rank sends in all-gathers and all-to-alls while entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Counting(TorchDispatchMode):
             elif "send" in name:
                 self.bytes += sum(t.nbytes for t in tensors)
             elif "allreduce" in name and tensors[0].dtype is torch.int64:
-                # A header, which ranks compare before attention.
+                # The header that ranks compare before attention.
                 assert tensors[0].nbytes == 24
             elif "recv" not in name:
                 raise AssertionError(f"{name} is not counted")

@@ -22,13 +22,13 @@ RANKS = 2
 
 
 def block_of(recipe: Recipe) -> int:
-    """The largest block that has an end."""
+    """The largest finite block side."""
     specs = [spec for spec in recipe.operands().values() if spec is not None]
     return max([1, *(side for spec in specs for side in spec.block if side is not None)])
 
 
 class Net(nn.Module):
-    """Two layers that will be in parts, and a whole one."""
+    """Two layers to be sharded by tensor parallelism, and one that is not."""
 
     def __init__(self, width: int, inner: int, narrow: int, bias: bool = True) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ def agreements() -> Iterator[list[int]]:
 
 
 def sizes_of(block: int) -> tuple[int, int, int]:
-    """Of parts that fully_shard's ranks divide in whole blocks, but not all in as many rows."""
+    """Sizes that fully_shard divides into whole blocks, with different numbers of rows on the ranks."""
     width = 2 * max(block, 16)
     return width, 2 * (25 if block == 1 else 4 * block), width - 1
 
 
 def model(recipe: Recipe, mesh: Any, as_codes: bool, sizes: tuple[int, int, int], **options: bool) -> Any:
-    """In parts by tensor parallelism, and what `gather_quantized` said."""
+    """Shard a network by tensor parallelism; return it with the report of `gather_quantized`."""
     torch.manual_seed(0)
     net = Net(*sizes, bias=options.get("bias", True))
     qt.convert(net, recipe)
@@ -98,8 +98,8 @@ def train(
     """Train on a mesh of 2 × 2 by AdamW; ranks of tensor parallelism have the same data.
 
     Args:
-        replicas: whether the ranks that have the same part of tensor parallelism have the whole of it, as replicas.
-        micro: micro-batches a step.
+        replicas: whether the data-parallel ranks hold full replicas instead of fully_shard's shards.
+        micro: micro-batches per step.
         before: called before each step.
     """
     names = ("replicas", "dp", "tp") if replicas else ("dp", "tp")
@@ -145,7 +145,7 @@ def assert_same(recipe: Recipe, steps: int, **options: Any) -> Run:
 
 
 def hostile(step: int, net: Any) -> None:
-    """Numbers in the weights that decide a scale, on one rank of either dimension or on several."""
+    """Set outliers that determine a scale, on one rank of either mesh dimension or on several."""
     value = [0.0, 3e38, 1e-42, math.inf, math.nan][step]
     with torch.no_grad():
         for p in (net.up.weight, net.down.weight, net.head.weight):

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """While entered, the most bytes of storages that are not gone, but for those of tensors that are known."""
+    """Record the peak bytes of live storages while entered, without those of known tensors."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Live(TorchDispatchMode):
         return result
 
     def bytes(self) -> int:
-        """Of storages that live now."""
+        """Bytes of storages that are alive now."""
         total = 0
         for key, reference in [*self._storages.items()]:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

@@ -32,7 +32,7 @@ from tests.torch.parallel.fsdp.training import adam, converted, sharded, step
 
 
 class Seen(TorchDispatchMode):
-    """Bytes that go to other ranks, by what torch dispatches: "gather", "scatter", "reduce", "exchange", "send"."""
+    """Bytes sent to other ranks by dispatched collectives: "gather", "scatter", "reduce", "exchange", "send"."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Seen(TorchDispatchMode):
 
 
 def counted(use: Any, model: nn.Module | None = None, waits: bool = True) -> tuple[CommCounter, Counter[str]]:
-    """What both saw of one call; that their totals are equal."""
+    """Run a call under both counters, check that their totals are equal, and return them."""
     with CommCounter(model) as ours, Seen() as torchs:
         use()
     assert sum(ours.bytes.values()) == sum(torchs.bytes.values()) > 0, f"{dict(ours.bytes)} {dict(torchs.bytes)}"
@@ -68,7 +68,7 @@ def counted(use: Any, model: nn.Module | None = None, waits: bool = True) -> tup
 
 
 def fsdp(rank: int) -> None:
-    """Weights, gradients and amaxes; the same losses as without, and torch's own collectives again afterwards."""
+    """Counts weights, gradients and amaxes, changes no loss, and restores torch's collectives afterwards."""
     for name in ("bf16", *RECIPES):
 
         def start(name: str = name) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
@@ -117,15 +117,15 @@ def tensors_in_parts(rank: int) -> None:
 
 
 def rows_and_words(rank: int) -> None:
-    """Tokens that go to experts on other ranks, and an embedding of which each rank has some words."""
+    """Counts tokens sent to experts on other ranks, and a vocabulary-parallel embedding."""
     x, ranks = torch.randn(8, 64, requires_grad=True), dist.get_world_size()
     splits = parallel.AllToAllSplits.even(8 // ranks)
     ours, torchs = counted(lambda: parallel.all_to_all(x, splits).sum().backward())
-    # Ranks ask one another first whether each can go on.
+    # Ranks first compare whether all can continue.
     assert ours.bytes == {"activations": torchs["exchange"], "control": torchs["reduce"]}
     ours, torchs = counted(lambda: parallel.AllToAllSplits.of([8 // ranks] * ranks, 8))
     assert ours.bytes == {"control": torchs["exchange"]}
-    # Of unequal parts what goes to others alone.
+    # With unequal shards, only what is sent to other ranks.
     uneven = parallel.AllToAllSplits((7, 1), (7, 1)) if rank == 0 else parallel.AllToAllSplits((1, 7), (1, 7))
     with CommCounter() as ours:
         parallel.all_to_all(x, uneven)
@@ -163,7 +163,7 @@ def pipelines(rank: int) -> None:
 
 
 class Slow(nn.Linear):
-    """A stage that takes its time in a forward."""
+    """A stage with a slow forward."""
 
     seconds = 0.0
 
@@ -173,7 +173,7 @@ class Slow(nn.Linear):
 
 
 def who_is_slow_in_a_pipeline_is_waited_for(rank: int) -> None:
-    """By every schedule: the other rank has waited, for as long as it had nothing to do."""
+    """Under every schedule the idle time of the other rank is measured."""
     one, two = (ScheduleGPipe, Schedule1F1B), (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
     for kind, each in [(kind, 1) for kind in one] + [(kind, 2) for kind in two]:
         parts = [Slow(64, 64) for _ in range(each)]
@@ -230,19 +230,19 @@ def gradients_that_are_not_finite(rank: int) -> None:
 
 
 def replicas(rank: int) -> None:
-    """HSDP on 4 ranks, two groups of two: parts are summed over replicas after the reduce-scatter."""
+    """HSDP on 4 ranks in two groups: shards are summed over replicas after the reduce-scatter."""
     mesh = two_ranks.mesh(2, 2, names=("replicas", "shards"))
     for name in ("bf16", "mxfp8"):
         net = converted(name)
         if name != "bf16":
             parallel.gather_quantized(net)
         optimizer = adam(sharded(net, mesh))
-        # Once, so that ranks have agreed on what they prepared.
+        # Run once, so that the comparison of prepared models is over.
         step(net, optimizer, 0)
         with CommCounter(net) as ours, Seen(mesh.get_group("shards")) as torchs:
             step(net, optimizer, 1)
         assert ours.bytes["weights"] == torchs.bytes["gather"] > 0, name
-        # Every group has two ranks, so that torch's all-reduces are those of gradients, amaxes and headers.
+        # Every group has two ranks, so all of torch's all-reduces are for gradients, amaxes and headers.
         sums = ours.bytes["gradients"] + ours.bytes["amaxes"] + ours.bytes["control"]
         reduced = sums - torchs.bytes["scatter"]
         assert reduced == torchs.bytes["reduce"] > 0, name

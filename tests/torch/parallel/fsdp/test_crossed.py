@@ -15,7 +15,7 @@ from tests.torch.parallel.fsdp.test_gather import MOST, MOST_OF_MX_AND_ROWS
 from tests.torch.parallel.fsdp.test_operands import RECIPES
 from tests.torch.parallel.fsdp.training import Case, adam
 
-#: Of every recipe, whose 20 losses beside one process are in `tensor/test_mesh.py`.
+#: Steps for every recipe; `tensor/test_mesh.py` compares 20 losses with one process.
 STEPS = dict.fromkeys(RECIPES, 2) | {"delayed": 3}
 #: Steps of the slow tests.
 LONG = 20
@@ -23,7 +23,7 @@ _OWN = [name for name in recipes.RECIPES if name != "bf16"]
 
 
 def crossed_of(name: str, steps: int, **options: Any) -> Case:
-    """Weights that tensor parallelism has divided before fully_shard does."""
+    """Weights sharded by tensor parallelism and then by fully_shard."""
 
     def case(rank: int) -> None:
         crossed.assert_same(RECIPES[name](), steps, **options)
@@ -33,7 +33,7 @@ def crossed_of(name: str, steps: int, **options: Any) -> Case:
 
 
 def crossed_bytes(rank: int) -> None:
-    """One of each kind of scale, and of each width of codes."""
+    """One recipe of each kind of scale and of each code width."""
     for name in ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"):
         options: dict[str, Any] = {"steps": 1, "in_bf16": True, "bias": False, "sizes": (256, 512, 256)}
         plain, codes = (crossed.train(recipes.get(name), as_codes=each, **options)[0].traffic for each in (False, True))

@@ -31,7 +31,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "tensorwise with float32 scales": lambda: recipes.tensorwise(power_of_two=False),
     "rowwise with float32 scales": lambda: recipes.rowwise(power_of_two=False),
 }
-#: Even, uneven, ranks without rows, a last shard that ends within a block.
+#: Even and uneven shards, ranks without rows, and a last shard that ends within a block.
 SHAPES = [(64, 48, 2), (100, 33, 2), (300, 132, 4), (10, 17, 4), (5, 32, 4), (1, 16, 2), (130, 130, 3), (0, 16, 2)]
 SHAPES += [(47, 33, 3), (63, 48, 2), (255, 40, 2), (383, 130, 3), (256, 130, 4)]
 
@@ -46,7 +46,7 @@ def values(kind: str, n: int, k: int) -> Tensor:
 
 
 def together(x: Tensor, operand: WeightOperand, ranks: int, factor: float | None = None) -> qt.Quantized:
-    """As ranks do it."""
+    """Quantize and concatenate as ranks do."""
     n = x.shape[0]
     own = -(-n // ranks)
     rows = [torch.nn.functional.pad(x[r * own :][:own], (0, 0, 0, own - len(x[r * own :][:own]))) for r in range(ranks)]

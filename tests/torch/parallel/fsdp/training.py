@@ -17,24 +17,24 @@ from quaver.torch.parallel import gather_quantized, precompute_scales
 from tests import two_ranks
 
 Case = Callable[[int], None]
-#: Features; two ranks have whole blocks of 32 rows of both weights.
+#: Feature counts; each of two ranks has whole blocks of 32 rows of both weights.
 SIZES = (32, 64, 64)
 
 
 @dataclass
 class Traffic:
-    """What collectives have carried since it was made."""
+    """Counts of collectives since its creation."""
 
-    #: Bytes that ranks have after all-gathers, and how many there were.
+    #: Result bytes and number of all-gathers.
     gathered: int = 0
     gathers: int = 0
-    #: All-reduces of amaxes, which alone are of int32.
+    #: Number of amax all-reduces, the only ones in int32.
     agreements: int = 0
 
 
 @contextmanager
 def counted() -> Iterator[Traffic]:
-    """Count what collectives carry."""
+    """Count collectives and their bytes."""
     traffic = Traffic()
     gather, reduce = dist.all_gather_single, dist.all_reduce
     into = dist.all_gather_into_tensor
@@ -69,7 +69,7 @@ def converted(recipe: str | Recipe, net: nn.Module | None = None) -> nn.Module:
 
 
 def sharded(net: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
-    """Each Linear a unit, and the root one."""
+    """Shard each Linear as one FSDP unit, and the root as another."""
     mesh = mesh or two_ranks.mesh(dist.get_world_size())
     for part in net.children():
         if isinstance(part, nn.Linear):
@@ -86,7 +86,7 @@ class Run:
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, clip: float | None = None) -> float:
-    """One step on data of this rank's own, [32, 32]; its loss."""
+    """Train one step on this rank's data [32, 32]; return the loss."""
     x = torch.randn(dist.get_world_size(), 32, 32, generator=torch.Generator().manual_seed(seed))[dist.get_rank()]
     loss = net(x).square().mean()
     loss.backward()
@@ -105,7 +105,7 @@ def adam(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
 def compare(
     make: Callable[[], nn.Module], use: Callable[[nn.Module], list[float]], where: str, **options: Any
 ) -> Traffic:
-    """That a model, used twice, gives the same numbers: gathered in high precision and as codes."""
+    """Check that a model gives the same results gathered in high precision and as codes."""
     plain, net = make(), make()
     gather_quantized(net, **options)
     expected = use(plain)
@@ -133,10 +133,10 @@ def train(
     """Train by AdamW; rank r has its own data.
 
     Args:
-        micro: micro-batches a step.
-        keep: gather once a step, not once a micro-batch.
+        micro: micro-batches per step.
+        keep: gather once per step, not once per micro-batch.
         in_bf16: whether a `MixedPrecisionPolicy` computes in bf16.
-        policy: another one.
+        policy: another `MixedPrecisionPolicy`.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     net = converted(recipe, network(sizes, bias))
@@ -171,7 +171,7 @@ def train(
 
 
 def assert_same(recipe: str | Recipe, sizes: tuple[int, int, int] = SIZES, **options: Any) -> tuple[Run, Run]:
-    """All losses and all weights after them, bit for bit."""
+    """Check that all losses and final weights are equal bit for bit."""
     plain, codes = (train(recipe, sizes, as_codes=each, **options) for each in (False, True))
     where = f"{recipe}, {sizes}, {options}"
     assert codes.losses == plain.losses, f"{where}: {first_difference(codes.losses, plain.losses)}"

@@ -25,7 +25,7 @@ from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 
 DIM, EXPERTS = 32, 8
-#: Losses that are compared, and where tests may be slow.
+#: Number of compared losses, in the quick and in the slow tests.
 FEW, MANY = 2, 20
 STEPS = {name: MANY for name, build in recipes.RECIPES.items() if build().delayed is None}
 MIXTURE = qt.MixtureConfig(experts=EXPERTS, k=2, scores="sigmoid", balance_bias=True, shared=32, shared_gate=True)
@@ -37,7 +37,7 @@ def steps() -> int:
 
 
 class Net(nn.Module):
-    """Two mixtures in a residual stream."""
+    """Two residual mixtures of experts."""
 
     def __init__(self, codes_alone: bool = False) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Net(nn.Module):
 
 
 def chunks(ranks: int, step: int) -> list[Tensor]:
-    """Tokens of each rank, of which the third step's first has none."""
+    """Numbers of tokens of each rank; in the third step the first rank has none."""
     generator = torch.Generator().manual_seed(step)
     sizes = [0 if step == 2 and rank == 0 else 20 + 7 * rank for rank in range(ranks)]
     return [torch.randn(size, DIM, generator=generator) for size in sizes]
 
 
 def through(x: Tensor, way: Any) -> Tensor:
-    """What arrives of rows that travel so, and of their gradients."""
+    """Apply the rounding of dispatch to rows, and to their gradients."""
 
     class Wire(torch.autograd.Function):
         @staticmethod
@@ -80,7 +80,7 @@ def through(x: Tensor, way: Any) -> Tensor:
 
 
 class Together:
-    """One process with the tokens of all ranks: dense parts rank by rank, experts with all tokens at once."""
+    """One process with the tokens of all ranks: dense layers rank by rank, experts with all tokens at once."""
 
     def __init__(self, net: Net, ranks: int, combine: Any = None) -> None:
         self.nets = [net, *(copy.deepcopy(net) for _ in range(ranks - 1))]
@@ -105,7 +105,7 @@ class Together:
         if self.combine is None:
             y: Tensor = experts(h, indices, weights)
             return y
-        # Rows that are rounded on their way back.
+        # Rows that combine rounds when it sends them back.
         rows, offsets, places = qt.permute(h, indices, EXPERTS)
         first = experts.gate_up_proj(rows, offsets)
         second = experts.down_proj(qt.activate("swiglu", first), offsets)
@@ -142,7 +142,7 @@ def move(p: Tensor, grads: list[Any], lr: float) -> None:
 
 
 def divided(net: Net | None = None, **ways: Any) -> Net:
-    """A net, its experts on the ranks."""
+    """A net whose experts are sharded over the ranks."""
     net = net or Net()
     return parallelize_module(net, two_ranks.mesh(two_ranks.world()), {"blocks.*": ExpertParallel(**ways)})  # type: ignore[return-value]
 
@@ -166,7 +166,7 @@ def compared(recipe: str, lr: float = 0.5, **ways: Any) -> None:
     spec = recipes.get(recipe).fprop.a
     by_codes = ways.get("dispatch", "recipe") == "recipe" and moves(spec)
     net = Net(by_codes)
-    # A copy draws the noise of its original, once layers have their numbers.
+    # A copy draws the same noise as its original once layers are numbered.
     with torch.no_grad(), qt.autocast(recipe):
         net(chunks(ranks, 0)[0])
     one, many = Together(net, ranks, ways.get("combine")), divided(copy.deepcopy(net), **ways)
@@ -218,7 +218,7 @@ def bytes_of_dispatch_and_combine(rank: int) -> None:
         sent[name] = traffic.bytes["activations"]
     share = sent["codes"] / sent["bf16"]
     assert 0.5 < share <= 0.52, (share, sent)
-    # Rows that stay are not sent; of the others each is, there and back.
+    # Rows for local experts are not sent; all others are sent there and back.
     assert sent["bf16"] <= 2 * 2 * tokens * 2 * dim
 
 
@@ -292,7 +292,7 @@ def weights_are_saved_and_loaded_unsharded(rank: int) -> None:
         step_on_ranks(net, chunks(two_ranks.world(), 0)[rank], 100, 0.1)
     saved = net.state_dict()
     whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in saved.items()}
-    # One process loads what ranks have, and they what one process has.
+    # One process loads the checkpoint of ranks, and ranks that of one process.
     one = Net()
     with qt.autocast("nvfp4"):
         one(torch.randn(4, DIM)).sum().backward()
@@ -314,7 +314,7 @@ def weights_are_saved_and_loaded_unsharded(rank: int) -> None:
 
 
 def assert_same_training(one: nn.Module, many: nn.Module, batches: Sequence[Any], own: int) -> None:
-    """Train a model on all parts of each batch and one of many ranks on its own: losses and weights are the same."""
+    """Check that one process with the full batches and many ranks with their shards train the same."""
     steppers = [torch.optim.SGD(each.parameters(), 0.5) for each in (one, many)]
     for step, xs in enumerate(batches):
         losses = []
@@ -335,15 +335,15 @@ def assert_same_training(one: nn.Module, many: nn.Module, batches: Sequence[Any]
 
 
 def under_fully_shard(rank: int) -> None:
-    """Experts over one dimension of a mesh, all else over both, and each expert's weights over the other one."""
+    """Shard experts over one mesh dimension, each expert's weights over the other, and all else over both."""
     mesh = two_ranks.mesh(2, 2, names=("dp", "ep"))
     net = Net()
     one, many = copy.deepcopy(net), parallelize_module(net, mesh["ep"], {"blocks.*": ExpertParallel()})
     for block in many.blocks:  # type: ignore[union-attr]
         experts: Any = fully_shard(block.experts, mesh=mesh["dp"])  # type: ignore[union-attr]
-        # Losses are means over all ranks, and an expert's gradient is of the tokens of the ranks that share experts.
+        # Losses are means over all ranks; an expert's gradient sums tokens of the ranks of one expert group.
         experts.set_gradient_divide_factor(4)
-        # gloo multiplies nothing on the way.
+        # gloo does not support scaling in a reduction.
         experts.set_force_sum_reduction_for_comms(True)
         fully_shard(block, mesh=mesh)
     fully_shard(many, mesh=mesh)
@@ -355,7 +355,7 @@ def under_fully_shard(rank: int) -> None:
 
 
 def with_tensor_parallelism(rank: int) -> None:
-    """Heads over one dimension, experts over the other: each rank of a head's dimension has the tokens of all."""
+    """Shard heads over one mesh dimension and experts over the other; tensor-parallel ranks have all tokens."""
     mesh = two_ranks.mesh(2, 2, names=("ep", "tp"))
     torch.manual_seed(0)
     layer = qt.TransformerLayer(
@@ -368,7 +368,7 @@ def with_tensor_parallelism(rank: int) -> None:
     own = x[mesh["ep"].get_local_rank()][None]
     with qt.autocast("bf16"):
         loss = layer(own).square().sum()
-        # Each sequence by itself, as ranks have them.
+        # Each sequence separately, as on the ranks.
         expected = torch.stack([one(each[None]).square().sum() for each in x])
     loss.backward()
     expected.sum().backward()
@@ -388,7 +388,7 @@ def with_tensor_parallelism(rank: int) -> None:
 
 
 def with_tensor_parallelism_and_fully_shard(rank: int) -> None:
-    """Experts, heads and shards over a dimension each: two ranks of heads have the same tokens."""
+    """Expert, tensor and fully_shard parallelism over one mesh dimension each."""
     mesh = two_ranks.mesh(2, 2, 2, names=("dp", "ep", "tp"))
     torch.manual_seed(0)
     layer = qt.TransformerLayer(
@@ -422,7 +422,7 @@ CASES = [
 ]
 
 
-#: Of four ranks.
+#: Cases for four ranks.
 CROSSED = [losses_and_weights_are_those_of_one_process, under_fully_shard, with_tensor_parallelism]
 
 

@@ -17,7 +17,7 @@ LAYOUTS = [ShardLayout(column, sequence) for column in (True, False) for sequenc
 
 
 def operands(recipe: Recipe, layout: ShardLayout) -> list[tuple[str, object, int]]:
-    """The operands that are in parts and are quantized by themselves, with their specs and the axis in parts."""
+    """Operands that are quantized in shards, with their specs and sharded axes."""
     gemms, plan = recipe, recipe.reuse
     each = [
         ("input", gemms.fprop.a, True),
@@ -32,7 +32,7 @@ def operands(recipe: Recipe, layout: ShardLayout) -> list[tuple[str, object, int
 
 
 def needed(recipe: Recipe, layout: ShardLayout, tokens: bool) -> int:
-    """Of what the features, or the tokens of a sequence, that each rank has must be a multiple."""
+    """The number that must divide each rank's features, or its tokens of a sequence."""
     number = 1
     for name, spec, axis in operands(recipe, layout):
         if layout.of_tokens(name) is tokens:
@@ -43,12 +43,12 @@ def needed(recipe: Recipe, layout: ShardLayout, tokens: bool) -> int:
 
 
 def agreed(recipe: Recipe, layout: ShardLayout) -> int:
-    """How many amaxes ranks agree on in a forward and its backward."""
+    """Number of amaxes that ranks reduce in a forward and its backward."""
     return sum(spec.two_level or spec.block[axis] is None for _, spec, axis in operands(recipe, layout))  # type: ignore[attr-defined]
 
 
 def table() -> str:
-    """Every recipe under every style."""
+    """The table of every recipe under every style."""
     heads = ["recipe", *(f"`{layout.name}`" for layout in LAYOUTS)]
     rows = [heads, ["---"] * len(heads)]
     for name in recipes.RECIPES:

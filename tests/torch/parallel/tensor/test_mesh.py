@@ -26,15 +26,15 @@ from tests.torch.parallel.tensor.split import tokens
 from tests.torch.parallel.tensor.test_styles import batch, block_of, net, split
 from tests.two_ranks import RANKS
 
-#: Steps without a recipe and by recipe, more for one with histories; and in the slow tests.
+#: Steps by recipe or without one, more with histories, in the quick and in the slow tests.
 STEPS, LONG = (dict.fromkeys(("none", *recipes.RECIPES), steps) for steps in (2, 20))
 STEPS["delayed"] = 4
 
 
 def ranks_equal_one_process(rank: int) -> None:
-    """Every rank's losses, and the weights after them, are those of one process that has all batches.
+    """Losses of every rank and final weights equal those of one process with all batches.
 
-    Tokens lie in parts, and weights that a recipe quantizes are gathered as codes.
+    Tokens are sharded, and weights that a recipe quantizes are gathered as codes.
     """
     assert_equal_to_one_process(rank, STEPS)
 
@@ -45,7 +45,7 @@ def twenty_losses(rank: int) -> None:
 
 def assert_equal_to_one_process(rank: int, steps_of: Mapping[str, int]) -> None:
     mesh = two_ranks.mesh(RANKS, RANKS, names=("dp", "tp"))
-    # Each rank trains some of what all compare with.
+    # The single-process references are distributed over the ranks.
     own = {name: in_one_process(name, steps_of[name]) for name in [*steps_of][rank :: RANKS * RANKS]}
     gc.collect()
     for number, name in enumerate(steps_of):
@@ -61,7 +61,7 @@ def assert_equal_to_one_process(rank: int, steps_of: Mapping[str, int]) -> None:
 
 
 def on_ranks(name: str, mesh: DeviceMesh, steps: int) -> tuple[list[float], Any]:
-    """This rank's losses by both dimensions of a mesh, and the model."""
+    """Train on both dimensions of a mesh; return this rank's losses and the model."""
     recipe = None if name == "none" else recipes.get(name)
     model: Any = net(recipe)
     parallelize_module(
@@ -84,7 +84,7 @@ def on_ranks(name: str, mesh: DeviceMesh, steps: int) -> tuple[list[float], Any]
 
 
 def in_one_process(name: str, steps: int) -> tuple[list[list[list[float]]], list[Tensor]]:
-    """Losses of each step by batch and by tokens, and the weights after them."""
+    """Losses of each step by batch and by shard of tokens, and the final weights."""
     recipe = None if name == "none" else recipes.get(name)
     # Each batch has the noise of its own ranks; the weights are one.
     wholes: list[Any] = [split(net(recipe), recipe, True) for _ in range(RANKS)]
@@ -95,11 +95,11 @@ def in_one_process(name: str, steps: int) -> tuple[list[list[list[float]]], list
     for step in range(steps):
         of_step = []
         for i, whole in enumerate(wholes):
-            # Not by `whole(...)`: where a converted root begins a forward, all ranks agree on histories.
+            # Do not call `whole(...)`: a forward of a converted root would reduce histories over all ranks.
             z = whole.forward(batch(RANKS * step + i, block_of(recipe)))
             parts = [tokens(z, r, RANKS) for r in range(RANKS)]
             of_ranks = [part.square().sum() / part.numel() for part in parts]
-            # fully_shard gives the mean over its ranks.
+            # fully_shard averages over its ranks.
             (sum(of_ranks) / RANKS).backward()
             of_step.append([loss.item() for loss in of_ranks])
         optimizer.step()
@@ -110,7 +110,7 @@ def in_one_process(name: str, steps: int) -> tuple[list[list[list[float]]], list
 
 
 def several_matrices_in_one_weight(rank: int) -> None:
-    """Blocks with q, k and v in one weight under fully_shard: the loss and the next one of one process."""
+    """Blocks with fused q, k and v under fully_shard: two losses equal those of one process."""
     mesh = two_ranks.mesh(RANKS, RANKS, names=("dp", "tp"))
     torch.manual_seed(0)
     whole: Any = qt.TransformerLayer(64, 4, hidden=64, activation="swiglu", recipe="mxfp8")

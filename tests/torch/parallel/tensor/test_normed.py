@@ -21,9 +21,9 @@ from tests.interpreting import spare
 from tests.torch.parallel.tensor.split import tokens
 from tests.two_ranks import RANKS
 
-#: What a kernel quantizes as it normalizes, where weights learn: their gradients read the same codes.
+#: Recipes with a fused norm and quantization for trained weights, whose gradients read the same codes.
 IN_ONE_PASS = {"tensorwise", "delayed"}
-#: Where they do not, too.
+#: The same for frozen weights.
 FROZEN = IN_ONE_PASS | {"rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8"}
 
 
@@ -54,14 +54,14 @@ class Normed(nn.Module):
 def model_of(name: str, count: int, dtype: torch.dtype, frozen: bool) -> Any:
     torch.manual_seed(0)
     model = Normed(width_of(name), count, dtype)
-    # Which names the streams of noise.
+    # Gives the noise streams their names.
     qt.convert(model, name)
     model.each.requires_grad_(not frozen)
     return parallelize_module(model, mesh(), {"each.*": ColwiseParallel(sequence=True), "norm": SequenceParallel()})
 
 
 def trained(name: str, model: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """Outputs and gradients of some steps, and what histories have."""
+    """Train some steps; return outputs, gradients and histories."""
     results = []
     for x in inputs:
         own = x.clone().requires_grad_()
@@ -77,7 +77,7 @@ def trained(name: str, model: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def a_norm_and_its_layers_in_one_pass(rank: int) -> None:
-    """The bits of the norm followed by each layer; the kernel writes the codes, by an amax that ranks agree on."""
+    """A fused norm equals the norm followed by each layer; its kernel scales codes by the amax of all ranks."""
     assert os.environ["TRITON_INTERPRET"] == "1"
     for name, count, frozen in CASES_OF_RECIPES:
         dtype = torch.float32 if count > 1 else torch.bfloat16
@@ -110,7 +110,7 @@ def a_norm_and_its_layers_in_one_pass(rank: int) -> None:
             assert_bitwise(one, other, f"{label}: {number}")
 
 
-#: The module's own.
+#: The original function, before it is patched.
 OPERAND = fused_quantize.operand
 CASES = [a_norm_and_its_layers_in_one_pass]
 
