@@ -15,13 +15,13 @@ FEATURES, FIRST, LENGTHS, WARM = 256, 33, 500, 10
 
 
 def resident() -> float:
-    """Megabytes of this process that are in memory."""
+    """Resident memory of this process in megabytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
 
 def growth(recipe: str, dtype: torch.dtype) -> float:
-    """Megabytes that the walk added, under a recipe or for "nn.Linear"."""
+    """Megabytes added by the run over many lengths, under a recipe or for "nn.Linear"."""
     layer: nn.Linear = (
         nn.Linear(FEATURES, FEATURES, dtype=dtype)
         if recipe == "nn.Linear"

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Counted(TorchDispatchMode):
-    """Storages that operations made while the mode is on, with the number of the operation that used them last."""
+    """Track storages created by operations while the mode is on, with the last operation that used each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Counted(TorchDispatchMode):
         return sum(size for _, size in self.alive.values())
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Leave these out of the count: they were there before, or belong to another part of memory."""
+        """Exclude these tensors from the count: they existed before or belong to another memory."""
         for x in tensors:
             key = x.untyped_storage()._cdata
             self.ignored.add(key)
@@ -57,11 +57,11 @@ class Counted(TorchDispatchMode):
 
 
 class Simulated:
-    """`Transfers` whose device is the CPU: it fails where a GPU's stream would read wrong memory.
+    """`Transfers` on the CPU that fails where a GPU's stream would read wrong memory.
 
     Args:
-        counted: the mode that sees the operations of the compute stream.
-        pinned: bytes of pinned memory that there are.
+        counted: the mode that records operations of the compute stream.
+        pinned: available bytes of pinned memory.
     """
 
     device_type = "cpu"
@@ -69,7 +69,7 @@ class Simulated:
     def __init__(self, counted: Counted | None = None, pinned: float = float("inf")) -> None:
         self.counted = counted
         self.pinned = pinned
-        #: Copies that were queued, in order: (target, source) and what is alive of them; None once they ran.
+        #: Queued copies in order: (target, source) and their live storages; None after a copy has run.
         self.queue: list[list[tuple[_Weak, _Weak]] | None] = []
         self.host: list[Tensor] = []
         self.log: list[tuple[str, int]] = []
@@ -110,7 +110,7 @@ class Simulated:
 
 
 class _Weak:
-    """A range of bytes whose memory nobody here keeps from being freed."""
+    """A range of bytes, without a reference that keeps the memory alive."""
 
     def __init__(self, x: Tensor) -> None:
         self.storage, self.size = StorageWeakRef(x.untyped_storage()), x.numel()

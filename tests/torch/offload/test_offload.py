@@ -75,7 +75,7 @@ def step(model: Decoder, recipe: str = "tensorwise", seed: int = 0) -> Tensor:
 def compare(
     model: Decoder, run: Callable[[Decoder], Any], *, moves: bool = True, **options: Any
 ) -> tuple[qt.offload, Simulated]:
-    """Run with and without offload; losses and gradients are the same bits, and `moves` says if anything moved."""
+    """Check that offload changes no bit of losses and gradients; `moves` is whether it should move anything."""
     model.zero_grad()
     other, simulated = copy.deepcopy(model), Simulated()
     expected = run(model)
@@ -104,7 +104,7 @@ def test_losses_and_gradients_have_the_same_bits(recipe: str) -> None:
         return torch.stack(losses)
 
     _, simulated = compare(decoder(), train)
-    # Each layer goes once a step, and comes back once.
+    # Each layer is copied to the host and back once per step.
     assert [way for way, _ in simulated.log] == (["out"] * 3 + ["back"] * 3) * 3
 
 
@@ -115,7 +115,7 @@ def measured(model: Decoder, recipe: str, offloads: bool, tokens: Tensor) -> tup
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     with context, qt.autocast(recipe):
-        # Weights are quantized, and stay so until an optimizer's step.
+        # Cached quantized weights stay until an optimizer step.
         model(tokens)
     with counted, context:
         with qt.autocast(recipe):
@@ -146,7 +146,7 @@ def test_a_storage_is_moved_once_and_weights_never() -> None:
             sizes[x.untyped_storage()._cdata] = x.untyped_storage()
         return x
 
-    # What autograd saves in the layers, each storage once. They stay alive, so that none gets the place of another.
+    # Tensors saved by autograd in the layers, each storage once; kept alive so that no address is reused.
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda x: x)
     model.around = lambda layer, x: under(hooks, layer, x)
     with qt.autocast("tensorwise"):
@@ -177,7 +177,7 @@ def test_codes_of_stored_weights_stay(recipe: str) -> None:
 
 
 class Scaled(nn.Module):
-    """Passes a buffer of its own to its layers."""
+    """A module that passes its own buffer to its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_casts_of_weights_under_torch_autocast_stay() -> None:
 
 @pytest.mark.parametrize("saves_nothing", [False, True])
 def test_a_layer_comes_back_during_the_backward_of_the_next_one(saves_nothing: bool) -> None:
-    """Also if layers between save nothing."""
+    """Also if layers in between save nothing."""
     model, simulated = decoder(), Simulated()
 
     def logged(layer: nn.Module, x: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def test_a_layer_comes_back_during_the_backward_of_the_next_one(saves_nothing: b
 
 
 def test_devices_share_the_budget_and_no_buffers() -> None:
-    """Each device has a stream of its own, whose copies no other waits for."""
+    """Each device has its own copy stream, for which no other device waits."""
     pool, (first, second) = HostPool(Simulated(), 3 * 8192), (torch.device("cuda", i) for i in range(2))
     (buffer,) = pool.take([5000], first)
     pool.give(buffer, first)
@@ -252,7 +252,7 @@ def test_a_copy_of_the_model_after_the_exit() -> None:
 
 
 def test_what_is_saved_after_a_backward_outside_of_layers_stays() -> None:
-    """Its memory may be where the last layer's input was."""
+    """Its memory may reuse that of the last layer's input."""
     model, simulated = nn.ModuleList([nn.Linear(64, 64)]), Simulated()
     with qt.offload(model, layers="0", _transfers=simulated):
         for _ in range(20):
@@ -264,7 +264,7 @@ def test_what_is_saved_after_a_backward_outside_of_layers_stays() -> None:
 
 
 class Stream:
-    """A CUDA stream that logs what it is asked."""
+    """A stand-in for a CUDA stream that logs its calls."""
 
     def __init__(self, name: str, log: list[tuple[str, ...]]) -> None:
         self.name, self.log, self.device = name, log, torch.device("cpu")
@@ -445,7 +445,7 @@ def test_backward_after_the_exit_and_entering_for_every_step() -> None:
 
 
 def test_only_layers_are_called() -> None:
-    """The model itself is not: copies of the last layers are in flight when backward begins."""
+    """The model itself is not called, so copies of the last layers are in flight when backward begins."""
 
     def run(model: Decoder) -> Tensor:
         with qt.autocast("mxfp8"):
@@ -473,7 +473,7 @@ def test_two_backwards_of_one_graph(recipe: str) -> None:
 
 
 def test_a_model_that_returns_a_parameter() -> None:
-    """No hooks gather on it."""
+    """Hooks do not accumulate on the model."""
     model = decoder()
     model.register_forward_hook(lambda module, args, logits: (module.head.weight, logits))
     with qt.offload(model, _transfers=Simulated()):
@@ -596,7 +596,7 @@ def test_tensors_of_other_kinds(kind: str) -> None:
 
 
 class OutOfMemory(Simulated):
-    """Has no device memory once, after some allocations."""
+    """Runs out of device memory once, after some allocations."""
 
     left = -1
 
@@ -635,7 +635,7 @@ class Slow(Simulated):
 
 
 def test_threads_that_run_backward_of_one_graph() -> None:
-    """As autograd's threads of several devices do."""
+    """As the autograd threads of several devices do."""
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
     x = torch.randn(32, 64, requires_grad=True)
@@ -648,7 +648,7 @@ def test_threads_that_run_backward_of_one_graph() -> None:
 
 
 class Writes(nn.Module):
-    """Saves its input and its result; `when` a write comes."""
+    """A function that saves its input and its result, and is written to at the time `when`."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -667,7 +667,7 @@ class Writes(nn.Module):
 @pytest.mark.parametrize("layers", [1, 5])
 @pytest.mark.parametrize("when", ["inside", "after", "weight"])
 def test_a_write_between_save_and_copy_raises_as_autograd_does(when: str, layers: int) -> None:
-    """Also if the layer is on the host before backward begins."""
+    """Also if the layer has been copied to the host before backward begins."""
     torch.manual_seed(0)
     model = nn.ModuleList([Writes(when), *(nn.Linear(64, 64) for _ in range(layers - 1))])
     x = torch.randn(32, 64, requires_grad=True)
@@ -699,7 +699,7 @@ def test_a_tensor_that_is_written_between_two_layers_is_saved_twice() -> None:
 
 
 def test_a_graph_that_dies_while_a_layer_comes_back() -> None:
-    """The memory of that layer is used again only after its copy."""
+    """The layer's memory is reused only after its copy has finished."""
     model, other, simulated = decoder(layers=4), decoder(layers=4), Simulated()
     with qt.offload(other, _transfers=simulated):
         with qt.autocast("tensorwise"):
@@ -786,7 +786,7 @@ def test_a_checkpoint_inside_a_layer(recompute: Any, recipe: str) -> None:
         assert simulated.log == [("out", 2 * TOKENS * DIM * 2)] * 2 + [("back", 2 * TOKENS * DIM * 2)] * 2
 
 
-# ---- what cannot be ----
+# ---- errors ----
 
 
 def test_inside_a_cuda_graph_it_is_refused_by_name() -> None:
@@ -817,7 +817,7 @@ def test_entering_where_torch_refuses_hooks_leaves_none_behind() -> None:
     assert simulated.log
 
 
-#: Dynamo looks at the gradient of every tensor.
+#: Dynamo reads the gradient of every tensor, which warns for non-leaf tensors.
 GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
@@ -827,7 +827,7 @@ def compiled(module: Any) -> Any:
 
 @GRAD
 def test_a_compiled_layer_is_moved() -> None:
-    """From outside it is as eager as any other: what its compiled function saves is moved."""
+    """The layer itself is eager, so tensors saved by its compiled function are moved."""
 
     def run(model: Decoder) -> Tensor:
         for number, layer in enumerate(model.layers):
@@ -871,7 +871,7 @@ def test_a_compiled_module_around_layers_is_refused() -> None:
 
 @GRAD
 def test_a_compiled_function_around_layers() -> None:
-    """As one graph it is refused; else it breaks at the layers, which are moved."""
+    """With fullgraph=True compiling raises; else the graph breaks at the layers, whose tensors are moved."""
     model, tokens = decoder(), ids()
     with (
         qt.offload(model, _transfers=Simulated()),

@@ -29,7 +29,7 @@ def test_a_loss_that_is_nonlinear_in_the_second_of_two_layers_is_refused_too() -
     "recomputed", [qt.checkpoint, lambda layer, x: checkpoint(layer, x, use_reentrant=False)], ids=["ours", "torchs"]
 )
 def test_under_checkpointing_a_gradient_may_stay_in_the_graph(recomputed: Callable[..., Any], recipe: str) -> None:
-    """What backward saved is unpacked once."""
+    """Tensors saved for backward are unpacked once."""
     block = qt.LayerNormMLP(64, 64, "swiglu", recipe=recipe)
     x = torch.randn(32, 64, requires_grad=True)
     (expected,) = torch.autograd.grad(block(x).square().sum(), x)

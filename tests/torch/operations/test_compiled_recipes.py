@@ -18,8 +18,7 @@ LAYER = qt.Linear(64, 32)
 
 @pytest.fixture(autouse=True)
 def _without_histories(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that enters autocast rolls the histories of all layers that live, other tests' too: 0.14 s of tracing for
-    each. No layer here has one."""
+    """Hide layers of other tests: compiled autocast rolls all live histories, at 0.14 s of tracing for each layer."""
     monkeypatch.setattr(amax, "_histories", {})
 
 
@@ -54,7 +53,7 @@ def recipe_of_ones_own(x: Tensor) -> Tensor:
 OWN = Format(name="e3m4", bits=8, exponent_bits=3, mantissa_bits=4, bias=3, max=15.5)
 
 
-#: Options that nobody else gives.
+#: Options that no other test uses.
 unseen = itertools.count(1001)
 
 
@@ -63,12 +62,12 @@ unseen = itertools.count(1001)
 )
 def test_layers_built_inside_a_compiled_function_have_the_eager_bits(function: Callable[[Tensor], Tensor]) -> None:
     torch.compiler.reset()
-    # What is built is built while Dynamo traces; what it leaves in the graph is what other tests compile.
+    # Recipes are built while Dynamo traces; the graph is the same as in other tests.
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     for _ in range(3):
         x = torch.randn(16, 64)
         assert torch.equal(compiled(x), function(x))
-    # Nor does a recipe that is built elsewhere compile it again.
+    # A recipe built elsewhere does not recompile either.
     quaver.recipes.delayed(history=next(unseen))
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled(torch.randn(16, 64))

@@ -60,7 +60,7 @@ def test_a_step_has_the_flops_of_the_unconverted_model(recipe: str, model: str, 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 65])
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_ragged_tokens_count_as_they_are(recipe: str, tokens: int) -> None:
-    """But that a Hadamard fills tokens up to 16 where they are summed."""
+    """Equal FLOPs, except that a Hadamard transform pads tokens to a multiple of 16 in wgrad."""
     layer = qt.Linear(100, 36, recipe=recipe)
     x = torch.randn(tokens, 100, requires_grad=True)
     filled = -(-tokens // 16) * 16 if recipe == "nvfp4" else tokens
@@ -77,7 +77,7 @@ def test_an_exported_program_counts_its_operators(recipe: str) -> None:
 
 
 def same_inside(operation: Operation[Any], *args: Any) -> None:
-    """The operator counts what its kernel does."""
+    """The operator counts the FLOPs of its kernel."""
     inside, outside = flops(lambda: operation.eager(*args)), flops(lambda: operation.operator(*args))
     assert outside == inside > 0
 
@@ -109,7 +109,7 @@ def test_a_head_and_its_loss_count_all_chunks(needs: tuple[bool, bool], dtype: t
 @torchs_own
 @pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="torch's public scaled GEMM")
 def test_torchs_scaled_gemms_are_counted() -> None:
-    """What a GPU runs; here on meta, and of one scale on this CPU."""
+    """The operators of a GPU; here on meta, and with per-tensor scales on the CPU."""
     a, b = torch.randn(T, K).to(torch.float8_e4m3fn), torch.randn(N, K).to(torch.float8_e4m3fn)
     one, by_tensor = torch.ones(()), ScalingType.TensorWise
     counting.register_flop_formulas()

@@ -19,7 +19,7 @@ assert quaver.torch
 
 @pytest.fixture(autouse=True)
 def own_operations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`narrowed` sees the operations of a test alone."""
+    """`narrowed` sees only the operations of the current test."""
     monkeypatch.setattr(operation, "OPERATIONS", [])
     yield
 
@@ -85,7 +85,7 @@ def test_an_operation_built_on_another_follows_its_disabled_implementations() ->
 
 
 def test_narrowed_holds_for_the_process() -> None:
-    """On a GPU a backward runs in a thread of autograd's."""
+    """On a GPU, backward runs in an autograd thread."""
     double = make()
     with narrowed("slow"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(double, 3).result() == ("slow", 6)
@@ -148,7 +148,7 @@ def test_a_compiler_sees_one_operator_that_runs_the_implementation_of_eager_mode
     calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert any("quaver.test_shift" in str(target) for target in calls), calls
     torch.library.opcheck(torch.ops.quaver.test_shift, (x, 1.0))
-    # Of CUDA graphs, too: what it makes at its first call must not lie in a graph's memory.
+    # Also for CUDA graphs: buffers created at the first call must not be in a graph's memory pool.
     assert torch.Tag.cudagraph_unsafe in torch.ops.quaver.test_shift.default.tags
 
 

@@ -16,7 +16,7 @@ from quaver.train import config
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that operations make, while they live."""
+    """Count the bytes of live storages created by operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def live() -> Iterator[Live]:
 
 
 def layer(storage: str, recipe: str, shape: tuple[int, int]) -> nn.Sequential:
-    """One matrix [out, in], its weight stored as codes, in bfloat16 or in float32."""
+    """One matrix [out, in], with a weight stored as codes, in bfloat16 or in float32."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
     if storage == "codes":
@@ -59,7 +59,7 @@ def layer(storage: str, recipe: str, shape: tuple[int, int]) -> nn.Sequential:
 
 
 def above(preset: str, recipe: str, shape: tuple[int, int]) -> int:
-    """Bytes that a step needs above those that stay."""
+    """Peak bytes of a step above those that remain after it."""
     model = layer(config.find_optimizer(preset).weights(config.find_recipe(recipe), "bfloat16"), recipe, shape)
     optimizer = AdamW(model.parameters(), lr=1e-3, preset=preset)
     for _ in range(2):
@@ -72,11 +72,11 @@ def above(preset: str, recipe: str, shape: tuple[int, int]) -> int:
 
 
 def above_in_backward(preset: str, threshold: int | None, wide: int, deep: int) -> int:
-    """Bytes that backward and step need above those that stay, gradients among them.
+    """Peak bytes of backward and step, with gradients, above those that remain.
 
     Args:
-        threshold: bytes of gradients that may wait; None steps once backward has ended.
-        wide, deep: side of each matrix, and how many there are.
+        threshold: bytes of gradients that may be pending; None steps after backward.
+        wide, deep: side and number of the matrices.
     """
     storage = config.find_optimizer(preset).weights(config.find_recipe("tensorwise"), "bfloat16")
     model = nn.Sequential(*(layer(storage, "tensorwise", (wide, wide)) for _ in range(deep)))

@@ -22,14 +22,14 @@ def as_numpy(x: torch.Tensor) -> np.ndarray:
 
 
 def values(x: np.ndarray) -> np.ndarray:
-    """bfloat16's bits as numbers; all else as it is."""
+    """Convert bfloat16 bits to float32; return other arrays unchanged."""
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x
 
 
 def assert_expanded(
     want: np.ndarray, want_scale: np.ndarray, want_values: np.ndarray, got: Tensor, scale: Tensor, values: Tensor
 ) -> None:
-    """Logarithms differ in their last bit: a number of a block by an ulp, a code by one, one in a hundred thousand."""
+    """Logarithms may differ in the last bit, which changes block numbers by an ulp and 1 in 100,000 codes by one."""
     np.testing.assert_allclose(as_numpy(scale), want_scale, rtol=2e-7)
     difference = np.abs(as_numpy(got).astype(int) - want.astype(int))
     assert difference.max(initial=0) <= 1 and difference.sum() <= 1 + difference.size // 100_000
@@ -42,7 +42,7 @@ def assert_expanded(
 @pytest.mark.parametrize("code", CODES)
 def test_torch_writes_and_reads_the_same_codes_as_numpy(code: str, kind: str) -> None:
     rng = np.random.default_rng(0)
-    # Normal values have every shape, hard ones the shape that has all kinds of blocks.
+    # Normal values are tested in every shape, hard values in the shape with all kinds of blocks.
     shapes = SHAPES if kind == "normal" else (RAGGED,)
     for spec, shape in product((spec for spec in every_spec() if spec.code == code), shapes):
         x = drawn(kind, shape, rng)
@@ -73,7 +73,7 @@ def test_a_spec_round_trips_through_its_text() -> None:
 
 
 def test_e4m3_for_vectors_is_torchs_cast() -> None:
-    """All codes but NaN's."""
+    """All codes except NaN."""
     every = torch.arange(256).to(torch.uint8)
     every = every[(every & 0x7F) != 0x7F]
     assert torch.equal(

@@ -21,7 +21,7 @@ from quaver.torch.optim.step import ParameterTensors, RngKey, ShardPosition, Ste
 from quaver.torch.quantized_tensor import memory_of
 from tests.kernels.optim.test_step import SQUARES
 
-#: One compiled piece; two of them; one and a remainder; none; one of each size and a remainder.
+#: Shapes of one chunk, two chunks, one and a remainder, none, and one of each size with a remainder.
 SHAPES = ((512, 512), (512, 1024), (1280, 256), (64, 128), (1344, 1024))
 LEAN = pytest.mark.slow
 WAYS = [
@@ -31,7 +31,7 @@ WAYS = [
     pytest.param("balanced", get("tensorwise"), 2, id="balanced of codes", marks=LEAN),
     pytest.param("lean", None, 2, id="lean of bfloat16", marks=LEAN),
     pytest.param("lean", get("tensorwise"), 2, id="lean", marks=LEAN),
-    # Its blocks have rows, so that each width is a program.
+    # Its blocks span rows, so each width compiles to its own program.
     pytest.param("lean", mxfp8(weight_2d=True), 4, id="lean of blocks", marks=LEAN),
 ]
 
@@ -47,7 +47,7 @@ def trained(preset: str, recipe: Recipe | None, compile: bool, steps: int = 2) -
         for (_, columns), layer in zip(SHAPES, model, strict=True):
             with qt.autocast(recipe or get("bf16")):
                 y = layer(torch.randn(8, columns, dtype=dtype))
-            # An outlier and zeros in the gradients, and in the second step none at all below the first columns.
+            # Gradients have an outlier and zeros; in the second step all but the first columns are zero.
             y = y * torch.randn_like(y) * (y.detach() > 0)
             (y.sum() + (step == 0) * 1e4 * y[0, 0]).backward()
         optimizer.step()
@@ -81,7 +81,7 @@ def same(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_random_words_for_a_compiler_match_eager_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """int32 keys draw by half words; a first element beyond 2**34, counters across 2**31, a seed of 64 bits."""
+    """Random keys for a first element beyond 2**34, counters across 2**31, and a 64-bit seed."""
     first, drawn = 3 * 2**34 + 2**33 - 2**10, (0xFEDC_BA98_7654_3210, 3, 70_000, torch.device("cpu"))
     expected = pieces.words(first, 4096, *drawn).to(torch.int32)
     monkeypatch.setattr(compiled, "in_bytes", lambda _: dtype is torch.int32)
@@ -114,7 +114,7 @@ def test_a_failing_compiler_warns_and_the_step_runs_without_it() -> None:
 def test_a_step_has_its_bits_while_another_thread_compiles(
     monkeypatch: pytest.MonkeyPatch, preset: str, recipe: str | None
 ) -> None:
-    """torch says of every thread that it compiles while one does."""
+    """torch reports that every thread compiles while one does."""
     both = []
     for compiling in (False, True):
         layer = qt.Linear(128, 136, dtype=torch.bfloat16)
@@ -152,7 +152,7 @@ def test_scalars_of_another_dtype_or_shape_step_without_a_program() -> None:
 
 @pytest.mark.parametrize("preset", ["balanced", "lean"])
 def test_a_piece_that_ends_within_a_block_steps_beside_whole_ones(monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
-    """Of 192 rows in blocks of 128 the last 64 are a piece, which is not read in fours."""
+    """The last 64 of 192 rows in blocks of 128 are a separate chunk, which is not read as packed4."""
     monkeypatch.setattr(pieces, "COMPILED_CHUNK_ELEMENTS", (128 * 256, 64 * 256))
     monkeypatch.setattr(compiled, "_programs", {})
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
@@ -180,7 +180,7 @@ def test_a_piece_that_ends_within_a_block_steps_beside_whole_ones(monkeypatch: p
 
 @pytest.mark.parametrize("preset", ["float32", "exact"])
 def test_fake_tensors_step_without_a_program(monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
-    """One reads their memory, and there is none."""
+    """The compiled step reads memory, which tensors on meta lack."""
     monkeypatch.setattr(compiled, "_programs", {})
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
     with FakeTensorMode():
@@ -197,7 +197,7 @@ def test_a_copy_compiles_as_the_first_does() -> None:
 
 
 def test_a_block_with_a_number_that_is_none_has_the_scale_nan() -> None:
-    """A compiler's largest of NaN is NaN with all bits set, a negative integer."""
+    """The compiled maximum of NaN has all bits set, which is a negative integer."""
     weight_format = WeightFormat("residual8", SQUARES)
     unpacked = [torch.rand(64, 16, generator=torch.Generator().manual_seed(k)) for k in range(4)]
     unpacked[2][40, 3] = float("nan")
@@ -213,7 +213,7 @@ def test_a_block_with_a_number_that_is_none_has_the_scale_nan() -> None:
 
 @pytest.mark.slow
 def test_memory_in_another_order_is_another_program() -> None:
-    """A program is looked up by shapes and dtypes only, which are equal here."""
+    """Programs are cached by shapes and dtypes only, which are equal here."""
     torch._dynamo.reset()
     both = []
     for compile in (True, False):

@@ -19,7 +19,7 @@ from quaver.torch.optim.layout import key_of
 from quaver.torch.optim.master_weights import WeightFormat
 
 BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.5, 0.3), (0.95, 0.95), (0.99, 0.9999), (0.3, 0.0901))
-#: Three of its codes are rounded at random, which share a word by tens of bits.
+#: A preset with three stochastically rounded codes, which share a random word by groups of ten bits.
 THREE = optim.Preset(
     name="three",
     first=optim.StateSpec(code="int8_softsign", stochastic=True),
@@ -31,7 +31,7 @@ THREE = optim.Preset(
 
 
 def sequences(steps: int, number: int, betas: tuple[float, float], decades: float, rng: Any) -> np.ndarray:
-    """Gradients that push an update to its bound, each in one of seven ways: float64 [steps, number]."""
+    """Gradients that push an update to its bound, each by one of seven patterns: float64 [steps, number]."""
     t, sign = np.arange(steps)[:, None], rng.choice([-1.0, 1.0], (steps, number))
     size = 10.0 ** rng.uniform(-decades, decades, number)
     last = rng.integers(1, steps, number)
@@ -42,7 +42,7 @@ def sequences(steps: int, number: int, betas: tuple[float, float], decades: floa
         10.0 ** rng.uniform(-decades / 2, decades / 2, (steps, number)) * sign,
         np.where(rng.random((steps, number)) < 0.05, sign, 0.0),
         (t == last) * 1.0,
-        # Which reaches the bound at the last step, and goes on by nothing or by the contrary.
+        # Reaches the bound at the step `last`, and continues with zeros or with the opposite sign.
         np.where(t <= last, rising, 0.0),
         np.where(t <= last, rising, -rising),
     )
@@ -52,11 +52,11 @@ def sequences(steps: int, number: int, betas: tuple[float, float], decades: floa
 
 @pytest.mark.parametrize("betas", BETAS)
 def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]) -> None:
-    """In float64, the bound holds, and float32 states never reach it: 0 elements are clamped."""
+    """In float64 the bound holds, and with float32 states no element is clamped."""
     rng = np.random.default_rng(0)
     g = sequences(80, 4096, betas, 12.0, rng)
     m, v = np.zeros(4096), np.zeros(4096)
-    # eps stands for what keeps 0 / 0 away; it lowers an update.
+    # eps only avoids 0 / 0; it makes updates smaller.
     p = nn.Parameter(torch.zeros(64, 64))
     optimizer = optim.AdamW([p], 1.0, betas, 1e-30, weight_decay=0.0, preset="float32", statistics=True)
     largest = 0.0
@@ -67,16 +67,16 @@ def test_no_gradients_move_an_update_beyond_its_bound(betas: tuple[float, float]
         p.grad = torch.tensor(gradient, dtype=torch.float32).view(64, 64)
         optimizer.step()
     assert 0.9999 < largest < 1 + 1e-9
-    # Where v falls by two thirds at each step it leaves float32 within the run, and is held for it.
+    # If v falls by two thirds per step, it underflows float32 within the run, and updates are clamped.
     assert betas[1] < 0.9 or int(optimizer.counted[p][0]) == 0
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_noise_parts_are_uniform_with_the_documented_correlation(number: int) -> None:
-    """Means, and products of pairs, of a million elements and of their neighbours, within three sigmas."""
+    """Means and products of pairs, for a million elements and their neighbours, are within three sigmas."""
     count = 1 << 20
     drawn = pieces.split_noise(pieces.words(3, count, 11, 5, 7, torch.device("cpu")), number)
-    # Of uniform numbers in [0, 1), less their mean, of variance 1 / 12.
+    # For uniform numbers in [0, 1) minus their mean, with variance 1 / 12.
     centred = [share.double() / 2**15 + 2.0**-16 - 0.5 for share in drawn]
     for share in centred:
         assert abs(float(share.mean())) < 3 * (1 / 12 / count) ** 0.5
@@ -84,7 +84,7 @@ def test_noise_parts_are_uniform_with_the_documented_correlation(number: int) ->
     after = [share.roll(-1) for share in centred]
     for a, b in [*itertools.combinations(centred, 2), *itertools.product(centred, after)]:
         assert abs(float((a * b).mean())) * 12 < 2.0 ** -(16 // number) + 3 / count**0.5
-    # Whether both are rounded up: what two codes of an element lose is as good as independent.
+    # Rounding errors of two codes of one element are nearly independent.
     for a, b in itertools.combinations(drawn, 2):
         for at, to in itertools.product((100, 5_000, 16_384, 31_000), repeat=2):
             up, too = (a < at).double(), (b < to).double()
@@ -97,7 +97,7 @@ def test_noise_parts_are_uniform_with_the_documented_correlation(number: int) ->
     [("plain", "bfloat16"), *itertools.product(("exact", "lean", "three"), ("bfloat16", "tensorwise", "mxfp8"))],
 )
 def test_stochastic_rounding_of_a_step_is_unbiased(kind: str, dtype: str) -> None:
-    """Through a whole step: by moment and weight, over 200 draws of 4096 elements, within three sigmas."""
+    """Over 200 draws of a full step with 4096 elements, means of moments and weights are within three sigmas."""
     torch.manual_seed(0)
     preset = {"three": THREE, "plain": optim.Preset(name="plain", bfloat16="none")}.get(kind)
     layer: Any = qt.Linear(64, 64, bias=False, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
@@ -146,12 +146,12 @@ def test_stochastic_rounding_of_a_step_is_unbiased(kind: str, dtype: str) -> Non
         values = torch.stack(draws[name])
         errors, step = values - want.double(), values.amax(0) - values.amin(0)
         spread = errors.std(0)
-        # Those whose two values are both likely; a floor rounds up what is below the smallest code.
+        # Elements whose two codes are both likely; a floor rounds up values below the smallest code.
         both = (step > 0) & (spread > step / 4) & (values.amin(0).abs() > float(want.abs().amax()) * 1e-4)
         assert int(both.sum()) > 1000, name
         z = (errors.mean(0) / spread * 200**0.5)[both]
         assert abs(float(z.mean())) * len(z) ** 0.5 < 3, name
-        # A variable of Student's with 199 degrees of freedom, squared: of mean 199 / 197, and of variance 2 and a bit.
+        # The square of a Student t variable with 199 degrees of freedom: mean 199 / 197, variance slightly above 2.
         assert abs(float(z.square().mean()) - 199 / 197) < 3 * (2.1 / len(z)) ** 0.5, name
 
 
@@ -161,7 +161,7 @@ def copied(parts: pieces.ParameterTensors) -> pieces.ParameterTensors:
 
 
 def cuts(rows: int, world: int, rng: np.random.Generator) -> list[list[int]]:
-    """Where parts of rows begin and end: as torch cuts them, and anyhow, some of no rows."""
+    """Boundaries of row shards: torch's, and random ones, also with empty shards."""
     size = -(-rows // world)
     evenly = [min(i * size, rows) for i in range(world + 1)]
     return [evenly, [0, *sorted(rng.integers(0, rows + 1, world - 1).tolist()), rows]]
@@ -174,7 +174,7 @@ def cuts(rows: int, world: int, rng: np.random.Generator) -> list[list[int]]:
 def test_any_split_of_rows_steps_like_the_whole(
     dtype: torch.dtype, shape: tuple[int, ...], preset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Worlds of 1, 2, 3 and 5, uneven and with ranks of nothing: weights, codes and scales, bit by bit."""
+    """Weights, codes and scales are equal for 1, 2, 3 and 5 ranks, with uneven and empty shards."""
     monkeypatch.setattr("quaver.torch.optim.optimizer.SMALL", 0)
     places: dict[int, pieces.ShardPosition] = {}
     place = layout.place
@@ -218,13 +218,13 @@ def test_a_cut_along_any_dimensions_draws_the_words_of_the_whole() -> None:
 
 @pytest.mark.parametrize("exponent", [0, 127, 254, 255])
 def test_a_remainder_keeps_all_mantissas(exponent: int) -> None:
-    """All of 2**23 of subnormals, numbers of both signs, the largest, which round to infinity, and NaN."""
+    """All 2**23 mantissas of subnormals, of numbers of both signs, of the largest numbers, and of NaN."""
     bits = torch.arange(1 << 23, dtype=torch.int32) | (exponent << 23)
     bits = (bits | (-(1 << 31) if exponent % 2 else 0)).view(1, -1)
     weight, weight_format = bits.view(torch.float32), WeightFormat("remainder")
     held = master_weights.write(weight_format, weight, (torch.empty(0, dtype=torch.bfloat16),), None)
     back = master_weights.read(weight_format, held).view(torch.int32)
-    # NaN is kept as such, its payload is not.
+    # NaN stays NaN, but its payload is lost.
     assert torch.equal(back, torch.where(weight.isnan(), 0x7FC00000, bits))
     if exponent < 255:
         assert int(((bits >> 16) - held[0].view(torch.int16).int()).abs().max()) <= 1
@@ -232,7 +232,7 @@ def test_a_remainder_keeps_all_mantissas(exponent: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "bfloat16"])
 def test_residuals_of_all_codes_become_finer_without_a_loss(recipe: str) -> None:
-    """W8R8 to W8R16 to float32: every code with every residual that rounding gives it."""
+    """Convert W8R8 to W8R16 and to float32, for every code with every possible residual."""
     spec = None
     if recipe == "bfloat16":
         data = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(-1, 1)
@@ -247,7 +247,7 @@ def test_residuals_of_all_codes_become_finer_without_a_loss(recipe: str) -> None
         data = torch.where(data.view(torch.float8_e4m3fn).isnan(), 0, data).view(torch.float8_e4m3fn)
         residual = torch.arange(-128, 128)
         weight = (data, layer.weight.scale)
-    # Below nothing there is no magnitude.
+    # There is no magnitude below zero.
     residual = torch.where(data.float() == 0, residual.clamp(min=0), residual).to(torch.int8).contiguous()
     old = WeightFormat("residual8", spec, True)
     value = master_weights.read(old, (*weight, residual))
@@ -264,7 +264,7 @@ KINDS = ("float32", "bfloat16", "tensorwise", "mxfp8")
 @pytest.mark.parametrize("before", optim.PRESETS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_presets_become_each_other_as_float32_becomes_them(kind: str, before: str) -> None:
-    """From any to any: the same codes, moments and residuals as by way of float32; nothing but rounding is lost."""
+    """Converting between presets gives the same codes, moments and residuals as converting through float32."""
     torch.manual_seed(0)
     layer: Any = qt.Linear(160, 64, bias=False, dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
     if kind in KINDS[2:]:
@@ -287,7 +287,7 @@ def test_presets_become_each_other_as_float32_becomes_them(kind: str, before: st
     group, read = plain.param_groups[0], master_weights.read
     whole = read((config := plain.config(p, group)).weight_format, layout.tensors_of_weight(p, config, plain.state[p]))
     old = first.config(p, first.param_groups[0])
-    # A negative number half a step from a bfloat16 is an ulp of float32 more than its remainder can say.
+    # For a negative number half a step from a bfloat16, the remainder is one float32 ulp too small.
     ulp = 2.0**-23 if (kind, before) == ("bfloat16", "lean") else 0.0
     torch.testing.assert_close(
         whole, read(old.weight_format, layout.tensors_of_weight(p, old, first.state[p])), rtol=ulp, atol=0
@@ -301,7 +301,7 @@ def test_presets_become_each_other_as_float32_becomes_them(kind: str, before: st
         same = {name for name, a, b in zip(new.rule.names, old.moments, new.moments, strict=True) if a == b}
         for name, value in direct.state[p].items():
             if name.removesuffix("_scale").removesuffix("_codes") in same:
-                # They were taken up as they are; a block whose largest was rounded down has another scale now.
+                # Codes were loaded unchanged; a block whose maximum was rounded down now has another scale.
                 assert torch.equal(value, first.state[p][name])
             elif name == "amax":
                 torch.testing.assert_close(value, through.state[p][name], rtol=1e-6, atol=0)

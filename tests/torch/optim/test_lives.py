@@ -85,7 +85,7 @@ def test_the_newest_optimizer_receives_the_gradients_and_a_freed_one_none() -> N
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("preset", ["lean", "balanced"])
 def test_the_next_optimizer_finds_gradients_as_they_were(preset: str, in_backward: bool) -> None:
-    """torch's optimizer after ours is freed without the collector; ours while the other one exists."""
+    """torch's optimizer after ours has been freed without garbage collection; ours while the other one exists."""
     layer = nn.Linear(80, 80)
     gc.disable()
     try:
@@ -136,7 +136,7 @@ def test_float16_weights_move_as_float32_ones_do_and_are_these_rounded(rule: str
     again, q = getattr(optim, rule)([twin := nn.Parameter(p.detach().clone())], **options), twin
     again.load_state_dict(ours.state_dict())
     for each, optimizer in ((p, ours), (q, again)):
-        # What a mask sets to zero is stepped from there.
+        # Weights that a mask sets to zero are stepped from zero.
         each.data[::2] = 0
         each.grad = torch.zeros_like(each)
         optimizer.step()
@@ -238,7 +238,7 @@ def test_a_pickled_optimizer_goes_on_with_its_model_and_not_without_one(preset: 
 
 
 def test_a_parameters_layer_is_the_one_that_has_it_now() -> None:
-    """What an earlier search went through does not outlive a change: another parameter, a copy, plain weights."""
+    """Cached search results are dropped after a change: another parameter, a copy, or plain weights."""
     model = model_of()
     first, last = model[0], model[2]
     assert stored_weight.owner(first.weight) is first and stored_weight.owner(last.weight) is last
@@ -257,7 +257,7 @@ def test_a_parameters_layer_is_the_one_that_has_it_now() -> None:
 
 
 def test_layers_are_searched_once_for_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step asks of each parameter several times: a search of all layers for each would grow with their square."""
+    """A step looks up each parameter several times; searching all layers each time would be quadratic."""
     model = nn.ModuleList(qt.Linear(64, 64, bias=False) for _ in range(9))
     qt.quantize_weights(model, "tensorwise")
     searched, search = [], stored_weight._owners
@@ -269,7 +269,7 @@ def test_layers_are_searched_once_for_all_parameters(monkeypatch: pytest.MonkeyP
 
 
 def test_a_fake_step_leaves_nothing_to_real_ones() -> None:
-    """Values cached for a seed are real tensors; fake ones, before and after, have separate values."""
+    """Values cached for a seed are real tensors; fake tensors before and after have separate values."""
     seed, device = 0x5EED_0F_FA4E, torch.device("cpu")
     for real in (False, True):
         with FakeTensorMode():
@@ -283,7 +283,7 @@ def test_a_fake_step_leaves_nothing_to_real_ones() -> None:
 
 
 def test_a_thread_that_compiles_refuses_no_other_threads_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`is_compiling` is the process's; the refusal of a compiled gradient is the traced thread's."""
+    """`is_compiling` is per process; the error for a compiled gradient is per traced thread."""
     weight = model_of()[0].weight
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     assert torch.compiler.is_compiling()
@@ -300,7 +300,7 @@ def test_a_thread_that_compiles_refuses_no_other_threads_gradient(monkeypatch: p
     ids=case_name,
 )
 def test_a_step_continues_from_weights_written_since_the_last_one(config: str, preset: str, recipe: str) -> None:
-    """As after a rollback to another checkpoint: masters, and largest magnitudes of weights, were those of before."""
+    """As after a rollback to another checkpoint: master weights and amaxes must not be the old ones."""
     torch.manual_seed(0)
     model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))
     qt.quantize_weights(model, recipe)
@@ -321,13 +321,13 @@ def test_a_step_continues_from_weights_written_since_the_last_one(config: str, p
     before = [layer.weight.unwrap().dequantize() for layer in layers]
     train(model, optimizer, 2)
     for layer, was in zip(layers, before, strict=True):
-        # Half a step of a code is a sixteenth of it.
+        # Half a step of a code is 1/16 of its value.
         assert ((layer.weight.unwrap().dequantize() - was).abs() <= was.abs() / 8 + 1e-3).all()
 
 
 @pytest.mark.parametrize("preset", ["float32", "balanced"])
 def test_codes_that_are_swapped_out_and_back_lose_nothing(preset: str) -> None:
-    """As an average of weights is swapped in for an evaluation."""
+    """As when averaged weights are swapped in for an evaluation."""
     model, other = model_of(), model_of()
     runs = []
     for swaps in (False, True):

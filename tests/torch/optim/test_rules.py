@@ -14,7 +14,7 @@ from quaver.reference import optim as bounds
 from quaver.torch import optim
 from quaver.torch.optim import master_weights
 
-#: Ours, torch's, and options.
+#: Our optimizer, torch's, and options.
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "AdamW": (optim.AdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
     "AdamW, maximize": (optim.AdamW, torch.optim.AdamW, {"betas": (0.8, 0.95), "maximize": True}),
@@ -51,7 +51,7 @@ def test_in_float32_a_rule_equals_torch(name: str, dtype: torch.dtype) -> None:
         optimizer.step()
         reference.step()
     error, moved = (float((weight - r).detach().abs().max()) for weight in (weight_of(optimizer, p), start.float()))
-    # Ulps of weights of magnitude four; Muon's polynomial is in bfloat16, where an ulp of the momentum shows.
+    # In ulps of weights of magnitude four; Muon's polynomial runs in bfloat16, which amplifies an ulp of momentum.
     assert error <= (0.03 * moved if "Muon" in name else 1e-5)
 
 
@@ -62,7 +62,7 @@ def test_muon_steps_groups_of_adamw_as_adamw_does(preset: str) -> None:
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "preset": preset, "seed": 3}
     rest = {"params": ours[1:], "rule": "adamw", "betas": (0.8, 0.9), "eps": 1e-6}
     muon = optim.Muon([{"params": ours[:1]}, rest], **options)
-    # The same numbers of parameters, which noise goes by.
+    # The same parameter numbers, on which noise depends.
     alone = [optim.Muon(theirs[:1], **options), optim.AdamW(theirs, betas=(0.8, 0.9), eps=1e-6, **options)]
     for step in range(4):
         for p, r in zip(ours, theirs, strict=True):
@@ -101,7 +101,7 @@ def test_lion_matches_its_formula() -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 1e-20, 1e-8, 0.1, 0.5, 0.9, 0.999, 1 - 1e-7, 1 - 2.0**-53])
 def test_a_small_gradient_after_a_large_one_counts_at_any_beta(beta: float) -> None:
-    """m + (g - m)(1 - β) loses it where β is small: moments of 1e6 leave nothing of a gradient of 1e-3."""
+    """m + (g - m)(1 - β) would lose a gradient of 1e-3 next to moments of 1e6 if β is small."""
     of: dict[str, tuple[type[optim.Optimizer], dict[str, Any], dict[str, tuple[float, int]]]] = {
         "AdamW": (optim.AdamW, {"betas": (beta, beta)}, {"exp_avg": (beta, 1), "exp_avg_sq": (beta, 2)}),
         "Adam": (optim.Adam, {"betas": (beta, beta)}, {"exp_avg": (beta, 1), "exp_avg_sq": (beta, 2)}),
@@ -128,7 +128,7 @@ def test_a_small_gradient_after_a_large_one_counts_at_any_beta(beta: float) -> N
             torch.testing.assert_close(optimizer.state[p][key].double() / size, exact / size, rtol=0, atol=1e-6)
 
 
-#: Of the distance that float32 goes in 30 steps; 0.1 for the others.
+#: Largest deviation relative to the distance of float32 weights after 30 steps; 0.1 for the other presets.
 NEAR = {"float32": 1e-4, "exact": 0.01, "bnb8": 0.6, "torchao8": 0.6}
 
 
@@ -181,7 +181,7 @@ def test_every_preset_follows_float32(recipe: str, preset: str) -> None:
 def test_the_bound_of_adam_holds_and_is_reached() -> None:
     for betas in ((0.9, 0.95), (0.9, 0.999), (0.5, 0.9)):
         for step in (1, 2, 10, 300):
-            # The gradients that reach it are those for which Cauchy and Schwarz are equal.
+            # These gradients give equality in the Cauchy-Schwarz inequality.
             b1, b2 = betas
             g = [(b1 / b2) ** (step - i) for i in range(1, step + 1)]
             m = sum((1 - b1) * b1 ** (step - i) * g[i - 1] for i in range(1, step + 1)) / (1 - b1**step)

@@ -114,7 +114,7 @@ def test_states_with_blocks_of_short_rows_are_converted(shape: tuple[int, ...]) 
     saved = copy.deepcopy(optimizer.state_dict())
     state, values = saved["state"][0], {}
     for name, spec in (("exp_avg", optim.PRESETS["balanced"].first), ("exp_avg_sq", optim.PRESETS["balanced"].second)):
-        # As a release wrote them that gave each row along the last dimension scales of its own.
+        # As written by an earlier release, with separate scales for each row along the last dimension.
         values[name] = drawn(shape, 2).abs()
         nearest = replace(spec, stochastic=False)
         del state[f"{name}_codes"]

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_columns_that_step_by_themselves_match_whole_rows(
     preset: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of as many adjacent blocks as fit; neither 456 columns nor 200 rows are whole blocks."""
+    """Chunks have as many adjacent blocks as fit; 456 columns and 200 rows end within blocks."""
 
     def trained(size: int) -> tuple[Any, nn.Module]:
         monkeypatch.setattr(step, "CHUNK_ELEMENTS", size)
@@ -50,7 +50,7 @@ def test_columns_that_step_by_themselves_match_whole_rows(
 
 @pytest.mark.parametrize("spec", [BLOCKWISE, SQUARES, MXFP8, TENSORWISE, None])
 def test_compiled_and_other_chunks_cover_all_rows_once(spec: QuantSpec | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of blocks that are higher than such a piece, of which the last has fewer rows."""
+    """Also for blocks higher than a chunk, the last of which has fewer rows."""
     monkeypatch.setattr(step, "COMPILED_CHUNK_ELEMENTS", (1 << 14, 1 << 12))
     monkeypatch.setattr(step, "CHUNK_ELEMENTS", 1 << 10)
     config = step.StepConfig(AdamRule(), WeightFormat("residual8", spec), (), predicts_scale=spec == TENSORWISE)
@@ -65,7 +65,7 @@ def test_compiled_and_other_chunks_cover_all_rows_once(spec: QuantSpec | None, m
             assert small == [*range(rows)], (rows, columns)
 
 
-#: In a process of its own: in one where a compilation has failed before, as in test_compiled.py, `lean` has three more.
+#: Runs in a separate process: after a failed compilation, as in test_compiled.py, `lean` takes three more.
 PEAKS = """
 from tests.torch.optim.step_memory import above
 for preset, recipe in (("exact", "tensorwise"), ("lean", "tensorwise"), ("lean", "blockwise")):
@@ -74,7 +74,7 @@ for preset, recipe in (("exact", "tensorwise"), ("lean", "tensorwise"), ("lean",
 
 
 def test_a_step_needs_at_most_twelve_numbers_per_chunk_element() -> None:
-    """However large the matrix is; a piece is no more than some blocks side by side."""
+    """A chunk is at most a few adjacent blocks, however large the matrix is."""
     done = subprocess.run([sys.executable, "-c", PEAKS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]

@@ -19,8 +19,8 @@ from tests.torch.backends.gpu.launch_counts import _Kernels, _Operations
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu
 from tests.torch.backends.gpu.streams import GPU, stand_in
 
-#: What a step of torch's own operations may be, however many parameters there are: counts of steps put together, the
-#: rule's numbers of them, and these put together.
+#: Allowed torch operations in a step, for any number of parameters: stacking step counts, computing the rule's
+#: scalars from them, and stacking these.
 MOST_OPERATIONS = 42
 
 
@@ -78,7 +78,7 @@ def trained(rule: Any, preset: str, kernels: bool, recipe: Any = "tensorwise") -
     ],
 )
 def test_steps_by_the_kernel_match_plain_torch(rule: Any, preset: str) -> None:
-    """Clipped, in two groups; parameters that the kernel leaves are stepped beside the others."""
+    """With clipping and two groups; parameters without a kernel are stepped by torch operations."""
     ours, optimizer = trained(rule, preset, True)
     theirs, plain = trained(rule, preset, False)
     assert len(optimizer._kernels) == 1
@@ -185,7 +185,7 @@ def test_sgd_of_floats_steps_by_the_kernel_and_of_codes_without(nesterov: bool) 
 
 @pytest.mark.parametrize("outstanding", [1, 1 << 30])
 def test_steps_in_backward_use_the_kernel(outstanding: int) -> None:
-    """Each time that gradients are as many bytes their parameters step by the kernel, to the bits of plain steps."""
+    """Whenever pending gradients reach the threshold, the kernel steps them, with the bits of plain steps."""
     both = []
     for kernels in (True, False):
         model = model_of()
@@ -202,7 +202,7 @@ def test_steps_in_backward_use_the_kernel(outstanding: int) -> None:
 
 
 def test_a_step_on_another_stream_waits_for_the_table_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the memory of a table that is replaced waits for the streams that read it."""
+    """A replaced table's memory is reused only after the streams that read it are done."""
     streams = stand_in(monkeypatch)
     monkeypatch.setattr(stepping, "CrossStream", lambda tensors, _: CrossStream(tensors, GPU))
     model = model_of()
@@ -238,7 +238,7 @@ def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:
         optimizer.zero_grad()
         before = {name: value.clone() for name, value in all_of(model, optimizer).items()}
         backward(model, 1, float("inf"))
-        # What a gradient scaler says is read on the device: a number on a CPU is the host's.
+        # The scale of a gradient scaler is read on the device; a tensor on the CPU is read by the host.
         keep = torch.tensor(False)
         taken: list[gpu.Launch] = []
         for group in optimizer.param_groups:
@@ -254,7 +254,7 @@ def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:
 @pytest.mark.parametrize(
     ("layers", "recipe", "kernels"),
     [
-        # Codes of rows that are whole blocks, of rows that end within one, and vectors.
+        # Codes whose rows are whole blocks, codes whose rows end within a block, and vectors.
         (1, recipes.tensorwise(), {"step": 3}),
         (3, recipes.tensorwise(), {"step": 3}),
         # All end within a block of 128 rows or columns.
@@ -266,7 +266,7 @@ def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:
 def test_a_step_takes_one_launch_per_config_for_any_parameters(
     layers: int, recipe: Any, kernels: dict[str, int]
 ) -> None:
-    """By a stub of the driver; a capture launches what its rehearsal does, loads nothing and reads nothing back."""
+    """With a stub of the driver: a capture launches the same kernels as its warm-up, without loads or reads."""
     model = model_of(layers, recipe)
     optimizer = optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), preset="lean")
     launched: list[list[str]] = []
@@ -280,7 +280,7 @@ def test_a_step_takes_one_launch_per_config_for_any_parameters(
                 optimizer.step()
             driver.launched, driver.capturing = [], False
             optimizer.zero_grad()
-    # The first step makes the states.
+    # The first step creates the states.
     for of_step in launched[1:]:
         assert {name: of_step.count(name) for name in ("step", "step_of_blocks") if name in of_step} == kernels, of_step
         assert not {"torch._local_scalar_dense", "torch.item", "torch.nonzero"} & set(of_step)

@@ -29,5 +29,5 @@ def test_a_step_needs_memory_of_one_chunk_for_any_matrix_size(preset: str) -> No
 @pytest.mark.slow
 def test_steps_in_backward_keep_gradients_from_waiting_together() -> None:
     last, first = (above_in_backward("balanced", threshold, 256, 8) for threshold in (None, 1))
-    # Of eight gradients in bfloat16 seven wait no more.
+    # Seven of eight bfloat16 gradients are freed early.
     assert last - first >= 5 * 256 * 256 * 2

@@ -151,7 +151,7 @@ def test_a_gradient_scaler_unscales_gradients_and_skips_overflows(preset: str) -
     loss_of(twin, 1).backward()
     reference.step()
     assert all(torch.equal(p.grad, r.grad) for p, r in zip(model.parameters(), twin.parameters(), strict=True))
-    # A scale that is a power of two changes no bit.
+    # A power-of-two scale changes no bit.
     assert same(state_of(model, optimizer), state_of(twin, reference))
     optimizer.zero_grad()
     (scaler.scale(loss_of(model, 2)) * float("inf")).backward()
@@ -211,7 +211,7 @@ def test_a_step_in_backward_is_clipped_by_the_norm_of_the_step_before() -> None:
 
 
 def test_a_step_in_backward_clips_parameters_frozen_at_its_creation() -> None:
-    """And parameters with assigned gradients: backward sees none of them."""
+    """And parameters with assigned gradients, which backward does not see."""
     p, q, r = (nn.Parameter(torch.zeros(8)) for _ in range(3))
     q.requires_grad_(False)
     optimizer = optim.SGD([p, q, r], lr=1.0, preset="float32")

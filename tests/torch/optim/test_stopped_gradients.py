@@ -13,14 +13,14 @@ RULES = {
     "sgd": lambda p, beta2, preset: optim.SGD([p], lr=1e-3, momentum=0.9, preset=preset),
     "sgd, nesterov": lambda p, beta2, preset: optim.SGD([p], lr=1e-3, momentum=0.95, nesterov=True, preset=preset),
 }
-#: Moments that decay while updates do not: their update is normalized.
+#: Optimizers with normalized updates, which do not decay while their moments do.
 NORMALIZED = {
     "lion": lambda p, preset: optim.Lion([p], lr=1e-3, betas=(0.9, 0.99), preset=preset),
     "muon": lambda p, preset: optim.Muon([p], lr=1e-3, momentum=0.95, preset=preset),
 }
 BEFORE = 20
 SHAPE = 64, 128
-#: Whole blocks whose gradients stop; of the other rows every second element.
+#: Rows of whole blocks whose gradients stop; in the other rows, every second element's gradient stops.
 ROWS = 16
 
 
@@ -39,12 +39,12 @@ def step(optimizer: optim.Optimizer, p: torch.nn.Parameter, g: torch.Tensor) -> 
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
-    """Of whole blocks, and of elements of live ones."""
+    """Stop gradients of whole blocks, and of single elements of other blocks."""
     return torch.stack([x[:ROWS].square().mean().sqrt(), x[ROWS:, ::2].square().mean().sqrt()])
 
 
 def moved(rule: str, beta2: float, preset: str, steps: int) -> torch.Tensor:
-    """How far weights went after their gradients stopped."""
+    """Distance that weights moved after their gradients stopped."""
     generator = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.zeros(SHAPE))
     optimizer = RULES[rule](p, beta2, preset)

@@ -86,7 +86,7 @@ def on_ranks(name: str, mesh: DeviceMesh, steps: int) -> tuple[list[float], Any]
 def in_one_process(name: str, steps: int) -> tuple[list[list[list[float]]], list[Tensor]]:
     """Losses of each step by batch and by shard of tokens, and the final weights."""
     recipe = None if name == "none" else recipes.get(name)
-    # Each batch has the noise of its own ranks; the weights are one.
+    # Each batch has the noise of its ranks; weights are shared.
     wholes: list[Any] = [split(net(recipe), recipe, True) for _ in range(RANKS)]
     for each, one in zip(wholes[1].modules(), wholes[0].modules(), strict=True):
         for key in [*each._parameters]:
