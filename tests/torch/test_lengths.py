@@ -10,7 +10,7 @@ from quaver.recipes import RECIPES
 from tests import forked
 
 ROOT = Path(__file__).parents[2]
-#: Megabytes. A compiled product of each of 500 lengths takes hundreds; a layer and what it holds takes a dozen.
+#: Megabytes. Compiling a GEMM for each of 500 lengths would take hundreds; a layer with its buffers takes a dozen.
 LARGEST = 40
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")

@@ -39,7 +39,7 @@ def step(net: nn.Module, name: str) -> dict[str, Tensor]:
         with qt.autocast(name):
             net(torch.randn(8, 32)).square().sum().backward()
     grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
-    # Another model's autocast will roll these.
+    # Another model's autocast will roll these layers.
     return grads | {n: b.clone() for n, b in net.named_buffers() if not n.endswith("count")}
 
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_plain_weights_by_assignment(name: str, own: bool) -> No
     here, later = model(name if own else None), model(name if own else None, "meta")
     given = copy.deepcopy(qt.plain_state_dict(here))
     with warnings.catch_warnings():
-        # That histories start fresh is said.
+        # A warning reports that histories start fresh.
         warnings.simplefilter("ignore")
         later.load_state_dict(given, assign=True, strict=False)
     assert not any(t.is_meta for t in (*later.parameters(), *later.buffers()))
@@ -116,7 +116,7 @@ def test_shapes_can_be_propagated(name: str) -> None:
 @ALL
 def test_shapes_can_be_propagated_backward(name: str) -> None:
     for net in (model(None, "meta"), qt.MLP(32, 16, "swiglu", normalization="RMSNorm", device="meta")):
-        # The first step gives what keeps state its buffers, which the second finds.
+        # For recipes with state, the first step creates buffers and the second uses them.
         for _ in range(2 if name in ("delayed", "nvfp4") else 1):
             x = torch.empty(3, 32, device="meta", requires_grad=True)
             with qt.autocast(name):

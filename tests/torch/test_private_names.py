@@ -30,8 +30,7 @@ C = (
 
 @pytest.fixture(params=["as it is", "without"])
 def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[..., Any], bool]:
-    """(module, name) to what the module calls so, as it is or as it is where torch has none of its names; and whether
-    torch has them."""
+    """Look up a module's value with torch's private names or without them; and return whether torch has them."""
     present = request.param == "as it is"
     if not present:
         for name in C:
@@ -40,7 +39,7 @@ def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
 
 
 def assigned_anew(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> Any:
-    """What a module's own assignment gives now; what was taken from torch is put back."""
+    """Re-run a module's assignment of this name, and restore names removed from torch."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
     (value,) = [

@@ -24,7 +24,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.quantized_tensor import QuantizedTensor
 from tests.close import assert_bitwise
 
-#: A weight spec of each kind that the recipes have, by recipe; mxfp6 has a code per byte.
+#: One weight spec of each kind in the recipes, by recipe; mxfp6 stores one code per byte.
 SPECS: dict[str, QuantSpec] = {}
 for _name, _build in RECIPES.items():
     _spec = _build().fprop.b
@@ -51,7 +51,7 @@ def parameter(spec: QuantSpec = MX, seed: int = 0, dtype: torch.dtype = torch.fl
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Same spec, dtype, codes, scales and values."""
+    """Check that spec, dtype, codes, scales and values are equal."""
     assert isinstance(a, QuantizedTensor) and a.spec == b.spec and a.dtype is b.dtype and a.shape == b.shape
     for one, other in zip(a.tensors(), b.tensors(), strict=True):
         assert_bitwise(one.detach().view(torch.uint8), other.detach().view(torch.uint8))
@@ -66,7 +66,7 @@ class Holder(nn.Module):
         self.weight = weight
 
 
-# ---- what it holds ----
+# ---- contents ----
 
 
 @FORMATS
@@ -466,7 +466,7 @@ def test_a_move_between_forward_and_backward_changes_no_gradient() -> None:
     assert_bitwise(torch.autograd.grad(y.sum(), [x])[0], expected)
 
 
-# ---- copies of a weight, each of which once lost the scale ----
+# ---- copies of a weight; earlier versions lost the scale in these ----
 
 
 def _copied(one: Any, other: Any) -> Any:
@@ -624,7 +624,7 @@ def test_a_deep_copy_keeps_identity_and_the_dtype_of_the_gradient() -> None:
     w.grad_dtype = torch.float32
     w.grad = values(1)
     one, again = copy.deepcopy([w, w])
-    # As of any parameter.
+    # As for any parameter.
     assert one is again and one.grad is None and one.grad_dtype is torch.float32
     leaf = tensor().requires_grad_()
     leaf.grad = values(1)
@@ -657,7 +657,7 @@ def test_optimizers_of_torch_raise_and_write_nothing(kind: Any, fused: bool) -> 
     w = parameter()
     w.grad = torch.ones(N, K)
     optimizer = kind([w], lr=0.1, fused=fused)
-    # The latter once a layer stores a weight.
+    # The latter only once a layer stores a weight.
     with pytest.raises((NotImplementedError, ValueError), match=r"quaver\.torch\.optim|layer\.set_weight"):
         optimizer.step()
     assert_same(w, tensor())

@@ -14,7 +14,7 @@ from tests.torch.under_settings import BOUNDED, SETTINGS, SHAPES
 
 ROOT = Path(__file__).parents[2]
 RECIPES = list(variants())
-#: One case a setting, of each kind of path: what C writes, a step decided beforehand, noise, and a whole layer.
+#: One case per setting for each kind of path: C kernels, fast plans, noise, and a full layer.
 QUICK = [("mxfp8", "blocks compiled by libtorch"), ("tensorwise", "decided"), ("nvfp4", "ragged"), ("delayed", "block")]
 
 
@@ -40,7 +40,7 @@ def test_no_setting_changes_a_result_of_any_recipe_on_any_path(shape: str, tmp_p
 
 
 def run(cases: list[tuple[str, str]], folder: Path) -> None:
-    """Fill a folder with a file a setting; see `tests.torch.under_settings`."""
+    """Fill a folder with one file per setting; see `tests.torch.under_settings`."""
     arguments = json.dumps([list(SETTINGS), cases, str(folder)])
     command = [sys.executable, "-m", "tests.torch.under_settings", arguments]
     done = forked.bare("torch").run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -49,7 +49,7 @@ def run(cases: list[tuple[str, str]], folder: Path) -> None:
 
 
 def same(setting: str, folder: Path) -> None:
-    """Under a setting as under none: bit for bit, or within the GEMM's bound where sums have another order."""
+    """A setting changes no bit, or only within the GEMM's bound if it changes the order of sums."""
     file = folder / f"{setting}.pt"
     assert file.exists(), f"{setting}: " + (folder / "words").read_text(encoding="utf-8")
     tensors, expected = torch.load(file), torch.load(folder / "none.pt")
@@ -68,9 +68,9 @@ def bound(setting: str, what: str, itemsize: int) -> float:
     recipe = next(name for name in RECIPES if what.startswith(f"{name}, "))
     gemms = variants()[recipe].gemms.values()
     if setting == "rounded products" and what.startswith(f"{recipe}, block, "):
-        # Attention multiplies in high precision, which the user asked to round: codes after it move by a step.
+        # The setting rounds attention's high-precision products, which changes later codes by a step.
         return 0.3
     if setting == "rounded products" and any(gemm.a is None for gemm in gemms):
         return 4e-3
-    # Two GEMMs one after the other, and a code that a sum in another order moves by a step.
+    # Two consecutive GEMMs, and a code that another order of sums changes by a step.
     return 1e-6 if itemsize == 4 else 4e-3

@@ -93,7 +93,7 @@ def test_averaged_models(name: str, use_buffers: bool, kind: str) -> None:
         plain = nn.functional.linear(x, averaged.module[0].weight, averaged.module[0].bias).relu()
         plain = nn.functional.linear(plain, averaged.module[2].weight, averaged.module[2].bias)
     assert_close("output", y, plain, 0.4 if name in ("nvfp4", "mxfp4") else 0.2)
-    # And the other trains on as if it had not been averaged.
+    # The original model trains on as if it had not been averaged.
     net(torch.randn(8, 32)).square().mean().backward()
 
 
@@ -126,7 +126,7 @@ def test_a_copy_neither_disturbs_nor_is_disturbed() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "rowwise"])
 def test_micro_batches_add_up_to_the_batch(name: str) -> None:
-    """Where tokens do not share scales in fprop and dgrad; wgrad's blocks of tokens are whole in both."""
+    """For recipes whose tokens share no scales in fprop and dgrad; wgrad's token blocks are complete in both runs."""
     net = qt.Linear(64, 48)
     x = torch.randn(128, 64)
     outcomes = []
@@ -178,7 +178,7 @@ def test_a_small_model_learns(name: str, dtype: torch.dtype) -> None:
 
 @QUANTIZED
 def test_two_threads_train_two_models(name: str) -> None:
-    """The ambient recipe belongs to a thread; each model trains as it does alone."""
+    """Each thread has its own autocast recipe; each model trains as it does alone."""
     nets = [model() for _ in range(2)]
     alone = [copy.deepcopy(net) for net in nets]
     for net in (*nets, *alone):

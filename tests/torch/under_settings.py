@@ -42,8 +42,8 @@ def _deterministic(on: bool, **options: bool) -> Callable[[], None]:
     return lambda: torch.use_deterministic_algorithms(on, **options)
 
 
-#: What a process may have set. Threads change the order of float32 sums; rounded products change what is multiplied in
-#: high precision on a CPU that multiplies bf16 (AMX), as their user asks; all others change no bit.
+#: Settings of a process. Threads change the order of float32 sums; reduced-precision matmuls change high-precision
+#: products on CPUs with bf16 instructions (AMX), as intended; all other settings change no bit.
 SETTINGS: dict[str, Callable[[], Any]] = {
     "none": _nothing,
     "default dtype float64": lambda: torch.set_default_dtype(torch.float64),
@@ -63,7 +63,7 @@ BOUNDED = {"two threads", "rounded products"}
 
 
 def step(recipe: Any, shape: tuple[int, int, int, torch.dtype, bool], inference: bool) -> dict[str, Tensor]:
-    """Two steps of a layer: outputs and gradients."""
+    """Outputs and gradients of two steps of a layer."""
     import quaver.torch as qt
 
     tokens, k, n, dtype, bias = shape
@@ -118,12 +118,12 @@ def run(setting: str, cases: list[tuple[str, str]], file: Path) -> None:
 
 
 def main(settings: list[str], cases: list[tuple[str, str]], folder: str) -> None:
-    """Each setting in a fork of a process that has imported torch alone; a word of each that failed."""
-    # torch's own, which a first backward and deterministic mode import: half of the time of a fork, and most of it.
+    """Run each setting in a fork of a process that has imported only torch; return the settings that failed."""
+    # Modules that torch imports in a first backward and in deterministic mode, half or more of a fork's time.
     import torch._inductor.config
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
-    # numpy's, which quaver imports, and no walk over a million objects of torch in every fork.
+    # Import numpy here, which quaver needs, and exclude torch's million objects from collections in the forks.
     importlib.import_module("numpy.random")
     gc.collect()
     gc.freeze()

@@ -21,7 +21,7 @@ def layer() -> qt.Linear:
 
 @pytest.fixture(autouse=True)
 def _no_layer_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests run and compile layers in this thread, and autocast warns of less after that."""
+    """Reset the thread's record of layers run and compiled by other tests, which suppresses warnings."""
     for name in ("compiled", "ever_ran_layer", "layer_ran"):
         monkeypatch.setattr(active_context, name, False)
 
@@ -125,7 +125,7 @@ def test_wrong_arguments_give_clear_errors() -> None:
         qt.autocast("mxpf8")
 
 
-# An autocast in which nothing ran.
+# Autocasts in which no layer ran.
 
 PLAIN = nn.Linear(32, 16)
 
@@ -207,7 +207,7 @@ def test_a_body_that_runs_nothing_or_fails_does_not_warn() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_empty_body_without_gradients_does_not_warn_where_a_layer_has_run(mode: type, layer: qt.Linear) -> None:
-    """A validation over no batch, after training or after another validation."""
+    """Validation over an empty data set, after training or after another validation."""
     for forward in (torch.enable_grad, mode):
         active_context.ever_ran_layer = active_context.layer_ran = False
         with forward():

@@ -37,7 +37,7 @@ def model() -> nn.Sequential:
 
 
 def train(net: nn.Module, forward: Forward, steps: int = 3) -> dict[str, Tensor]:
-    """Outputs, gradients and buffers of each step."""
+    """Train some steps; return outputs, gradients and buffers."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     tensors = {}
@@ -171,7 +171,7 @@ def test_micro_batches_accumulate_the_same_with_checkpointing(name: str, use_ree
 
 @pytest.mark.parametrize("chosen", [True, False], ids=["fast plan", "general plan"])
 def test_codes_that_are_made_again_come_with_their_scale(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards without gradients roll the histories between a forward and its backward: ones are 1 by any factor."""
+    """Forwards without gradients roll histories between a forward and its backward; codes of ones are exact."""
     if not chosen:
         monkeypatch.setattr(linear_module, "make_plan", lambda *_: None)
     tokens, recipe = 16, recipes.delayed()
@@ -196,7 +196,7 @@ def test_codes_that_are_made_again_come_with_their_scale(chosen: bool, monkeypat
 
 
 def test_a_recomputed_input_is_recorded_once_under_separate_specs_per_gemm() -> None:
-    """A history that was cleared between forward and backward stays so."""
+    """A history cleared between forward and backward stays cleared."""
     delayed = recipes.delayed()
     assert delayed.fprop.a is not None
     other = dataclasses.replace(delayed.fprop.a, rounding="stochastic")

@@ -68,7 +68,7 @@ def test_values_too_small_for_their_scale_are_counted_as_flushed() -> None:
     model = model_with("tensorwise")
     x = torch.zeros(8, 32)
     x[0, 0] = 448.0
-    # Half the smallest E4M3 subnormal ties to zero; above it, there is something left.
+    # Half the smallest E4M3 subnormal rounds to zero (ties to even); larger values do not.
     x[1, :4] = torch.tensor([2.0**-10, -(2.0**-11), 2.0**-9, 2.0**-10 * 1.25])
     with qt.count(model) as counted:
         model(x)

@@ -40,7 +40,7 @@ def built(build: Callable[..., nn.Module], **options: Any) -> nn.Module:
 
 
 def trained(model: nn.Module, steps: range = range(3), cast: bool = True, run: Any = None) -> list[Tensor]:
-    """Loss and gradients of each step."""
+    """Train some steps; return losses and gradients."""
     results = []
     parameters = list(model.parameters())
     for step in steps:
@@ -79,7 +79,7 @@ def test_layers_of_one_model_do_not_share_noise_under_autocast() -> None:
 
 
 class Interrupted(nn.Module):
-    """Raises once, after the first of its layers has run."""
+    """A module that raises once, after its first layer has run."""
 
     raised = False
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_continues_its_noise_in_layers_with_other_numbers(build: An
     saved, expected = copy.deepcopy(model.state_dict()), trained(model, range(2, 4))
     unused, numbered = built(build), built(build)
     with qt.autocast("nvfp4"):
-        # The other layer's first use comes first, so that numbers differ from the checkpoint's.
+        # Use the other layer first, so that layer numbers differ from the checkpoint's.
         qt.Linear(D, D)(torch.randn(4, D, requires_grad=True))
         numbered(torch.randn(4, D, requires_grad=True))
     for other in (unused, numbered):

@@ -24,7 +24,7 @@ from tests.close import assert_bitwise
 from tests.pairs import case_name, pairs
 
 aten = torch.ops.aten
-#: What frameworks save: products, attention and the largest of what is quantized.
+#: Operations whose outputs frameworks save: GEMMs, attention and amax reductions.
 PRODUCTS = {torch.ops.quaver.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.max.default}
 POLICIES: dict[str, Callable[[Any], bool]] = {
     "products": PRODUCTS.__contains__,
@@ -68,7 +68,7 @@ def transposed(recipe: Any) -> nn.Module:
 
 
 def steps(net: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> dict[str, Tensor]:
-    """Outputs and gradients of three steps: in the first weights are quantized and plans are made."""
+    """Outputs and gradients of three steps; the first quantizes weights and creates plans."""
     results = {}
     for step in range(3):
         torch.manual_seed(step)
@@ -134,7 +134,7 @@ def test_a_product_that_is_saved_is_computed_once(saves: str, again: int, monkey
 
 
 class Logged(TorchDispatchMode):
-    """The names of all operations, as a user's own mode sees them."""
+    """Record the names of all operations, as a user's own dispatch mode would."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Logged(TorchDispatchMode):
 
 
 def flops(net: nn.Module, saves: str) -> int:
-    """Of a forward under a selective checkpoint and its backward, as torch's mode counts them."""
+    """FLOPs of a forward under a selective checkpoint and its backward, counted by torch."""
     with FlopCounterMode(display=False) as counted:
         x = torch.randn(32, 64, requires_grad=True)
         checkpoint(net, x, use_reentrant=False, context_fn=contexts(POLICIES[saves])).sum().backward()
@@ -233,7 +233,7 @@ def test_a_recomputation_saves_the_same_tensors_as_its_forward(recipe: str, mode
 
 
 def test_a_reentrant_recomputation_is_counted() -> None:
-    """Whatever the last forward with gradients did: the first pass of such a checkpoint has none."""
+    """Independent of the last forward with gradients: the first pass of such a checkpoint runs without."""
     net, x = linears("mxfp8"), torch.randn(32, 64, requires_grad=True)
     net(x).sum().backward()
     with qt.count(net) as counters:

@@ -27,7 +27,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 class Run:
-    """A model, its optimizer and its data; `name` is the recipe of an autocast around it, or it is converted."""
+    """A model with optimizer and data; `name` is the recipe of its autocast, or None for a converted model."""
 
     def __init__(self, name: str | None, net: nn.Module | None = None) -> None:
         self.net = model() if net is None else net
@@ -79,14 +79,14 @@ def through_a_file(value: object) -> object:
 def test_training_resumes_bit_for_bit(name: str, kind: type[Run], assign: bool) -> None:
     first, second = kind(name), kind(name)
     first.steps(0, 3)
-    # What the second did before, views of its buffers included, must not matter.
+    # Earlier steps of the second model, and views of its buffers, must not matter.
     second.steps(7, 8)
     saved = through_a_file({"net": first.net.state_dict(), "optimizer": first.optimizer.state_dict()})
     second.net.load_state_dict(saved["net"], assign=assign)  # type: ignore[index]
     second.optimizer = torch.optim.AdamW(second.net.parameters(), lr=1e-2)
     second.optimizer.load_state_dict(saved["optimizer"])  # type: ignore[index]
     assert_same_state(first.net, second.net)
-    # One after the other: an autocast rolls what this thread has run, of both.
+    # Run them one after the other, since an autocast rolls all layers that this thread has run.
     for a, b in zip(first.steps(3, 7), second.steps(3, 7), strict=True):
         assert_bitwise(b, a)
     roll.roll_all()
@@ -142,7 +142,7 @@ def test_a_checkpoint_loads_across_recipes(writer: str, reader: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         second.net.load_state_dict(first.net.state_dict())
-    # One for the load, not one a layer; none where the writer keeps no state, as the unconverted model.
+    # One warning per load, not per layer; none if the saved model has no state, as without conversion.
     stateful = any(name.endswith((".history", ".count")) for name in first.net.state_dict())
     assert len(caught) == (bool(missing) and stateful)
     for warning in caught:
@@ -303,7 +303,7 @@ def test_a_move_that_fails_leaves_the_state(name: str, stored: bool) -> None:
     run = Run(name)
     run.steps(0, 2)
     if stored:
-        # What was recorded under an autocast goes with the recipe of the layer's own.
+        # The layer's own recipe drops amaxes recorded under an autocast.
         warning = pytest.warns(UserWarning, match="start fresh") if name == "delayed" else contextlib.nullcontext()
         with warning:
             qt.quantize_weights(run.net, name)
@@ -348,7 +348,7 @@ def test_copies_and_loads_in_inference_mode_do_not_break_later_steps(
     Run(name, fresh).steps(0, 1)
     with torch.inference_mode():
         other = make(run.net, fresh)
-    # The weights of such a copy cannot train, and its histories roll with the next step of any model.
+    # Weights of such a copy cannot be trained, and its histories roll with the next step of any model.
     taught = Run(name, run.net if make is _copied else other)
     for one, two in zip(taught.steps(2, 5), Run(name, expected).steps(2, 5), strict=True):
         assert_bitwise(one, two)
@@ -356,7 +356,7 @@ def test_copies_and_loads_in_inference_mode_do_not_break_later_steps(
 
 @ALL
 def test_a_cached_weight_does_not_outlive_a_cast(name: str) -> None:
-    """Casting there and back may bring other values to the same address, in the same parameter, of the same version."""
+    """Casting back and forth may leave other values at the same address, in the same parameter and version."""
     for _ in range(8):
         layer = qt.Linear(64, 64, bias=False, recipe=name)
         x = torch.randn(4, 64)

@@ -14,7 +14,7 @@ KINDS = pytest.mark.parametrize("kind", MODELS)
 
 @KINDS
 def test_whatever_a_loop_does_each_result_matches_a_fresh_copy(kind: str) -> None:
-    # Every other recipe, and with the next kind the others.
+    # Alternate over recipes: the next kind of model gets the others.
     for recipe in QUANTIZING[list(MODELS).index(kind) % 2 :: 2]:
         walk(kind, recipe, 0, 7)
 

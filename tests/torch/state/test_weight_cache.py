@@ -39,7 +39,7 @@ def weight_of(layer: qt.Linear) -> nn.Parameter:
     return layer._parameters["weight"]  # type: ignore[return-value]
 
 
-# What leaves no trace.
+# Writes that cannot be detected.
 
 
 def through_data(layer: qt.Linear) -> None:
@@ -70,7 +70,7 @@ def storage_copy(layer: qt.Linear) -> None:
 
 
 def storage_resized(layer: qt.Linear) -> None:
-    # As those do who free a weight and fill it again; at an address that malloc may give again.
+    # As libraries do that free and refill a weight; malloc may return the same address.
     value, storage = layer.weight.detach() * -1.5, layer.weight.untyped_storage()
     size = storage.nbytes()
     storage.resize_(0)
@@ -88,11 +88,11 @@ def dlpack(layer: qt.Linear) -> None:
 
 
 def flat_buffer(layer: qt.Linear) -> None:
-    """A buffer that the weight was made a part of long ago: see `in_a_buffer`."""
+    """Write to a flat buffer of which the weight is a view; see `viewed_in_a_flat_buffer`."""
     layer.flat.mul_(-1.5)  # type: ignore[operator, union-attr]
 
 
-# What leaves one.
+# Writes that can be detected.
 
 
 def in_place(layer: qt.Linear) -> None:
@@ -109,7 +109,7 @@ def new_parameter(layer: qt.Linear) -> None:
 
 
 def parameter_exchanged(layer: qt.Linear) -> None:
-    # As libraries that offload do, past __setattr__.
+    # As offloading libraries do, without __setattr__.
     layer._parameters["weight"] = nn.Parameter(layer.weight.detach() * -1.5)
 
 
@@ -163,7 +163,7 @@ def evaluated(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def trained(layer: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-    """Output, and the gradient of the input: both GEMMs that read the weight."""
+    """The output and the input's gradient, from both GEMMs that read the weight."""
     x = x.clone().requires_grad_()
     y = layer(x)
     y.square().sum().backward()
@@ -218,12 +218,12 @@ SITUATIONS = [two_evaluations, training_then_evaluation, two_steps, two_steps_wi
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("recipe", QUANTIZING)
 def test_every_writer_is_seen(recipe: str, situation: Callable[..., None]) -> None:
-    """Each writer in each situation under three recipes, and under each recipe somewhere; all under delayed scaling."""
+    """All writers in all situations with three recipes and with delayed scaling; other recipes in some of them."""
     turn = QUANTIZING.index(recipe) + SITUATIONS.index(situation)
     for write in WRITERS if recipe == "delayed" else WRITERS[-turn % 3 :: 3]:
         layer = linear(recipe)
         if recipe == "delayed":
-            # Factors that are set, as after some steps.
+            # Set factors, as after some steps.
             for _ in range(2):
                 with qt.autocast(recipe):
                     trained(layer, torch.randn(T, K))
@@ -308,7 +308,7 @@ def test_recomputation_uses_weights_cached_over_micro_batches(recipe: str, reent
 
 
 def test_a_direct_write_with_stale_gradients_is_seen_after_refresh() -> None:
-    """What docs/limits.md says is not seen: gradients left, and zeroed in place."""
+    """Undetected writes of docs/limits.md: gradients are left in place, or zeroed in place."""
     for zero in (lambda layer: None, lambda layer: layer.zero_grad(set_to_none=False)):
         layer, x = linear("mxfp8"), torch.randn(T, K)
         trained(layer, x)
@@ -322,7 +322,7 @@ def test_a_direct_write_with_stale_gradients_is_seen_after_refresh() -> None:
         assert_same(trained(fresh(layer), x), trained(layer, x), "after refresh")
 
 
-# Loops that step by hand.
+# Manual optimizer steps.
 
 
 def assigned_in_place(layer: qt.Linear) -> None:
@@ -361,7 +361,7 @@ def test_a_manual_step_trains_the_same_as_without_a_cache(recipe: str, step: Wri
 
 
 def step_in_hooks(net: nn.Module, by_optimizer: bool) -> None:
-    """Step each parameter inside backward, as soon as its gradient is there."""
+    """Step each parameter inside backward, as soon as it has a gradient."""
     for p in net.parameters():
         optimizer = torch.optim.SGD([p], 0.1) if by_optimizer else None
 
@@ -390,7 +390,7 @@ def test_steps_inside_backward_train_as_those_that_keep_nothing(recipe: str, by_
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_a_reentrant_recomputation_sees_a_manual_step(recipe: str) -> None:
-    """No forward in gradient mode looks at the weight between the step and the backward that recomputes."""
+    """No forward in gradient mode checks the weight between the step and the backward that recomputes."""
     layer, x = linear(recipe), torch.randn(T, K)
     trained(layer, x)
     through_data(layer)
@@ -434,7 +434,7 @@ def test_a_forward_that_quantizes_nothing_still_invalidates_the_dgrad_cache(reci
     assert_same(trained(layer, x), trained(fresh(layer), x), recipe)
 
 
-# Weights that more than one holds.
+# Shared weights.
 
 
 @pytest.mark.parametrize("trained_one", [0, 1])
@@ -449,7 +449,7 @@ def test_a_layer_sees_writes_to_a_weight_it_shares(recipe: str, trained_one: int
         outputs[trained_one].sum().backward()
         through_data(layers[0])
         layers[0].weight.grad = None
-        # Both look, and gradients come back, in either order.
+        # Both check the weight, and both have a backward, in either order.
         for layer in layers if trained_one else reversed(layers):
             assert_same(trained(fresh(layer), x), trained(layer, x), "tied")
         without_gradients(layers[0])
@@ -525,7 +525,7 @@ def test_a_step_of_another_thread_while_a_weight_is_quantized_is_seen(
         assert_same(trained(layer, x), trained(fresh(layer), x), recipe)
 
 
-# Weights that are codes.
+# Weights stored as codes.
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
@@ -552,7 +552,7 @@ def test_a_direct_write_to_codes_or_scales_is_seen(recipe: str) -> None:
 
 
 def test_a_direct_write_to_a_scale_is_seen() -> None:
-    """DistributedDataParallel's broadcast of buffers, a collective: the layer has the scale on the host."""
+    """DistributedDataParallel broadcasts buffers by a collective, while the layer caches the scale on the host."""
     with qt.quantized_init("tensorwise"):
         layer = qt.Linear(K, N, bias=False, recipe="tensorwise")
     layer.requires_grad_(False)
@@ -620,7 +620,7 @@ def codes_alive(side: int) -> int:
 
 @pytest.fixture
 def few_objects() -> None:
-    """Objects of other tests are left out where all are walked through."""
+    """Exclude objects of other tests from searches of all objects."""
     gc.collect()
     gc.freeze()
 

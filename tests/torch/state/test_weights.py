@@ -44,7 +44,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]
     impls = [Implementation(i.name, counted(i.run), i.reason) for i in ops.QUANTIZE.implementations]
     monkeypatch.setattr(ops.QUANTIZE, "implementations", impls)
     monkeypatch.setattr(ops.QUANTIZE, "enabled", impls)
-    # The plan of small layers calls no operation.
+    # Plans of small layers do not call the operation.
     known = vars(quantize)
     counting = {name: counted(known[name]) for name in ("quantize", "per_tensor")}
     monkeypatch.setattr(plan_cpu, "fp8", SimpleNamespace(**{**known, **counting}))
@@ -54,14 +54,14 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]
 
 
 def of_weight(shapes: list[tuple[int, ...]]) -> int:
-    """How many of them were the weight or its transpose; the list is emptied."""
+    """Count how many of them were the weight or its transpose, and clear the list."""
     count = sum(shape in ((N, K), (K, N)) for shape in shapes)
     shapes.clear()
     return count
 
 
 def per_step(recipe: str) -> int:
-    """The weight and, where its codes do not serve dgrad, its transpose."""
+    """Number of quantizations: the weight, and its transpose if dgrad cannot use the same codes."""
     return 1 if recipes.get(recipe).reuse.weight else 2
 
 
@@ -77,15 +77,15 @@ def forward_backward(layer: nn.Module) -> Tensor:
 
 
 def assert_current(layer: qt.Linear) -> None:
-    """The layer computes with its present weight."""
+    """Check that the layer computes with its current weight."""
     x = torch.randn(5, K, dtype=layer.weight.dtype)
     fresh = copy.deepcopy(layer)
     assert state_of(fresh).weights is None
-    # Without gradients nothing that is kept would be used.
+    # Without gradients no cached operand would be used.
     assert_bitwise(layer(x), fresh(x))
 
 
-# How often.
+# Number of quantizations.
 
 
 @pytest.mark.parametrize("recipe", QUANTIZING)
@@ -97,7 +97,7 @@ def test_a_weight_is_quantized_once_per_optimizer_step_for_all_micro_batches(
     with qt.autocast(recipe):
         forward_backward(layer)
     if recipe == "delayed":
-        # Its first roll sets the factor, which is a change too.
+        # The first roll sets the factor, which also invalidates the cache.
         with qt.autocast(recipe):
             forward_backward(layer)
     for _ in range(2):
@@ -174,13 +174,13 @@ def test_results_with_the_cache_equal_those_without(recipe: str, dtype: torch.dt
             optimizer.step()
 
 
-# When it is made again: optimizers.
+# Requantization after optimizer steps.
 
 FORMS: dict[str, dict[str, Any]] = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 def torch_optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
-    """Every optimizer of torch for dense float parameters, in every form that it has."""
+    """All torch optimizers for dense float parameters, in each implementation (plain, foreach, fused)."""
     optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {}
     for name, kind in vars(torch.optim).items():
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
@@ -227,10 +227,10 @@ def test_every_optimizer_makes_the_weight_be_quantized_again(name: str) -> None:
         assert_current(layer)
 
 
-#: One form of each, and every form of those whose fused kernels leave the version alone.
+#: One implementation of each, and all of those whose fused kernels do not change the version.
 COMPILED = {name: "eager" for name in OPTIMIZERS if name.endswith(("-plain", "SGD-fused", "Adagrad-fused"))}
 COMPILED |= {"AdamW-foreach": "aot_eager", "AdamW-fused": "aot_eager"}
-#: Plain forms that write to a weight as one of the others does: compiling takes half a second each.
+#: Plain implementations that write a weight like others in the list; compiling takes half a second each.
 ALIKE = tuple(
     f"{name}-plain" for name in ("Adadelta", "Adagrad", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop")
 )
@@ -267,7 +267,7 @@ def test_an_optimizer_of_another_library_is_seen_by_the_version() -> None:
     assert_current(layer)
 
 
-# When it is made again: other writes.
+# Requantization after other writes.
 
 
 def load(layer: qt.Linear) -> None:
@@ -292,7 +292,7 @@ def new_data(layer: qt.Linear) -> None:
 
 
 def new_data_twice(layer: qt.Linear) -> None:
-    # The second may lie where the first lay.
+    # The second tensor may get the address of the first.
     layer.weight.data = layer.weight.data * 3
     layer.weight.data = layer.weight.data + 1
 
@@ -306,7 +306,7 @@ def new_parameter(layer: qt.Linear) -> None:
 
 
 def same_memory(layer: qt.Linear) -> None:
-    # Another parameter over the same memory, with a version of its own that happens to be the same.
+    # Another parameter on the same memory whose separate version happens to be equal.
     weight, other = layer.weight, nn.Parameter(layer.weight.data)
     with torch.no_grad():
         while other._version < weight._version:
@@ -414,7 +414,7 @@ def test_a_requested_implementation_runs_on_cached_weights() -> None:
         assert torch.allclose(layer(x), y, rtol=1e-5, atol=1e-5)
 
 
-# What is kept, and for how long.
+# Lifetime of the cache.
 
 
 def test_the_cache_is_in_no_copy_and_no_file() -> None:
@@ -464,7 +464,7 @@ def test_a_steps_begin_and_end_are_counted_once_however_many_layers() -> None:
     assert weight_cache._OptimizerSteps.count == before + 2
 
 
-# When torch exchanges parameters.
+# Parameters exchanged by torch.
 
 
 @pytest.fixture

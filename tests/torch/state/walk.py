@@ -39,7 +39,7 @@ class Tied(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A base that requires no gradient, and an adapter that does."""
+    """A frozen base layer and a trainable adapter."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ MODELS: dict[str, Callable[[str], nn.Module]] = {
 
 
 class Walk:
-    """One model, its optimizers, and the actions that a seed chooses."""
+    """A model, its optimizers, and a random sequence of actions chosen by a seed."""
 
     def __init__(self, kind: str, recipe: str, seed: int) -> None:
         self.random, self.recipe = random.Random(f"{kind} {recipe} {seed}"), recipe
@@ -97,7 +97,7 @@ class Walk:
         self.actions = [getattr(self, name) for name in sorted(vars(Walk)) if name.startswith("do_")]
 
     def begin(self) -> None:
-        """Optimizers of the present parameters."""
+        """Optimizers of the current parameters."""
         given = [p for p in self.net.parameters() if p.requires_grad]
         kinds: list[Callable[[], torch.optim.Optimizer]] = [
             lambda: torch.optim.SGD(given, 0.05, momentum=0.5),
@@ -126,7 +126,7 @@ class Walk:
         return copied
 
     def run(self, net: nn.Module, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
-        """A micro-batch: the output, the gradient of the input, those of the parameters, and the buffers."""
+        """Run a micro-batch; return the output, all gradients and the buffers."""
         x = x.clone().requires_grad_()
         with qt.autocast(self.recipe):
             y = call(net, x)
@@ -135,7 +135,7 @@ class Walk:
         with torch.no_grad():
             for p in net.parameters():
                 if p.grad is not None and p.grad.isfinite().all():
-                    # So that many micro-batches do not grow.
+                    # Keeps values bounded over many micro-batches.
                     p.grad.clamp_(-10, 10)
         return [y.detach(), x.grad, *[p.grad for p in net.parameters() if p.grad is not None], *net.buffers()]
 
@@ -146,7 +146,7 @@ class Walk:
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
             assert_bitwise(a, b, f"result {i} of {len(got)}")
 
-    # What runs.
+    # Actions that run the model.
 
     def do_micro_batch(self) -> None:
         self.compare(lambda net, x: net(x))
@@ -226,7 +226,7 @@ class Walk:
     def do_write_between_forward_and_backward(self) -> None:
         weight = self.weight_of_a_gemm()
         if weight is None or getattr(self.net, "recompute", False):
-            # What runs forward again reads what is there then, as in torch.
+            # A recomputed forward reads the current weights, as in torch.
             return
         y = self.net(self.x().requires_grad_())
         with torch.no_grad():
@@ -270,7 +270,7 @@ class Walk:
         for a, b in zip(*results, strict=True):
             assert_bitwise(a, b, "interleaved")
 
-    # What writes, and shows.
+    # Actions that write weights detectably.
 
     def weight_of_a_gemm(self) -> Tensor | None:
         """A weight that a backward reads."""
@@ -390,7 +390,7 @@ class Walk:
                 p.requires_grad_(True)
         self.begin()
 
-    # What writes and shows nothing, where the page of limits says that it is seen.
+    # Undetectable writes in situations that docs/limits.md lists as safe.
 
     def bare(self) -> None:
         how = self.random.randrange(4)
@@ -451,7 +451,7 @@ class Walk:
             with torch.no_grad():
                 assert_bitwise(average(x), copy.deepcopy(average)(x))
 
-    # What writes no weight.
+    # Actions that write no weight.
 
     def do_no_gradients(self) -> None:
         self.net.zero_grad(set_to_none=True)
@@ -481,7 +481,7 @@ class Walk:
 
 
 def walk(kind: str, recipe: str, seed: int, steps: int) -> None:
-    """So many actions; a failure names them."""
+    """Run this many actions; a failure lists them."""
     one = Walk(kind, recipe, seed)
     try:
         for _ in range(steps):

@@ -37,7 +37,7 @@ EVERY = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 @dataclass
 class Mirror:
-    """What a layer's buffers should hold."""
+    """The expected buffers of a layer."""
 
     recipe: Recipe
     history: np.ndarray = field(init=False)
@@ -125,7 +125,7 @@ def test_several_layers_roll_as_the_reference_does(options: dict[str, Any], marg
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_a_long_run_rolls_as_the_reference_does(length: int, algorithm: str) -> None:
-    """The largest value of a window leaves it when its step leaves."""
+    """The largest value of a window counts until its step leaves the window."""
     recipe = recipes.delayed(history=length, algorithm=algorithm)
     rng = np.random.default_rng(length)
     layer, mirror = qt.Linear(4, 4, recipe=recipe), Mirror(recipe)
@@ -135,7 +135,7 @@ def test_a_long_run_rolls_as_the_reference_does(length: int, algorithm: str) -> 
             amax.record(layer, column, value)
         mirror.history[0] = np.maximum(mirror.history[0], newest)
         if number == 30:
-            # Loading writes into the buffers.
+            # Loading writes to the buffers in place.
             loaded = rng.choice([0.0, 3.0, 50.0], mirror.history.shape).astype(np.float32)
             layer.history.copy_(torch.from_numpy(loaded))
             mirror.history = loaded

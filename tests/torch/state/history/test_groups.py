@@ -20,9 +20,9 @@ from tests import two_ranks
 from tests.close import assert_bitwise
 from tests.two_ranks import RANKS, gathered
 
-#: The newest amax alone decides, so that a maximum of one rank is seen in the next factors.
+#: With a history of one amax, an amax of one rank shows in the next factors.
 RECIPE = recipes.delayed(history=3, algorithm="most_recent")
-#: A rank that waits so long for the other waits in vain.
+#: Seconds after which a rank that waits for the other fails.
 SECONDS = 8
 STEPS = 4
 
@@ -55,7 +55,7 @@ def under_autocast(model: nn.Module, x: Tensor, over: Any) -> Tensor:
 
 
 def bypassed(model: nn.Module, x: Tensor, over: Any) -> Tensor:
-    """Its first forward tells the group; then its root is not called, as PEFT does not call it."""
+    """The first forward determines the group; later the root is not called, as in PEFT."""
     if model[0]._state.step is None:  # type: ignore[index, union-attr]
         return under_autocast(model, x, over)
     y: Tensor = model.forward(x)
@@ -63,7 +63,7 @@ def bypassed(model: nn.Module, x: Tensor, over: Any) -> Tensor:
 
 
 def by_root(model: nn.Module, x: Tensor, over: Any) -> Tensor:
-    """Its first forward tells the group; then its root ends its steps."""
+    """The first forward determines the group; later the root ends steps."""
     if model[0]._state.step is None:  # type: ignore[index, union-attr]
         return under_autocast(model, x, over)
     y: Tensor = model(x)
@@ -88,7 +88,7 @@ def alone(
     make: Callable[[], nn.Module] = converted,
     first: int = 0,
 ) -> tuple[list[Tensor], Tensor]:
-    """Outputs of a model that nothing runs beside, and the factors that it ends with."""
+    """Outputs and final factors of a model that trains alone."""
     model = make()
     outputs = [step_of(model, rank, step, over, call) for step in range(first, first + STEPS)]
     return outputs, factors(model)
@@ -118,7 +118,7 @@ def in_threads(*work: Callable[[], None]) -> None:
 
 
 def threads_that_come_by_in_another_order_on_each_rank(rank: int) -> None:
-    """What a thread waits for on another rank may wait for no other thread of this one."""
+    """A thread that waits for another rank must not block other threads of its own rank."""
     groups = [group() for _ in range(2)]
     for call in CALLS:
         for make in (converted, plain) if call is under_autocast else (converted,):
@@ -127,7 +127,7 @@ def threads_that_come_by_in_another_order_on_each_rank(rank: int) -> None:
 
             def work(number: int) -> None:
                 for step in range(STEPS):
-                    # The other one has come to wait for its rank by then.
+                    # By then the other thread waits for its rank.
                     time.sleep(0.05 * ((number + rank + step) % 2))
                     y = step_of(models[number], rank, 10 * number + step, groups[number], call)  # noqa: B023
                     got[number].append(y)  # noqa: B023
@@ -140,7 +140,7 @@ def threads_that_come_by_in_another_order_on_each_rank(rank: int) -> None:
 
 
 def two_models_of_two_groups_in_turns(rank: int) -> None:
-    """Each one's maxima are those of its group when it rolls, also where the other's step begins before."""
+    """Each model's amaxes are reduced over its group when it rolls, also if the other's step begins before."""
     groups = [group() for _ in range(2)]
     for call in CALLS:
         expected = [alone(rank, groups[number], call, first=10 * number) for number in range(2)]
@@ -148,7 +148,7 @@ def two_models_of_two_groups_in_turns(rank: int) -> None:
         got: list[list[Tensor]] = [[], []]
         for step in range(STEPS):
             outputs = [call(models[n], data(rank, 10 * n + step), groups[n]) for n in range(2)]
-            # By turns a backward comes before the other model's next forward, and after it.
+            # Alternate whether a backward runs before or after the other model's next forward.
             for number in (0, 1) if step % 2 else (1, 0):
                 outputs[number].square().mean().backward()
                 got[number].append(outputs[number].detach())
@@ -158,7 +158,7 @@ def two_models_of_two_groups_in_turns(rank: int) -> None:
 
 
 def a_model_that_one_rank_trains(rank: int) -> None:
-    """Its group is that rank's own; the model of both ranks trains as without it."""
+    """Its group has only that rank; the model of both ranks trains as without it."""
     own = [group(r) for r in range(RANKS)]
     for call in CALLS:
         for of_other in CALLS:
@@ -183,7 +183,7 @@ def models_that_one_rank_holds_and_does_not_train(rank: int) -> None:
     for call in CALLS:
         expected, factor = alone(rank, None, call)
         if rank == 0:
-            # Converted, a copy, one that has evaluated, and one with a plain checkpoint.
+            # A converted model, a copy, one after an evaluation, and one with a plain checkpoint.
             held += [converted() for _ in range(3)]
             held.append(copy.deepcopy(held[0]))
             held[1].load_state_dict(qt.plain_state_dict(held[0]))
@@ -196,7 +196,7 @@ def models_that_one_rank_holds_and_does_not_train(rank: int) -> None:
 
 
 class Branches(nn.Module):
-    """A layer of which a rank may run either branch, or both."""
+    """A layer with two branches, of which a rank may run either or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Branches(nn.Module):
 
 
 def branches_that_run_on_one_rank(rank: int) -> None:
-    """Ranks hold the same layers of a converted model, or of a copy, and reduce those that either has run."""
+    """Ranks reduce the layers that either has run, in a converted model or in a copy."""
     for over in (None, group()):
         for kind in ("autocast", "root", "bypassed"):
             _train_branches(rank, over, kind, copied=False)
@@ -241,7 +241,7 @@ def _train_branches(rank: int, over: Any, kind: str, copied: bool) -> None:
 
 
 def copies_that_train_on(rank: int) -> None:
-    """A copy has what each rank recorded in the step before it, which is reduced where the copy first runs."""
+    """A copy has each rank's amaxes of the previous step, which are reduced when the copy first runs."""
     for call in CALLS:
         for duplicate in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
             model = converted()
@@ -249,7 +249,7 @@ def copies_that_train_on(rank: int) -> None:
                 step_of(model, rank, step, None, call)
             copied = duplicate(model)
             assert not torch.equal(*gathered(copied[0].history[0]))
-            # One that a rank alone evaluates, such as an average of weights.
+            # A model that only one rank evaluates, such as averaged weights.
             average = duplicate(model)
             before = average[0].history.clone()
             for _ in range(2):
@@ -270,7 +270,7 @@ def copies_that_train_on(rank: int) -> None:
 
 
 def maxima_noted_after_a_step_began(rank: int) -> None:
-    """A backward inside of the next step's autocast; its layers roll there when they run again."""
+    """A backward inside the next step's autocast; its layers roll when they run again."""
     one, other = converted(), converted()
     for step in range(STEPS):
         with qt.autocast(RECIPE):
@@ -283,7 +283,7 @@ def maxima_noted_after_a_step_began(rank: int) -> None:
 
 
 def maxima_that_a_rank_loaded_are_reduced(rank: int) -> None:
-    """Each rank resumes from its own file with its own newest maxima."""
+    """Each rank resumes from its own file with its own newest amaxes."""
     for call in CALLS[:2]:
         model, resumed = converted(), converted()
         for step in range(2):
@@ -298,7 +298,7 @@ def maxima_that_a_rank_loaded_are_reduced(rank: int) -> None:
 
 
 def the_first_step_of_a_rank_without_layers(rank: int) -> None:
-    """Its stage has none, and the other's has a recipe by construction, and so a history before any step."""
+    """One stage has no layer; the other has one with a recipe, and so a history before any step."""
     stage = qt.Linear(16, 16, recipe=RECIPE) if rank == 0 else nn.LayerNorm(16)
     for step in range(2):
         with qt.autocast(RECIPE):
@@ -306,7 +306,7 @@ def the_first_step_of_a_rank_without_layers(rank: int) -> None:
 
 
 CASES = [
-    # First: whether ranks have begun a step before is what it is about.
+    # Runs first, since it depends on whether ranks have begun a step before.
     the_first_step_of_a_rank_without_layers,
     threads_that_come_by_in_another_order_on_each_rank,
     two_models_of_two_groups_in_turns,

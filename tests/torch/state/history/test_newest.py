@@ -14,12 +14,12 @@ from quaver.torch.state.history import amax, roll_gpu
 from tests.close import assert_bitwise
 
 RECIPE = recipes.delayed(history=3)
-#: What one element of an input or of a gradient is multiplied by, step by step.
+#: Factors for one element of an input or of a gradient, step by step.
 OUTLIERS = [1.0, 1e-3, math.inf, math.nan, 0.0, 1e30, 1.0]
 
 
 def trained(layer: qt.Linear, tokens: int = 20) -> list[Tensor]:
-    """Outputs, gradients and buffers of a few steps, with values that a history must not take."""
+    """Train a few steps with values that a history must not record; return outputs, gradients and buffers."""
     tensors: list[Tensor] = []
     for step, outlier in enumerate(OUTLIERS):
         torch.manual_seed(step)
