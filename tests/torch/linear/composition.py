@@ -34,7 +34,7 @@ def compose(
     """Forward and backward of input [..., K] and grad_output [..., N].
 
     Args:
-        layer: its weight, bias and noise are taken.
+        layer: provides the weight, bias and noise.
         recipe: how the six operands are quantized, each from high precision.
         x: input.
         g: gradient of the output.

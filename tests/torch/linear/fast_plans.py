@@ -11,7 +11,7 @@ from quaver.torch.linear.plan import LinearCall
 
 
 def by_fast_plan(y: Tensor) -> bool:
-    """Return True if the layer that computed y ran by a fast plan, False if by the general one."""
+    """Return True if the layer that computed y used a fast plan, False if it used the general plan."""
     node = y.grad_fn
     assert node is not None
     while node.name().startswith("View"):
@@ -27,7 +27,7 @@ def by_fast_plan(y: Tensor) -> bool:
 
 @contextmanager
 def general_plans() -> Iterator[None]:
-    """Run every call by the general plan."""
+    """Use the general plan for every call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_module, "make_plan", lambda *_: None)
         patch.setattr(linear_module, "plans", {})

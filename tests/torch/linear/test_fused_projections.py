@@ -39,7 +39,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 def test_each_group_of_layers_asks_for_its_recipe_once(
     recipe: str | None, recorded: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With any plan."""
+    """With fast plans and with the general plan."""
     assert 16 * 64 <= fused_projections.ON_HOST < 512 * 64
     block = qt.TransformerLayer(32, 4, 64, groups=2, activation="swiglu", normalization="RMSNorm", bias=False)
     calls, shared_recipe = Counter[tuple[nn.Module, ...]](), fused_projections._shared_recipe
@@ -63,7 +63,7 @@ def test_each_group_of_layers_asks_for_its_recipe_once(
     ids=case_name,
 )
 def test_layers_whose_output_nothing_reads_have_no_gradient(recipe: str, tokens: int, read: tuple[int, ...]) -> None:
-    """As if each layer had been called by itself. Output 0 is the input of the layers."""
+    """Compute as if each layer were called separately. Output 0 is the input of the layers."""
     torch.manual_seed(0)
     layers = nn.ModuleList([Linear(64, 16, recipe=recipe) for _ in range(3)])
     results = []

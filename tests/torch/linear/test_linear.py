@@ -1,4 +1,4 @@
-"""The quantized linear layer against plain compositions, at odd shapes and dtypes, and where autograd meets it."""
+"""The quantized linear layer against plain compositions, for odd shapes and dtypes, and in all uses of autograd."""
 
 import inspect
 import math
@@ -99,7 +99,7 @@ def test_forward_and_backward_equal_a_plain_composition(name: str, shape: tuple[
 @ALL
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_leading_axes_are_tokens(name: str, shape: tuple[int, ...]) -> None:
-    # With few features, as in a head of a few classes, the GEMMs are others.
+    # With few features, as in a head with a few classes, other GEMMs run.
     for k, n in ((33, 17), (33, 3), (3, 33), (33, 1)):
         layer = qt.Linear(k, n)
         x, g = torch.randn(*shape[:-1], k), torch.randn(*shape[:-1], n)
@@ -203,7 +203,7 @@ def test_torch_autocast_leaves_float64_alone() -> None:
         assert_bitwise(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
-# What backward computes and what it keeps.
+# GEMMs and saved tensors of backward.
 
 
 def backward_gemms(layer: nn.Linear, name: str, x: Tensor) -> int:
@@ -229,7 +229,7 @@ def test_frozen_operands_cost_no_gemm(name: str) -> None:
 
 @pytest.fixture
 def saved() -> Iterator[list[Tensor]]:
-    """Every tensor that autograd saves meanwhile."""
+    """Every tensor that autograd saves during the test."""
     tensors: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -355,7 +355,7 @@ def test_used_twice_in_a_step_gradients_add_up(name: str) -> None:
         if name == "nvfp4":
             one.register_buffer("count", torch.zeros(3, dtype=torch.int64))
     if name == "nvfp4":
-        # The second layer's backward came first and drew the first noise.
+        # The second layer's backward runs first and draws the first noise.
         layers[0].count[:2] = 1
     with qt.autocast(name):
         layers[1](layers[0](x)).sum().backward()
@@ -418,7 +418,7 @@ def test_retained_graphs_run_backward_again(name: str) -> None:
     g = torch.randn_like(y)
     first = torch.autograd.grad(y, (x, layer.weight), g, retain_graph=True)
     if name == "nvfp4":
-        # The same noise once more.
+        # Repeat the same noise.
         layer.count[:2] = 0
     second = torch.autograd.grad(y, (x, layer.weight), g)
     for one, other in zip(first, second, strict=True):
@@ -427,7 +427,7 @@ def test_retained_graphs_run_backward_again(name: str) -> None:
         torch.autograd.grad(y, (x, layer.weight), g)
 
 
-# What is not finite.
+# Nonfinite values.
 
 
 @pytest.mark.parametrize(
@@ -457,7 +457,7 @@ def test_nonfinite_gradients_reach_the_input_gradients(name: str, value: float) 
     assert not grad_bias[5].isfinite()
 
 
-# What cannot work is a sentence.
+# Errors.
 
 
 def test_float64_is_high_precision_and_warns_once() -> None:

@@ -34,7 +34,7 @@ def on_ada(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def layers(recipe: str, dtype: torch.dtype, bias: bool = True) -> tuple[qt.Linear, qt.Linear]:
-    """Two of one weight and one stream of noise."""
+    """Two layers with the same weight and the same noise stream."""
     first = qt.Linear(K, N, bias=bias, dtype=dtype, recipe=recipe)
     second = qt.Linear(K, N, bias=bias, dtype=dtype, recipe=recipe)
     second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
@@ -56,7 +56,7 @@ def test_a_layer_agrees_with_the_emulation_on_a_cpu(recipe: str, dtype: torch.dt
     x = torch.randn(2, T // 2, K).to(dtype)
     expected = results(second, x)
     with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
-        # On Ampere, which has no codes of Triton's, and on Ada, which rounds them wrongly, by turns.
+        # Alternate between Ampere, where Triton has no FP8 type, and Ada, where it rounds incorrectly.
         become(80 if dtype is torch.bfloat16 else 89, patch)
         ours = results(first, x)
         assert plan_emulated.build(x, first.weight, recipes.get(recipe)) is not None

@@ -17,13 +17,13 @@ Run = Callable[[nn.Module, Tensor], Any]
 def assert_same_training(
     block: nn.Module, runs: Sequence[Run], recipe: Any, inputs: Sequence[Tensor], input_grad: bool = True
 ) -> None:
-    """Each run on its own copy of the block has the same outputs, gradients and buffers, bit for bit, step after step.
+    """Check that all runs, each on its own copy of a block, give the same outputs, gradients and buffers in each step.
 
     Args:
-        block: as it begins.
-        runs: called with a copy and an input; the first is what the others are held against.
-        recipe: of an autocast around; None for none.
-        inputs: one a step.
+        block: the initial block.
+        runs: called with a copy and an input; the others are compared with the first.
+        recipe: recipe of the autocast around each step; None for no autocast.
+        inputs: one per step.
     """
     blocks = [copy.deepcopy(block) for _ in runs]
     for step, value in enumerate(inputs):
@@ -53,7 +53,7 @@ def assert_same_training(
 
 
 def kept_bytes(block: nn.Module, run: Callable[[], Tensor]) -> int:
-    """Bytes of activations that autograd keeps: each storage once, parameters not at all."""
+    """Bytes of activations saved by autograd: each storage once, without parameters."""
     parameters = {memory_of(p).untyped_storage().data_ptr() for p in block.parameters()}
     saved: dict[int, Tensor] = {}
 

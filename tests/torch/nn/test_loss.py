@@ -217,7 +217,7 @@ def test_recomputed_it_gives_the_same_bits(checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_none_are_computed(off: Any) -> None:
-    """torch says what an operand needs as if gradients were never switched off: logits are one product of three."""
+    """torch reports required gradients as if gradients were never disabled; the logits are one of three GEMMs."""
     x, weight, targets, bias = operands()
     without, with_them = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with with_them:

@@ -98,7 +98,7 @@ def test_recomputation_beside_the_gradients_changes_no_bit(
         return result
 
     monkeypatch.setattr(autograd.RecomputedInput, "__call__", recorded)
-    # More elements between the matrices than codes are kept of.
+    # The activation has more elements than the limit for saving its codes.
     assert_same_training(mlp, [whole_module, layer_by_layer], recipe, inputs(96, 32, dtype=dtype))
     assert shared == [activation != "clamped_swiglu"] * len(shared)
     assert bool(shared) is (frozen in ("", "up_proj"))
@@ -116,7 +116,7 @@ def test_eight_bit_activations_change_only_gradients_before_the_activation(recip
     with qt.autocast(recipe), torch.no_grad():
         assert_bitwise(narrow(x), exact(x))
     assert_bitwise(narrow.down_proj.weight.grad, exact.down_proj.weight.grad)
-    # A scale of four bits that moves moves its block's codes by whole steps.
+    # With four bits, a changed scale changes the codes of its block by whole steps.
     far = 0.15 if recipe == "mxfp4" else 0.1
     assert_close("gradient of gate and up", narrow.gate_up_proj.weight.grad, exact.gate_up_proj.weight.grad, far)
     assert not torch.equal(narrow.gate_up_proj.weight.grad, exact.gate_up_proj.weight.grad)

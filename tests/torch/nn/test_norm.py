@@ -16,7 +16,7 @@ from tests.pairs import pairs
 ALL = NORMALIZATIONS
 KINDS = pytest.mark.parametrize("kind", ALL)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-#: Relative RMS of one rounding to the dtype.
+#: Relative RMS error of one rounding to the dtype.
 ONE_ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 3e-4}
 
 
@@ -202,7 +202,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["row by row", "transposed"])
 def test_opaque_operators_say_their_shapes_and_strides(transposed: bool) -> None:
-    """Norms of queries are given heads and tokens turned, and their gradients are."""
+    """Norms of queries get inputs and gradients with heads and tokens transposed."""
     x, gamma = torch.randn(3, 4, 8, dtype=torch.bfloat16), torch.randn(8)
     if transposed:
         x = x.transpose(0, 1)

@@ -16,7 +16,7 @@ from tests.torch.nn.pairs import assert_same_training, kept_bytes
 
 ALL = pytest.mark.parametrize("recipe", recipes.RECIPES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-#: Every recipe, and what a recipe may be asked for.
+#: Every recipe, and recipes with options.
 OPTIONS = [*recipes.RECIPES, recipes.delayed(history=2, margin=1), recipes.tensorwise(power_of_two=False)]
 
 
@@ -71,7 +71,7 @@ def test_several_layers_share_one_quantized_input(recipe: Any, dtype: torch.dtyp
     assert_same_training(Several(dtype), [several_unfused, several], recipe, inputs(2, 9, 48, dtype=dtype))
 
 
-#: Operands by column of a history.
+#: Operands in the order of a history's columns.
 COLUMNS = ("input", "weight", "grad_output")
 
 

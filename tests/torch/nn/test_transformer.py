@@ -14,7 +14,7 @@ from tests.close import assert_bitwise, assert_close
 from tests.pairs import pairs
 from tests.torch.nn.pairs import assert_same_training
 
-#: One of each kind that a layer can be.
+#: One layer of each kind.
 KINDS: dict[str, dict[str, Any]] = {
     "GPT": {},
     "Llama": {"groups": 2, "normalization": "RMSNorm", "activation": "swiglu", "bias": False, "rope": True},
@@ -77,7 +77,7 @@ def make(kind: str, **options: Any) -> qt.TransformerLayer:
     return layer
 
 
-#: What cross attention reads.
+#: The encoder output [B, S, D] that cross attention reads.
 MEMORY = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(5))
 
 
@@ -90,7 +90,7 @@ def run(layer: Any, x: Tensor) -> Tensor:
 
 
 def composed(layer: Any, x: Tensor) -> Tensor:
-    """The formulas of the docstring, each part called by itself."""
+    """The formulas of the docstring, with each submodule called separately."""
     memory = memory_of("decoder with memory") if layer.cross_attention is not None else ()
     s = layer.residual_scale
     if layer.parallel:

@@ -16,7 +16,7 @@ from quaver.torch.state import weight_cache
 from tests.close import assert_bitwise
 
 G, K, N = 4, 48, 40
-#: What each step's groups have; the last rows are of none. The second group sees no token in the first two steps.
+#: Group sizes of each step; the last rows belong to no group. The second group has no token in the first two steps.
 STEPS = [(5, 0, 40, 19), (33, 0, 0, 20), (1, 8, 32, 16)]
 T = 70
 every_recipe = pytest.mark.parametrize("recipe", [*recipes.RECIPES, None], ids=str)
@@ -34,7 +34,7 @@ def rows(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]
 
 
 class Each(nn.Module):
-    """The same by a linear layer for each group."""
+    """The same computation with one linear layer per group."""
 
     def __init__(self, layer: qt.GroupedLinear) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def pair(recipe: Any, **how: Any) -> tuple[One, Each]:
 
 
 def assert_same(one: One, each: Each) -> None:
-    """Gradients and state of every group; a layer that saw no token has none yet."""
+    """Gradients and state of every group; a layer without tokens has none yet."""
     layer: Any = one.experts
     for i, single in enumerate(each.experts):
         for name in ("weight", "bias"):
@@ -143,7 +143,7 @@ def test_a_weight_is_quantized_once_per_step_for_any_number_of_micro_batches(rec
                     x, g = rows(batch)
                     layer(x, ends(STEPS[0])).backward(g)
             counted = {row[1]: row[2] for row in counters._rows() if row[1].startswith("weight")}
-            # Three of four groups have tokens.
+            # Only three of four groups have tokens.
             assert list(counted.values()) == [3 * K * N * (step + 1)] * sides, step
             optimizer.step()
             optimizer.zero_grad()

@@ -25,14 +25,14 @@ HIGH = GemmSpec(None, None)
 
 
 def dequantizing(name: str, **left: GemmSpec) -> Recipe:
-    """A recipe some GEMMs of which multiply what fprop consumed, dequantized."""
+    """A recipe in which some GEMMs multiply the dequantized operands of fprop."""
     of = recipes.get(name)
     gemms = {"fprop": of.fprop, "dgrad": of.dgrad, "wgrad": of.wgrad, **left}
     return Recipe(f"dequantized {name}", **gemms, dequantized_backward=True)
 
 
 def square_block_recipe(side: int) -> Recipe:
-    """A recipe whose operands are all quantized in square blocks, so that backward transposes those of the forward."""
+    """A recipe with square blocks for all operands, so that backward transposes the operands of the forward."""
     spec = QuantSpec(E4M3, (side, side))
     return Recipe(f"squares of {side}", *[GemmSpec(spec, spec)] * 3)
 
@@ -53,7 +53,7 @@ every_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     x, w, g = (torch.randn(shape).to(dtype) for shape in ((T, K), (G, N, K), (T, N)))
-    # Groups of different magnitudes: one scale for two of them would show.
+    # Groups have different magnitudes, so a scale shared by two of them would be detected.
     x *= torch.logspace(-3, 3, T).to(dtype)[:, None]
     g *= torch.logspace(2, -4, T).to(dtype)[:, None]
     return x.requires_grad_(), w.requires_grad_(), g
@@ -82,7 +82,7 @@ def biases(dtype: torch.dtype) -> Tensor:
 def group_by_group(
     sizes: tuple[int, ...], recipe: Any, dtype: torch.dtype = torch.float32, biased: bool = False
 ) -> list[Tensor]:
-    """The same by a linear layer for each group, of the name that its noise has; rows of none give zeros."""
+    """The same with one linear layer per group, named for its noise; rows without a group give zeros."""
     x, w, g = tensors(dtype)
     b = biases(dtype).detach()
     y, x_operand, w_operand, b_operand = (
@@ -246,7 +246,7 @@ def test_a_frozen_side_gets_no_gradient() -> None:
 def test_without_gradients_nothing_is_quantized_for_them(
     off: Any, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch says what an operand needs as if gradients were never switched off."""
+    """torch reports required gradients as if gradients were never disabled."""
     saves_operands: list[bool] = []
     forward = products.forward
 

@@ -21,7 +21,7 @@ from tests.close import assert_bitwise
 from tests.pairs import case_name, pairs
 
 SMALLEST, LARGEST = 2.0**-126, torch.finfo(torch.float32).max
-#: What the largest of a column may be.
+#: Amaxes of the columns.
 HARD = (0.0, -0.0, 1e-45, 2.0**-127, SMALLEST, 1.5 * SMALLEST, 2.0**-119, 2.0**-118, 1.0, 448.0, 449.0, 1e30, LARGEST)
 NOT_FINITE = (torch.nan, -torch.nan, torch.inf, -torch.inf)
 SIZES = (5, 0, 1, 130, 64, 0)
@@ -142,7 +142,7 @@ def test_gradients_of_hard_values_match_linears(recipe: str, hard: tuple[float, 
 
 @pytest.mark.parametrize("recipe", case.SAVING)
 def test_64_tokens_a_group_keep_at_most_52_percent_of_bf16s_bytes(recipe: str) -> None:
-    """Of 16 groups of 13 to 137 tokens, 256 features: a byte an element and a byte for each column of a block."""
+    """For 16 groups of 13 to 137 tokens with 256 features: one byte per element and one per column of a block."""
     layer = qt.GroupedLinear(16, 256, 512, bias=False, recipe=recipe, dtype=torch.bfloat16)
     x = torch.randn(1024, 256, dtype=torch.bfloat16, requires_grad=True)
     offsets = torch.tensor(case.RESEARCH_SHAPE.sizes()).cumsum(0, dtype=torch.int32)

@@ -150,7 +150,7 @@ def test_presets_that_round_at_random_step_and_come_back_from_a_file(name: str, 
         "residual16" if preset == "balanced" else "residual8",
         "float32",
     )
-    # The master begins at what codes and residuals said.
+    # The master weight starts at the value of codes and residuals.
     assert (converted.state[other.weight]["master"] - value(other)).abs().max() < 1e-2
 
 
@@ -195,7 +195,7 @@ def through_a_file(of: qt.GroupedLinear) -> qt.GroupedLinear:
 
 
 def from_high_precision(of: qt.GroupedLinear) -> qt.GroupedLinear:
-    """The state dict of the layer that it was made of."""
+    """The state dict of the original layer."""
     with qt.quantized_init("nvfp4" if of.weight.spec.format.packed else "mxfp8"):
         other = qt.GroupedLinear(G, K, N, layout=of.layout)
     other.load_state_dict(layer(None, of.layout).state_dict())

@@ -87,7 +87,7 @@ def test_experts_and_all_gradients_are_those_token_by_token(kind: str) -> None:
 
 
 def parts(experts: Any, x: Tensor, routing: qt.Routing, weights: Tensor) -> Tensor:
-    """The same, a function after the other."""
+    """The same computation by separate functions."""
     rows, offsets, places = qt.permute(x, routing.indices, experts.experts, pad=experts.pad)
     h = experts._modules[experts._first_projections](rows, offsets)
     interleaved = experts._activations.interleaved
@@ -138,7 +138,7 @@ def test_codes_alone_change_the_gradient_of_the_first_weight_alone(recipe: str) 
 
 
 def saved_bytes(run: Any) -> int:
-    """Bytes that backward keeps, those of parameters and of int64 aside, each storage once."""
+    """Bytes saved for backward, each storage once, without parameters and integer tensors."""
     storages: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def test_tokens_are_saved_once_and_not_per_expert() -> None:
         sizes[name] = saved_bytes(
             lambda experts=experts: experts(x.clone().requires_grad_(), routing.indices, routing.weights)
         )
-    # What goes into the activation, and what comes out of the experts, whose products with gradients weights need.
+    # Inputs of the activation, and outputs of the experts, which the gradients of the routing weights need.
     between = 2 * tokens * k * (2 * hidden + dim)
     weights = 2 * 16 * 3 * hidden * dim
     assert sizes["codes"] <= between + tokens * dim * (1 + 1 / 32) + weights + 4 * tokens * k + 4096, sizes
@@ -203,13 +203,13 @@ def test_losses_reach_the_router_through_every_kind_of_recomputation(recipe: str
     built = qt.MoE(16, 24, mixture, normalization="RMSNorm")
     x = torch.randn(2, 20, 16, generator=torch.Generator().manual_seed(0))
     for how in ("plain", "recompute", "checkpoint", "reentrant"):
-        # A copy draws the noise of its original.
+        # A copy draws the same noise as its original.
         moe = copy.deepcopy(built)
         moe.recompute = how == "recompute"
 
         def run(x: Tensor, moe: Any = moe) -> tuple[Tensor, ...]:
             y, routing = moe(x)
-            # torch's reentrant checkpoint follows no tensor that lies within a tuple of its outputs.
+            # torch's reentrant checkpoint ignores tensors in nested tuples of outputs.
             return y, *routing
 
         ways = {"checkpoint": qt.checkpoint, "reentrant": partial(checkpoint, use_reentrant=True)}

@@ -14,7 +14,7 @@ SIZE = (2, 75, 6, 8, 3, 16)
 def tensors(
     size: tuple[int, ...] = SIZE, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0
 ) -> dict[str, Tensor]:
-    """All that a scan takes, by the names of its arguments, of a decay that leaves some tokens between chunks."""
+    """Arguments of a scan by name, with a decay that carries state across chunks."""
     batch, tokens, heads, dim, groups, state = size
     generator = torch.Generator().manual_seed(seed)
 

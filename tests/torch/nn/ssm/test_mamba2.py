@@ -27,7 +27,7 @@ def make(dim: int = 32, **options: Any) -> Mamba2:
 
 
 def layer_by_layer(block: Any, x: Tensor) -> Tensor:
-    """The parts one after the other."""
+    """The layers called one after the other."""
     u = x if block.norm is None else block.norm(x)
     z, mixed, dt = block.in_proj(u).split((48, 112, 6), -1)
     value, B, C = block.conv1d(mixed).split((48, 32, 32), -1)
