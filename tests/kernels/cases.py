@@ -1,9 +1,9 @@
-"""What the static gate compiles: one row for each way in which the library launches a kernel.
+"""The launches that the static gate compiles: one row for each way in which the library launches a kernel.
 
-A row calls a launching function of `quaver.torch.backends.gpu` on meta tensors of a realistic size; the gate notes what
-would be launched, compiles it for every architecture and reads the machine code. Add a row with a kernel, then write
-its figures with `python -m tests.kernels.gate --update --only 'name*'`. A launch that an earlier row makes too belongs
-to that row.
+A row calls a launching function of `quaver.torch.backends.gpu` on meta tensors of a realistic size; the gate records
+the launches, compiles them for every architecture and reads the machine code. Add a row with a kernel, then write
+its figures with `python -m tests.kernels.gate --update --only 'name*'`. A launch that several rows make belongs
+to the first of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,27 +49,27 @@ class Case:
     launch: Callable[[], object]
     #: Elements that one program works on; None: BM times BN of its constants, if it has them.
     elements: int | None = None
-    #: How often a program goes round its loops, the outermost first, or each of those nested as deep; where a compiler
-    #: takes four rounds at once, a fourth.
+    #: Iterations of a program's loops, the outermost first, or of each loop at the same depth; a fourth of them where
+    #: the compiler unrolls a loop four times.
     trips: tuple[int | tuple[int, ...], ...] = ()
-    #: The same by kernel, where it is another beside the first; "kernel #2" is the second launch of one.
-    trips_beside: Mapping[str, tuple[int | tuple[int, ...], ...]] = field(default_factory=dict)
-    #: Multiply-adds of a launch's products, by kernel: what bounds it instead of memory.
+    #: The same for a kernel of its own, if the row launches several; "kernel #2" is the second launch of one kernel.
+    trips_by_kernel: Mapping[str, tuple[int | tuple[int, ...], ...]] = field(default_factory=dict)
+    #: Multiply-adds of a launch by kernel, if these bound it instead of memory.
     products: Mapping[str, float] = field(default_factory=dict)
-    #: Bytes that are moved by addresses in a table, besides those of the arguments.
-    beside: int = 0
-    #: How often memory moves an argument that it moves more than once.
+    #: Bytes moved through addresses in a table, in addition to those of the arguments.
+    extra_bytes: int = 0
+    #: How often an argument is read or written, if more than once.
     times: Mapping[str, int] = field(default_factory=dict)
     #: By the name of a rule (`tests.kernels.gate.rules.RULES`), why it does not hold for this row.
     exceptions: Mapping[str, str] = field(default_factory=dict)
-    #: Whether `make test` never compiles it; it is read for what it holds and moves, not how often it goes round loops.
+    #: Whether `make test` never compiles it. Loop counts are unknown: registers, memory and accesses are checked.
     rare: bool = False
-    #: The first architecture on which a step launches it, such as 100: the GEMM that reads what it writes is there.
+    #: The first architecture on which a step launches it: 100 if the GEMM that reads its result needs Blackwell.
     since: int = 80
 
 
 def matrix(rows: int = ROWS, columns: int = COLUMNS, dtype: torch.dtype = BF16) -> Tensor:
-    """A meta tensor: of this size and dtype, with no memory."""
+    """A meta tensor of this size and dtype."""
     return torch.empty(rows, columns, dtype=dtype, device="meta")
 
 
@@ -78,7 +78,7 @@ def number(dtype: torch.dtype = FLOAT32) -> Tensor:
     return torch.empty(1, dtype=dtype, device="meta")
 
 
-#: Rows of a norm's program: those of 132 multiprocessors, forward and backward.
+#: Rows of one program of a norm on 132 multiprocessors, forward and backward.
 ROUNDS, BACK = (-(-ROWS // (8 * 132)),), (ROWS // (2 * 132),)
 SCALE_BYTES = {"shared bytes": "scales change threads as bytes, one for 32 elements"}
 ONE_NUMBER = {"wide stores": "it writes one number"}
@@ -148,19 +148,23 @@ def two(
     x: Tensor, spec: QuantSpec, w: Tensor, other: QuantSpec, sums: bool = False, known: bool | None = None
 ) -> list[LaunchSpec]:
     """The launches that an input, or a grad_output to be summed, shares with a weight."""
-    ways = []
-    for one, of_one, wanted in (
+    plans = []
+    for one, one_spec, wanted in (
         (x, spec, RequestedOperands(sums=sums)),
         (w, other, RequestedOperands(transpose=True)),
     ):
-        family = quantize.family_of(of_one, of_one)
-        way = None if family is None or family.plan_launch is None else family.plan_launch(one, of_one, of_one, wanted)
-        assert way is not None
-        ways.append(way)
-    shared, key = combine_launches(*ways), None if known is None else (known, known)
+        family = quantize.family_of(one_spec, one_spec)
+        plan = (
+            None
+            if family is None or family.plan_launch is None
+            else family.plan_launch(one, one_spec, one_spec, wanted)
+        )
+        assert plan is not None
+        plans.append(plan)
+    shared, key = combine_launches(*plans), None if known is None else (known, known)
     assert shared is not None
     launches = list(shared.launches((key, key)))
-    assert len(launches) == len(ways[0].launches(key))
+    assert len(launches) == len(plans[0].launches(key))
     return launches
 
 
@@ -205,7 +209,7 @@ def _by_rows_and_blocks() -> list[Case]:
     ]
 
 
-def _of_optimizers() -> list[Case]:
+def _optimizers() -> list[Case]:
     """A step of a matrix by each preset, of a matrix with rows that end within a block, and of a vector."""
     codes = MomentFormat("int8_mitchell", stochastic=True), MomentFormat("uint8_mitchell4", stochastic=True)
     float32 = optimizing.StepSpecialization(
@@ -241,31 +245,35 @@ def _of_optimizers() -> list[Case]:
             number(torch.int64) if skips else None,
         )
 
-    told = {
-        "wide loads": "a program reads some twenty addresses and numbers, once for all its rounds",
+    per_program = {
+        "wide loads": "a program reads some twenty addresses and numbers once, before its loop",
         "wide stores": "a scale for every 64 bytes, and what the last program writes of the whole",
     }
 
     def row(name: str, form: optimizing.StepSpecialization, read: float, written: float, **exceptions: str) -> Case:
         moved = round(ROWS * COLUMNS * (read + written))
         rounds = program(form) // 64 // form.blocks
-        own = {"elements": form.blocks * 64, "trips": ((rounds, rounds) if form.twice else rounds,), "beside": moved}
+        own = {
+            "elements": form.blocks * 64,
+            "trips": ((rounds, rounds) if form.twice else rounds,),
+            "extra_bytes": moved,
+        }
         return Case(
             name=f"optimizer {name}",
             launch=launch(form, name.endswith("skipping")),
-            exceptions=told | exceptions,
+            exceptions=per_program | exceptions,
             **own,
         )
 
-    #: Of both moments in codes, and of a gradient's.
+    #: Bytes of an element: of both moments in codes, and of a gradient in codes.
     moments, gradient = 2 + 4 / 64, 1 + 2 / 128
-    dear = "random words, a root, a division and codes of nine bytes an element: more than memory takes"
-    of_blocks = [
+    expensive = "random words, a root, a division and codes of nine bytes an element: more than memory takes"
+    block_scaled_weights = [
         row(
             f"{form} {name}{'' if even else ' ragged'}",
             replace(whole, spec=spec, even=even),
             *(rest + moments for rest in ((2 + gradient, 2) if whole is lean else (5, 3))),
-            instructions=dear,
+            instructions=expensive,
         )
         for name, spec in (
             ("128x128", QuantSpec(E4M3, (128, 128))),
@@ -278,31 +286,35 @@ def _of_optimizers() -> list[Case]:
     return [
         row("float32", float32, 16, 12),
         row("exact", exact, 10, 8),
-        row("balanced", balanced, 5 + moments, 3 + moments, instructions=dear),
-        row("lean", lean, 2 + gradient + moments, 2 + moments, instructions=dear),
-        row("lean clipped", replace(lean, factored=True), 2 + gradient + moments, 2 + moments, instructions=dear),
+        row("balanced", balanced, 5 + moments, 3 + moments, instructions=expensive),
+        row("lean", lean, 2 + gradient + moments, 2 + moments, instructions=expensive),
+        row("lean clipped", replace(lean, factored=True), 2 + gradient + moments, 2 + moments, instructions=expensive),
         row(
             "lean of bf16",
             replace(lean, weight=BF16, spec=None),
             3 + gradient + moments,
             3 + moments,
-            instructions=dear,
+            instructions=expensive,
         ),
         row(
-            "lion lean", replace(lean, rule="lion", clamp=False, moments=codes[:1]), 3 + gradient, 3, instructions=dear
+            "lion lean",
+            replace(lean, rule="lion", clamp=False, moments=codes[:1]),
+            3 + gradient,
+            3,
+            instructions=expensive,
         ),
-        row("lean skipping", lean, 2 + gradient + moments, 2 + moments, instructions=dear),
+        row("lean skipping", lean, 2 + gradient + moments, 2 + moments, instructions=expensive),
         row("float32 ragged", replace(float32, even=False), 16, 12),
-        row("lean ragged", replace(lean, even=False), 2 + gradient + moments, 2 + moments, instructions=dear),
-        *of_blocks,
+        row("lean ragged", replace(lean, even=False), 2 + gradient + moments, 2 + moments, instructions=expensive),
+        *block_scaled_weights,
     ]
 
 
-def _of_a_step() -> list[Case]:
+def _training_steps() -> list[Case]:
     delayed, most_recent = recipes.delayed(), recipes.delayed(power_of_two=False, algorithm="most_recent")
-    history = "each value of a history moves one place, which no alignment allows"
+    history = "each value of a history moves by one position, so that accesses cannot be aligned"
     one = {"wide loads": "it reads two numbers", "wide stores": "it writes one number"}
-    pairs = {"wide loads": "of the tables' doubled angles one of each is read"}
+    pairs = {"wide loads": "of each pair of equal angles in the tables only one is read"}
 
     def rolled(recipe: Recipe) -> Callable[[], object]:
         assert recipe.delayed is not None
@@ -326,7 +338,7 @@ def _of_a_step() -> list[Case]:
         options = (rule.get("smoothing", 0.0), rule.get("z_loss", 0.0), rule.get("cap", 0.0))
         return lambda: cross_entropy.rows(logits, targets, None, gradient, (-100, *options), padded=True)
 
-    # The rows in flight, 800 of 256 KB, are more than a second-level cache holds: the gradient reads them again.
+    # The rows in flight, 800 of 256 KB, do not fit into the L2 cache: the gradient reads them again.
     read_twice = {"logits": 3}
     return [
         Case(name="roll", launch=rolled(delayed), exceptions={"wide loads": history, "wide stores": history}),
@@ -430,7 +442,7 @@ def _fused() -> list[Case]:
             exceptions=order,
         ),
         Case(name="RMSNorm back", trips=BACK, launch=back("RMSNorm")),
-        Case(name="LayerNorm back", trips=BACK, trips_beside={"column_sums": (9,)}, launch=back("LayerNorm")),
+        Case(name="LayerNorm back", trips=BACK, trips_by_kernel={"column_sums": (9,)}, launch=back("LayerNorm")),
         Case(name="LayerNorm back 16384", trips=(*BACK, (1, 4)), launch=back("LayerNorm", 16384)),
         Case(name="swiglu", launch=activated("swiglu", output=True)),
         Case(name="swiglu+amax", launch=activated("swiglu", POWER)),
@@ -468,10 +480,10 @@ def _in_narrow_blocks() -> list[Case]:
         kinds = [QuantSpec(E2M1, (1, 16), "two_level", rounding, hadamard) for hadamard in (False, True)]  # type: ignore[arg-type]
 
         def launch() -> None:
-            way = block_scaled.plan_launch_two_level(matrix(), kinds[0], kinds[1], RequestedOperands())
-            assert way is not None
-            # What measures is a row of what is emulated.
-            run(list(way.launches(((1, 2, 3), (True, True)))[1:]))
+            plan = block_scaled.plan_launch_two_level(matrix(), kinds[0], kinds[1], RequestedOperands())
+            assert plan is not None
+            # The first launch, which measures, belongs to a row of `_emulated`.
+            run(list(plan.launches(((1, 2, 3), (True, True)))[1:]))
 
         return launch
 
@@ -565,7 +577,7 @@ def _decoded() -> list[Case]:
     def launch(spec: QuantSpec) -> Callable[[], object]:
         return lambda: decode.decode(operand(spec))
 
-    lone = {"wide loads": "each row has a scale of four bytes beside 128 of codes"}
+    lone = {"wide loads": "each row has a scale of four bytes for 128 of codes"}
     narrow = {"row": lone, "1x128": lone}
     return [
         Case(name=f"decode {name}", launch=launch(spec), exceptions=narrow.get(name, {}))
@@ -589,13 +601,13 @@ def _emulated() -> list[Case]:
         noise = emulation.StochasticRounding(1, 2, 3, counts) if spec.rounding == "stochastic" else None
         return lambda: emulation.two_level_values(matrix(height), spec, other, keeps, noise)
 
-    def kept(spec: QuantSpec) -> Callable[[], object]:
+    def saved(spec: QuantSpec) -> Callable[[], object]:
         height = spec.block[1]
         assert height is not None
         codes = matrix(dtype=torch.float8_e4m3fn)
         return lambda: emulated_blocks.saved_values(codes, matrix(ROWS // height, dtype=torch.uint8), spec)
 
-    def kept_two_levels() -> object:
+    def saved_two_levels() -> object:
         codes = torch.empty(ROWS // 16, 2, COLUMNS, dtype=torch.int32, device="meta")
         return emulation.cached_two_level_values(codes, matrix(ROWS // 16 + 1, dtype=torch.uint8))
 
@@ -603,9 +615,9 @@ def _emulated() -> list[Case]:
         return matrix(dtype=FLOAT32)
 
     def folded(bias: bool, scales: bool) -> Callable[[], object]:
-        of_rows, of_columns = (torch.empty(n, device="meta") if scales else None for n in (ROWS, COLUMNS))
+        row_scale, column_scale = (torch.empty(n, device="meta") if scales else None for n in (ROWS, COLUMNS))
         added = torch.empty(COLUMNS, dtype=BF16, device="meta") if bias else None
-        return lambda: emulation.fold(product(), BF16, added, of_rows, of_columns)
+        return lambda: emulation.fold(product(), BF16, added, row_scale, column_scale)
 
     few = "the random words leave registers for two elements of each of sixteen rows"
     drawn = {"wide loads": few, "wide stores": few}
@@ -616,9 +628,9 @@ def _emulated() -> list[Case]:
     bytewise = {
         **exact,
         "shared bytes": "a scale for 128 rows of a column is a byte",
-        "overlap": "not mended: 181 registers",
+        "overlap": "not fixed: 181 registers",
     }
-    halves = dict.fromkeys(("sectors loaded", "sectors stored"), "not mended: a thread moves 16 bytes of 32")
+    halves = dict.fromkeys(("sectors loaded", "sectors stored"), "not fixed: a thread moves 16 bytes of 32")
     both = {**both, **halves}
     drawn = {**drawn, **halves, "instructions": "ten rounds of two-word Philox for four elements"}
     drawn["overlap"] = "136 registers on sm_100, whose NVFP4 GEMMs are native: none of its recipes launches this"
@@ -638,8 +650,8 @@ def _emulated() -> list[Case]:
         ),
         Case(name="values 1x128 kept", launch=values(QuantSpec(E4M3, (1, 128)), True), exceptions=bytewise),
         Case(name="values 128x128", launch=values(QuantSpec(E4M3, (128, 128)), False)),
-        Case(name="kept values 1x32", launch=kept(mx)),
-        Case(name="kept values 1x128", launch=kept(QuantSpec(E4M3, (1, 128)))),
+        Case(name="kept values 1x32", launch=saved(mx)),
+        Case(name="kept values 1x128", launch=saved(QuantSpec(E4M3, (1, 128)))),
         Case(name="values 1x16 amaxes", launch=two_levels(line, rotated, False), exceptions=both),
         Case(name="values 1x16 kept", launch=two_levels(line, rotated, True), exceptions=halves),
         Case(name="values 16x16", launch=two_levels(four_square, four_square, False), exceptions=halves),
@@ -649,7 +661,7 @@ def _emulated() -> list[Case]:
             launch=two_levels(line, rotated, True, 8176),
             exceptions=halves,
         ),
-        Case(name="kept values 1x16", launch=kept_two_levels),
+        Case(name="kept values 1x16", launch=saved_two_levels),
         Case(name="fold", launch=folded(False, True)),
         Case(name="fold with a bias", launch=folded(True, False)),
         Case(name="round two products", launch=lambda: emulation.round_two(product(), product(), BF16)),
@@ -668,9 +680,9 @@ def _groups() -> list[Case]:
 
     def rows(dtype: torch.dtype, biased: bool = False, scaled: bool = False) -> Callable[[], object]:
         bias = torch.empty(experts, features, dtype=BF16, device="meta") if biased else None
-        of_rows, of_columns = (numbers(ROWS), numbers(experts * features)) if scaled else (None, None)
+        row_scale, column_scale = (numbers(ROWS), numbers(experts * features)) if scaled else (None, None)
         w = matrix(experts * features)
-        return lambda: emulation.multiply(matrix(), w, ends(), features, dtype, bias, of_rows, of_columns)
+        return lambda: emulation.multiply(matrix(), w, ends(), features, dtype, bias, row_scale, column_scale)
 
     def sums(dtype: torch.dtype, scaled: bool = False) -> Callable[[], object]:
         scales = (numbers(experts, COLUMNS), numbers(experts, features)) if scaled else (None, None)
@@ -683,27 +695,30 @@ def _groups() -> list[Case]:
     deep, tall = COLUMNS // 64, ROWS // experts // 64
     one = ROWS * COLUMNS * features
     byte = {"shared bytes": "one byte a thread on sm_100, of no tile"}
-    few = {**byte, "instructions": "128 rows of a group are two rounds of its sums, beside what begins and ends them"}
-    of_rows: dict[str, Any] = {"trips": (experts, deep), "products": {"multiply_groups": one}, "exceptions": byte}
-    of_sums: dict[str, Any] = {"trips": (tall,), "products": {"sum_groups": one}, "exceptions": few}
+    few = {
+        **byte,
+        "instructions": "128 rows of a group are two rounds of its sums, in addition to the prologue and epilogue",
+    }
+    rows_case: dict[str, Any] = {"trips": (experts, deep), "products": {"multiply_groups": one}, "exceptions": byte}
+    sums_case: dict[str, Any] = {"trips": (tall,), "products": {"sum_groups": one}, "exceptions": few}
     return [
-        Case(name="groups' rows", launch=rows(BF16, True, True), **of_rows),
-        Case(name="groups' rows in float32", launch=rows(FLOAT32), **of_rows),
-        Case(name="groups' sums", launch=sums(BF16, True), **of_sums),
-        Case(name="groups' sums in float32", launch=sums(FLOAT32), **of_sums),
+        Case(name="groups' rows", launch=rows(BF16, True, True), **rows_case),
+        Case(name="groups' rows in float32", launch=rows(FLOAT32), **rows_case),
+        Case(name="groups' sums", launch=sums(BF16, True), **sums_case),
+        Case(name="groups' sums in float32", launch=sums(FLOAT32), **sums_case),
     ]
 
 
-#: Attention that `make slow` alone compiles: its name, recipe, whether backward, and what else.
+#: Attention that only `make slow` compiles: name, recipe, whether backward, and other options.
 RARE: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("by heads, 64 features", "tensorwise", False, {"features": 64}),
     ("by heads, 64 features, back", "tensorwise", True, {"features": 64}),
-    # Nothing more is compiled for these: how many heads share keys is told to the program as it runs.
+    # These compile to the same code: how many heads share keys is an argument at run time.
     ("by heads with keys of their own", "tensorwise", False, {"shared": 1}),
     ("by heads with keys of their own, back", "tensorwise", True, {"shared": 1}),
     ("by heads that see all", "tensorwise", False, {"limited": False}),
     ("by heads that see all, back", "tensorwise", True, {"limited": False}),
-    # Backward never sees them.
+    # The backward kernels take no sinks.
     ("by heads with sinks", "tensorwise", False, {"sinks": True}),
     ("by rows", "rowwise", False, {}),
     ("by rows back", "rowwise", True, {}),
@@ -748,12 +763,12 @@ def _attention() -> list[Case]:
     few = {
         "local memory": "128 features a head: registers do not suffice up to sm_89, where codes are made of bits",
         "shared bytes": "one byte a thread on sm_100, of no tile",
-        "wide loads": "each row of codes has a scale beside it, and each query its run of keys, its sum and its Δ",
+        "wide loads": "each row of codes has a scale, and each query its run of keys, its sum and its Δ",
         "wide stores": "what only finds Δ writes two numbers a query",
         "overlap": "its sums of products fill the registers of a multiprocessor",
         "instructions": "backward decodes tiles of eight bits again for every 64 queries or keys",
     }
-    # Of a head's queries with its keys, over 128 features; all pairs are seen.
+    # Multiply-adds of all queries with all keys, over 128 features.
     one = batch * heads * tokens**2 * 128
     back = {"attention_rows": 4 * one, "attention_rows #2": 3 * one, "attention_columns": 4 * one}
     trips = {
@@ -761,11 +776,11 @@ def _attention() -> list[Case]:
         "attention_rows #2": (1, tiles["attention_rows"]),
         "attention_columns": (4, 1, tiles["attention_columns"]),
     }
-    # Of rows whose share of a rate is not asked.
+    # Of rows whose loop counts are unknown.
     uncounted = {
         **few,
         "local memory": "of 64 features too where codes are made of bits; of scales of rows on Hopper too",
-        "trips": "how often it goes round is not told: it is read for what it holds and moves",
+        "trips": "loop counts are unknown: only registers, memory and accesses are checked",
     }
     return [
         Case(
@@ -778,7 +793,7 @@ def _attention() -> list[Case]:
         Case(
             name="attention by heads back",
             launch=launch("tensorwise", True),
-            trips_beside=trips,
+            trips_by_kernel=trips,
             products=back,
             exceptions={**few, "trips": "on Ampere Δ takes 32 keys at a time: twice the rounds"},
         ),
@@ -812,7 +827,7 @@ def _scans() -> list[Case]:
         g, last = torch.empty_like(x), torch.empty(batch, heads, dim, size, dtype=FLOAT32, device="meta")
         return lambda: ssm.backward_scan(g, last, *given)
 
-    # Of a group's 8 heads by one program, and of a sequence's chunks.
+    # A program loops over the 8 heads of a group, or over the chunks of a sequence.
     shared, chunks = (groups,), (32,)
     trips = {
         "pass_states": chunks,
@@ -821,16 +836,16 @@ def _scans() -> list[Case]:
         "chunk_scan_backward": shared,
         "chunk_scan_backward_rows": shared,
     }
-    beside = {
-        "wide loads": "each token has its step and its sums beside it, and each chunk its last sum",
+    scalars = {
+        "wide loads": "each token has its step and its sums, and each chunk its last sum",
         "wide stores": "gradients of steps and exponents are a number a token and head",
         "instructions": "steps sum in float64, over a hundredth of a scan's bytes",
         "shared bytes": "one byte a thread on sm_100, of no tile",
     }
-    uncounted = {**beside, "trips": "how often it goes round is not told: it is read for what it holds and moves"}
+    uncounted = {**scalars, "trips": "loop counts are unknown: only registers, memory and accesses are checked"}
     return [
-        Case(name="scan", launch=launch(False), trips_beside=trips, exceptions=beside),
-        Case(name="scan back", launch=launch(True), trips_beside=trips, exceptions=beside),
+        Case(name="scan", launch=launch(False), trips_by_kernel=trips, exceptions=scalars),
+        Case(name="scan back", launch=launch(True), trips_by_kernel=trips, exceptions=scalars),
         Case(name="scan ragged", launch=launch(False, 2030), exceptions=uncounted, rare=True),
         Case(name="scan packed back", launch=launch(True, 2030, True), exceptions=uncounted, rare=True),
         Case(name="scan of wide states", launch=launch(False, size=256), exceptions=uncounted, rare=True),
@@ -851,10 +866,10 @@ def _scans() -> list[Case]:
 
 def _convolutions() -> list[Case]:
     """Convolutions of x, B and C: 6144 adjacent channels in the output of a projection."""
-    batch, inner, beside, taps = 4, 4096, 2048, 4
+    batch, inner, states, taps = 4, 4096, 2048, 4
 
     def launch(back: bool, length: int = 2048, packed: bool = False, dtype: torch.dtype = BF16) -> Callable[[], object]:
-        lead, channels = (1, batch * length) if packed else (batch, length), inner + beside
+        lead, channels = (1, batch * length) if packed else (batch, length), inner + states
         whole = torch.empty(*lead, inner + channels + 64, dtype=dtype, device="meta")
         weight, bias = (torch.empty(channels, *end, dtype=dtype, device="meta") for end in ((taps,), ()))
         cu = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
@@ -865,17 +880,17 @@ def _convolutions() -> list[Case]:
         g = torch.empty(*lead, channels, dtype=dtype, device="meta")
         return lambda: ssm.backward(g, *given)
 
-    dear = {"instructions": "each of four taps converts, multiplies and adds every element"}
+    expensive = {"instructions": "each of four taps converts, multiplies and adds every element"}
     return [
-        Case(name="convolution", launch=launch(False), exceptions=dear),
-        Case(name="convolution back", launch=launch(True), exceptions=dear),
-        Case(name="convolution packed", launch=launch(False, 2030, True), exceptions=dear, rare=True),
-        Case(name="convolution packed back", launch=launch(True, 2030, True), exceptions=dear, rare=True),
+        Case(name="convolution", launch=launch(False), exceptions=expensive),
+        Case(name="convolution back", launch=launch(True), exceptions=expensive),
+        Case(name="convolution packed", launch=launch(False, 2030, True), exceptions=expensive, rare=True),
+        Case(name="convolution packed back", launch=launch(True, 2030, True), exceptions=expensive, rare=True),
         Case(name="convolution float32 back", launch=launch(True, dtype=FLOAT32), rare=True),
     ]
 
 
-#: Helper kernels first: what another row launches on the way is theirs.
+#: Helper kernels first: a launch belongs to the first row that makes it.
 CASES: list[Case] = [
     *_per_tensor(),
     *_by_rows_and_blocks(),
@@ -884,8 +899,8 @@ CASES: list[Case] = [
     *_decoded(),
     *_emulated(),
     *_groups(),
-    *_of_a_step(),
-    *_of_optimizers(),
+    *_training_steps(),
+    *_optimizers(),
     *_attention(),
     *_scans(),
     *_convolutions(),

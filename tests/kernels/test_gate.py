@@ -22,10 +22,10 @@ from tests.kernels.gate.best import BEHIND, BEST
 from tests.kernels.gate.ceilings import Ceilings
 from tests.kernels.gate.check import Checked, failures
 from tests.kernels.gate.record import ARCHITECTURES, SIBLINGS
-from tests.kernels.gate.turns import LONG, SHORT, SIDES, in_turn, length, parted
+from tests.kernels.gate.selection import LONG, SHORT, SIDES, length, sampled, split_name
 
 ROOT = Path(__file__).parents[2]
-#: Those that a card is prepared for ("sm_90"): their launches are all compiled, slow tests or not.
+#: Architectures ("sm_90") whose launches are all compiled, slow tests or not.
 PREPARED = {architecture(text) for text in os.environ.get("QUAVER_TEST_GATE", "").split()}
 #: What would change the machine code, or keep Triton from making any.
 FOREIGN = "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_DEFAULT_FP_FUSION", "DISABLE_PTXAS_OPT", "TRITON_KERNEL_DUMP"
@@ -38,7 +38,7 @@ def compiling(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-# Every launch on every architecture, by what it compiled to when measured.json was written; of some that is seen again.
+# Every launch on every architecture, by its figures in measured.json; some are compiled again.
 def test_compiled_kernels_keep_the_rules_and_their_ceilings() -> None:
     done = compiling("-m", "tests.kernels.gate", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,44 +55,47 @@ def test_all_kernels_keep_them_on_every_architecture(arch: int) -> None:
 
 
 def test_every_architecture_is_compiled_or_launches_the_kernels_of_a_compiled_one() -> None:
-    # That it does, the gate holds.
+    # That they launch the same kernels is checked by the gate itself.
     assert {arch for arch in TRAITS if arch >= KERNELS} == {*ARCHITECTURES, *SIBLINGS}
     assert set(SIBLINGS.values()) <= set(ARCHITECTURES) and not set(SIBLINGS) & set(ARCHITECTURES)
 
 
 def test_short_rows_and_every_kernel_are_compiled_before_and_after_hopper() -> None:
-    # The gate itself holds the table to be what is launched.
+    # That the table lists exactly what is launched is checked by the gate itself.
     table = ceilings.load().rows
-    turns = in_turn(table, CASES)
-    assert all(f"sm_{arch}" in table[name] for arch, names in turns.items() for name in names)
-    regular = {name for name in table if parted(name)[0] not in {case.name for case in CASES if case.rare}}
-    kernels = {arch: {parted(name)[1] for name in names} for arch, names in turns.items()}
+    selected = sampled(table, CASES)
+    assert all(f"sm_{arch}" in table[name] for arch, names in selected.items() for name in names)
+    regular = {name for name in table if split_name(name)[0] not in {case.name for case in CASES if case.rare}}
+    kernels = {arch: {split_name(name)[1] for name in names} for arch, names in selected.items()}
     before, after = ({kernel for arch in side for kernel in kernels[arch]} for side in SIDES)
-    assert before | after == {parted(name)[1] for name in regular}
+    assert before | after == {split_name(name)[1] for name in regular}
     # Those that no launch compiles quickly for are on one side, some on each.
     slow = {
         kernel
         for kernel in before | after
-        if all(length(table[name]) > LONG for name in regular if parted(name)[1] == kernel)
+        if all(length(table[name]) > LONG for name in regular if split_name(name)[1] == kernel)
     }
     assert before ^ after <= slow and len(slow) < 15 and slow & before and slow & after
-    compiled = {name for names in turns.values() for name in names}
-    rows = {parted(name)[0]: [other for other in regular if parted(other)[0] == parted(name)[0]] for name in regular}
+    compiled = {name for names in selected.values() for name in names}
+    rows = {
+        split_name(name)[0]: [other for other in regular if split_name(other)[0] == split_name(name)[0]]
+        for name in regular
+    }
     short = [launches for launches in rows.values() if all(length(table[name]) <= SHORT for name in launches)]
     assert len(short) > len(rows) / 4 and all(compiled.issuperset(launches) for launches in short)
-    assert sum(map(len, turns.values())) < len(table)
-    assert set(BEST) <= turns[90]
+    assert sum(map(len, selected.values())) < len(table)
+    assert set(BEST) <= selected[90]
 
 
 def broken_by_planted_kernels() -> dict[str, dict[str, list[str]]]:
-    """By kernel and architecture: from measured.json, and compiled where they are not as they were."""
+    """Rules that each kernel breaks, by architecture: from measured.json, or compiled if a kernel changed."""
     known, names = bad.known(measured.load()), {one.name for one in bad.recorded()}
     if all(codes.keys() == names for codes in known.values()):
         return bad.broken(known)
     done = compiling("-m", "tests.kernels.gate.bad")
     assert done.returncode == 0, done.stderr
-    said: dict[str, dict[str, list[str]]] = json.loads(done.stdout)
-    return said
+    rules: dict[str, dict[str, list[str]]] = json.loads(done.stdout)
+    return rules
 
 
 def test_each_rule_fires_on_a_kernel_that_breaks_it() -> None:
@@ -108,7 +111,7 @@ def test_each_rule_fires_on_a_kernel_that_breaks_it() -> None:
         # Before Hopper codes are rounded on their bits, which takes many registers.
         assert ("overlap" in broken["one program"][arch]) == (arch == "90")
         assert broken["goes round"][arch] == ["trips"]
-        # Instructions are held to the copy rate of an H200, and of no other card.
+        # Instructions are compared with the copy rate of an H200 only.
         assert broken["grinds"][arch] == (["instructions"] if arch == "90" else [])
     # Later versions of Triton may cast directly.
     if triton.__version__.startswith("3.6."):
@@ -119,7 +122,7 @@ ROW = {"registers": 40, "shared": 0, "instructions": 100, "per_element": 4.0, "l
 
 
 def wrong(row: dict[str, Any] | None, table: dict[str, Any], arch: int = 100) -> list[str]:
-    """What the gate says of one launch called "row" with these figures, or of none."""
+    """The failures of one launch called "row" with these figures, or of no launch."""
     checked = [] if row is None else [Checked("row: kernel", row, ())]
     return failures(checked, arch, Ceilings(triton.__version__, table))
 
@@ -146,16 +149,16 @@ def test_figures_at_their_ceilings_or_below_pass() -> None:
     ids=str,
 )
 def test_a_figure_above_its_ceiling_fails_and_names_the_command(change: dict[str, Any]) -> None:
-    (said,) = wrong(ROW | change, table())
-    assert next(iter(change)) in said
-    assert "python -m tests.kernels.gate --update --only 'row'" in said
+    (message,) = wrong(ROW | change, table())
+    assert next(iter(change)) in message
+    assert "python -m tests.kernels.gate --update --only 'row'" in message
 
 
 def test_a_launch_without_a_row_fails_and_a_row_without_a_launch() -> None:
-    (said,) = wrong(ROW, {})
-    assert "has no ceilings" in said and "--update --only 'row'" in said
-    (said,) = wrong(None, table())
-    assert "launched by no row" in said and "--update" in said
+    (message,) = wrong(ROW, {})
+    assert "has no ceilings" in message and "--update --only 'row'" in message
+    (message,) = wrong(None, table())
+    assert "launched by no row" in message and "--update" in message
 
 
 def test_other_versions_of_triton_keep_the_rules_without_the_ceilings() -> None:
@@ -170,14 +173,14 @@ def test_more_instructions_than_were_reached_before_fail(monkeypatch: pytest.Mon
     assert wrong(ROW, rows, 90) == ["row: kernel: per_element 4.0, 3.5 was reached before"]
     monkeypatch.setattr("tests.kernels.gate.check.BEHIND", {"row: kernel": ("per_element", 4.5)})
     monkeypatch.setattr("tests.kernels.gate.check.BEST", {})
-    (said,) = wrong(ROW, rows, 90)
-    assert "move its row" in said
+    (message,) = wrong(ROW, rows, 90)
+    assert "move its row" in message
     assert not set(BEST) & set(BEHIND)
 
 
 def test_fewer_programs_side_by_side_than_the_table_has_fail() -> None:
-    (said,) = wrong(ROW | {"programs": 2}, table(programs=3))
-    assert "programs 2, the table has 3" in said
+    (message,) = wrong(ROW | {"programs": 2}, table(programs=3))
+    assert "programs 2, the table has 3" in message
     assert wrong(ROW | {"programs": 4}, table(programs=3)) == []
 
 

@@ -1,6 +1,6 @@
 """Kernels that do what the rules forbid, so that a test sees each rule fire.
 
-What became of them on sm_89 and sm_90 is in measured.json. `python -m tests.kernels.gate.bad` compiles them and prints,
+Their figures on sm_89 and sm_90 are in measured.json. `python -m tests.kernels.gate.bad` compiles them and prints,
 as JSON, the rules that each breaks.
 """
 
@@ -28,7 +28,7 @@ from tests.kernels.gate.record import Recorded
 from tests.kernels.gate.rules import RULES
 
 ARCHITECTURES = 89, 90
-#: The row that these are launches of, which is none of cases.py.
+#: The row that these launches belong to, which is not in cases.py.
 ROW = "planted"
 
 
@@ -117,7 +117,7 @@ def launches() -> dict[str, KernelLaunch]:
         "casts": describe(casts, one, (float32, data(torch.float8_e4m3fn)), (), {"N": 2048}, 4),
         "strides of 1023": describe(copies, one, (bf16, bf16), (1023,), block, 4),
         "strides of 1024": describe(copies, one, (bf16, bf16), (1024,), block, 4),
-        # Of each sector of 32 bytes a program reads a half, or writes one.
+        # A program reads or writes half of each sector of 32 bytes.
         "half of a sector read": describe(
             amax, one, (bf16, float32, words), (8192, 4096, 4096, 1), {**narrow, "EVEN": True, "TALL": False}, 4
         ),
@@ -134,26 +134,32 @@ def recorded() -> list[Recorded]:
     return [Recorded(row, f"{ROW}: {name}", launch) for name, launch in launches().items()]
 
 
-def known(kept: Measured) -> dict[int, dict[str, Code]]:
-    """By architecture and name, what measured.json has of the kernels as they are now."""
+def known(stored: Measured) -> dict[int, dict[str, Code]]:
+    """By architecture and name, the code figures in measured.json of the kernels that did not change since."""
     planted = recorded()
-    held = {arch: kept.holding({one.name: key(one, arch) for one in planted}, arch) for arch in ARCHITECTURES}
-    return {arch: {name: code(of, arch) for name, of in figures.items()} for arch, figures in held.items()}
+    current = {arch: stored.current({one.name: key(one, arch) for one in planted}, arch) for arch in ARCHITECTURES}
+    return {
+        arch: {name: code(codes_of_arch, arch) for name, codes_of_arch in figures.items()}
+        for arch, figures in current.items()
+    }
 
 
 def fresh() -> dict[int, dict[str, Code]]:
-    """The same of all, compiled."""
+    """Compile all of them, and return the same."""
     planted = recorded()
     codes = {arch: read([compiled(one.launch, arch) for one in planted], arch) for arch in ARCHITECTURES}
-    return {arch: {one.name: code for one, code in zip(planted, of, strict=True)} for arch, of in codes.items()}
+    return {
+        arch: {one.name: code for one, code in zip(planted, codes_of_arch, strict=True)}
+        for arch, codes_of_arch in codes.items()
+    }
 
 
 def broken(codes: Mapping[int, Mapping[str, Code]]) -> dict[str, dict[str, list[str]]]:
     """By kernel and architecture, the rules that it breaks."""
     return {
         one.kernel: {
-            str(arch): [rule for rule, offence in RULES.items() if offence(of[one.name], one)]
-            for arch, of in codes.items()
+            str(arch): [rule for rule, offence in RULES.items() if offence(codes_of_arch[one.name], one)]
+            for arch, codes_of_arch in codes.items()
         }
         for one in recorded()
     }

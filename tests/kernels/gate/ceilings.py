@@ -37,12 +37,12 @@ class Ceilings:
 def figures(recorded: Recorded, code: Code) -> Row:
     """A row of the table."""
     row: Row = {"registers": code.registers, "shared": code.shared, "instructions": code.instructions}
-    share = recorded.threads_an_element
+    share = recorded.threads_per_element
     if share is not None:
         row["per_element"] = round(code.instructions * share, 2)
     row["bytes"] = recorded.bytes
     if not recorded.case.rare:
-        # How often the others go round their loops is not told.
+        # Rows of rare launches give no loop counts.
         row["a_byte"] = instructions_a_byte(recorded, code)
     if recorded.products:
         row["products"] = recorded.products
@@ -57,7 +57,7 @@ def instructions_a_byte(recorded: Recorded, code: Code) -> float:
 
 
 def above(row: Row, ceiling: Row) -> list[str]:
-    """What is above the table, in words."""
+    """Messages for the figures above those in the table."""
     higher = []
     for name in ("registers", "shared", "instructions", "per_element"):
         if name in row and row[name] > ceiling.get(name, 0):

@@ -1,4 +1,4 @@
-"""One architecture through the gate: rules, ceilings, and the fewest instructions that were reached before."""
+"""Check the launches of one architecture: rules, ceilings, and the fewest instructions that were reached before."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,64 +23,66 @@ class Checked:
     name: str
     row: Row
     broken: tuple[str, ...]
-    #: As measured.json has them, {} where it does not compile.
+    #: As in measured.json; {} where it does not compile.
     figures: measured.Figures = field(default_factory=dict)
 
 
 def measure(launches: Sequence[Recorded], arch: int) -> list[Checked]:
-    """Compile these launches for sm_`arch`, and read what became of them."""
-    read_of, kernels, dead = [], [], []
+    """Compile these launches for sm_`arch`, and check their machine code."""
+    read_of, kernels, failed = [], [], []
     for recorded in launches:
         try:
             kernels.append(compiled(recorded.launch, arch))
             read_of.append(recorded)
         except Exception as error:
-            # Whatever a compiler dies of; the others are still read.
-            said = f"does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            dead.append(Checked(recorded.name, {}, (said,)))
+            # A compiler raises errors of any kind; the other kernels are still checked.
+            message = f"does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            failed.append(Checked(recorded.name, {}, (message,)))
     codes = read(kernels, arch)
-    return dead + [judged(recorded, code) for recorded, code in zip(read_of, codes, strict=True)]
+    return failed + [judge(recorded, code) for recorded, code in zip(read_of, codes, strict=True)]
 
 
-def judged(recorded: Recorded, code: Code) -> Checked:
+def judge(recorded: Recorded, code: Code) -> Checked:
     """Judge a launch by its machine code, compiled now or recorded."""
     broken = tuple(broken_rules(recorded, code))
     return Checked(recorded.name, ceilings.figures(recorded, code), broken, measured.figures(code, recorded))
 
 
-def through(
-    launches: Sequence[Recorded], compiling: Sequence[Recorded], keys: Mapping[str, str], arch: int, kept: Measured
+def check_launches(
+    launches: Sequence[Recorded], compiling: Sequence[Recorded], keys: Mapping[str, str], arch: int, stored: Measured
 ) -> tuple[list[Checked], list[str]]:
-    """Launches judged, some by compiling them and the others by measured.json; and what that file has otherwise.
-
-    What is neither compiled nor in the file is not judged, and told.
+    """Check launches, some by compiling them and the others by the figures in measured.json.
 
     Args:
-        compiling: those of them that are compiled.
-        keys: of them all, by their names.
+        compiling: those of the launches that are compiled.
+        keys: of all launches, by their names.
+
+    Returns:
+        The checked launches, and messages for those that differ from measured.json. A launch that is neither compiled
+        nor in the file is not checked, and reported.
     """
     fresh = {c.name: c for c in measure(compiling, arch)}
-    held = kept.holding(keys, arch)
-    passed = [r for r in launches if r.name in held and r.name not in fresh]
-    believed = [judged(r, measured.code(held[r.name], arch)) for r in passed]
-    return [*believed, *fresh.values()], unlike(fresh, keys, arch, kept)
+    current = stored.current(keys, arch)
+    unchanged = [r for r in launches if r.name in current and r.name not in fresh]
+    known = [judge(r, measured.code(current[r.name], arch)) for r in unchanged]
+    return [*known, *fresh.values()], changed_launches(fresh, keys, arch, stored)
 
 
-def unlike(fresh: Mapping[str, Checked], keys: Mapping[str, str], arch: int, kept: Measured) -> list[str]:
-    """Launches that are not in measured.json as they are now, by name, and what compiles to other figures than there.
+def changed_launches(fresh: Mapping[str, Checked], keys: Mapping[str, str], arch: int, stored: Measured) -> list[str]:
+    """Names of launches that are missing in measured.json or changed, and messages for those with other figures.
 
     Args:
-        fresh: those that were compiled just now; of the others the seal alone is asked.
+        fresh: those that were compiled just now; of the others only the seal is compared.
         keys: of all launches, by their names.
     """
-    held = kept.holding(keys, arch)
-    told = [name for name in keys if name not in held] if kept.applies else []
-    for name, before in held.items():
+    current = stored.current(keys, arch)
+    messages = [name for name in keys if name not in current] if stored.applies else []
+    for name, before in current.items():
         now = fresh[name].figures if name in fresh else before
         other = sorted(figure for figure in {*now, *before} if now.get(figure) != before.get(figure))
         changes = ", ".join(f"{figure} {now.get(figure, 0)} and not {before.get(figure, 0)}" for figure in other)
-        told += [f"{name} is as it was, and compiles to {changes}"] if changes else []
-    return told
+        messages += [f"{name} is as it was, and compiles to {changes}"] if changes else []
+    return messages
 
 
 def broken_rules(recorded: Recorded, code: Code) -> list[str]:
@@ -88,8 +90,8 @@ def broken_rules(recorded: Recorded, code: Code) -> list[str]:
     unknown = set(recorded.case.exceptions) - set(RULES)
     if unknown:
         return [f"its row excepts {', '.join(sorted(unknown))}; the rules are {', '.join(RULES)}"]
-    said = {name: rule(code, recorded) for name, rule in RULES.items() if name not in recorded.case.exceptions}
-    return [f"{name}: {what}" for name, what in said.items() if what]
+    offences = {name: rule(code, recorded) for name, rule in RULES.items() if name not in recorded.case.exceptions}
+    return [f"{name}: {what}" for name, what in offences.items() if what]
 
 
 def failures(

@@ -1,12 +1,13 @@
-"""What decides the figures of a launch, as one number: the same in any process, checkout and version of Python.
+"""A hash of all that decides the figures of a launch: the same in any process, checkout and version of Python.
 
-It holds the source of the kernel and of every function that it calls, in whatever module; the values that these read;
-signature, constants, known alignments and options; the architecture; how often loops go round; Triton's version; and
-the source of what reads machine code. Comments, docstrings and empty lines are left out. Grids and sizes of tensors
-are too: no machine code depends on them, and figures over bytes are computed at each run.
+It covers the source of the kernel and of every function that it calls, in any module; the values that these read;
+signature, constants, known alignments and options; the architecture; loop counts; Triton's version; and
+the source of the modules that read machine code. Comments, docstrings and empty lines are left out, and so are grids
+and sizes of tensors: no machine code depends on
+them, and figures per byte are computed at each run.
 
-Triton's own keys would not do: a function's holds the line that it stands on, and constants of functions that it calls
-only if those were hashed before (3.6, `DependenciesFinder._update_hash`).
+Triton's own keys do not suffice: a function's key contains its line number, and constants of the functions that it
+calls only if those were hashed before (3.6, `DependenciesFinder._update_hash`).
 """
 
 import ast
@@ -27,16 +28,16 @@ import triton.language as tl
 
 from tests.kernels.gate.record import Recorded
 
-#: What makes figures of machine code.
+#: The modules that compute figures from machine code.
 READERS = "machine_code.py", "flow.py", "layouts.py"
 PLAIN = bool, int, float, str, type(None)
 
 
 def key(recorded: Recorded, arch: int) -> str:
-    """64 hexadecimal digits: launches that have the same have the same figures, those over bytes excepted.
+    """64 hexadecimal digits: launches that have the same have the same figures, except those per byte.
 
     Raises:
-        TypeError: a function that the kernel calls, or a constant, reads what has no known text.
+        TypeError: a value that the kernel or a function reads has a type without a known text.
     """
     launch = recorded.launch
     functions = _Functions()
@@ -44,9 +45,9 @@ def key(recorded: Recorded, arch: int) -> str:
         triton.__version__,
         _readers(),
         arch,
-        functions.told(launch.fn, launch.fn.__name__),
+        functions.describe(launch.fn, launch.fn.__name__),
         launch.signature,
-        [(name, functions.told(value, name)) for name, value in launch.constants.items()],
+        [(name, functions.describe(value, name)) for name, value in launch.constants.items()],
         launch.divisible,
         launch.options,
         recorded.trips,
@@ -56,7 +57,7 @@ def key(recorded: Recorded, arch: int) -> str:
 
 
 def digest(parts: object) -> str:
-    """Of numbers, words, lists and dictionaries, whatever the order of these."""
+    """The hash of numbers, strings, lists and dictionaries; the order of dictionaries does not matter."""
     return sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -94,22 +95,22 @@ def _readers() -> str:
 
 
 class _Functions:
-    """A kernel and all that it calls, numbered as they are met, each once."""
+    """A kernel and all functions that it calls, numbered in the order of their first use."""
 
     def __init__(self) -> None:
-        #: Of each function its bare source, and by name what it reads from outside.
+        #: For each function its bare source, and by name the values that it reads from outside.
         self.parts: list[Any] = []
         self._numbers: dict[int, int] = {}
 
-    def told(self, value: Any, name: str) -> Any:
+    def describe(self, value: Any, name: str) -> Any:
         """A value as text; a function as its number."""
         fn = _function(value)
         if fn is not None:
             return ["function", self._number(fn)]
         if isinstance(value, tl.constexpr):
-            return ["constexpr", self.told(value.value, name)]
+            return ["constexpr", self.describe(value.value, name)]
         if isinstance(value, tuple):
-            return [self.told(one, name) for one in value]
+            return [self.describe(one, name) for one in value]
         if isinstance(value, tl.dtype):
             return ["dtype", str(value)]
         if isinstance(value, PLAIN):
@@ -121,9 +122,9 @@ class _Functions:
         number = self._numbers.get(id(fn))
         if number is None:
             number = self._numbers[id(fn)] = len(self.parts)
-            # Its place is taken before those that it calls, which may call it.
+            # Reserve its place before the functions that it calls are added: they may call it again.
             self.parts.append(None)
-            read = {name: self.told(value, name) for name, value in _reads(fn) if not _of_triton(value)}
+            read = {name: self.describe(value, name) for name, value in _reads(fn) if not _of_triton(value)}
             self.parts[number] = [_bare_source(fn), read]
         return number
 

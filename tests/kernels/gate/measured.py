@@ -1,7 +1,7 @@
-"""What was read from the machine code of every launch on every architecture: measured.json, judged without compiling.
+"""measured.json: figures from the machine code of every launch on every architecture, so that it is not compiled again.
 
-A launch has a seal there, of its key and of its figures. Where the seal is what the launch has now, neither the kernel
-nor a figure was changed since it was compiled. With another version of Triton than the file's it holds for nothing.
+An entry has a seal, a hash of the launch's key and of its figures. If the seal of the launch is still the same, neither
+the kernel nor a figure was changed since it was compiled. The file is ignored with another version of Triton.
 """
 
 import json
@@ -19,11 +19,11 @@ from tests.kernels.gate.record import Recorded
 
 PATH = Path(__file__).with_name("measured.json")
 WRITE = "python -m tests.kernels.gate --measure"
-#: Hexadecimal digits of a seal, and launches that a sentence names.
+#: Hexadecimal digits of a seal, and the number of launches that a message names.
 DIGITS, SHOWN = 16, 20
 
 Figures = dict[str, Any]
-#: A launch by its name, on an architecture.
+#: The name of a launch, and an architecture.
 Place = tuple[str, int]
 
 
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """The file, and the version of Triton that it holds for."""
+    """The content of the file, and the version of Triton that it was written with."""
 
     triton: str
     entries: dict[Place, Entry]
@@ -46,64 +46,69 @@ class Measured:
     def applies(self) -> bool:
         return self.triton == triton.__version__
 
-    def holding(self, keys: Mapping[str, str], arch: int) -> dict[str, Figures]:
-        """By name, the figures of those launches that are here as they are now.
+    def current(self, keys: Mapping[str, str], arch: int) -> dict[str, Figures]:
+        """By name, the stored figures of the launches that did not change since.
 
         Args:
             keys: of launches for sm_`arch`, by their names.
         """
-        held = {}
+        figures = {}
         for name, key in keys.items() if self.applies else ():
             entry = self.entries.get((name, arch))
             if entry is not None and entry.seal == seal(key, entry.figures):
-                held[name] = entry.figures
-        return held
+                figures[name] = entry.figures
+        return figures
 
-    def gone(self, keys: Mapping[int, Iterable[str]]) -> list[str]:
-        """What is here and launched no more, of all launches of some architectures, a sentence each."""
+    def stale(self, keys: Mapping[int, Iterable[str]]) -> list[str]:
+        """Entries that no row launches any more, a sentence each.
+
+        Args:
+            keys: by architecture, the names of all launches; entries of other architectures are not checked.
+        """
         launched = {(name, arch) for arch, names in keys.items() for name in names}
         old = [(name, arch) for name, arch in self.entries if arch in keys and (name, arch) not in launched]
         return [f"sm_{arch} {name} is launched no more" for name, arch in old if self.applies]
 
 
-def entry(key: str, of: Figures) -> Entry:
-    """What is written of a launch of this key that has these figures."""
-    return Entry(seal(key, of), of)
+def entry(key: str, figures: Figures) -> Entry:
+    """The entry of a launch with this key and these figures."""
+    return Entry(seal(key, figures), figures)
 
 
-def seal(key: str, of: Figures) -> str:
-    """What says that a launch of this key has these figures."""
-    return digest([key, of])[:DIGITS]
+def seal(key: str, figures: Figures) -> str:
+    """A hash of a launch's key and its figures."""
+    return digest([key, figures])[:DIGITS]
 
 
 def sentence(unknown: Sequence[str]) -> str:
-    """That launches are not in the file as they are now."""
+    """The message for launches that are missing in the file, or changed."""
     shown = "; ".join(unknown[:SHOWN]) + (f"; and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else "")
     return f"measured.json is not of these kernels, or was changed by hand; `{WRITE}` writes what is missing: {shown}"
 
 
 def figures(code: Code, recorded: Recorded) -> Figures:
-    """What the rules and the table read of a launch's code, zeros left out.
+    """The figures of a launch's code that the rules and the table need, without zeros.
 
-    Of its way are left the instructions that a thread executes and the bytes that it moves, with the trips of its row.
+    The path through its blocks is reduced to the instructions that a thread executes and the bytes that it moves, with
+    the trips of its row.
     """
-    kept: Figures = {"executed": list(executed(code.way, recorded.trips))}
+    out: Figures = {"executed": list(executed(code.way, recorded.trips))}
     for name, value in asdict(code).items():
         if name not in ("arch", "way") and value:
-            kept[name] = {str(width): n for width, n in sorted(value.items())} if isinstance(value, dict) else value
-    return kept
+            out[name] = {str(width): n for width, n in sorted(value.items())} if isinstance(value, dict) else value
+    return out
 
 
-def code(of: Figures, arch: int) -> Code:
-    """The code that has these figures; its way is one block without loops."""
-    count, moved = of["executed"]
-    told: dict[str, Any] = {"arch": arch, "way": (Block(count, moved, (), ()),)}
+def code(figures: Figures, arch: int) -> Code:
+    """The code that has these figures; its path is one block without loops."""
+    count, moved = figures["executed"]
+    values: dict[str, Any] = {"arch": arch, "way": (Block(count, moved, (), ()),)}
     for field in fields(Code):
-        if field.name in told:
+        if field.name in values:
             continue
-        value = of.get(field.name, 0 if field.type is int else {})
-        told[field.name] = {int(width): n for width, n in value.items()} if isinstance(value, dict) else value
-    return Code(**told)
+        value = figures.get(field.name, 0 if field.type is int else {})
+        values[field.name] = {int(width): n for width, n in value.items()} if isinstance(value, dict) else value
+    return Code(**values)
 
 
 def load(path: Path = PATH) -> Measured:
@@ -112,13 +117,13 @@ def load(path: Path = PATH) -> Measured:
     entries: dict[Place, Entry] = {}
     for name, groups in data["launches"].items():
         for group in groups:
-            of = {figure: value for figure, value in group.items() if figure != "seals"}
-            entries |= {(name, int(arch)): Entry(seal, of) for arch, seal in group["seals"].items()}
+            figures = {figure: value for figure, value in group.items() if figure != "seals"}
+            entries |= {(name, int(arch)): Entry(seal, figures) for arch, seal in group["seals"].items()}
     return Measured(data["versions"].get("triton", ""), entries)
 
 
 def save(entries: Mapping[Place, Entry], path: Path = PATH) -> None:
-    """Write the file: launches by name, of each a line for all architectures that have the same figures."""
+    """Write the file: launches by name, of each one line for all architectures with the same figures."""
     names = sorted({name for name, _ in entries})
     of_names = [f"{json.dumps(name)}: [\n{_lines(name, entries)}\n]" for name in names]
     versions = json.dumps({"triton": triton.__version__, "ptxas": ptxas_version()})
@@ -127,7 +132,7 @@ def save(entries: Mapping[Place, Entry], path: Path = PATH) -> None:
 
 def _lines(name: str, entries: Mapping[Place, Entry]) -> str:
     groups: dict[str, dict[str, Any]] = {}
-    for arch in sorted(arch for of, arch in entries if of == name):
+    for arch in sorted(arch for other, arch in entries if other == name):
         one = entries[name, arch]
         group = groups.setdefault(json.dumps(one.figures, sort_keys=True), {"seals": {}, **one.figures})
         group["seals"][str(arch)] = one.seal

@@ -7,7 +7,7 @@ from quaver.torch.backends.gpu import launch as launching
 from quaver.torch.backends.gpu.launch import KernelLaunch
 from tests.kernels.cases import Case
 
-#: Those that kernels are compiled for, and what the others that kernels run on launch all the same.
+#: Architectures that kernels are compiled for, and the others, which launch the same kernels as one of these.
 ARCHITECTURES = 80, 86, 89, 90, 100, 120
 SIBLINGS = {87: 80, 88: 86, 101: 100, 103: 100, 110: 100, 121: 120}
 
@@ -21,7 +21,7 @@ class Recorded:
     launch: KernelLaunch
 
     @property
-    def threads_an_element(self) -> float | None:
+    def threads_per_element(self) -> float | None:
         """Threads of a program over its elements: instructions times this are thread-instructions per element."""
         constants = self.launch.constants
         own = constants.get("BM", 0) * constants.get("BN", 0)
@@ -30,15 +30,15 @@ class Recorded:
 
     @property
     def trips(self) -> tuple[int | tuple[int, ...], ...]:
-        """How often a program goes round its loops: as its row says, or its constant STEPS."""
+        """Iterations of a program's loops: as given in its row, or its constant STEPS."""
         steps = self.launch.constants.get("STEPS")
-        beside = self.case.trips_beside
-        told = beside.get(self.kernel, beside.get(self.launch.fn.__name__, self.case.trips))
-        return told or (() if steps is None else (steps,))
+        by_kernel = self.case.trips_by_kernel
+        trips = by_kernel.get(self.kernel, by_kernel.get(self.launch.fn.__name__, self.case.trips))
+        return trips or (() if steps is None else (steps,))
 
     @property
     def kernel(self) -> str:
-        """Its name, and which of the row's launches of that name it is, if not the first: "kernel #2"."""
+        """The kernel's name, with its number if the row launches it several times: "kernel #2"."""
         return self.name.partition(": ")[2]
 
     @property
@@ -48,8 +48,10 @@ class Recorded:
 
     @property
     def bytes(self) -> int:
-        """What the launch cannot but move: each tensor once, or as often as its row says, and what a table says."""
-        return self.case.beside + sum(size * self.case.times.get(name, 1) for name, size in self.launch.sizes.items())
+        """Bytes that the launch must move: each tensor as often as its row gives, and the row's `extra_bytes`."""
+        return self.case.extra_bytes + sum(
+            size * self.case.times.get(name, 1) for name, size in self.launch.sizes.items()
+        )
 
     @property
     def threads(self) -> int:
@@ -59,7 +61,7 @@ class Recorded:
 
 
 def record(cases: Sequence[Case], arch: int) -> list[Recorded]:
-    """What these rows launch on sm_`arch`, in order.
+    """Record what these rows launch on sm_`arch`, in order.
 
     Raises:
         ValueError: a row launches nothing, or two have one name.
@@ -87,19 +89,23 @@ def record(cases: Sequence[Case], arch: int) -> list[Recorded]:
     return recorded
 
 
-def unlike_siblings(cases: Sequence[Case], launches: Sequence[Recorded], arch: int) -> list[str]:
-    """What sm_`arch`, that has these launches, and its siblings do not launch both, a sentence each."""
+def differences_from_siblings(cases: Sequence[Case], launches: Sequence[Recorded], arch: int) -> list[str]:
+    """Launches that differ between sm_`arch` and its siblings, a sentence each.
+
+    Args:
+        launches: those of sm_`arch`.
+    """
     ours = {identity(recorded.launch): recorded.name for recorded in launches}
     sentences = []
-    for sibling in (one for one, of in SIBLINGS.items() if of == arch):
+    for sibling in (key for key, compiled_for in SIBLINGS.items() if compiled_for == arch):
         theirs = {identity(recorded.launch): recorded.name for recorded in record(cases, sibling)}
-        sentences += [f"{theirs[one]}: sm_{sibling} launches it so, sm_{arch} does not" for one in theirs.keys() - ours]
-        sentences += [f"{ours[one]}: sm_{sibling} does not launch it so" for one in ours.keys() - theirs]
+        sentences += [f"{theirs[key]}: sm_{sibling} launches it so, sm_{arch} does not" for key in theirs.keys() - ours]
+        sentences += [f"{ours[key]}: sm_{sibling} does not launch it so" for key in ours.keys() - theirs]
     return sorted(sentences)
 
 
 def identity(launch: KernelLaunch) -> str:
-    """Launches with the same one are compiled to the same machine code."""
+    """Launches with the same identity are compiled to the same machine code."""
     fn = launch.fn
     parts = (fn.__module__, fn.__name__, launch.signature, launch.constants, launch.divisible, launch.options)
     return repr(parts)

@@ -181,8 +181,8 @@ def test_values_without_a_stable_text_are_refused(key: Key) -> None:
 
 def test_keys_are_equal_in_other_processes_and_for_interpreted_kernels() -> None:
     """measured.json was written by a process that compiled; names are hashed by another seed in each."""
-    kept = measured.load()
-    if not kept.applies:
-        pytest.skip(f"measured.json is of triton {kept.triton}")
+    stored = measured.load()
+    if not stored.applies:
+        pytest.skip(f"measured.json is of triton {stored.triton}")
     names = {one.name for one in bad.recorded()}
-    assert all(codes.keys() == names for codes in bad.known(kept).values())
+    assert all(codes.keys() == names for codes in bad.known(stored).values())

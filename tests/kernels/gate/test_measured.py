@@ -1,4 +1,4 @@
-"""Test measured.json: when it is valid, when changes are detected, and what is compiled then."""
+"""Test measured.json: when it is valid, when changes are detected, and which launches are compiled then."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 import triton
 
 from tests.kernels.cases import CASES
-from tests.kernels.gate import bad, ceilings, check, measured, turns
+from tests.kernels.gate import bad, ceilings, check, measured, selection
 from tests.kernels.gate.ceilings import Ceilings
 from tests.kernels.gate.flow import Block
 from tests.kernels.gate.keys import key
@@ -17,7 +17,7 @@ from tests.kernels.gate.machine_code import Code
 from tests.kernels.gate.measured import Measured
 from tests.kernels.gate.record import ARCHITECTURES, Recorded
 
-#: Nothing is spilled, so that some figures are zero.
+#: Some figures are zero, since nothing is spilled.
 CODE = Code(
     arch=90,
     registers=40,
@@ -58,18 +58,18 @@ def test_code_figures_round_trip_and_use_the_longest_path_with_the_loop_counts_o
     again = measured.code(figures, 90)
     assert replace(again, way=CODE.way) == CODE
     assert again.way == (Block(10 + 5 * 60 + 20, 4 + 5 * 16 + 8, (), ()),)
-    assert check.judged(recorded, again) == check.judged(recorded, CODE)
+    assert check.judge(recorded, again) == check.judge(recorded, CODE)
     assert json.loads(json.dumps(figures)) == figures
 
 
 def test_the_file_round_trips_and_architectures_share_lines(tmp_path: Path) -> None:
     figures = measured.figures(CODE, planted())
-    of = entries(figures) | {("row: two", 100): measured.entry("3" * 64, figures | {"registers": 41})}
-    kept = written(tmp_path / "one.json", of)
-    assert kept == Measured(triton.__version__, of)
+    expected = entries(figures) | {("row: two", 100): measured.entry("3" * 64, figures | {"registers": 41})}
+    stored = written(tmp_path / "one.json", expected)
+    assert stored == Measured(triton.__version__, expected)
     lines = (tmp_path / "one.json").read_text().splitlines()
     assert sum('"registers"' in line for line in lines) == 3
-    written(tmp_path / "other.json", dict(reversed(of.items())))
+    written(tmp_path / "other.json", dict(reversed(expected.items())))
     assert (tmp_path / "one.json").read_text() == (tmp_path / "other.json").read_text()
     assert measured.load(tmp_path / "none.json") == Measured("", {})
 
@@ -88,24 +88,24 @@ def test_the_file_round_trips_and_architectures_share_lines(tmp_path: Path) -> N
 )
 def test_a_manually_changed_figure_is_rejected_on_every_architecture(old: str, new: str, tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
-    kept = written(path, entries(measured.figures(CODE, planted())))
-    assert kept.holding(KEYS, 89).keys() == KEYS.keys() and check.unlike({}, KEYS, 89, kept) == []
+    stored = written(path, entries(measured.figures(CODE, planted())))
+    assert stored.current(KEYS, 89).keys() == KEYS.keys() and check.changed_launches({}, KEYS, 89, stored) == []
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
     edited = measured.load(path)
     for arch in (89, 90):
-        assert edited.holding(KEYS, arch).keys() == {"row: two"}
-        assert check.unlike({}, KEYS, arch, edited) == ["row: one"]
+        assert edited.current(KEYS, arch).keys() == {"row: two"}
+        assert check.changed_launches({}, KEYS, arch, edited) == ["row: one"]
 
 
 def test_changed_and_new_launches_are_remeasured_and_missing_ones_reported(tmp_path: Path) -> None:
-    kept = written(tmp_path / "measured.json", entries(measured.figures(CODE, planted())))
+    stored = written(tmp_path / "measured.json", entries(measured.figures(CODE, planted())))
     keys = {"row: one": "4" * 64, "row: three": "3" * 64}
-    assert kept.holding(keys, 90) == {} and check.unlike({}, keys, 90, kept) == ["row: one", "row: three"]
-    assert kept.gone({90: keys}) == ["sm_90 row: two is launched no more"]
-    said = measured.sentence([f"sm_90 row {i}" for i in range(25)])
-    assert "`python -m tests.kernels.gate --measure`" in said and "sm_90 row 19; and 5 more" in said
+    assert stored.current(keys, 90) == {} and check.changed_launches({}, keys, 90, stored) == ["row: one", "row: three"]
+    assert stored.stale({90: keys}) == ["sm_90 row: two is launched no more"]
+    message = measured.sentence([f"sm_90 row {i}" for i in range(25)])
+    assert "`python -m tests.kernels.gate --measure`" in message and "sm_90 row 19; and 5 more" in message
 
 
 def test_recorded_figures_are_judged_by_the_rules_and_the_ceilings(tmp_path: Path) -> None:
@@ -113,19 +113,19 @@ def test_recorded_figures_are_judged_by_the_rules_and_the_ceilings(tmp_path: Pat
     recorded = planted()
     keys = {recorded.name: key(recorded, 90)}
     spilling = measured.figures(replace(CODE, stack=8), recorded)
-    kept = written(tmp_path / "measured.json", {(recorded.name, 90): measured.entry(keys[recorded.name], spilling)})
-    (checked,), other = check.through([recorded], [], keys, 90, kept)
-    assert other == [] and [said.partition(":")[0] for said in checked.broken] == ["local memory", "trips"]
+    stored = written(tmp_path / "measured.json", {(recorded.name, 90): measured.entry(keys[recorded.name], spilling)})
+    (checked,), other = check.check_launches([recorded], [], keys, 90, stored)
+    assert other == [] and [message.partition(":")[0] for message in checked.broken] == ["local memory", "trips"]
     low = Ceilings(triton.__version__, {recorded.name: {"sm_90": checked.row | {"registers": 39}}})
-    assert any("registers 40, the table has 39" in said for said in check.failures([checked], 90, low))
-    assert check.through([recorded], [], {recorded.name: "0" * 64}, 90, kept) == ([], [recorded.name])
+    assert any("registers 40, the table has 39" in message for message in check.failures([checked], 90, low))
+    assert check.check_launches([recorded], [], {recorded.name: "0" * 64}, 90, stored) == ([], [recorded.name])
 
 
 def launches(names: list[str]) -> dict[int, list[Recorded]]:
     cases = {case.name: case for case in CASES}
     launch = bad.recorded()[0].launch
-    of = [Recorded(cases[turns.parted(name)[0]], name, launch) for name in names]
-    return dict.fromkeys(ARCHITECTURES, of)
+    recorded = [Recorded(cases[selection.split_name(name)[0]], name, launch) for name in names]
+    return dict.fromkeys(ARCHITECTURES, recorded)
 
 
 def everywhere(names: set[str]) -> dict[int, set[str]]:
@@ -134,20 +134,20 @@ def everywhere(names: set[str]) -> dict[int, set[str]]:
 
 def test_changed_kernels_are_compiled_on_every_architecture_or_sampled_when_many() -> None:
     table = ceilings.load().rows
-    of = launches(list(table))
-    chosen = turns.chosen(of, everywhere(set()), table, True)
+    recorded = launches(list(table))
+    chosen = selection.select(recorded, everywhere(set()), table, True)
     samples = {arch: [r.name for r in chosen[arch]] for arch in ARCHITECTURES}
-    assert samples == {arch: [n for n in names if n in table] for arch, names in by_arch(turns.SAMPLES).items()}
+    assert samples == {arch: [n for n in names if n in table] for arch, names in by_arch(selection.SAMPLES).items()}
     few = {"attention by heads: attention", "attention 1x128: attention", "cast bf16: cast"}
-    chosen = turns.chosen(of, everywhere(few), table, True)
+    chosen = selection.select(recorded, everywhere(few), table, True)
     for arch in ARCHITECTURES:
-        # That `make slow` alone compiles one launch is its row's word.
+        # The row of "attention 1x128" is rare: only `make slow` compiles its launches.
         assert {r.name for r in chosen[arch]} == few - {"attention 1x128: attention"} | set(samples[arch])
-    turn = turns.in_turn(table, CASES)
-    for left, measured_before in ((set(table), True), (set(table), False)):
-        chosen = turns.chosen(of, everywhere(left), table, measured_before)
+    sampled = selection.sampled(table, CASES)
+    for changed, measured_before in ((set(table), True), (set(table), False)):
+        chosen = selection.select(recorded, everywhere(changed), table, measured_before)
         for arch in ARCHITECTURES:
-            assert {r.name for r in chosen[arch]} == turn[arch] | set(samples[arch] if measured_before else [])
+            assert {r.name for r in chosen[arch]} == sampled[arch] | set(samples[arch] if measured_before else [])
 
 
 def by_arch(samples: dict[int, str]) -> dict[int, list[str]]:
@@ -155,7 +155,7 @@ def by_arch(samples: dict[int, str]) -> dict[int, list[str]]:
 
 
 def test_samples_are_in_the_file_and_cover_different_kernels_before_and_after_hopper() -> None:
-    kept = measured.load()
-    assert {(name, arch) for arch, name in turns.SAMPLES.items()} <= kept.entries.keys()
-    assert len(set(turns.SAMPLES.values())) == len(turns.SAMPLES) >= 3
-    assert all(set(side) & turns.SAMPLES.keys() for side in turns.SIDES)
+    stored = measured.load()
+    assert {(name, arch) for arch, name in selection.SAMPLES.items()} <= stored.entries.keys()
+    assert len(set(selection.SAMPLES.values())) == len(selection.SAMPLES) >= 3
+    assert all(set(side) & selection.SAMPLES.keys() for side in selection.SIDES)
