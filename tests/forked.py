@@ -1,7 +1,7 @@
-"""Programs of tests, forked from a process that has imported what each of them would: a tenth of their time.
+"""Programs of tests, forked from a process that has already imported their libraries: they take a tenth of the time.
 
-Arguments, environment, folder, files, signals, session and exit code are those of a process of its own. A test whose
-claim is what Python does before a program's first line, or what importing takes, starts one.
+Arguments, environment, folder, files, signals, session and exit code are those of a separate process. A test of what
+Python does before a program's first line, or of the time of imports, starts a real process instead.
 """
 
 import fcntl
@@ -23,12 +23,12 @@ from typing import IO, Any
 from tests import forking
 from tests.conftest import PROGRAMS, ROOT
 
-#: Seconds until a process has imported what its stage has.
+#: Seconds in which a process must have imported the libraries of its stage.
 LONGEST = 300
 
 
 def connected(stage: str) -> socket.socket:
-    """A connection to the process of a stage, which the first who asks for it in a run of the tests starts."""
+    """A connection to the process of a stage; the first caller in a run of the tests starts that process."""
     place = os.open(os.environ[PROGRAMS], os.O_RDONLY)
     try:
         lock = os.open("lock", os.O_RDWR | os.O_CREAT, dir_fd=place)
@@ -45,7 +45,7 @@ def connected(stage: str) -> socket.socket:
 
 
 def start(stage: str, place: int) -> None:
-    """Have a stage's process and all before it listen, in an open folder that is locked."""
+    """Start the process of a stage, and those of all stages before it, in an open folder that is locked."""
     stages = list(forking.STAGES)
     if stage in os.listdir(place):
         return
@@ -70,11 +70,11 @@ def start(stage: str, place: int) -> None:
 
 
 @contextmanager
-def _opened(asked: Sequence[Any]) -> Iterator[tuple[list[int], list[IO[bytes] | None]]]:
-    """The numbers of the three files that a process begins with; and the ends of pipes to read."""
+def _opened(requested: Sequence[Any]) -> Iterator[tuple[list[int], list[IO[bytes] | None]]]:
+    """The numbers of the three files that a process starts with, and the read ends of pipes."""
     numbers, opened = [], []
-    pipes: list[IO[bytes] | None] = [None] * len(asked)
-    for place, file in enumerate(asked):
+    pipes: list[IO[bytes] | None] = [None] * len(requested)
+    for place, file in enumerate(requested):
         if file == subprocess.PIPE:
             end, number = os.pipe()
             pipes[place] = os.fdopen(end, "rb")
@@ -100,8 +100,8 @@ def take_terminal() -> None:
 
 
 class Popen:
-    """The part of `subprocess.Popen` used by the trainer and tests, with the stage that has imported the needed
-    libraries.
+    """The part of `subprocess.Popen` used by the trainer and tests, with the stage whose libraries the program
+    needs.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Popen:
             )
             self.connection = connected(stage)
             forking.send(self.connection, program)
-            said = self.connection.recv(8)
-        assert said, f"the process with {stage} has ended"
-        self.pid = int.from_bytes(said, "little")
+            reply = self.connection.recv(8)
+        assert reply, f"the process with {stage} has ended"
+        self.pid = int.from_bytes(reply, "little")
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -166,12 +166,12 @@ class Popen:
     def communicate(self, timeout: float = 600.0) -> tuple[bytes | None, bytes | None]:
         """Output written to pipes; small enough for a pipe to hold the unread part."""
         end = time.monotonic() + timeout
-        said: list[bytes | None] = []
+        outputs: list[bytes | None] = []
         for pipe in self.pipes[1:]:
             with pipe or nullcontext():
-                said.append(pipe and pipe.read())
+                outputs.append(pipe and pipe.read())
         self.wait(end - time.monotonic())
-        return said[0], said[1]
+        return outputs[0], outputs[1]
 
 
 def run(
@@ -183,7 +183,7 @@ def run(
     timeout: float | None = None,
     **options: Any,
 ) -> "subprocess.CompletedProcess[Any]":
-    """As `subprocess.run` does; what the program writes, however much, goes through files."""
+    """Like `subprocess.run`; the output goes through files, so that it may be of any size."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         if capture_output:
             options |= {"stdout": out, "stderr": errors}
@@ -193,25 +193,25 @@ def run(
         except BaseException:
             process.send_signal(signal.SIGKILL)
             raise
-        said: list[Any] = [None, None]
+        outputs: list[Any] = [None, None]
         if capture_output:
             for place, file in enumerate((out, errors)):
                 file.seek(0)
-                said[place] = file.read().decode() if text else file.read()
+                outputs[place] = file.read().decode() if text else file.read()
     assert process.returncode is not None
-    done = subprocess.CompletedProcess(list(command), process.returncode, *said)
+    done = subprocess.CompletedProcess(list(command), process.returncode, *outputs)
     if check:
         done.check_returncode()
     return done
 
 
 def bare(stage: str) -> Any:
-    """As `quick`, of processes that have imported the libraries of a stage alone."""
+    """Like `quick`, with a process that has imported only the libraries of a stage."""
     if sys.platform != "linux":
         return subprocess
     return SimpleNamespace(Popen=partial(Popen, stage=stage), run=partial(run, stage=stage), **KINDS)
 
 
 KINDS = {"PIPE": subprocess.PIPE, "DEVNULL": subprocess.DEVNULL}
-#: In the place of the module of that name; where processes are not forked so, the module.
+#: Replaces the module `subprocess`; where processes cannot be forked like this, it is that module.
 quick: Any = SimpleNamespace(Popen=Popen, run=run, **KINDS) if sys.platform == "linux" else subprocess

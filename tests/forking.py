@@ -1,7 +1,7 @@
 """Processes from which the programs of tests are forked: `python -m tests.forking FOLDER` starts the first of them.
 
 Each has imported the libraries of its stage, is forked from that of the stage before, listens on a socket of FOLDER,
-and forks itself once for every program that it is asked for (tests/forked.py). They end with the run of the tests,
+and forks itself once for every program that is requested (tests/forked.py). They end with the run of the tests,
 which holds FOLDER's pipe open. No backend and no thread of a library is alive in them: those do not survive a fork.
 """
 
@@ -43,7 +43,7 @@ STAGES: dict[str, list[str]] = {
         "tests.forked",
     ],
 }
-#: Each program imports these again: the first looks at its terminal when it is imported, the second is a program.
+#: Each program imports these again: the first checks its terminal at import, the second is a program itself.
 FRESH = ("quaver.train.commands.cli", "benchmarks.acceptance.training")
 #: In FOLDER: the pipe that the run of the tests holds open.
 ALIVE = "alive"
@@ -60,9 +60,9 @@ class Program:
     # Whether it leads a session of its own, and whether its input is the terminal of that session.
     session: bool = False
     terminal: bool = False
-    # Instead of all that: to be the process of this stage.
+    # If not empty, the request starts the process of this stage instead of a program.
     stage: str = ""
-    # In the place of standard input, output and errors.
+    # Descriptors of standard input, output and errors.
     files: list[int] = field(default_factory=list)
 
 
@@ -72,14 +72,14 @@ def address(folder: int, stage: str) -> str:
 
 
 def send(connection: socket.socket, program: Program) -> None:
-    """Ask for a program; its files are sent beside their numbers."""
-    said = json.dumps({**vars(program), "files": []}).encode()
-    socket.send_fds(connection, [len(said).to_bytes(8, "little")], program.files)
-    connection.sendall(said)
+    """Request a program; its files are sent as descriptors."""
+    data = json.dumps({**vars(program), "files": []}).encode()
+    socket.send_fds(connection, [len(data).to_bytes(8, "little")], program.files)
+    connection.sendall(data)
 
 
 def receive(connection: socket.socket) -> Program | None:
-    """What was sent, or nothing from one that has gone."""
+    """Receive a request, or None if the sender has closed the connection."""
     size, files, *_ = socket.recv_fds(connection, 8, 3)
     if not size:
         return None
@@ -88,25 +88,25 @@ def receive(connection: socket.socket) -> Program | None:
 
 
 def serve(stage: str, folder: int, alive: int) -> None:
-    """Import what the stage has and fork programs until the run of the tests ends."""
+    """Import the libraries of the stage and fork programs until the run of the tests ends."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address(folder, f"{stage}-"))
         listener.listen(64)
         os.rename(f"{stage}-", stage, src_dir_fd=folder, dst_dir_fd=folder)
         imports(stage)
-        heard, told = os.pipe()
-        os.set_blocking(told, False)
-        signal.set_wakeup_fd(told)
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         running: dict[int, socket.socket] = {}
         stages: set[int] = set()
         while True:
-            ready = select.select([listener, alive, heard], [], [])[0]
+            ready = select.select([listener, alive, wake_read], [], [])[0]
             if alive in ready:
                 break
-            if heard in ready:
-                os.read(heard, 4096)
-                tell_ends(running)
+            if wake_read in ready:
+                os.read(wake_read, 4096)
+                send_exit_codes(running)
             if listener in ready:
                 connection = listener.accept()[0]
                 program = receive(connection)
@@ -124,17 +124,17 @@ def serve(stage: str, folder: int, alive: int) -> None:
                         os.close(number)
                     continue
                 signal.set_wakeup_fd(-1)
-                for number in (heard, told):
+                for number in (wake_read, wake_write):
                     os.close(number)
                 for each in (listener, connection, *running.values()):
                     each.close()
-                be(program, folder, alive)
+                become(program, folder, alive)
     for child in running.keys() - stages:
         os.kill(child, signal.SIGKILL)
 
 
-def tell_ends(running: dict[int, socket.socket]) -> None:
-    """Send the exit codes of programs that have ended to those who asked for them."""
+def send_exit_codes(running: dict[int, socket.socket]) -> None:
+    """Send the exit codes of programs that have ended to the processes that requested them."""
     while running:
         child, status = os.waitpid(-1, os.WNOHANG)
         if not child:
@@ -153,14 +153,14 @@ def imports(stage: str) -> None:
         conftest.compile_quickly()
     for name in FRESH:
         sys.modules.pop(name, None)
-    # Programs do not walk over what they have not made.
+    # Garbage collection in the programs skips the objects that exist already.
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
-def be(program: Program, folder: int, alive: int) -> NoReturn:
-    """In the forked process: what was asked for, from its first line to its exit code."""
+def become(program: Program, folder: int, alive: int) -> NoReturn:
+    """Run the requested program in the forked process, from its first line to its exit code."""
     code = 1
     try:
         if program.stage:
@@ -183,13 +183,13 @@ def begin(program: Program) -> Callable[[], object]:
         os.close(number)
     if program.terminal:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # What Python opened in this process writes to other files now.
+    # Streams that Python opened in this process write to other files now.
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    asked, own = (read_at_import(each) for each in (program.environment, os.environ))
-    assert asked == own, f"this process has imported libraries under {own}, not {asked}"
+    requested, own = (read_at_import(each) for each in (program.environment, os.environ))
+    assert requested == own, f"this process has imported libraries under {own}, not {requested}"
     os.environ.clear()
     os.environ.update(program.environment)
     os.chdir(program.folder)
@@ -197,10 +197,10 @@ def begin(program: Program) -> Callable[[], object]:
     while arguments[0] == "-W":
         warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
         arguments = arguments[2:]
-    return what(arguments)
+    return load(arguments)
 
 
-def what(arguments: Sequence[str]) -> Callable[[], object]:
+def load(arguments: Sequence[str]) -> Callable[[], object]:
     """The program that a command line names, whose arguments it sets."""
     kind, *rest = arguments
     if kind == "-m":
@@ -251,7 +251,7 @@ def end(program: Program) -> int:
 
 
 def main(folder: str) -> None:
-    # What the tests' terminal sends is for the tests.
+    # An interrupt from the tests' terminal is meant for the tests only.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     place = os.open(folder, os.O_RDONLY)
     if os.fork():
@@ -260,7 +260,7 @@ def main(folder: str) -> None:
 
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those variables that libraries read as they are imported; all programs have one thread."""
+    """Variables that libraries read when they are imported; all programs have one thread."""
     names = ("JAX_", "TRITON_", "TORCH", "MKL_", "PYTHON", "MPL")
     return {name: value for name, value in environment.items() if name.startswith(names)}
 
