@@ -1,4 +1,4 @@
-"""What once was a traceback, or ran for ever, is a sentence: by the command line, and where packages are missing."""
+"""Errors that once were tracebacks or endless runs give one sentence; also where packages are missing."""
 
 import os
 import subprocess
@@ -24,10 +24,10 @@ def quaver(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="quaver")
 
 
-def refused(result: Result, said: str) -> None:
-    """One sentence on stderr, exit code 1, no exception that typer had to catch."""
+def assert_refused(result: Result, message: str) -> None:
+    """Check for one sentence on stderr, exit code 1, and no exception that typer had to catch."""
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
-    assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--device", "meta"], "the device 'meta' is not available (quaver trains on cpu and cuda)"),
         (["--framework", "jax", "--device", "cpu:-1"], "the device 'cpu:-1' is not available to JAX"),
@@ -56,26 +56,28 @@ def toml(make_config: MakeConfig, tmp_path: Path) -> Path:
     ],
 )
 def test_an_impossible_option_gives_one_clear_error(
-    toml: Path, tmp_path: Path, arguments: list[str], said: str
+    toml: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    refused(quaver("train", "--config", toml, "--quiet", *arguments), said)
+    assert_refused(quaver("train", "--config", toml, "--quiet", *arguments), message)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_pipe_is_not_read_for_ever(toml: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for option in ("--text", "--config"):
-        refused(quaver("train", "--config", toml, "--quiet", option, tmp_path / "pipe"), "pipe is a pipe, a device")
+        assert_refused(
+            quaver("train", "--config", toml, "--quiet", option, tmp_path / "pipe"), "pipe is a pipe, a device"
+        )
 
 
 @pytest.mark.parametrize(("option", "number"), [("--tokens", "9" * 30), ("--micro-batches", "-1")])
 def test_a_plan_of_too_many_tokens_gives_one_clear_error(option: str, number: str) -> None:
     result = quaver("plan", "--gpu", "h100", "--model", "tiny", "--recipe", "mxfp8", option, number)
-    refused(result, "give a number from 1 to 1000000000000")
+    assert_refused(result, "give a number from 1 to 1000000000000")
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("x = " + "[" * 9000, "nested too deeply"),
         ("batch = " + "9" * 5000, "is not valid TOML"),
@@ -84,9 +86,9 @@ def test_a_plan_of_too_many_tokens_gives_one_clear_error(option: str, number: st
         ('out = "a\\u0000"', "which is not valid Unicode text"),
     ],
 )
-def test_an_odd_configuration_gives_one_clear_error(tmp_path: Path, content: str, said: str) -> None:
+def test_an_odd_configuration_gives_one_clear_error(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "c.toml").write_text(content)
-    refused(quaver("train", "--config", tmp_path / "c.toml"), said)
+    assert_refused(quaver("train", "--config", tmp_path / "c.toml"), message)
 
 
 def test_every_character_of_an_option_comes_back_from_its_file(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_every_character_of_an_option_comes_back_from_its_file(make_config: Make
 def test_a_metrics_file_of_another_shape_gives_one_clear_error(toml: Path, tmp_path: Path, line: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "seconds": 1.0, "loss": 2.0}\n' + line + "\n")
-    refused(quaver("train", "--config", toml, "--quiet"), "restore it, or delete that line")
+    assert_refused(quaver("train", "--config", toml, "--quiet"), "restore it, or delete that line")
     with pytest.raises(ValueError, match=r"line 2 of .*metrics\.jsonl is not"):
         read(tmp_path / "run" / "metrics.jsonl")
 
@@ -120,7 +122,7 @@ def test_a_checkpoint_of_another_model_is_not_built_first(make_config: MakeConfi
     run = run_training(make_config(steps=1)).folder
     path = run / "config.toml"
     path.write_text(to_toml(replace(TrainConfig(**read_toml(path)), model="llama3-70b")))
-    refused(
+    assert_refused(
         quaver("generate", run, "--prompt", "7"),
         "does not fit llama3-70b, as the run's config.toml has it: it is one of 'nano'",
     )
@@ -131,10 +133,10 @@ def test_a_file_of_options_that_was_changed_is_refused_where_its_run_is_read(mak
     path = run / "config.toml"
     assert read_run(path) == read_toml(path)
     path.write_text(path.read_text().replace("beta2 = 0.95", "beta2 = 0.96"))
-    said = "config.toml is not as the run wrote it; restore it, or delete its last line"
-    refused(quaver("train", "--resume", "--out", run, "--steps", "2"), said)
-    refused(quaver("generate", run, "--prompt", "7"), said)
-    # Another run begins with it, and the run reads it where the digest was deleted.
+    message = "config.toml is not as the run wrote it; restore it, or delete its last line"
+    assert_refused(quaver("train", "--resume", "--out", run, "--steps", "2"), message)
+    assert_refused(quaver("generate", run, "--prompt", "7"), message)
+    # A new run may start from the changed file, and its own run reads it once the digest is deleted.
     assert read_toml(path)["beta2"] == 0.96
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     assert read_run(path)["beta2"] == 0.96
@@ -144,9 +146,9 @@ def test_options_that_change_a_run_are_reported_on_the_terminal(toml: Path, tmp_
     assert quaver("train", "--config", toml, "--quiet").exit_code == 0
     command = [sys.executable, "-m", "quaver.train", "train", "--resume", "--out", str(tmp_path / "run"), "--quiet"]
     process = forked.quick.Popen([*command, "--lr", "0.5", "--steps", "2"], stderr=subprocess.PIPE)
-    said = process.communicate()[1].decode()
-    assert process.returncode == 0, said
-    assert said.startswith("the run goes on from step 1 with other options: lr 0.5 (was 0.005, the model's own)")
+    errors = process.communicate()[1].decode()
+    assert process.returncode == 0, errors
+    assert errors.startswith("the run goes on from step 1 with other options: lr 0.5 (was 0.005, the model's own)")
 
 
 def test_available_memory_respects_machine_and_process_limits() -> None:
@@ -177,7 +179,7 @@ def test_the_command_without_its_extras_says_what_to_install() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "package", "said"),
+    ("module", "package", "message"),
     [
         ("quaver.torch", "torch", "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"),
         ("quaver.torch.linear.linear", "torch", "quaver.torch needs PyTorch, which is not installed"),
@@ -191,9 +193,9 @@ def test_the_command_without_its_extras_says_what_to_install() -> None:
         ("quaver.jax.nnx", "flax", "quaver.jax.nnx needs Flax, which is not installed: pip install 'quaver[flax]'"),
     ],
 )
-def test_a_front_end_without_its_framework_says_what_to_install(module: str, package: str, said: str) -> None:
+def test_a_front_end_without_its_framework_says_what_to_install(module: str, package: str, message: str) -> None:
     done = without(package, f"import {module}")
-    assert f"ModuleNotFoundError: {said}" in done.stderr.splitlines()[-1]
+    assert f"ModuleNotFoundError: {message}" in done.stderr.splitlines()[-1]
 
 
 def test_a_list_of_recipes_is_split_in_the_time_that_it_takes_to_read_it() -> None:

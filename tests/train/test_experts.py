@@ -49,8 +49,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make_config: MakeConfig, name
         run_training(config, watch=stop)
     resumed = run_training(config, resume=True)
     timed = ("seconds", "tokens_per_second")
-    kept = [[{k: v for k, v in each.items() if k not in timed} for each in records(run)] for run in (whole, resumed)]
-    assert kept[0] == kept[1] and len(kept[0]) == 5
+    stored = [[{k: v for k, v in each.items() if k not in timed} for each in records(run)] for run in (whole, resumed)]
+    assert stored[0] == stored[1] and len(stored[0]) == 5
     ours, theirs = whole.model.state_dict(), resumed.model.state_dict()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
@@ -145,8 +145,8 @@ def test_ranks_that_share_a_batch_train_as_one_process(
         loads = [{key: value for key, value in r[0].items() if key.startswith("load_")} for r in (ours, theirs)]
         # Of the first step: later ones may differ where scores are nearly alike.
         assert loads[0].keys() == loads[1].keys()
-        apart = sum(abs(loads[0][key] - loads[1][key]) for key in loads[0])
-        assert apart <= 0.01 * sum(loads[1].values()), name
+        difference = sum(abs(loads[0][key] - loads[1][key]) for key in loads[0])
+        assert difference <= 0.01 * sum(loads[1].values()), name
         saved = checkpoint.load(Path(config.out) / "step-000003", {})
         model = result.model.state_dict()
         assert saved.model.keys() == model.keys(), name
@@ -163,13 +163,15 @@ def test_jax_refuses_before_the_text_is_read(make_config: MakeConfig, name: str)
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         ({"capacity": 1.25}, "capacity is 1.25, and nano has no experts; leave out --capacity"),
         ({"capacity": -1.0, "model": "mixtral-tiny"}, "capacity is -1.0; it must be at least 0"),
         ({"capacity": float("inf"), "model": "mixtral-tiny"}, "capacity is infinite; leave it out"),
     ],
 )
-def test_a_capacity_that_does_nothing_is_refused(make_config: MakeConfig, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_capacity_that_does_nothing_is_refused(
+    make_config: MakeConfig, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         make_config(**options)

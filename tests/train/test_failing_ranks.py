@@ -21,7 +21,7 @@ from quaver.train.metrics import losses, read
 from tests import forked
 from tests.conftest import ROOT
 from tests.train.conftest import MakeConfig
-from tests.train.test_ranks import of_rank
+from tests.train.test_ranks import rank_environment
 
 #: Seconds that ranks wait, and that naming may take beyond it.
 TIMEOUT, LATER = 6, 10
@@ -76,35 +76,35 @@ class Start:
     """Two ranks with a store in this process; rank 1 fails as requested; "" resumes from a checkpoint."""
 
     def __init__(self, how: str, config: TrainConfig, folder: Path) -> None:
-        self.config, self.asked = config, False
+        self.config, self.terminated = config, False
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         path = folder / f"{how or 'again'}.toml"
         path.write_text(to_toml(config), encoding="utf-8")
         self.errors = [folder / f"{how}-{rank}.json" for rank in range(2)]
         self.processes = []
         for rank, errors in enumerate(self.errors):
-            environment = {**os.environ, **of_rank(rank, 2, self.store.port), "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, **rank_environment(rank, 2, self.store.port), "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", "tests.train.test_failing_ranks", how, str(errors), str(path)]
             pipes = {"stdout": forked.quick.PIPE, "stderr": forked.quick.PIPE}
             self.processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, **pipes))
 
-        #: The moment at which the first rank has ended, which it does once it has spoken.
+        #: The moment at which the first rank has ended, which it does after it has printed its error.
         self.ended = 0.0
 
     def going(self, patient: bool) -> bool:
         """Whether the first rank, or any if patient, is still running."""
         codes = [each.poll() for each in self.processes]
-        if codes[0] is None and (codes[1] or 0) < 0 and not self.asked:
-            # torchrun asks the others to end once one has died.
-            self.asked = True
+        if codes[0] is None and (codes[1] or 0) < 0 and not self.terminated:
+            # torchrun terminates the other ranks once one has died.
+            self.terminated = True
             time.sleep(0.3)
             self.processes[0].terminate()
         if codes[0] is not None and not self.ended:
             self.ended = time.time()
         return None in (codes if patient else codes[:1])
 
-    def said(self) -> tuple[int | None, str, str]:
-        """The first rank's exit code, what rank 1 printed, and what both said on stderr."""
+    def results(self) -> tuple[int | None, str, str]:
+        """The first rank's exit code, what rank 1 printed, and the stderr of both."""
         for each in self.processes:
             if each.poll() is None:
                 os.kill(each.pid, signal.SIGKILL)
@@ -113,23 +113,23 @@ class Start:
 
 
 def outcomes(starts: dict[str, Start], patient: bool = True) -> dict[str, tuple[int | None, str, str]]:
-    """What all have said once they have ended, or the first rank of each if not patient."""
+    """The results of all once they have ended, or once the first rank of each has ended if not patient."""
     end = time.monotonic() + LONGEST
     while time.monotonic() < end:
         going = [start.going(patient) for start in starts.values()]
         if not any(going):
             break
         time.sleep(0.02)
-    return {how: start.said() for how, start in starts.items()}
+    return {how: start.results() for how, start in starts.items()}
 
 
 def check(start: Start, outcome: tuple[int | None, str, str], sentence: str, within: float) -> None:
-    """That the sentence is said once, in time, and the checkpoint of step 5 is whole."""
-    code, printed, said = outcome
-    # torchrun, as `going` does, may end a rank that has already said why.
-    assert code in (1, -signal.SIGTERM) and "fails " in printed, said
-    assert len([line for line in said.splitlines() if re.search(sentence, line)]) == 1, said
-    assert start.ended - float(printed.split("fails ")[1].split()[0]) < within, said
+    """Check that the sentence is printed once and in time, and that the checkpoint of step 5 is complete."""
+    code, printed, errors = outcome
+    # torchrun, as `going` does, may end a rank that has already printed the reason.
+    assert code in (1, -signal.SIGTERM) and "fails " in printed, errors
+    assert len([line for line in errors.splitlines() if re.search(sentence, line)]) == 1, errors
+    assert start.ended - float(printed.split("fails ")[1].split()[0]) < within, errors
     last = checkpoint.latest(Path(start.config.out))
     # Every file is compared with its digest.
     assert last is not None and last.name == "step-000005" and checkpoint.load(last, {}).model
@@ -155,14 +155,16 @@ def test_a_rank_that_dies_or_has_a_nan_ends_the_run_which_resumes(make_config: M
     seen = outcomes(starts)
     for how, sentence in QUICK.items():
         check(starts[how], seen[how], sentence, 10)
-    of_nan, of_stack = (json.loads(starts[how].errors[rank].read_text()) for how, rank in (("loss", 0), ("raise", 1)))
-    assert of_nan["message"].startswith("stopped at step 7: the loss is nan; it comes from rank 1; ")
-    assert "the disk of this test is on fire" in json.dumps(of_stack) and "Traceback" in json.dumps(of_stack)
+    nan_error, stack_error = (
+        json.loads(starts[how].errors[rank].read_text()) for how, rank in (("loss", 0), ("raise", 1))
+    )
+    assert nan_error["message"].startswith("stopped at step 7: the loss is nan; it comes from rank 1; ")
+    assert "the disk of this test is on fire" in json.dumps(stack_error) and "Traceback" in json.dumps(stack_error)
 
     killed = starts["kill"].config
     before = losses(read(Path(killed.out) / "metrics.jsonl"))
-    code, _, said = outcomes({"": Start("", killed, tmp_path)})[""]
-    assert code == 0, said
+    code, _, errors = outcomes({"": Start("", killed, tmp_path)})[""]
+    assert code == 0, errors
     records = read(Path(killed.out) / "metrics.jsonl")
     after = losses(records)
     assert {step: after[step] for step in before} == before and len(after) == 10

@@ -25,12 +25,12 @@ from tests.train import fuzzing
 from tests.train.conftest import MakeConfig
 from tests.train.fuzzing import Place
 
-#: Seconds that a case may take, on a machine that does much else.
+#: Seconds that a case may take, on a busy machine.
 LONGEST = 60
-#: Bytes that a case may add to what the process has.
+#: Bytes that a case may allocate in addition to those of the process.
 MOST = 3 << 30
-#: What is no sentence: Python's own words for what went wrong inside.
-POOR = re.compile(
+#: Python's own words for an internal error, which are no message for a user.
+NOT_A_MESSAGE = re.compile(
     r"Expecting value|embedded null|object at 0x|^'[^']*'$|\b[A-Z]\w+Error\b|has no attribute|subscriptable|unhashable"
 )
 
@@ -70,7 +70,7 @@ def bounds() -> Iterator[None]:
 
 
 def run(arguments: list[str]) -> str:
-    """What is wrong with how the command line took these arguments; "" if nothing is."""
+    """Run the command line and describe what is wrong with its outcome; "" if nothing is."""
     try:
         with bounds(), warnings.catch_warnings():
             warnings.simplefilter("default")
@@ -81,18 +81,18 @@ def run(arguments: list[str]) -> str:
         return f"took more than {LONGEST} seconds"
     if result.exception and not isinstance(result.exception, SystemExit):
         return f"raised {result.exception!r}"
-    return judged(result.exit_code, result.output)
+    return judge(result.exit_code, result.output)
 
 
-def judged(exit_code: int, said: str) -> str:
+def judge(exit_code: int, output: str) -> str:
     if exit_code == 0:
         return ""
     if exit_code not in (1, 2):
         return f"ended with {exit_code}"
-    if not said.strip() or len(said) > 20_000:
-        return f"said {len(said)} characters"
-    poor = POOR.search(said)
-    return f"said {said[:500]!r}" if exit_code == 1 and poor else ""
+    if not output.strip() or len(output) > 20_000:
+        return f"printed {len(output)} characters"
+    unclear = NOT_A_MESSAGE.search(output)
+    return f"printed {output[:500]!r}" if exit_code == 1 and unclear else ""
 
 
 def cases(seeds: Iterator[int], where: Place, tmp_path: Path) -> Iterator[str]:
@@ -133,8 +133,8 @@ def test_a_separate_process_behaves_the_same(where: Place, tmp_path: Path, seeds
         given = [os.fsencode(argument.replace("\0", "")) for argument in arguments]
         command = [sys.executable, "-m", "quaver.train", *given]
         done = forked.quick.run(command, capture_output=True, timeout=LONGEST, check=False, stdin=subprocess.DEVNULL)
-        said = (done.stdout + done.stderr).decode("utf-8", "replace")
-        assert "Traceback" not in said and not judged(done.returncode, said), (seed, arguments, said)
+        output = (done.stdout + done.stderr).decode("utf-8", "replace")
+        assert "Traceback" not in output and not judge(done.returncode, output), (seed, arguments, output)
 
 
 def test_every_recipe_text_gives_a_recipe_or_a_clear_error() -> None:
@@ -144,5 +144,5 @@ def test_every_recipe_text_gives_a_recipe_or_a_clear_error() -> None:
             try:
                 config.find_recipe(part)
             except ValueError as error:
-                assert len(str(error)) < 1000 and not POOR.search(str(error)), (seed, text, error)
+                assert len(str(error)) < 1000 and not NOT_A_MESSAGE.search(str(error)), (seed, text, error)
             assert "/" not in config.folder_name(part)

@@ -24,12 +24,12 @@ OTHER: dict[str, Any] = {
     **{"capacity": 1.5},
     **{"validation_batches": 3, "checkpoint_every": 1, "async_save": True, "report_to": ("tensorboard",)},
 }
-#: What is seen by other tests: options of speed, memory and place, and the other framework's compiler, which is slow.
+#: Options that other tests check: of speed, memory and place, and the other framework, whose compiler is slow.
 ELSEWHERE = ("threads", "recompute", "loss_chunk", "out", "framework", "report_to", "model")
 
 
-def left_behind(config: TrainConfig) -> Any:
-    """Records without times, and file names; or the refusal. Also the warnings."""
+def run_outcome(config: TrainConfig) -> Any:
+    """Records without times, and file names; or the error message. Also the warnings."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
@@ -50,8 +50,8 @@ def test_an_option_has_an_effect_or_a_warning_says_that_it_has_none(
     base = make_config(
         "base", steps=2, warmup=1, batch=2, sequence=16, checkpoint_every=0, validate_every=0, validation_batches=1
     )
-    expected, said = left_behind(base)
-    assert not said and OTHER.keys() == {field.name for field in fields(TrainConfig)}, "give a new option a value"
+    expected, warned = run_outcome(base)
+    assert not warned and OTHER.keys() == {field.name for field in fields(TrainConfig)}, "give a new option a value"
     for name, value in OTHER.items():
         if name in ELSEWHERE:
             continue
@@ -61,17 +61,17 @@ def test_an_option_has_an_effect_or_a_warning_says_that_it_has_none(
             continue  # refused
         before = expected
         if name == "keep":
-            before, _ = left_behind(replace(base, out=str(tmp_path / "kept"), checkpoint_every=1))
+            before, _ = run_outcome(replace(base, out=str(tmp_path / "saved"), checkpoint_every=1))
             config = replace(config, checkpoint_every=1)
-        left, said = left_behind(config)
+        left, warned = run_outcome(config)
         if left == before:
-            assert len(said) == 1 and said[0].startswith(f"{name} is "), f"{name} has no effect, and nothing says so"
+            assert len(warned) == 1 and warned[0].startswith(f"{name} is "), f"{name} has no effect, and no warning"
         else:
-            assert not said, said
+            assert not warned, warned
 
 
 def test_warnings_about_ignored_options_are_correct(make_config: MakeConfig) -> None:
-    """Both sides of each row: it comes with the other value alone, and goes where the option has an effect."""
+    """For each row: the warning comes with the other value only, and not where the option has an effect."""
     config = make_config(steps=4, warmup=1)
     working: dict[str, tuple[dict[str, Any], int]] = {
         "vocab": ({"tokens": "bpe"}, 1),
@@ -91,8 +91,8 @@ def test_warnings_about_ignored_options_are_correct(make_config: MakeConfig) -> 
     for name, (options, ranks) in working.items():
         other = replace(config, **{name: OTHER[name]})
         assert not [*loop.idle_options(replace(other, **options), ranks)], name
-        (said,) = loop.idle_options(replace(other, **resting.get(name, {})), 1)
-        assert said.startswith(f"{name} is {OTHER[name]!r}, which has no effect here: "), said
+        (message,) = loop.idle_options(replace(other, **resting.get(name, {})), 1)
+        assert message.startswith(f"{name} is {OTHER[name]!r}, which has no effect here: "), message
         assert not [*loop.idle_options(replace(config, **resting.get(name, {})), 1)], name
     frozen = replace(config, vocab=300, tokens="learnt.json", text=("text.safetensors",))
     assert not [*loop.idle_options(frozen, 1)], "a comparison has learnt them"

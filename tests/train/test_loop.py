@@ -145,10 +145,14 @@ def forge(path: Path, part: str, change: Callable[[dict[str, np.ndarray]], objec
 
 
 NORM = np.ones(32, np.float32)
-#: Part of a checkpoint, what is done to it, and what is said of it.
+#: By case: the changed part of a checkpoint, the change, and the error message.
 FORGERIES = {
     "empty optimizer": ("optimizer", lambda t: t.clear(), "embedding.weight/exp_avg is missing in the optimizer, and"),
-    "moment gone": ("optimizer", lambda t: t.pop("norm.weight/exp_avg_sq"), "norm.weight/exp_avg_sq is missing in the"),
+    "missing moment": (
+        "optimizer",
+        lambda t: t.pop("norm.weight/exp_avg_sq"),
+        "norm.weight/exp_avg_sq is missing in the",
+    ),
     "moments of another optimizer": (
         "optimizer",
         lambda t: t.update({name.replace("exp_avg_sq", "momentum_buffer"): t.pop(name) for name in [*t]}),
@@ -162,7 +166,7 @@ FORGERIES = {
         r"is float32 \(4,\)",
     ),
     "tensor too many": ("model", lambda t: t.update({"x": NORM}), "x is not part of the model"),
-    "history gone": ("model", lambda t: t.pop("layers.0.mlp.up_proj.history"), "up_proj.history is missing"),
+    "missing history": ("model", lambda t: t.pop("layers.0.mlp.up_proj.history"), "up_proj.history is missing"),
     "type": ("model", lambda t: t.update({"norm.weight": np.ones(32)}), "norm.weight is float64"),
 }
 
@@ -172,13 +176,13 @@ def test_every_expected_tensor_is_there_and_no_other(make_config: MakeConfig, fr
     # In float32 JAX's step is that of another file's runs, which the workers compile once.
     config = make_config(framework=framework, recipe="delayed(history=4)", dtype="float32", steps=1)
     path = run_training(config).folder / "step-000001"
-    kept = path.with_name("kept")
-    shutil.copytree(path, kept)
-    for part, change, said in FORGERIES.values():
+    copy = path.with_name("copy")
+    shutil.copytree(path, copy)
+    for part, change, message in FORGERIES.values():
         forge(path, part, change)
-        with pytest.raises(CheckpointError, match=f"does not fit this model: .*{said}"):
+        with pytest.raises(CheckpointError, match=f"does not fit this model: .*{message}"):
             run_training(replace(config, steps=2), resume=True)
-        shutil.copytree(kept, path, dirs_exist_ok=True)
+        shutil.copytree(copy, path, dirs_exist_ok=True)
     assert list(run_training(replace(config, steps=2), resume=True).losses) == [1, 2]
 
 
@@ -249,8 +253,8 @@ def test_resuming_with_another_option_warns(make_config: MakeConfig) -> None:
         out = shutil.copytree(config.out, f"{config.out}-{name}")
         more = replace(config, out=out, steps=2, **{name: value})
         before = "0.005, the model's own" if name == "lr" else repr(getattr(config, name))
-        said = f"from step 1 with other options: {name} {value!r} \\(was {before}\\); a run with either alone"
-        with pytest.warns(UserWarning, match=said) as warned:
+        message = f"from step 1 with other options: {name} {value!r} \\(was {before}\\); a run with either alone"
+        with pytest.warns(UserWarning, match=message) as warned:
             run_training(more, resume=True)
         assert len(warned) == 1
         assert list(run_training(replace(more, steps=3), resume=True).losses) == [1, 2, 3]
@@ -261,8 +265,8 @@ def test_a_run_that_is_finished_takes_no_other_option(make_config: MakeConfig) -
     path = run_training(config).folder / "config.toml"
     before = path.read_bytes()
     for name, value in CHANGED.items():
-        said = rf"step-000001 is the last of this run's 1 steps, .* other options: {name} .*; give more --steps, or"
-        with pytest.raises(ValueError, match=said):
+        message = rf"step-000001 is the last of this run's 1 steps, .* other options: {name} .*; give more --steps, or"
+        with pytest.raises(ValueError, match=message):
             run_training(replace(config, **{name: value}), resume=True)
         assert path.read_bytes() == before
     assert list(run_training(replace(config, keep=5), resume=True).losses) == [1]
@@ -270,17 +274,17 @@ def test_a_run_that_is_finished_takes_no_other_option(make_config: MakeConfig) -
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "warns"),
     [({}, True), ({"final_lr": 1.0}, False), ({"final_lr": 1.0, "recipe": "mxfp8 until 50%, bf16"}, True)],
 )
 def test_a_step_count_that_changes_rates_or_recipes_warns(
-    make_config: MakeConfig, options: dict[str, Any], says: bool
+    make_config: MakeConfig, options: dict[str, Any], warns: bool
 ) -> None:
     config = make_config(steps=4, **options)
     run_training(config)
     for more, before in ((6, 4), (8, 6)):
-        said = rf"other options: steps {more} \(was {before}\); a run with either alone"
-        with pytest.warns(UserWarning, match=said) if says else nullcontext():
+        message = rf"other options: steps {more} \(was {before}\); a run with either alone"
+        with pytest.warns(UserWarning, match=message) if warns else nullcontext():
             run_training(replace(config, steps=more), resume=True)
     # None is left to train with others.
     assert len(run_training(replace(config, steps=8), resume=True).losses) == 8
@@ -317,12 +321,12 @@ def test_the_first_module_that_is_not_finite_is_named() -> None:
     batch = torch.zeros((1, 2, 33), dtype=torch.int64)
     model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: output / 0)
     loss = partial(loss_of, model, dtype="float32")
-    said = "the first output that is not finite is that of layers.0.mlp.up_proj"
-    assert first_module(model, batch, loss).message == said
+    message = "the first output that is not finite is that of layers.0.mlp.up_proj"
+    assert first_module(model, batch, loss).says == message
     model.norm.weight.data[3] = math.nan
-    assert first_module(model, batch, loss).message == "the parameter norm.weight is already not finite"
+    assert first_module(model, batch, loss).says == "the parameter norm.weight is already not finite"
     model.head.weight.grad = torch.full_like(model.head.weight, math.inf)
-    assert first_gradient(model).message == "the first gradient that is not finite is that of head.weight"
+    assert first_gradient(model).says == "the first gradient that is not finite is that of head.weight"
 
 
 def test_a_nan_loss_stops_before_anything_is_lost(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,8 +346,8 @@ def test_a_nan_loss_stops_before_anything_is_lost(make_config: MakeConfig, monke
     monkeypatch.setattr(decoder.qt, "convert", poisoned)
     with pytest.raises(NonFiniteError) as error:
         run_training(replace(config, validate_every=0))
-    for said in ("stopped at step 4", "the loss is nan", "layers.0.mlp.down_proj", "step-000002"):
-        assert said in str(error.value)
+    for message in ("stopped at step 4", "the loss is nan", "layers.0.mlp.down_proj", "step-000002"):
+        assert message in str(error.value)
     assert list(losses(read(Path(config.out) / "metrics.jsonl"))) == [1, 2, 3]
 
 
@@ -388,14 +392,14 @@ def test_a_signal_loses_nothing(make_config: MakeConfig, tmp_path: Path, number:
     process = forked.quick.Popen(command(config, tmp_path), stderr=subprocess.PIPE, env=environment)
     wait_for_steps(process, config, 4)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     done = read(Path(config.out) / "metrics.jsonl")[-1]["step"]
     last = checkpoint.latest(Path(config.out))
-    assert last is not None and b"Traceback" not in said
+    assert last is not None and b"Traceback" not in errors
     if number is signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL and checkpoint.load(last, {}).step in range(done - 3, done + 1)
     else:
-        assert process.returncode == 128 + number and b"stopped after step" in said
+        assert process.returncode == 128 + number and b"stopped after step" in errors
         assert last.name == f"step-{done:06d}"
     fewer = replace(config, steps=done + 2)
     assert run_training(fewer, resume=True).losses == run_training(replace(fewer, out=str(tmp_path / "whole"))).losses

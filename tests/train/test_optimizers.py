@@ -22,7 +22,7 @@ from quaver.train.model_config import MODELS
 from quaver.train.torch.learner import TorchLearner
 from tests.train.conftest import MakeConfig
 
-#: What a layer's matrix, the head and its state are kept as.
+#: The stored formats of a layer's matrix, of the head and of its state.
 KEPT = {
     ("lean", "tensorwise"): (
         "uint8",
@@ -129,12 +129,12 @@ def test_residuals_begin_at_the_initial_weights(make_config: MakeConfig, optimiz
         group = next(g for g in learner.optimizer.param_groups if any(p is each for each in g["params"]))
         if "layers" in name and p.dim() > 1:
             own = learner.optimizer
-            kept = master_weights.read(
+            master = master_weights.read(
                 own.config(p, group).weight_format, layout.tensors_of_weight(p, own.config(p, group), own.state[p])
             )
-            apart = (kept - torch.from_numpy(first[name])).abs().max().item()
+            difference = (master - torch.from_numpy(first[name])).abs().max().item()
             # Parts of 1/128 of half a step, and 11 bits of float16.
-            assert apart <= torch.from_numpy(first[name]).abs().max().item() * 2**-11, name
+            assert difference <= torch.from_numpy(first[name]).abs().max().item() * 2**-11, name
             assert isinstance(p, QuantizedTensor) and p.codes.dtype is torch.float8_e4m3fn, name
 
 
@@ -161,7 +161,7 @@ def test_the_folder_says_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"recipe": "nvfp4"}, "stores weights as eight-bit codes"),
         ({"framework": "jax"}, "JAX has no optimizer lean yet"),
@@ -169,9 +169,9 @@ def test_the_folder_says_the_optimizer() -> None:
     ],
 )
 def test_unsupported_optimizer_options_give_a_clear_error(
-    make_config: MakeConfig, options: dict[str, str], said: str
+    make_config: MakeConfig, options: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         run_training(make_config(**{"optimizer": "lean", "recipe": "tensorwise", **options}))
 
 
@@ -192,7 +192,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing_and_is_named(make_config:
     learner = TorchLearner(config, recipe_name.find_recipe("tensorwise"), 256)
     batch = torch.randint(256, (2, 2, 33)).numpy()
     learner.step(batch, 1e-3)
-    before, kept = ({n: v.copy() for n, v in each.items()} for each in learner.tensors())
+    before, saved = ({n: v.copy() for n, v in each.items()} for each in learner.tensors())
     layer = learner.model.layers[0].mlp.up_proj
     handle = layer.weight.register_hook(lambda gradient: gradient / 0)
     loss, norm = learner.step(batch, 1e-3)
@@ -201,7 +201,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing_and_is_named(make_config:
     assert "layers.0.mlp.up_proj.weight" in learner.first_gradient(batch)
     after, states = learner.tensors()
     assert all((after[n] == v).all() for n, v in before.items())
-    assert all((states[n] == v).all() for n, v in kept.items())
+    assert all((states[n] == v).all() for n, v in saved.items())
     assert isinstance(learner.optimizer, Optimizer)
     assert learner.step(batch, 1e-3)[1] < float("inf"), "the next step goes on"
 

@@ -65,7 +65,7 @@ class Resumed(NamedTuple):
 
 
 def start(runs: Sequence[TrainConfig | Resumed], folder: Path, world: int) -> None:
-    """Train runs one after the other on so many ranks, which meet at a store of this process, as torchrun's do."""
+    """Train runs one after the other on `world` ranks, which use a store of this process, as those of torchrun do."""
     folder.mkdir()
     for number, run in enumerate(runs):
         config = run.config if isinstance(run, Resumed) else run
@@ -75,14 +75,14 @@ def start(runs: Sequence[TrainConfig | Resumed], folder: Path, world: int) -> No
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(world):
-        environment = {**os.environ, **of_rank(rank, world, store.port), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **rank_environment(rank, world, store.port), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.train.test_ranks", str(folder), str(len(runs))]
         processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, stderr=forked.quick.PIPE))
-    codes, said = ended(processes)
-    assert codes == [0] * world, said
+    codes, errors = ended(processes)
+    assert codes == [0] * world, errors
 
 
-def of_rank(rank: int, world: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     return {**{name: str(number) for name, number in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}
@@ -102,8 +102,8 @@ def ended(processes: Sequence[Any]) -> tuple[list[int], str]:
         for process in processes:
             if process.poll() is None:
                 process.terminate()
-    said = b"".join(process.communicate()[1] for process in processes).decode()
-    return [process.returncode for process in processes], said
+    errors = b"".join(process.communicate()[1] for process in processes).decode()
+    return [process.returncode for process in processes], errors
 
 
 def main() -> None:
@@ -152,12 +152,12 @@ def farthest(a: dict[str, float], b: dict[str, float]) -> float:
 
 #: Options of a single process.
 ALONE: dict[str, Any] = {"fsdp": 0, "pp": 1, "pp_schedule": "1F1B", "pp_stages": 0, "cp": 1, "tp": 1, "sp": False}
-#: What has no effect without them, which a warning says.
+#: Options that have no effect on a single process, where they cause a warning.
 ALONE |= {"cp_how": "gather", "async_save": False, "timeout": 0}
 
 
 def plain(config: TrainConfig, name: str, **options: Any) -> TrainConfig:
-    """Return the options of the same run on a single process, in a folder beside it."""
+    """Return the options of the same run on a single process, in a neighbouring folder."""
     out = str(Path(config.out).with_name(name))
     return replace(config, **ALONE | {"out": out} | options)
 
@@ -207,9 +207,9 @@ def test_runs_of_two_and_four_ranks_are_the_single_process_s(make_config: MakeCo
     start([four, begun, other], tmp_path / "ranks", 4)
     one = plain(other, "otherwise-one")
     begin_from(one, delayed)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as warned:
         run_training(one, resume=True)
-    assert "goes on from step 2 with other options: recipe" in str(said[-1].message)
+    assert "goes on from step 2 with other options: recipe" in str(warned[-1].message)
     assert farthest(recorded(one), recorded(other)) < DRIFT[DELAYED]
     assert recorded(other) != recorded(delayed), "the recipe is another one"
     begin_from(back, four)
@@ -336,8 +336,8 @@ class LossOfTwo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
-        of_x, of_weight = ctx.saved_tensors
-        return of_x * (g / ctx.count), of_weight * (g / ctx.count), None
+        x_grad, weight_grad = ctx.saved_tensors
+        return x_grad * (g / ctx.count), weight_grad * (g / ctx.count), None
 
 
 def test_the_vocabulary_must_divide_among_ranks() -> None:
@@ -355,12 +355,12 @@ def test_an_error_on_one_rank_is_reported_once_without_a_hang(
     shutil.copytree(text, other)
     (other / "30.txt").write_text("something else " * 200, encoding="utf-8")
     alike = make_config("run", text=(str(text),))
-    in_time = replace(alike, timeout=8)
+    with_timeout = replace(alike, timeout=8)
     # What the first rank has, what rank 1 has in its place, and where it is started.
     ways = (
         (alike, replace(alike, text=(str(other),)), ROOT, "rank 1: this rank has a text of fingerprint "),
         (alike, replace(alike, lr=0.25), ROOT, "lr is 0.0, and on rank 1 0.25; give every rank the same options"),
-        (in_time, in_time, other, "rank 1: this rank does not see the folder "),
+        (with_timeout, with_timeout, other, "rank 1: this rank does not see the folder "),
     )
     begun, starts = time.monotonic(), []
     for number, (first, second, cwd, _) in enumerate(ways):
@@ -372,14 +372,14 @@ def test_an_error_on_one_rank_is_reported_once_without_a_hang(
             path = tmp_path / f"{number}-{rank}.toml"
             out = os.path.relpath(tmp_path / f"run-{number}", ROOT)
             path.write_text(to_toml(replace(own, out=out)), encoding="utf-8")
-            environment = {**os.environ, **of_rank(rank, 2, port), "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, **rank_environment(rank, 2, port), "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", "quaver.train", "train", "--config", str(path)]
             processes.append(forked.quick.Popen(command, cwd=where, env=environment, stderr=forked.quick.PIPE))
         starts.append(processes)
     for number, (_, _, _, sentence) in enumerate(ways):
-        codes, said = ended(starts[number])
+        codes, errors = ended(starts[number])
         assert codes == [1, 1] and time.monotonic() - begun < 60
-        assert said.count("\n") == 1 and said.startswith(sentence), said
+        assert errors.count("\n") == 1 and errors.startswith(sentence), errors
         assert not (tmp_path / f"run-{number}").exists()
 
 
@@ -449,8 +449,8 @@ def test_options_unsupported_by_ranks_are_refused_before_anything_is_read(
 @pytest.mark.parametrize("name", sorted(recipes.RECIPES))
 def test_part_requirements_match_the_layers(name: str) -> None:
     recipe = recipes.get(name)
-    asked = [page.needed(recipe, layout, tokens) for layout in page.LAYOUTS for tokens in (False, True)]
-    assert mesh.block_multiple(recipe) == math.lcm(*asked)
+    multiples = [page.needed(recipe, layout, tokens) for layout in page.LAYOUTS for tokens in (False, True)]
+    assert mesh.block_multiple(recipe) == math.lcm(*multiples)
 
 
 @pytest.mark.ranks
@@ -465,7 +465,7 @@ def test_ranks_that_are_killed_while_they_save_leave_a_whole_checkpoint(
     (tmp_path / "go" / "0.toml").write_text(to_toml(config), encoding="utf-8")
     processes = []
     for rank in range(2):
-        environment = {**os.environ, **of_rank(rank, 2, store.port), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **rank_environment(rank, 2, store.port), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.train.test_ranks", str(tmp_path / "go"), "1"]
         processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, stderr=forked.quick.PIPE))
     folder, end = Path(config.out), time.monotonic() + LONGEST

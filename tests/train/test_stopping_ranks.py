@@ -23,7 +23,7 @@ from quaver.train.torch import sharding
 from tests import forked
 from tests.conftest import ROOT
 from tests.train.conftest import MakeConfig
-from tests.train.test_ranks import PAIR, ended, of_rank
+from tests.train.test_ranks import PAIR, ended, rank_environment
 
 #: The step in which numbers fail on rank 1, after a checkpoint of step 2 was begun.
 FAILS = 3
@@ -66,30 +66,30 @@ def main() -> None:
         config = TrainConfig(**read_toml(path))
         sharding.HuggingFaceStorageWriter.write_data = slowly if config.async_save else write
         restore = poison(config.pp > 1) if rank == "1" else lambda: None
-        said = ""
+        outcome = ""
         try:
             run_training(config)
         except OtherRankFailed:
-            said = "told"
+            outcome = "told"
         except ValueError as error:
-            said = str(error)
+            outcome = str(error)
         restore()
-        path.with_suffix(f".{rank}").write_text(said, encoding="utf-8")
+        path.with_suffix(f".{rank}").write_text(outcome, encoding="utf-8")
 
 
 def ends(configs: Sequence[TrainConfig], folder: Path) -> list[str]:
-    """What the ranks of each run say at its end, the first rank's before a bar."""
+    """Train the runs; return the error of each, that of the first rank, then "|" and that of the second."""
     folder.mkdir()
     for number, config in enumerate(configs):
         (folder / f"{number}.toml").write_text(to_toml(config), encoding="utf-8")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(2):
-        environment = {**os.environ, **of_rank(rank, 2, store.port), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **rank_environment(rank, 2, store.port), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.train.test_stopping_ranks", str(folder)]
         processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, stderr=forked.quick.PIPE))
-    codes, said = ended(processes)
-    assert codes == [0, 0], said
+    codes, errors = ended(processes)
+    assert codes == [0, 0], errors
     return ["|".join((folder / f"{number}.{rank}").read_text() for rank in range(2)) for number in range(len(configs))]
 
 
@@ -99,12 +99,12 @@ def test_ranks_stop_together_where_only_one_has_a_nan(make_config: MakeConfig, t
     layers = make_config("layers", tp=2, timeout=30, **common)
     stages = replace(layers, tp=1, pp=2, accumulate=2, out=str(tmp_path / "stages"))
     behind = make_config("behind", fsdp=2, async_save=True, timeout=30, **common)
-    said = ends([layers, stages, behind], tmp_path / "runs")
+    outcomes = ends([layers, stages, behind], tmp_path / "runs")
     beginning = "stopped at step 3: the loss is nan; it comes from "
     for sentence, config, cause in (
-        (said[0], layers, "rank 1; every module's output is finite; "),
-        (said[1], stages, "all ranks; the parameter "),
-        (said[2], behind, "rank 1; "),
+        (outcomes[0], layers, "rank 1; every module's output is finite; "),
+        (outcomes[1], stages, "all ranks; the parameter "),
+        (outcomes[2], behind, "rank 1; "),
     ):
         first, second = sentence.split("|")
         assert first.startswith(beginning + cause) and second == "told", sentence

@@ -52,11 +52,15 @@ def test_each_machine_reports_errors_of_its_ranks_before_all_connect(
     toml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "16")
-    for rank, local, said in (("0", "0", "threads is 1000, "), ("8", "0", "rank 8: threads is 1000, "), ("9", "1", "")):
+    for rank, local, message in (
+        ("0", "0", "threads is 1000, "),
+        ("8", "0", "rank 8: threads is 1000, "),
+        ("9", "1", ""),
+    ):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local)
         result = quaver("train", "--config", toml, "--batch", 16, "--threads", 1000)
-        assert result.exit_code == 1 and result.stderr.startswith(said) and bool(result.stderr) == bool(said)
+        assert result.exit_code == 1 and result.stderr.startswith(message) and bool(result.stderr) == bool(message)
 
 
 def test_text_takes_several_paths(toml: Path, text: Path, tmp_path: Path) -> None:
@@ -67,7 +71,7 @@ def test_text_takes_several_paths(toml: Path, text: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--recipe", "mxpf8"], "did you mean 'mxfp8'?"),
         (["--recipe", "delayed(histori=3)"], "did you mean 'history'?"),
@@ -85,21 +89,21 @@ def test_text_takes_several_paths(toml: Path, text: Path, tmp_path: Path) -> Non
     ],
 )
 def test_bad_input_gives_one_clear_error_and_leaves_no_files(
-    toml: Path, tmp_path: Path, arguments: list[str], said: str
+    toml: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     result = quaver("train", "--config", toml, "--quiet", *arguments)
     assert result.exit_code == 1
-    assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"", "is empty"), (b"\xff\xfe\xfd", "is not text"), (b"ab", "too short")]
+    ("content", "message"), [(b"", "is empty"), (b"\xff\xfe\xfd", "is not text"), (b"ab", "too short")]
 )
-def test_a_bad_text_gives_one_clear_error(toml: Path, tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_bad_text_gives_one_clear_error(toml: Path, tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.txt").write_bytes(content)
     result = quaver("train", "--config", toml, "--text", tmp_path / "x.txt", "--quiet")
-    assert result.exit_code == 1 and said in result.stderr
+    assert result.exit_code == 1 and message in result.stderr
 
 
 def test_a_loss_that_runs_away_gives_one_clear_error(toml: Path) -> None:
@@ -172,7 +176,7 @@ def test_doctor_tests_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["bf16"][0] == "native" and rows["mxfp8"] == ["emulated", "no GPU; native GEMMs need sm_100 or newer"]
     assert "Each recipe was tried" in quaver("doctor").stdout
     hopper = [Device("H100", (9, 0))]
-    for ran, said in (
+    for ran, expected in (
         ([("fprop", "native", ""), ("dgrad", "native", "")], ("native", "all three GEMMs are the GPU's")),
         (
             [("fprop", "native", ""), ("dgrad", "decoded", "no such GEMM")],
@@ -184,7 +188,7 @@ def test_doctor_tests_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ):
         monkeypatch.setattr(learner, "run_trial", lambda recipe, ran=ran: ran)
-        assert doctor.kernels_text("mxfp8", hopper) == said
+        assert doctor.kernels_text("mxfp8", hopper) == expected
     monkeypatch.setattr(doctor, "has", lambda framework: False)
     assert doctor.recipes_table(hopper)[1][1:] == ("not tried", "H100 could: it is sm_90")
     assert "Nothing was tried" in quaver("doctor").stdout
@@ -219,8 +223,8 @@ def test_without_a_terminal_progress_is_lines(toml: Path, tmp_path: Path) -> Non
 def test_a_recipe_change_is_printed_at_its_step(toml: Path, tmp_path: Path) -> None:
     result = quaver("train", "--config", toml, "--steps", 60, "--recipe", "nvfp4 until 31, bf16")
     assert result.exit_code == 0, result.output
-    said = re.findall(r"^step (\d+) of 60  loss .* tokens/s  (\w+)$", result.stderr, re.MULTILINE)
-    assert ("30", "nvfp4") in said and ("32", "bf16") in said and ("31", "nvfp4") not in said
+    reported = re.findall(r"^step (\d+) of 60  loss .* tokens/s  (\w+)$", result.stderr, re.MULTILINE)
+    assert ("30", "nvfp4") in reported and ("32", "bf16") in reported and ("31", "nvfp4") not in reported
     assert "from step 32 on: bf16" in result.stdout
     result = quaver("plan", "--gpu", "h100", "--model", "tiny", "--recipe", "nvfp4 until 85%, bf16")
     assert result.exit_code == 1 and "changes over a run, and here is no run" in result.stderr
@@ -258,7 +262,7 @@ def test_generate_prints_prompt_and_text_and_the_speed_beside_it(toml: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "7", "--temperature", -1], "temperature is -1.0; give 0"),
@@ -272,9 +276,9 @@ def test_generate_prints_prompt_and_text_and_the_speed_beside_it(toml: Path, tmp
         (["--prompt", "7", "--device", "cuda:99"], "the device 'cuda:99' is not available"),
     ],
 )
-def test_generate_reports_user_mistakes_clearly(trained: Path, arguments: list[object], said: str) -> None:
+def test_generate_reports_user_mistakes_clearly(trained: Path, arguments: list[object], message: str) -> None:
     result = quaver("generate", trained, *arguments)
-    assert result.exit_code == 1 and said in result.stderr and result.stderr.count("\n") == 1
+    assert result.exit_code == 1 and message in result.stderr and result.stderr.count("\n") == 1
     assert result.stdout == ""
 
 

@@ -35,8 +35,8 @@ LLAMA = ("--gpu", "h100", "--model", "llama3-8b", "--recipe", "tensorwise")
 def test_the_table_has_a_row_a_shape_and_the_sums() -> None:
     result = quaver(*LLAMA)
     assert result.exit_code == 0, result.output
-    for said in ("q_proj, o_proj", "k_proj, v_proj", "gate_proj, up_proj", "down_proj", "14336", "32 layers"):
-        assert said in result.stdout
+    for text in ("q_proj, o_proj", "k_proj, v_proj", "gate_proj, up_proj", "down_proj", "14336", "32 layers"):
+        assert text in result.stdout
     assert "Every matrix gains under tensorwise on h100." in result.stdout
     assert "predicted, not measured" in result.stdout
 
@@ -79,9 +79,9 @@ def test_matrices_that_do_not_gain_are_named_with_advice() -> None:
 
 
 def test_omitted_layers_and_column_meanings_are_printed() -> None:
-    said = " ".join(quaver(*LLAMA).stdout.split())
-    assert "Left out: attention's own products (its four projections are in the table), norms" in said
-    assert '"more MB" is what quantizing reads and writes beyond what a bf16 layer does' in said
+    output = " ".join(quaver(*LLAMA).stdout.split())
+    assert "Left out: attention's own products (its four projections are in the table), norms" in output
+    assert '"more MB" is what quantizing reads and writes beyond what a bf16 layer does' in output
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_missing_gpu_features_are_printed(gpu: str, recipe: str, what: str) -> N
     ("recipe", "operands"), [("mxfp4", "e2m1[1x32]:e8m0"), ("mxfp6", "e2m3[1x32]:e8m0 or e3m2[1x32]:e8m0 by e2m3")]
 )
 def test_operands_that_no_gpu_multiplies_are_named(recipe: str, operands: str) -> None:
-    said = quaver("--gpu", "b200", "--model", "llama3-8b", "--recipe", recipe).stdout
-    assert f"b200 has no GEMM for {operands}" in said and "other:" not in said
+    output = quaver("--gpu", "b200", "--model", "llama3-8b", "--recipe", recipe).stdout
+    assert f"b200 has no GEMM for {operands}" in output and "other:" not in output
 
 
 def test_bf16_gains_nothing() -> None:
@@ -120,7 +120,7 @@ def test_json_has_the_rates_with_their_sources() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         (("--gpu", "h10"), "did you mean 'h100'?"),
         (("--model", "llama3-9b"), "did you mean 'llama3-8b'?"),
@@ -130,9 +130,9 @@ def test_json_has_the_rates_with_their_sources() -> None:
         (("--micro-batches", 0), "micro_batches is 0"),
     ],
 )
-def test_bad_input_gives_one_clear_error(changed: tuple[str, object], said: str) -> None:
+def test_bad_input_gives_one_clear_error(changed: tuple[str, object], message: str) -> None:
     result = quaver(*LLAMA, *changed)
-    assert result.exit_code == 1 and said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert result.exit_code == 1 and message in result.stderr and len(result.stderr.strip().splitlines()) == 1
 
 
 def test_it_needs_neither_torch_nor_jax() -> None:
