@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: everything runs at toy sizes, failures are named, and targets are judged right."""
+"""The GPU benchmark without a GPU: everything runs at toy sizes, failures are named, targets are judged."""
 
 import json
 import subprocess
@@ -25,22 +25,22 @@ from quaver.torch.numerics import reference
 
 ROOT = Path(__file__).parents[2]
 TOY = Setting(device=torch.device("cpu"), toy=True, quick=True)
-#: What a dry run may leave out, and why.
+#: Reasons for which a dry run may leave cases out.
 EXPECTED = tuple(f"{name} is not installed" for name in ("torchao", "mamba_ssm", "fla", "causal_conv1d"))
 
 
 @pytest.mark.parametrize("name", SECTIONS)
 @pytest.mark.filterwarnings("ignore")
 def test_every_section_runs_and_gives_finite_figures(name: str) -> None:
-    told: list[Done] = []
-    child.run(SECTIONS[name], TOY, time.monotonic() + 600, (), told.append)
-    failures = [failure for case in told for failure in case.failures]
+    results: list[Done] = []
+    child.run(SECTIONS[name], TOY, time.monotonic() + 600, (), results.append)
+    failures = [failure for case in results for failure in case.failures]
     assert not [failure for failure in failures if not any(known in failure for known in EXPECTED)]
-    figures = [figure for case in told for figure in case.figures]
+    figures = [figure for case in results for figure in case.figures]
     assert figures and all(figure.value == figure.value and figure.unit in DECIMALS for figure in figures)
     cells = [(figure.subject, figure.column) for figure in figures]
     assert len(set(cells)) == len(cells), "two figures in one cell"
-    assert all(case == child.read(case.line()) for case in told)
+    assert all(case == child.read(case.line()) for case in results)
 
 
 def section(*cases: GpuCase) -> Section:
@@ -60,15 +60,15 @@ def test_a_case_that_breaks_is_named_and_the_others_run(capsys: pytest.CaptureFi
     lines: list[str] = []
     options = Options(dry=True, folder=None)
     done = run.measure(section(GpuCase("broken", broken), GpuCase("good", good)), options, 60, lines.append)
-    assert [figure.subject for figure in done.figures] == ["broken", "good"], "what came before the failure is kept"
+    assert [figure.subject for figure in done.figures] == ["broken", "good"], "figures before the failure remain"
     assert done.reason == "broken: failed: ValueError: it broke"
     assert "  ! broken: failed: ValueError: it broke" in lines and "Traceback" in capsys.readouterr().err
 
 
 def test_cases_that_exceed_the_time_are_named() -> None:
-    told: list[Done] = []
-    child.run(section(GpuCase("good", good)), TOY, time.monotonic() - 1, (), told.append)
-    assert told[0].failures == ["good: not measured: the section's time was up"]
+    results: list[Done] = []
+    child.run(section(GpuCase("good", good)), TOY, time.monotonic() - 1, (), results.append)
+    assert results[0].failures == ["good: not measured: the section's time was up"]
 
 
 def test_a_broken_context_ends_the_process_after_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +76,10 @@ def test_a_broken_context_ends_the_process_after_its_case(monkeypatch: pytest.Mo
         raise GpuLost("an illegal memory access")
 
     monkeypatch.setattr(child, "check_gpu", lost)
-    told: list[Done] = []
+    results: list[Done] = []
     with pytest.raises(GpuLost):
-        child.run(section(GpuCase("good", good), GpuCase("next", good)), TOY, time.monotonic() + 9, (), told.append)
-    assert told[-1].case == "good" and "broke the GPU's context: an illegal memory access" in told[-1].failures[0]
+        child.run(section(GpuCase("good", good), GpuCase("next", good)), TOY, time.monotonic() + 9, (), results.append)
+    assert results[-1].case == "good" and "broke the GPU's context: an illegal memory access" in results[-1].failures[0]
 
 
 #: A section's process: cases "one", "two" and "three", of which the second crashes or hangs unless it is left out.
@@ -96,12 +96,12 @@ for name in ("one", "two", "three"):
 
 
 @pytest.mark.parametrize(
-    ("what", "said", "goes_on"),
+    ("what", "message", "continues"),
     [("sys.exit(3)", "two: its process ended with code 3", True), ("time.sleep(60)", "two: was killed", False)],
     ids=["crashes", "hangs"],
 )
 def test_a_process_that_dies_or_hangs_costs_one_case(
-    what: str, said: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+    what: str, message: str, continues: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def command(section: Section, options: Options, seconds: float, finished: list[str]) -> list[str]:
         script = SCRIPT.format(what=what, begins=begins, done=done)
@@ -112,11 +112,11 @@ def test_a_process_that_dies_or_hangs_costs_one_case(
 
     monkeypatch.setattr(run, "command_of", command)
     monkeypatch.setattr(run, "GRACE", 0.0)
-    told: list[Done] = []
-    run.elsewhere(section(), Options(), 60 if goes_on else 1.5, told.append)
-    assert [figure.subject for case in told for figure in case.figures] == ["one", *(["three"] if goes_on else [])]
-    (failure,) = [failure for case in told for failure in case.failures]
-    assert failure.startswith(said)
+    results: list[Done] = []
+    run.elsewhere(section(), Options(), 60 if continues else 1.5, results.append)
+    assert [figure.subject for case in results for figure in case.figures] == ["one", *(["three"] if continues else [])]
+    (failure,) = [failure for case in results for failure in case.failures]
+    assert failure.startswith(message)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -180,7 +180,7 @@ def test_results_are_written_with_card_and_verdicts_but_not_of_a_dry_run(
     dry = report.write(done, setting, Options(dry=True, folder=tmp_path / "dry"))
     assert len(dry) == 2 and all(path.name.startswith("gpu-h200-dry-") for path in dry) and not out.exists()
     assert all(report.WORTHLESS in path.read_text(encoding="utf-8") for path in dry if path.suffix == ".md")
-    paths = report.write(done, setting, Options(folder=tmp_path / "kept"))
+    paths = report.write(done, setting, Options(folder=tmp_path / "saved"))
     assert sorted(path.name for path in paths) == sorted(
         2 * [f"gpu-h200-{setting['date']}{s}" for s in (".json", ".md")]
     )
@@ -206,11 +206,11 @@ def test_one_wrong_code_or_scale_is_found() -> None:
 
 
 def test_h100_targets_are_scaled_from_h200_targets_by_predictions() -> None:
-    for name, (of_h200, of_h100) in targets.LINEAR.items():
+    for name, (h200, h100) in targets.LINEAR.items():
         predicted = [
             ledger.layer(recipes.get(name), 8192, 4096, 4096, hardware.get(gpu)).speedup for gpu in ("h100", "h200")
         ]
-        assert of_h100 == pytest.approx(of_h200 * predicted[0] / predicted[1], abs=0.005), name
+        assert h100 == pytest.approx(h200 * predicted[0] / predicted[1], abs=0.005), name
 
 
 def test_a_dry_run_leaves_nothing_out_and_counts_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,23 +227,23 @@ def test_a_dry_run_leaves_nothing_out_and_counts_its_cases(monkeypatch: pytest.M
 
 
 def test_a_killed_run_leaves_its_measurements(tmp_path: Path) -> None:
-    """In the middle of its second section, all of the first, and no process that it had forked."""
+    """Killed in its second section, it leaves all figures of the first and no forked process."""
     command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--dry-run", "--only", "ceilings", "--only", "graph"]
     command += ["--processes", "2", "--results", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with process:
         assert process.stdout is not None
-        # What is printed of a case is kept right after it.
-        said = iter(process.stdout.readline, "")
-        assert any("(graph)" in line for line in said), "its second section did not begin"
+        # A case is written to the file right after its line is printed.
+        lines = iter(process.stdout.readline, "")
+        assert any("(graph)" in line for line in lines), "its second section did not begin"
         process.kill()
         # Its output ends with the last process that has it open.
         assert not process.stdout.read()
     assert process.returncode < 0, "it ended before it was killed"
     (path,) = tmp_path.glob("*.json")
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    assert kept["dry"] and [section["name"] for section in kept["sections"]] == ["ceilings"]
-    assert {figure["subject"] for figure in kept["sections"][0]["figures"]} == {"copy on the device", "bf16 32³"}
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    assert saved["dry"] and [section["name"] for section in saved["sections"]] == ["ceilings"]
+    assert {figure["subject"] for figure in saved["sections"][0]["figures"]} == {"copy on the device", "bf16 32³"}
 
 
 def test_a_dry_run_without_a_figure_of_a_case_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""torchtitan over a recipe: its own llama3_debugmodel, described, converted, made on meta, sharded and trained on CPUs.
+"""torchtitan with a recipe: its own llama3_debugmodel, converted, built on meta, sharded and trained on CPUs.
 
-Its attention is torchtitan's `ScaledDotProductAttention` here: those that its registry knows have no backward on a CPU.
+Its attention is torchtitan's `ScaledDotProductAttention` here: the ones in its registry have no backward on a CPU.
 """
 
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def quantized(recipe: str, **options: Any) -> Any:
 
 
 def on_meta(spec: Any, config: Any) -> Any:
-    """As torchtitan's trainer makes a model."""
+    """Build a model as torchtitan's trainer does."""
     spec.model.update_from_config(config=config)
     with torch.device("meta"):
         model = spec.model.build()
@@ -77,10 +77,10 @@ def on_meta(spec: Any, config: Any) -> Any:
 
 
 def filled(model: Any) -> Any:
-    """Given memory and initialized, as torchtitan's trainer does."""
+    """Allocate and initialize a model as torchtitan's trainer does."""
     model.to_empty(device="cpu")
     for each in model.parameters():
-        # Whatever lies in the memory.
+        # The values of uninitialized memory.
         (each.to_local() if hasattr(each, "to_local") else each).data.fill_(float("nan"))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def data(step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def trained(net: nn.Module, rank: int = 0, steps: int = STEPS) -> list[Tensor]:
-    """Losses of AdamW's steps."""
+    """Train with AdamW and return the losses."""
     optimizer, losses = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], 1e-2), []
     for step in range(steps):
         x, y = data(step, rank)
@@ -108,12 +108,12 @@ def trained(net: nn.Module, rank: int = 0, steps: int = STEPS) -> list[Tensor]:
     return losses
 
 
-def assert_alike(a: nn.Module, b: nn.Module, said: str) -> None:
-    """All that two models hold: weights, histories, counts."""
+def assert_alike(a: nn.Module, b: nn.Module, message: str) -> None:
+    """Check that two models have equal weights, histories and counts."""
     first, second = a.state_dict(), b.state_dict()
-    assert first.keys() == second.keys(), said
+    assert first.keys() == second.keys(), message
     for name, value in first.items():
-        assert_bitwise(value, second[name], f"{said}: {name}")
+        assert_bitwise(value, second[name], f"{message}: {name}")
 
 
 def names(model: nn.Module) -> set[str]:
@@ -126,13 +126,13 @@ def names(model: nn.Module) -> set[str]:
 )
 def test_a_model_trains_like_one_passed_to_convert(recipe: str, head: bool) -> None:
     converter = quantized(recipe, filter_fqns=[] if head else ["lm_head"], seed=5)
-    model, beside = filled(on_meta(spec_of(converter), job())), filled(on_meta(spec_of(), job()))
-    qt.convert(beside, recipe, head=head, seed=5)
+    model, reference = filled(on_meta(spec_of(converter), job())), filled(on_meta(spec_of(), job()))
+    qt.convert(reference, recipe, head=head, seed=5)
     assert len(names(model)) == 10 + head
-    expected = trained(beside)
+    expected = trained(reference)
     for step, (loss, other) in enumerate(zip(trained(model), expected, strict=True)):
         assert_bitwise(loss, other, f"{recipe}, step {step}")
-    assert_alike(model, beside, recipe)
+    assert_alike(model, reference, recipe)
 
 
 def test_torchaos_name_of_a_recipe_is_ours() -> None:
@@ -175,9 +175,9 @@ def test_the_filter_leaves_layers_alone(options: dict[str, Any], left: set[str] 
 def test_two_converters_share_a_model() -> None:
     first = quantized("nvfp4", filter_fqns=["lm_head", "layers.0."])
     model = filled(on_meta(spec_of(first, quantized("mxfp8", filter_fqns=["lm_head"])), job()))
-    beside = filled(on_meta(spec_of(), job()))
-    qt.convert(beside, {"layers.1.*": "nvfp4", "*": "mxfp8"})
-    assert_bitwise(trained(model)[-1], trained(beside)[-1], "last loss")
+    reference = filled(on_meta(spec_of(), job()))
+    qt.convert(reference, {"layers.1.*": "nvfp4", "*": "mxfp8"})
+    assert_bitwise(trained(model)[-1], trained(reference)[-1], "last loss")
     with pytest.raises(ValueError, match="differ in options of the whole model"):
         spec_of(first, quantized("mxfp8", filter_fqns=["lm_head"], seed=1))
 
@@ -188,7 +188,7 @@ def test_torchtitans_lora_trains_beside_quantized_weights() -> None:
     assert isinstance(layer, QuaverLinear) and not layer.weight.requires_grad
     expected = qt.Linear(256, 768, bias=False, recipe="mxfp8")
     expected.load_state_dict({"weight": layer.weight})
-    assert_bitwise(layer(x), expected(x), "beside adapters that are zero")
+    assert_bitwise(layer(x), expected(x), "with adapters that are zero")
     before = layer.weight.clone()
     trained(model)
     assert_bitwise(layer.weight, before, "a frozen weight")
@@ -203,7 +203,7 @@ def changed(config: Any, **values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"recipe_name": "mxfp9"}, "mxfp8"),
         ({"filter_fqns": ["output"]}, "no linear layer has 'output' of filter_fqns in its name"),
@@ -226,10 +226,10 @@ def changed(config: Any, **values: Any) -> Any:
     ],
 )
 def test_options_that_contradict_are_refused(
-    options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         model_registry("debugmodel", converters=[QuaverConverter.Config(**{"emulate": True} | options)])
 
 
@@ -256,7 +256,7 @@ def test_gpus_without_a_recipes_gemms_are_refused_unless_they_may_emulate(
 
 
 @pytest.mark.parametrize(
-    ("changes", "gathers", "said"),
+    ("changes", "gathers", "message"),
     [
         ({"parallelism__tensor_parallel_degree": 2}, False, "tensor_parallel_degree is 2"),
         ({"parallelism__pipeline_parallel_degree": 2}, False, "pipeline_parallel_degree is 2"),
@@ -266,10 +266,10 @@ def test_gpus_without_a_recipes_gemms_are_refused_unless_they_may_emulate(
     ],
 )
 def test_incompatible_job_options_are_refused_before_a_model_is_made(
-    changes: dict[str, Any], gathers: bool, said: str
+    changes: dict[str, Any], gathers: bool, message: str
 ) -> None:
     spec = spec_of(quantized("mxfp8", enable_fsdp_float8_all_gather=gathers))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         spec.model.update_from_config(config=changed(job(), **changes))
     spec.model.update_from_config(config=job())
 
@@ -329,9 +329,9 @@ def weights_travel_as_codes(rank: int) -> None:
         for step, (loss, other) in enumerate(zip(runs[0][0], runs[1][0], strict=True)):
             assert_bitwise(loss, other, f"{recipe}, step {step}")
         plain, codes = runs[0][1].gathered, runs[1][1].gathered
-        in_codes = sum(part.weight.numel() for part in model.modules() if isinstance(part, QuaverLinear))
+        quantized_elements = sum(part.weight.numel() for part in model.modules() if isinstance(part, QuaverLinear))
         all_of_it = sum(p.numel() for p in model.parameters())
-        share = 1 - (1 - codes / plain) * all_of_it / in_codes
+        share = 1 - (1 - codes / plain) * all_of_it / quantized_elements
         assert share <= MOST.get(recipe, MOST_OF_MX_AND_ROWS), f"{recipe}: {share:.4f} of bf16's bytes"
         assert runs[1][1].agreements <= STEPS + 1
         states = [whole(net) for _, _, net in runs]
@@ -345,11 +345,11 @@ def a_job_is_a_loop_of_ones_own(rank: int) -> None:
         config = job()
         config.training.mixed_precision_param = "float32"
         model = sharded(spec_of(quantized(recipe, enable_fsdp_float8_all_gather=True)), config, RANKS)
-        beside = filled(on_meta(spec_of(), config))
+        reference = filled(on_meta(spec_of(), config))
         state = whole(model)
-        beside.load_state_dict({name: state[name] for name in beside.state_dict()})
-        qt.convert(beside, recipe)
-        pairs = zip(trained(model, rank), trained(DistributedDataParallel(beside), rank), strict=True)
+        reference.load_state_dict({name: state[name] for name in reference.state_dict()})
+        qt.convert(reference, recipe)
+        pairs = zip(trained(model, rank), trained(DistributedDataParallel(reference), rank), strict=True)
         for step, (loss, other) in enumerate(pairs):
             assert_bitwise(loss, other, f"{recipe}, step {step}")
 
@@ -371,15 +371,15 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_torchtitan_backend_handles_recipe_state(recipe: str, gathers: bool, alone: None) -> None:
-    """spmd_types, on one rank: over several it asks of fully_shard what torch 2.13 has not."""
+    """spmd_types, on one rank: with several it needs an option of fully_shard that torch 2.13 does not have."""
     config = job(spmd_backend="spmd_types")
     config.training.mixed_precision_param = "float32"
     model = sharded(spec_of(quantized(recipe, enable_fsdp_float8_all_gather=gathers)), config, 1)
-    beside = filled(on_meta(spec_of(), job()))
+    reference = filled(on_meta(spec_of(), job()))
     state = whole(model)
-    beside.load_state_dict({name: state[name] for name in beside.state_dict()})
-    qt.convert(beside, recipe)
-    for step, (loss, other) in enumerate(zip(trained(model), trained(beside), strict=True)):
+    reference.load_state_dict({name: state[name] for name in reference.state_dict()})
+    qt.convert(reference, recipe)
+    for step, (loss, other) in enumerate(zip(trained(model), trained(reference), strict=True)):
         assert_bitwise(loss, other, f"{recipe}, step {step}")
 
 

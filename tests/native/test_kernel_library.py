@@ -1,4 +1,4 @@
-"""The C library that `quaver kernels` writes, against a CUDA driver that notes what it is told to launch."""
+"""The C library that `quaver kernels` writes, with a stub of the CUDA driver that records the launches."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def python(module: str, *arguments: Any, **variables: str) -> subprocess.Complet
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
-def said(done: subprocess.CompletedProcess[str]) -> str:
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -59,7 +59,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export of few kernels, compiled into libquaver.so."""
     folder = tmp_path_factory.mktemp("small")
-    said(python("tests.native.small_export", folder))
+    output_of(python("tests.native.small_export", folder))
     build(folder, COMPILERS[0])
     return folder
 
@@ -68,7 +68,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def every(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export of all kernels without machine code, compiled into libquaver.so."""
     folder = tmp_path_factory.mktemp("every")
-    said(python("tests.native.small_export", folder, "--uncompiled"))
+    output_of(python("tests.native.small_export", folder, "--uncompiled"))
     build(folder, COMPILERS[0])
     return folder
 
@@ -79,21 +79,21 @@ def packed(folder: Path, stub: Path, tmp_path: Path, *options: Any) -> subproces
 
 
 def test_arguments_are_those_that_python_describes(small: Path, stub: Path, tmp_path: Path) -> None:
-    counts = json.loads(said(packed(small, stub, tmp_path, "--calls", 1000, "--small", "--families", *SMALL)))
+    counts = json.loads(output_of(packed(small, stub, tmp_path, "--calls", 1000, "--small", "--families", *SMALL)))
     assert counts["calls"] == 1000
     assert counts["launches"] > 1000
     assert counts["unused"] == []
 
 
 def test_keys_and_arguments_of_every_family_are_those_of_python(every: Path, stub: Path, tmp_path: Path) -> None:
-    counts = json.loads(said(packed(every, stub, tmp_path, "--calls", 1000, "--families", *ALL)))
+    counts = json.loads(output_of(packed(every, stub, tmp_path, "--calls", 1000, "--families", *ALL)))
     assert counts["calls"] == 1000
     assert counts["used"] > 500
 
 
 def test_arguments_are_those_of_tritons_launcher(small: Path, stub: Path, tmp_path: Path) -> None:
     counts = json.loads(
-        said(packed(small, stub, tmp_path, "--calls", 5, "--small", "--launcher", "--families", *SMALL))
+        output_of(packed(small, stub, tmp_path, "--calls", 5, "--small", "--launcher", "--families", *SMALL))
     )
     assert counts["calls"] == 5
     assert counts["same machine code"] > 0
@@ -158,21 +158,21 @@ def test_mistakes_in_the_library_are_found(every: Path, stub: Path, tmp_path: Pa
         libraries.append(tmp_path / f"libquaver{number}.so")
         run(COMPILERS[0], *flags, "-shared", mutant, *others, "-o", libraries[-1], "-ldl", "-lpthread")
     options = "--calls", 2000, "--families", *ALL, "--libraries", *libraries
-    results = said(packed(every, stub, tmp_path, *options)).splitlines()
+    results = output_of(packed(every, stub, tmp_path, *options)).splitlines()
     found = [bool(json.loads(result).get("difference")) for result in results]
     assert found == [True] * len(MUTANTS), [mutant for mutant, was in zip(MUTANTS, found, strict=True) if not was]
 
 
 def test_errors_are_codes_and_nothing_is_launched(small: Path, stub: Path, tmp_path: Path) -> None:
     done = python("tests.native.errors", small, **environment(stub, tmp_path / "log"))
-    assert int(said(done)) >= 120
+    assert int(output_of(done)) >= 120
     assert done.stderr == ""
 
 
 def test_gemms_are_told_to_cublaslt_as_documented(small: Path, stub: Path, tmp_path: Path) -> None:
     variables = environment(stub, tmp_path / "log", STUB_GEMM_LOG=str(tmp_path / "gemms"))
     done = python("tests.native.gemms", small, **variables)
-    assert int(said(done)) >= 100
+    assert int(output_of(done)) >= 100
     assert done.stderr == ""
 
 
@@ -284,12 +284,12 @@ def test_a_cmake_project_uses_the_installed_package(small: Path, stub: Path, tmp
 @pytest.mark.slow
 def test_every_variant_gets_the_arguments_that_python_describes(stub: Path, tmp_path: Path) -> None:
     folder = tmp_path / "all"
-    said(python("quaver.train", "kernels", "--arch", "sm_90", "--out", folder))
+    output_of(python("quaver.train", "kernels", "--arch", "sm_90", "--out", folder))
     build(folder, COMPILERS[0])
     # Families with many kernels are drawn more often.
     often = ["row", "activation_quantize"] * 4
-    counts = json.loads(said(packed(folder, stub, tmp_path, "--calls", 100000, "--families", *ALL, *often)))
+    counts = json.loads(output_of(packed(folder, stub, tmp_path, "--calls", 100000, "--families", *ALL, *often)))
     # Twice the columns of a norm are a multiple of 16, so that its sums need no general variant.
     assert [name for name in counts["unused"] if name != "column_sums 0x2"] == []
     done = packed(folder, stub, tmp_path, "--calls", 30, "--launcher", "--seed", 7, "--families", *ALL)
-    assert json.loads(said(done))["calls"] == 30
+    assert json.loads(output_of(done))["calls"] == 30

@@ -59,27 +59,27 @@ def compare(spec: StateSpec, kind: str, shape: tuple[int, ...], optimized: bool 
         want, want_scale = optim.encode(x, spec, noise)
         want_values = optim.decode(want, want_scale, spec)
     codes, scale, values = written(spec, optimized)(x, noise)
-    said = f"{spec.text} {kind} {shape}"
+    message = f"{spec.text} {kind} {shape}"
     got = np.asarray(codes).view(np.uint16) if codes.dtype == jnp.bfloat16 else np.asarray(codes)
-    assert (got.dtype, got.shape) == (want.dtype, want.shape), said
+    assert (got.dtype, got.shape) == (want.dtype, want.shape), message
     if scale is None:
         assert want_scale is None
     elif spec.of.kind == "expanded":
         assert want_scale is not None
-        np.testing.assert_allclose(np.asarray(scale), want_scale, rtol=2e-5, err_msg=said)
-        apart = np.abs(got.astype(int) - want.astype(int))
-        assert apart.max(initial=0) <= 1 and apart.sum() <= 3 + apart.size // 1000, said
+        np.testing.assert_allclose(np.asarray(scale), want_scale, rtol=2e-5, err_msg=message)
+        differences = np.abs(got.astype(int) - want.astype(int))
+        assert differences.max(initial=0) <= 1 and differences.sum() <= 3 + differences.size // 1000, message
         return
     else:
-        np.testing.assert_array_equal(np.asarray(scale.astype(jnp.float32)), want_scale, err_msg=said)
-    equal(got, want, said)
-    equal(np.asarray(values), want_values, said)
+        np.testing.assert_array_equal(np.asarray(scale.astype(jnp.float32)), want_scale, err_msg=message)
+    equal(got, want, message)
+    equal(np.asarray(values), want_values, message)
 
 
-def equal(a: np.ndarray, b: np.ndarray, said: str) -> None:
-    np.testing.assert_array_equal(a, b, err_msg=said)
+def equal(a: np.ndarray, b: np.ndarray, message: str) -> None:
+    np.testing.assert_array_equal(a, b, err_msg=message)
     if a.dtype.kind == "f":
-        np.testing.assert_array_equal(np.signbit(a[~np.isnan(a)]), np.signbit(b[~np.isnan(b)]), err_msg=said)
+        np.testing.assert_array_equal(np.signbit(a[~np.isnan(a)]), np.signbit(b[~np.isnan(b)]), err_msg=message)
 
 
 @pytest.mark.parametrize("code", CODES)
