@@ -100,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def hold_open(config: pytest.Config) -> None:
-    """The pipe by which processes that programs are forked from (tests/forking.py) know that the run goes on."""
+    """Hold a pipe open: the processes that programs are forked from (tests/forking.py) run until it is closed."""
     if sys.platform == "linux":
         pipe = Path(os.environ[PROGRAMS], "alive")
         os.mkfifo(pipe)
@@ -120,7 +120,7 @@ def begin() -> None:
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         for absent in (torch.cuda, torch.xpu, torch.mtia):
-            # torch.manual_seed notes the stack for each kind of device that may come later: milliseconds under pytest.
+            # torch.manual_seed records the stack for every uninitialized kind of device: milliseconds under pytest.
             absent.traceback = SimpleNamespace(format_stack=list)
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.interpreting import spare
@@ -130,7 +130,7 @@ def begin() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable(report: pytest.TestReport | pytest.CollectReport) -> Iterator[None]:
-    """As one string for what passed: xdist writes and reads a dict entry by entry, in twice the time."""
+    """Send reports of passed tests as one string: xdist serializes a dict entry by entry, in twice the time."""
     data = yield
     return {PASSED: json.dumps(data)} if report.passed else data
 
@@ -147,23 +147,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
     if unnamed := [item.nodeid for item in items if NAMED_BY_A_VALUE.search(item.nodeid)]:
-        # Each worker has other addresses and random numbers, and xdist wants the same cases of all. Of a worker's error
-        # xdist says nothing but that the worker ended.
+        # Addresses and random numbers differ between workers, and xdist needs the same cases in all. For an error in
+        # a worker xdist reports only that it ended.
         message = f"cases are named by addresses or tensors; give them others of `ids`: {unnamed}"
         print(message, file=sys.__stderr__, flush=True)
         raise pytest.UsageError(message)
     for item in items:
         place_on_a_machine(item, torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1")
-    items.sort(key=turn)
+    items.sort(key=order)
 
 
 @cache
 def place(path: Path) -> str:
-    """Of a file of cases in the repository; there are fifty cases a file."""
+    """The path of a test file in the repository; cached, since a file has about fifty cases."""
     return path.relative_to(ROOT).as_posix()
 
 
-def turn(item: pytest.Item) -> int:
+def order(item: pytest.Item) -> int:
     """Sort key: position of the file in LONGEST, then tests that start ranks, then all others in their order."""
     path = place(item.path)
     least = len(LONGEST) + (item.get_closest_marker("ranks") is None)
@@ -172,27 +172,27 @@ def turn(item: pytest.Item) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """A quarter of the time of collecting were collections of garbage, of which there is none: cases stay."""
+    """Disable garbage collection while tests are collected: it took a quarter of that time and frees nothing."""
     gc.disable()
     try:
         if hasattr(session.config, "workerinput"):
-            import_in_turn(session.config)
+            import_tests(session.config)
         return (yield)
     finally:
         gc.enable()
 
 
-def import_in_turn(config: Any) -> None:
-    """Import files of tests, each worker from another one on, so that each reads the bytecode that others have written.
-    Without a `__pycache__` every worker rewrote the assertions of all files, in step with the others."""
+def import_tests(config: Any) -> None:
+    """Import all test files, starting from a different one in each worker, so that each reads bytecode that others have
+    written. Otherwise every worker would rewrite the assertions of all files at the same time."""
     paths = [Path(config.invocation_params.dir, argument.partition("::")[0]) for argument in config.args]
     files = [file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
     first = int(config.workerinput["workerid"].removeprefix("gw")) * len(files) // config.workerinput["workercount"]
-    # What libraries print when they are imported is captured, as where pytest imports.
+    # Capture what libraries print at import, as pytest does.
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.resume_global_capture()
     for file in files[first:] + files[:first]:
-        # What cannot be imported is told of where it is collected.
+        # Errors of imports are reported when the file is collected.
         with suppress(Exception, pytest.skip.Exception):
             importlib.import_module(place(file.resolve()).removesuffix(".py").replace("/", "."))
     capture.suspend_global_capture()
@@ -200,7 +200,7 @@ def import_in_turn(config: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and cases stay until the end: a collector that walks over millions of them each time takes seconds."""
+    """Exclude modules and cases from garbage collection: they live until the end, and visiting them takes seconds."""
     if "jax" in sys.modules:
         compile_quickly()
     gc.set_threshold(*RARELY)
@@ -209,8 +209,8 @@ def pytest_collection_finish() -> None:
 
 
 def compile_quickly() -> None:
-    """Add QUICK to what JAX asks of XLA, but in files of OPTIMIZED; JAX has no public place for that. And let workers
-    take each other's programs, and of their own those that `jit` of another function has compiled."""
+    """Add QUICK to JAX's compile options, except in files of OPTIMIZED; JAX has no public setting for that. Also let
+    workers share compiled programs, with other workers and between functions."""
     import jax
     from jax._src import compilation_cache, compiler, lru_cache
 
@@ -219,7 +219,7 @@ def compile_quickly() -> None:
     share_contexts()
     lru_cache.LRUCache.put = put_at_once
     if hasattr(compilation_cache, "zlib"):
-        # They live as long as the run: packing each took longer than writing it.
+        # The files live as long as the run, and compressing them takes longer than writing them.
         packing = SimpleNamespace(
             compress=partial(zlib.compress, level=0), decompress=zlib.decompress, error=zlib.error
         )
@@ -230,17 +230,17 @@ def compile_quickly() -> None:
     own = compiler.get_compile_options
 
     def quick(*args: Any, **options: Any) -> Any:
-        asked = own(*args, **options)
+        chosen = own(*args, **options)
         if jax.config.read("jax_disable_most_optimizations"):
-            asked.env_option_overrides = [*QUICK.items(), *asked.env_option_overrides]
-        return asked
+            chosen.env_option_overrides = [*QUICK.items(), *chosen.env_option_overrides]
+        return chosen
 
     compiler.get_compile_options = quick
 
 
 def share_contexts() -> None:
-    """Lower the programs of a file in one MLIR context: JAX makes one for each, a quarter of what a single operation
-    takes. MLIR's contexts are made for many threads; JAX without this name makes its own."""
+    """Lower the programs of a file in one MLIR context: JAX makes one for each, a quarter of the time of a single
+    operation. MLIR contexts are thread-safe; a version of JAX without this name makes its own."""
     from jax._src.interpreters import mlir
 
     if hasattr(mlir, "make_ir_context"):
@@ -248,7 +248,7 @@ def share_contexts() -> None:
 
 
 def forget_contexts() -> None:
-    """A context keeps every type and constant that it was asked for."""
+    """Drop the shared context, which stores every type and constant that was requested from it."""
     mlir = sys.modules.get("jax._src.interpreters.mlir")
     forget = getattr(getattr(mlir, "make_ir_context", None), "cache_clear", None)
     if forget is not None:
@@ -256,7 +256,7 @@ def forget_contexts() -> None:
 
 
 def put_at_once(cache: Any, key: str, value: bytes) -> None:
-    """As a file that no other worker reads before it is whole, which JAX does not see to."""
+    """Write a cache entry atomically, so that no other worker reads a part of it; JAX does not ensure that."""
     whole = Path(cache.path, f"{key}-cache")
     part = whole.with_name(f"{whole.name}-{os.getpid()}")
     part.write_bytes(value)
@@ -280,7 +280,7 @@ def place_on_a_machine(item: pytest.Item, gpu: bool, interpreting: bool) -> None
 def _alike() -> None:
     """Fix the random seed, and let torch.empty return NaN (255 in bytes), so that unwritten elements are detected."""
     if "quaver.torch.linear.linear" in sys.modules:
-        # Plans outlive a test, which may change what decided them.
+        # Plans outlive a test, and the next test may change their conditions.
         sys.modules["quaver.torch.linear.linear"].plans.clear()
     import numpy as np
     import torch
@@ -310,7 +310,7 @@ def _optimized_where_that_is_the_claim(request: pytest.FixtureRequest) -> Iterat
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
-    # Single operations that other files compiled are kept too.
+    # Single operations compiled by other files are cached too.
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
     yield
