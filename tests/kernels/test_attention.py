@@ -67,8 +67,8 @@ def specified(arrays: list[np.ndarray], spec: AttentionSpec, **options: Any) -> 
     q, k, v, sinks, grad = arrays
     whole = {**options, "sinks": sinks if options.pop("sinks", False) else None}
     out = specification.attention(q, k, v, spec, **whole)
-    *gradients, _, of_sinks = specification.attention_backward(grad, q, k, v, spec, **whole)
-    return [out, *gradients, of_sinks][: 4 if whole["sinks"] is None else 5]
+    *gradients, _, sinks_gradient = specification.attention_backward(grad, q, k, v, spec, **whole)
+    return [out, *gradients, sinks_gradient][: 4 if whole["sinks"] is None else 5]
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +109,8 @@ def test_ampere_tiles_with_bitwise_codes_give_the_same_results(
     ours, want = by_kernels(arrays, spec, scale=0.3), specified(arrays, spec, scale=0.3)
     for name, got, exact in zip(NAMES, ours, want, strict=False):
         assert_close(name, got, exact, BOUND)
-    of_rows = [(64, 32, 2), (64, 64, 2)] if spec.input.per_tensor else [(32, 64, 2)]
-    assert tiles == [(128, 64, 2), *of_rows, (32, 64, 2)]
+    row_tiles = [(64, 32, 2), (64, 64, 2)] if spec.input.per_tensor else [(32, 64, 2)]
+    assert tiles == [(128, 64, 2), *row_tiles, (32, 64, 2)]
 
 
 @every_spec
@@ -218,15 +218,15 @@ def test_backward_saves_the_same_tensors_as_the_passes(launched: list[str]) -> N
     q, k, v = (torch.randn(1, h, 40, 32, device=DEVICE) for h in (2, 1, 1))
     for spec in SPECS.values():
         texts = spec.input.text, spec.grad_output.text
-        kept = []
+        results = []
         for name in ("triton", "reference"):
             with qt.only(name):
-                kept.append(fp8.FORWARD(q, k, v, None, None, None, None, None, 0.2, None, 0.0, *texts, True))
-        for place, (ours, plain) in enumerate(zip(*kept, strict=True)):
+                results.append(fp8.FORWARD(q, k, v, None, None, None, None, None, 0.2, None, 0.0, *texts, True))
+        for place, (ours, plain) in enumerate(zip(*results, strict=True)):
             assert ours.shape == plain.shape and ours.dtype == plain.dtype
             if place > 1:
                 assert_bitwise(ours.flatten().view(torch.uint8), plain.flatten().view(torch.uint8), f"tensor {place}")
-        assert_close("logarithms", kept[0][1], kept[1][1], 1e-6)
+        assert_close("logarithms", results[0][1], results[1][1], 1e-6)
 
 
 def test_only_required_gradients_are_computed_and_frozen_forwards_save_nothing() -> None:
@@ -267,8 +267,8 @@ def test_recomputed_attention_has_the_bits_of_saved_attention(way: str, launched
             out.backward(grad)
         results.append([out.detach(), *(x.grad for x in leaves)])
     assert launched == ["forward", "forward", "backward"]
-    for name, kept, again in zip(NAMES, *results, strict=True):
-        assert_bitwise(again, kept, name)
+    for name, first, again in zip(NAMES, *results, strict=True):
+        assert_bitwise(again, first, name)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -96,7 +96,7 @@ def test_strided_targets_and_weights_are_read_in_place() -> None:
     logits = torch.randn(6, 40, device=DEVICE)
     targets = torch.randint(40, (6, 3), device=DEVICE)[:, 1]
     weights = torch.randn(1, device=DEVICE).expand(6)
-    near, apart = logits.clone(), logits.clone()
+    near, separate = logits.clone(), logits.clone()
     expected = gpu.rows(near, targets.clone(), weights.clone(), True, LossConfig())
-    assert_bitwise(gpu.rows(apart, targets, weights, True, LossConfig()), expected)
-    assert_bitwise(apart, near)
+    assert_bitwise(gpu.rows(separate, targets, weights, True, LossConfig()), expected)
+    assert_bitwise(separate, near)

@@ -86,5 +86,5 @@ def test_columns_between_others_are_found() -> None:
     q = reference.quantize(torch.from_numpy(nasty((16, 64))["normal"]).to(DEVICE), QuantSpec(E4M3, (1, 32), "e8m0"))
     buffer = torch.full((16, 80), 0x7F, dtype=torch.uint8, device=DEVICE)
     buffer[:, :64] = q.data.view(torch.uint8)
-    apart = Quantized(buffer.view(q.data.dtype)[:, :64], q.scale, q.spec, q.shape)
-    assert_equal(decode(apart), q.dequantize())
+    spaced = Quantized(buffer.view(q.data.dtype)[:, :64], q.scale, q.spec, q.shape)
+    assert_equal(decode(spaced), q.dequantize())

@@ -21,17 +21,21 @@ def operand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 @pytest.mark.parametrize(("n", "k"), [(128, 64), (40, 33)])
 def test_rows_are_multiplied_by_the_matrix_of_their_group(ends: tuple[int, ...], n: int, k: int) -> None:
     dtype = torch.bfloat16 if n == 128 else torch.float32
-    x, w, of_ends = operand(150, k, dtype=dtype), operand(4 * n, k, dtype=dtype), torch.tensor(ends, dtype=torch.int32)
+    x, w, ends_tensor = (
+        operand(150, k, dtype=dtype),
+        operand(4 * n, k, dtype=dtype),
+        torch.tensor(ends, dtype=torch.int32),
+    )
     rows, columns, bias = (operand(*shape, dtype=torch.float32) for shape in ((150,), (4 * n,), (4, n)))
     x[5] = 0.0
-    y = emulation.multiply(x, w, of_ends.to(DEVICE), n, torch.float32)
-    scaled = emulation.multiply(x, w, of_ends.to(DEVICE), n, torch.float32, bias, rows, columns)
+    y = emulation.multiply(x, w, ends_tensor.to(DEVICE), n, torch.float32)
+    scaled = emulation.multiply(x, w, ends_tensor.to(DEVICE), n, torch.float32, bias, rows, columns)
     start = 0
     for group, end in enumerate(ends):
         expected = x[start:end].double() @ w[group * n : (group + 1) * n].double().t()
         assert_close(f"group {group}", y[start:end], expected.float(), 1e-6)
-        of_group = columns[group * n : (group + 1) * n].double()
-        expected = expected * rows[start:end, None].double() * of_group + bias[group].double()
+        group_scale = columns[group * n : (group + 1) * n].double()
+        expected = expected * rows[start:end, None].double() * group_scale + bias[group].double()
         assert_close(f"group {group}, scaled", scaled[start:end], expected.float(), 1e-6)
         start = end
     assert not y[start:].any() and not scaled[start:].any(), "rows of no group"
@@ -41,11 +45,11 @@ def test_rows_are_multiplied_by_the_matrix_of_their_group(ends: tuple[int, ...],
 @pytest.mark.parametrize(("m", "n"), [(64, 128), (33, 40)])
 def test_transposes_are_summed_over_the_slots_of_their_group(ends: tuple[int, ...], m: int, n: int) -> None:
     line = 64 if ends[-1] == 192 else 1
-    x, w, of_ends = operand(m, 200), operand(n, 200), torch.tensor(ends, dtype=torch.int32).to(DEVICE)
+    x, w, ends_tensor = operand(m, 200), operand(n, 200), torch.tensor(ends, dtype=torch.int32).to(DEVICE)
     x[:, ends[-1] :] = torch.nan
     rows, columns = operand(4, m, dtype=torch.float32), operand(4, n, dtype=torch.float32)
-    y = emulation.add_up(x, w, of_ends, line, torch.float32)
-    scaled = emulation.add_up(x, w, of_ends, line, torch.bfloat16, rows, columns)
+    y = emulation.add_up(x, w, ends_tensor, line, torch.float32)
+    scaled = emulation.add_up(x, w, ends_tensor, line, torch.bfloat16, rows, columns)
     start = 0
     for group, end in enumerate(ends):
         expected = x[:, start:end].double() @ w[:, start:end].double().t()

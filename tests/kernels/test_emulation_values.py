@@ -55,8 +55,8 @@ def test_blocks_have_the_values_of_the_references_codes(spec: QuantSpec, shape: 
     # By turns, so that each spec and each shape meet each kind of operand.
     for name in NAMES[SHAPES.index(shape) :: 3]:
         x = torch.from_numpy(nasty(shape)[name]).to(DEVICE).to(BF16)
-        along, down, kept = emulation.values(x, spec, False)
-        assert kept is None
+        along, down, saved = emulation.values(x, spec, False)
+        assert saved is None
         assert_values(name, along, held(x, spec))
         expected = held(x.t(), spec).t()
         if spec.block[0] != 1:
@@ -64,10 +64,10 @@ def test_blocks_have_the_values_of_the_references_codes(spec: QuantSpec, shape: 
             assert_values(name, along, expected)
             continue
         assert_values(name, down, expected)
-        along, nothing, kept = emulation.values(x, spec, True)
-        assert nothing is None and kept is not None
+        along, nothing, saved = emulation.values(x, spec, True)
+        assert nothing is None and saved is not None
         assert_values(name, along, held(x, spec))
-        assert_values(name, emulation.saved_values(*kept, spec), expected)
+        assert_values(name, emulation.saved_values(*saved, spec), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -102,8 +102,8 @@ def test_two_levels_have_the_values_of_the_references_codes(kind: str, shape: tu
     spec, other = TWO_LEVELS[kind]
     for name in NAMES[WHOLE.index(shape) :: 3]:
         x = torch.from_numpy(nasty(shape)[name]).to(DEVICE).to(BF16)
-        along, down, kept = emulation.two_level_values(x, spec, other, False)
-        assert kept is None
+        along, down, saved = emulation.two_level_values(x, spec, other, False)
+        assert saved is None
         assert_values(name, along, held(x, spec))
         expected = held(x.t(), other).t()
         if kind == "squares":
@@ -111,10 +111,10 @@ def test_two_levels_have_the_values_of_the_references_codes(kind: str, shape: tu
             assert_values(name, along, expected)
             continue
         assert_values(name, down, expected)
-        along, nothing, kept = emulation.two_level_values(x, spec, other, True)
-        assert nothing is None and kept is not None
+        along, nothing, saved = emulation.two_level_values(x, spec, other, True)
+        assert nothing is None and saved is not None
         assert_values(name, along, held(x, spec))
-        assert_values(name, emulation.cached_two_level_values(*kept), expected)
+        assert_values(name, emulation.cached_two_level_values(*saved), expected)
 
 
 @pytest.mark.parametrize("top", [3.38e38, 2.3e38, 1e38, 1e-30, 1.2e-38], ids=str)

@@ -56,8 +56,8 @@ def test_a_formula_is_near_float64_at_every_bf16_value(name: str) -> None:
         assert (error[tail] <= 1e-8 * wide[tail].abs()).all()
     # Where nothing is asked, 0: what a mask leaves of a tensor has a size that a card which is not there does not know.
     worst = torch.where(at, error / expected.abs(), 0.0).max().item()
-    of_input = torch.where(finite & (wide != 0), error / wide.abs(), 0.0).max().item()
-    print(f"{name}: {worst:.1e} of the result, {of_input:.1e} of the input")
+    input_error = torch.where(finite & (wide != 0), error / wide.abs(), 0.0).max().item()
+    print(f"{name}: {worst:.1e} of the result, {input_error:.1e} of the input")
     assert worst <= RELATIVE[name]
     assert (error[finite] <= ABSOLUTE * wide[finite].abs() + 2e-37).all()
 

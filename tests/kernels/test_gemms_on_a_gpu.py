@@ -55,8 +55,8 @@ def test_transposes_and_any_number_of_rows_are_within_the_bound(transposed: tupl
     spec = QuantSpec(E4M3)
     x, w = torch.randn(m, 256, device=CARD), torch.randn(64, 256, device=CARD)
     a, b = (
-        reference.quantize(v.t().contiguous(), spec).T if lies else reference.quantize(v, spec)
-        for v, lies in zip((x, w), transposed, strict=True)
+        reference.quantize(v.t().contiguous(), spec).T if is_transposed else reference.quantize(v, spec)
+        for v, is_transposed in zip((x, w), transposed, strict=True)
     )
     bias = torch.randn(64, device=CARD, dtype=torch.bfloat16)
     expected = reference.matmul(a, b, torch.float32).double() + bias.double()

@@ -65,7 +65,7 @@ def test_one_launch_rolls_every_layer_as_the_specification_does(options: dict[st
     recipe, rng = recipes.delayed(**options), np.random.default_rng(0)
     assert recipe.delayed is not None
     layers = layers_of(recipe)
-    for turn in range(5):
+    for iteration in range(5):
         given = [
             (windows(recipe.delayed.length, rng), rng.choice([0.0, 1.0, 8.0], 3).astype(np.float32)) for _ in layers
         ]
@@ -76,9 +76,9 @@ def test_one_launch_rolls_every_layer_as_the_specification_does(options: dict[st
         stack = state_of(layers[0]).stacked[0]
         for i, (layer, (window, factor)) in enumerate(zip(layers, given, strict=True)):
             window, factor = rolled(window, factor, recipe)
-            assert_bitwise(layer.history, window, f"history of layer {i}, turn {turn}")
-            assert_bitwise(layer.factor, factor, f"factor of layer {i}, turn {turn}")
-            assert_bitwise(stack.rolled[i], factor, f"copy for layer {i}, turn {turn}")
+            assert_bitwise(layer.history, window, f"history of layer {i}, iteration {iteration}")
+            assert_bitwise(layer.factor, factor, f"factor of layer {i}, iteration {iteration}")
+            assert_bitwise(stack.rolled[i], factor, f"copy for layer {i}, iteration {iteration}")
 
 
 @pytest.mark.parametrize("top", [0.0, 1.0, 5.0, 3.4e38, 1e-42, math.inf, -math.inf, math.nan])
@@ -182,12 +182,12 @@ def test_returned_factors_do_not_change_with_later_rolls() -> None:
 def test_a_stack_learns_set_factors_one_roll_later_and_forgets_them_on_a_write() -> None:
     layers = layers_of(recipes.delayed(history=2))
     stack = None
-    for turn in range(3):
+    for iteration in range(3):
         step(layers)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         stack, index = state_of(layers[1]).stacked
-        assert stack.is_set(index, layers[1].factor) == [turn > 0] * 3
+        assert stack.is_set(index, layers[1].factor) == [iteration > 0] * 3
     layers[1].factor.zero_()
     assert stack is not None and not any(stack.is_set(1, layers[1].factor))
     assert all(stack.is_set(0, layers[0].factor))
@@ -217,8 +217,8 @@ def test_inputs_of_a_captured_roll_live_as_long_as_its_layers(monkeypatch: pytes
         capturing.setattr(gpu.capture, "capturing", lambda _: True)
         for _ in range(3):
             step(layers)
-    kept = {id(stack) for layer in layers for stack in gpu._captured[layer]}
-    assert kept == {id(stack())}
+    buffers = {id(stack) for layer in layers for stack in gpu._captured[layer]}
+    assert buffers == {id(stack())}
     layers[1].factor = layers[1].factor.clone()
     step(layers)
     assert state_of(layers[0]).stacked[0] is not stack()

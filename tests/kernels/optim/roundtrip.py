@@ -141,7 +141,7 @@ def compiled(spec: StateSpec, arch: int) -> list[Any]:
 
 
 if __name__ == "__main__":
-    said = []
+    rows = []
     for arch, text in product(map(int, sys.argv[1].split(",")), sys.argv[2:] or SPECS):
         both = compiled(StateSpec.parse(text), arch)
         for kernel, code in zip(both, machine_code.read(both, arch), strict=True):
@@ -150,5 +150,5 @@ if __name__ == "__main__":
             fused = sum(2 if pair else 1 for pair in re.findall(r"\bfma\.rn\.f32(x2)?\b", ptx))
             row = {"spec": text, "arch": arch, "kernel": kernel.name, "fused": fused, "stack": code.stack}
             # 16 × 64 elements by 128 threads.
-            said.append(row | {"instructions": code.instructions / 8, "registers": code.registers})
-    print(json.dumps(said))
+            rows.append(row | {"instructions": code.instructions / 8, "registers": code.registers})
+    print(json.dumps(rows))

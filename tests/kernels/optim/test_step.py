@@ -208,8 +208,8 @@ def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool =
             )
             scalars = p.config.rule.scalars(GROUP, p.state["step"].double().view(1) + 1)
             launches.append(([row], torch.stack(scalars)))
-        told = None if keep is None else torch.tensor(keep, device=DEVICE)
-        ((_, counts),) = gpu.launch(launches, {}, told, statistics)
+        keep_flag = None if keep is None else torch.tensor(keep, device=DEVICE)
+        ((_, counts),) = gpu.launch(launches, {}, keep_flag, statistics)
     return counts
 
 
@@ -217,7 +217,7 @@ def moved(tensors: Any) -> Any:
     return tensors.to(DEVICE) if isinstance(tensors, Tensor) else tuple(map(moved, tensors))
 
 
-def in_pieces(parameters: list[Parameter]) -> list[int | None]:
+def step_separately(parameters: list[Parameter]) -> list[int | None]:
     counts = []
     for number, p in enumerate(parameters):
         p.state["step"] += 1
@@ -263,7 +263,7 @@ def test_parameters_of_one_launch_step_as_their_pieces(name: str) -> None:
     ]
     theirs = copy.deepcopy(ours)
     counts = by_kernel(ours, None)
-    expected = in_pieces(theirs)
+    expected = step_separately(theirs)
     for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert_same(one, other, f"{name}, parameter {i} of {one.place.local_shape}")
         if expected[i] is not None:
@@ -276,7 +276,7 @@ def test_betas_of_zero_step_as_their_pieces(name: str, monkeypatch: pytest.Monke
     ours = [parameter(*WAYS[name], SHAPES[0], 0, False)]
     theirs = copy.deepcopy(ours)
     by_kernel(ours, None)
-    in_pieces(theirs)
+    step_separately(theirs)
     assert_same(ours[0], theirs[0], name)
 
 
@@ -284,15 +284,15 @@ def test_betas_of_zero_step_as_their_pieces(name: str, monkeypatch: pytest.Monke
 def test_weights_with_scales_of_blocks_step_as_their_pieces(name: str) -> None:
     """Blocks of zeros, of subnormal numbers, with NaN and infinities, whole ones and those at a matrix's edges."""
     how, gradient = WAYS_OF_BLOCKS[name]
-    turn = 2 * (list(WAYS_OF_BLOCKS).index(name) % 2)
-    shapes = SHAPES_OF_BLOCKS[turn : turn + 2] if name != "lean 1x32" else [(128, 256), (96, 384)]
+    start = 2 * (list(WAYS_OF_BLOCKS).index(name) % 2)
+    shapes = SHAPES_OF_BLOCKS[start : start + 2] if name != "lean 1x32" else [(128, 256), (96, 384)]
     every = [
         parameter(how, torch.float8_e4m3fn, gradient, shape, i, hostile)
         for i, (shape, hostile) in enumerate((s, h) for h in (False, True) for s in shapes)
     ]
     ours, theirs = copy.deepcopy(every), every
     counts = by_kernel(ours, None)
-    expected = in_pieces(theirs)
+    expected = step_separately(theirs)
     for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert_same(one, other, f"{name}, {one.place.local_shape}, {'hostile' if i > 1 else 'kind'}")
         if expected[i] is not None:
@@ -311,7 +311,7 @@ def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, mo
         tensor.fill_(0.5)
     theirs = copy.deepcopy(ours)
     by_kernel(ours, None)
-    in_pieces(theirs)
+    step_separately(theirs)
     assert_same(ours[0], theirs[0], "without eps")
     scales = lost(ours[0])
     assert scales is not None and not scales.any()
@@ -331,8 +331,8 @@ def test_unsupported_blocks_give_a_reason(spec: QuantSpec, shape: tuple[int, int
     how = config(WeightFormat("residual16", spec), MOMENTS)
     p = parameter(how, torch.float8_e4m3fn, torch.bfloat16, shape, 0, False)
     place = ShardPosition((start, 0), shape, (80, shape[1]))
-    said = gpu.reason(p.parts.weight[0], how, p.parts, place, p.state["step"])
-    assert (why in said) if why else not said, said
+    message = gpu.reason(p.parts.weight[0], how, p.parts, place, p.state["step"])
+    assert (why in message) if why else not message, message
 
 
 def test_weights_of_blocks_are_left_where_a_step_is_skipped() -> None:
@@ -351,9 +351,9 @@ def test_configs_rules_and_groups_share_a_step_and_a_false_flag_keeps_all() -> N
     before = copy.deepcopy(ours)
     by_kernel(ours, False)
     for one, other in zip(ours, before, strict=True):
-        assert_same(one, other, "kept")
+        assert_same(one, other, "unchanged")
     by_kernel(ours, True)
-    in_pieces(before)
+    step_separately(before)
     for one, other in zip(ours, before, strict=True):
         assert_same(one, other, "stepped")
 
@@ -363,7 +363,7 @@ def test_a_chunk_of_many_rounds_and_several_chunks_are_one_parameter() -> None:
     ours = [parameter(how, dtype, gradient, (64, 512), 2, False)]
     theirs = copy.deepcopy(ours)
     by_kernel(ours, None, statistics=False)
-    in_pieces(theirs)
+    step_separately(theirs)
     assert_same(ours[0], theirs[0], "two programs")
 
 
