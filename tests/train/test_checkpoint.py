@@ -159,8 +159,8 @@ def test_every_flipped_bit_is_seen(tmp_path: Path, name: str) -> None:
 def test_another_steps_file_is_refused(tmp_path: Path, name: str) -> None:
     one, two = (checkpoint.save(tmp_path, step, *trained(step), ABOUT) for step in (1, 2))
     shutil.copy(one / name, two / name)
-    said = "rename it to .*step-000001" if name == "state.json" else f"{name} is not the file that was saved"
-    with pytest.raises(CheckpointError, match=said):
+    message = "rename it to .*step-000001" if name == "state.json" else f"{name} is not the file that was saved"
+    with pytest.raises(CheckpointError, match=message):
         checkpoint.load(two, ABOUT)
 
 

@@ -215,6 +215,6 @@ def test_ctrl_c_saves_every_run(make_config: MakeConfig, tmp_path: Path) -> None
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and b"continue with --resume" in said and b"Traceback" not in said
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"continue with --resume" in errors and b"Traceback" not in errors
     assert all(checkpoint.latest(folder) for folder in folders)

@@ -22,7 +22,7 @@ def test_toml_takes_the_command_lines_spelling_and_integers_for_floats(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("stepz = 3", "no option 'stepz'; did you mean 'steps'?"),
         ('steps = "3"', "steps = '3' should be a whole number"),
@@ -32,16 +32,16 @@ def test_toml_takes_the_command_lines_spelling_and_integers_for_floats(tmp_path:
         ("steps = = 3", "is not valid TOML"),
     ],
 )
-def test_a_bad_toml_gives_one_clear_error(tmp_path: Path, line: str, said: str) -> None:
+def test_a_bad_toml_gives_one_clear_error(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(line, encoding="utf-8")
     with pytest.raises(ValueError, match=str(path)) as error:
         read_toml(path)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"model": "tinny"}, "model 'tinny' is not known; did you mean 'tiny'?"),
         ({"dtype": "float16x"}, "dtype 'float16x' is not known"),
@@ -52,7 +52,7 @@ def test_a_bad_toml_gives_one_clear_error(tmp_path: Path, line: str, said: str) 
         ({"beta2": 1.0}, "beta2 is 1.0; it must be below 1"),
     ],
 )
-def test_a_bad_value_gives_one_clear_error(options: dict[str, object], said: str) -> None:
+def test_a_bad_value_gives_one_clear_error(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as error:
         TrainConfig(**options)  # type: ignore[arg-type]
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -30,8 +30,8 @@ def test_logits_match_the_hugging_face_model(name: str) -> None:
     few = {"layers": 2, "dim": 64, "heads": 4, "groups": 2, "head_dim": 16, "hidden": 96}
     config = replace(MODELS[name], **few)
     ours = build_decoder(config, 97, 0, torch.device("cpu"))
-    said = hf_config(config, 97, config.positions)
-    model: Any = getattr(transformers, said["architectures"][0])(transformers.AutoConfig.for_model(**said))
+    fields = hf_config(config, 97, config.positions)
+    model: Any = getattr(transformers, fields["architectures"][0])(transformers.AutoConfig.for_model(**fields))
     state = {hf_name(key, config): value for key, value in ours.state_dict().items()}
     problems = model.load_state_dict(state, strict=False)
     assert not problems.unexpected_keys and set(problems.missing_keys) <= {"lm_head.weight"}

@@ -36,9 +36,9 @@ def test_a_second_training_names_the_first_and_changes_nothing(make_config: Make
     config = make_config(steps=5000, validate_every=0)
     process = start(config, tmp_path)
     try:
-        said = rf"run is in use: training by process {process.pid} on {socket.gethostname()}, since 2\d\d\d-"
+        message = rf"run is in use: training by process {process.pid} on {socket.gethostname()}, since 2\d\d\d-"
         for resume in (False, True):
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 run_training(config, resume=resume)
         assert generate.generate(Path(config.out), "7", tokens=2).tokens
     finally:
@@ -65,14 +65,14 @@ def test_a_folder_made_for_a_failed_run_is_removed(tmp_path: Path) -> None:
     with files.locked(tmp_path / "a" / "b", "training"):
         pass
     with files.locked(tmp_path / "c", "training"):
-        (tmp_path / "c" / "kept").touch()
-    assert not (tmp_path / "a").exists() and (tmp_path / "c" / "kept").exists()
+        (tmp_path / "c" / "other").touch()
+    assert not (tmp_path / "a").exists() and (tmp_path / "c" / "other").exists()
 
 
-@pytest.mark.parametrize("said", ["", "[]", "{}", "[" * 5000, json.dumps({"pid": 1})])
-def test_an_unreadable_lock_still_gives_a_clear_error(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 5000, json.dumps({"pid": 1})])
+def test_an_unreadable_lock_still_gives_a_clear_error(tmp_path: Path, content: str) -> None:
     with files.locked(tmp_path, "training"):
-        (tmp_path / files.OWNER_FILE).write_text(said)
+        (tmp_path / files.OWNER_FILE).write_text(content)
         with (
             pytest.raises(ValueError, match="is in use: another process is writing into it"),
             files.locked(tmp_path, ""),

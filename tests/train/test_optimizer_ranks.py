@@ -63,13 +63,13 @@ def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp
         run_training(whole)
         assert losses_of(recorded(whole)) == losses_of(recorded(config)), name
         ours, its = (checkpoint.load(Path(c.out) / "step-000004", {}) for c in (whole, config))
-        kept = {**its.model, **its.optimizer}
-        held = [value.nbytes for tensor, value in kept.items() if not tensor.endswith(("/step", "/amax"))]
+        tensors = {**its.model, **its.optimizer}
+        sizes = [value.nbytes for tensor, value in tensors.items() if not tensor.endswith(("/step", "/amax"))]
         first, *later = recipe_name.parse_phases(config.recipe)
         expected = training_footprint(MODELS["nano"], 256, config.optimizer, first.recipe, "bfloat16", codes=not later)
-        assert sum(held) == expected.total - expected.gradient, f"{name}: bytes of all ranks' parts"
-        in_codes = name in ("balanced", "lean", "blocks")
-        assert any(tensor.endswith(".weight_scale") for tensor in its.model) is in_codes, name
+        assert sum(sizes) == expected.total - expected.gradient, f"{name}: bytes of all ranks' parts"
+        quantized = name in ("balanced", "lean", "blocks")
+        assert any(tensor.endswith(".weight_scale") for tensor in its.model) is quantized, name
         for tensors, others in ((ours.model, its.model), (ours.optimizer, its.optimizer)):
             assert tensors.keys() == others.keys()
             for tensor, value in tensors.items():
@@ -81,10 +81,10 @@ def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp
     assert norms(whole) == pytest.approx(norms(clipped), rel=1e-2)
     assert farthest(losses_of(recorded(whole)), losses_of(recorded(clipped))) < 3e-3
     # Biases beside matrices in bfloat16 are bfloat16 there, and float32 here.
-    for config, apart in ((biased, 0.0), (narrowed, 5e-3)):
+    for config, bound in ((biased, 0.0), (narrowed, 5e-3)):
         whole = plain(config, f"{Path(config.out).name}-one", **one)
         run_training(whole)
-        assert farthest(losses_of(recorded(whole)), losses_of(recorded(config))) <= apart
+        assert farthest(losses_of(recorded(whole)), losses_of(recorded(config))) <= bound
     assert generate(Path(clipped.out), "3 times", tokens=3, device="cpu").tokens
 
     # One rank resumes from the checkpoint of two.
@@ -147,7 +147,7 @@ def test_a_run_that_began_with_floats_resumes_with_floats(make_config: MakeConfi
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"optimizer": "muon-lean"}, "muon-lean orthogonalizes whole matrices, and 2 ranks have parts of each matrix"),
         ({"optimizer": "msamp"}, "optimizer msamp has one scale for a whole matrix, and 2 ranks have parts"),
@@ -158,9 +158,9 @@ def test_a_run_that_began_with_floats_resumes_with_floats(make_config: MakeConfi
     ],
 )
 def test_optimizers_unsupported_by_ranks_are_refused_before_anything_is_read(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], said: str
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         run_training(make_config(recipe="tensorwise", **options))

@@ -56,8 +56,8 @@ def test_every_schedule_gives_the_single_process_s_bits(make_config: MakeConfig,
         if recipe == "mxfp8" or name in ("1F1B", "ZBVZeroBubble")
     }
     start([*runs.values()], tmp_path / "of-two", 2)
-    of_first = runs["1F1B", "mxfp8"]
-    one = plain(of_first, "one")
+    first = runs["1F1B", "mxfp8"]
+    one = plain(first, "one")
     trained = run_training(one)
     for (name, recipe), config in runs.items():
         if recipe == "mxfp8":
@@ -72,7 +72,7 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     few = COMMON | {"sequence": 64, "accumulate": 4}
-    beside = [
+    others = [
         make_config(f"beside-{number}", pp=2, **few | options)
         for number, options in enumerate(
             (
@@ -105,8 +105,8 @@ def test_pipeline_schedules_combine_with_other_parallelism_and_resume_in_any_lay
     )
     transposed = replace(whole, pp_schedule="ZBVZeroBubble", out=str(tmp_path / "transposed"))
     resumed = [*(Resumed(config, grid) for config in elsewhere.values()), Resumed(transposed, whole)]
-    start([*beside, grid, whole, *resumed], tmp_path / "of-four", 4)
-    for config in beside:
+    start([*others, grid, whole, *resumed], tmp_path / "of-four", 4)
+    for config in others:
         one = plain(config, f"{Path(config.out).name}-one")
         run_training(one)
         assert farthest(recorded(one), recorded(config)) < 1e-6, config.out
@@ -126,8 +126,8 @@ def test_each_stage_has_one_rank_and_schedules_take_turns_as_torch_s_do() -> Non
     for name, order in PIPELINE_SCHEDULES.items():
         each = stages_per_rank(name, 0)
         assert order.least <= each <= order.most
-        of_torch = generate_stage_to_rank_mapping(4, 4 * each, style="v" if order.v_shaped else "loop")
-        assert stage_ranks(name, 4, each) == [of_torch[stage] for stage in range(4 * each)], name
+        expected = generate_stage_to_rank_mapping(4, 4 * each, style="v" if order.turns else "loop")
+        assert stage_ranks(name, 4, each) == [expected[stage] for stage in range(4 * each)], name
 
 
 @pytest.mark.parametrize(

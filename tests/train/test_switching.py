@@ -143,7 +143,7 @@ def test_a_checkpoint_with_an_invalid_schedule_gives_a_clear_error(make_config: 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"recipe": "nvfp4 until 10, bf16"}, "'nvfp4 until 10' leaves no step for 'bf16': it ends with step 10"),
         ({"recipe": "nvfp4 until lr<10%, bf16", "final_lr": 0.1}, "'until lr<10%' never comes: in 10 steps, with warm"),
@@ -155,15 +155,15 @@ def test_a_checkpoint_with_an_invalid_schedule_gives_a_clear_error(make_config: 
     ],
 )
 def test_unsupported_runs_are_refused_before_they_start(
-    options: dict[str, Any], said: str, make_config: MakeConfig
+    options: dict[str, Any], message: str, make_config: MakeConfig
 ) -> None:
     config = make_config(**options)
     with pytest.raises(ValueError) as error:
         run_training(config)
-    assert said in str(error.value) and not Path(config.out).exists()
+    assert message in str(error.value) and not Path(config.out).exists()
     with pytest.raises(ValueError) as error:
         compare_runs(replace(config, recipe="bf16"), [options["recipe"]])
-    assert said in str(error.value) and not Path(config.out).exists()
+    assert message in str(error.value) and not Path(config.out).exists()
 
 
 @pytest.mark.usefixtures("forked_runs")

@@ -40,7 +40,7 @@ def test_a_folder_skips_files_that_are_not_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (None, "there is no text file"),
         (b"", "is empty"),
@@ -48,11 +48,11 @@ def test_a_folder_skips_files_that_are_not_text(tmp_path: Path) -> None:
         (b"a\0b", "is not text"),
     ],
 )
-def test_a_bad_file_gives_one_clear_error(tmp_path: Path, data: bytes | None, said: str) -> None:
+def test_a_bad_file_gives_one_clear_error(tmp_path: Path, data: bytes | None, message: str) -> None:
     path = tmp_path / "x"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         read_text([str(path)])
 
 

@@ -28,8 +28,8 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     reader = Reader(folder)
     state = {f"{prefix}weight": reader.decoded(prefix).dense() for prefix in reader.quantized()}
     plain = {name: value for name, value in load_file(folder / "model.safetensors").items() if name not in state}
-    kept = {name: value for name, value in plain.items() if not re.search("_scale|weight_packed", name)}
-    problems = model.load_state_dict({**kept, **state}, strict=False)
+    unquantized = {name: value for name, value in plain.items() if not re.search("_scale|weight_packed", name)}
+    problems = model.load_state_dict({**unquantized, **state}, strict=False)
     assert not problems.unexpected_keys and set(problems.missing_keys) <= {"lm_head.weight"}
     model.tie_weights()
     with torch.no_grad():
@@ -71,12 +71,12 @@ def test_other_families_keep_the_trainers_names(make_config: MakeConfig, tmp_pat
 
 
 def test_bad_input_gives_a_clear_error(trained: Path, make_config: MakeConfig, tmp_path: Path) -> None:
-    of_codes = run_training(make_config(model="nano", recipe="mxfp8", steps=1, out=str(tmp_path / "run"))).folder
+    quantized_run = run_training(make_config(model="nano", recipe="mxfp8", steps=1, out=str(tmp_path / "run"))).folder
     for arguments, sentence in (
         ((trained, "--out", tmp_path / "a"), "under bf16, which quantizes no weight"),
-        ((of_codes, "--out", tmp_path / "a", "--format", "vllm"), "no format of exported files 'vllm'"),
+        ((quantized_run, "--out", tmp_path / "a", "--format", "vllm"), "no format of exported files 'vllm'"),
         ((tmp_path, "--out", tmp_path / "a"), "holds no run"),
-        ((of_codes, "--out", of_codes), "already exists and is not empty"),
+        ((quantized_run, "--out", quantized_run), "already exists and is not empty"),
     ):
         result = quaver("export", *arguments)
         assert result.exit_code == 1 and sentence in result.stderr.replace("\n", " "), result.output

@@ -35,8 +35,8 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_shows_times_and_traffic() -> None:
     result = quaver(*LLAMA, "--fsdp", 64, "--tp", 8, "--tokens", 16384, "--checkpoints", "full")
     assert result.exit_code == 0, result.output
-    for said in ("fsdp 64 x tp 8", "2 sequences of 8192", "tensor parallelism, shown", "weights on the wire", "memory"):
-        assert said in result.stdout
+    for text in ("fsdp 64 x tp 8", "2 sequences of 8192", "tensor parallelism, shown", "weights on the wire", "memory"):
+        assert text in result.stdout
     assert "predicted, not measured" in result.stdout and "pipeline" not in result.stdout
 
 
@@ -75,12 +75,12 @@ def test_a_rank_has_its_share_of_live_tensor_memory(optimizer: str, model: str, 
         MODELS[model], VOCAB, optimizer, recipes.get("tensorwise"), "bfloat16", codes=mesh.get("tp", 1) == 1
     )
     # Norms are left out.
-    said = planned.recipe.memory["weights and optimizer"] * mesh["gpus"]
-    assert said == pytest.approx(whole.total, rel=5e-4) and said <= whole.total
+    total = planned.recipe.memory["weights and optimizer"] * mesh["gpus"]
+    assert total == pytest.approx(whole.total, rel=5e-4) and total <= whole.total
 
 
 def test_optimizers_that_ranks_cannot_step_are_refused() -> None:
-    for options, said in (
+    for options, message in (
         (("--optimizer", "muon-lean", "--gpus", 8), "orthogonalizes whole matrices, and 8 ranks have parts"),
         (("--optimizer", "msamp", "--gpus", 8), "has one scale for a whole matrix"),
         (
@@ -90,7 +90,7 @@ def test_optimizers_that_ranks_cannot_step_are_refused() -> None:
         (("--optimizer", "leen", "--gpus", 8), "is not known; did you mean 'lean'"),
     ):
         result = quaver(*LLAMA, *options)
-        assert result.exit_code == 1 and re.search(said, result.stderr), (options, result.output)
+        assert result.exit_code == 1 and re.search(message, result.stderr), (options, result.output)
     result = quaver(*LLAMA, "--optimizer", "lean")
     assert "--optimizer lean, 5.08 bytes a parameter of the blocks' matrices" in result.stdout, result.output
     assert json.loads(quaver(*LLAMA, "--optimizer", "lean", "--json").stdout)["optimizer"] == "lean"
@@ -102,7 +102,7 @@ def test_a_mixture_of_experts_is_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--tp", 7), "512 GPUs are no multiple of tp 7"),
         (("--interconnect", "hgx_h100"), "did you mean 'hgx-h100'"),
@@ -115,6 +115,6 @@ def test_a_mixture_of_experts_is_planned() -> None:
         (("--ep", 8), "has no experts"),
     ],
 )
-def test_bad_input_gives_a_clear_error(arguments: tuple[object, ...], said: str) -> None:
+def test_bad_input_gives_a_clear_error(arguments: tuple[object, ...], message: str) -> None:
     result = quaver(*LLAMA, *arguments)
-    assert result.exit_code == 1 and said in result.stderr, result.output
+    assert result.exit_code == 1 and message in result.stderr, result.output

@@ -43,12 +43,12 @@ def test_a_missing_or_shorter_history_starts_fresh_with_one_warning(given: dict[
 
 def test_weights_of_another_model_are_refused_by_name() -> None:
     assert learner.read_weights({**WEIGHTS, "a.history": np.zeros((4, 3))}, SHAPES).keys() == SHAPES.keys()
-    for wrong, said in (
+    for wrong, message in (
         ({"a.weight": WEIGHTS["a.weight"]}, r"norm\.weight has shape None in the checkpoint and \(3,\) in the model"),
         ({**WEIGHTS, "b.weight": np.zeros(1)}, r"b\.weight has shape \(1,\) in the checkpoint and None in the model"),
         ({**WEIGHTS, "a.weight": np.zeros((3, 2))}, r"a\.weight has shape \(3, 2\)"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             learner.read_weights(wrong, SHAPES)
 
 

@@ -1,4 +1,4 @@
-"""The decoder of JAX beside that of PyTorch, from the same weights and batches."""
+"""The decoder of JAX compared with that of PyTorch, with the same weights and batches."""
 
 from dataclasses import replace
 from functools import partial
@@ -50,10 +50,10 @@ def test_from_the_same_weights_the_first_codes_are_equal_and_losses_within_2e_4(
     ).reshape(-1, 64)
     w = left.model.layers[0].attention.q_proj.weight.detach()
     gemm = quaver.recipes.get(name).fprop
-    for spec, in_torch, theirs in ((gemm.a, x, y), (gemm.b, w, right.params["layers.0.attention.q_proj.weight"])):
+    for spec, for_torch, for_jax in ((gemm.a, x, y), (gemm.b, w, right.params["layers.0.attention.q_proj.weight"])):
         if spec is not None:
             np.testing.assert_array_equal(
-                qt.quantize(in_torch, spec).codes().numpy(), qj.quantize(theirs, spec).codes()
+                qt.quantize(for_torch, spec).codes().numpy(), qj.quantize(for_jax, spec).codes()
             )
     batch = training_batch(TOKENS, config, 1)
     assert left.loss(batch) == pytest.approx(right.loss(batch), rel=0, abs=2e-4)

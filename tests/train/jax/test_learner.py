@@ -69,8 +69,8 @@ def test_a_nan_stops_the_run_with_a_clear_error(make_config: MakeConfig, monkeyp
         return step(self, batch, lr)
 
     monkeypatch.setattr(JaxLearner, "step", poison)
-    said = r"stopped at step 4: the loss is nan; the parameter layers\.0\.mlp\.down_proj\.weight .*step-000002"
-    with pytest.raises(ValueError, match=said):
+    message = r"stopped at step 4: the loss is nan; the parameter layers\.0\.mlp\.down_proj\.weight .*step-000002"
+    with pytest.raises(ValueError, match=message):
         run_training(config)
 
 

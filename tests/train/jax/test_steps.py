@@ -78,11 +78,11 @@ def test_50_steps_of_tiny_on_the_default_text_differ_little_on_average(make_conf
     )
     tokens = load(config).train
     left, right = pair(config)
-    apart = []
+    differences = []
     for step in range(1, 51):
         batch, lr = training_batch(tokens, config, step), lr_at(step, config)
-        apart.append(abs(left.step(batch, lr)[0] - right.step(batch, lr)[0]))
-    assert max(apart) > 0 and np.mean(apart) < 1e-3
+        differences.append(abs(left.step(batch, lr)[0] - right.step(batch, lr)[0]))
+    assert max(differences) > 0 and np.mean(differences) < 1e-3
 
 
 @pytest.mark.parametrize("recompute, recipe", [("mlp", "bf16"), ("full", "delayed(history=4)")])
