@@ -181,10 +181,10 @@ def check_operands(recipe: Recipe, some: Container[tuple[str, str]]) -> None:
     for name in ("data", "column", "row"):
         t, k, n = (getattr(LAYOUTS[name], axis) for axis in ("tokens", "inputs", "outputs"))
         cuts = dict(zip(recipe.operands(), ((t, k), (n, k), (t, n), (k, n), (n, t), (k, t)), strict=True))
-        lie = {key: P(cuts[key][0] or None, cuts[key][1] or None) for key in specs}
-        outs = {key: (spec, spec) for key, spec in lie.items()}
-        run = jax.shard_map(partial(quantized, cuts=cuts), mesh=MESH, in_specs=(lie,), out_specs=outs)
-        jitted = jax.jit(partial(quantized, cuts=nothing), in_shardings=(named(lie),))
+        layouts = {key: P(cuts[key][0] or None, cuts[key][1] or None) for key in specs}
+        outs = {key: (spec, spec) for key, spec in layouts.items()}
+        run = jax.shard_map(partial(quantized, cuts=cuts), mesh=MESH, in_specs=(layouts,), out_specs=outs)
+        jitted = jax.jit(partial(quantized, cuts=nothing), in_shardings=(named(layouts),))
         for how, cut in (("shard_map", jax.jit(run)), ("jit", jitted)):
             if (name, how) not in some:
                 continue

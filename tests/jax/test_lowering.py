@@ -74,11 +74,11 @@ def test_an_emulated_gemm_warns_once(recipe: str, capability: str | None, why: s
     assert gemm.a is not None and gemm.b is not None
     warn_if_emulated.cache_clear()
     for times in range(2):
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             warn_if_emulated(on_cuda(gemm.a, gemm.b), gemm.a, gemm.b, capability)
-        assert len(told) == (why is not None and times == 0)
-        assert not told or (why is not None and why in str(told[0].message))
+        assert len(warned) == (why is not None and times == 0)
+        assert not warned or (why is not None and why in str(warned[0].message))
 
 
 @pytest.mark.parametrize("name", GEMMS)

@@ -1,4 +1,4 @@
-"""JAX's transformations change no gradient of a quantized layer, whatever is asked for, and none becomes zero.
+"""JAX's transformations change no gradient of a quantized layer, whichever are requested, and none becomes zero.
 
 A transformation traces a body once and may differentiate it several times, for other needs each time.
 """
@@ -41,9 +41,9 @@ def check(layer: str, recipe: str, transform: str, how: str = "grad", needs: Seq
     expected = plain(function or layer, recipe, needs=needs)
     got = gradients_of(layer, recipe, transform, how, needs)
     for need in needs:
-        (asked, states), (wanted, next_states) = got[need], expected[need]
+        (actual, states), (wanted, next_states) = got[need], expected[need]
         for i, needed in enumerate(NEEDS[need]):
-            for a, b in zip(jax.tree.leaves(asked[i]), jax.tree.leaves(wanted[i]), strict=True):
+            for a, b in zip(jax.tree.leaves(actual[i]), jax.tree.leaves(wanted[i]), strict=True):
                 assert bool(b.any()) is needed, f"{need}: the gradient of argument {i} is nothing to compare with"
                 if LAYERS[layer].exact:
                     assert_bitwise(a, b, f"{need}, argument {i}")
@@ -118,9 +118,9 @@ def test_a_weight_needed_unquantized_in_backward_is_not_copied(layer: str, trans
 
     def look(given: Any, x: Any) -> None:
         _, back = jax.vjp(apply, given, x)
-        kept = [leaf for leaf in jax.tree.leaves(back) if leaf.shape == given.shape and leaf.dtype == given.dtype]
-        assert len(kept) == 1 and kept[0] is given
+        matching = [leaf for leaf in jax.tree.leaves(back) if leaf.shape == given.shape and leaf.dtype == given.dtype]
+        assert len(matching) == 1 and matching[0] is given
 
-    # Which array is kept is decided while it is traced.
+    # Which array is saved is decided during tracing.
     given = np.stack([weight, weight]) if transform == "scan" else weight
     jax.eval_shape(look, given, example(row, RECIPES["mxfp8"])[2])

@@ -237,9 +237,9 @@ def gradients(
     cotangent = integers(99, *x.shape)
 
     def of(needed: tuple[bool, bool, bool]) -> Any:
-        def loss(asked: Any, states: Any) -> Array:
+        def loss(requested: Any, states: Any) -> Array:
             first, second, into = (
-                given if need else kept for given, kept, need in zip(asked, (*weights, x), needed, strict=True)
+                given if need else fixed for given, fixed, need in zip(requested, (*weights, x), needed, strict=True)
             )
             return (run(f, (first, second), states, into) * cotangent).sum()
 

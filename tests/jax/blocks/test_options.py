@@ -38,11 +38,11 @@ def test_both_flavours_take_the_same_options_with_the_same_defaults(name: str) -
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_misspelt_option_suggests_the_nearest(name: str) -> None:
-    of_linen, of_nnx = MODULES[name]
+    linen_options, nnx_options = MODULES[name]
     with pytest.raises(TypeError, match=f"^{name} has no option 'recip'; did you mean 'recipe'"):
-        getattr(ql, name)(**of_linen, recip="mxfp8")
+        getattr(ql, name)(**linen_options, recip="mxfp8")
     with pytest.raises(TypeError, match=f"^{name} has no option 'recip'; did you mean 'recipe'"):
-        getattr(qn, name)(**of_nnx, recip="mxfp8", rngs=nnx.Rngs(0))
+        getattr(qn, name)(**nnx_options, recip="mxfp8", rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])

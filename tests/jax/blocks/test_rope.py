@@ -18,11 +18,11 @@ def expected(
     """positions [B, S]; pairs of features are complex numbers."""
     half = turning // 2
     angle = positions[..., None] * theta ** (-np.arange(half) / half)
-    turn = np.exp(1j * angle)[:, :, None]
+    rotation = np.exp(1j * angle)[:, :, None]
     first = slice(0, turning, 2) if interleaved else slice(0, half)
     second = slice(1, turning, 2) if interleaved else slice(half, turning)
     y = x.astype(np.float64)
-    z = (y[..., first] + 1j * y[..., second]) * turn
+    z = (y[..., first] + 1j * y[..., second]) * rotation
     y[..., first], y[..., second] = z.real, z.imag
     return y
 

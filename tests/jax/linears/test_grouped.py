@@ -76,7 +76,7 @@ def test_groups_are_linear_layers_one_by_one(name: str) -> None:
         assert_close(what, a, b, 1e-6)
 
 
-def in_high_precision(x: Any, w: Any, g: Any, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def high_precision(x: Any, w: Any, g: Any, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     expert = np.repeat(np.arange(E + 1), [*sizes, T - sum(sizes)])
     hot = (expert[:, None] == np.arange(E)).astype(np.float32)
     return (
@@ -91,7 +91,7 @@ def in_high_precision(x: Any, w: Any, g: Any, sizes: tuple[int, ...]) -> tuple[n
 def test_empty_groups_and_rows_of_no_group(name: str, sizes: tuple[int, ...]) -> None:
     x, w, g = arrays()
     *got, _ = step(x, w, g, np.array(sizes, np.int32), RECIPES[name])
-    for a, b in zip(got, in_high_precision(x, w, g, sizes), strict=True):
+    for a, b in zip(got, high_precision(x, w, g, sizes), strict=True):
         a = np.asarray(a)
         assert_bitwise(a[b == 0] == 0, np.ones(int((b == 0).sum()), bool))
         noise = np.linalg.norm(a - b) / np.linalg.norm(b)
@@ -152,11 +152,11 @@ EMPTY = [(0, 8, 16, 4), (6, 0, 16, 4), (6, 8, 0, 4), (6, 8, 16, 0), (0, 0, 0, 0)
 def test_nothing_to_multiply_gives_zeros(sizes: tuple[int, ...], recipe: str) -> None:
     tokens, k, n, experts = sizes
     x, w = jax.numpy.ones((tokens, k)), jax.numpy.ones((experts, k, n))
-    of_each = np.zeros(experts, np.int32)
-    of_each[:1] = tokens
+    counts = np.zeros(experts, np.int32)
+    counts[:1] = tokens
 
     def loss(x: Any, w: Any) -> Any:
-        y = grouped_dot(x, w, of_each, recipe=recipe)
+        y = grouped_dot(x, w, counts, recipe=recipe)
         assert y.shape == (tokens, n)
         return y.sum()
 

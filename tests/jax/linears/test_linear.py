@@ -214,11 +214,11 @@ def test_backward_keeps_eight_bits_an_element(name: str) -> None:
     recipe, tokens, k, n = recipes.get(name), 256, 128, 64
     x, w, _, _ = operands((tokens,), k, n, jnp.bfloat16)
     state = qj.state.init(recipe)
-    kept = kept_bytes(lambda x, w, state: qj.linear(x, w, recipe=recipe, state=state), x, w, state)
+    saved = kept_bytes(lambda x, w, state: qj.linear(x, w, recipe=recipe, state=state), x, w, state)
     weight = k * n if recipe.reuse.weight else w.nbytes
     few = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + 2048
-    assert kept <= saved_bytes(recipe, tokens, k) + weight + few
-    assert kept < x.nbytes + w.nbytes or recipe.wgrad.b is None
+    assert saved <= saved_bytes(recipe, tokens, k) + weight + few
+    assert saved < x.nbytes + w.nbytes or recipe.wgrad.b is None
 
 
 def test_the_weight_is_not_saved_when_x_needs_no_gradient() -> None:

@@ -86,11 +86,13 @@ def test_a_module_is_the_function_on_its_variables() -> None:
     state = states.init(recipe)
     assert_same(variables.get(ql.COLLECTION, {}).get("first", {}), state)
 
-    def of_function(kernel: Any, bias: Any, state: Any) -> Any:
+    def loss_of_function(kernel: Any, bias: Any, state: Any) -> Any:
         y = qj.linear(X, kernel.reshape(32, 32), bias.reshape(32), recipe=recipe, state=state, name="first")
         return jnp.square(y).sum()
 
-    kernel, bias, after = jax.jit(jax.grad(of_function, argnums=(0, 1, 2)))(params["kernel"], params["bias"], state)
+    kernel, bias, after = jax.jit(jax.grad(loss_of_function, argnums=(0, 1, 2)))(
+        params["kernel"], params["bias"], state
+    )
     assert_bitwise(gradients["first"]["kernel"], kernel)
     assert_close("bias", gradients["first"]["bias"], bias, 1e-6)
     assert_same(following.get(ql.COLLECTION, {}).get("first", {}), after)

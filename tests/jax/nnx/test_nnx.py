@@ -89,8 +89,8 @@ def module_of(make: Any) -> Any:
     _, weights, others = nnx.split(model, nnx.Param, ...)
 
     def fresh(leaf: Any) -> Any:
-        of_keys = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return KEY if of_keys else jax.device_put(np.zeros(leaf.shape, leaf.dtype))
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return KEY if is_key else jax.device_put(np.zeros(leaf.shape, leaf.dtype))
 
     nnx.update(model, filled(weights), jax.tree.map(fresh, others))
     return model

@@ -126,10 +126,10 @@ def test_nnx_variables_and_their_gradients_are_accepted() -> None:
         y = qj.linear(X, w, recipe="mxfp8")
         return y.sum(), y
 
-    of_array, expected = jax.jit(jax.grad(loss, has_aux=True))(layer.kernel[...])
-    of_variable, got = nnx.jit(nnx.grad(lambda layer: loss(layer.kernel), has_aux=True))(layer)
+    array_gradients, expected = jax.jit(jax.grad(loss, has_aux=True))(layer.kernel[...])
+    variable_gradients, got = nnx.jit(nnx.grad(lambda layer: loss(layer.kernel), has_aux=True))(layer)
     assert_bitwise(got, expected)
-    assert_bitwise(of_variable["kernel"][...], of_array)
+    assert_bitwise(variable_gradients["kernel"][...], array_gradients)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -49,8 +49,8 @@ def test_a_teacher_in_the_same_loss_reads_the_state_that_the_student_writes() ->
 
     state = after_a_step()
     got = jax.jit(jax.grad(loss, argnums=(0, 1)))(W, state)
-    apart = jax.grad(lambda w, s: (linear(X, w, s) * linear(X, W, state)).sum(), argnums=(0, 1))
-    expected = jax.jit(apart)(W, state)
+    separate = jax.grad(lambda w, s: (linear(X, w, s) * linear(X, W, state)).sum(), argnums=(0, 1))
+    expected = jax.jit(separate)(W, state)
     jax.tree.map(assert_bitwise, got, expected)
 
 
@@ -58,8 +58,8 @@ def test_the_gradient_of_x_alone_under_stochastic_rounding_warns_about_its_noise
     state = qj.state.init("nvfp4")
     with pytest.raises(ValueError, match=r"only the gradient of x.*argnums=\(0, 1\)\)\(x, state\)"):
         jax.grad(lambda x: qj.linear(x, W, recipe="nvfp4", state=state).sum())(X)
-    of_both = jax.grad(lambda x, s: qj.linear(x, W, recipe="nvfp4", state=s).sum(), argnums=(0, 1))
-    assert jax.eval_shape(of_both, X, state)[1]["count"].shape == (2,)
+    gradients = jax.grad(lambda x, s: qj.linear(x, W, recipe="nvfp4", state=s).sum(), argnums=(0, 1))
+    assert jax.eval_shape(gradients, X, state)[1]["count"].shape == (2,)
 
 
 def test_a_step_without_the_state_suggests_stop_gradient() -> None:
@@ -73,13 +73,13 @@ def test_branches_of_a_cond_take_the_state_as_an_operand() -> None:
     def closing_over(w: Array, state: Any, taken: Array) -> Array:
         return lax.cond(taken, lambda x: 2 * linear(x, w, state), lambda x: linear(x, w, state), X).sum()
 
-    def of_operands(w: Array, state: Any, taken: Array) -> Array:
+    def loss_of_operands(w: Array, state: Any, taken: Array) -> Array:
         return lax.cond(taken, lambda x, s: 2 * linear(x, w, s), lambda x, s: linear(x, w, s), X, state).sum()
 
     state = after_a_step()
     with pytest.raises(ValueError, match=r"branches of jax.lax.cond, pass the state to the branches as an operand"):
         jax.eval_shape(jax.grad(closing_over, argnums=(0, 1)), W, state, jnp.bool_(True))
-    step = jax.jit(jax.grad(of_operands, argnums=(0, 1)))
+    step = jax.jit(jax.grad(loss_of_operands, argnums=(0, 1)))
     without = jax.jit(jax.grad(lambda w, s, times: (times * linear(X, w, s)).sum(), argnums=(0, 1)))
     for taken in (True, False):
         jax.tree.map(assert_bitwise, step(W, state, np.bool_(taken)), without(W, state, np.float32(1 + taken)))

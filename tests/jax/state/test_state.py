@@ -249,8 +249,8 @@ def test_optax_and_clipping_see_no_state() -> None:
 
 def test_a_recipe_that_remembers_nothing_has_no_state() -> None:
     for name, build in recipes.RECIPES.items():
-        kept = set(qj.state.init(name))
-        assert kept == ({"history", "factor"} if build().delayed else {"count"} if build().stochastic else set())
+        fields = set(qj.state.init(name))
+        assert fields == ({"history", "factor"} if build().delayed else {"count"} if build().stochastic else set())
     assert qj.state.init(None) == {}
 
 
