@@ -48,8 +48,8 @@ def test_transformer_engines_first_layer() -> None:
     # Of a sum the gradient is one everywhere, which every format holds.
     assert_bitwise(model.bias.grad, torch.full((768,), 256.0))
     plain = torch.nn.functional.linear(inp, model.weight, model.bias)
-    apart = ((out - plain).norm() / plain.norm()).item()
-    assert 1e-3 < apart < 0.05
+    difference = ((out - plain).norm() / plain.norm()).item()
+    assert 1e-3 < difference < 0.05
 
 
 def test_transformer_engines_first_layer_for_jax() -> None:
@@ -86,8 +86,8 @@ def test_the_quickstarts_layer_in_eight_bits(dtype: torch.dtype) -> None:
         high = layer(x)
         with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
             low = layer(x)
-    apart = ((low - high).float().norm() / high.float().norm()).item()
-    assert 1e-4 < apart < 0.1
+    difference = ((low - high).float().norm() / high.float().norm()).item()
+    assert 1e-4 < difference < 0.1
 
 
 def test_the_pages_run_with_their_own_import_lines(tmp_path: Path) -> None:

@@ -65,14 +65,14 @@ class Plain:
         return F.linear(self.x, self.w, self.bias)
 
     def backward(self, g: Tensor, lr: float) -> Tensor:
-        of_bias, g = g.sum(0), self.cast(g, 2, torch.float8_e5m2)
-        of_x = g @ self.w
+        bias_gradient, g = g.sum(0), self.cast(g, 2, torch.float8_e5m2)
+        x_gradient = g @ self.w
         self.weight -= lr * (g.t() @ self.x)
-        self.bias -= lr * of_bias
+        self.bias -= lr * bias_gradient
         self.scale = torch.tensor([448.0, 448.0, 57344.0]) / self.history.amax(0)
         self.history = self.history.roll(-1, 0)
         self.history[0] = 0
-        return of_x
+        return x_gradient
 
 
 def state_of(layers: list[Plain], recipe: Any = None) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def gadgets(mark: Path) -> dict[str, bytes]:
     torch.save(Gadget(os.system, f"touch {mark}"), inner)
     legacy = io.BytesIO()
     torch.save(Gadget(os.system, f"touch {mark}"), legacy, _use_new_zipfile_serialization=False)
-    of_hooks = collections.OrderedDict({0: Gadget(builtins.eval, touch)})
+    hooks = collections.OrderedDict({0: Gadget(builtins.eval, touch)})
     gadgets_by_name = {
         "os.system": Gadget(os.system, f"touch {mark}"),
         "eval": Gadget(builtins.eval, touch),
@@ -216,7 +216,7 @@ def gadgets(mark: Path) -> dict[str, bytes]:
         "a function of torch's": Gadget(torch.load, io.BytesIO(inner.getvalue())),
         "a file within": Gadget(torch.storage._load_from_bytes, inner.getvalue()),
         "a legacy file within": Gadget(torch.storage._load_from_bytes, legacy.getvalue()),
-        "hooks": Gadget(torch._utils._rebuild_tensor_v2, None, 0, (1,), (1,), False, of_hooks),  # type: ignore[attr-defined]
+        "hooks": Gadget(torch._utils._rebuild_tensor_v2, None, 0, (1,), (1,), False, hooks),  # type: ignore[attr-defined]
         "an importer": Gadget(__import__, "antigravity"),
     }
     raw = {

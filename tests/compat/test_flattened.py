@@ -63,9 +63,9 @@ def test_a_model_that_transformers_saved_in_several_files(tmp_path: Path, monkey
     )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "high")
-    asked = transformers.TorchAoConfig(quantization.Float8WeightOnlyConfig())
+    torchao = transformers.TorchAoConfig(quantization.Float8WeightOnlyConfig())
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "high", quantization_config=asked, dtype=torch.bfloat16
+        tmp_path / "high", quantization_config=torchao, dtype=torch.bfloat16
     )
     model.save_pretrained(tmp_path / "low", max_shard_size="40KB")
     index = tmp_path / "low" / "model.safetensors.index.json"

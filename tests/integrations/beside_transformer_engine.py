@@ -126,7 +126,7 @@ def steps(library: tuple[Any, Any], module: str, recipe: str, x: Any) -> tuple[A
         return layer.init(jax.random.key(1), x, **call), run
 
 
-def apart(a: Any, b: Any) -> float:
+def difference(a: Any, b: Any) -> float:
     """The largest ‖a - b‖ / ‖b‖ of two trees' leaves."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)) for x, y in pairs)
@@ -136,13 +136,13 @@ def compared(module: str, recipe: str, both: tuple[Any, Any]) -> tuple[float, fl
     """Difference of loss and gradients from Transformer Engine after three of its steps."""
     own, peer = both
     x = jax.random.normal(jax.random.key(0), (32, 32, 64))
-    variables, of_peer = steps(peer, module, recipe, x)
-    _, of_mine = steps(own, module, recipe, x)
+    variables, peer_step = steps(peer, module, recipe, x)
+    _, own_step = steps(own, module, recipe, x)
     for i in range(3):
-        _, variables = of_peer(variables, x * (1 + i))
-    expected, _ = of_peer(variables, x)
-    got, _ = of_mine(own[0].quantize.own_collections(variables), x)
-    return apart(got[0], expected[0]), apart(got[1], expected[1])
+        _, variables = peer_step(variables, x * (1 + i))
+    expected, _ = peer_step(variables, x)
+    got, _ = own_step(own[0].quantize.own_collections(variables), x)
+    return difference(got[0], expected[0]), difference(got[1], expected[1])
 
 
 #: Modules by recipe: of losses and gradients in float32, whose sums are in another order, ‖a - b‖ / ‖b‖.

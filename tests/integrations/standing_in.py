@@ -51,7 +51,7 @@ def plain(recipe: Any, autocast: bool, norm: bool = True) -> list[float]:
     return losses
 
 
-def of_accelerate(handler: Any) -> list[float]:
+def accelerate_losses(handler: Any) -> list[float]:
     import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler])
@@ -73,9 +73,9 @@ def accelerate() -> None:
     from accelerate.utils import TERecipeKwargs
 
     ours = quaver.recipes.delayed(history=HISTORY, algorithm="max", power_of_two=False)
-    losses = of_accelerate(TERecipeKwargs(fp8_format="HYBRID", amax_history_len=HISTORY, amax_compute_algo="max"))
+    losses = accelerate_losses(TERecipeKwargs(fp8_format="HYBRID", amax_history_len=HISTORY, amax_compute_algo="max"))
     check(losses, plain(ours, autocast=True))
-    losses = of_accelerate(TERecipeKwargs(use_mxfp8_block_scaling=True, amax_history_len=None))
+    losses = accelerate_losses(TERecipeKwargs(use_mxfp8_block_scaling=True, amax_history_len=None))
     check(losses, plain("mxfp8", autocast=True))
 
 
@@ -84,7 +84,7 @@ def accelerate_torchao() -> None:
     from accelerate.utils import AORecipeKwargs
 
     assert "quaver" in torchao.float8.__file__
-    losses = of_accelerate(AORecipeKwargs(module_filter_func=lambda module, name: True))
+    losses = accelerate_losses(AORecipeKwargs(module_filter_func=lambda module, name: True))
     check(losses, plain(quaver.recipes.tensorwise(power_of_two=False), autocast=True, norm=False))
 
 

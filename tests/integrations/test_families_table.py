@@ -21,8 +21,8 @@ def weights(family: str, run: str) -> list[Tensor]:
 def test_models_of_a_seed_differ_by_the_nudge_or_the_recipe_alone(family: str) -> None:
     base = weights(family, families.BASELINE)
     for other, bound in (("mxfp8", 0.0), (families.NULL, 1.01 * families.NUDGE)):
-        apart = max(float((a - b).abs().max()) for a, b in zip(base, weights(family, other), strict=True))
-        assert apart <= bound and (apart > 0) == (bound > 0)
+        difference = max(float((a - b).abs().max()) for a, b in zip(base, weights(family, other), strict=True))
+        assert difference <= bound and (difference > 0) == (bound > 0)
     model = families.model_of(family, 3, "mxfp8")
     assert sum(isinstance(part, Quantizable) for part in model.modules()) >= 8
 
@@ -33,13 +33,13 @@ def test_a_run_is_paired_and_the_table_shows_its_differences() -> None:
     base = losses["gpt2", families.BASELINE]
     assert base == [families.loss_of("gpt2", 0, families.BASELINE, 4, train, held_out)]
     (row,) = families.rows(losses, ("tensorwise",))
-    apart = [losses["gpt2", run][0] - base[0] for run in (families.NULL, "tensorwise")]
-    assert 0 < abs(apart[0]) < 0.01 and 0 < abs(apart[1]) < 0.1
-    assert row[0] == "gpt2" and [cell.split()[0] for cell in row[2:]] == [f"{d:+.4f}" for d in apart]
-    of_recipe = losses["gpt2", "tensorwise"]
+    differences = [losses["gpt2", run][0] - base[0] for run in (families.NULL, "tensorwise")]
+    assert 0 < abs(differences[0]) < 0.01 and 0 < abs(differences[1]) < 0.1
+    assert row[0] == "gpt2" and [cell.split()[0] for cell in row[2:]] == [f"{d:+.4f}" for d in differences]
+    quantized = losses["gpt2", "tensorwise"]
     two = {("gpt2", "bf16"): [1.0, 2.0], ("gpt2", "null"): [1.0, 2.25]} | {("t5", "bf16"): [1.0], ("t5", "null"): [0.5]}
     assert families.farthest(two, ()) == "Largest difference from bf16 of any seed: null 0.5000 (t5)."
-    assert f"tensorwise {abs(of_recipe[0] - base[0]):.4f} (gpt2)." in families.farthest(losses, ("tensorwise",))
+    assert f"tensorwise {abs(quantized[0] - base[0]):.4f} (gpt2)." in families.farthest(losses, ("tensorwise",))
     page = families.PAGE.read_text(encoding="utf-8")
     assert page.count(families.BEGIN) == page.count(families.END) == 1
 

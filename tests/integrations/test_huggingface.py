@@ -141,14 +141,14 @@ def test_every_family_comes_back_from_its_folder(family: str, weights: str, tmp_
 def test_a_process_without_the_import_refuses_codes_and_says_what_to_import(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    warned: list[str] = []
     loaded(plain, QuaverConfig("mxfp8", weights="stored")).save_pretrained(tmp_path)
     monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, METHOD)
     monkeypatch.delitem(AUTO_QUANTIZER_MAPPING, METHOD)
-    monkeypatch.setattr("transformers.quantizers.auto.logger.warning", said.append)
+    monkeypatch.setattr("transformers.quantizers.auto.logger.warning", warned.append)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert "import quaver.integrations.huggingface" in said[0]
+    assert "import quaver.integrations.huggingface" in warned[0]
 
 
 def test_dequantize_gives_the_plain_model_and_its_folder(plain: Path, tmp_path: Path) -> None:

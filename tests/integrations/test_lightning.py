@@ -139,10 +139,10 @@ def test_a_resumed_run_has_the_uninterrupted_runs_losses(recipe: str, tmp_path: 
     saved = tmp_path / f"step={SAVED}.ckpt"
     fit(again, QuaverPrecision(recipe), tmp_path / "again", resume=saved)
     assert len(whole.losses) == STEPS and again.losses == whole.losses[SAVED:]
-    kept = torch.load(saved, weights_only=False)
-    assert all(value.any() for value in kept["QuaverPrecision"][SCALING].values())
-    del kept["QuaverPrecision"][SCALING]
-    torch.save(kept, tmp_path / "without.ckpt")
+    loaded = torch.load(saved, weights_only=False)
+    assert all(value.any() for value in loaded["QuaverPrecision"][SCALING].values())
+    del loaded["QuaverPrecision"][SCALING]
+    torch.save(loaded, tmp_path / "without.ckpt")
     fit(without, QuaverPrecision(recipe), tmp_path / "without", resume=tmp_path / "without.ckpt")
     assert without.losses != again.losses
 
@@ -213,18 +213,24 @@ class Adversaries(Model):
 
 
 def adversaries(
-    g: nn.Module, d: nn.Module, batch: Tensor, of_g: Any, of_d: Any, backward: Callable[..., None], note: Any
+    g: nn.Module,
+    d: nn.Module,
+    batch: Tensor,
+    g_optimizer: Any,
+    d_optimizer: Any,
+    backward: Callable[..., None],
+    note: Any,
 ) -> None:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(int(batch[0, 0])))
     loss = d(x).mean() - d(g(x).detach()).mean()
-    of_d.zero_grad()
+    d_optimizer.zero_grad()
     backward(loss)
-    of_d.step()
+    d_optimizer.step()
     note(loss.item())
     loss = d(g(x)).square().mean()
-    of_g.zero_grad()
+    g_optimizer.zero_grad()
     backward(loss)
-    of_g.step()
+    g_optimizer.step()
     note(loss.item())
 
 

@@ -169,8 +169,8 @@ def test_a_merged_adapter_is_not_rounded_away(recipe: str) -> None:
 
 def assert_kept(change: Tensor, effect: Tensor, low: float, high: float) -> None:
     """How much of an adapter's effect a change has."""
-    kept = ((change * effect).sum() / (effect * effect).sum()).item()
-    assert low < kept < high, f"{kept:.3f} of the adapter's effect"
+    fraction = ((change * effect).sum() / (effect * effect).sum()).item()
+    assert low < fraction < high, f"{fraction:.3f} of the adapter's effect"
 
 
 @pytest.mark.parametrize("recipe", STORED)

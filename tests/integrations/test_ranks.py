@@ -27,11 +27,11 @@ def with_history(model: nn.Module) -> list[Any]:
     return [layer for layer in model.modules() if getattr(layer, "history", None) is not None]
 
 
-def assert_scales(model: nn.Module, says: str) -> None:
+def assert_scales(model: nn.Module, case: str) -> None:
     """Every rank quantizes by the same."""
     layers = with_history(model)
-    assert layers, says
-    assert_bitwise(*two_ranks.gathered(torch.stack([layer.factor for layer in layers])), says)
+    assert layers, case
+    assert_bitwise(*two_ranks.gathered(torch.stack([layer.factor for layer in layers])), case)
 
 
 def rows(model: nn.Module) -> list[Tensor]:
@@ -88,7 +88,7 @@ def by_trainer(rank: int) -> None:
             self.saves += 1
             assert_bitwise(*rows(model), "what a Trainer saves")
 
-    def of_model(resumed: bool) -> list[Any]:
+    def losses_of_model(resumed: bool) -> list[Any]:
         model = tiny("llama")
         qt.convert(model, RECIPE)
         see = See()
@@ -96,8 +96,8 @@ def by_trainer(rank: int) -> None:
         assert see.saves
         return losses(done)
 
-    whole = of_model(False)
-    assert of_model(True)[-3:] == whole[3:]
+    whole = losses_of_model(False)
+    assert losses_of_model(True)[-3:] == whole[3:]
 
 
 def by_lightning(rank: int) -> None:

@@ -129,10 +129,10 @@ def test_the_loss_block_is_replaced_in_mixed_precision(tmp_path: Path) -> None:
         model = tiny("llama")
         qt.convert(model, "mxfp8", blocks=qt.Blocks(norm=False, mlp=False, attention=False, loss=loss))
         logits: list[Any] = []
-        model.register_forward_hook(lambda _m, _a, outputs, kept=logits: kept.append(outputs.logits))
+        model.register_forward_hook(lambda _m, _a, outputs, saved=logits: saved.append(outputs.logits))
         runs.append(train(model, tmp_path / str(loss), [], bf16=True, save_steps=STEPS))
         assert "forward" in model.__dict__
-        assert len(logits) == STEPS and all((kept is None) is loss for kept in logits)
+        assert len(logits) == STEPS and all((each is None) is loss for each in logits)
     for ours, theirs in zip(runs[1], runs[0], strict=True):
         assert abs(ours["loss"] - theirs["loss"]) < 0.02 * theirs["loss"]
 

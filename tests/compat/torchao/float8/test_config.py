@@ -41,12 +41,12 @@ def casts(module):
 
 def test_every_pair_of_casts_is_accepted_or_refused_as_by_torchao():
     """Of an input and a weight, for both GEMMs of each: 49 pairs by two roundings of scales."""
-    for (i, of_input), (w, of_weight) in itertools.product(enumerate(casts(ours)), enumerate(casts(ours))):
+    for (i, input_cast), (w, weight_cast) in itertools.product(enumerate(casts(ours)), enumerate(casts(ours))):
         for power in (False, True):
-            fields = {"cast_config_input": of_input, "cast_config_weight": of_weight}
+            fields = {"cast_config_input": input_cast, "cast_config_weight": weight_cast}
             other = {"cast_config_input": [*casts(theirs)][i], "cast_config_weight": [*casts(theirs)][w]}
-            if of_input.scaling_type is ours.ScalingType.DISABLED:
-                fields["cast_config_grad_output"] = of_input
+            if input_cast.scaling_type is ours.ScalingType.DISABLED:
+                fields["cast_config_grad_output"] = input_cast
                 other["cast_config_grad_output"] = [*casts(theirs)][i]
             try:
                 theirs.Float8LinearConfig(**other, round_scales_to_power_of_2=power)
@@ -55,7 +55,7 @@ def test_every_pair_of_casts_is_accepted_or_refused_as_by_torchao():
                     Float8LinearConfig(**fields, round_scales_to_power_of_2=power)
                 continue
             recipe = recipe_of(Float8LinearConfig(**fields, round_scales_to_power_of_2=power))
-            for operand, cast in ((recipe.fprop.a, of_input), (recipe.fprop.b, of_weight)):
+            for operand, cast in ((recipe.fprop.a, input_cast), (recipe.fprop.b, weight_cast)):
                 if cast.scaling_type is ours.ScalingType.DISABLED:
                     assert operand is None
                     continue
@@ -92,8 +92,8 @@ def test_wgrad_alone_may_stay_in_high_precision():
 def test_torchao_enums_are_accepted():
     cast = CastConfig(scaling_granularity=theirs.ScalingGranularity.AXISWISE)
     assert cast.scaling_granularity is ROW
-    of_name = Float8LinearConfig.from_recipe_name(theirs.Float8LinearRecipeName.ROWWISE)
-    assert of_name == Float8LinearConfig.from_recipe_name("rowwise")
+    by_name = Float8LinearConfig.from_recipe_name(theirs.Float8LinearRecipeName.ROWWISE)
+    assert by_name == Float8LinearConfig.from_recipe_name("rowwise")
 
 
 def test_a_configuration_has_the_dtypes_that_torchaos_has():

@@ -41,10 +41,10 @@ def test_defaults_map_to_our_recipe(name: str) -> None:
 
 
 def test_each_option_has_its_effect() -> None:
-    asked = DelayedScaling(1, Format.E4M3, 16, "most_recent", fp8_dpa=True)
-    assert asked.recipe().delayed == recipes.delayed(margin=1, history=16, algorithm="most_recent").delayed
-    assert asked.recipe().gemms == recipes.delayed(format="e4m3", power_of_two=False).gemms
-    assert asked.recipe().attention is not None
+    requested = DelayedScaling(1, Format.E4M3, 16, "most_recent", fp8_dpa=True)
+    assert requested.recipe().delayed == recipes.delayed(margin=1, history=16, algorithm="most_recent").delayed
+    assert requested.recipe().gemms == recipes.delayed(format="e4m3", power_of_two=False).gemms
+    assert requested.recipe().attention is not None
     assert DelayedScaling(override_linear_precision=(False, False, True)).recipe().wgrad == HIGH
     current = Float8CurrentScaling(
         use_power_2_scales=True, fp8_gemm_dgrad=MMParams(use_split_accumulator=False)
@@ -71,8 +71,8 @@ def test_backward_may_be_of_values(kind: Any) -> None:
 
 
 def test_predicates_identify_the_recipe() -> None:
-    asked = ("delayed", "mxfp8", "nvfp4", "float8_current_scaling", "float8_block_scaling", "custom")
-    true = [[name for name in asked if getattr(kind, name)()] for kind in te.RECIPES.values()]
+    queries = ("delayed", "mxfp8", "nvfp4", "float8_current_scaling", "float8_block_scaling", "custom")
+    true = [[name for name in queries if getattr(kind, name)()] for kind in te.RECIPES.values()]
     assert true == [["delayed"], ["float8_current_scaling"], ["mxfp8"], ["float8_block_scaling"], ["nvfp4"]]
     assert [kind.float8_per_tensor_scaling() for kind in te.RECIPES.values()] == [True, True, False, False, False]
 
@@ -80,9 +80,9 @@ def test_predicates_identify_the_recipe() -> None:
 def test_objects_of_the_original_package_are_accepted() -> None:
     """Told by the names of their classes and fields, as those of the package are."""
     fmt = type("Format", (), {"name": "E4M3"})()
-    of_gemm = make_dataclass("MMParams", ["use_split_accumulator"])(True)
+    gemm_params = make_dataclass("MMParams", ["use_split_accumulator"])(True)
     given = make_dataclass("Float8CurrentScaling", ["use_power_2_scales", "fp8_format", "fp8_gemm_fprop"])
-    built = recipe_of(given(True, fmt, of_gemm))
+    built = recipe_of(given(True, fmt, gemm_params))
     assert built.gemms == recipes.tensorwise(format="e4m3", fast_accum=False).gemms
     assert recipe_of("mxfp8") is recipes.mxfp8() and recipe_of(recipes.nvfp4()) is recipes.nvfp4()
 

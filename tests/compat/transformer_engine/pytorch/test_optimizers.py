@@ -1,4 +1,4 @@
-"""`FusedAdam` and `FusedSGD` step as torch's do, and keep moments in the dtypes that are asked for."""
+"""`FusedAdam` and `FusedSGD` step as torch's do, and store moments in the requested dtypes."""
 
 import copy
 from typing import Any
@@ -37,10 +37,10 @@ def test_moments_in_fewer_bits() -> None:
     optimizers: list[Any] = []
     got = steps(lambda p: optimizers.append(te.FusedAdam(p, 1e-2, **states)) or optimizers[-1])
     assert_close("weights", got, steps(lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.0)), 1e-2)
-    kept = sum(
+    state_bytes = sum(
         t.numel() * t.element_size() for s in optimizers[0].state.values() for t in s.values() if torch.is_tensor(t)
     )
-    assert kept < 3.1 * 128 * 128
+    assert state_bytes < 3.1 * 128 * 128
 
 
 @pytest.mark.parametrize("name", ["master_weights", "store_param_remainders"])
@@ -95,8 +95,8 @@ def test_decoupled_gradients_of_any_dtype_step_and_p_grad_stays(wide: torch.dtyp
     moved, expected = p.float() - first.bfloat16().float(), r.detach() - first.bfloat16().float()
     assert_close("steps", moved, expected, 0.04)
     assert p.grad is untouched and p.grad_dtype is torch.bfloat16 and (p.grad == 1).all()
-    kept = {name: t.dtype for name, t in optimizer.state[p].items() if t.dim() == 2}
-    assert torch.int16 in kept.values() if masters is torch.float32 else kept["master"] is torch.float16
+    dtypes = {name: t.dtype for name, t in optimizer.state[p].items() if t.dim() == 2}
+    assert torch.int16 in dtypes.values() if masters is torch.float32 else dtypes["master"] is torch.float16
     norm = optimizer.clip_grad_norm_(1.0)
     assert norm > 1 and float(p.decoupled_grad.float().norm()) == pytest.approx(1.0, rel=1e-2)
     optimizer.zero_grad(set_to_none=False)
@@ -144,9 +144,9 @@ def test_groups_count_steps_and_state_dicts_load_both_ways(capturable: bool) -> 
     state, saved = optimizer.state[p], optimizer.state_dict()
     value = ((p.detach().view(torch.int16).int() << 16) + state["remainder"].int()).view(torch.float32)
     theirs = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-    of_group = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
-    without = {**of_group, "params": []}
-    counted = {**of_group, "bias_correction": True, "step": 5 if capturable else torch.tensor([5], dtype=torch.int32)}
+    group = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    without = {**group, "params": []}
+    counted = {**group, "bias_correction": True, "step": 5 if capturable else torch.tensor([5], dtype=torch.int32)}
     forms = {
         "ours": saved,
         "float32 masters": {"state": {0: {**theirs, "master_param": value}}, "param_groups": [counted, without]},
@@ -170,7 +170,7 @@ def test_groups_count_steps_and_state_dicts_load_both_ways(capturable: bool) -> 
     for weight, rest in ends:
         assert torch.equal(weight, p) and torch.equal(rest, optimizer.state[p]["remainder"])
     # torch's counts are of parameters, and there are no masters.
-    form = {"state": {0: {**theirs, "step": torch.tensor(5.0)}}, "param_groups": [of_group, without]}
+    form = {"state": {0: {**theirs, "step": torch.tensor(5.0)}}, "param_groups": [group, without]}
     other = te.FusedAdam([{"params": [nn.Parameter(p.detach().clone())]}, {"params": []}], 1e-2, **options)
     with pytest.warns(UserWarning, match="no remainder was saved|were converted to preset"):
         other.load_state_dict(form)

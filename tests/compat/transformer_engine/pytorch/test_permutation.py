@@ -48,8 +48,8 @@ def test_indices() -> None:
 def test_probabilities_and_padding() -> None:
     x, _, mask = chosen()
     probs = torch.rand(T, E)
-    rows, of_rows, where = te.moe_permute_with_probs(x, probs, mask)
-    assert_bitwise(of_rows, torch.cat([probs[mask[:, e], e] for e in range(E)]))
+    rows, row_probs, where = te.moe_permute_with_probs(x, probs, mask)
+    assert_bitwise(row_probs, torch.cat([probs[mask[:, e], e] for e in range(E)]))
     counts = mask.sum(0)
     padded, wide, where, moved, target = te.moe_permute_and_pad_with_probs(x, probs, mask, counts, 8)
     assert (target % 8 == 0).all() and padded.shape[0] == int(target.sum()) == wide.shape[0]
@@ -67,8 +67,8 @@ def test_chunks_are_sorted() -> None:
     x, probs = torch.arange(6.0)[:, None], torch.arange(6.0)
     sizes, order = torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1])
     assert te.moe_sort_chunks_by_index(x, sizes, order).flatten().tolist() == [3, 4, 5, 0, 1, 2]
-    rows, of_rows = te.moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)
-    assert_bitwise(rows.flatten(), of_rows)
+    rows, row_probs = te.moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)
+    assert_bitwise(rows.flatten(), row_probs)
 
 
 def test_invalid_arguments_give_a_clear_error() -> None:

@@ -101,8 +101,8 @@ def test_the_bits_match_our_layer(recipe: str, fused: bool) -> None:
         for one, other in zip(*results, strict=True):
             assert_bitwise(one, other, f"step {step}")
     assert_bitwise(theirs.layernorm_mlp.fc1_weight.grad, ours.mlp.up_proj.weight.grad)
-    of_query = theirs.self_attention.layernorm_qkv
-    got = of_query.weight.grad if fused else of_query.query_weight.grad
+    qkv = theirs.self_attention.layernorm_qkv
+    got = qkv.weight.grad if fused else qkv.query_weight.grad
     assert_bitwise(got[:64], ours.attention.qkv_proj.weight.grad[:64])
 
 

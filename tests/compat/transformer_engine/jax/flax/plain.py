@@ -43,11 +43,11 @@ def transposed(x: Array, least: float = 1, most: float = 10000, consecutive: boo
     """Rotary positions of [batch, tokens, heads, features], as complex numbers."""
     half = x.shape[-1] // 2
     period = least * (most / least) ** (np.arange(half) / half)
-    turn = jnp.exp(1j * jnp.arange(x.shape[1])[:, None] / period)[:, None, :]
+    rotation = jnp.exp(1j * jnp.arange(x.shape[1])[:, None] / period)[:, None, :]
     if consecutive:
-        z = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
+        z = (x[..., 0::2] + 1j * x[..., 1::2]) * rotation
         return jnp.stack([z.real, z.imag], -1).reshape(x.shape)
-    z = (x[..., :half] + 1j * x[..., half:]) * turn
+    z = (x[..., :half] + 1j * x[..., half:]) * rotation
     return jnp.concatenate([z.real, z.imag], -1)
 
 

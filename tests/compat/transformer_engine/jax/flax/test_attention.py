@@ -56,9 +56,9 @@ def test_layouts_are_the_same_values() -> None:
     q, k, v = operands()
     plainly = attend(q, k, v)
     together = attend(jnp.stack([q, k, v], 2), qkv_layout="bs3hd")
-    of_two = attend(q, jnp.stack([k, v], 2), None, qkv_layout="BSHD_BS2HD")
+    packed = attend(q, jnp.stack([k, v], 2), None, qkv_layout="BSHD_BS2HD")
     first = attend(*(x.swapaxes(0, 1) for x in (q, k, v)), transpose_batch_sequence=True)
-    for y in (together, of_two, first.swapaxes(0, 1)):
+    for y in (together, packed, first.swapaxes(0, 1)):
         np.testing.assert_array_equal(y, plainly)
 
 

@@ -59,13 +59,13 @@ def test_a_norm_and_a_dense_layer_behind_it(kind: str, centered: bool) -> None:
         depth_scaling=2.0,
         **shared,
     )
-    of_norm, of_both = nn.unbox(norm.init(KEY, X)), nn.unbox(both.init(KEY, X))
-    expected = plain.norm(of_norm["params"], X, kind, centered)
-    np.testing.assert_allclose(norm.apply(of_norm, X), expected, atol=1e-5)
-    y, normed = both.apply(of_both, X)
-    expected = plain.norm(of_both["params"], X, kind, centered)
+    norm_variables, both_variables = nn.unbox(norm.init(KEY, X)), nn.unbox(both.init(KEY, X))
+    expected = plain.norm(norm_variables["params"], X, kind, centered)
+    np.testing.assert_allclose(norm.apply(norm_variables, X), expected, atol=1e-5)
+    y, normed = both.apply(both_variables, X)
+    expected = plain.norm(both_variables["params"], X, kind, centered)
     np.testing.assert_allclose(normed, expected, atol=1e-5)
-    np.testing.assert_allclose(y, plain.dense(of_both["params"], expected) / 2, atol=1e-5)
+    np.testing.assert_allclose(y, plain.dense(both_variables["params"], expected) / 2, atol=1e-5)
     bare = te.flax.LayerNormDenseGeneral(8, enable_layernorm=False)
     y, normed = bare.apply(bare.init(KEY, X), X)
     assert normed is None and set(bare.init(KEY, X)["params"]) == {"kernel"}

@@ -66,8 +66,8 @@ def test_it_trains_quantized() -> None:
 
         high, gradients = step(variables)
     plainly = jax.jit(layer.apply)(variables, x, memory)
-    apart = jnp.linalg.norm(high - plainly) / jnp.linalg.norm(plainly)
-    assert 1e-3 < float(apart) < 0.2
+    difference = jnp.linalg.norm(high - plainly) / jnp.linalg.norm(plainly)
+    assert 1e-3 < float(difference) < 0.2
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))
 
 

@@ -152,8 +152,8 @@ def test_a_torch_file_and_strict_loading() -> None:
     model = nn.Sequential(te.LayerNormMLP(64, 96), nn.LayerNorm(64))
     with pytest.raises(RuntimeError) as error:
         model.load_state_dict({f"0.{k}": v for k, v in state.items()})
-    said = str(error.value)
-    assert 'Missing key(s) in state_dict: "0.fc1_bias", "1.weight", "1.bias"' in said and '"0.fc3_weight"' in said
+    message = str(error.value)
+    assert 'Missing key(s) in state_dict: "0.fc1_bias", "1.weight", "1.bias"' in message and '"0.fc3_weight"' in message
 
 
 def test_reset_and_meta() -> None:
@@ -169,14 +169,14 @@ def test_reset_and_meta() -> None:
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_a_bias_may_be_returned_beside_the_output(name: str) -> None:
-    plain, apart = MADE[name](), MADE[name](return_bias=True)
-    assert list(apart.state_dict()) == NAMES[name]
+    plain, separate = MADE[name](), MADE[name](return_bias=True)
+    assert list(separate.state_dict()) == NAMES[name]
     with torch.no_grad():
         for p in plain.parameters():
             p.add_(torch.randn_like(p))
-    apart.load_state_dict(plain.state_dict())
+    separate.load_state_dict(plain.state_dict())
     x = torch.randn(8, 64)
-    y, bias = apart(x)
+    y, bias = separate(x)
     assert_close("sum", y + bias, plain(x), 1e-6)
     y, bias = MADE[name](return_bias=True, bias=False)(x)
     assert not bias.numel()
