@@ -84,11 +84,11 @@ def exchange_plainly(place: Any, name: str, member: Any, builder: Any, scope: An
     """Tell a function of the language its interpreter once, without a repeated check."""
     semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
 
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = semantic
         return function(*args, **kwargs)
 
-    scope.set_attr(place, name, told)
+    scope.set_attr(place, name, call)
 
 
 def unwrap(own: Callable[[Any], Any]) -> Callable[[Any], Any]:

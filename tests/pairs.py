@@ -13,12 +13,12 @@ def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     """
     lists = [list(values) for values in parameters]
     rows = list(product(*(range(len(values)) for values in lists)))
-    of_row = {row: _pairs(row) for row in rows}
-    left = set().union(*of_row.values())
+    pairs_of_row = {row: _pairs(row) for row in rows}
+    left = set().union(*pairs_of_row.values())
     chosen = []
     while left:
-        row = max(rows, key=lambda row: len(left & of_row[row]))
-        left -= of_row[row]
+        row = max(rows, key=lambda row: len(left & pairs_of_row[row]))
+        left -= pairs_of_row[row]
         chosen.append(row)
     return [tuple(values[i] for values, i in zip(lists, row, strict=True)) for row in sorted(chosen)]
 

@@ -55,7 +55,7 @@ def test_torchaos_thresholds(recipe: str, k: int, n: int, left: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: quaver.rules.unprofitable("h10"), "did you mean 'h100'"),
         (lambda: quaver.rules.unprofitable("h100", tokens=0), "tokens is 0; give how many tokens"),
@@ -67,8 +67,8 @@ def test_torchaos_thresholds(recipe: str, k: int, n: int, left: bool) -> None:
         (lambda: quaver.rules.auto_filter_small_kn(None), "no thresholds for None"),
     ],
 )
-def test_bad_input_gives_a_clear_error(make: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_bad_input_gives_a_clear_error(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
 
 

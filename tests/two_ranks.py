@@ -44,8 +44,8 @@ def run(module: str, folder: Path, ranks: int = RANKS, *, slow: bool = False) ->
     finally:
         for each in processes:
             each.terminate()
-    said = b"".join(each.communicate()[1] for each in processes).decode()
-    assert [each.returncode for each in processes] == [0] * ranks, said
+    errors = b"".join(each.communicate()[1] for each in processes).decode()
+    assert [each.returncode for each in processes] == [0] * ranks, errors
 
 
 def world() -> int:

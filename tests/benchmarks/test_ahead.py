@@ -67,8 +67,8 @@ def test_a_carried_cache_leaves_nothing_to_compile_and_needs_no_compiler(tmp_pat
             check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        told: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-        return told
+        times: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return times
 
     first = step(built)
     # The cast of each tensor with a factor, for both operands, and without one, with its amax before it; and the roll.
@@ -87,12 +87,12 @@ def test_a_carried_cache_leaves_nothing_to_compile_and_needs_no_compiler(tmp_pat
 @pytest.mark.skipif(stub_driver.compiler() is None, reason="needs a C compiler")
 def test_walks_that_compile_leave_nothing_to_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(building, "WALKS", (("tests", ("tests/kernels/test_roll.py",)),))
-    said: list[str] = []
-    built = building.build([90], tmp_path / "cache", said.append)
-    assert built["kernels compiled"] >= 10 and built["tests passed"] >= 10, said
-    again = building.check([90], tmp_path / "cache", said.append)
-    assert not again["kernels compiled"] and not again["launchers compiled"], said
-    assert again["kernels found"] >= 10 and again["tests passed"] == built["tests passed"], said
+    lines: list[str] = []
+    built = building.build([90], tmp_path / "cache", lines.append)
+    assert built["kernels compiled"] >= 10 and built["tests passed"] >= 10, lines
+    again = building.check([90], tmp_path / "cache", lines.append)
+    assert not again["kernels compiled"] and not again["launchers compiled"], lines
+    assert again["kernels found"] >= 10 and again["tests passed"] == built["tests passed"], lines
 
 
 def test_all_files_of_gpu_tests_are_walked_and_run_by_the_makefile() -> None:

@@ -59,10 +59,10 @@ def test_the_page_has_the_newest_results_of_ranks(tmp_path: Path) -> None:
     assert ranks.table(ranks.newest(tmp_path)) == ranks.NONE
     case = dataclasses.replace(PARALLEL[0], measure=lambda quick: [])
     figures = (Figure("mxfp8", "time, ratio", 1.4, "x", at_most(1.3)), Figure("mxfp8", "weights, bytes", 51.6, "%"))
-    kept = [Result(case=case, figures=figures, seconds=1.0)]
-    written(kept, True, None, machine.describe(), tmp_path, 1, RANKS)
+    results = [Result(case=case, figures=figures, seconds=1.0)]
+    written(results, True, None, machine.describe(), tmp_path, 1, RANKS)
     assert ranks.newest(tmp_path) is None, "small sizes are no results"
-    written(kept, False, None, machine.describe(), tmp_path, 1, RANKS)
+    written(results, False, None, machine.describe(), tmp_path, 1, RANKS)
     shown = ranks.table(ranks.newest(tmp_path))
     assert "| mxfp8 | 1.40 (missed) | 51.6 % |" in shown and machine.today() in shown
 
@@ -132,7 +132,7 @@ def toy(name: str, value: float) -> Case:
     return Case(name=name, title=name, notes="A toy.", measure=lambda quick: figures)
 
 
-def of_cases(*cases: Case) -> Suite:
+def suite_of(*cases: Case) -> Suite:
     return CPU._replace(cases=cases)
 
 
@@ -145,7 +145,7 @@ def test_results_are_written_for_reading_and_for_computing(tmp_path: Path) -> No
 
     hidden = dataclasses.replace(toy("hidden", 0.0), measure=absent)
     broke = dataclasses.replace(toy("broke", 0.0), measure=broken)
-    suite = of_cases(toy("good", 1.5), toy("bad", math.inf), hidden, broke)
+    suite = suite_of(toy("good", 1.5), toy("bad", math.inf), hidden, broke)
     done = run(True, None, True, Console(quiet=True), tmp_path, suite=suite)
     assert summary(done).startswith("1 of 2 targets met.")
     stem = f"cpu-{machine.today()}"
@@ -174,7 +174,7 @@ def test_a_row_is_written_as_it_ends(tmp_path: Path) -> None:
         yield Figure("three", "time", 0.0, "ms", instead="does not run: no card")
         raise RuntimeError("it broke")
 
-    suite = of_cases(
+    suite = suite_of(
         dataclasses.replace(toy("long", 0.0), measure=measure),
     )
     run(True, None, True, Console(quiet=True), tmp_path, suite=suite)
@@ -186,28 +186,28 @@ def test_a_row_is_written_as_it_ends(tmp_path: Path) -> None:
 
 
 def test_a_memory_peak_covers_only_its_own_step() -> None:
-    kept: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
 
     def step() -> None:
-        # What a step leaves behind replaces what the last one left.
-        kept[:] = [torch.empty(1 << 20, dtype=torch.uint8)]
+        # The buffer of this step replaces that of the step before.
+        buffers[:] = [torch.empty(1 << 20, dtype=torch.uint8)]
         torch.empty(1 << 22, dtype=torch.uint8)
 
     for _ in range(3):
         assert peak(step) == Peak((1 << 20) + (1 << 22), 1 << 20)
-        # No trace sees it go.
-        kept.clear()
+        # Freed outside of the measured steps.
+        buffers.clear()
 
 
 def test_wide_products_are_sums_in_float32_rounded_once() -> None:
     a, b = torch.randn(3, 5, 40).bfloat16(), torch.randn(3, 40, 7).bfloat16()
     ones = torch.ones(64, 64).bfloat16()
     with WideProducts(1 << 10):
-        of_matrices, of_batches, too_large = a[0] @ b[0], a @ b, ones @ ones
+        matrices, batches, too_large = a[0] @ b[0], a @ b, ones @ ones
         out = torch.mm(a[0], b[0], out=torch.empty(5, 7, dtype=torch.bfloat16))
     expected = (a.float() @ b.float()).bfloat16()
-    assert torch.equal(of_matrices, expected[0]) and torch.equal(out, expected[0])
-    assert torch.equal(of_batches, expected) and (too_large == 64).all()
+    assert torch.equal(matrices, expected[0]) and torch.equal(out, expected[0])
+    assert torch.equal(batches, expected) and (too_large == 64).all()
 
 
 def test_an_unknown_pattern_names_the_nearest_case() -> None:
@@ -252,7 +252,7 @@ def test_verdicts(recipe: str, loss: float | None, accepted: bool) -> None:
 
 
 def test_a_null_model_widens_the_tolerance_by_two_standard_errors() -> None:
-    """Seeds of the null model are 0.002 apart: a standard error of 0.001. The control has none."""
+    """Seeds of the null model differ by 0.002: a standard error of 0.001. The control has none."""
     outcomes = dict(acceptance(bf16=2.0, mxfp8=2.0119, nvfp4=2.041, unit_scales=2.301).outcomes)
     outcomes |= {
         (training.NULL, seed): Outcome(loss=2.0 + 0.001 * seed + shift) for seed, shift in enumerate((0.003, 0.005))

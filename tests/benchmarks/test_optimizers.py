@@ -33,7 +33,7 @@ def test_the_summary_table_matches_each_entry_of_the_page() -> None:
     assert rows["lean"].count("clamped") == 1 and "clamped" not in rows["msamp"]
 
 
-def of_losses(plan: Plan, losses: dict[str, tuple[float | None, ...]], clamped: int = 0) -> Acceptance:
+def acceptance_of(plan: Plan, losses: dict[str, tuple[float | None, ...]], clamped: int = 0) -> Acceptance:
     outcomes = {
         (row, plan.first + i): Outcome(
             loss=loss, failure="" if loss is not None else "NaN", clamped=clamped, updates=10
@@ -59,7 +59,7 @@ def test_optimizers_are_judged_by_loss_and_clamped_updates() -> None:
     def holds(clamped: int = 0, **losses: float | None) -> bool:
         own = {FLOAT32_STATES: 2.0, NULL: 2.001, "balanced": 2.002, "lean": 1.999, BAD_STATES: 2.5, "adamw": 2.0}
         pairs = {row: (loss, loss) for row, loss in {**own, **losses}.items()}
-        return of_losses(optimizers.plan(seeds=2), pairs, clamped).accepted
+        return acceptance_of(optimizers.plan(seeds=2), pairs, clamped).accepted
 
     assert holds()
     assert holds(control=None), "a control that became NaN is seen"
@@ -72,10 +72,10 @@ def test_a_schedule_must_end_nearer_than_its_null_model_differs() -> None:
     plan = scheduled.plan(first=3, seeds=2)
     losses = {"bf16": (2.0, 2.1), scheduled.ALONE: (2.02, 2.12), scheduled.SCHEDULE: (2.01, 2.111)}
     quiet = {NULL: (2.0, 2.1), scheduled.LATE: (2.0201, 2.1199)}
-    done = of_losses(plan, {**losses, **quiet})
+    done = acceptance_of(plan, {**losses, **quiet})
     assert done.accepted and "nearer bf16 than `nvfp4` by +0.0095 ± 0.0005" in done.verdict(done)[1]  # type: ignore[misc]
     assert "minus nvfp4 alone ± std. error" in done.table()[0]
-    assert not of_losses(plan, {**losses, **quiet, scheduled.LATE: (2.03, 2.12)}).accepted
+    assert not acceptance_of(plan, {**losses, **quiet, scheduled.LATE: (2.03, 2.12)}).accepted
     runs = {(run.row, run.seed): run for run in plan.runs()}
     assert runs[scheduled.SCHEDULE, 3].after == runs[scheduled.ALONE, 3].folder and runs[scheduled.ALONE, 3].keep == 255
     for wrong in ({"seeds": 1}, {"steps": 1}):

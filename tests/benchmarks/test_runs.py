@@ -11,22 +11,22 @@ def test_the_constants_are_fitted_to_the_two_runs_that_are_marked() -> None:
     first, asynchronous = (row for row in rows if row.run.fitted)
     bf16, narrow = (1 + error for error in first.errors)
     assert bf16 * narrow == pytest.approx(1, abs=2e-3), steps.REACHED
-    (beside,) = (
+    (baseline,) = (
         row
         for row in rows
         if row.run
         == asynchronous.run._replace(overlapped=False, fitted=False, bf16=row.run.bf16, narrow=row.run.narrow)
     )
-    published = asynchronous.run.bf16 / beside.run.bf16
-    predicted = asynchronous.bf16.tokens_per_second / beside.bf16.tokens_per_second
+    published = asynchronous.run.bf16 / baseline.run.bf16
+    predicted = asynchronous.bf16.tokens_per_second / baseline.bf16.tokens_per_second
     assert predicted == pytest.approx(published, rel=0.02), steps.HIDDEN
 
 
 def test_three_of_four_tensorwise_runs_are_met() -> None:
     counted = runs.counted(runs.judged())
-    met = [row for row in counted if row.within]
-    assert len(counted) == 11 and len(met) == 9
-    assert 4 * len(met) >= 3 * len(counted)
+    within = [row for row in counted if row.within]
+    assert len(counted) == 11 and len(within) == 9
+    assert 4 * len(within) >= 3 * len(counted)
 
 
 def test_rowwise_losses_under_tensor_parallelism_are_reported_as_missed() -> None:

@@ -304,8 +304,8 @@ def check_layer(seed: int, compiled: bool = False, in_jax: bool = False) -> None
     results = {"torch": by_torch(step)}
     if compiled:
         results["compiled"] = by_torch(step, compiled=True)
-    if in_jax and (in_arrays := by_jax(step)) is not None:
-        results["jax"] = in_arrays
+    if in_jax and (jax_result := by_jax(step)) is not None:
+        results["jax"] = jax_result
     for name, (got, expected) in results.items():
         try:
             assert_step(got, expected, step.dtype, name)

@@ -52,8 +52,8 @@ def known(node: ast.AST | None) -> bool:
 
 @pytest.mark.parametrize("assembler", sorted(path.name for path in TOOLS.glob("ptxas*")))
 def test_every_architecture_that_an_assembler_of_tritons_knows_is_in_the_table(assembler: str) -> None:
-    said = subprocess.run([TOOLS / assembler, "--help"], capture_output=True, text=True, check=True).stdout
-    archs = {int(arch) for arch in re.findall(r"'sm_(\d+)", said)}
+    help_text = subprocess.run([TOOLS / assembler, "--help"], capture_output=True, text=True, check=True).stdout
+    archs = {int(arch) for arch in re.findall(r"'sm_(\d+)", help_text)}
     assert {80, 90} <= archs
     assert {arch for arch in archs if arch >= min(TRAITS)} <= set(TRAITS)
 

@@ -66,12 +66,12 @@ def test_gradients_of_routes_agree() -> None:
 
     differentiable = OPTIONS[1:5]
     ours = jax.jit(lambda z: [jax.grad(loss)(z, options) for options in differentiable])(z)
-    for options, of_jax in zip(differentiable, ours, strict=True):
+    for options, jax_gradient in zip(differentiable, ours, strict=True):
         x = torch.from_numpy(z).requires_grad_()
         routing = qt.route(x, 3, **options)
         both = [routing.weights, routing.probabilities[:, 2:5]]
-        (of_torch,) = torch.autograd.grad(both, x, [torch.from_numpy(g)] * 2)
-        assert_close(f"gradient {options}", np.asarray(of_jax), of_torch, 1e-6)
+        (torch_gradient,) = torch.autograd.grad(both, x, [torch.from_numpy(g)] * 2)
+        assert_close(f"gradient {options}", np.asarray(jax_gradient), torch_gradient, 1e-6)
 
 
 CASES = list(itertools.product((33, 0), (4, 16), (3, 1), (16, 1), (2, None)))
@@ -96,16 +96,16 @@ def test_rows_places_sums_and_their_gradients_have_the_same_bits(dtype: Any) -> 
         y, back, (rows, sizes, places) = jax.vjp(
             lambda x, w, indices=indices: through(x, w, indices), x.astype(dtype), weights, has_aux=True
         )
-        of_x, of_weights = back(g.astype(dtype))
+        x_gradient, weights_gradient = back(g.astype(dtype))
         t, w = torch.from_numpy(x).to(kind).requires_grad_(), torch.from_numpy(weights).requires_grad_()
         theirs = qt.permute(t, torch.from_numpy(indices), experts, pad=pad, capacity=capacity)
         z = qt.unpermute(theirs.rows, theirs.places, k, w)
-        of_t, of_w = torch.autograd.grad(z, (t, w), torch.from_numpy(g).to(kind))
-        for ours, other in ((rows, theirs.rows), (y, z), (of_x, of_t)):
+        t_gradient, w_gradient = torch.autograd.grad(z, (t, w), torch.from_numpy(g).to(kind))
+        for ours, other in ((rows, theirs.rows), (y, z), (x_gradient, t_gradient)):
             assert_bitwise(np.asarray(ours).astype(np.float32), other.float())
         assert np.asarray(places).tolist() == theirs.places.tolist()
         assert np.asarray(sizes).cumsum().tolist() == theirs.offsets.tolist()
-        assert_close("weights", np.asarray(of_weights), of_w, 1e-6)
+        assert_close("weights", np.asarray(weights_gradient), w_gradient, 1e-6)
 
 
 def test_sums_have_the_same_bits_in_a_program() -> None:

@@ -237,13 +237,13 @@ def test_a_rounding_before_the_operand_is_not_skipped(name: str, dtype: Any) -> 
 @pytest.mark.parametrize("spec", [s for s in EVERY.values() if s.transposable], ids=str)
 def test_the_transpose_of_a_square_block_matches_numpy(spec: QuantSpec) -> None:
     @partial(jax.jit, compiler_options=QUICKEST)
-    def turn(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def transpose(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         transposed = qj.quantize(x, spec, **STREAM).T
         return transposed.scales(), transposed.codes(), transposed.dequantize()
 
     x = nasty((37, 71))["normal"]
     q = reference.quantize(x, spec, **STREAM)
-    for got, right in zip(turn(x), (q.scales(), q.codes(), q.dequantize()), strict=True):
+    for got, right in zip(transpose(x), (q.scales(), q.codes(), q.dequantize()), strict=True):
         assert_bitwise(np.asarray(got), right.T)
 
 
@@ -262,10 +262,10 @@ def test_scales_of_all_e8m0_codes_are_the_references() -> None:
     spec, codes = QuantSpec(E4M3, (1, 32), "e8m0"), np.arange(256, dtype=np.uint8)[:, None]
     expected = reference.decode(codes, E8M0)
     ones = np.ones((256, 32), np.float32)
-    of_torch, of_jax = qt.quantize(torch.from_numpy(ones), spec), qj.quantize(jnp.asarray(ones), spec)
-    of_torch = dataclasses.replace(of_torch, scale=torch.from_numpy(codes))
-    of_jax = dataclasses.replace(of_jax, scale=jnp.asarray(codes))
-    for q in (of_torch, of_jax):
+    torch_operand, jax_operand = qt.quantize(torch.from_numpy(ones), spec), qj.quantize(jnp.asarray(ones), spec)
+    torch_operand = dataclasses.replace(torch_operand, scale=torch.from_numpy(codes))
+    jax_operand = dataclasses.replace(jax_operand, scale=jnp.asarray(codes))
+    for q in (torch_operand, jax_operand):
         # As integers: XLA on a CPU flushes the subnormal 2**-127.
         bits = np.asarray(q.scales()).view(np.int32)
         assert_bitwise(bits, expected.view(np.int32))

@@ -39,8 +39,8 @@ def exact(a: qt.Quantized, b: qt.Quantized) -> torch.Tensor:
 @every_gemm
 def test_float32_output_is_within_1e_6_of_float64(gemm: GemmSpec) -> None:
     # The next size for the next magnitude or GEMM, so that each of these meets each size.
-    for turn, magnitude in enumerate(MAGNITUDES, list(GEMMS.values()).index(gemm)):
-        m, k, n = SIZES[turn % len(SIZES)]
+    for position, magnitude in enumerate(MAGNITUDES, list(GEMMS.values()).index(gemm)):
+        m, k, n = SIZES[position % len(SIZES)]
         a, b = operands(magnitude, gemm, m, k, n)
         y, case = exact(a, b), f"{magnitude}, m {m}, k {k}, n {n}"
         assert_close(case, qt.matmul(a, b), y.float(), 1e-6)
@@ -51,11 +51,11 @@ def test_float32_output_is_within_1e_6_of_float64(gemm: GemmSpec) -> None:
 
 @every_gemm
 def test_half_precision_output_is_float64_rounded_once(gemm: GemmSpec) -> None:
-    turn = list(GEMMS.values()).index(gemm)
-    for at, magnitude in enumerate(("normal", "rows spread", "zeros", "one outlier")[turn % 2 :: 2]):
+    position = list(GEMMS.values()).index(gemm)
+    for at, magnitude in enumerate(("normal", "rows spread", "zeros", "one outlier")[position % 2 :: 2]):
         wrong, total = {torch.bfloat16: 0, torch.float16: 0}, 0
         # Two sizes under each of two magnitudes; with the next GEMM but one, others.
-        for m, k, n in SIZES[(turn // 2 + at) % 3 :: 3]:
+        for m, k, n in SIZES[(position // 2 + at) % 3 :: 3]:
             a, b = operands(magnitude, gemm, m, k, n)
             y, bias = exact(a, b), torch.randn(n)
             total += 2 * m * n
@@ -169,8 +169,8 @@ def test_a_process_that_lets_torch_round_float32_products_gets_the_same_precisio
 def test_a_product_is_stored_row_major(gemm: GemmSpec) -> None:
     # The caller views the result in another shape. By turns, so that each size meets every other GEMM.
     sizes = [*SIZES, (100, 64, 2), (2, 64, 100), (300, 4000, 4), (100, 4096, 1)]
-    turn = list(GEMMS.values()).index(gemm)
-    for at, (m, k, n) in enumerate(sizes[turn % 2 :: 2], turn // 2):
+    position = list(GEMMS.values()).index(gemm)
+    for at, (m, k, n) in enumerate(sizes[position % 2 :: 2], position // 2):
         a, b = operands("normal", gemm, m, k, n)
         # With a bias or without by turns of dtypes, of sizes, and of every other GEMM.
         for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16), at):

@@ -28,9 +28,11 @@ def refusal(call: Callable[[], object]) -> str:
 )
 def test_an_invalid_spec_gives_a_clear_error(framework: str, spec: Any) -> None:
     quaver, x = FRAMEWORKS[framework]
-    said = f"quantize: spec is a {type(spec).__name__}; give a QuantSpec, such as quaver.recipes.get('mxfp8').fprop.a"
+    message = (
+        f"quantize: spec is a {type(spec).__name__}; give a QuantSpec, such as quaver.recipes.get('mxfp8').fprop.a"
+    )
     for operand in (x, quaver.quantize(x, SPEC)):
-        assert refusal(lambda operand=operand: quaver.quantize(operand, spec)) == said
+        assert refusal(lambda operand=operand: quaver.quantize(operand, spec)) == message
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

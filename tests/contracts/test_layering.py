@@ -231,10 +231,10 @@ def front_end(forks: int) -> list[list[str]]:
 def test_importing_the_torch_front_end_takes_at_most_0_3_seconds_beyond_torch() -> None:
     # The first may have compiled it to bytecode. A core that others share, or that runs at a lower clock, takes 0.38 s
     # for what takes 0.21 s alone, and 1.8 times the yardstick's seconds: the quotients' middle stays within a tenth.
-    said = [(float(yardstick), float(seconds)) for yardstick, seconds, *_ in front_end(8)[1:]]
-    assert median(seconds * min(1, YARDSTICK / yardstick) for yardstick, seconds in said) <= 0.3, said
+    timings = [(float(yardstick), float(seconds)) for yardstick, seconds, *_ in front_end(8)[1:]]
+    assert median(seconds * min(1, YARDSTICK / yardstick) for yardstick, seconds in timings) <= 0.3, timings
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
 def test_importing_the_torch_front_end_imports_no_jax() -> None:
-    assert [said[2:] for said in front_end(8)] == [[]] * 8
+    assert [line[2:] for line in front_end(8)] == [[]] * 8

@@ -56,7 +56,7 @@ class Notes:
         self.operands[operand] = q
 
 
-def in_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dtype) -> tuple[Operands, list[Any]]:
+def run_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dtype) -> tuple[Operands, list[Any]]:
     """The operands of one step, and its output and gradients."""
     layer = qt.Linear(K, N)
     layer.__dict__["qualified_name"] = "layer"
@@ -71,10 +71,10 @@ def in_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dty
         y.backward(torch.from_numpy(g).to(dtype))
     finally:
         counters.active.counters = None
-    kept = state_of(layer).weights.entries
-    operands = notes.operands | {"weight": kept["fprop"].quantized}
-    if "dgrad" in kept:
-        operands["weight.T"] = kept["dgrad"].quantized
+    cached = state_of(layer).weights.entries
+    operands = notes.operands | {"weight": cached["fprop"].quantized}
+    if "dgrad" in cached:
+        operands["weight.T"] = cached["dgrad"].quantized
     assert tx.grad is not None and layer.weight.grad is not None
     return operands, [y, tx.grad, layer.weight.grad.t()]
 
@@ -98,7 +98,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
 def test_every_operand_has_the_codes_and_scales_of_torchs(recipe: Recipe, dtype: str, recorded: Operands) -> None:
     rng = np.random.default_rng(0)
     x, w, bias, g = (rng.normal(size=s).astype(np.float32) for s in ((T, K), (K, N), (N,), (T, N)))
-    expected, results = in_torch(recipe, x, w, bias, g, getattr(torch, dtype))
+    expected, results = run_torch(recipe, x, w, bias, g, getattr(torch, dtype))
     wide = jnp.dtype(dtype)
 
     # The bits of an optimized program are those of test_frameworks_agree.py; here is what is quantized, and by what.

@@ -186,8 +186,8 @@ def test_a_layer_keeps_one_attribute_more_than_a_plain_one(recipe: str) -> None:
 def test_a_copied_layer_state_is_fresh_except_for_its_name() -> None:
     state = LayerState(7, recipes.get("delayed"))
     state.pieces, state.members = {"gate": 3}, ("0", "1")
-    kept = ("__weakref__", "serial", "delayed", "copied", "family", "pieces", "members")
-    made_again = {name for name in LayerState.__slots__ if name not in kept}
+    preserved = ("__weakref__", "serial", "delayed", "copied", "family", "pieces", "members")
+    made_again = {name for name in LayerState.__slots__ if name not in preserved}
     for name in made_again:
         setattr(state, name, object())
     fresh = LayerState()

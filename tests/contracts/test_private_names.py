@@ -41,9 +41,9 @@ def names(source: str) -> set[str]:
         if isinstance(node, ast.Attribute):
             return f"{start}.{node.attr}" if (start := full(node.value)) else ""
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
-            asked = node.args[1]
+            attribute = node.args[1]
             start = full(node.args[0])
-            return f"{start}.{asked.value}" if start and isinstance(asked, ast.Constant) else ""
+            return f"{start}.{attribute.value}" if start and isinstance(attribute, ast.Constant) else ""
         if isinstance(node, ast.Name):
             value = assigned.get(node.id)
             return roots.get(node.id) or (full(value) if isinstance(value, ast.Attribute) else "")

@@ -149,16 +149,16 @@ def settings_changed(source: str) -> Iterator[tuple[int, str]]:
             if name in CALLS or last in SETTERS:
                 if node not in contexts or not {name, last} & SCOPED:
                     yield node.lineno, name
-            elif last in ("setattr", "delattr") and node.args and of_a_setting(dotted(node.args[0], known)):
+            elif last in ("setattr", "delattr") and node.args and is_setting(dotted(node.args[0], known)):
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
             targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else [node.target]
             for target in targets:
-                if isinstance(target, ast.Attribute | ast.Subscript) and of_a_setting(dotted(target.value, known)):
+                if isinstance(target, ast.Attribute | ast.Subscript) and is_setting(dotted(target.value, known)):
                     yield node.lineno, ast.unparse(node)
 
 
-def of_a_setting(name: str) -> bool:
+def is_setting(name: str) -> bool:
     return any(name == setting or name.startswith(setting + ".") for setting in SETTINGS)
 
 
@@ -179,7 +179,7 @@ def test_process_settings_change_only_through_their_owner() -> None:
     assert set(changes) >= OWNERS, f"nobody does it any more: {OWNERS - set(changes)}"
 
 
-def asked(source: str) -> Iterator[tuple[int, str]]:
+def queries(source: str) -> Iterator[tuple[int, str]]:
     """Where a name of `ASKED` is used: as an attribute, an import, or a text that getattr is given."""
     for node in walk(parsed(source)):
         names = {
@@ -191,7 +191,7 @@ def asked(source: str) -> Iterator[tuple[int, str]]:
 
 
 def test_tracing_is_checked_per_thread() -> None:
-    places = [(name, line, what) for name, source in modules().items() for line, what in asked(source)]
+    places = [(name, line, what) for name, source in modules().items() for line, what in queries(source)]
     wrong = [f"{name}:{line}: {what}" for name, line, what in places if name not in ASKED[what]]
     assert not wrong, "another thread may compile: `quaver.torch.numerics.rounding.is_tracing`\n" + "\n".join(wrong)
     assert {what: {name for name, _, other in places if other == what} for what in ASKED} == ASKED
@@ -207,7 +207,7 @@ def test_tracing_is_checked_per_thread() -> None:
     ],
 )
 def test_the_lint_sees_a_question_to_the_process(code: str) -> None:
-    assert list(asked(code)) and not list(asked("is_tracing()"))
+    assert list(queries(code)) and not list(queries("is_tracing()"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ ENDS = {
 }
 
 
-def of_amax(amax: float, seed: int) -> np.ndarray:
+def operand_with_amax(amax: float, seed: int) -> np.ndarray:
     """Each row and each block of 16 with this amax and elements of every size below it."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(32, 64)) * 10.0 ** rng.uniform(-8, 0, (32, 64))
@@ -33,7 +33,7 @@ def steps(codes: np.ndarray, expected: np.ndarray, bits: int) -> np.ndarray:
 def compare(name: str, amax: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps that each code is off, ulps that each scale is off, and which elements are subnormal."""
     spec = ENDS[name][0]
-    x = of_amax(amax, 0).astype(np.float32)
+    x = operand_with_amax(amax, 0).astype(np.float32)
     q, r = qj.quantize(jnp.asarray(x), spec), reference.quantize(x, spec)
     ulps = np.abs(np.asarray(q.scales()).view(np.int32).astype(np.int64) - r.scales().view(np.int32))
     return steps(np.asarray(q.codes()), r.codes(), spec.format.bits), ulps, np.abs(x) < SMALLEST_NORMAL
@@ -41,22 +41,22 @@ def compare(name: str, amax: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @pytest.mark.parametrize("name", ENDS)
 def test_above_the_ends_scales_are_within_an_ulp_and_codes_within_a_step(name: str) -> None:
-    _, of_elements, of_scales = ENDS[name]
+    _, element_limit, scale_limit = ENDS[name]
     for times in (1.01, 1.7, 40.0, 1e6):
-        off, ulps, _ = compare(name, of_elements * times)
-        assert off.max() <= 1 and ulps.max() <= 1, f"amax {of_elements * times}: {off.max()} steps, {ulps.max()} ulps"
-        _, ulps, _ = compare(name, of_scales * times)
-        assert ulps.max() <= 1, f"amax {of_scales * times}: {ulps.max()} ulps"
+        off, ulps, _ = compare(name, element_limit * times)
+        assert off.max() <= 1 and ulps.max() <= 1, f"amax {element_limit * times}: {off.max()} steps, {ulps.max()} ulps"
+        _, ulps, _ = compare(name, scale_limit * times)
+        assert ulps.max() <= 1, f"amax {scale_limit * times}: {ulps.max()} ulps"
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_below_them_only_subnormal_elements_are_further_off_and_scales_are_zero(name: str) -> None:
-    spec, of_elements, of_scales = ENDS[name]
+    spec, element_limit, scale_limit = ENDS[name]
     furthest = 0
-    for amax in np.geomspace(1.2 * float(SMALLEST_NORMAL), of_elements, 30):
+    for amax in np.geomspace(1.2 * float(SMALLEST_NORMAL), element_limit, 30):
         off, _, subnormal = compare(name, amax)
         assert off[~subnormal].max() <= 1, f"amax {amax}: {off[~subnormal].max()} steps"
         furthest = max(furthest, off.max())
     assert furthest > 1, "the bound does end"
-    x = jnp.asarray(of_amax(of_scales / 3, 0), jnp.float32)
+    x = jnp.asarray(operand_with_amax(scale_limit / 3, 0), jnp.float32)
     assert not np.asarray(qj.quantize(x, spec).dequantize()).any()

@@ -82,9 +82,9 @@ def test_strict_matches_mypy_strict() -> None:
 def test_a_users_script_passes_mypy_strict_and_no_public_name_is_untyped(tmp_path: Path) -> None:
     names = tmp_path / "every_public_name.py"
     names.write_text(every_public_name())
-    said = mypy_strict(tmp_path, names, SCRIPT)
-    revealed = [line for line in said if "Revealed type" in line]
-    assert set(said) == set(revealed), "\n".join(line for line in said if line not in revealed)
+    lines = mypy_strict(tmp_path, names, SCRIPT)
+    revealed = [line for line in lines if "Revealed type" in line]
+    assert set(lines) == set(revealed), "\n".join(line for line in lines if line not in revealed)
     assert len(revealed) == names.read_text().count("reveal_type")
     untyped = [line for line in revealed if line.endswith('is "Any"')]
     assert not untyped, "\n".join(untyped)

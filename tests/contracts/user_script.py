@@ -55,7 +55,7 @@ def narrow(name: str, in_features: int, out_features: int, recipe: Recipe) -> st
     return f"{name} is too narrow for {recipe}" if min(in_features, out_features) < 32 else ""
 
 
-def in_torch() -> str:
+def train_torch() -> str:
     model = Net()
     rules = quaver.Rules([quaver.ModuleRule(pattern="*", recipe="rowwise", multiple_of=16)])
     report: qt.Report = qt.convert(model, rules, skip=["last.down_proj", narrow])
@@ -69,7 +69,7 @@ def in_torch() -> str:
     return f"{report}\n{counters}\n{names} {tuple(product.shape)}"
 
 
-def in_jax() -> str:
+def train_jax() -> str:
     x = jnp.ones((16, 32))
     y: jax.Array = qj.linear(x, jnp.ones((32, 64)), recipe="mxfp8")
     model = ql.DenseGeneral(features=8)
@@ -81,8 +81,8 @@ def in_jax() -> str:
 
 
 def main() -> None:
-    print(in_torch())
-    print(in_jax())
+    print(train_torch())
+    print(train_jax())
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def test_time_is_the_sum_of_products_and_quantizing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"), [((0, 4, 2, 64), "tokens is 0"), ((8, 4, 3, 64), "4 heads are no multiple of 3 groups")]
+    ("sizes", "message"), [((0, 4, 2, 64), "tokens is 0"), ((8, 4, 3, 64), "4 heads are no multiple of 3 groups")]
 )
-def test_impossible_attention_sizes_give_a_clear_error(sizes: tuple[int, int, int, int], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_impossible_attention_sizes_give_a_clear_error(sizes: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         decoder.cost(spec_of("mxfp8"), *sizes, "h200")

@@ -53,7 +53,7 @@ def test_no_two_cards_have_one_driver_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("h20", "did you mean 'h200'"),
         ("v100", "no rates are known for the GPU 'v100'"),
@@ -61,7 +61,7 @@ def test_no_two_cards_have_one_driver_name() -> None:
         (None, "GPU None"),
     ],
 )
-def test_an_unknown_gpu_lists_the_known_ones(name: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as raised:
+def test_an_unknown_gpu_lists_the_known_ones(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
         hardware.get(name)
     assert all(known in str(raised.value) for known in GPUS)

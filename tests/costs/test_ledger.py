@@ -148,8 +148,8 @@ def test_copies_made_separately_read_the_tensor_each() -> None:
     recipe, gpu = get("rowwise"), GPUS["h200"]
     wanted = ledger.copies(recipe, gpu)["input"]
     assert quantization(wanted, T, K, gpu).bytes == pytest.approx(6 * T * K, rel=1e-3)
-    apart = sum(quantization([copy], T, K, gpu).bytes for copy in wanted)
-    assert apart == pytest.approx((3 + 5) * T * K, rel=1e-3)
+    separate = sum(quantization([copy], T, K, gpu).bytes for copy in wanted)
+    assert separate == pytest.approx((3 + 5) * T * K, rel=1e-3)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -197,7 +197,7 @@ def test_faster_memory_speeds_up_only_memory_bound_work() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((0, 1, 1, "h100"), "tokens is 0"),
         ((1, 0, 1, "h100"), "in_features is 0"),
@@ -205,8 +205,8 @@ def test_faster_memory_speeds_up_only_memory_bound_work() -> None:
         ((1, 1, 1, "h100x"), "did you mean 'h100'"),
     ],
 )
-def test_bad_input_gives_a_clear_error(arguments: tuple[int, int, int, str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_bad_input_gives_a_clear_error(arguments: tuple[int, int, int, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ledger.layer(get("tensorwise"), *arguments)
 
 

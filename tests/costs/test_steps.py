@@ -76,12 +76,12 @@ def test_the_same_work_takes_the_same_time_for_any_split() -> None:
 
 
 def test_more_checkpoints_take_more_time_and_less_memory() -> None:
-    times, kept = [], []
+    times, activations = [], []
     for checkpoints in ("none", "selective", "full"):
         one = step(llama("deep", 32, 2048, 16, 8, 128, 8192), "bf16", checkpoints=checkpoints)
         times.append(one.seconds)
-        kept.append(one.memory["activations"])
-    assert times == sorted(times) and kept == sorted(kept, reverse=True)
+        activations.append(one.memory["activations"])
+    assert times == sorted(times) and activations == sorted(activations, reverse=True)
 
 
 def test_an_eight_bit_layer_keeps_less_than_a_bf16_one() -> None:
@@ -127,7 +127,7 @@ def test_slower_networks_are_slower() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "how", "said"),
+    ("axes", "how", "message"),
     [
         ({"tp": 3}, {}, "tp 3 x pp 1"),
         ({"fsdp": 3}, {}, "fsdp is 3"),
@@ -140,8 +140,8 @@ def test_slower_networks_are_slower() -> None:
         ({"tp": 8}, {"tokens": 1001}, "cannot be divided"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused(axes: Any, how: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_mesh_that_does_not_fit_is_refused(axes: Any, how: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         step(axes=axes, **how)
 
 

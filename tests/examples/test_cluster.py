@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "guides" / "cluster.md"
 #: What the commands begin with.
 PROGRAMS = ("quaver", "torchrun")
 #: How far the losses of two ways to share may be apart, in nats: codes flip after an ulp in another order of sums.
-APART = 0.05
+MOST_DIFFERENCE = 0.05
 
 
 def commands() -> list[list[str]]:
@@ -25,13 +25,13 @@ def commands() -> list[list[str]]:
     return [words for words in every if words[0] in PROGRAMS]
 
 
-def as_this_python(program: str) -> list[str]:
+def with_this_python(program: str) -> list[str]:
     """What runs a program of the page's."""
     return [sys.executable, "-m", "torch.distributed.run" if program == "torchrun" else "quaver.train"]
 
 
 def test_the_page_has_a_command_for_each_parallelism() -> None:
-    said = " ".join(word for words in commands() for word in words)
+    words_of_page = " ".join(word for words in commands() for word in words)
     for option in (
         "--fsdp",
         "--tp",
@@ -43,19 +43,19 @@ def test_the_page_has_a_command_for_each_parallelism() -> None:
         "--resume",
         "--async-save",
     ):
-        assert option in said, option
+        assert option in words_of_page, option
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_the_page_commands_run(tmp_path: Path) -> None:
     for name, *words in commands():
-        command = [*as_this_python(name), *words]
+        command = [*with_this_python(name), *words]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{name} {shlex.join(words)}\n{done.stdout}\n{done.stderr}"
     curves = {folder.name: losses(read(folder / "metrics.jsonl")) for folder in (tmp_path / "runs").iterdir()}
     assert {len(curve) for name, curve in curves.items() if name != "grid"} == {20}
     assert len(curves["grid"]) == 50, "three times resumed, on other ranks"
     for name in ("four", "grid"):
-        apart = max(abs(curves[name][step] - curves["one"][step]) for step in range(1, 21))
-        assert apart < APART, f"{name} is {apart} from one process"
+        difference = max(abs(curves[name][step] - curves["one"][step]) for step in range(1, 21))
+        assert difference < MOST_DIFFERENCE, f"{name} is {difference} from one process"

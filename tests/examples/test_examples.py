@@ -16,11 +16,11 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 NEEDS = {"lightning": "lightning", "accelerate": "accelerate", "peft": "peft", "huggingface": "accelerate"}
 
 
-def of_ranks(path: Path) -> bool:
+def needs_ranks(path: Path) -> bool:
     return "torchrun --nproc-per-node 2" in path.read_text()
 
 
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if not of_ranks(path)], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if not needs_ranks(path)], ids=lambda p: p.stem)
 def test_an_example_runs_and_says_something(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     needed = NEEDS.get(path.stem.partition("_")[0])
     if needed is not None:
@@ -41,7 +41,7 @@ def test_an_example_runs_and_says_something(path: Path, capfd: pytest.CaptureFix
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if of_ranks(path)], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if needs_ranks(path)], ids=lambda p: p.stem)
 def test_an_example_of_ranks_runs_and_says_something(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     forked.bare("torch").run(command, check=True)

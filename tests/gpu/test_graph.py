@@ -54,13 +54,13 @@ def test_a_nonfinite_loss_skips_the_update_and_training_continues() -> None:
         captured.step(batch, rate(step))
     before = {name: value.clone() for name, value in captured.model.state_dict().items()}
     weight = captured.model.get_parameter("embedding.weight")
-    kept = weight.detach().clone()
+    saved = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(torch.nan)
     loss, _ = captured.step(batches(1)[0], 1e-3)
     assert np.isnan(loss)
     with torch.no_grad():
-        weight.copy_(kept)
+        weight.copy_(saved)
     for name, value in captured.model.state_dict().items():
         assert torch.equal(before[name], value), name
     loss, norm = captured.step(batches(1)[0], 1e-3)

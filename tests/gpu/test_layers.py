@@ -92,8 +92,8 @@ def test_backward_saves_eight_bit_codes(recipe: str) -> None:
         layer(x).sum().backward()  # workspaces and the weight's codes are there afterwards
         before = torch.cuda.memory_allocated()
         y = layer(x)
-    kept = torch.cuda.memory_allocated() - before - y.numel() * 2
-    assert kept < 1.1 * x.numel(), f"{kept} bytes for {x.numel()} elements"
+    saved_bytes = torch.cuda.memory_allocated() - before - y.numel() * 2
+    assert saved_bytes < 1.1 * x.numel(), f"{saved_bytes} bytes for {x.numel()} elements"
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])

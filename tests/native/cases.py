@@ -383,11 +383,11 @@ def write_noise(records: Records, rng: np.random.Generator) -> None:
 
 def write_operands(records: Records, rng: np.random.Generator, thorough: bool) -> None:
     """Write operands of every spec; thorough: with all data and all ways to set scales."""
-    for turn, spec in enumerate(specs()):
+    for number, spec in enumerate(specs()):
         if records.fmt != spec.format:
             records.format(spec.format)
         cases = list(itertools.product(DATA, ("measured", "amax", "factor")))
-        for data, given in cases if thorough else [cases[(turn + i * 7) % len(cases)] for i in range(2)]:
+        for data, given in cases if thorough else [cases[(number + i * 7) % len(cases)] for i in range(2)]:
             draw_operand(records, rng, spec, data, given)
     for data in DATA:
         for _ in range(50):

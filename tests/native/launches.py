@@ -47,10 +47,10 @@ class Described:
         def run(*tensors_in: Tensor | None) -> None:
             given = [None if t is None else t.data_ptr() for t in tensors_in] + [_bits(n) for n in numbers]
             values = dict(zip(described.fn.arg_names, given, strict=False))
-            kept = {name: values[name] & _mask(described.signature[name]) for name in arguments_of(described)}
+            used = {name: values[name] & _mask(described.signature[name]) for name in arguments_of(described)}
             grid, threads = list(described.grid), 32 * described.warps
             key = key_of(described)
-            self.launches.append(Launch(described.fn.__name__, grid, threads, kept, block_of(described), key))
+            self.launches.append(Launch(described.fn.__name__, grid, threads, used, block_of(described), key))
 
         return run
 

@@ -17,7 +17,7 @@ ENDS = {"step": "7", "share": "12.5%", "loss": "loss<1.9", "lr": "lr<10%"}
 OPTIONS = "nvfp4(stochastic_rounding=False, hadamard=True)"
 
 
-def in_force(schedule: Schedule, rates: list[float], losses: list[float], start: int = 0) -> list[int]:
+def parts_of(schedule: Schedule, rates: list[float], losses: list[float], start: int = 0) -> list[int]:
     """The part of each step after `start`."""
     parts = []
     for step in range(start + 1, len(rates) + 1):
@@ -65,7 +65,7 @@ def test_in_a_list_a_part_with_until_extends_to_the_next_comma() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("nvfp4, bf16", "does not say where 'nvfp4' ends: each but the last has until STEP, until SHARE%, until loss<"),
         ("nvfp4 until 85%", "does not say what follows 'nvfp4 until 85%'; write the recipe of the steps after it"),
@@ -92,10 +92,10 @@ def test_in_a_list_a_part_with_until_extends_to_the_next_comma() -> None:
         (", ".join(["bf16 until 5"] * 200), "has 200 parts; give at most 100"),
     ],
 )
-def test_an_invalid_schedule_gives_an_error_that_says_what_to_write(text: str, said: str) -> None:
+def test_an_invalid_schedule_gives_an_error_that_says_what_to_write(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         recipes.schedule(text, steps=300, peak=1.0)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_quantity_that_ends_a_part_must_be_given() -> None:
@@ -123,31 +123,31 @@ def test_parts_given_by_step_or_fraction_end_exactly_there() -> None:
                 continue
             schedule = recipes.schedule(f"nvfp4 until {percent}%, bf16", steps=steps)
             assert schedule.at(last).name == "nvfp4" and schedule.at(last + 1).name == "bf16"
-    assert in_force(recipes.schedule("nvfp4 until 3, bf16"), [1.0] * 6, [1.0] * 6) == [0, 0, 0, 1, 1, 1]
+    assert parts_of(recipes.schedule("nvfp4 until 3, bf16"), [1.0] * 6, [1.0] * 6) == [0, 0, 0, 1, 1, 1]
 
 
 def test_low_learning_rates_during_warm_up_end_no_part() -> None:
     rates = [0.05, 0.5, 1.0, 0.6, 0.2, 0.1, 0.0999, 0.05, 0.3]
-    parts = in_force(recipes.schedule("nvfp4 until lr<10%, bf16", peak=1.0), rates, rates)
+    parts = parts_of(recipes.schedule("nvfp4 until lr<10%, bf16", peak=1.0), rates, rates)
     assert parts == [0, 0, 0, 0, 0, 0, 1, 1, 1], "it falls below at the seventh step, and does not come back"
     # Each share has a rise of its own to wait for.
     two = recipes.schedule("mxfp8 until lr<50%, nvfp4 until lr<10%, bf16", peak=1.0)
-    assert in_force(two, rates, rates) == [0, 0, 0, 0, 1, 1, 2, 2, 2]
-    assert in_force(recipes.schedule("nvfp4 until lr<10%, bf16", peak=1.0), [0.01] * 5, [1.0] * 5) == [0] * 5
+    assert parts_of(two, rates, rates) == [0, 0, 0, 0, 1, 1, 2, 2, 2]
+    assert parts_of(recipes.schedule("nvfp4 until lr<10%, bf16", peak=1.0), [0.01] * 5, [1.0] * 5) == [0] * 5
 
 
 def test_a_loss_is_the_mean_of_the_last_steps_and_of_no_fewer() -> None:
     schedule = recipes.schedule("nvfp4 until loss<1.5, bf16")
     losses = [0.0] * (SMOOTHED - 1) + [1.5 * SMOOTHED - 1e-9, *[2.0] * 40]
     # Zeros alone are too few; then the mean is a little below, and the next step is the first of the next part.
-    assert in_force(schedule, losses, losses).index(1) == SMOOTHED
+    assert parts_of(schedule, losses, losses).index(1) == SMOOTHED
     above = [1.5] * SMOOTHED
-    assert in_force(recipes.schedule("nvfp4 until loss<1.5, bf16"), above, above) == [0] * SMOOTHED, "it is not below"
+    assert parts_of(recipes.schedule("nvfp4 until loss<1.5, bf16"), above, above) == [0] * SMOOTHED, "it is not below"
 
 
 def test_a_part_that_has_already_ended_is_left_out() -> None:
     schedule = recipes.schedule("mxfp8 until lr<50%, nvfp4 until 3, bf16", peak=1.0)
-    assert in_force(schedule, [1.0, 1.0, 1.0, 0.4, 0.3], [1.0] * 5) == [0, 0, 0, 2, 2]
+    assert parts_of(schedule, [1.0, 1.0, 1.0, 0.4, 0.3], [1.0] * 5) == [0, 0, 0, 2, 2]
 
 
 def test_going_on_from_any_step_is_never_having_stopped() -> None:
@@ -167,12 +167,12 @@ def test_going_on_from_any_step_is_never_having_stopped() -> None:
             schedule.record_loss(losses[step - 1])
             whole.append(schedule.part)
             states.append(json.dumps(schedule.state_dict()))
-        assert whole == in_force(copy.deepcopy(fresh()), rates, losses)
+        assert whole == parts_of(copy.deepcopy(fresh()), rates, losses)
         assert all(a <= b for a, b in pairwise(whole)) and len(set(whole)) > 3
         for start in (1, 11, 12, 13, *(step for step in range(1, steps) if whole[step] != whole[step - 1])):
             resumed = fresh()
             resumed.load_state_dict(json.loads(states[start - 1]))
-            assert in_force(resumed, rates, losses, start) == whole[start:]
+            assert parts_of(resumed, rates, losses, start) == whole[start:]
 
 
 @pytest.mark.parametrize(

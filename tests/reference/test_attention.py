@@ -100,9 +100,9 @@ def test_every_operand_is_quantized_along_the_axis_that_is_summed(spec: Attentio
     q, k, v, g = (x[0, 0] for x in operands())
     head = attention_head(q, k, v, spec)
     backward = attention_head_backward(g, head, q, k, v, spec)
-    of_input = {"q": q, "k": k, "vt": v.T, "v": v, "kt": k.T, "qt": q.T}
-    for name, x in (of_input | {"do": g, "dot": g.T}).items():
-        want = quantize(x, spec.input if name in of_input else spec.grad_output)
+    inputs = {"q": q, "k": k, "vt": v.T, "v": v, "kt": k.T, "qt": q.T}
+    for name, x in (inputs | {"do": g, "dot": g.T}).items():
+        want = quantize(x, spec.input if name in inputs else spec.grad_output)
         got = getattr(head, name, None) or getattr(backward, name)
         assert_bitwise(got.codes(), want.codes(), name)
         assert_bitwise(got.scales(), want.scales(), name)

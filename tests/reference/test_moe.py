@@ -38,11 +38,11 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 
 def test_experts_of_the_best_groups_alone_are_chosen() -> None:
     logits = np.array([[5.0, -5.0, -5.0, 2.0, 2.0, 1.9, 0.0, 0.0, 4.0]])
-    of_best = moe.route(logits, 2, groups=3, top_groups=1, best_of_group=1)
-    assert of_best.indices.tolist() == [[0, 1]]
-    of_two = moe.route(logits, 2, groups=3, top_groups=1)
+    by_best = moe.route(logits, 2, groups=3, top_groups=1, best_of_group=1)
+    assert by_best.indices.tolist() == [[0, 1]]
+    by_two = moe.route(logits, 2, groups=3, top_groups=1)
     # Sums of two: 0, 4 and 4, of which the first.
-    assert of_two.indices.tolist() == [[3, 4]]
+    assert by_two.indices.tolist() == [[3, 4]]
 
 
 @pytest.mark.parametrize("first, second", [(0.0, -0.0), (-0.0, 0.0), (np.nan, np.nan), (np.inf, np.inf)])

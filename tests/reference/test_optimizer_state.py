@@ -65,16 +65,16 @@ def test_decoded_values_are_within_half_a_step(spec: StateSpec) -> None:
         codes, scale = optim.encode(x, spec)
         assert scale is not None
         spread = optim.over_blocks(scale, x.shape, spec.block).astype(np.float64)
-        kept = (spread > 0) & (np.abs(x) <= spread * spec.of.largest)
-        y = np.abs(x.astype(np.float64))[kept] / spread[kept]
-        values = optim.table_values(codes, spec.of).astype(np.float64)[kept]
+        within = (spread > 0) & (np.abs(x) <= spread * spec.of.largest)
+        y = np.abs(x.astype(np.float64))[within] / spread[within]
+        values = optim.table_values(codes, spec.of).astype(np.float64)[within]
         wanted, at = steps(y, spec.of), steps(np.abs(values), spec.of)
         above = np.clip(np.searchsorted(grid, wanted), 1, len(grid) - 1)
         step = grid[above] - grid[above - 1]
         # The quotient that is rounded has been rounded twice or thrice itself.
         most = np.where(wanted < crooked(spec.of), step, step / 2)
         assert (np.abs(wanted - at) <= most + 4e-7 * (wanted + grid[1])).all()
-        assert (np.signbit(values) == np.signbit(x[kept]))[values != 0].all()
+        assert (np.signbit(values) == np.signbit(x[within]))[values != 0].all()
 
 
 @pytest.mark.parametrize(
@@ -162,16 +162,16 @@ def test_a_scale_is_never_below_the_largest_magnitude_over_the_largest_code(code
 
     for x in examples(spec):
         top = optim.in_blocks(np.abs(x), 16).max(-1)
-        kept = optim.scales(x, spec)
-        covered = kept.astype(np.float64) * code.largest
-        usable = (kept > 0) & (kept < optim.LARGEST_SCALE)
+        scales = optim.scales(x, spec)
+        covered = scales.astype(np.float64) * code.largest
+        usable = (scales > 0) & (scales < optim.LARGEST_SCALE)
         # A float32 scale is the nearest quotient, half an ulp below at most; others are rounded up.
         least = top.astype(np.float64) * (1 - 2.0**-24)
         assert (covered >= least)[usable].all()
         assert (covered <= least * (2.0 if scale == "power_of_two" else 1 + 2.0**-7) + 2.0**-125 * code.largest)[
             usable
         ].all()
-        assert (top[kept == 0] <= code.largest * 2.0**-126).all()
+        assert (top[scales == 0] <= code.largest * 2.0**-126).all()
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.block], ids=lambda spec: spec.text)

@@ -1,6 +1,6 @@
 """Try pairs of torch and triton, and write their table in docs/install.md: `python -m tests.versions`.
 
-How they come there says `tests.versions.installing`.
+`tests.versions.installing` installs them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class Check(NamedTuple):
     arguments: tuple[str, ...]
     #: Whether kernels are interpreted in it.
     interprets: bool
-    #: Matches what it says of how much it did.
+    #: Matches the part of its output with the number of tests.
     counted: str
 
 
@@ -73,12 +73,14 @@ def chosen(torch: Path, triton: Path, stub: Path) -> dict[str, str]:
 
 
 def run(check: Check, pair: dict[str, str], log: Path) -> str:
-    """A cell: what passed, or that it failed; all that was said is in the log."""
+    """A table cell: what passed, or that it failed; the whole output is in the log."""
     pair = pair | ({"TRITON_INTERPRET": "1"} if check.interprets else {})
-    with log.open("w") as said:
+    with log.open("w") as log_file:
         try:
             command = [sys.executable, *check.arguments]
-            done = subprocess.run(command, cwd=ROOT, env=pair, stdout=said, stderr=said, timeout=SECONDS, check=False)
+            done = subprocess.run(
+                command, cwd=ROOT, env=pair, stdout=log_file, stderr=log_file, timeout=SECONDS, check=False
+            )
         except subprocess.TimeoutExpired:
             return "not finished"
     what = ", ".join(dict.fromkeys(re.findall(check.counted, log.read_text(), re.MULTILINE))) or "nothing"
@@ -95,9 +97,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / ".versions", help="where versions are put and stay")
     parser.add_argument("--only", nargs="*", metavar="TORCH,TRITON", help="these pairs; the table stays as it is")
-    asked = parser.parse_args(arguments)
-    folder, rows = asked.folder.resolve(), []
-    pairs = [tuple(pair.split(",")) for pair in asked.only] if asked.only else PAIRS
+    options = parser.parse_args(arguments)
+    folder, rows = options.folder.resolve(), []
+    pairs = [tuple(pair.split(",")) for pair in options.only] if options.only else PAIRS
     for torch, triton in pairs:
         places = installed("torch", torch, folder), installed("triton", triton, folder)
         with tempfile.TemporaryDirectory() as stub:
@@ -108,7 +110,7 @@ def main(arguments: list[str]) -> int:
                 cells.append(run(check, pair, folder / f"torch-{torch}-triton-{triton}-{number}.txt"))
                 print(f"torch {torch}, triton {triton}, {check.title}: {cells[-1]}; {time.monotonic() - begun:.0f} s")
         rows.append([torch, triton, *cells])
-    if not asked.only:
+    if not options.only:
         text = PAGE.read_text()
         PAGE.write_text(
             f"{text.split(BEGIN)[0]}{BEGIN}\n\n{table(rows)}\n\n{END}{text.split(BEGIN)[1].split(END, 1)[1]}"
