@@ -1,4 +1,4 @@
-"""What the tables of recipes and formats give tests to run over, and values that break careless code."""
+"""Test cases from the tables of recipes and formats, and values that break careless code."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 
 
 def variants() -> dict[str, Recipe]:
-    """Every recipe as it comes, and with each of its switches turned over."""
+    """Every recipe with its defaults, and with each of its boolean options inverted."""
     recipes = {}
     for name, function in RECIPES.items():
         recipes[name] = function()
@@ -40,7 +40,7 @@ SPECS, GEMMS = _distinct()
 
 
 def nasty(shape: tuple[int, int], seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 operands of this shape: ordinary, and with what a scale or a rounding can trip over."""
+    """float32 operands of this shape: ordinary ones, and ones that are hard for a scale or a rounding."""
     return {name: x.copy() for name, x in _nasty(shape, seed).items()}
 
 
@@ -66,9 +66,9 @@ def _nasty(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
 T = TypeVar("T")
 
 
-def by_turns(operands: Mapping[str, T], at: int, of: int) -> dict[str, T]:
-    """Every `of`-th of these, other ones at each of `of` places: where parameters of a test are numbered and `at` is
-    the sum of two of them, each value of either meets all operands."""
+def every_nth(operands: Mapping[str, T], at: int, of: int) -> dict[str, T]:
+    """Every `of`-th operand, depending on `at`. Where `at` is the sum of the indices of two parameters of a test, all
+    operands occur with each value of either parameter."""
     return {name: x for number, (name, x) in enumerate(operands.items()) if (number + at) % of == 0}
 
 
@@ -89,7 +89,7 @@ def half_zeros(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
     return x
 
 
-#: What is done to normal a; b stays normal (or counteracts, so that the result is a float32).
+#: How normal a is changed; b stays normal, or compensates so that the result fits into float32.
 MAGNITUDES: dict[str, tuple[Callable[[np.random.Generator, np.ndarray], np.ndarray], float]] = {
     "normal": (lambda rng, x: x, 1.0),
     "rows spread": (lambda rng, x: x * powers(rng, -3, 3, (len(x), 1)), 1.0),
@@ -106,7 +106,7 @@ MAGNITUDES: dict[str, tuple[Callable[[np.random.Generator, np.ndarray], np.ndarr
 
 @lru_cache(maxsize=32)
 def factors(magnitude: str, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """a [m, k] and b [n, k] of a product, float32, drawn once for all GEMMs: whoever writes to them copies them."""
+    """a [m, k] and b [n, k] of a product, float32, drawn once for all GEMMs; copy them before writing."""
     rng = np.random.default_rng(m * k * n)
     change, scale = MAGNITUDES[magnitude]
     a = change(rng, rng.normal(size=(m, k)).astype(np.float32))

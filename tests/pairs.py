@@ -1,4 +1,4 @@
-"""Fewer cases than a product of parameters has: every value of each with every value of each other, at least once."""
+"""Select fewer cases than the full product of parameters."""
 
 from collections.abc import Iterable
 from itertools import combinations, product
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Rows of a product, chosen greedily and always alike: of two parameters all, of more the fewer the more there are.
+    """Rows of a product such that every pair of values of two parameters occurs, chosen greedily and reproducibly.
 
     Args:
         parameters: the values of each.
@@ -23,11 +23,14 @@ def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(values[i] for values, i in zip(lists, row, strict=True)) for row in sorted(chosen)]
 
 
-def turns(ones: Iterable[Any], others: Iterable[Any], whole: Iterable[Any], first: int = 0) -> list[tuple[Any, Any]]:
-    """Rows of two parameters: each of `ones` with the others by turns, and those of `whole` with every other.
+def alternating(
+    ones: Iterable[Any], others: Iterable[Any], whole: Iterable[Any], first: int = 0
+) -> list[tuple[Any, Any]]:
+    """Rows of two parameters: values of `ones` alternate between `others`, those of `whole` occur with each.
 
     Args:
-        first: which of the others begins; tests of one subject begin apart, so that together they have all pairs.
+        first: the first of the others; tests of one subject start with different ones, so that together they have all
+            pairs.
     """
     others, whole = list(others), set(whole)
     rows = []
@@ -43,5 +46,5 @@ def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
 
 
 def case_name(value: Any) -> str:
-    """A value in the name of a case: that of a function or class, else its text."""
+    """The name of a value in a test id: that of a function or class, else its text."""
     return str(getattr(value, "__name__", value))

@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import pairs, turns
+from tests.pairs import alternating, pairs
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (3, 2), (2, 2, 5), (9, 3, 2), (2, 2, 2, 2), (4, 3, 2, 2)])
@@ -23,7 +23,7 @@ def test_three_parameters_take_as_many_rows_as_the_larger_two() -> None:
 
 
 def test_turns_have_every_value_and_whole_ones_all_pairs() -> None:
-    rows = turns("abcd", (1, 2), "b")
+    rows = alternating("abcd", (1, 2), "b")
     assert rows == [("a", 1), ("b", 1), ("b", 2), ("c", 1), ("d", 2)]
-    both = {*rows, *turns("abcd", (1, 2), "b", 1)}
+    both = {*rows, *alternating("abcd", (1, 2), "b", 1)}
     assert both == set(product("abcd", (1, 2)))

@@ -19,7 +19,7 @@ import quaver
 import quaver.torch as qt
 from quaver.compat.checkpoints import read
 from tests.close import assert_bitwise
-from tests.pairs import turns
+from tests.pairs import alternating
 
 float8 = pytest.importorskip("torchao.float8")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -178,7 +178,7 @@ def gadgets(mark: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("kind", "zipped"), turns(gadgets(Path("x")), [True, False], ["os.system"]))
+@pytest.mark.parametrize(("kind", "zipped"), alternating(gadgets(Path("x")), [True, False], ["os.system"]))
 def test_a_malicious_file_runs_nothing(kind: str, zipped: bool, tmp_path: Path) -> None:
     mark, file = tmp_path / "mark", tmp_path / "file.pt"
     torch.save({"state": gadgets(mark)[kind]}, file, _use_new_zipfile_serialization=zipped)

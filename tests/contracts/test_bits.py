@@ -19,7 +19,7 @@ from quaver.torch.numerics.rounding import philox4x32, rows_of_uniform, uniform
 from quaver.torch.operations.ops import QUANTIZE
 from quaver.torch.optim import step as pieces
 from tests.close import assert_bitwise
-from tests.operands import SPECS, by_turns, nasty, variants
+from tests.operands import SPECS, every_nth, nasty, variants
 from tests.reference.test_philox import KNOWN
 
 STREAM = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
@@ -48,7 +48,7 @@ def operand_by_operand(
     It is yielded once under each implementation; an amax is that of all blocks.
     """
     blocks = [np.full(amaxes(spec, shape), number, np.float32) for number in amax]
-    for number, (name, x) in enumerate(by_turns(hard(shape), at, of).items()):
+    for number, (name, x) in enumerate(every_nth(hard(shape), at, of).items()):
         other = -(number + at // of) % len(DTYPES)
         t = torch.from_numpy(x.copy()).to(DTYPES[other])
         expected = reference.quantize(t.float().numpy(), spec, *blocks, **options)

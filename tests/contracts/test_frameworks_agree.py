@@ -20,7 +20,7 @@ from quaver.recipes.formats import FORMATS as FORMATS_BY_NAME
 from quaver.recipes.spec import QuantSpec
 from tests.close import assert_bitwise
 from tests.operands import SPECS, nasty
-from tests.pairs import turns
+from tests.pairs import alternating
 from tests.xla_options import QUICKEST
 
 STREAM: dict[str, Any] = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
@@ -170,7 +170,7 @@ def test_random_float32_bits_and_edge_cases_get_the_same_codes(spec: QuantSpec, 
         agree(x, spec, None, name, run, **STREAM)
 
 
-@pytest.mark.parametrize(("name", "shape"), turns(KINDS, SMALLEST, []))
+@pytest.mark.parametrize(("name", "shape"), alternating(KINDS, SMALLEST, []))
 def test_the_smallest_shapes_get_the_same_codes(name: str, shape: tuple[int, int]) -> None:
     agree(np.full(shape, -1.7, np.float32), EVERY[name], None, str(shape), stored_quickly, **STREAM)
 

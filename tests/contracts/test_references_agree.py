@@ -10,7 +10,7 @@ from quaver.reference import quantize
 from quaver.reference.numerics import TWO_LEVEL_MAX, encode, round_to
 from tests.close import assert_bitwise
 from tests.contracts import second_reference
-from tests.operands import SPECS, by_turns, nasty
+from tests.operands import SPECS, every_nth, nasty
 
 STREAM = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
 SHAPES = [(5, 40), (1, 1), (130, 3), (3, 129), (16, 16), (0, 5), (5, 0), (0, 0)]
@@ -37,7 +37,7 @@ def assert_agree(x: np.ndarray, spec: QuantSpec, what: str, **given: object) -> 
 def test_codes_and_scales_agree(spec: QuantSpec) -> None:
     # By turns, so that each spec meets each operand in several shapes, and each shape under several specs.
     for at, shape in enumerate(SHAPES, list(SPECS.values()).index(spec)):
-        for name, x in by_turns(nasty(shape), at, 3).items():
+        for name, x in every_nth(nasty(shape), at, 3).items():
             assert_agree(x, spec, f"{shape}, {name}")
 
 
@@ -45,7 +45,7 @@ def test_codes_and_scales_agree(spec: QuantSpec) -> None:
 def test_they_agree_under_a_given_amax(spec: QuantSpec) -> None:
     blocks = (1, 1) if spec.two_level else spec.blocks(5, spec.padded(40))
     for at, amax in enumerate((1.3, 0.0, 1e-39, 3e38, np.inf, np.nan), list(SPECS.values()).index(spec)):
-        for name, x in by_turns(nasty((5, 40)), at, 3).items():
+        for name, x in every_nth(nasty((5, 40)), at, 3).items():
             given = np.full(blocks, amax, np.float32)
             # Where S / s_b overflows, the second reference is literal (zeros become +6) and this one stops at FLT_MAX.
             if spec.scale != "two_level_fp32" or not 0 < amax < 1:

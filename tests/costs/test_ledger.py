@@ -9,7 +9,7 @@ from quaver.costs import ledger
 from quaver.costs.hardware import GPUS
 from quaver.costs.ledger import LAUNCH, LinearCost, QuantizedCopy, kind, quantization
 from quaver.recipes import RECIPES, get
-from tests.pairs import turns
+from tests.pairs import alternating
 
 T, K, N = 8192, 4096, 2048
 ELEMENTS = {"input": T * K, "weight": N * K, "grad_output": T * N}
@@ -42,7 +42,7 @@ def test_bytes_per_element_match_the_kernels(name: str, gpu: str, column: int) -
     assert per_element(cost) == pytest.approx(BYTES[name][column], abs=0.01)
 
 
-@pytest.mark.parametrize(("gpu", "name"), turns(GPUS, RECIPES, ["h100", "b200"]))
+@pytest.mark.parametrize(("gpu", "name"), alternating(GPUS, RECIPES, ["h100", "b200"]))
 def test_flops_match_three_gemms_and_no_recipe_beats_its_rates(name: str, gpu: str) -> None:
     cost = ledger.layer(get(name), T, K, N, gpu)
     rates = GPUS[gpu].rates

@@ -12,7 +12,7 @@ from quaver.torch.numerics.quantized import Quantized
 from tests.kernels.compare import DEVICE, assert_same
 from tests.kernels.test_norm import relative
 from tests.operands import nasty
-from tests.pairs import turns
+from tests.pairs import alternating
 
 SPECS = [
     QuantSpec(E4M3),
@@ -73,7 +73,7 @@ def test_edge_cases_give_the_same_results_as_elsewhere(name: str) -> None:
     torch.testing.assert_close(activated, expected, rtol=2e-6, atol=1e-37, equal_nan=True)
 
 
-@pytest.mark.parametrize(("spec", "shape"), turns(SPECS, SHAPES, SPECS[:1]), ids=str)
+@pytest.mark.parametrize(("spec", "shape"), alternating(SPECS, SHAPES, SPECS[:1]), ids=str)
 def test_the_fused_codes_are_the_result_quantized(spec: QuantSpec, shape: tuple[int, int]) -> None:
     for name, dtype in (("swiglu", torch.bfloat16), ("gelu", torch.float32), ("clamped_swiglu", torch.float16)):
         x = inputs(name, shape, True, dtype)

@@ -9,8 +9,8 @@ from quaver.torch.backends.gpu import quantize as gpu
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from tests.kernels.compare import DEVICE, assert_padded, assert_same
-from tests.operands import by_turns, nasty
-from tests.pairs import turns
+from tests.operands import every_nth, nasty
+from tests.pairs import alternating
 
 RUNS, SQUARES = QuantSpec(E4M3, (1, 128)), QuantSpec(E4M3, (128, 128))
 SPECS = [RUNS, SQUARES, QuantSpec(E5M2, (1, 128), "fp32"), QuantSpec(E4M3, (128, 128), "fp32")]
@@ -33,10 +33,10 @@ def assert_laid_out(q: Quantized) -> None:
         assert scale.stride() == (1, rows)
 
 
-@pytest.mark.parametrize(("spec", "shape"), turns(SPECS, SHAPES, SPECS[:2]), ids=str)
+@pytest.mark.parametrize(("spec", "shape"), alternating(SPECS, SHAPES, SPECS[:2]), ids=str)
 def test_both_directions_equal_the_reference(spec: QuantSpec, shape: tuple[int, int]) -> None:
     at = SPECS.index(spec) + SHAPES.index(shape)
-    for x in by_turns(operands(shape, torch.bfloat16), at, 3).values():
+    for x in every_nth(operands(shape, torch.bfloat16), at, 3).values():
         q, transposed = gpu.quantize_both(x, spec, spec)
         assert_same(q, reference.quantize(x, spec))
         assert_same(transposed, reference.quantize(x.t(), spec))

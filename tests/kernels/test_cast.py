@@ -12,8 +12,8 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE, assert_padded, assert_same
-from tests.operands import by_turns, nasty
-from tests.pairs import turns
+from tests.operands import every_nth, nasty
+from tests.pairs import alternating
 
 SPECS = [QuantSpec(E4M3), QuantSpec(E5M2), QuantSpec(E4M3, scale="fp32"), QuantSpec(E5M2, scale="fp32")]
 SHAPES = [(128, 64), (5, 7), (130, 65), (33, 200)]
@@ -33,10 +33,10 @@ def operands(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.from_numpy(x).to(DEVICE).to(dtype) for name, x in nasty(shape).items()}
 
 
-@pytest.mark.parametrize(("shape", "dtype"), turns([*SHAPES[1:], (40, 520)], DTYPES, [(33, 200)]), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), alternating([*SHAPES[1:], (40, 520)], DTYPES, [(33, 200)]), ids=str)
 def test_amax_is_the_largest_magnitude_by_its_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
     at = shape[0] + DTYPES.index(dtype)
-    for name, x in by_turns(operands(shape, dtype), at, 3).items():
+    for name, x in every_nth(operands(shape, dtype), at, 3).items():
         expected = reference.quantize(x, QuantSpec(E4M3)).amax
         torch.testing.assert_close(gpu.measure(x), expected, rtol=0, atol=0, equal_nan=True, msg=name)
         assert not workspace(DEVICE).any(), "the programs' meeting place is left as it was found"
@@ -46,7 +46,7 @@ def test_amax_is_the_largest_magnitude_by_its_bits(shape: tuple[int, int], dtype
 def test_codes_scales_and_amax_equal_the_reference(mode: str, spec: QuantSpec, shape: tuple[int, int]) -> None:
     values = operands(shape, torch.bfloat16)
     if shape in WIDE:
-        values = by_turns(values, WIDE.index(shape) + OFTEN.index(mode), 3)
+        values = every_nth(values, WIDE.index(shape) + OFTEN.index(mode), 3)
     for name, x in values.items():
         amax = torch.full((1, 1), -3.0, device=DEVICE) if "given" in mode else None
         factor = {"delayed": torch.tensor([4.0]), "current": None, "given": None}.get(mode, torch.tensor([0.0]))
@@ -63,7 +63,7 @@ def test_codes_scales_and_amax_equal_the_reference(mode: str, spec: QuantSpec, s
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), turns(["rows", "transpose", "gaps", "every other"], DTYPES, ["gaps"]), ids=str
+    ("kind", "dtype"), alternating(["rows", "transpose", "gaps", "every other"], DTYPES, ["gaps"]), ids=str
 )
 def test_any_strides_and_dtypes_give_the_references_bits(kind: str, dtype: torch.dtype) -> None:
     base = torch.randn(70, 150, device=DEVICE).to(dtype)
@@ -94,7 +94,7 @@ def test_sums_come_from_the_same_read_and_change_no_code(shape: tuple[int, int],
     factor = torch.tensor([2.0], device=DEVICE) if is_set else None
     values = operands(shape, torch.bfloat16)
     # Of the larger two each takes half.
-    for name, x in (by_turns(values, is_set, 2) if shape[0] > 100 else values).items():
+    for name, x in (every_nth(values, is_set, 2) if shape[0] > 100 else values).items():
         plain = gpu.per_tensor(x, SPECS[0], None, factor, is_set, True)
         q = gpu.per_tensor(x, SPECS[0], None, factor, is_set, True, sums=True)
         assert_same(q, plain)

@@ -11,7 +11,7 @@ from quaver.torch.backends.gpu.tensorwise import per_tensor
 from quaver.torch.operations import ops
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
-from tests.pairs import turns
+from tests.pairs import alternating
 
 #: One program's rows and less; many programs and a ragged last one; one column; wider than a block.
 SHAPES = [(1, 1), (5, 7), (32, 128), (33, 130), (64, 128), (300, 3), (700, 200)]
@@ -22,7 +22,7 @@ def relative(sums: Tensor, expected: Tensor) -> float:
     return ((sums.double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
 
 
-@pytest.mark.parametrize(("shape", "dtype"), turns(SHAPES, DTYPES, [(33, 130)]), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), alternating(SHAPES, DTYPES, [(33, 130)]), ids=str)
 def test_sums_keep_their_bound_of_float64_and_are_rounded_once(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = (torch.randn(shape, device=DEVICE) + 0.5).to(dtype)
     wide = gpu.column_sum(x, torch.float32)

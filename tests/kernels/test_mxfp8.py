@@ -11,8 +11,8 @@ from quaver.torch.backends.gpu.quantize_launch import RequestedOperands
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from tests.kernels.compare import DEVICE, assert_same
-from tests.operands import by_turns, nasty
-from tests.pairs import turns
+from tests.operands import every_nth, nasty
+from tests.pairs import alternating
 
 LINES = [QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E5M2, (1, 32), "e8m0")]
 SQUARES = [QuantSpec(E4M3, (32, 32), "e8m0"), QuantSpec(E5M2, (32, 32), "e8m0")]
@@ -23,7 +23,7 @@ SHAPES = [(128, 128), (5, 7), (130, 65)]
 def operands(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, at: int = 0, of: int = 1) -> list[Tensor]:
     """All of NAMES, or those of a turn."""
     hard = {name: x for name, x in nasty(shape).items() if name in NAMES}
-    return [torch.from_numpy(x).to(DEVICE).to(dtype) for x in by_turns(hard, at, of).values()]
+    return [torch.from_numpy(x).to(DEVICE).to(dtype) for x in every_nth(hard, at, of).values()]
 
 
 def assert_as_stored(q: Quantized | None, expected: Quantized) -> None:
@@ -41,7 +41,7 @@ def assert_as_stored(q: Quantized | None, expected: Quantized) -> None:
     assert not used[:, blocks:].any()
 
 
-@pytest.mark.parametrize(("spec", "shape"), turns(LINES + SQUARES, SHAPES, [LINES[0], SQUARES[0]]), ids=str)
+@pytest.mark.parametrize(("spec", "shape"), alternating(LINES + SQUARES, SHAPES, [LINES[0], SQUARES[0]]), ids=str)
 def test_one_read_gives_the_reference_in_both_directions(spec: QuantSpec, shape: tuple[int, int]) -> None:
     for x in operands(shape, at=(LINES + SQUARES).index(spec) + SHAPES.index(shape), of=3):
         q, transposed = by_exponents(x, spec, spec)
@@ -49,7 +49,7 @@ def test_one_read_gives_the_reference_in_both_directions(spec: QuantSpec, shape:
         assert_as_stored(transposed, reference.quantize(x.t(), spec))
 
 
-@pytest.mark.parametrize(("spec", "shape"), turns([LINES[0], SQUARES[0]], SHAPES, LINES), ids=str)
+@pytest.mark.parametrize(("spec", "shape"), alternating([LINES[0], SQUARES[0]], SHAPES, LINES), ids=str)
 def test_one_direction_alone_gives_the_reference(spec: QuantSpec, shape: tuple[int, int]) -> None:
     for x in operands(shape, torch.float32, SHAPES.index(shape) + (spec in LINES), 2):
         q, nothing = by_exponents(x, spec, None)

@@ -14,7 +14,7 @@ from quaver.torch.nn import norm
 from quaver.torch.numerics import reference
 from tests.kernels.compare import DEVICE, assert_same
 from tests.operands import nasty
-from tests.pairs import turns
+from tests.pairs import alternating
 
 SPECS = [
     QuantSpec(E4M3),
@@ -49,7 +49,7 @@ def test_every_normalization_has_its_kernels() -> None:
     assert {kind: centred for kind, (centred, _) in norm.NORMALIZATIONS.items()} == gpu.CENTRED
 
 
-@pytest.mark.parametrize(("kind", "shape"), turns(norm.NORMALIZATIONS, SHAPES, ["LayerNorm"]), ids=str)
+@pytest.mark.parametrize(("kind", "shape"), alternating(norm.NORMALIZATIONS, SHAPES, ["LayerNorm"]), ids=str)
 def test_forward_and_backward_keep_their_bound_of_float64(kind: str, shape: tuple[int, int]) -> None:
     x = torch.randn(shape, device=DEVICE) * 3 + 1
     g = torch.randn(shape, device=DEVICE)
@@ -74,7 +74,7 @@ def test_each_parameter_may_be_missing(shape: tuple[int, int]) -> None:
         assert relative(gpu.forward(x, *given, "LayerNorm", EPS)[0], exact[0]) < 1e-6
 
 
-@pytest.mark.parametrize(("spec", "shape"), turns(SPECS, SHAPES, SPECS[:1]), ids=str)
+@pytest.mark.parametrize(("spec", "shape"), alternating(SPECS, SHAPES, SPECS[:1]), ids=str)
 def test_the_fused_codes_are_the_output_quantized(shape: tuple[int, int], spec: QuantSpec) -> None:
     for kind, dtype in (("LayerNorm", torch.bfloat16), ("RMSNorm", torch.float32)):
         x = (torch.randn(shape, device=DEVICE) * 3 + 1).to(dtype)

@@ -9,7 +9,7 @@ from quaver.torch.backends.gpu import quantize as gpu
 from quaver.torch.backends.gpu import rowwise
 from quaver.torch.numerics import reference
 from tests.kernels.compare import DEVICE, assert_padded, assert_same
-from tests.operands import by_turns, nasty
+from tests.operands import every_nth, nasty
 
 ROWS, RATIO = QuantSpec(E4M3, (1, None)), QuantSpec(E5M2, (1, None), "fp32")
 SHAPES = [(64, 64), (5, 7), (33, 200), (130, 16)]
@@ -32,7 +32,7 @@ def assert_both(x: Tensor, spec: QuantSpec, other: QuantSpec) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("spec", [ROWS, RATIO], ids=str)
 def test_both_directions_equal_the_reference(spec: QuantSpec, shape: tuple[int, int]) -> None:
-    for x in by_turns(operands(shape, torch.bfloat16), SHAPES.index(shape) + (spec == ROWS), 2).values():
+    for x in every_nth(operands(shape, torch.bfloat16), SHAPES.index(shape) + (spec == ROWS), 2).values():
         assert_both(x, spec, spec)
 
 
@@ -48,7 +48,7 @@ def test_rows_longer_than_a_program_holds(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rowwise, "LONGEST", 100)
     monkeypatch.setattr(rowwise, "LONG_BLOCK", (2, 64, 4))
     for at, shape in enumerate(((5, 128), (3, 150))):
-        for x in by_turns(operands(shape, torch.bfloat16), at, 2).values():
+        for x in every_nth(operands(shape, torch.bfloat16), at, 2).values():
             assert_both(x, ROWS, ROWS)
 
 

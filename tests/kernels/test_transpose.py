@@ -8,7 +8,7 @@ from quaver.torch.backends.gpu import quantize as gpu
 from quaver.torch.backends.gpu.scaled_mm import transpose_in_place
 from quaver.torch.numerics import reference
 from tests.kernels.compare import DEVICE, assert_padded, assert_same
-from tests.pairs import turns
+from tests.pairs import alternating
 
 SHAPES = [(128, 128), (5, 7), (130, 65), (33, 272), (1, 16), (16, 1), (257, 20)]
 
@@ -18,7 +18,7 @@ def every_byte(rows: int, k: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("shape", "layout"), turns(SHAPES, ["padded", "dense", "offset", "gaps", "transpose"], [(130, 65)]), ids=str
+    ("shape", "layout"), alternating(SHAPES, ["padded", "dense", "offset", "gaps", "transpose"], [(130, 65)]), ids=str
 )
 def test_bytes_are_transposed_and_rows_padded_with_zeros(shape: tuple[int, int], layout: str) -> None:
     rows, k = shape

@@ -18,7 +18,7 @@ from quaver.reference.numerics import (
     tensor_factor,
 )
 from tests.close import assert_bitwise
-from tests.pairs import turns
+from tests.pairs import alternating
 
 SIGNED = [f for f in FORMATS.values() if f.signed]
 #: (largest, bounds of the exponent).
@@ -112,7 +112,7 @@ SHAPES = [(4, 6), (5, 7), (1, 1), (33, 17), (0, 3), (3, 0), (0, 0)]
 BLOCKS = [(None, None), (1, None), (1, 4), (4, 4), (16, 32), (None, 1)]
 
 
-@pytest.mark.parametrize(("shape", "block"), turns(SHAPES, BLOCKS, [(33, 17)]))
+@pytest.mark.parametrize(("shape", "block"), alternating(SHAPES, BLOCKS, [(33, 17)]))
 def test_amax_is_the_largest_magnitude_of_every_block_partial_ones_too(
     shape: tuple[int, int], block: tuple[int | None, int | None]
 ) -> None:

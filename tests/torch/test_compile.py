@@ -21,8 +21,7 @@ from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import flat
 from quaver.torch.state.history import amax
 from tests.close import assert_bitwise, assert_close
-from tests.pairs import pairs
-from tests.pairs import turns as pairs_by_turns
+from tests.pairs import alternating, pairs
 
 
 def kinds() -> list[str]:
@@ -670,9 +669,7 @@ BLOCK_FORMATS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("transposed", "spec"), pairs_by_turns((False, True), BLOCK_FORMATS.values(), (False,)), ids=str
-)
+@pytest.mark.parametrize(("transposed", "spec"), alternating((False, True), BLOCK_FORMATS.values(), (False,)), ids=str)
 def test_compiled_values_of_partial_blocks_are_those_of_eager_mode(spec: QuantSpec, transposed: bool) -> None:
     """Inductor fuses the expansion of scales with the operations that read them."""
     torch.compiler.reset()

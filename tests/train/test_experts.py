@@ -18,7 +18,7 @@ from quaver.train.model_config import MODELS
 from quaver.train.torch import learner
 from quaver.train.torch.decoder import build_decoder, loss_of
 from quaver.train.torch.learner import first_module
-from tests.pairs import turns
+from tests.pairs import alternating
 from tests.train.conftest import MakeConfig
 from tests.train.test_ranks import plain, start
 
@@ -35,7 +35,7 @@ def records(result: TrainResult) -> list[dict[str, Any]]:
     return read(result.folder / "metrics.jsonl")
 
 
-@pytest.mark.parametrize(("name", "recipe"), turns(PRESETS, ["bf16", "delayed(history=4)", "nvfp4"], []))
+@pytest.mark.parametrize(("name", "recipe"), alternating(PRESETS, ["bf16", "delayed(history=4)", "nvfp4"], []))
 def test_a_resumed_run_equals_an_uninterrupted_one(make_config: MakeConfig, name: str, recipe: str) -> None:
     options: dict[str, Any] = {"model": name, "recipe": recipe, "steps": 4, "checkpoint_every": 2, "validate_every": 0}
     whole = run_training(make_config("whole", **options))

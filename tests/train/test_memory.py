@@ -13,7 +13,7 @@ from quaver.train import config as recipe_name
 from quaver.train import memory
 from quaver.train.model_config import MODELS
 from quaver.train.torch.learner import TorchLearner
-from tests.pairs import pairs, turns
+from tests.pairs import alternating, pairs
 from tests.train.conftest import MakeConfig
 
 
@@ -25,7 +25,7 @@ OPTIMIZERS = ("adamw", *PRESETS, "lion-lean", "sgd-balanced", "muon-lean")
 RECIPES = ("bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise", "mxfp8 until 50%, bf16")
 
 
-@pytest.mark.parametrize(("optimizer", "recipe"), turns(OPTIMIZERS, RECIPES, ["lean"]))
+@pytest.mark.parametrize(("optimizer", "recipe"), alternating(OPTIMIZERS, RECIPES, ["lean"]))
 def test_bytes_match_live_tensors(make_config: MakeConfig, optimizer: str, recipe: str) -> None:
     check("nano", make_config, optimizer, recipe)
 

@@ -11,7 +11,7 @@ import pytest
 from quaver.jax.blocks.attention import attention
 from quaver.reference.attention import MASKS
 from tests.close import assert_close
-from tests.pairs import turns
+from tests.pairs import alternating
 
 B, SQ, SK, H, G, D, DV = 2, 5, 7, 4, 2, 8, 6
 
@@ -73,7 +73,7 @@ def mask_of(mask_type: str) -> Any:
     return tuple(map(jnp.asarray, PADDING)) if mask_type.startswith("padding") else None
 
 
-@pytest.mark.parametrize(("mask_type", "groups"), turns(MASKS, [4, 2, 1], ["causal"]))
+@pytest.mark.parametrize(("mask_type", "groups"), alternating(MASKS, [4, 2, 1], ["causal"]))
 def test_every_mask_hides_the_named_positions(mask_type: str, groups: int) -> None:
     q, k, v = operands(groups=groups)
     y = attention(*map(jnp.asarray, (q, k, v)), mask_type=mask_type, mask=mask_of(mask_type))
@@ -82,7 +82,7 @@ def test_every_mask_hides_the_named_positions(mask_type: str, groups: int) -> No
 
 @pytest.mark.parametrize(
     ("window", "mask_type"),
-    turns(
+    alternating(
         [(2, 0), (1, 1), (-1, 2), (3, -1), (-1, -1), (0, 0)],
         ["none", "causal", "causal_bottom_right", "padding_causal_bottom_right"],
         [(2, 0)],

@@ -13,7 +13,7 @@ from quaver.jax.linears.grouped import grouped_dot
 from quaver.recipes import get, nvfp4
 from quaver.recipes.spec import GemmSpec, Recipe
 from tests.close import assert_bitwise, assert_close
-from tests.pairs import turns
+from tests.pairs import alternating
 
 SIZES = [(5, 0, 40, 19), (64, 0, 0, 0), (0, 1, 2, 3)]
 T, K, N, E = 64, 48, 40, 4
@@ -147,7 +147,7 @@ EMPTY = [(0, 8, 16, 4), (6, 0, 16, 4), (6, 8, 0, 4), (6, 8, 16, 0), (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "recipe"), turns(EMPTY, ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"], [(0, 8, 16, 4)])
+    ("sizes", "recipe"), alternating(EMPTY, ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"], [(0, 8, 16, 4)])
 )
 def test_nothing_to_multiply_gives_zeros(sizes: tuple[int, ...], recipe: str) -> None:
     tokens, k, n, experts = sizes

@@ -21,7 +21,7 @@ from quaver.recipes.spec import Recipe
 from tests.close import assert_bitwise, assert_close
 from tests.jax.composition import compose
 from tests.operands import variants
-from tests.pairs import turns
+from tests.pairs import alternating
 
 #: Fast accumulation changes nothing here, and attention is no business of a linear layer.
 DIFFERENT = {name: r for name, r in variants().items() if "fast_accum" not in name and r.attention is None}
@@ -94,7 +94,7 @@ def test_eager_and_jitted_give_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    turns(["delayed", "rowwise_bf16_wgrad", "nvfp4"], [((2, 0), 16, 8), ((5,), 16, 0)], ["nvfp4"]),
+    alternating(["delayed", "rowwise_bf16_wgrad", "nvfp4"], [((2, 0), 16, 8), ((5,), 16, 0)], ["nvfp4"]),
 )
 def test_empty_operands_give_zeros(name: str, shape: Any) -> None:
     x, w, bias, g = operands(*shape)

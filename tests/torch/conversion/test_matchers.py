@@ -26,7 +26,7 @@ from quaver.torch.conversion.matchers import experts, linears
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.state import weight_cache
 from tests.close import assert_bitwise, assert_close
-from tests.pairs import case_name, pairs, turns
+from tests.pairs import alternating, case_name, pairs
 from tests.torch.conversion.families import tiny, tokens
 
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
@@ -514,7 +514,7 @@ def test_experts_in_high_precision_equal_the_original_family(family: str, monkey
 
 @pytest.mark.parametrize(
     ("recipe", "family"),
-    turns([*STATELESS, "delayed"], ["mixtral", "gpt_oss", "llama4_text"], ["mxfp8", "nvfp4", "delayed"]),
+    alternating([*STATELESS, "delayed"], ["mixtral", "gpt_oss", "llama4_text"], ["mxfp8", "nvfp4", "delayed"]),
 )
 def test_experts_are_quantized_train_and_come_back(family: str, recipe: str) -> None:
     model, plain = (tiny(family, num_hidden_layers=1) for _ in range(2))

@@ -20,7 +20,7 @@ from quaver.torch.backends.gpu import capture
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import functional, ops
 from tests.close import assert_bitwise
-from tests.pairs import turns
+from tests.pairs import alternating
 
 ALL = [name for name, build in recipes.RECIPES.items() if build().fprop.a is not None]
 EACH = pytest.mark.parametrize("name", ALL)
@@ -116,7 +116,7 @@ def step(net: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), turns(ALL, [torch.float32, torch.bfloat16], ["tensorwise", "delayed", "nvfp4"]), ids=str
+    ("name", "dtype"), alternating(ALL, [torch.float32, torch.bfloat16], ["tensorwise", "delayed", "nvfp4"]), ids=str
 )
 def test_training_matches_layers_that_quantize_separately(
     name: str, dtype: torch.dtype, counted: Counts, monkeypatch: pytest.MonkeyPatch
@@ -422,7 +422,7 @@ def test_without_gradients_nothing_is_recorded(
 
 # All kinds of checkpointing for recipes with state; one kind each, alternately, for the others.
 @pytest.mark.parametrize(
-    ("name", "how"), turns(ALL, ["ours", "reentrant", "not reentrant", "nested"], ["delayed", "nvfp4"])
+    ("name", "how"), alternating(ALL, ["ours", "reentrant", "not reentrant", "nested"], ["delayed", "nvfp4"])
 )
 def test_checkpointing(name: str, how: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     def scenario() -> list[Tensor]:

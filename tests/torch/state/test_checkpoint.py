@@ -14,7 +14,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.linear import linear as linear_module
 from tests.close import assert_bitwise
-from tests.pairs import turns
+from tests.pairs import alternating
 from tests.torch.linear.fast_plans import by_fast_plan
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
@@ -24,7 +24,7 @@ KINDS = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentr
 def some(first: int) -> Any:
     """Stateful recipes with both kinds of checkpoint, others with one kind, alternating over the tests."""
     return pytest.mark.parametrize(
-        ("name", "use_reentrant"), turns(recipes.RECIPES, [False, True], ["delayed", "nvfp4"], first)
+        ("name", "use_reentrant"), alternating(recipes.RECIPES, [False, True], ["delayed", "nvfp4"], first)
     )
 
 

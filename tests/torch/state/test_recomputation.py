@@ -15,7 +15,7 @@ from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.state import layer_state
 from quaver.torch.state.history import roll
 from tests.close import assert_bitwise
-from tests.pairs import turns
+from tests.pairs import alternating
 
 ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 NAMES = [n for n, r in recipes.RECIPES.items() if r().quantizes]
@@ -68,7 +68,7 @@ def through(net: nn.Module, run: Callable[..., Tensor], x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(("name", "where"), turns(recipes.RECIPES, ["outside", "inside"], STATEFUL))
+@pytest.mark.parametrize(("name", "where"), alternating(recipes.RECIPES, ["outside", "inside"], STATEFUL))
 def test_training_steps_equal_those_without_it(name: str, where: str) -> None:
     def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
         optimizer, tensors = torch.optim.SGD(net.parameters(), lr=0.05), {}
@@ -89,7 +89,7 @@ def test_training_steps_equal_those_without_it(name: str, where: str) -> None:
     compare(scenario)
 
 
-@pytest.mark.parametrize(("name", "order"), turns(NAMES, [(0, 1), (1, 0)], STATEFUL))
+@pytest.mark.parametrize(("name", "order"), alternating(NAMES, [(0, 1), (1, 0)], STATEFUL))
 def test_all_forwards_may_precede_all_backwards(name: str, order: tuple[int, int]) -> None:
     """Each forward is a separate step: histories roll between a forward and its recomputation."""
 
@@ -194,7 +194,7 @@ def test_the_recipe_of_a_layer_may_have_changed_since() -> None:
     compare(scenario)
 
 
-@pytest.mark.parametrize(("name", "outside"), turns(NAMES, [True, False], STATEFUL, 1))
+@pytest.mark.parametrize(("name", "outside"), alternating(NAMES, [True, False], STATEFUL, 1))
 def test_under_torch_autocast(name: str, outside: bool) -> None:
     def scenario(net: nn.Module, run: Callable[..., Tensor]) -> dict[str, Tensor]:
         def inner(x: Tensor) -> Tensor:

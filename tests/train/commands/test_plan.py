@@ -16,7 +16,7 @@ from quaver.train.commands.cli import app
 from quaver.train.commands.plan import as_json, cells, plan, verdict_text
 from quaver.train.memory import projections
 from quaver.train.model_config import KNOWN, MODELS
-from tests.pairs import turns
+from tests.pairs import alternating
 
 
 def quaver(*arguments: object) -> Result:
@@ -41,7 +41,7 @@ def test_the_table_has_a_row_a_shape_and_the_sums() -> None:
     assert "predicted, not measured" in result.stdout
 
 
-@pytest.mark.parametrize(("model", "recipe"), turns(KNOWN, RECIPES, ["llama3-8b", "deepseek-v3"]))
+@pytest.mark.parametrize(("model", "recipe"), alternating(KNOWN, RECIPES, ["llama3-8b", "deepseek-v3"]))
 def test_every_model_is_planned_under_every_recipe(model: str, recipe: str) -> None:
     planned = plan(model, recipe, "h200", tokens=1024)
     counted = sum(

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver.compat.transformer_engine.pytorch import Linear, get_cpu_offload_context, mark_not_offload
-from tests.pairs import turns
+from tests.pairs import alternating
 from tests.torch.offload.simulated import Simulated
 
 LAYERS, TOKENS, DIM = 4, 64, 64
@@ -38,7 +38,7 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(("count", "kind"), turns([0, 2, LAYERS], [Linear, nn.Linear], [2]))
+@pytest.mark.parametrize(("count", "kind"), alternating([0, 2, LAYERS], [Linear, nn.Linear], [2]))
 def test_a_loop_over_layers(count: int, kind: Any) -> None:
     simulated = Simulated()
     context, synchronize = get_cpu_offload_context(True, count, LAYERS, True, False, _transfers=simulated)

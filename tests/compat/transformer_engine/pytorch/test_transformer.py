@@ -12,7 +12,7 @@ import quaver.torch as qt
 from quaver.compat.transformer_engine.common.recipe import MXFP8BlockScaling
 from tests.close import assert_bitwise, assert_close
 from tests.compat.transformer_engine.pytorch import plain
-from tests.pairs import turns
+from tests.pairs import alternating
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -66,7 +66,9 @@ def test_it_trains_quantized(kind: str) -> None:
     assert 0 < (y - exact).norm() / (exact - x).norm() < 0.1
 
 
-@pytest.mark.parametrize(("recipe", "fused"), turns(["delayed", "tensorwise", "nvfp4"], [False, True], ["delayed"]))
+@pytest.mark.parametrize(
+    ("recipe", "fused"), alternating(["delayed", "tensorwise", "nvfp4"], [False, True], ["delayed"])
+)
 def test_the_bits_match_our_layer(recipe: str, fused: bool) -> None:
     """One weight of queries, keys and values, put together in each forward or not."""
     theirs = make("plain", fuse_qkv_params=fused, qkv_weight_interleaved=False)

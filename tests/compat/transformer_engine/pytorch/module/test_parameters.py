@@ -15,7 +15,7 @@ import quaver.compat.transformer_engine.pytorch as te
 import quaver.torch as qt
 from quaver.compat.transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling
 from tests.close import assert_bitwise, assert_close
-from tests.pairs import turns
+from tests.pairs import alternating
 
 ONE = {"single_grouped_weight": True, "single_grouped_bias": True}
 SPLIT = {"query": 32, "key_": 16, "value": 16}
@@ -112,7 +112,7 @@ def test_the_configured_options_take_effect(name: str) -> None:
     assert not run(module).any()
 
 
-@pytest.mark.parametrize(("name", "how"), turns(MADE, COPIES, ["Linear", "GroupedLinear, one"]))
+@pytest.mark.parametrize(("name", "how"), alternating(MADE, COPIES, ["Linear", "GroupedLinear, one"]))
 def test_training_continues_from_a_copy(name: str, how: str) -> None:
     recipe, module = DelayedScaling(amax_history_len=4), MADE[name]()
     for _ in range(2):
