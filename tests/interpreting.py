@@ -43,21 +43,22 @@ def spare() -> None:
 
 
 INTEGERS = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
-#: What has no constexpr around it or in it.
+#: Types without a constexpr around or inside.
 BARE = frozenset([core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)])
 
 
 def exchange_once() -> None:
-    """It exchanges the functions of `triton.language` for its own at each launch, which it searches all modules for,
-    and once more in each call of a function inside a kernel, where those are its own already. And beside each sum and
-    product of integers it computes, in 64 bits, whether that overflows, which an assertion looks at that only debugging
-    switches on.
+    """Patch `triton.language` only once for each kernel.
+
+    The interpreter patches it at each launch, after a search of all modules, and again in each call of a function in
+    a kernel, where it is patched already. It also computes in 64 bits whether a sum or product of integers overflows,
+    for an assertion that only debugging enables.
     """
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     exchange = interpreter._patch_lang
-    #: Of a kernel its modules of the language, and of those, and of what mends a tensor, what was exchanged.
+    #: By kernel its modules of the language, and by these modules and the patch of tensors the patched attributes.
     modules: dict[Any, tuple[Any, ...]] = {}
     exchanged: dict[Any, list[tuple[Any, str, Any]]] = {}
 
@@ -81,7 +82,7 @@ def exchange_once() -> None:
 
 
 def exchange_plainly(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Tell a function of the language its interpreter once, without a repeated check."""
+    """Bind a function of the language to its interpreter once, without a repeated check."""
     semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -215,7 +216,7 @@ CONVERTED = INTEGERS - {"int1"}
 
 
 def operate(self: Any, lhs: Any, rhs: Any, function: Any) -> Any:
-    """What the interpreter computes of two operands, narrowed where numpy has widened it."""
+    """The result of a binary operation, converted to the narrower dtype where numpy has widened it."""
     output, dtype = function(lhs.data, rhs.data), lhs.dtype
     if type(dtype) is not core.dtype:
         dtype = dtype.scalar
@@ -225,16 +226,16 @@ def operate(self: Any, lhs: Any, rhs: Any, function: Any) -> Any:
 
 
 def numpys(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """numpy's type of a type, whose table is built anew at each of Triton's calls."""
-    kept: dict[str, Any] = {}
+    """Cache numpy's types of Triton's types, whose table Triton builds again at each call."""
+    types: dict[str, Any] = {}
 
     def numpy_type(of: Any) -> Any:
         scalar = of.element_ty if isinstance(of, core.block_type) else of
         if isinstance(scalar, core.pointer_type):
             return own(scalar)
-        if scalar.name not in kept:
-            kept[scalar.name] = own(scalar)
-        return kept[scalar.name]
+        if scalar.name not in types:
+            types[scalar.name] = own(scalar)
+        return types[scalar.name]
 
     return numpy_type
 

@@ -1,4 +1,4 @@
-"""Cases that several processes run side by side on gloo: one start of all, and the case that fails is named."""
+"""Run cases on several ranks with gloo: the ranks start once for all cases, and an error names its case."""
 
 import gc
 import sys
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests import forked
 from tests.conftest import ROOT
 
-#: Of most tests.
+#: Ranks of most tests.
 RANKS = 2
 Case = Callable[[int], None]
 #: Seconds that a rank waits for the others before it fails. A busy machine may give one of them next to no time, or
@@ -32,7 +32,7 @@ def run(module: str, folder: Path, ranks: int = RANKS, *, slow: bool = False) ->
         ranks: how many.
         slow: whether the slow cases are run, not the others.
     """
-    # They meet at a port that this process holds: in a file they would look for one another every now and then.
+    # The ranks connect through a port of this process: with a file they would poll for one another.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = []
     for rank in range(ranks):
@@ -60,10 +60,10 @@ def folder() -> Path:
 
 @cache
 def mesh(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """The mesh of all ranks that every case takes which asks for these sizes and names.
+    """The mesh of all ranks with these sizes and names, shared by all cases.
 
-    Each group of gloo has threads that go on waking up until the process ends: four ranks whose cases made a mesh each
-    spent a third of their time on that, and on meeting.
+    Each group of gloo has threads that wake up until the process ends: with a mesh for each case, four ranks spent a
+    third of their time on that and on connecting.
     """
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
@@ -73,11 +73,11 @@ def main(cases: Sequence[Case], seconds: float = PATIENT, slow: Sequence[Case] =
 
     Args:
         seconds: how long a rank waits for the others, where a case is about that.
-        slow: the cases of a run that asks for them.
+        slow: the cases of a run with `slow`.
     """
     rank, port = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    # What was imported is no garbage, and takes long to be looked through.
+    # Imported objects stay alive, and garbage collection would spend time on them.
     gc.freeze()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=seconds)

@@ -323,7 +323,7 @@ def check_operand(seed: int, in_jax: bool = False, kernels: bool = False) -> Non
     pair = [_to_dtype(draw_matrix(rng, (r, sides[2]), bool(rng.random() < 0.15)), dtype) for r in sides[:2]]
     transposed = bool(rng.integers(2))
     stream = {"seed": 5, "tensor_id": 7, "count": 3}
-    case = f"seed {seed}: {gemm.a} by {gemm.b}, sides {sides}, {dtype}, turned {transposed}"
+    case = f"seed {seed}: {gemm.a} by {gemm.b}, sides {sides}, {dtype}, transposed {transposed}"
     specs = [gemm.a, gemm.b]
     expected = [reference.quantize(x, spec, **stream) for x, spec in zip(pair, specs, strict=True)]  # type: ignore[arg-type]
     right = product(*expected)

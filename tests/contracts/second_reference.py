@@ -2,7 +2,7 @@
 
 Written from the text alone, without sight of `quaver.reference`, one element at a time: values are
 rounded by searching the list of all values of a format with exact fractions, exponents come from
-`math.frexp`, Philox from Python's integers; float32 where the text says so, one `numpy.float32` operation
+`math.frexp`, Philox from Python's integers; float32 where the specification requires it, one `numpy.float32` operation
 after the other. That two people read the same text and get the same bits is the test; nothing here is meant
 to be fast.
 
@@ -19,7 +19,7 @@ Where the text leaves a case open, the most literal reading is taken:
     scale 1.
  5. Subnormal elements are not flushed: x * e is IEEE float32. So they can show up in codes with stochastic
     rounding (u < f holds for u = 0 and any f > 0) or with a scale that is no power of two and e beyond 2^100.
- 6. Where e or S is no power of two, scale = 1 / e and s_b / S may be subnormal (e > 2^126); they are kept.
+ 6. Where e or S is no power of two, scale = 1 / e and s_b / S may be subnormal (e > 2^126); they stay subnormal.
  7. Two levels, S no power of two: e_b = 1 / (s_b * (1/S)) may overflow; then e_b is infinite, and an element
     of 0 gives NaN and hence +6. The decode scale is s_b / S, one division.
  8. Hadamard: "nothing rounded between" means nothing but float32's own rounding; the padding is multiplied by

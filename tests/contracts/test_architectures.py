@@ -1,7 +1,7 @@
-"""What goes by a GPU's architecture says so of all of them: a table that forgets one is not written.
+"""Code that depends on a GPU's architecture covers all of them.
 
-Facts stand in `launching.device.TRAITS`; elsewhere code asks for a trait, or for an age (`arch < 89`), which orders
-those to come too. What each architecture launches is compared in `tests/kernels/test_gate.py`.
+Their properties are in `launching.device.TRAITS`; other code uses a property, or a comparison (`arch < 89`), which also
+covers future architectures. What each architecture launches is compared in `tests/kernels/test_gate.py`.
 """
 
 import ast
@@ -20,18 +20,17 @@ TABLE = "quaver.torch.backends.gpu.device"
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 #: Architectures by name, each with its reason.
 NAMED = {
-    # Of torch 2.11 on Ada alone (pytorch#177651).
+    # For torch 2.11 on Ada (pytorch#177651).
     ("quaver.torch.backends.gpu.scaled_mm", 89),
-    # `integers`: Triton's cast on Ada alone is by way of float16 (triton#11753).
+    # `integers`: on Ada, Triton casts by way of float16 (triton#11753).
     ("quaver.torch.backends.gpu.tensorwise", 89),
-    # DeepSeek's GEMM by blocks, which cuBLASLt has for Hopper alone.
+    # DeepSeek's GEMM with scales of blocks, which cuBLASLt has only for Hopper.
     ("quaver.torch.backends.gpu.scaled_mm", 90),
 }
 
 
 def by_name(tree: ast.AST) -> Iterator[int]:
-    """Architectures that code tells from others by their numbers: in a collection, by `==` or `in`, or as the first and
-    last of a range of one."""
+    """Architectures that code selects by number: in a collection, by `==` or `in`, or as both ends of a range."""
     for node in walk(tree):
         if isinstance(node, ast.Tuple | ast.List | ast.Set) and all(map(known, node.elts)) and len(node.elts) > 1:
             yield from (element.value for element in node.elts)  # type: ignore[attr-defined]

@@ -43,9 +43,9 @@ def same(got: qt.Quantized, expected: reference.Quantized, what: str) -> None:
 def operand_by_operand(
     spec: QuantSpec, shape: tuple[int, int], at: int, of: int, *amax: float, **options: Any
 ) -> Iterator[tuple[str, torch.Tensor, reference.Quantized]]:
-    """Every `of`-th edge-case operand in one dtype, contiguous or transposed by turns, and its codes from numpy.
+    """Every `of`-th edge-case operand in one dtype, alternately contiguous and transposed, and its codes from numpy.
 
-    It is yielded once under each implementation; an amax is that of all blocks.
+    It is yielded once with each implementation; an amax is that of all blocks.
     """
     blocks = [np.full(amaxes(spec, shape), number, np.float32) for number in amax]
     for number, (name, x) in enumerate(every_nth(hard(shape), at, of).items()):
@@ -69,7 +69,7 @@ def amaxes(spec: QuantSpec, shape: tuple[int, int]) -> tuple[int, int]:
 
 @every_spec
 def test_torch_stores_the_bits_of_numpy(spec: QuantSpec) -> None:
-    # By turns, so that each spec meets each operand in several shapes, and each shape under several specs.
+    # Alternate, so that each spec occurs with each operand in several shapes, and each shape with several specs.
     for at, shape in enumerate(SHAPES, list(SPECS.values()).index(spec)):
         for what, t, expected in operand_by_operand(spec, shape, at, 4, **STREAM):
             same(qt.quantize(t, spec, **STREAM), expected, what)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def test_the_plan_counts_the_bytes_that_are_stored(recipe: Recipe) -> None:
     if spec is not None:
         for tokens, features in ((64, 48), (100, 33)):
             stored = qt.quantize(torch.randn(features, tokens), spec).nbytes
-            # One scale a tensor is kept on the host or in four bytes, two levels have four bytes more.
+            # The scale of a tensor is stored on the host or in four bytes; two levels need four bytes more.
             assert abs(saved_bytes(recipe, tokens, features) - stored) <= 4
 
 

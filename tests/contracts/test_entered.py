@@ -1,4 +1,4 @@
-"""How many files a reader of a warm step or a conversion opens; a change that adds one must raise a ceiling."""
+"""The number of files that run in a warm step or a conversion; a change that adds one must raise a limit."""
 
 import sys
 
@@ -6,7 +6,7 @@ from tests import forked
 from tests.conftest import ROOT
 from tests.contracts.entered import blocks, gathered, linear, transformer
 
-#: On a CPU, forward: the files of src/quaver in which a function runs; one says whether a compiler traces.
+#: On a CPU, forward: the files of src/quaver in which a function runs; one of them detects tracing compilers.
 LINEAR, TENSORWISE, TRANSFORMER = 10, 10, 23
 #: Of a first step of AdamW under `lean`, for one matrix of floats.
 OPTIMIZER_STEP = 12

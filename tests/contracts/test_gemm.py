@@ -38,7 +38,7 @@ def exact(a: qt.Quantized, b: qt.Quantized) -> torch.Tensor:
 
 @every_gemm
 def test_float32_output_is_within_1e_6_of_float64(gemm: GemmSpec) -> None:
-    # The next size for the next magnitude or GEMM, so that each of these meets each size.
+    # The next size for the next magnitude or GEMM, so that all of them occur with each size.
     for position, magnitude in enumerate(MAGNITUDES, list(GEMMS.values()).index(gemm)):
         m, k, n = SIZES[position % len(SIZES)]
         a, b = operands(magnitude, gemm, m, k, n)
@@ -167,12 +167,12 @@ def test_a_process_that_lets_torch_round_float32_products_gets_the_same_precisio
 
 @every_gemm
 def test_a_product_is_stored_row_major(gemm: GemmSpec) -> None:
-    # The caller views the result in another shape. By turns, so that each size meets every other GEMM.
+    # The caller views the result in another shape. Alternate, so that each size occurs with every other GEMM.
     sizes = [*SIZES, (100, 64, 2), (2, 64, 100), (300, 4000, 4), (100, 4096, 1)]
     position = list(GEMMS.values()).index(gemm)
     for at, (m, k, n) in enumerate(sizes[position % 2 :: 2], position // 2):
         a, b = operands("normal", gemm, m, k, n)
-        # With a bias or without by turns of dtypes, of sizes, and of every other GEMM.
+        # Alternately with and without a bias, over dtypes, sizes and every other GEMM.
         for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16), at):
             y = qt.matmul(a, b, dtype, torch.ones(n) if number % 2 else None)
             assert y.is_contiguous(), f"m {m}, k {k}, n {n}, {dtype}: strides {y.stride()}"

@@ -19,7 +19,7 @@ COMMAND = re.compile(r"^(?:\w+=\S+ )*quaver \w|-m quaver\.train", re.MULTILINE)
 PROGRAM = re.compile(r"^(?:python|torchrun .*) (examples/\w+\.py)", re.MULTILINE)
 #: Packages that every page may use: README's section "Install" installs the library with PyTorch.
 GIVEN = {"torch", "numpy", "quaver"}
-#: What a module of ours asks for beside that, by the beginning of its name.
+#: Packages that modules of Quaver need in addition, by the beginning of their name.
 OURS = {
     "quaver.jax.linen": "flax",
     "quaver.jax.nnx": "flax",
@@ -28,7 +28,7 @@ OURS = {
     "quaver.integrations.huggingface": "transformers",
     "quaver.integrations": None,
 }
-#: What a package brings that pages import beside it.
+#: Packages that come with another package and that pages import too.
 PACKAGES = {"equinox": {"jax"}, "flax": {"jax"}}
 
 
@@ -43,7 +43,7 @@ def packages_of(code: str) -> set[str]:
 
 
 def needed_by(text: str) -> set[str]:
-    """Packages that a page's blocks ask for."""
+    """Packages that the code blocks of a page need."""
     needed = set()
     for kind, body in FENCE.findall(text):
         if kind in ("python", "text"):
@@ -80,7 +80,7 @@ def _with_extras(requirement: str) -> Iterator[str]:
 def test_pages_install_the_packages_they_use(page: Path) -> None:
     text = page.read_text()
     missing = needed_by(text) - installed_by(text)
-    assert not missing, f"{page.relative_to(ROOT)} asks for {sorted(missing)}, and no pip install on it brings them"
+    assert not missing, f"{page.relative_to(ROOT)} needs {sorted(missing)}, and no pip install on it provides them"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: f"{p.parent.name}-{p.stem}")

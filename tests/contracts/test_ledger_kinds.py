@@ -1,4 +1,4 @@
-"""The ledger counts on just those GEMMs that the PyTorch front end asks of cuBLASLt."""
+"""The ledger counts on just those GEMMs that the PyTorch front end requests from cuBLASLt."""
 
 import pytest
 

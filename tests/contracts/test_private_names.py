@@ -27,7 +27,7 @@ def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def names(source: str) -> set[str]:
-    """Full names of a framework's with a private part: as attributes, as imports, and as what getattr is asked for."""
+    """Full names of a framework's with a private part: as attributes, as imports, and as arguments of getattr."""
     tree = parsed(source)
     roots = {name: full for name, full in imported(tree) if full.split(".")[0] in FRAMEWORKS}
     used = {full for full in roots.values() if any(map(private, full.split(".")))}
@@ -50,7 +50,7 @@ def names(source: str) -> set[str]:
         return ""
 
     used |= {name for node in walk(tree) if (name := full(node)) and any(map(private, name.split(".")))}
-    # Of a chain the whole: torch._C alone says nothing.
+    # Only the longest name of a chain; torch._C alone is not specific.
     return {name for name in used if not any(other.startswith(f"{name}.") for other in used) and name != "torch._C"}
 
 

@@ -1,6 +1,6 @@
-"""What docstrings, comments and pages say of a module, a name or a file is there: a rename takes its mentions with it.
+"""Modules, names and files that docstrings, comments and pages mention exist: a rename must rename its mentions too.
 
-CHANGELOG is left out: it tells of releases as they were. So are the sources' strings, which tests have of their own.
+CHANGELOG is left out, since it describes old releases, and so are strings in sources, which have their own tests.
 """
 
 import ast
@@ -22,17 +22,17 @@ FILES = (
 )
 
 QUOTED = re.compile(r"(\S+ )?`([^`\n]+)`")
-#: Of ours, also where no quotes stand around it; quaver.hpp is a file.
+#: Names of Quaver, also without quotes; quaver.hpp is a file.
 WHOLE = re.compile(r"(?<![\w./-])(?:quaver|benchmarks|tests)(?:\.(?!h(?:pp)?\b)[A-Za-z_]\w*)+")
 SHORT = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"[\w.-]*/[\w./-]*|[\w-]+\.(?:py|md|toml|json|h|hpp)")
-#: What is of others, `owner/repository` standing before it, or refused: "no `utils.py`".
+#: Names of other projects, after `owner/repository`, or files that must not exist: "no `utils.py`".
 OTHERS = re.compile(r"""[\w-]+/[\w.-]+ $|"?no $""")
-#: What tells where a path begins that is not the whole of one.
+#: First parts of paths that are relative to the repository.
 PLACES = {"src", "tests", "benchmarks", "docs", "examples", "quaver"}
-#: Libraries that a room of ours is named after.
+#: Libraries with a package of Quaver of the same name.
 LIBRARIES = {"torch", "jax", "flax"}
-#: Names that stand for any.
+#: Placeholders.
 ANY = re.compile(r"NAME|\.\.\.|\*")
 
 
@@ -101,7 +101,7 @@ def is_file(path: str) -> bool:
 
 
 def missing(line: str) -> list[str]:
-    """What a line of prose speaks of and is not there."""
+    """Names and files that a line of prose mentions and that do not exist."""
     absent = [name for name in WHOLE.findall(line) if not resolves(name)]
     buffers, names = known()
     for before, quoted in QUOTED.findall(line):
@@ -122,7 +122,7 @@ def prose(path: Path) -> list[tuple[int, str]]:
     return sorted(sentences(text)) if path.suffix == ".py" else list(enumerate(text.splitlines(), 1))
 
 
-@pytest.mark.skipif(not FILES, reason="which files there are is asked of git")
+@pytest.mark.skipif(not FILES, reason="the list of files comes from git")
 def test_names_in_prose_exist() -> None:
     pages = [HOME / file for file in FILES if file.endswith((".py", ".md")) and file != "CHANGELOG.md"]
     absent = [
@@ -135,7 +135,7 @@ def test_names_in_prose_exist() -> None:
     assert not absent, "there is no such module, name or file:\n" + "\n".join(absent)
 
 
-@pytest.mark.skipif(not FILES, reason="which files there are is asked of git")
+@pytest.mark.skipif(not FILES, reason="the list of files comes from git")
 @pytest.mark.parametrize(
     "line",
     [

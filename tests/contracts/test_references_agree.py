@@ -35,7 +35,7 @@ def assert_agree(x: np.ndarray, spec: QuantSpec, what: str, **given: object) -> 
 
 @every_spec
 def test_codes_and_scales_agree(spec: QuantSpec) -> None:
-    # By turns, so that each spec meets each operand in several shapes, and each shape under several specs.
+    # Alternate, so that each spec occurs with each operand in several shapes, and each shape with several specs.
     for at, shape in enumerate(SHAPES, list(SPECS.values()).index(spec)):
         for name, x in every_nth(nasty(shape), at, 3).items():
             assert_agree(x, spec, f"{shape}, {name}")

@@ -1,8 +1,8 @@
-"""No code takes torch's default dtype or device for a tensor of its own, and none changes a setting of the process.
+"""No code uses torch's default dtype or device for its own tensors, and none changes a setting of the process.
 
-Both are read from the syntax trees: a default that somebody changes gives wrong results, or memory of another size to
-what is written in C; a setting that is changed and put back is seen by every other thread in between. And no code asks
-of the process what is the thread's: whether a compiler traces.
+Both are checked in the syntax trees. A changed default gives wrong results, or buffers of a wrong size for code in C. A
+setting that is changed and restored is visible to every other thread in between. Also, whether a compiler traces
+depends on the thread, so that no code may query it of the process.
 """
 
 import ast
@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.contracts.sources import modules, parsed, walk
 
-#: What makes a tensor from no tensor; torch's own list of what a default device moves is a part of it.
+#: Functions that create a tensor; torch's own list of functions that use the default device is a part of it.
 _FACTORIES = """
 arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_quantized empty_strided eye fftfreq
 full hamming_window hann_window kaiser_window linspace logspace nested_tensor normal ones rand randint randn randperm
@@ -34,7 +34,7 @@ set_start_method setrecursionlimit setswitchinterval setdefaulttimeout setlocale
 chdir umask
 """
 SETTERS = set(_SETTERS.split())
-#: The same where these are what is called, whole.
+#: The same, by their full name.
 _CALLS = """
 torch.manual_seed torch.seed torch.random.manual_seed torch.cuda.manual_seed torch.cuda.manual_seed_all random.seed
 np.random.seed numpy.random.seed gc.disable gc.enable gc.freeze gc.set_threshold signal.signal warnings.filterwarnings
@@ -43,13 +43,13 @@ torch.set_grad_enabled torch.autograd.set_grad_enabled torch.autograd.set_detect
 torch.autograd.set_multithreading_enabled
 """
 CALLS = set(_CALLS.split())
-#: A thread's own where they are the context of a `with`.
+#: Settings of the thread where they are the context of a `with`.
 SCOPED = {call for call in CALLS if call.startswith(("torch.set_", "torch.autograd.set_"))} | {"set_device"}
 #: Objects whose attributes and items are settings of the process.
 SETTINGS = "torch.backends", "torch._dynamo.config", "torch._inductor.config", "torch.utils.deterministic", "os.environ"
-#: What owns its process may: (module, what it calls).
+#: Calls that are allowed because the module owns its process: (module, call).
 OWNERS = {
-    # The command line's training and generating give themselves their threads, and signals an orderly end.
+    # Training and generating from the command line set their threads and handle signals.
     ("quaver.train.torch.learner", "torch.set_num_threads"),
     ("quaver.train.torch.learner", "torch.set_num_threads"),
     ("quaver.train.loop", "signal.signal"),
@@ -59,13 +59,13 @@ OWNERS = {
     # So do reading a recipe's text and `doctor`.
     ("quaver.train.config", "warnings.simplefilter"),
     ("quaver.train.torch.learner", "warnings.simplefilter"),
-    # While kernels are interpreted, which tests alone do.
+    # While kernels are interpreted, which only tests do.
     ("quaver.torch.backends.gpu.interpreter", "warnings.simplefilter"),
     # XLA reads its number of threads from there when it starts.
     ("quaver.train.jax.learner", "os.environ.setdefault"),
 }
 _TRACING = "quaver.torch.numerics.rounding"
-#: What torch says of compilers, of the whole process where Dynamo does not answer, and who may ask.
+#: torch's queries for compilers, which concern the whole process without Dynamo, and the modules that may use them.
 ASKED = {
     "is_compiling": {_TRACING},
     "is_dynamo_compiling": {_TRACING},
@@ -74,7 +74,7 @@ ASKED = {
 
 
 def dotted(node: ast.AST, known: dict[str, str]) -> str:
-    """The name that an expression spells, aliases resolved; "" if it is none."""
+    """The dotted name of an expression, with aliases resolved; "" if it has none."""
     if isinstance(node, ast.Name):
         return known.get(node.id, node.id)
     if isinstance(node, ast.Attribute):
@@ -128,7 +128,7 @@ def makes_a_tensor(name: str) -> bool:
 
 
 def makes_parameters(name: str) -> bool:
-    """Whether it is one of torch's modules that take a dtype and a device."""
+    """Whether a name is one of torch's modules that take a dtype and a device."""
     if not name.startswith(("nn.", "torch.nn.")):
         return False
     module = getattr(nn, name.rpartition(".")[2], None)
@@ -169,7 +169,7 @@ def test_every_tensor_names_its_dtype_and_device() -> None:
         if name.startswith(("quaver.torch", "quaver.train"))
         for line, code in defaults_taken(source)
     ]
-    assert not unnamed, "name dtype and device; who has the user's default in mind, names None:\n" + "\n".join(unnamed)
+    assert not unnamed, "name dtype and device; pass None if the user's default is meant:\n" + "\n".join(unnamed)
 
 
 def test_process_settings_change_only_through_their_owner() -> None:

@@ -29,7 +29,7 @@ PUBLIC = [
 
 
 def every_public_name() -> str:
-    """A script that asks for the type of each public name, module by module."""
+    """A script that reveals the type of each public name, module by module."""
     lines = [f"import {module}" for module in PUBLIC]
     return "\n".join(lines + [f"reveal_type({m}.{n})" for m in PUBLIC for n in importlib.import_module(m).__all__])
 
@@ -58,7 +58,7 @@ def test_packages_of_the_torch_front_end_are_attributes() -> None:
 
 
 def mypy_strict(folder: Path, *scripts: Path) -> list[str]:
-    """What mypy says about a user's scripts, the library found as an installed package is: by its py.typed."""
+    """The output of mypy for a user's scripts; it finds the library by its py.typed, as an installed package."""
     configuration = folder / "pyproject.toml"
     configuration.write_text(strict([script.stem for script in scripts]), encoding="utf-8")
     options = [f"--config-file={configuration}", "--no-error-summary", "--hide-error-context"]
@@ -68,7 +68,7 @@ def mypy_strict(folder: Path, *scripts: Path) -> list[str]:
 
 
 def test_strict_matches_mypy_strict() -> None:
-    """But for a warning about sections of a configuration file, of which a user's script has none."""
+    """Except for a warning about sections of a configuration file, which a user's script does not have."""
     done = subprocess.run([sys.executable, "-m", "mypy", "--help"], capture_output=True, text=True, check=True)
     listed = re.search(r"enables the following flags:(.*?)\n  --", done.stdout, re.DOTALL)
     assert listed is not None

@@ -1,7 +1,7 @@
-"""Transformer Engine's own JAX modules beside ours, in one process on a CPU: `python -m` this runs all cases.
+"""Compare Transformer Engine's own JAX modules with ours, in one process on a CPU: `python -m` this runs all cases.
 
-Its compiled extension needs a GPU's libraries, and is asked for numbers of types alone where no custom call is enabled:
-`extension` stands in for it, and everything that is multiplied, quantized and recorded is by its own Python.
+Its compiled extension needs a GPU's libraries, and only provides numbers of types where no custom call is enabled:
+`extension` replaces it, and all products, quantizations and histories are computed by its own Python.
 The package is a wheel of Python files: pip install --no-deps --target FOLDER transformer-engine.
 """
 
@@ -18,7 +18,7 @@ import flax
 import jax
 import jax.numpy as jnp
 
-#: Where `make test-integrations` puts it: beside the environment's packages, among which other libraries look for it.
+#: Where `make test-integrations` installs it: outside the environment's packages, where other libraries would find it.
 FOLDER = Path(sys.prefix, "peers")
 VERSION = "2.20.2"
 

@@ -1,6 +1,6 @@
-"""GEMMs of an exported library, against a cublasLt that notes what it is told.
+"""GEMMs of an exported library, with a stub of cublasLt that records its calls.
 
-`python -m tests.native.gemms FOLDER` checks descriptors, layouts and errors; it prints how many calls there were.
+`python -m tests.native.gemms FOLDER` checks descriptors, layouts and errors; it prints the number of calls.
 """
 
 import ctypes as ct
@@ -26,7 +26,7 @@ def operand(data: int, scale: int, rows: int, k: int, block: int, dtype: int) ->
 
 
 def check_call(lib: Library, log: Log, block: int, dtypes: tuple[int, int, int], **options: Any) -> None:
-    """Multiply [48, 100] by [64, 100] and compare what cuBLAS is told with its documentation."""
+    """Multiply [48, 100] by [64, 100] and compare the arguments of cuBLAS with its documentation."""
     m, n, k = 48, 64, 100
     a_type, b_type, y_type = dtypes
     a, b = operand(A, SCALE_A, m, k, block, a_type), operand(B, SCALE_B, n, k, block, b_type)
@@ -44,7 +44,7 @@ def check_call(lib: Library, log: Log, block: int, dtypes: tuple[int, int, int],
     if "device_alpha" in options:
         expected |= {2: 1}
     assert attributes == expected, (attributes, expected)
-    # Columns first: the transpose of y is b.T.T @ a.T, with a and b as they lie.
+    # Columns first: the transpose of y is b.T.T @ a.T, with a and b in their stored layouts.
     assert call["a_layout"] == [TYPES[b_type], whole, n, whole]
     assert call["b_layout"] == [TYPES[a_type], whole, m, whole]
     assert call["y_layout"] == call["c_layout"] == [TYPES[y_type], n, m, n + 16]

@@ -367,7 +367,7 @@ def _reference(struct: ct.Structure | None) -> Any:
 
 
 class Log:
-    """What the stub driver has logged since it was last asked."""
+    """The calls that the stub driver has logged since the last query."""
 
     def __init__(self, path: Path) -> None:
         path.touch()

@@ -1,7 +1,7 @@
 """A command in the Python, torch and triton that a card's machine has: `python -m tests.versions.card -m MODULE ...`.
 
-What Triton compiles is looked for by the bytes of its library, and those differ from one Python to the next. Where the
-card's Python is not to be had, the command runs in this one, and that is said.
+Triton's cache key depends on the bytes of its library, which differ between versions of Python. If the card's Python is
+not available, the command runs in this one, and prints that.
 """
 
 import subprocess
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.versions.installing import ROOT, environment, installed, new, pip, python
 
-#: What the rented machines have that this project knows of.
+#: Versions on the rented machines.
 PYTHON, TORCH, TRITON = "3.12", "2.11.0", "3.6.0"
 #: What torch imports, what the library and its trainer import, and what runs the tests marked `gpu`.
 NEEDS = (

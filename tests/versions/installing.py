@@ -1,8 +1,8 @@
-"""Versions of torch and triton beside one another, and the environment of a process that has two of them.
+"""Several versions of torch and triton on one machine, and the environment of a process that uses a pair of them.
 
-They are installed into a folder without what they depend on, which the Python that runs has. PyPI's builds of torch
+They are installed into a folder without their dependencies, which the current Python has. PyPI's builds of torch
 with CUDA are given stand-ins for CUDA's libraries (`tests.versions.stand_ins`); with
-PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu there is nothing to stand in for.
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu no stand-ins are needed.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.versions import stand_ins
 
 ROOT = Path(__file__).parents[2]
-#: What runs kernels, stubs or a dry run would take from a process around it.
+#: Variables of the parent process that must not reach kernels, stubs or a dry run.
 FOREIGN = ("TRITON_INTERPRET", "TRITON_CACHE_DIR", "VIRTUAL_ENV")
 
 
@@ -29,7 +29,7 @@ def pythons(version: str) -> Iterator[str]:
 
 
 def python(version: str) -> str | None:
-    """The first that answers, for pyenv names some that are not there."""
+    """The first that runs; pyenv also has names of versions that are not installed."""
     for path in pythons(version):
         if subprocess.run([path, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
             return path

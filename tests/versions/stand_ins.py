@@ -17,7 +17,7 @@ ANSWER = 100
 SYSTEM = re.compile(r"lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s|gomp)\.so|ld-linux")
 #: Names of functions without a version; the driver's own, cu and a capital, are nobody's here.
 THEIRS = re.compile(r"cu[a-z]|cuFile|nccl|nv|_?_cu")
-#: A library that nothing asks for by name: it is loaded first.
+#: A library that no other library needs by name: it is loaded first.
 UNVERSIONED = "libunversioned.so.1"
 NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
 
@@ -50,7 +50,7 @@ def read(*command: str | Path) -> str:
 
 
 def versions(path: Path) -> Iterator[tuple[str, str]]:
-    """(version, library) of what a library asks of others."""
+    """(version, library) of the symbols that a library needs from others."""
     file = ""
     for line in read("readelf", "-W", "-V", path).partition("Version needs")[2].splitlines():
         file = match.group(1) if (match := re.search(r"File: (\S+)", line)) else file
