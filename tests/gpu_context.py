@@ -11,7 +11,7 @@ import pytest
 
 
 def lost_context() -> str:
-    """What CUDA says where the context of this process is lost, or ""."""
+    """The error of CUDA if the context of this process is lost, or ""."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -34,7 +34,7 @@ def drawn(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nda
         # Around the smallest normal number and the smallest amax that has a scale of E4M3 and of its root.
         x = rng.standard_normal(shape) * rng.choice(np.float32([1e-37, 1e-36, 1e-35, 1e-33, 1e-43]), shape)
     elif kind == "wide":
-        # One in thirty beside numbers so small that what they are of it is subnormal.
+        # One in thirty is so large that the ratio of the others to it is subnormal.
         x = rng.standard_normal(shape) * np.where(rng.random(shape) < 1 / 30, 1e4, 10.0 ** rng.uniform(-41, -30, shape))
     else:
         x = rng.integers(0, 2**32, shape, dtype=np.uint32).view(np.float32) if shape else np.float32(3)

@@ -17,8 +17,8 @@ from tests.kernels.gate.record import ARCHITECTURES
 ROOT = Path(__file__).parents[2]
 #: Files that only speak of the marker.
 SELF = ("test_ahead.py", "test_machines.py")
-#: Steps of a layer of 8192 tokens, forward and backward, in a process that passes for one on an H200. Its torch asks
-#: the driver as a build with CUDA does, which would end there.
+#: Steps of a layer of 8192 tokens, forward and backward, in a process that simulates an H200. Its torch queries the
+#: driver as a build with CUDA does, which would fail there.
 STEP = """
 import gc, json, os, resource
 import torch

@@ -1,4 +1,4 @@
-"""A cache of compiled kernels travels as one archive, and is usable in another folder."""
+"""A cache of compiled kernels is packed into one archive, and works in another folder."""
 
 import json
 import os

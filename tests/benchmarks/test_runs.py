@@ -1,4 +1,4 @@
-"""Published runs on many GPUs: the constants are what the marked runs say, and others are met as the page claims."""
+"""Published runs on many GPUs: constants are fitted to the marked runs, others are predicted as the page claims."""
 
 import pytest
 

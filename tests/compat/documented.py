@@ -102,7 +102,7 @@ def readme_jax(te: Any, te_flax: Any, recipe: Any) -> list[float]:
 
 
 class Core(nn.Module):
-    """The attention that the notebook has beside Transformer Engine's: tokens first."""
+    """The notebook's own attention, with tokens first."""
 
     def __init__(self, heads: int, dropout: float) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def quickstart(te: Any, kind: str) -> nn.Module:
     basic = Layer(te, "basic", hidden, ffn, heads)
     if kind == "basic":
         return basic.to(DEVICE)
-    # The notebook's has parameters for query, key and value, beside which its helper puts a `weight` that none reads.
+    # The notebook's layer has parameters for query, key and value, and its helper adds a `weight` that is never read.
     own = {"hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads, "fuse_qkv_params": True}
     model = te.TransformerLayer(**own) if kind == "transformer" else Layer(te, kind, hidden, ffn, heads)
     model.to(DEVICE)

@@ -65,7 +65,7 @@ def test_the_quickstarts_layers_are_its_basic_layer(kind: str) -> None:
     basic, layer = documented.quickstart(te, "basic"), documented.quickstart(te, kind)
     x = torch.rand(16, 2, 128)
     layer.train()(x).sum().backward()
-    # Its own is causal unless told, and the basic layer is not.
+    # TransformerLayer is causal by default, and the basic layer is not.
     call = {"self_attn_mask_type": "no_mask"} if kind == "transformer" else {}
     assert_close("output", layer.eval()(x, **call), basic.eval()(x), 1e-5)
 

@@ -27,7 +27,7 @@ LENGTH = 4
 
 @pytest.fixture
 def theirs() -> Iterator[Any]:
-    """A recipe as the package's class pickles it, of modules that are gone when it is read."""
+    """A recipe as the package's class pickles it, of modules that do not exist when it is read."""
     names = ["transformer_engine", "transformer_engine.common", "transformer_engine.common.recipe"]
     modules = [types.ModuleType(name) for name in names]
     sys.modules.update(dict(zip(names, modules, strict=True)))

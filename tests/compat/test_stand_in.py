@@ -1,4 +1,4 @@
-"""Test that a stand-in answers imports and `importlib.metadata` until removed, and reports when it comes too late."""
+"""Test that a stand-in serves imports and `importlib.metadata` until removed, and reports when it comes too late."""
 
 import importlib
 import importlib.metadata as metadata

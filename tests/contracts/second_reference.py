@@ -44,7 +44,7 @@ import numpy as np
 ONE, ZERO, NAN = np.float32(1), np.float32(0), np.float32("nan")
 SMALLEST_NORMAL, LARGEST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
-# Mantissa bits, bias and the code of the largest value: what the table of formats says, for positive codes.
+# Mantissa bits, bias and the code of the largest value: from the table of formats, for positive codes.
 FORMATS = {
     "e4m3": (3, 7, 0x7E),
     "e5m2": (2, 15, 0x7B),

@@ -1,5 +1,4 @@
-"""A page says what to install for the Python and the commands that it shows: who follows it in an empty environment
-comes to its end."""
+"""Each page installs all that its Python code and commands need, so that it works in an empty environment."""
 
 import re
 import sys

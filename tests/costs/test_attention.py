@@ -28,7 +28,7 @@ def test_time_is_the_sum_of_products_and_quantizing() -> None:
     cost = decoder.cost(spec_of("mxfp8"), 8192, 32, 8, 128, "h200")
     card = GPUS["h200"]
     flops = 2 * 32 * 128 * (8192 * 8193 / 2)
-    # q, k and v as they lie, and turned after a copy; the same of the gradient of the output.
+    # q, k and v as stored, and transposed after a copy; the same for the gradient of the output.
     moved = 10 * 8192 * 128 * (32 + 8 + 8 + 32)
     assert cost.bytes == moved
     launches = 3 + 4

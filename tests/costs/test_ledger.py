@@ -23,7 +23,7 @@ BYTES = {
     "rowwise": ((6, 6, 6), (6, 6, 6)),
     "rowwise_bf16_wgrad": ((3, 6, 3), (3, 6, 3)),
     "blockwise": ((4 + 8 / 128, 4, 4 + 8 / 128), (4 + 8 / 128, 4, 4 + 8 / 128)),
-    # Emulated: bf16 values of both directions, but eight bits of what is kept of the input, whatever the format.
+    # Emulated: bf16 values of both directions, but the input is saved in eight bits, in any format.
     "mxfp8": ((5 + 1 / 32, 6, 6), (4 + 2 / 32,) * 3),
     "mxfp6": ((5 + 1 / 32, 6, 6),) * 2,
     "mxfp4": ((5 + 1 / 32, 6, 6),) * 2,

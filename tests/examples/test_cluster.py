@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 PAGE = ROOT / "docs" / "guides" / "cluster.md"
 #: What the commands begin with.
 PROGRAMS = ("quaver", "torchrun")
-#: How far the losses of two ways to share may be apart, in nats: codes flip after an ulp in another order of sums.
+#: The largest difference between losses of two ways to shard, in nats: another order of sums flips codes.
 MOST_DIFFERENCE = 0.05
 
 

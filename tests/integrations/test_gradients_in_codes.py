@@ -15,7 +15,7 @@ LARGEST, STEPS = 1e-2, 3
 
 
 class Net(nn.Module):
-    """Returns its loss, as a Trainer asks for it."""
+    """Returns its loss, as a Trainer needs it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""PEFT over a recipe: LoRA in high precision beside a base in eight or four bits."""
+"""PEFT with a recipe: LoRA in high precision on top of a base in eight or four bits."""
 
 import copy
 from pathlib import Path
@@ -147,8 +147,8 @@ def test_merging_decodes_adds_and_leaves_high_precision(recipe: str, safe: bool)
 
 @pytest.mark.parametrize("recipe", STORED)
 def test_a_merged_adapter_is_not_rounded_away(recipe: str) -> None:
-    """One of a hundredth of the weight's norm, less than codes are apart: the whole of what it does to the outputs is
-    there after merging; under the recipe, which rounds the sum to codes, 0.4 of it is there, or nothing."""
+    """The adapter has a hundredth of the weight's norm, less than the distance between codes. After merging, its effect
+    on the outputs is complete; with the recipe, which rounds the sum to codes, 0.4 of it or nothing remains."""
     torch.manual_seed(0)
     x = torch.randn(64, 256)
     model: Any = nn.Sequential(nn.Linear(256, 512, bias=False))

@@ -138,6 +138,6 @@ def test_two_ranks_agree_under_delayed_scaling(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     ranks = {"RANK": sys.argv[1], "LOCAL_RANK": sys.argv[1], "WORLD_SIZE": sys.argv[3]}
-    # What torchrun tells; the ranks have met before any library asks.
+    # The variables of torchrun; the ranks are connected before any library reads them.
     os.environ |= {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "TORCHELASTIC_RUN_ID": "of this test"}
     two_ranks.main(CASES)

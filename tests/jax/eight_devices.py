@@ -1,6 +1,6 @@
 """Recipes on eight virtual devices against one: `python -m tests.jax.eight_devices mxfp8`, or `mxfp8:some explicit`.
 
-A process of its own, for the number of devices is fixed when JAX begins. Its last line says of each case what failed.
+A separate process, since the number of devices is fixed when JAX starts. Its last line lists the failures by case.
 """
 
 import json
@@ -38,7 +38,7 @@ BOTH = ("data", "model")
 
 @dataclass
 class Layout:
-    """How x [B, S, K], w [K, N], bias [N] and y [B, S, N] lie, and the mesh axes that cut tokens, K and N."""
+    """Layouts of x [B, S, K], w [K, N], bias [N] and y [B, S, N], and the mesh axes that shard tokens, K and N."""
 
     x: P
     w: P
@@ -202,7 +202,7 @@ def fails(sentence: str, function: Any, specs: tuple[P, ...], out: P, *args: Arr
     except ValueError as error:
         assert sentence in str(error), str(error)
     else:
-        raise AssertionError(f"nothing said {sentence!r}")
+        raise AssertionError(f"no error with {sentence!r}")
 
 
 def check_sentences(_: Recipe) -> None:

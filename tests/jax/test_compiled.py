@@ -1,7 +1,7 @@
-"""What XLA makes of a layer on H200 and B200, compiled without a GPU. `make test-lowering` downloads what that takes.
+"""The kernels that XLA makes of a layer on H200 and B200, compiled without a GPU. `make test-lowering` downloads XLA.
 
-The compiler is told the facts of a device instead of finding one. This shows which kernels a program consists of, and
-says nothing about their speed or their numbers.
+The compiler gets the properties of a device instead of finding one. This shows which kernels a program consists of,
+but not their speed or their results.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""A second derivative of a quantized layer is refused with a sentence, however it is asked for; the first goes on."""
+"""A second derivative of a quantized layer raises a clear error however it is requested; the first one works."""
 
 from collections.abc import Callable
 from functools import partial

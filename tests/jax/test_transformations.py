@@ -49,8 +49,8 @@ def check(layer: str, recipe: str, transform: str, how: str = "grad", needs: Seq
                     assert_bitwise(a, b, f"{need}, argument {i}")
                 else:
                     assert_close(f"{need}, argument {i}", a, b, 1e-5)
-        # A scan has one body, and what one iteration needs every one computes, and records; a rule of one's own asks
-        # for everything.
+        # A scan has one body, so that every iteration computes and records what one of them needs; a custom rule needs
+        # everything.
         if not ("scan" in transform or "own" in transform) or need == "everything":
             for a, b in zip(jax.tree.leaves(states), jax.tree.leaves(next_states), strict=True):
                 assert_close(f"{need}, state", a, b, 0 if LAYERS[layer].exact else 1e-5)

@@ -227,11 +227,11 @@ def gradients(
     needs: Iterable[str] = NEEDS,
 ) -> Any:
     """The gradients for each of NEEDS, of one traced f: a dict of ((weights, weights, x), states), zeros where not
-    asked for.
+    requested.
 
     Args:
         run: of TRANSFORMS.
-        needs: those of NEEDS that are asked for.
+        needs: the requested ones of NEEDS.
         how: "grad", or "linearize" and transpose.
     """
     cotangent = integers(99, *x.shape)

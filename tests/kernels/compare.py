@@ -21,7 +21,7 @@ def assert_same(quantized: Quantized, expected: Quantized) -> None:
 
 
 def assert_padded(q: Quantized) -> None:
-    """Check that rows of eight-bit data are a multiple of 16 bytes apart and end in zeros, for any k."""
+    """Check that rows of eight-bit data have strides of a multiple of 16 bytes and end in zeros, for any k."""
     rows, k = q.data.shape
     stride = q.data.stride(0)
     assert q.data.stride(1) == 1

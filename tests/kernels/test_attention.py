@@ -73,7 +73,7 @@ def specified(arrays: list[np.ndarray], spec: AttentionSpec, **options: Any) -> 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the kernels' implementation was asked for: a test that it takes no part in tests nothing."""
+    """Record the calls of the kernels' implementation: a test without any would test nothing."""
     calls: list[str] = []
     for name in ("forward", "backward"):
         plain = getattr(gpu, name)
@@ -151,7 +151,7 @@ def test_masks_hide_the_same_positions_as_in_the_plain_passes(how: str) -> None:
     if how == "pairs":
         options["mask"] = torch.rand(2, 1, queries, keys, device=DEVICE) < 0.5
         options["mask"][:, :, 7] = True
-    # Two sequences where a mask tells them apart.
+    # Two sequences where a mask separates them.
     batch = () if "layout" in options else (2,) if "mask" in options else (1,)
     q, k, v, g = (
         torch.randn(*batch, n, h, 32, device=DEVICE) for n, h in ((queries, 2), (keys, 1), (keys, 1), (queries, 2))
@@ -305,7 +305,7 @@ def test_unsupported_specs_and_heads_give_a_clear_error(launched: list[str]) -> 
     by_kernels(operands(1, 1, 1, 3, 3, 32, 32), SPECS["mxfp8"])
 
 
-# Inductor takes twenty seconds to import and to compile what lies around one opaque operation.
+# Inductor takes twenty seconds to import and to compile the code around one opaque operation.
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_is_one_graph_with_eager_bits(backend: str) -> None:
     q, k, v, _, g = (torch.tensor(x, device=DEVICE) for x in operands(1, 2, 1, 40, 70, 32, 32))

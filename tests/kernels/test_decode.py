@@ -82,7 +82,7 @@ def test_an_empty_operand_is_empty() -> None:
 
 
 def test_columns_between_others_are_found() -> None:
-    """Rows that are further apart than they are long."""
+    """Rows with a stride larger than their length."""
     q = reference.quantize(torch.from_numpy(nasty((16, 64))["normal"]).to(DEVICE), QuantSpec(E4M3, (1, 32), "e8m0"))
     buffer = torch.full((16, 80), 0x7F, dtype=torch.uint8, device=DEVICE)
     buffer[:, :64] = q.data.view(torch.uint8)

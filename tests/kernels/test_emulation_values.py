@@ -1,5 +1,5 @@
-"""Values of codes by one kernel, without codes: bit for bit what the reference quantizes and decodes, and what is kept
-for later decodes to the same."""
+"""Values of codes from one kernel, without codes: the bits of the reference after quantizing and decoding, also from
+codes that are saved for later."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def assert_values(name: str, ours: Tensor | None, expected: Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("spec", LINES + SQUARES, ids=str)
 def test_blocks_have_the_values_of_the_references_codes(spec: QuantSpec, shape: tuple[int, int]) -> None:
-    # By turns, so that each spec and each shape meet each kind of operand.
+    # Alternate, so that each spec and each shape occur with each kind of operand.
     for name in NAMES[SHAPES.index(shape) :: 3]:
         x = torch.from_numpy(nasty(shape)[name]).to(DEVICE).to(BF16)
         along, down, saved = emulation.values(x, spec, False)

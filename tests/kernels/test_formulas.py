@@ -1,4 +1,4 @@
-"""The formulas of the activations over all 65,536 bf16 values, beside float64: how far each is from it, everywhere."""
+"""The formulas of the activations over all 65,536 bf16 values, compared with float64."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_a_formula_is_near_float64_at_every_bf16_value(name: str) -> None:
         at &= wide > TAIL
         tail = finite & (wide <= TAIL)
         assert (error[tail] <= 1e-8 * wide[tail].abs()).all()
-    # Where nothing is asked, 0: what a mask leaves of a tensor has a size that a card which is not there does not know.
+    # 0 where nothing is compared: indexing with a mask would give a size that a simulated GPU does not know.
     worst = torch.where(at, error / expected.abs(), 0.0).max().item()
     input_error = torch.where(finite & (wide != 0), error / wide.abs(), 0.0).max().item()
     print(f"{name}: {worst:.1e} of the result, {input_error:.1e} of the input")

@@ -51,7 +51,7 @@ def test_a_gemm_is_within_its_bound_of_the_reference(name: str, shape: tuple[int
 @pytest.mark.parametrize("m", [16, 24, 36, 38, 37])
 @pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, True)], ids=str)
 def test_transposes_and_any_number_of_rows_are_within_the_bound(transposed: tuple[bool, bool], m: int) -> None:
-    """Whether read where they lie or brought into order, natively or decoded: what a probe decided runs."""
+    """Operands may be used as stored or copied, and the GEMM native or decoded, as a probe has decided."""
     spec = QuantSpec(E4M3)
     x, w = torch.randn(m, 256, device=CARD), torch.randn(64, 256, device=CARD)
     a, b = (

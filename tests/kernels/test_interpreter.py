@@ -25,7 +25,7 @@ def every(dtype: torch.dtype) -> Tensor:
 
 
 def midpoints(dtype: torch.dtype, largest: float) -> Tensor:
-    """float32: all finite codes, what lies halfway between neighbours, both ± 1 ulp, and what is no number."""
+    """float32: all finite codes, the middles between neighbours, both ± 1 ulp, and NaN."""
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
     finite = codes[codes.isfinite()].unique()
     exact = torch.cat([finite, (finite[1:] + finite[:-1]) / 2, torch.tensor([largest * 1.0625, -largest * 1.0625])])

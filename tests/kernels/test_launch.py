@@ -1,4 +1,4 @@
-"""Launches: what is compiled once, what a place to meet is, and what would be misread by a launch made for others."""
+"""Launches: kernels compile once, threads load one only once, and a plan is not used for tensors that do not fit it."""
 
 import gc
 import threading
@@ -57,8 +57,8 @@ def test_loaded_programs_stay_on_the_gpu_when_unused(monkeypatch: pytest.MonkeyP
 
 
 def test_threads_that_want_a_kernel_at_once_load_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a second load replaced would be let go under the first thread's launches. What is put on a GPU is so when a
-    kernel is first asked for what starts it."""
+    """A second load would free the kernel that the first thread launches. A kernel is loaded when its launcher is
+    first requested."""
     compiled, put = [], []
 
     class Slow(Loaded):
@@ -152,7 +152,7 @@ def test_given_amaxes_may_have_any_layout(block: tuple[int, int | None]) -> None
         q = quantize.quantize(x, spec, given)
         assert_bitwise(q.dequantize(), reference.quantize(x, spec, given).dequantize())
         plans.append(len(tensorwise._quantizations.plans))
-    # Squares are copied to where their scales will lie.
+    # Scales of squares are copied to their place in the output.
     assert plans[1] - plans[0] == (block != (128, 128))
 
 

@@ -21,7 +21,7 @@ SHAPES = [(128, 128), (5, 7), (130, 65)]
 
 
 def operands(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, at: int = 0, of: int = 1) -> list[Tensor]:
-    """All of NAMES, or those of a turn."""
+    """All of NAMES, or every `of`-th one."""
     hard = {name: x for name, x in nasty(shape).items() if name in NAMES}
     return [torch.from_numpy(x).to(DEVICE).to(dtype) for x in every_nth(hard, at, of).values()]
 

@@ -25,7 +25,7 @@ SPECS = [
     QuantSpec(E5M2, (1, 128), scale="fp32"),
     QuantSpec(E4M3, (1, 32), "e8m0"),
 ]
-#: The last is wider than a row that lies in registers.
+#: The last is wider than a row that fits into registers.
 SHAPES = [(3, 4), (2, 100), (3, 256), (2, 16400)]
 EPS = 1e-5
 
@@ -100,7 +100,7 @@ def test_the_fused_codes_are_the_output_quantized(shape: tuple[int, int], spec: 
 def test_edge_case_values_are_quantized_like_the_output(spec: QuantSpec) -> None:
     for at, (name, value) in enumerate(nasty((3, 40)).items(), SPECS.index(spec)):
         x = torch.from_numpy(value).to(DEVICE).bfloat16()
-        # By turns, so that each kind meets each operand under every other spec.
+        # Alternate, so that each kind occurs with each operand under every other spec.
         for kind in ("LayerNorm", "L2")[at % 2 :: 2]:
             gamma, beta = parameters(kind, 40)
             for factor in (None, torch.tensor([0.25], device=DEVICE)) if spec.per_tensor else (None,):

@@ -56,7 +56,7 @@ def telling(fmt: Format) -> Tensor:
     return torch.nn.functional.pad(every, (0, -len(every) % 4096))
 
 
-#: As kernels are told: Hopper casts, Ada casts what was rounded on the bits, Ampere has no cast.
+#: Values of INTEGERS: Hopper casts, Ada casts after rounding on the bits, Ampere has no cast.
 INTEGERS = {0: "by a cast", 1: "by a cast of odd halves", 2: "by bits"}
 
 

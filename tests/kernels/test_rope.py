@@ -1,4 +1,4 @@
-"""Queries and keys turned in one launch: the bits of the plain formula, there and back."""
+"""Queries and keys rotated in one launch have the bits of the plain formula, forward and backward."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_heads_of_one_projection_are_split_and_joined_by_one_launch(
         with qt.only(name):
             assert next(n for n, why in ROTATE_PARTS.explain(x, 3, cos, sin, interleaved) if not why) == name
             parts = apply_rotary_to_parts(x, 3, cos, sin, interleaved)
-            # As attention's own gradients lie.
+            # The layout of attention's own gradients.
             gs = [nasty((*tokens, heads, head_dim), torch.bfloat16).transpose(-2, -3) for heads in (3, 2, 2)]
             gs = [g.contiguous().transpose(-2, -3).requires_grad_() for g in gs]
             (whole,) = torch.autograd.grad(parts, x, gs, create_graph=True)
@@ -175,7 +175,7 @@ def test_a_module_computes_the_same_with_kernels(interleaved: bool) -> None:
 
 @pytest.mark.parametrize(("tokens", "far"), [(2**16, False), (2**20, True)])
 def test_heads_beyond_32_bit_offsets_are_read(monkeypatch: pytest.MonkeyPatch, tokens: int, far: bool) -> None:
-    """[B, H, S, D] seen as [B, S, H, D]: the heads of a million tokens are 2**27 elements apart."""
+    """[B, H, S, D] seen as [B, S, H, D]: the stride between heads of a million tokens is 2**27 elements."""
     x = torch.empty((1, 32, tokens, 128), dtype=torch.bfloat16, device="meta").transpose(1, 2)
     table = torch.empty((tokens, 1, 128), device="meta")
     launched: list[dict[str, Any]] = []

@@ -14,7 +14,7 @@ from tests.close import assert_bitwise, assert_close
 from tests.kernels.compare import DEVICE
 from tests.torch.nn.ssm.drawn import differentiated, drawn_gradient, exact, leaves, named, tensors
 
-#: Relative RMS of float64's recurrence, as `gpu.forward` says.
+#: RMS relative to the recurrence in float64, as documented in `gpu.forward`.
 BOUND = 3e-6
 #: The same where products round what they multiply.
 ROUNDED = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
@@ -114,7 +114,7 @@ def test_nonfinite_values_spoil_no_earlier_chunk_and_no_other_sequence() -> None
 
 
 def test_softplus_keeps_its_precision_for_both_signs() -> None:
-    """Of a token a sequence, so that no step is seen beside larger ones."""
+    """With one token a sequence, so that no larger step hides a small one."""
     dt = torch.tensor([-1e4, -80.0, -20.0, -16.7, -15.0, -12.0, -9.0, -5.0, -1e-3, 0.0, 1e-3, 3.0, 19.9, 20.1, 90.0])
     values = tensors((len(dt), 1, 1, 4, 1, 4)) | {"dt": dt.view(-1, 1, 1), "A": torch.tensor([-1e-6])}
     values = {name: value for name, value in values.items() if name not in ("dt_bias", "initial_states", "D")}
@@ -142,7 +142,7 @@ def test_unsupported_inputs_use_the_plain_implementation() -> None:
 
 
 def test_a_block_computes_the_same_with_kernels() -> None:
-    """With heads inside the output of a projection, beside other features."""
+    """With heads inside the output of a projection, next to other features."""
     torch.manual_seed(0)
     block = qt.Mamba2(16, inner=16, head_dim=8, state=6, groups=1, normalization="RMSNorm").to(DEVICE)
     x, runs = torch.randn(2, 35, 16), []

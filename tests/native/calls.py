@@ -64,7 +64,7 @@ class Drawn:
     def _matrix(self, widest: int = SIDES[-1], others: Sequence[tuple[int, int]] = ()) -> tuple[Tensor, Matrix]:
         rows, columns = self.random.choice(SIDES), self.random.choice([n for n in SIDES if n <= widest])
         if widest in WIDTHS and self.random.random() < 0.7:
-            # A kernel for each width, up to which rows are whole, lie at multiples of 16, or neither.
+            # Each width has a kernel; rows of that width, with strides of a multiple of 16, or with neither.
             width = self.random.choice([n for n in WIDTHS if n <= widest])
             columns = width - self.random.choice([0, 16, 1])
             rows = self.random.choice([1024, 1024, *(2112 * max(n // width, 1) for n in (16384, 8192)), 2**25 // width])

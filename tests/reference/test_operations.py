@@ -169,7 +169,7 @@ def test_a_unit_scale_measures_nothing() -> None:
 @every_spec
 def test_shards_with_the_reduced_amax_equal_the_whole(spec: QuantSpec) -> None:
     if spec.rounding == "stochastic":
-        return  # a shard's noise is that of its place in the whole, which it would have to be told
+        return  # a shard's noise depends on its position in the whole tensor, which is not known here
     x = normal(256, 512) * 10.0 ** np.random.default_rng(1).uniform(-3, 3, (256, 1)).astype(np.float32)
     whole = quantize(x, spec)
     for axis, half in ((0, 128), (1, 256)):

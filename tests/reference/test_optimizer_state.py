@@ -44,7 +44,7 @@ def every_value(code: StateCode) -> np.ndarray:
 
 
 def crooked(code: StateCode) -> float:
-    """Below this value numbers between two codes near fourth roots lie on more lines than one."""
+    """Below this value, the map of fourth roots is not linear between two codes."""
     return float(optim.table_values(np.array([4]), code)[0]) if code.halvings == 2 else 0.0
 
 
@@ -87,7 +87,7 @@ def test_decoding_is_monotonic(spec: StateSpec) -> None:
     for x in examples(spec):
         x = np.sort(x.reshape(1, -1)[:, :16])
         noise = np.full(x.shape, x.view(np.uint32).sum() % 2**15, np.int32)
-        # Of two signs the same word rounds apart; each is monotone.
+        # The same noise rounds the two signs in opposite directions; each sign is monotonic.
         for part in (x, np.abs(x), -np.abs(x)) if spec.of.signed else (x,):
             part = np.sort(part)
             if spec.stochastic and (part < 0).any() and (part > 0).any():

@@ -1,4 +1,4 @@
-"""Philox: the published known answers, and the counter that an element's place and its tensor make."""
+"""Philox: the published known answers, and the counter from an element's position and its tensor."""
 
 import numpy as np
 import pytest

@@ -147,7 +147,7 @@ def test_at_random_the_mean_is_the_value_within_three_sigma(fmt: Format) -> None
     step = (high - low).astype(np.float64)
     f = (x - low) / step
     sigmas = (got - x) / (step * np.sqrt(f * (1 - f) / draws))
-    # Of n grid intervals a few lie beyond three sigma; their mean square is 1 within three of its own.
+    # Of n grid intervals a few are beyond three sigma; their mean square is 1 within three of its own.
     assert abs(np.mean(sigmas) * np.sqrt(len(x))) < 3, f"biased by {np.mean(sigmas):.3f} sigma over {len(x)} intervals"
     assert abs(np.mean(sigmas**2) - 1) < 3 * np.sqrt(2 / len(x))
     assert np.abs(sigmas).max() < 4.5, (

@@ -72,7 +72,7 @@ class Place:
 
 
 def place(root: Path, make_config: MakeConfig) -> Place:
-    """Make it; the working folder shall be `root / "a" / "b"`, so that what is written beside it stays inside."""
+    """Make the files; `root / "a" / "b"` is to be the working folder, so that its parents are inside `root`."""
     (root / "a" / "b").mkdir(parents=True)
     config = root / "base.toml"
     base = make_config(steps=2, validate_every=0, validation_batches=1, keep=0)

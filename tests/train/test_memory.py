@@ -1,4 +1,4 @@
-"""What `trained` says is what live tensors take."""
+"""The bytes that `training_footprint` predicts are those of the live tensors."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The table of models beside what their authors published."""
+"""The table of models agrees with what their authors published."""
 
 from dataclasses import fields
 

@@ -80,7 +80,7 @@ def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp
     assert norms(whole)[0] == pytest.approx(norms(clipped)[0], rel=4e-6) and min(norms(whole)) > 0.1
     assert norms(whole) == pytest.approx(norms(clipped), rel=1e-2)
     assert farthest(losses_of(recorded(whole)), losses_of(recorded(clipped))) < 3e-3
-    # Biases beside matrices in bfloat16 are bfloat16 there, and float32 here.
+    # Biases of matrices in bfloat16 are bfloat16 on ranks, and float32 in one process.
     for config, bound in ((biased, 0.0), (narrowed, 5e-3)):
         whole = plain(config, f"{Path(config.out).name}-one", **one)
         run_training(whole)

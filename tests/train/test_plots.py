@@ -1,4 +1,4 @@
-"""What the pictures show: a recipe's own colour, and each end label beside the value that it names."""
+"""Plots: each recipe has its own colour, and each end label is next to its value."""
 
 from dataclasses import replace
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""The quantized linear function against a plain composition in numpy, and where JAX's transformations meet it."""
+"""The quantized linear function against a plain composition in numpy, and under JAX's transformations."""
 
 import re
 import warnings
@@ -126,7 +126,7 @@ def test_gradients_export_with_a_symbolic_batch() -> None:
 
 
 def _narrow() -> Iterator[Any]:
-    """Every recipe in bf16; quick is one of each kind of block, and of high precision beside eight bits."""
+    """Every recipe in bf16; the quick run has one of each kind of block, and one with a GEMM in bf16."""
     for name in recipes.RECIPES:
         quick = name in ("bf16", "rowwise_bf16_wgrad", "blockwise", "nvfp4")
         yield pytest.param(name, jnp.bfloat16, marks=[] if quick else [pytest.mark.slow])

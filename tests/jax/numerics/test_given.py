@@ -89,7 +89,7 @@ TAKEN = {
 @pytest.mark.parametrize("name", CALLS)
 def test_unsupported_arguments_give_a_clear_error(name: str) -> None:
     function, arguments = CALLS[name]
-    # What fits is traced, for nothing is asked of its values; what does not is given as it is.
+    # Valid arguments are traced, since their values do not matter; wrong ones are passed as they are.
     jax.eval_shape(lambda: (function(**arguments), None)[1])
     for argument, (kind, value) in ((a, w) for a in arguments for w in WRONG.items()):
         if (name, argument, kind) in TAKEN or (arguments[argument] is None and value is None):

@@ -93,7 +93,7 @@ def test_jax_writes_and_reads_the_same_states_as_numpy(code: str) -> None:
     ("code", "shape"), [(code, shape) for i, code in enumerate(CODES) for shape in SHAPES[i % 3 :: 3]], ids=str
 )
 def test_of_every_shape(code: str, shape: tuple[int, ...]) -> None:
-    """Each code has two of the shapes in turn: every program takes a tenth of a second to compile."""
+    """Each code has two of the shapes: every program takes a tenth of a second to compile."""
     compare(next(spec for spec in SPECS if spec.code == code), "normal", shape)
 
 

@@ -95,7 +95,7 @@ def test_rows_of_every_size_keep_their_own_precision(gemm: GemmSpec) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8.fprop", "blockwise.fprop"])
 def test_blocks_along_k_may_differ_by_the_range_of_float32(name: str) -> None:
-    """The small blocks of a row meet large ones of the other operand, and neither is lost."""
+    """Small blocks of a row are multiplied by large ones of the other operand, and none is lost."""
     rng = np.random.default_rng(0)
     sizes = np.repeat(2.0 ** np.array([70.0, -70.0, 0.0]), 128)
     a, b = (rng.normal(size=(20, 384)) * s for s in (sizes, 1 / sizes))

@@ -170,7 +170,7 @@ def test_a_layer_used_twice_records_the_maximum_of_both_as_torchs_does(name: str
         assert layer.weight.grad is not None
         assert_close("grad_w", grad_w, layer.weight.grad.T, 1e-6)
     if name == "nvfp4":
-        # dgrad of the first use is not asked for by either.
+        # Neither framework needs dgrad of the first use.
         assert_bitwise(np.asarray(state["count"], np.int64)[1], np.asarray(layer.count)[1])
     else:
         with qt.autocast(recipe):

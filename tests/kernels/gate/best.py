@@ -17,7 +17,7 @@ BEST: Best = {
     "rows 4096: rowwise": ("per_element", 10.0),
     "transpose: transpose": ("per_element", 3.75),
     "swiglu+cast+transpose: activate": ("per_element", 30.0),
-    # The prototype rounded by a product with 1 / 448, lost NaN, and told neither zeros nor what is not finite.
+    # The prototype rounded after a product with 1 / 448, lost NaN, and handled neither zeros nor non-finite numbers.
     "mxfp8 rows: mxfp8_rows": ("instructions", 744),
     # The prototype took one row and ended; of ours a loop takes many, and all that surrounds it counts here too.
     "RMSNorm+rows: norm": ("instructions", 280),

@@ -1,7 +1,7 @@
-"""The way of a program through its machine code: which instructions it executes, and how often those of loops.
+"""The path of a program through its machine code: which instructions it executes, and how often those of loops.
 
-The longest way from the entry to an exit. Of two branches it takes the longer one; what only one program of a launch
-does counts too, though it hardly ever runs. The slow way of a division, called where it would overflow, does not.
+It is the longest path from the entry to an exit, with the longer one of two branches. Code that only one program of a
+launch runs counts too; the slow path of a division, called where it would overflow, does not.
 """
 
 import re
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)([^;\n]*)", re.MULTILINE)
 TARGET = re.compile(r"\b0x[0-9a-f]+\b")
 ENDS = {"EXIT", "RET", "KILL"}
-#: How often loops go round, as `executed` takes it.
+#: Iterations of loops, as `executed` takes them.
 Trips = Sequence[int | tuple[int, ...]]
 
 
@@ -101,11 +101,11 @@ def blocks(code: Sequence[Instruction], moved: Sequence[int]) -> list[Block]:
 
 
 def executed(way: Sequence[Block], trips: Trips) -> tuple[int, int]:
-    """Instructions of a thread on the longest way, and the bytes that it moves there.
+    """Instructions of a thread on the longest path, and the bytes that it moves there.
 
     Args:
-        trips: how often a loop goes round, the outermost first, or each of those that are nested as deep, the last
-            number for what follows too; those of which nothing is said go once.
+        trips: iterations of a loop, the outermost first, or of each loop at that depth, where the last number also
+            applies to those that follow; loops without a number run once.
     """
     longest: dict[int, tuple[int, int]] = {}
     for i in _last_first(way):
@@ -118,7 +118,7 @@ def executed(way: Sequence[Block], trips: Trips) -> tuple[int, int]:
 
 
 def _walked(after: Sequence[Sequence[int]]) -> tuple[list[int], set[tuple[int, int]]]:
-    """Blocks as a walk from the first meets them, and the edges that lead back to where the walk came through."""
+    """Blocks in the order of a depth-first walk from the first, and the edges back to a block of the current path."""
     order, back = [0], set()
     on_the_way, seen = [(0, iter(after[0]))], {0}
     path = {0}

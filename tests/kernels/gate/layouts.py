@@ -1,8 +1,8 @@
-"""How the threads of a warp lie over memory: the bytes side by side that each access to it covers.
+"""How the threads of a warp are laid out over memory: the contiguous bytes that each access covers.
 
-Read from Triton's own language, where every load and store says which layout its pointers have. That they grow by one
-along the axis on which a layout's threads lie closest is what Triton chose the layout by; how many bytes a thread takes
-at once is read from the machine code.
+Read from Triton's own language, where every load and store has the layout of its pointers. Triton chooses the layout
+such that addresses grow by one along the axis with the closest threads; the bytes that a thread moves at once are
+read from the machine code.
 """
 
 import re
@@ -24,9 +24,9 @@ Basis = list[tuple[int, ...]]
 
 
 def runs(ttgir: str) -> tuple[dict[int, int], dict[int, int]]:
-    """Of a kernel's loads and of its stores: by the bytes that lie side by side in a warp's access, all bytes so moved.
+    """For a kernel's loads and its stores: bytes moved, by the number of contiguous bytes in a warp's access.
 
-    A thread stores up to 16 bytes at once; where it holds more side by side, the accesses of its warp have gaps. A
+    A thread stores up to 16 bytes at once; where it holds more contiguous bytes, the accesses of its warp have gaps. A
     load's gaps are filled by the next instruction of the same threads, from the first-level cache.
     """
     named = dict(NAMED.findall(ttgir))

@@ -1,4 +1,4 @@
-"""Compiling a recorded launch, and what its machine code says, by the tools inside Triton's own package.
+"""Compile a recorded launch and read its machine code, with the tools inside Triton's own package.
 
 Nothing here needs a driver: `triton.compile` with an explicit target stops at the cubin.
 """
@@ -26,7 +26,7 @@ from tests.kernels.gate import flow, layouts
 from tests.kernels.gate.flow import Block, Instruction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-#: Raised when what is read changes: kept figures of other readers are not believed.
+#: Raised when the reading changes: cached figures of other readers are ignored.
 READER = 6
 #: Bytes of an instruction.
 WIDTH = 16
@@ -60,20 +60,20 @@ class Code:
     passing_nan: int
     #: Changes of eight-bit data from the threads that made them to others.
     exchanged_bytes: int
-    #: By the bytes that lie side by side in a warp's access, all bytes so loaded and so stored (`layouts.runs`).
+    #: Bytes loaded and stored, by the number of contiguous bytes in a warp's access (`layouts.runs`).
     load_runs: dict[int, int]
     store_runs: dict[int, int]
-    #: The way of a program through the instructions (`flow.blocks`).
+    #: The path of a program through the instructions (`flow.blocks`).
     way: tuple[Block, ...]
 
 
 def compiled(launch: KernelLaunch, arch: int) -> Any:
-    """What Triton makes of one launch for sm_`arch`."""
+    """Compile one launch for sm_`arch`."""
     return triton.compile(launch.source, target=GPUTarget("cuda", arch, 32), options=launch.options)
 
 
 def read(kernels: Sequence[Any], arch: int) -> list[Code]:
-    """Read compiled kernels of one architecture; cached in Triton's own cache beside its source."""
+    """Read compiled kernels of one architecture; cached in Triton's own cache with its source."""
     places = [get_cache_manager(sha256(f"{k.hash} read by {READER}".encode()).hexdigest()) for k in kernels]
     fresh = [(kernel, place) for kernel, place in zip(kernels, places, strict=True) if not place.get_file("code.json")]
     listings = _listings([kernel.asm["cubin"] for kernel, _ in fresh], arch)

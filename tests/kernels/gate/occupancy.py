@@ -1,7 +1,7 @@
-"""How many programs of a kernel one multiprocessor runs side by side.
+"""How many programs of a kernel run on one multiprocessor at the same time.
 
 Source: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", and the CUDA Occupancy
-Calculator for how registers are given out.
+Calculator for the allocation of registers.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ class Multiprocessor(NamedTuple):
 
     warps: int
     programs: int
-    #: Bytes of shared memory, of which every program takes `RESERVED` more than it asked for.
+    #: Bytes of shared memory, of which every program takes `RESERVED` more than it requested.
     shared: int
 
 
@@ -32,8 +32,8 @@ REGISTERS, PARTS, STEP = 16384, 4, 256
 
 def programs(registers: int, shared: int, warps: int, arch: int) -> int:
     """Programs of so many warps that fit, each thread with so many registers and each with so much shared memory."""
-    buffer = MULTIPROCESSORS[arch]
-    of_warp = -(-registers * 32 // STEP) * STEP
-    by_registers = PARTS * (REGISTERS // of_warp) // warps
-    by_shared = buffer.shared // (-(-shared // SHARED_STEP) * SHARED_STEP + RESERVED)
-    return min(by_registers, by_shared, buffer.warps // warps, buffer.programs)
+    resources = MULTIPROCESSORS[arch]
+    registers_of_warp = -(-registers * 32 // STEP) * STEP
+    by_registers = PARTS * (REGISTERS // registers_of_warp) // warps
+    by_shared = resources.shared // (-(-shared // SHARED_STEP) * SHARED_STEP + RESERVED)
+    return min(by_registers, by_shared, resources.warps // warps, resources.programs)

@@ -1,4 +1,4 @@
-"""What no kernel may do, on any architecture and with any version of Triton: a rule says what is wrong, or nothing."""
+"""Rules for all kernels, on any architecture and with any version of Triton: a rule returns an error, or ""."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,13 @@ from tests.kernels.gate.machine_code import Code
 from tests.kernels.gate.occupancy import programs
 from tests.kernels.gate.record import Recorded
 
-#: Of the bytes that a thread moves, how many must move 16 at a time: a scale or an amax may go alone.
+#: Share of the bytes that a thread must move 16 at a time: a scale or an amax may be moved alone.
 WIDE_SHARE = 0.75
-#: Bytes that memory gives and takes at once.
+#: Bytes of one memory transaction.
 SECTOR = 32
-#: Programs of a multiprocessor: while one waits for memory, another computes. One of so many warps does both.
+#: Programs on a multiprocessor: while one waits for memory, another computes. One with so many warps does both.
 FEWEST, MANY_WARPS = 2, 32
-#: What the longest way through the code moves, of the bytes that the launch cannot but move.
+#: Share of the bytes that the launch must move, which the longest path through the code must account for.
 ACCOUNTED = 0.9
 
 

@@ -1,4 +1,4 @@
-"""What a launch's key depends on: all that decides its machine code, wherever it stands, and nothing else."""
+"""A launch's key depends on all that decides its machine code, in any module, and on nothing else."""
 
 import importlib
 import sys
@@ -18,8 +18,8 @@ from tests.kernels.gate.record import Recorded
 KERNEL = '''
 import triton
 import triton.language as tl
-from house import numbers
-from house.tiles import store
+from toy_package import numbers
+from toy_package.tiles import store
 
 GAIN = tl.constexpr(2.0)
 UNREAD = tl.constexpr(1)
@@ -82,22 +82,22 @@ Key = Callable[..., str]
 
 @pytest.fixture
 def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Key]:
-    """The key of `doubled`, of modules in which one text stands for another, launched with other parameters."""
+    """The key of `doubled`, in modules where one text replaces another, launched with other parameters."""
     versions = count()
 
     def key_of(file: str = "kernel.py", old: str = "", new: str = "", **how: Any) -> str:
         arch, of, trips = how.pop("arch", 90), how.pop("of", "same"), how.pop("trips", ())
         assert old in FILES[file]
-        house = tmp_path / str(next(versions)) / "house"
-        house.mkdir(parents=True)
-        (house / "__init__.py").touch()
+        toy_package = tmp_path / str(next(versions)) / "toy_package"
+        toy_package.mkdir(parents=True)
+        (toy_package / "__init__.py").touch()
         for name, text in FILES.items():
-            (house / name).write_text(text.replace(old, new) if name == file and old else text)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "house"]:
+            (toy_package / name).write_text(text.replace(old, new) if name == file and old else text)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "toy_package"]:
             del sys.modules[name]
         with monkeypatch.context() as patch:
-            patch.syspath_prepend(house.parent)
-            kernel = importlib.import_module("house.kernel")
+            patch.syspath_prepend(toy_package.parent)
+            kernel = importlib.import_module("toy_package.kernel")
         signature = {"x": "*bf16", "out": "*fp32", "n": "i32", "BLOCK": "constexpr", "OF": "constexpr"}
         constants = {"BLOCK": 1024, "OF": getattr(kernel, of)}
         launch = KernelLaunch(kernel.doubled, (8, 1, 1), signature, constants, ("x", "out"), 4)
@@ -105,7 +105,7 @@ def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Key]:
         return keys.key(Recorded(Case(name="row", launch=lambda: None, trips=trips), "row: doubled", changed), arch)
 
     yield key_of
-    for name in [name for name in sys.modules if name.partition(".")[0] == "house"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "toy_package"]:
         del sys.modules[name]
 
 

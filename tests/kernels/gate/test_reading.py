@@ -1,4 +1,4 @@
-"""What the gate reads: the way through a listing, layouts of accesses, programs of a multiprocessor, and the shares."""
+"""The readers of the gate: the path through a listing, layouts of accesses, programs of a multiprocessor, shares."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """A kernel that writes and reads a state by `quaver.kernels.optim.codes`, blocks of 64, several a program.
 
-Run as a program it compiles for every architecture and says what it found, as JSON: Triton compiles only where it does
+Run as a program it compiles for every architecture and prints the figures as JSON: Triton compiles only where it does
 not interpret.
 """
 

@@ -50,7 +50,7 @@ def test_values_around_every_code_and_midpoint(text: str) -> None:
     signed = spec.of.signed and spec.of.kind != "format"
     values = np.unique(np.abs(optim.table_values(every.view(np.int8) if signed else every, spec.of)))
     values = values[np.isfinite(values)].astype(np.float64) / spec.of.largest
-    # Numbers lie on lines between values: the middles are those of codes.
+    # The map is linear between values: the middles of values are those of codes.
     points = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(np.float32)
     near = (points.view(np.int32)[:, None] + np.arange(-12, 13, dtype=np.int32)).ravel()
     near = near[(near >= 0) & (near < 0x3F800000)].view(np.float32)
@@ -80,7 +80,7 @@ def test_every_scale_has_its_inverse() -> None:
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (89, 100, 120))])
 def test_the_compiler_fuses_no_multiply_add_unless_written(arch: int) -> None:
-    """A product that enters a sum is rounded first, unless `tl.fma` says otherwise: by the PTX."""
+    """A product that enters a sum is rounded first, unless `tl.fma` is used: checked in the PTX."""
     environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
     command = [sys.executable, "-m", "tests.kernels.optim.roundtrip", str(arch), *COMPILED]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

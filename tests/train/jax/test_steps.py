@@ -1,6 +1,6 @@
-"""Steps in JAX: beside those of PyTorch, recomputed, in micro-batches, resumed, and handed to PyTorch and back.
+"""Steps in JAX: compared with PyTorch, recomputed, in micro-batches, resumed, and continued in PyTorch and back.
 
-They stand in one file since most of them run the same compiled steps, which JAX keeps for the length of a file.
+They are in one file since most of them run the same compiled steps, which are cached for the length of a file.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Whole tiny models beside transformers', from the same random weights: logits and every gradient."""
+"""Logits and gradients of whole tiny models agree with transformers', from the same random weights."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,7 +85,7 @@ NEOX_NAMES = {
 }
 
 
-def apart(c: ModelConfig, parts: list[Tensor]) -> Tensor:
+def separate(c: ModelConfig, parts: list[Tensor]) -> Tensor:
     raise AssertionError("queries, keys and values are matrices of their own")
 
 
@@ -107,17 +107,17 @@ FAMILIES: dict[str, Row] = {
         transformers.LlamaForCausalLM,
         LLAMA_NAMES,
         AROUND,
-        apart,
+        separate,
     ),
-    "mistral-tiny": (mistral, transformers.MistralForCausalLM, LLAMA_NAMES, AROUND, apart),
+    "mistral-tiny": (mistral, transformers.MistralForCausalLM, LLAMA_NAMES, AROUND, separate),
     "qwen3-tiny": (
         lambda c: transformers.Qwen3Config(**llama_like(c)),
         transformers.Qwen3ForCausalLM,
         LLAMA_NAMES,
         AROUND,
-        apart,
+        separate,
     ),
-    "gemma2-tiny": (gemma2, transformers.Gemma2ForCausalLM, GEMMA_NAMES, AROUND, apart),
+    "gemma2-tiny": (gemma2, transformers.Gemma2ForCausalLM, GEMMA_NAMES, AROUND, separate),
     "falcon-tiny": (
         falcon,
         transformers.FalconForCausalLM,
@@ -144,7 +144,7 @@ def translated(name: str, ours: Weights) -> Weights:
     """Our parameters, or their gradients, as transformers has them."""
     _, _, names, around, fuse = FAMILIES[name]
     config = MODELS[name]
-    if fuse is not apart:
+    if fuse is not separate:
         for key in [key for key in ours if ".q_proj." in key]:
             parts = [ours[key.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
             ours = {k: v for k, v in ours.items() if k.replace("k_proj", "q_proj").replace("v_proj", "q_proj") != key}

@@ -1,4 +1,4 @@
-"""One update on the device alone, which can be recorded; what recording it asks for is said in a sentence."""
+"""One update runs on the device only and can be recorded; unsupported recordings raise a clear error."""
 
 import numpy as np
 import pytest
