@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-# Compiling is what JAX's tests spend their time on, here and in processes that they start; see OPTIMIZED.
+# JAX's tests spend most of their time on compiling, here and in processes that they start; see OPTIMIZED.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Inductor compiles in this process: its pool, one for each process that compiles, first imports torch once more.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -47,7 +47,7 @@ NAMED_BY_A_VALUE = re.compile(r" at 0x|\btensor\(")
 ROOT = Path(__file__).parents[1]
 #: Tests of kernels: on a machine with a GPU they run there, and `pytest -m gpu` takes them.
 ON_A_GPU = ("tests/kernels/",)
-#: Tests of what a CPU interprets.
+#: Tests of kernels interpreted on a CPU.
 INTERPRETED = (
     "tests/torch/backends/gpu/",
     "tests/torch/linear/test_plan_gpu.py",

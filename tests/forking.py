@@ -112,7 +112,7 @@ def serve(stage: str, folder: int, alive: int) -> None:
                 program = receive(connection)
                 if program is None:
                     continue
-                # JAX and Python warn of threads, of which there are none.
+                # JAX and Python warn about threads, but there are none.
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     child = os.fork()

@@ -276,7 +276,7 @@ class Shape:
 
     def __init__(self, shape: Any, numel: int) -> None:
         self.shape, self.numel, self.text = shape, numel, str(shape)
-        self.of_tensor = core.tuple([core.constexpr(number) for number in shape])
+        self.dimensions = core.tuple([core.constexpr(number) for number in shape])
         self.product = core.constexpr(numel)
 
 
@@ -320,7 +320,7 @@ def begin_block(own: Callable[..., None]) -> Callable[..., None]:
 
 def begin_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = (type.known.of_tensor, type.known.product) if type.is_block() else POINT
+    self.shape, self.numel = (type.known.dimensions, type.known.product) if type.is_block() else POINT
 
 
 def plain(values: Any) -> bool:

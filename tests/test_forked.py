@@ -1,4 +1,4 @@
-"""A program that is forked does what one does that Python starts."""
+"""A forked program behaves like one that Python starts."""
 
 import subprocess
 import sys

@@ -16,7 +16,7 @@ from tests.conftest import give_back, resident
 def compiled(n):
     return jax.jit(lambda x: sum(jnp.sin(x + i) for i in range(100)))(jnp.ones(n))
 
-# The first compilation makes what the compiler itself needs.
+# The first compilation allocates the compiler's own buffers.
 compiled(100)
 give_back()
 before = resident()

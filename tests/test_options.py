@@ -1,4 +1,4 @@
-"""Constructors that take a dataclass's arguments: what they show, and what they say of an argument that is none."""
+"""Constructors with a dataclass's arguments: their signatures, and their errors for unknown arguments."""
 
 import inspect
 from dataclasses import KW_ONLY, dataclass

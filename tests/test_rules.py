@@ -1,4 +1,4 @@
-"""Filters for `skip=`: what they leave alone, and why."""
+"""Filters for `skip=`: which layers they skip, and why."""
 
 import pytest
 

@@ -82,7 +82,7 @@ def test_a_broken_context_ends_the_process_after_its_case(monkeypatch: pytest.Mo
     assert results[-1].case == "good" and "broke the GPU's context: an illegal memory access" in results[-1].failures[0]
 
 
-#: A section's process: cases "one", "two" and "three", of which the second crashes or hangs unless it is left out.
+#: A section's process: cases "one", "two" and "three"; the second crashes or hangs unless it is left out.
 SCRIPT = """
 import sys, time
 for name in ("one", "two", "three"):

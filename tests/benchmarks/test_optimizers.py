@@ -56,16 +56,16 @@ def acceptance_of(plan: Plan, losses: dict[str, tuple[float | None, ...]], clamp
 
 
 def test_optimizers_are_judged_by_loss_and_clamped_updates() -> None:
-    def holds(clamped: int = 0, **losses: float | None) -> bool:
+    def accepted(clamped: int = 0, **losses: float | None) -> bool:
         own = {FLOAT32_STATES: 2.0, NULL: 2.001, "balanced": 2.002, "lean": 1.999, BAD_STATES: 2.5, "adamw": 2.0}
         pairs = {row: (loss, loss) for row, loss in {**own, **losses}.items()}
         return acceptance_of(optimizers.plan(seeds=2), pairs, clamped).accepted
 
-    assert holds()
-    assert holds(control=None), "a control that became NaN is seen"
-    assert not holds(clamped=1)
+    assert accepted()
+    assert accepted(control=None), "a control that became NaN is seen"
+    assert not accepted(clamped=1)
     for wrong in ({"lean": 2.02}, {"balanced": 2.02}, {"lean": None}, {"control": 2.1}, {"float32_states": None}):
-        assert not holds(**wrong), wrong  # type: ignore[arg-type]
+        assert not accepted(**wrong), wrong  # type: ignore[arg-type]
 
 
 def test_a_schedule_must_end_nearer_than_its_null_model_differs() -> None:

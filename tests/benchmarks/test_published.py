@@ -1,4 +1,4 @@
-"""The ledger predicts what others measured, and two pages say what the ledger predicts."""
+"""The ledger predicts published measurements, and two pages show its predictions."""
 
 import re
 from pathlib import Path

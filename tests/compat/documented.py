@@ -171,7 +171,7 @@ def quickstart(te: Any, kind: str) -> nn.Module:
     for name, (fused, whole) in SHARED.items():
         place = {"te": name, "fused": fused, "transformer": whole}[kind]
         owner, _, last = place.rpartition(".")
-        # As the notebook's helper does: a parameter put in the place of another.
+        # As the notebook's helper does: one parameter replaces another.
         setattr(model.get_submodule(owner), last, basic.get_parameter(name))
     return model
 

@@ -1,4 +1,4 @@
-"""Other libraries' checkpoints are read without running anything of them, and go on with the losses that they had."""
+"""Checkpoints of other libraries are read without running their code, and training continues with the same losses."""
 
 import copy
 import os

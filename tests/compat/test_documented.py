@@ -1,4 +1,4 @@
-"""What torchao's and Transformer Engine's own pages show first runs by our names, with what the pages say of it."""
+"""The first examples of torchao's and Transformer Engine's pages run with our names and give the documented results."""
 
 import sys
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_transformer_engines_first_layer() -> None:
 def test_transformer_engines_first_layer_for_jax() -> None:
     jax = pytest.importorskip("quaver.compat.transformer_engine.jax")
     losses = documented.readme_jax(jax, jax.flax, recipe)
-    # Weights stay, and what was never recorded is measured: the same codes in every step.
+    # Weights do not change, and amaxes that were never recorded are measured: every step has the same codes.
     assert len(losses) == 11 and len(set(losses[:10])) == 1
     assert 0 < abs(losses[10] - losses[0]) < 0.02 * losses[10]
 

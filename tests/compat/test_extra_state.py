@@ -1,4 +1,4 @@
-"""Checkpoints of Transformer Engine's go on where they were, and what they could run they do not."""
+"""Training continues from checkpoints of Transformer Engine, and code in their pickles does not run."""
 
 import builtins
 import collections
@@ -44,7 +44,7 @@ def theirs() -> Iterator[Any]:
 
 
 class Plain:
-    """One linear layer by Transformer Engine's rule: scales of before, and what the step has recorded after it."""
+    """One linear layer by Transformer Engine's rule: scales from before the step, and amaxes recorded by it."""
 
     def __init__(self, weight: Tensor, bias: Tensor, seed: int) -> None:
         rng = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The page of names is what the lists and the packages say of it, and every name is there or refused with a reason."""
+"""The page of names agrees with the lists and the packages; every name exists or is refused with a reason."""
 
 import importlib
 from collections.abc import Callable

@@ -373,7 +373,7 @@ def main() -> None:
             runs += 1
             try:
                 check(seed)
-            except Exception as error:  # whatever it is, the draws go on
+            except Exception as error:  # any error; the other draws still run
                 failed += 1
                 print(f"{type(error).__name__}: {str(error)[:700]}\n", flush=True)
         if compiled:

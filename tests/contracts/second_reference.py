@@ -26,8 +26,8 @@ Where the text leaves a case open, the most literal reading is taken:
     the signs like the rest (which gives zeros their sign only); a block of a whole axis spans the padded
     axis.
  9. Empty axes: a whole-axis block on an axis of length 0 is one block (amax 0), other blocks are none.
-10. Margin: p(a) is the p of the rule, already held; minus margin it is held again. With power_of_two=False
-    the text is silent: e = max / a, held, times 2^-margin, held again.
+10. Margin: p(a) is the p of the rule, already limited; minus margin it is limited again. With power_of_two=False
+    undefined in the text: e = max / a, limited, times 2^-margin, limited again.
 11. `count` is 64 bits wide and its place in the counter 32: its low half is used.
 12. A given amax is read like a measured one: no sign, an exponent field of 0 counts as 0.
 13. A history that holds a non-finite value (nothing records one): e = 1, the rule for a non-finite amax.
@@ -287,7 +287,7 @@ def block_scales(x, format, block, scale, power_of_two, amax, factor) -> tuple[n
 
 
 def validate(format: str, scale: str, rounding: str, factor) -> None:
-    """Refuse what the text does not define."""
+    """Refuse arguments that the specification does not define."""
     if format not in FORMATS or rounding not in ("nearest", "stochastic"):
         raise ValueError(f"unknown format {format!r} or rounding {rounding!r}")
     if scale not in ("fp32", "power_of_two", "e8m0", "two_level"):
@@ -360,7 +360,7 @@ def history_step(
     """Roll one column: [newest, oldest ... second newest] -> [0, older ... newest], and find its factor.
 
     Where history[0] is 0 both stay. Else a is the largest value ("max") or the newest ("most_recent") and the
-    factor is e(a) * 2^-margin, held to [2^-126, 2^100] (power_of_two=False: to normal numbers).
+    factor is e(a) * 2^-margin, limited to [2^-126, 2^100] (power_of_two=False: to normal numbers).
     """
     if algorithm not in ("max", "most_recent"):
         raise ValueError(f"unknown algorithm {algorithm!r}")

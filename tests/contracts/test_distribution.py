@@ -19,7 +19,7 @@ from quaver.include import CMAKE
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-#: What `make test` needs beyond the folders of code, and what a reader looks for.
+#: Files that `make test` needs in addition to the folders of code, and that readers look for.
 NEEDED = {
     ".ci/run",
     "CHANGELOG.md",

@@ -1,4 +1,4 @@
-"""Every format, spec, GEMM and recipe that can be constructed computes what the reference does, or was refused.
+"""Every format, spec, GEMM and recipe that can be constructed agrees with the reference, or is refused.
 
 What is drawn is `tests.contracts.drawn_specs`; seeds that failed once are named here.
 """
@@ -104,7 +104,7 @@ def test_dozens_of_drawn_layers_compiled_and_in_jax(seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_minute_of_draws_finds_nothing() -> None:
-    """`--seconds 600` is what a change of formats, scales or GEMMs should survive."""
+    """Run `--seconds 600` after a change of formats, scales or GEMMs."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "tests.contracts.drawn_specs", "--seconds", "60", "--seed", "100000"]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=500, check=False)

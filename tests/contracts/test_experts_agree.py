@@ -122,7 +122,7 @@ def test_sums_have_the_same_bits_in_a_program() -> None:
     assert_bitwise(np.asarray(jax.jit(through)(x, weights)), expected)
 
 
-#: The first spec of each kind that moves: what is stored for it.
+#: Stored parts by the first spec of each kind that is permuted.
 MOVED = {(s.block, s.scale, s.format.packed, s.hadamard): n for n, s in reversed(SPECS.items()) if not why_not_rows(s)}
 
 

@@ -1,4 +1,4 @@
-"""Bits are part of the API: what JAX stores is what numpy and torch store, eager and under jit."""
+"""Bits are part of the API: JAX stores the same bits as numpy and torch, eager and under jit."""
 
 import dataclasses
 from collections.abc import Collection, Iterator

@@ -46,7 +46,7 @@ CASES = [
 Operands = dict[str, Any]
 
 
-class Notes:
+class Recorder:
     """Replacement for the counters that records quantized tensors."""
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ def run_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dt
     with torch.no_grad():
         layer.weight.copy_(torch.from_numpy(w.T.copy()))
         layer.bias.copy_(torch.from_numpy(bias))
-    tx, notes = torch.from_numpy(x).to(dtype).requires_grad_(), Notes()
-    counters.active.counters = notes  # type: ignore[assignment]
+    tx, recorder = torch.from_numpy(x).to(dtype).requires_grad_(), Recorder()
+    counters.active.counters = recorder  # type: ignore[assignment]
     try:
         with qt.autocast(recipe), torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             y = layer(tx)
@@ -72,7 +72,7 @@ def run_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dt
     finally:
         counters.active.counters = None
     cached = state_of(layer).weights.entries
-    operands = notes.operands | {"weight": cached["fprop"].quantized}
+    operands = recorder.operands | {"weight": cached["fprop"].quantized}
     if "dgrad" in cached:
         operands["weight.T"] = cached["dgrad"].quantized
     assert tx.grad is not None and layer.weight.grad is not None
@@ -101,7 +101,7 @@ def test_every_operand_has_the_codes_and_scales_of_torchs(recipe: Recipe, dtype:
     expected, results = run_torch(recipe, x, w, bias, g, getattr(torch, dtype))
     wide = jnp.dtype(dtype)
 
-    # The bits of an optimized program are those of test_frameworks_agree.py; here is what is quantized, and by what.
+    # test_frameworks_agree.py checks the bits of optimized programs; here only operands and specs are checked.
     @partial(jax.jit, compiler_options=QUICKEST)
     def step(x: Any, w: Any, state: Any, g: Any) -> Any:
         def layer(x: Any, w: Any, state: Any) -> Any:

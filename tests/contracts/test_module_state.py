@@ -28,7 +28,7 @@ LOCKED = "filled under a lock, and looked up again there"
 ONCE = "setdefault: the first one stays"
 OWN = "the key holds the thread and the stream: nobody else writes there"
 WARNS = "two threads may warn twice"
-#: functools.cache and lru_cache are safe in threads; what they hold must be, too.
+#: functools.cache and lru_cache are safe in threads; their values must be, too.
 CACHED = "functools keeps it consistent; two threads may compute the same twice"
 #: By module and name.
 SAFE = {

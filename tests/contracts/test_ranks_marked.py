@@ -44,7 +44,7 @@ def starts(name: str, function: str, seen: dict[str, bool]) -> bool:
 
 
 def any_starts(name: str, function: str, seen: dict[str, bool]) -> bool:
-    """Whether anything in a function or class that is there does."""
+    """Whether a node in the function or class starts ranks."""
     own, names = module(name)
     for node in ast.walk(own[function]):
         if isinstance(node, ast.Constant) and node.value == TORCHRUN:

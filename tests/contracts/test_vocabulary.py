@@ -8,9 +8,9 @@ from tests.conftest import ROOT
 from tests.contracts.sources import parsed, walk
 
 SOURCE = ROOT / "src/quaver"
-#: Packages that offer the same classes to different users, and may name them alike.
+#: Packages that offer the same classes to different users, with the same names.
 FRONT_ENDS = ("torch", "jax/linen", "jax/nnx", "jax", "reference", "train/torch", "train/jax")
-#: A docstring begins with a verb or a noun phrase that says what the caller gets, not with one of these.
+#: A docstring begins with a verb or a noun phrase for the result, not with one of these.
 OPENINGS = ("What", "Whether", "Of")
 
 

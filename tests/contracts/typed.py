@@ -30,7 +30,7 @@ GLOBAL = ("warn_redundant_casts",)
 
 
 def mypy(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run mypy in the tree; one at a time, since the second finds in the cache what the first has read."""
+    """Run mypy in the tree, one process at a time, since the next one uses the cache of the first."""
     (ROOT / ".mypy_cache").mkdir(exist_ok=True)
     with FileLock(ROOT / ".mypy_cache" / "lock"):
         return subprocess.run(

@@ -15,7 +15,7 @@ T, K, N = 8192, 4096, 2048
 ELEMENTS = {"input": T * K, "weight": N * K, "grad_output": T * N}
 
 #: Bytes an element of input, weight and grad_output, on Hopper and on Blackwell: reads of two, codes of one (NVFP4:
-#: half) and scales, values of two. Written down by hand from what the kernels do.
+#: half) and scales, values of two. Derived by hand from the kernels.
 BYTES = {
     "bf16": ((0, 0, 0), (0, 0, 0)),
     "delayed": ((4, 4, 4), (3, 3, 3)),
@@ -183,7 +183,7 @@ def test_small_layers_do_not_gain_and_large_ones_do() -> None:
 
 def test_a_layer_of_one_element_costs_its_launches() -> None:
     cost = ledger.layer(get("delayed"), 1, 1, 1, "h200")
-    # Three quantizations and three GEMMs, each of which decodes two operands, having one column, and is rounded.
+    # Three quantizations and three GEMMs; each GEMM decodes two operands, has one column, and is rounded.
     assert cost.seconds == pytest.approx(15 * LAUNCH, rel=1e-3)
     assert cost.bf16_seconds == pytest.approx(3 * LAUNCH, rel=1e-3)
 

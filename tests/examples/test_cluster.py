@@ -19,7 +19,7 @@ MOST_DIFFERENCE = 0.05
 
 
 def commands() -> list[list[str]]:
-    """The lines of the page's consoles, but for what a cluster alone has."""
+    """The commands of the page, without the parts that need a cluster."""
     blocks = re.findall(r"```console\n(.*?)```", PAGE.read_text(), re.DOTALL)
     every = [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [words for words in every if words[0] in PROGRAMS]

@@ -22,9 +22,9 @@ class Fault(NamedTuple):
     #: Text that occurs once in the file, and the text that takes its place.
     old: str
     new: str
-    #: Arguments of pytest: the area's tests, one of which fails with the fault.
+    #: Arguments of pytest: the area's tests; one of them fails with the fault.
     tests: list[str]
-    #: A pattern of cases of the golden corpus, some of which differ with the fault; "" where no case covers it.
+    #: A pattern of cases of the golden corpus; some of them differ with the fault; "" where no case covers it.
     golden: str
 
 

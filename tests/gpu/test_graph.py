@@ -19,7 +19,7 @@ from quaver.train.config import TrainConfig
 from quaver.train.torch.learner import TorchLearner
 
 pytestmark = pytest.mark.gpu
-#: A walk over what is launched takes fewer (`benchmarks.gpu.ahead.walk`).
+#: A walk over the launches takes fewer (`benchmarks.gpu.ahead.walk`).
 STEPS = int(os.environ.get("QUAVER_TEST_STEPS", "8"))
 
 

@@ -36,7 +36,7 @@ def plain(recipe: Any, autocast: bool, norm: bool = True) -> list[float]:
     """Losses of our own layers, perhaps under torch.autocast, perhaps with our norm."""
     net = model()
     if norm:
-        # As there, it gives what it is given, where torch's gives float32 under torch.autocast.
+        # As there, it returns its input's dtype, where torch's returns float32 under torch.autocast.
         net[1] = qt.LayerNorm(64)
     qt.convert(net, recipe, head=True)
     optimizer, losses = torch.optim.AdamW(net.parameters(), 1e-2), []

@@ -48,8 +48,8 @@ def test_a_llama_runs_in_onnxruntime_with_any_number_of_tokens(recipe: str, tmp_
     kinds = Counter(node.op_type for node in graph.node)
     # Inputs that several layers share are quantized once; every weight is a constant of float8.
     assert kinds["QuantizeLinear"] in (4, 7) and kinds["DequantizeLinear"] == 14 and "Log" not in kinds
-    held = [x for x in graph.initializer if x.data_type == onnx.TensorProto.FLOAT8E4M3FN and len(x.dims) == 2]
-    assert len(held) == 7
+    weights = [x for x in graph.initializer if x.data_type == onnx.TensorProto.FLOAT8E4M3FN and len(x.dims) == 2]
+    assert len(weights) == 7
     for shape in ((2, 9), (3, 17), (1, 1)):
         ids = torch.randint(96, shape)
         with torch.no_grad():

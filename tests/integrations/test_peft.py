@@ -94,15 +94,15 @@ def test_adapters_over_codes_learn_and_the_codes_stay(recipe: str, dtype: torch.
     before = {name: v.clone() for name, v in model.state_dict().items() if not name.endswith(("count", "history"))}
     model = adapted(model)
     assert all(p.dtype is torch.float32 and p.requires_grad for p in adapters(model))
-    # A's starting values were never rounded to codes, of which there are 100 between them.
+    # A's initial values were never rounded to codes; there are 100 codes in their range.
     assert len(adapters(model)[0].unique()) > 200
     losses = [train(model, 1)[0] for _ in range(1)] + train(model, 12)
     assert losses[-1] < losses[0]
     after = model.get_base_model().state_dict()
     for name, value in before.items():
         layer, _, last = name.rpartition(".")
-        held = after.get(name, after.get(f"{layer}.base_layer.{last}"))
-        assert_bitwise(held.view(torch.uint8), value.view(torch.uint8), name)
+        after_training = after.get(name, after.get(f"{layer}.base_layer.{last}"))
+        assert_bitwise(after_training.view(torch.uint8), value.view(torch.uint8), name)
 
 
 @pytest.mark.parametrize("recipe", STORED)
@@ -115,7 +115,7 @@ def test_files_hold_adapters_alone_and_come_back(recipe: str, tmp_path: Path) ->
     again = PeftModel.from_pretrained(stored(recipe), tmp_path, config=over_codes(LoraConfig.from_pretrained(tmp_path)))
     with torch.no_grad():
         assert_bitwise(loss_of(again, 7), loss_of(model, 7))
-    # Over the unquantized base they are what was trained.
+    # With the unquantized base they are the trained adapters.
     plain = PeftModel.from_pretrained(tiny("llama"), tmp_path)
     for a, b in zip(adapters(plain), adapters(model), strict=True):
         assert_bitwise(a.detach(), b.detach())

@@ -35,7 +35,7 @@ def assert_scales(model: nn.Module, case: str) -> None:
 
 
 def rows(model: nn.Module) -> list[Tensor]:
-    """Of each rank what was recorded last."""
+    """The amaxes that each rank recorded last."""
     return two_ranks.gathered(torch.stack([layer.history[0] for layer in with_history(model)]))
 
 

@@ -65,7 +65,7 @@ def test_compressed_tensors_reads_the_same_weights_and_runs_them(recipe: str, tm
         tmp_path / "out", dtype=torch.float32, quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
     )
     assert_same_weights(tmp_path / "out", dense)
-    # Its own inputs, quantized by its own observers: what is left is what the check calls inputs, and no more.
+    # Its own inputs, quantized by its own observers: the remaining difference is only what the check calls inputs.
     run = divergence(logits(trained), logits(read(tmp_path / "out", dtype=torch.bfloat16)))
     assert run.mean < 3 * max(result.check.inputs.mean, result.check.high_inputs.mean)
 
@@ -96,9 +96,9 @@ def test_modelopt_reads_the_same_weights(recipe: str, tmp_path: Path) -> None:
         wanted = reader.decoded(prefix).dense()
         weight, scale = reader.tensor(prefix + "weight"), reader.tensor(prefix + "weight_scale")
         if weight.dtype is torch.uint8:
-            held = qtensor.NVFP4QTensor(wanted.shape, torch.float32, weight)
+            packed = qtensor.NVFP4QTensor(wanted.shape, torch.float32, weight)
             second = reader.tensor(prefix + "weight_scale_2")
-            got = held.dequantize(torch.float32, scale=scale, double_scale=second, block_sizes={-1: 16})
+            got = packed.dequantize(torch.float32, scale=scale, double_scale=second, block_sizes={-1: 16})
         elif scale.dtype is torch.uint8:
             got = qtensor.MXFP8QTensor(wanted.shape, torch.float32, weight).dequantize(torch.float32, scale=scale)
         else:
@@ -155,11 +155,11 @@ def test_experts_are_exported_under_their_checkpoint_names(
     )
     loaded = read(tmp_path / "out", dtype=torch.float32, **options)
     experts = loaded.model.layers[0].mlp.experts
-    held = model.model.layers[0].mlp.experts
+    original = model.model.layers[0].mlp.experts
     for name in ("gate_up_proj", "down_proj"):
-        theirs, ours = getattr(experts, name), getattr(held, name)
+        theirs, ours = getattr(experts, name), getattr(original, name)
         for e in range(4):
-            wanted = qt.quantize(ours[e].detach(), held.recipe.fprop.b).dequantize()
+            wanted = qt.quantize(ours[e].detach(), original.recipe.fprop.b).dequantize()
             assert_bitwise(theirs[e].detach().float(), wanted, f"{name} of expert {e}")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == [f"{family}ForCausalLM"]

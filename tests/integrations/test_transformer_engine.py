@@ -46,7 +46,7 @@ def test_positional_arguments_have_the_original_order(thing: Any) -> None:
     assert isinstance(definition, ast.FunctionDef)
     theirs = [a.arg for a in definition.args.args if a.arg != "self"]
     ours = [p.name for p in inspect.signature(thing).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    # What it has since put between is given by name.
+    # Arguments that it has inserted since are passed by name.
     assert ours == theirs[: len(ours)]
 
 

@@ -1,4 +1,4 @@
-"""The MLP of a Transformer as functions of arrays, made of what the modules of linen and NNX are made of."""
+"""The MLP of a Transformer as functions of arrays, made of the same functions as the modules of linen and NNX."""
 
 from collections.abc import Mapping
 from typing import Any

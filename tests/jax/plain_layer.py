@@ -1,4 +1,4 @@
-"""A Transformer layer in numpy and float64, from the formulas: what the modules compute without a recipe."""
+"""A Transformer layer in numpy and float64, from the formulas: the reference for modules without a recipe."""
 
 from typing import Any
 

@@ -74,7 +74,7 @@ def test_a_second_derivative_is_refused(layer: str, way: str, power: int) -> Non
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_second_derivative_is_refused_inside_a_scan(recipe: str) -> None:
-    """JAX cuts a scan's body in two, and derivatives of what it has cut forget the rules of the first."""
+    """JAX splits a scan's body, and the derivatives of its parts lose custom rules."""
     loss, at = loss_of("linear", recipe, 2, TRANSFORMS["scan"])
     for way in ("grad of grad", "hessian", "grad of the loss that grad returns"):
         with pytest.raises(NotImplementedError, match="no second derivative"):

@@ -24,7 +24,7 @@ from quaver.jax.blocks.layers import rms_norm
 from quaver.jax.linears.function import SAVED_NAME
 from tests.jax.functional_mlp import mlp
 
-#: Tokens and features; what a layer takes it gives.
+#: Tokens and features; the output of a layer has the shape of its input.
 T, D = 8, 16
 
 #: One that remembers nothing, one whose backward quantizes again, and the two with a state.

@@ -45,7 +45,7 @@ class Case:
     """One row."""
 
     name: str
-    #: Launches on meta tensors; what it returns does not matter.
+    #: Launches on meta tensors; the result is ignored.
     launch: Callable[[], object]
     #: Elements that one program works on; None: BM times BN of its constants, if it has them.
     elements: int | None = None

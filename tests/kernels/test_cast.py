@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Where the factor comes from.
 MODES = ["current", "given", "delayed", "unset", "given and unset"]
 OFTEN = ["current", "delayed", "unset"]
-#: Of several programs, each of which takes a third of the operands under each mode.
+#: Shapes of several programs; each has a third of the operands in each mode.
 WIDE = [shape for shape in SHAPES if shape[1] > 40]
 #: Every shape by one spec, the others and their modes at a small one.
 CALLS = [(mode, spec, (5, 7)) for mode in MODES for spec in SPECS[1:]]

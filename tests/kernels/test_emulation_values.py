@@ -35,7 +35,7 @@ TWO_LEVELS = {
 }
 
 
-def held(x: Tensor, spec: QuantSpec, *given: Any) -> Tensor:
+def reference_values(x: Tensor, spec: QuantSpec, *given: Any) -> Tensor:
     """Values of the reference's codes as bf16, clamped to its largest number."""
     v = reference.quantize(x, spec, *given).dequantize()
     largest = torch.finfo(BF16).max
@@ -57,8 +57,8 @@ def test_blocks_have_the_values_of_the_references_codes(spec: QuantSpec, shape: 
         x = torch.from_numpy(nasty(shape)[name]).to(DEVICE).to(BF16)
         along, down, saved = emulation.values(x, spec, False)
         assert saved is None
-        assert_values(name, along, held(x, spec))
-        expected = held(x.t(), spec).t()
+        assert_values(name, along, reference_values(x, spec))
+        expected = reference_values(x.t(), spec).t()
         if spec.block[0] != 1:
             assert down is None
             assert_values(name, along, expected)
@@ -66,7 +66,7 @@ def test_blocks_have_the_values_of_the_references_codes(spec: QuantSpec, shape: 
         assert_values(name, down, expected)
         along, nothing, saved = emulation.values(x, spec, True)
         assert nothing is None and saved is not None
-        assert_values(name, along, held(x, spec))
+        assert_values(name, along, reference_values(x, spec))
         assert_values(name, emulation.saved_values(*saved, spec), expected)
 
 
@@ -74,8 +74,8 @@ def test_blocks_have_the_values_of_the_references_codes(spec: QuantSpec, shape: 
 def test_blocks_of_other_dtypes(dtype: torch.dtype) -> None:
     x = torch.from_numpy(nasty((64, 96))["wide"]).to(DEVICE).to(dtype)
     along, down, _ = emulation.values(x, LINES[0], False)
-    assert_values("along", along, held(x, LINES[0]))
-    assert_values("down", down, held(x.t(), LINES[0]).t())
+    assert_values("along", along, reference_values(x, LINES[0]))
+    assert_values("down", down, reference_values(x.t(), LINES[0]).t())
 
 
 @pytest.mark.parametrize("spec", [LINES[0], LINES[2], LINES[4], SQUARES[1]], ids=str)
@@ -89,7 +89,7 @@ def test_every_exponent_of_an_amax_has_the_references_values(spec: QuantSpec) ->
     x[:, 5] = amax_values.to(DEVICE)
     x[:, 7] = -amax_values.to(DEVICE) / 3
     along, *_ = emulation.values(x, spec, False)
-    assert_values("along", along, held(x, spec))
+    assert_values("along", along, reference_values(x, spec))
 
 
 def test_which_formats_eight_bits_keep() -> None:
@@ -104,8 +104,8 @@ def test_two_levels_have_the_values_of_the_references_codes(kind: str, shape: tu
         x = torch.from_numpy(nasty(shape)[name]).to(DEVICE).to(BF16)
         along, down, saved = emulation.two_level_values(x, spec, other, False)
         assert saved is None
-        assert_values(name, along, held(x, spec))
-        expected = held(x.t(), other).t()
+        assert_values(name, along, reference_values(x, spec))
+        expected = reference_values(x.t(), other).t()
         if kind == "squares":
             assert down is None
             assert_values(name, along, expected)
@@ -113,7 +113,7 @@ def test_two_levels_have_the_values_of_the_references_codes(kind: str, shape: tu
         assert_values(name, down, expected)
         along, nothing, saved = emulation.two_level_values(x, spec, other, True)
         assert nothing is None and saved is not None
-        assert_values(name, along, held(x, spec))
+        assert_values(name, along, reference_values(x, spec))
         assert_values(name, emulation.cached_two_level_values(*saved), expected)
 
 
@@ -123,8 +123,8 @@ def test_two_levels_at_the_ends_of_the_range(top: float) -> None:
     x = (x / x.abs().max() * top).to(BF16)
     for spec, other in (TWO_LEVELS["lines"], TWO_LEVELS["rotated"]):
         along, down, _ = emulation.two_level_values(x, spec, other, False)
-        assert_values("along", along, held(x, spec))
-        assert_values("down", down, held(x.t(), other).t())
+        assert_values("along", along, reference_values(x, spec))
+        assert_values("down", down, reference_values(x.t(), other).t())
 
 
 @pytest.mark.parametrize("hadamard", [False, True])
@@ -140,7 +140,7 @@ def test_stochastic_rounding_draws_the_words_of_the_reference(hadamard: bool, st
         along, down, _ = emulation.two_level_values(x, spec, other, False, noise, straight, transposed)
         assert count.tolist() == [counts[0] + straight, counts[1] + transposed, 11]
         if straight:
-            assert_values(name, along, held(x, spec, None, None, (seed, streams[0], counts[0])))
+            assert_values(name, along, reference_values(x, spec, None, None, (seed, streams[0], counts[0])))
         if transposed:
-            assert_values(name, down, held(x.t(), other, None, None, (seed, streams[1], counts[1])).t())
+            assert_values(name, down, reference_values(x.t(), other, None, None, (seed, streams[1], counts[1])).t())
         assert (along is None, down is None) == (not straight, not transposed)

@@ -1,4 +1,4 @@
-"""The static gate: what is launched on a GPU is compiled for every architecture, and its machine code read.
+"""The static gate: all launches on GPUs are compiled for every architecture, and their machine code is checked.
 
 In processes of their own, since Triton interprets in this one.
 """

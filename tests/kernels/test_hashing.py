@@ -1,4 +1,4 @@
-"""The hash of a kernel names it in Triton's cache: it must not depend on what a process hashed before."""
+"""The hash of a kernel names it in Triton's cache: it must not depend on earlier hashes in the process."""
 
 import json
 import os

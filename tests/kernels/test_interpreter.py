@@ -114,7 +114,7 @@ def mixed(small, wide, real, floats, wholes, N: tl.constexpr):
 
 
 def test_mixed_types_promote_as_in_torch() -> None:
-    """See tests/interpreting.py: of types it is known what they become, of numbers nothing."""
+    """See tests/interpreting.py: the result of two types is cached, that of a type and a number is not."""
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         byte = torch.randint(-128, 128, (32,), generator=generator).to(torch.int8)
@@ -153,7 +153,7 @@ def fused(x, y, z, out, N: tl.constexpr):
 
 
 def test_a_product_and_a_sum_are_rounded_once() -> None:
-    """Against fractions: sums that cancel, ties that only the product's last bits decide, and what is no number."""
+    """Against fractions: sums that cancel, ties that only the product's last bits decide, NaN and infinities."""
     x, y = torch.randn(4096), torch.randn(4096)
     near = -(x.double() * y.double()).float()
     halves = torch.tensor([1 + 2**-23, 1 - 2**-24, 1 + 2**-12, 1 - 2**-12], dtype=torch.float32).repeat(256)

@@ -68,8 +68,8 @@ def test_every_telling_value_rounds_to_nearest_even_and_saturates(fmt: Format, i
     q = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
     with np.errstate(all="ignore"):
         encoded[(len(x) // 4096,)](x, q, 4096, DTYPES[fmt.name], integers)
-    held = torch.where(x.isnan(), x, x.clamp(-fmt.max, fmt.max))
-    expected = held.to(FLOAT8[fmt.name])
+    clamped = torch.where(x.isnan(), x, x.clamp(-fmt.max, fmt.max))
+    expected = clamped.to(FLOAT8[fmt.name])
     rounded = q.view(FLOAT8[fmt.name])
     assert torch.equal(rounded.isnan(), expected.isnan())
     differs = (q != expected.view(torch.uint8)) & ~expected.isnan()

@@ -154,7 +154,7 @@ def test_unsupported_inputs_use_the_plain_path() -> None:
         why = gpu.reason(given, None, *tables)
         assert bool(why) == (name in refused), (name, why)
         if table is cos:
-            assert gpu.reason(x, given, *tables) == why, "keys are asked for as queries are"
+            assert gpu.reason(x, given, *tables) == why, "keys have the same reasons as queries"
 
 
 @INTERLEAVED

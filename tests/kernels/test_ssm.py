@@ -16,7 +16,7 @@ from tests.torch.nn.ssm.drawn import differentiated, drawn_gradient, exact, leav
 
 #: RMS relative to the recurrence in float64, as documented in `gpu.forward`.
 BOUND = 3e-6
-#: The same where products round what they multiply.
+#: The same where products round their operands.
 ROUNDED = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 
 

@@ -46,7 +46,7 @@ def larger(last: int) -> Matrix:
 
 
 def quantize_cases() -> Iterator[tuple[int, str, tuple[Any, ...]]]:
-    """Yield statuses, what is wrong, and the arguments of `Library.quantize`."""
+    """Yield statuses, the mistakes, and the arguments of `Library.quantize`."""
     tensor = {"block": c.TENSOR}
     yield c.OK, "", (x(), q())
     yield c.OK, "both orientations", (x(), q(), qt())
@@ -150,7 +150,7 @@ def rope(**values: Any) -> RopeOptions:
 
 
 def layer_cases(lib: Library) -> Iterator[tuple[int, str, int]]:
-    """Yield statuses, what is wrong, and the status of the call."""
+    """Yield statuses, the mistakes, and the status of the call."""
     y, silu, swiglu = x(), 6, 13
     yield c.NULL, "no history", lib.roll(None, DATA, DATA)
     yield c.NULL, "no table", lib.roll(history(), 0, DATA)
@@ -229,7 +229,7 @@ def layer_cases(lib: Library) -> Iterator[tuple[int, str, int]]:
 
 
 def optimizer_cases(lib: Library) -> Iterator[tuple[int, str, int]]:
-    """Yield statuses, what is wrong, and the status of the call."""
+    """Yield statuses, the mistakes, and the status of the call."""
     row, chunks = (ct.c_int64 * 20)(), (ct.c_int32 * 3 * 64)()
 
     def write(step: Step | None, index: int = 0, **values: Any) -> int:

@@ -1,4 +1,4 @@
-"""Make the same calls in Python and in C, and compare what a driver would copy to the GPU: bytes, grids, hints.
+"""Make the same calls in Python and in C, and compare the launches that a driver would receive: bytes, grids, hints.
 
 `python -m tests.native.packing FOLDER --calls 1000` compares with the launches that Python describes. With --launcher
 Triton compiles them and its own launcher passes the arguments to the stub driver.
@@ -29,7 +29,7 @@ class Difference(AssertionError):
 
 
 class Comparison:
-    """Compares launches, and counts what was compared."""
+    """Compares launches, and counts them."""
 
     def __init__(self, folder: Path) -> None:
         self.variants = exported(folder)

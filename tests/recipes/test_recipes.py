@@ -168,7 +168,7 @@ def test_each_text_names_one_recipe() -> None:
 
 
 def test_an_invalid_flag_is_refused_after_a_valid_one() -> None:
-    """What a recipe function has built before it looks up, by what was given."""
+    """The recipes that a recipe function has cached, by arguments."""
     assert get("mxfp8", weight_2d=True) is get("mxfp8", weight_2d=True)
     for other in (1, 1.0, np.True_, "True"):
         with pytest.raises(ValueError, match="weight_2d is"):

@@ -59,7 +59,7 @@ def test_in_a_list_a_part_with_until_extends_to_the_next_comma() -> None:
         *("bf16", "nvfp4 until 85%, bf16", "mxfp8"),
         f"{OPTIONS} until 5, mxfp8 until loss<1.9, delayed(history=4, margin=1)",
     ]
-    # The last item is left as it is, for `schedule` to say what it lacks.
+    # The last item is not changed, so that `schedule` reports what is missing.
     assert list(items("bf16, nvfp4 until 85%")) == ["bf16", "nvfp4 until 85%"]
     assert pieces("a(b, (c, d)), e") == ["a(b, (c, d))", "e"]
 

@@ -41,7 +41,7 @@ def test_experts_of_the_best_groups_alone_are_chosen() -> None:
     by_best = moe.route(logits, 2, groups=3, top_groups=1, best_of_group=1)
     assert by_best.indices.tolist() == [[0, 1]]
     by_two = moe.route(logits, 2, groups=3, top_groups=1)
-    # Sums of two: 0, 4 and 4, of which the first.
+    # Sums of two: 0, 4 and 4; the first 4 wins.
     assert by_two.indices.tolist() == [[3, 4]]
 
 

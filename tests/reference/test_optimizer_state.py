@@ -1,4 +1,4 @@
-"""What every code of optimizer states keeps to, whatever it is given: the reference, of which other ways are twins."""
+"""Properties of every code of optimizer states for any input, tested on the reference for all other versions."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -39,7 +39,7 @@ def every_value(code: StateCode) -> np.ndarray:
     signed = code.signed and code.kind in INTEGERS
     kind = np.int8 if signed else np.float16 if code.kind == "float16" else every.dtype
     values = np.abs(optim.table_values(every.view(kind), code))
-    # -128 is no code; of kind "mitchell" the largest is a little above what is written.
+    # -128 is no code; of kind "mitchell" the largest is slightly above the nominal one.
     return np.unique(values[values <= code.largest * (1 + 2.0**-15)]).astype(np.float64)
 
 
@@ -108,7 +108,7 @@ def test_with_a_floor_no_number_but_zero_is_read_as_zero(spec: StateSpec) -> Non
 
 @pytest.mark.parametrize("spec", RANDOM, ids=lambda spec: spec.text)
 def test_noise_of_every_interval_is_unbiased(spec: StateSpec) -> None:
-    """A million words, laid evenly: closer than draws, of which three sigmas would be a fiftieth of a step."""
+    """A million evenly spaced words: more exact than random ones, whose three sigmas would be a fiftieth of a step."""
     rng = np.random.default_rng(0)
     if spec.code == "bfloat16":
         grid = (np.sort(rng.integers(0x0080, 0x7F00, 257)).astype(np.uint32) << 16).view(F).astype(np.float64)

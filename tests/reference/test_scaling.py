@@ -139,9 +139,9 @@ def test_a_block_scale_is_e4m3_of_a_sixth_of_the_scaled_amax() -> None:
 def test_the_largest_element_of_a_tensor_gets_a_block_scale_within_e4m3() -> None:
     a = edges(TWO_LEVEL_MAX)
     with np.errstate(over="raise", invalid="raise"):
-        held = exponent(a, TWO_LEVEL_MAX, TENSOR_EXPONENTS)
+        exponents = exponent(a, TWO_LEVEL_MAX, TENSOR_EXPONENTS)
         small = block_scale(a, tensor_factor(a, True))
-    free = (held > TENSOR_EXPONENTS[0]) & (held < TENSOR_EXPONENTS[1])
+    free = (exponents > TENSOR_EXPONENTS[0]) & (exponents < TENSOR_EXPONENTS[1])
     assert small[free].min() >= 208 and small.max() <= E4M3.max  # within a factor 2 (and a rounding) of the top
 
 

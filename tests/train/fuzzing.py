@@ -26,7 +26,7 @@ NUMBERS += ["-" + "9" * 30, "9" * 5000, "0x10", "1e3", "١٢", "²", "", " ", "+
 REALS = ["nan", "inf", "-inf", "-0.0", "1e308", "1e-320", "1e999", "0.5", "-1", "1", *NUMBERS]
 WORDS = ["", " ", "a" * 5000, "é", "日本", "\udcff", "a\0b", "--", "-", "%s%n", "${HOME}", "[bold]", "\x1b[31m", "~"]
 WORDS += ["../..", "\x7f", "a/b\n"]
-#: What a step of takes no time, and what no machine's memory holds.
+#: Models with fast steps, and one that fits into no machine's memory.
 SIZES = [*(name for name in MODELS if name.endswith(("nano", "tiny"))), "llama3-70b", "", "é", "tiny "]
 DEVICES = ["meta", "hpu", "mps", "cuda:-1", "cpu:0", "cuda:²", "xla", "", "vulkan", "cpu:99", "é", "cpu:"]
 LITERALS = ["1", "-1", "1" * 4000, "1e999", "nan", "'x'", "'e4m3'", "b'x'", "None", "True", "[]", "{}", "{[]:1}"]
@@ -164,7 +164,7 @@ def configured(random: Random, where: Place, fresh: Path) -> list[str]:
 
 
 def mangled_run(random: Random, where: Place, fresh: Path) -> list[str]:
-    """A run's folder in which something is wrong, to go on with or to generate from."""
+    """A damaged folder of a run, to resume or to generate from."""
     shutil.copytree(random.choice(where.runs), fresh)
     config = replace(TrainConfig(**read_toml(fresh / "config.toml")), out=str(fresh))
     (fresh / "config.toml").write_text(to_toml(config), encoding="utf-8")

@@ -143,7 +143,7 @@ def test_ranks_that_share_a_batch_train_as_one_process(
             if "balance_loss" in other:
                 assert one["balance_loss"] == pytest.approx(other["balance_loss"], rel=1e-2)
         loads = [{key: value for key, value in r[0].items() if key.startswith("load_")} for r in (ours, theirs)]
-        # Of the first step: later ones may differ where scores are nearly alike.
+        # Of the first step: later ones may differ where scores are nearly equal.
         assert loads[0].keys() == loads[1].keys()
         difference = sum(abs(loads[0][key] - loads[1][key]) for key in loads[0])
         assert difference <= 0.01 * sum(loads[1].values()), name

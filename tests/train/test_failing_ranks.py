@@ -1,4 +1,4 @@
-"""A run with a rank that is killed, stopped or NaN ends with one sentence, in time; what was saved is whole."""
+"""A run with a rank that is killed, stopped or NaN ends with one sentence, in time, and its checkpoint is complete."""
 
 import json
 import os

@@ -57,8 +57,8 @@ def bounds() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
     handler = signal.signal(signal.SIGALRM, late)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST, before[1]))
-    timer = signal.setitimer(signal.ITIMER_REAL, LONGEST)  # pytest's own, which goes on afterwards
-    faulthandler.dump_traceback_later(2 * LONGEST, exit=True)  # where no signal is looked at
+    timer = signal.setitimer(signal.ITIMER_REAL, LONGEST)  # pytest's own timer, which is restored afterwards
+    faulthandler.dump_traceback_later(2 * LONGEST, exit=True)  # for code that handles no signals
     try:
         yield
     finally:

@@ -65,6 +65,10 @@ def test_presets_use_the_promised_memory() -> None:
     for recipe in ("tensorwise", "blockwise", "mxfp8(weight_2d=True)"):
         planned = plan("8b", recipe, "h200")
         number = sum(math.prod(s) for s in memory.projections(MODELS["8b"]).values())
-        held = {name: total / number for name, total in optimizers(planned).items()}
-        assert held[optimizer_name.TORCH_ADAMW] == 16
-        assert held["lean"] <= 5.1 and held["balanced"] <= 7.1 and held["exact"] <= 10.1
+        bytes_an_element = {name: total / number for name, total in optimizers(planned).items()}
+        assert bytes_an_element[optimizer_name.TORCH_ADAMW] == 16
+        assert (
+            bytes_an_element["lean"] <= 5.1
+            and bytes_an_element["balanced"] <= 7.1
+            and bytes_an_element["exact"] <= 10.1
+        )

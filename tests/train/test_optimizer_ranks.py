@@ -29,8 +29,8 @@ BITWISE = {
 }
 
 
-def in_floats(patch: pytest.MonkeyPatch) -> None:
-    """Have a single process keep matrices as ranks that share layers do: in bfloat16 where it would keep codes."""
+def store_floats(patch: pytest.MonkeyPatch) -> None:
+    """Let a single process store matrices in bfloat16 instead of codes, as ranks that share layers do."""
     for name in ("lean", "balanced"):
         patch.setitem(PRESETS, name, replace(PRESETS[name], weights="bfloat16"))
 
@@ -120,7 +120,7 @@ def test_tensor_parallel_runs_resume_on_another_number_of_ranks(make_config: Mak
         one = plain(config, f"{Path(config.out).name}-one")
         with pytest.MonkeyPatch.context() as patch:
             if config is lean:
-                in_floats(patch)
+                store_floats(patch)
             run_training(one)
         bound = 1e-5 if config is grid else 2e-2
         assert farthest(losses_of(recorded(one)), losses_of(recorded(config))) < bound, config.out

@@ -271,7 +271,7 @@ def test_tensor_parallel_ranks_match_a_single_process(
     layers, back = (replace(grid, out=str(tmp_path / str(tp)), fsdp=1, tp=tp) for tp in (2, 1))
     for config in (layers, back):
         begin_from(config, grid)
-    # One whose head is its embedding goes on without --tp, and one process of it with it.
+    # A run with a tied head resumes without --tp, and one of a single process with it.
     gemma = across[0]
     tied = replace(gemma, steps=4, cp=1, fsdp=2, tp=1, sp=False, out=str(tmp_path / "tied-batches"))
     again = replace(gemma, steps=4, cp=1, fsdp=1, out=str(tmp_path / "tied-layers"))

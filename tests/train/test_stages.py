@@ -1,4 +1,4 @@
-"""Stages of a pipeline by every schedule are the single process, and a run goes on however other ranks divide it."""
+"""Pipeline stages with every schedule agree with a single process, and a run resumes with any other division."""
 
 from dataclasses import replace
 from pathlib import Path

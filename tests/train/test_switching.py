@@ -20,7 +20,7 @@ from quaver.train.loop import RecipePhases, TrainResult, run_training
 from quaver.train.metrics import losses, phase_starts, read
 from tests.train.conftest import MakeConfig
 
-#: Recipes with and without what they remember, each way round; below 9 is the mean loss once there is one.
+#: Recipes with and without state, in both orders; below 9 is the mean loss once there is one.
 OVER_TIME: dict[str, tuple[str, int, dict[int, int]]] = {
     "step": ("delayed(history=4) until 3, nvfp4 until 6, delayed(history=3)", 9, {4: 2, 7: 3}),
     "share": ("nvfp4 until 50%, bf16", 7, {4: 2}),

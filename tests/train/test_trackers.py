@@ -88,7 +88,7 @@ def test_tensorboard_shows_the_metrics(make_config: MakeConfig, end: Any) -> Non
     config = make_config(report_to=("tensorboard",))
     if end is not None:
         end(config, 8)
-        if end is killed:  # and what the writer's thread had not written yet is lost
+        if end is killed:  # the records that the writer's thread had not written are lost
             newest = max((Path(config.out) / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime)
             newest.write_bytes(newest.read_bytes()[:-100])
     result = run_training(config, resume=end is not None)

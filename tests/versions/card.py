@@ -13,7 +13,7 @@ from tests.versions.installing import ROOT, environment, installed, new, pip, py
 
 #: Versions on the rented machines.
 PYTHON, TORCH, TRITON = "3.12", "2.11.0", "3.6.0"
-#: What torch imports, what the library and its trainer import, and what runs the tests marked `gpu`.
+#: Packages that torch, the library and its trainer import, and that run the tests marked `gpu`.
 NEEDS = (
     *("filelock", "fsspec", "jinja2", "networkx", "setuptools<82", "sympy", "typing_extensions", "numpy"),
     *("rich", "safetensors", "tokenizers", "typer", "matplotlib", "pytest", "pytest-timeout", "pytest-xdist"),

@@ -49,7 +49,7 @@ def pip(python: str | Path, *arguments: str | Path) -> None:
 
 
 def installed(package: str, version: str, folder: Path, python: str | Path = sys.executable) -> Path:
-    """Where this version is, put there by a Python's pip if it was not."""
+    """The folder of this version, installed by a Python's pip if it is missing."""
     place = folder / f"{package}-{version}"
     if not (place / package / "__init__.py").exists():
         pip(python, "--no-deps", "--no-compile", "--target", place, f"{package}=={version}")

@@ -14,7 +14,7 @@ import quaver.jax as qj
 from quaver import recipes
 from tests.close import assert_bitwise, assert_close
 
-#: Shapes and dimension numbers, and what the same is as a matrix product [T, K] @ [K, N].
+#: Shapes and dimension numbers, and the same product as matrices [T, K] @ [K, N].
 CASES: dict[str, Any] = {
     "matrices": ((8, 32), (32, 16), (((1,), (0,)), ((), ()))),
     "leading axes": ((2, 4, 32), (32, 16), (((2,), (0,)), ((), ()))),

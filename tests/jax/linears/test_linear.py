@@ -321,7 +321,7 @@ def test_a_vmap_that_shares_a_state_fails_at_trace(name: str) -> None:
 
 
 def test_a_state_summed_by_a_scan_is_seen_in_the_next_loss() -> None:
-    """A scan that reads one state in every iteration adds up what they return, and no trace can tell."""
+    """A scan that reads one state in every iteration adds up the states, which no trace can detect."""
     x, w, _, _ = operands((4,), 16, 16)
 
     def loss(w: Array, state: Any) -> Array:

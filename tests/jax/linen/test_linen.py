@@ -1,4 +1,4 @@
-"""The linen modules: what they compute, where their state is, and how both fare under Flax's transforms."""
+"""The linen modules: their results, the place of their state, and both under Flax's transforms."""
 
 from functools import cache, partial
 from typing import Any

@@ -41,7 +41,7 @@ Written = Callable[..., tuple[jax.Array, jax.Array | None, jax.Array]]
 
 @cache
 def written(spec: StateSpec, optimized: bool = False) -> Written:
-    """Codes, scales and what is read back, in one program."""
+    """Codes, scales and decoded values, in one program."""
 
     def both(x: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         codes, scale = optimizer_state.encode(x, spec, noise if spec.stochastic else None)

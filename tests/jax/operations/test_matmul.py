@@ -80,7 +80,7 @@ def test_sums_of_any_shape_are_within_1e_6_of_float64(gemm: GemmSpec, size: tupl
 
 @each_kind
 def test_rows_of_every_size_keep_their_own_precision(gemm: GemmSpec) -> None:
-    """Each row of the output is compared by itself, so that the largest does not hide what the others lost."""
+    """Each row of the output is compared by itself, so that the largest row does not hide errors of the others."""
     rng = np.random.default_rng(0)
     sizes = 2.0 ** np.linspace(-60, 60, 40)[:, None]
     assert gemm.a is not None

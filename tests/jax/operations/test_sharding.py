@@ -35,7 +35,7 @@ def quick() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
 def test_eight_devices_give_the_bits_of_one(quick: dict[str, str], name: str) -> None:
-    """Data, column, row, fully sharded and sequence parallel; what is gathered are bytes."""
+    """Data, column, row, fully sharded and sequence parallel; gathers move bytes."""
     assert not quick[f"{name}:some"]
 
 

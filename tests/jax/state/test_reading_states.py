@@ -31,12 +31,12 @@ def after_a_step() -> Any:
 def test_the_gradient_of_x_alone_reads_a_history_and_leaves_it_alone(how: str) -> None:
     state = after_a_step()
     expected = jax.jit(jax.grad(lambda x, s: linear(x, W, s).sum(), argnums=(0, 1)))(X, state)[0]
-    held = lax.stop_gradient
+    stopped = lax.stop_gradient
     ways = {
         "x alone": lambda x: jax.grad(lambda x: linear(x, W, state).sum())(x),
-        "stop_gradient": lambda x: jax.grad(lambda *a: linear(a[0], *map(held, a[1:])).sum(), (0, 1, 2))(x, W, state)[
-            0
-        ],
+        "stop_gradient": lambda x: jax.grad(lambda *a: linear(a[0], *map(stopped, a[1:])).sum(), (0, 1, 2))(
+            x, W, state
+        )[0],
         "checkpoint": lambda x: jax.grad(jax.checkpoint(lambda x: linear(x, W, state).sum()))(x),
     }
     assert_bitwise(jax.jit(ways[how])(X), expected)

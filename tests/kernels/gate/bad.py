@@ -1,4 +1,4 @@
-"""Kernels that do what the rules forbid, so that a test sees each rule fire.
+"""Kernels that break the rules, so that a test sees each rule fire.
 
 Their figures on sm_89 and sm_90 are in measured.json. `python -m tests.kernels.gate.bad` compiles them and prints,
 as JSON, the rules that each breaks.

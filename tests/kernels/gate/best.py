@@ -19,11 +19,11 @@ BEST: Best = {
     "swiglu+cast+transpose: activate": ("per_element", 30.0),
     # The prototype rounded after a product with 1 / 448, lost NaN, and handled neither zeros nor non-finite numbers.
     "mxfp8 rows: mxfp8_rows": ("instructions", 744),
-    # The prototype took one row and ended; of ours a loop takes many, and all that surrounds it counts here too.
+    # The prototype took one row and ended; ours loops over many rows, and the code around the loop counts too.
     "RMSNorm+rows: norm": ("instructions", 280),
 }
-#: Not reached yet. A row that comes to be reached fails too, so that it moves up.
+#: Not reached yet. A row that is reached fails too, so that it is moved to BEST.
 BEHIND: Best = {
-    # Left again (20): x is read a second and a third time instead of held, for three programs a multiprocessor.
+    # Given up again (20): x is read three times instead of kept in registers, for three programs a multiprocessor.
     "1x128 dual: blockwise": ("per_element", 18.4),
 }

@@ -125,9 +125,9 @@ def load(path: Path = PATH) -> Measured:
 def save(entries: Mapping[Place, Entry], path: Path = PATH) -> None:
     """Write the file: launches by name, of each one line for all architectures with the same figures."""
     names = sorted({name for name, _ in entries})
-    of_names = [f"{json.dumps(name)}: [\n{_lines(name, entries)}\n]" for name in names]
+    texts = [f"{json.dumps(name)}: [\n{_lines(name, entries)}\n]" for name in names]
     versions = json.dumps({"triton": triton.__version__, "ptxas": ptxas_version()})
-    path.write_text(f'{{"versions": {versions}, "launches": {{\n' + ",\n".join(of_names) + "\n}}\n", encoding="utf-8")
+    path.write_text(f'{{"versions": {versions}, "launches": {{\n' + ",\n".join(texts) + "\n}}\n", encoding="utf-8")
 
 
 def _lines(name: str, entries: Mapping[Place, Entry]) -> str:

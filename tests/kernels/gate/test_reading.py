@@ -6,7 +6,7 @@ from tests.kernels.gate import flow, layouts
 from tests.kernels.gate.floors import share
 from tests.kernels.gate.occupancy import programs
 
-#: A loop of three instructions, one of which loads 16 bytes; a division's slow way, which is called; two branches.
+#: A loop of three instructions, one loads 16 bytes; a call of a division's slow path; two branches.
 LISTING = """
         /*0000*/                   MOV R1, R2 ;
         /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
@@ -48,7 +48,7 @@ def test_loops_in_loops_multiply() -> None:
     inner = flow.Block(10, 4, (0, 1), (2,))
     nest = [flow.Block(1, 0, (), (1,)), inner, flow.Block(5, 0, (0,), (3,)), flow.Block(1, 0, (), ())]
     assert flow.executed(nest, (3, 4)) == (1 + 120 + 15 + 1, 48)
-    # Of the loops nested as deep, the second goes round five times.
+    # Of two loops at the same depth, the second has five iterations.
     assert flow.executed(nest, (3, (4, 5))) == (1 + 150 + 15 + 1, 60)
 
 
@@ -79,7 +79,7 @@ TTGIR = """
 @pytest.mark.parametrize(
     ("layout", "loads", "stores"),
     [
-        # Eight threads of eight bf16, and of eight float32, of which a thread stores four at once.
+        # Eight threads with eight bf16 each, or with eight float32, where a thread stores four at once.
         ("#blocked", {128: 8192, 64: 64}, {16: 16384}),
         ("#tall", {16: 8192, 8: 64}, {16: 16384}),
         # The gaps of a thread's first load are filled by its second; those of stores are not.
@@ -94,7 +94,7 @@ def test_runs_are_the_contiguous_elements_of_a_warp(layout: str, loads: dict[int
 @pytest.mark.parametrize(
     ("registers", "shared", "warps", "arch", "expected"),
     [
-        # By registers: 72 of a thread are 2304 of a warp, of which seven fit each part's 16384.
+        # By registers: 72 a thread are 2304 a warp, and seven warps fit the 16384 of each part.
         (72, 8192, 4, 90, 7),
         (128, 16384, 8, 90, 2),
         (80, 0, 8, 90, 3),
@@ -113,7 +113,7 @@ def test_resident_programs_are_limited_by_the_scarcest_resource(
 
 
 def test_a_share_is_issue_time_over_copy_time() -> None:
-    # 132 multiprocessors issue 128 at 1.755 GHz: 29.65e12 a second, of which 4.3e12 bytes a second have 6.9 each.
+    # 132 multiprocessors issue 128 at 1.755 GHz: 29.65e12 a second, which is 6.9 for each of 4.3e12 bytes a second.
     assert share(6.9, "H200") == pytest.approx(29.65 / 6.9 / 4.3, rel=1e-3)
     assert share(3.45, "H200") == 2 * share(6.9, "H200")
     assert share(6.9, "H100") > share(6.9, "H200") > share(6.9, "B200")

@@ -118,11 +118,11 @@ class Parameter:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.parts.weight, *(t for held in self.parts.moments for t in held), *self.state.values()]
+        return [*self.parts.weight, *(t for moment in self.parts.moments for t in moment), *self.state.values()]
 
 
 def drawn(shape: tuple[int, int], generator: torch.Generator, size: float, hostile: bool, outlier: bool) -> Tensor:
-    """float32: zeros, subnormals and tiny numbers among ordinary ones; one huge one; what is none, if hostile."""
+    """float32: zeros, subnormals and tiny numbers among ordinary ones; one huge one; NaN and infinities, if hostile."""
     x = torch.randn(shape, generator=generator) * size
     flat = x.view(-1)
     number = flat.numel()
@@ -158,15 +158,15 @@ def parameter(
     if weight_format.code_spec is not None:
         q = reference.quantize(value, weight_format.code_spec)
         assert isinstance(q.scale, Tensor)
-        held: tuple[Tensor, ...] = (q.data, q.scale)
+        weights: tuple[Tensor, ...] = (q.data, q.scale)
     else:
-        held = (value.to(dtype),)
+        weights = (value.to(dtype),)
     if weight_format.states:
         kind = torch.int8 if weight_format.kind == "residual8" else torch.int16
         info = torch.iinfo(kind)
         rest = torch.randint(info.min, info.max + 1, shape, generator=generator).to(kind)
         # Below nothing, too, as after a pruning mask.
-        held = (*held, value if weight_format.kind == "float32" else rest)
+        weights = (*weights, value if weight_format.kind == "float32" else rest)
     moments = []
     for spec, signed, size in zip(how.moments, how.rule.signed, (0.1, 0.01), strict=False):
         x = drawn(shape, generator, size, False, outlier) * nothing
@@ -182,17 +182,17 @@ def parameter(
     state = {"step": torch.tensor(float(3 + seed))}
     if how.predicts_scale:
         assert weight_format.code_spec is not None
-        state["amax"] = master_weights.block_amax(weight_format.code_spec, master_weights.read(weight_format, held))
+        state["amax"] = master_weights.block_amax(weight_format.code_spec, master_weights.read(weight_format, weights))
     # The second half of a parameter: noise goes by its place in the whole.
     high = 1 if weight_format.code_spec is None else weight_format.code_spec.block[0] or 1
     start = -(-shape[0] // high) * high
     place = ShardPosition((start, 0), shape, (start + shape[0], shape[1]))
     factor = torch.tensor(0.37) if seed % 2 else None
-    return Parameter(how, ParameterTensors(held, tuple(moments), given), state, place, factor)
+    return Parameter(how, ParameterTensors(weights, tuple(moments), given), state, place, factor)
 
 
 def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool = True) -> Any:
-    """Moves them to the device, steps them there and returns what was counted."""
+    """Move parameters to the device, step them there and return the counts."""
     launches: list[gpu.Launch] = []
     with device.asking("triton"):
         for number, p in enumerate(parameters):
@@ -307,7 +307,7 @@ def test_elements_beside_a_matrix_have_no_part_in_its_scales(spec: QuantSpec, mo
     monkeypatch.setitem(GROUP, "eps", 0.0)
     how = config(WeightFormat("residual16", spec), (FLOAT, FLOAT))
     ours = [parameter(how, torch.float8_e4m3fn, torch.float32, (3, 200), 0, False)]
-    for tensor in (*ours[0].parts.gradient, *(t for held in ours[0].parts.moments for t in held)):
+    for tensor in (*ours[0].parts.gradient, *(t for moment in ours[0].parts.moments for t in moment)):
         tensor.fill_(0.5)
     theirs = copy.deepcopy(ours)
     by_kernel(ours, None)

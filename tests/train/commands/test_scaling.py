@@ -69,7 +69,7 @@ MESHES = ({"gpus": 1}, {"gpus": 4}, {"gpus": 4, "fsdp": 2, "tp": 2})
 
 @pytest.mark.parametrize(("optimizer", "model", "mesh"), pairs(OPTIMIZERS, ["tiny", "125m", "8b"], MESHES))
 def test_a_rank_has_its_share_of_live_tensor_memory(optimizer: str, model: str, mesh: dict[str, int]) -> None:
-    """`memory.trained`, which test_memory.py holds to live tensors, and test_optimizer_ranks.py to ranks' files."""
+    """`memory.training_footprint`, which test_memory.py compares with tensors, test_optimizer_ranks.py with files."""
     planned = price(model, "tensorwise", "h100", Cluster(**mesh), optimizer=optimizer)
     whole = memory.training_footprint(
         MODELS[model], VOCAB, optimizer, recipes.get("tensorwise"), "bfloat16", codes=mesh.get("tp", 1) == 1

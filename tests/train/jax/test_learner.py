@@ -45,7 +45,7 @@ def test_where_a_loss_that_is_not_finite_came_from(make_config: MakeConfig) -> N
 def test_where_a_gradient_that_is_not_finite_came_from(make_config: MakeConfig) -> None:
     training = learner(make_config, dtype="float32")
     batch = training_batch(TOKENS, training.config, 1)
-    # Logits are what they were; what flows back through the head is not.
+    # Logits do not change, but the gradients through the head do.
     training.params = training.params | {
         "head.weight": training.params["head.weight"] * 1e38,
         "norm.weight": training.params["norm.weight"] * 1e-37,

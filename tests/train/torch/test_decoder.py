@@ -89,18 +89,18 @@ def test_logits_are_capped_and_the_embedding_scaled_where_the_family_says() -> N
     unscaled.embedding.weight.data *= 128**0.5
     scaled.norm.weight.data += 0.25
     unscaled.norm.weight.data += 0.25
-    # The head is the embedding too: what is 128**0.5 times as large there is so in the logits.
+    # The head is tied to the embedding: a factor of 128**0.5 there is also in the logits.
     torch.testing.assert_close(unscaled(ids(1, 8)), scaled(ids(1, 8)) * 128**0.5, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "full"])
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "nvfp4"])
 def test_recomputation_changes_no_bit(recipe: str, recompute: str) -> None:
-    in_force = recipes.get(recipe)
+    found = recipes.get(recipe)
     grads = []
     for what in ("none", recompute):
         model = build_decoder(replace(MODELS["gemma2-tiny"], layers=2), 256, 0, CPU, what)
-        quantize_layers(model, in_force, 0)  # its names say which random numbers are whose
+        quantize_layers(model, found, 0)  # random streams depend on its names
         for _ in range(2):
             loss_of(model, ids(2, 17), "bfloat16").backward()
         grads.append([p.grad for p in model.parameters()])

@@ -138,7 +138,7 @@ def nemotron(c: ModelConfig) -> Any:
         n_groups=s.groups,
         conv_kernel=s.taps,
         chunk_size=16,
-        # Theirs holds steps at this at least, the trainer's at 0.
+        # Theirs limits steps to this at least, the trainer to 0.
         time_step_min=1e-30,
         layer_norm_epsilon=c.eps,
         attn_implementation="eager",
@@ -146,7 +146,7 @@ def nemotron(c: ModelConfig) -> Any:
     return transformers.NemotronHForCausalLM(config)
 
 
-#: By name what makes theirs, how ours is called there, and of how many layers.
+#: By name the constructor of theirs, the name of ours, and the number of layers.
 ROWS: dict[str, tuple[Any, Any, int]] = {
     "mixtral-tiny": (mixtral, LLAMA, 2),
     "deepseek-tiny": (deepseek, LLAMA, 2),

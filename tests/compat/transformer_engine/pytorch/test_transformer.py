@@ -70,7 +70,7 @@ def test_it_trains_quantized(kind: str) -> None:
     ("recipe", "fused"), alternating(["delayed", "tensorwise", "nvfp4"], [False, True], ["delayed"])
 )
 def test_the_bits_match_our_layer(recipe: str, fused: bool) -> None:
-    """One weight of queries, keys and values, put together in each forward or not."""
+    """One weight for queries, keys and values, or three that each forward concatenates."""
     theirs = make("plain", fuse_qkv_params=fused, qkv_weight_interleaved=False)
     ours = qt.TransformerLayer(64, 4, 96, layout="sbhd")
     state = theirs.state_dict()

@@ -1,4 +1,4 @@
-"""Generation with `InferenceParams` gives what a forward of all tokens gives, while sequences come and go."""
+"""Generation with `InferenceParams` agrees with a forward of all tokens, while sequences start and end."""
 
 from collections import OrderedDict
 from typing import Any

@@ -133,9 +133,9 @@ def test_training_continues_from_a_copy(name: str, how: str) -> None:
             run(other, recipe)
         other.load_state_dict(module.state_dict(), assign=how == "assigned")
     assert list(other.state_dict()) == list(module.state_dict())
-    held = of(name, other)
-    for key, (part, inner) in held.aliases.items():
-        assert held._parameters[key] is held._modules[part]._parameters[inner], key
+    flattened = of(name, other)
+    for key, (part, inner) in flattened.aliases.items():
+        assert flattened._parameters[key] is flattened._modules[part]._parameters[inner], key
     first = [p.detach().clone() for p in module.parameters()]
     assert_bitwise(run(other, recipe), run(module, recipe))
     assert all(torch.equal(p, q) for p, q in zip(first, other.parameters(), strict=True))
