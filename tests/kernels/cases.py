@@ -210,7 +210,7 @@ def _by_rows_and_blocks() -> list[Case]:
 
 
 def _optimizers() -> list[Case]:
-    """A step of a matrix by each preset, of a matrix with rows that end within a block, and of a vector."""
+    """Steps of matrices with each preset, also with rows that end within a block."""
     codes = MomentFormat("int8_mitchell", stochastic=True), MomentFormat("uint8_mitchell4", stochastic=True)
     float32 = optimizing.StepSpecialization(
         rule="adamw",
@@ -231,7 +231,7 @@ def _optimizers() -> list[Case]:
     lean = replace(balanced, master_format="residual8", beside=torch.int8, gradient=torch.uint8, stochastic=True)
 
     def program(form: optimizing.StepSpecialization) -> int:
-        """Its elements."""
+        """Elements of one program."""
         return form.high * form.wide * 64 if form.twice else PROGRAM
 
     def launch(form: optimizing.StepSpecialization, skips: bool) -> Callable[[], object]:
@@ -623,7 +623,7 @@ def _emulated() -> list[Case]:
     drawn = {"wide loads": few, "wide stores": few}
     four = "both results leave registers for four elements of each of sixteen rows"
     both = {"wide loads": four, "wide stores": four}
-    # On sm_89, by way of a float16, which holds every value of E4M3.
+    # On sm_89 the cast goes through float16, which has every value of E4M3.
     exact = {"rounding": "what is cast to FP8 is one of its values already"}
     bytewise = {
         **exact,
@@ -805,7 +805,7 @@ def _attention() -> list[Case]:
 
 
 def _scans() -> list[Case]:
-    """Of 64 heads in 8 groups, 2048 tokens a sequence."""
+    """Scans of 64 heads in 8 groups, with 2048 tokens a sequence."""
     batch, heads, groups = 4, 64, 8
 
     def launch(

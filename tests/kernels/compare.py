@@ -1,4 +1,4 @@
-"""What the kernels' tests share: where they run, and how two operands are compared."""
+"""Helpers of the kernels' tests: the device, and the comparison of two operands."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def assert_same(quantized: Quantized, expected: Quantized) -> None:
-    """Codes, scales and shape bit for bit, naming the first element that differs; NaN equals NaN."""
+    """Compare codes, scales and shape bit for bit, and name the first element that differs; NaN equals NaN."""
     assert quantized.shape == expected.shape
     for name in ("codes", "scales"):
         ours, theirs = getattr(quantized, name)().cpu().numpy(), getattr(expected, name)().cpu().numpy()

@@ -26,7 +26,7 @@ SHAPES = [(5, 100), (128, 64)]
 
 
 def options(name: str) -> tuple[float, ...]:
-    # A limit that ordinary values reach.
+    # Ordinary values reach this limit.
     return (1.5, 1.702) if ACTIVATIONS[name].options else ()
 
 
@@ -69,7 +69,7 @@ def test_edge_cases_give_the_same_results_as_elsewhere(name: str) -> None:
     # torch's own gelu of an infinity is NaN in float32 on a CPU, not in float64.
     dtype = torch.float64 if name.endswith("_exact") else torch.float32
     expected = _plain_forward(name, options(name), [a.to(dtype) for a in x]).float()
-    # A subnormal product may be flushed; e to the 90 may round otherwise.
+    # A subnormal product may be flushed; e to the 90 may be rounded differently.
     torch.testing.assert_close(activated, expected, rtol=2e-6, atol=1e-37, equal_nan=True)
 
 

@@ -126,7 +126,7 @@ def test_causal_heads_with_sinks_that_share_keys(spec: AttentionSpec) -> None:
         assert_close(name, got, exact, BOUND)
 
 
-#: How a mask is given, the layout, and its lengths.
+#: Kind of mask, layout, and lengths.
 MASKS: dict[str, dict[str, Any]] = {
     "window": {"mask_type": "causal", "window": (40, 0)},
     "both ways": {"window": (3, 9)},
@@ -177,7 +177,7 @@ def test_nonfinite_values_spread_as_in_the_specification(name: str, which: str, 
         assert_close(label, got, exact, BOUND)
 
 
-#: Of a standard normal: beyond 1.3e36, 256 times a number is none that float32 has.
+#: Factors of a standard normal: beyond 1.3e36, 256 times a number overflows float32.
 HUGE = {"v": {"v": 1e37, "grad": 1e-3}, "grad": {"grad": 1e37, "v": 0.1}, "q and k": {"q": 1e18, "k": 1e18}}
 
 
@@ -253,7 +253,7 @@ def test_recomputed_attention_has_the_bits_of_saved_attention(way: str, launched
 
     def attend(*leaves: Tensor) -> Tensor:
         q, k, v, sinks = leaves
-        # Under the recomputation too, which runs in backward.
+        # Also with recomputation, which runs in backward.
         with qt.only("triton"):
             return attention_fp8(q, k, v, sinks=sinks, spec=SPECS["tensorwise"])
 

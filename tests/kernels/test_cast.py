@@ -18,12 +18,12 @@ from tests.pairs import alternating
 SPECS = [QuantSpec(E4M3), QuantSpec(E5M2), QuantSpec(E4M3, scale="fp32"), QuantSpec(E5M2, scale="fp32")]
 SHAPES = [(128, 64), (5, 7), (130, 65), (33, 200)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-#: Where the factor comes from.
+#: Sources of the factor.
 MODES = ["current", "given", "delayed", "unset", "given and unset"]
 OFTEN = ["current", "delayed", "unset"]
 #: Shapes of several programs; each has a third of the operands in each mode.
 WIDE = [shape for shape in SHAPES if shape[1] > 40]
-#: Every shape by one spec, the others and their modes at a small one.
+#: Every shape with one spec; other specs and their modes with a small shape.
 CALLS = [(mode, spec, (5, 7)) for mode in MODES for spec in SPECS[1:]]
 CALLS += [(mode, SPECS[0], shape) for mode in OFTEN for shape in SHAPES]
 CALLS += [(mode, SPECS[0], (33, 40)) for mode in ("given", "given and unset")]
@@ -93,7 +93,7 @@ def test_a_history_records_the_largest_finite_amax(is_set: bool, before: float, 
 def test_sums_come_from_the_same_read_and_change_no_code(shape: tuple[int, int], is_set: bool) -> None:
     factor = torch.tensor([2.0], device=DEVICE) if is_set else None
     values = operands(shape, torch.bfloat16)
-    # Of the larger two each takes half.
+    # The two larger shapes take half of the cases each.
     for name, x in (every_nth(values, is_set, 2) if shape[0] > 100 else values).items():
         plain = gpu.per_tensor(x, SPECS[0], None, factor, is_set, True)
         q = gpu.per_tensor(x, SPECS[0], None, factor, is_set, True, sums=True)
@@ -102,7 +102,7 @@ def test_sums_come_from_the_same_read_and_change_no_code(shape: tuple[int, int],
         assert torch.equal(q.cached_transpose.codes(), plain.cached_transpose.codes())
         assert plain.partial_sums is None
         assert q.partial_sums is not None
-        # float64 knows which sums pass what float32 holds, and which are infinities that cancel.
+        # float64 shows which sums overflow float32, and which are infinities that cancel.
         wide = torch.stack([part.double().sum(0) for part in x.split(128)])
         size = torch.stack([part.double().abs().sum(0) for part in x.split(128)]).float()
         close = (q.partial_sums - wide).abs() <= 1e-6 * size

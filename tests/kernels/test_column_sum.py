@@ -13,7 +13,7 @@ from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
 from tests.pairs import alternating
 
-#: One program's rows and less; many programs and a ragged last one; one column; wider than a block.
+#: Rows of at most one program; of many programs with a ragged last one; one column; wider than a block.
 SHAPES = [(1, 1), (5, 7), (32, 128), (33, 130), (64, 128), (300, 3), (700, 200)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -59,7 +59,7 @@ def test_bits_do_not_depend_on_where_a_matrix_lies() -> None:
 def test_a_layers_bias_gradient_is_summed_by_a_kernel(
     dtype: torch.dtype, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one tensor scale the cast sums it, as it reads the gradient anyway; otherwise a separate kernel does."""
+    """With one tensor scale the cast also sums, as it reads the gradient anyway; otherwise a separate kernel does."""
     layer = qt.Linear(24, 16, dtype=dtype, device=DEVICE, recipe=recipe)
     g = torch.randn(200, 16, device=DEVICE).to(dtype)
     expected = gpu.column_sum(g, dtype)

@@ -20,7 +20,7 @@ RULES = {
     "all": LossConfig(ignore_index=1, label_smoothing=0.2, z_loss=1e-3, soft_cap=30.0),
 }
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
-#: Smaller than a block, whole blocks, and blocks with a rest.
+#: Smaller than a block, whole blocks, and blocks with a remainder.
 COLUMNS = [2, 7, 64, 150]
 
 

@@ -20,7 +20,7 @@ HALF = torch.bfloat16
 
 
 def layouts(x: Tensor, spec: QuantSpec) -> list[Quantized]:
-    """An operand as it comes, as a view of its transpose, and with its scales swizzled."""
+    """An operand as quantized, as a view of its transpose, and with swizzled scales."""
     q = reference.quantize(x, spec)
     operands = [q]
     if spec.transposable:

@@ -1,4 +1,4 @@
-"""What is left of a product is folded into it as plain torch folds it, and rounded once."""
+"""Scales and bias are applied to a product as in plain torch, with one rounding."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Products of groups by one kernel each: those of plain torch, group by group, on values that hurt."""
+"""Grouped products by one kernel each agree with plain torch, group by group, on difficult values."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from quaver.torch.backends.gpu import emulation
 from tests.close import assert_close
 from tests.kernels.compare import DEVICE
 
-#: Where groups of 150 rows end: ragged, empty ones, all in one, one more row than a block has, and rows of none.
+#: Ends of groups over 150 rows: ragged, empty ones, all in one, one row more than a block, rows outside of groups.
 ENDS = [(5, 5, 70, 150), (150, 150, 150, 150), (65, 66, 66, 90), (0, 0, 0, 0)]
 
 

@@ -26,7 +26,7 @@ LINES = [
 ]
 SQUARES = [QuantSpec(E4M3, (32, 32), "e8m0"), QuantSpec(E4M3, (128, 128), "power_of_two")]
 SHAPES = [(64, 128), (5, 7), (130, 65)]
-#: Of whole sixteens of rows.
+#: Shapes whose rows are a multiple of 16.
 WHOLE = [(128, 128), (16, 7), (80, 200)]
 TWO_LEVELS = {
     "lines": (QuantSpec(E2M1, (1, 16), "two_level"),) * 2,

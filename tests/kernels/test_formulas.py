@@ -8,14 +8,14 @@ from quaver.torch.backends.gpu import activation as gpu
 from quaver.torch.nn.activation import ACTIVATIONS, _plain_backward, _plain_forward
 from tests.kernels.compare import DEVICE
 
-#: Of one input, and what gives the error that is stated: of the result where the result is that far from zero's side,
-#: relative to it, and anywhere, relative to the input. A GPU's own exponential adds to it.
+#: Bounds for one input: the error relative to the result, where the result is not close to zero, and the error relative
+#: to the input, everywhere. A GPU's own exponential adds to it.
 SMOOTH = ["silu", "gelu", "gelu_exact", "quick_gelu"]
-#: Of the result, by the name of the activation: an exponent of -100 is rounded to 4e-6, and its exponential with it.
+#: Relative to the result, by activation: an exponent of -100 is rounded to 4e-6, and so is its exponential.
 RELATIVE = {"silu": 1e-5, "gelu": 2e-5, "gelu_exact": 1e-5, "quick_gelu": 1e-5}
-#: Of the input: what reaches a sum.
+#: Relative to the input: the error that reaches a sum.
 ABSOLUTE = 2e-6
-#: From here down gelu_exact's tail, less than 1e-8 of the input, loses its digits, and keeps its size.
+#: Below this input gelu_exact's tail, less than 1e-8 of the input, loses its digits but not its magnitude.
 TAIL = -5.5
 
 
@@ -31,11 +31,11 @@ def all_values() -> Tensor:
 
 
 def exact(name: str, x: Tensor) -> Tensor:
-    """In float64, of which the normal distribution's lower tail keeps its digits."""
+    """In float64, where the lower tail of the normal distribution keeps its digits."""
     if name == "gelu_exact":
         return x * 0.5 * torch.special.erfc(-x / 2**0.5)
     if name == "gelu":
-        # torch's own sums 1 and a tanh, which loses them in float64 too.
+        # torch's own sums 1 and a tanh, which loses the digits in float64 too.
         return x * torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x**3))
     return _plain_forward(name, (), [x])
 
@@ -44,7 +44,7 @@ def exact(name: str, x: Tensor) -> Tensor:
 def test_a_formula_is_near_float64_at_every_bf16_value(name: str) -> None:
     x = all_values()
     y, expected = gpu.forward(name, (), [x]).double(), exact(name, x.double())
-    # An infinity's result, and what overflows on the way to one, are compared by the tests of activations.
+    # Infinities, and values that overflow to them, are compared by the tests of activations.
     finite = x.isfinite()
     assert y[finite].isfinite().all()
     assert y[x.isnan()].isnan().all()
@@ -65,7 +65,7 @@ def test_a_formula_is_near_float64_at_every_bf16_value(name: str) -> None:
 @pytest.mark.parametrize("name", SMOOTH)
 def test_a_slope_is_near_float64_at_every_bf16_value(name: str) -> None:
     x = all_values()
-    # Beyond, a product on the way overflows, or an exponential ends; the slope is 0 or 1.
+    # Beyond these, an intermediate product overflows, or an exponential underflows; the slope is 0 or 1.
     x = torch.where(x.abs() < 80, x, 0.0)
     (slope,) = gpu.backward(name, (), torch.ones_like(x), [x])
     (expected,) = _plain_backward(name, (), torch.ones_like(x).double(), [x.double()])
@@ -75,6 +75,6 @@ def test_a_slope_is_near_float64_at_every_bf16_value(name: str) -> None:
 
 
 def test_every_smooth_activation_is_measured() -> None:
-    """Gated ones multiply one of these; those that are straight lines round to nothing."""
+    """Gated activations multiply one of these; linear ones have no rounding error."""
     straight = {"linear", "relu", "squared_relu"}
     assert {name for name, row in ACTIVATIONS.items() if not row.gated} == {*SMOOTH, *straight}

@@ -27,7 +27,7 @@ from tests.kernels.gate.selection import LONG, SHORT, SIDES, length, sampled, sp
 ROOT = Path(__file__).parents[2]
 #: Architectures ("sm_90") whose launches are all compiled, slow tests or not.
 PREPARED = {architecture(text) for text in os.environ.get("QUAVER_TEST_GATE", "").split()}
-#: What would change the machine code, or keep Triton from making any.
+#: Variables that would change the machine code, or keep Triton from compiling.
 FOREIGN = "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_DEFAULT_FP_FUSION", "DISABLE_PTXAS_OPT", "TRITON_KERNEL_DUMP"
 
 
@@ -69,7 +69,7 @@ def test_short_rows_and_every_kernel_are_compiled_before_and_after_hopper() -> N
     kernels = {arch: {split_name(name)[1] for name in names} for arch, names in selected.items()}
     before, after = ({kernel for arch in side for kernel in kernels[arch]} for side in SIDES)
     assert before | after == {split_name(name)[1] for name in regular}
-    # Those that no launch compiles quickly for are on one side, some on each.
+    # Kernels without a launch that compiles quickly are on one side, some on each.
     slow = {
         kernel
         for kernel in before | after
@@ -201,8 +201,8 @@ def test_kernels_that_no_h200_can_run_at_its_copy_rate_are_few_and_have_a_reason
     assert slow <= {case.name for case in CASES if "instructions" in case.exceptions}
     launched = slow & {case.name for case in CASES if case.since <= 90}
     steps = {name for name in launched if name.startswith("optimizer ")}
-    # Those that draw the specification's words, convolutions, a scan's steps, and every optimizer's step that writes
-    # moments in eight bits, whichever scales its weight has.
+    # Kernels with stochastic rounding, convolutions, a scan's steps, and every optimizer step that writes moments in
+    # eight bits, with any scales of its weight.
     assert len(launched - steps) <= 6
     assert len(steps) <= 15
 

@@ -1,4 +1,4 @@
-"""On a GPU alone: native and decoded GEMMs against the reference, layers, a captured step, and no synchronization."""
+"""Only on a GPU: native and decoded GEMMs against the reference, layers, a captured step, and no synchronization."""
 
 import copy
 import itertools
@@ -62,7 +62,7 @@ def test_transposes_and_any_number_of_rows_are_within_the_bound(transposed: tupl
     expected = reference.matmul(a, b, torch.float32).double() + bias.double()
     y = ops.MATMUL(a, b, torch.bfloat16, bias).double()
     assert ((y - expected).norm() / expected.norm()).item() < 4e-3
-    # A whole number of 16 rows is what layers mostly have: it is native wherever there are eight-bit GEMMs.
+    # Most layers have a multiple of 16 rows, which is native wherever there are eight-bit GEMMs.
     assert m % 16 or not scaled_mm.reason(a, b, torch.bfloat16, bias)
 
 

@@ -57,7 +57,7 @@ def test_a_kernel_hash_does_not_depend_on_earlier_hashes() -> None:
 
 
 def test_objects_without_a_hash_are_left_unchanged() -> None:
-    """What is no function, and a function of a Triton that keeps none there: its own order stays."""
+    """Values that are no functions, and functions of a Triton without this attribute: Triton's own order remains."""
     fn: Any = JITFunction(amax.fn)
     del fn.hash
     hash_callees_first(None, 3, "NONE", amax, fn)

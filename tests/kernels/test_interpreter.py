@@ -40,7 +40,7 @@ def saturated(x: Tensor, dtype: torch.dtype, largest: float) -> Tensor:
 
 
 def converted(x: Tensor, source: object, target: object, dtype: torch.dtype) -> Tensor:
-    """What the interpreter makes of a tensor, by whichever conversion it has now."""
+    """Convert a tensor in the interpreter, with its current conversion."""
     size = x.element_size()
     data = x.view(BITS[size]).numpy().view(UNSIGNED[size])
     codes = np.ascontiguousarray(tritons._convert_float(data, source, target, None))
@@ -49,7 +49,7 @@ def converted(x: Tensor, source: object, target: object, dtype: torch.dtype) -> 
 
 
 def wrong(result: Tensor, expected: Tensor) -> int:
-    """Elements whose bits differ, any NaN being as good as another."""
+    """Elements whose bits differ; all NaN are equal."""
     size = BITS[result.element_size()]
     both = result.float().isnan() & expected.float().isnan()
     return int(((result.view(size) != expected.view(size)) & ~both).sum())
@@ -174,7 +174,7 @@ def test_a_product_and_a_sum_are_rounded_once() -> None:
 
 
 def nearest_float32(exact: Fraction, ours: float) -> bool:
-    """Whether no float32 is nearer than ours, an even one where two are as near."""
+    """Whether ours is the nearest float32, and the even one of a tie."""
     if math.isinf(ours):
         return abs(exact) >= Fraction(float(np.finfo(np.float32).max)) + Fraction(2) ** 103
     one = np.float32(ours)

@@ -41,7 +41,7 @@ def test_shapes_with_equal_kernels_share_the_loaded_program(monkeypatch: pytest.
     monkeypatch.setattr(launch, "_load", lambda one: loaded.append(one) or Loaded())
     assert launch._loaded(described(33, 64, 64), 0) is launch._loaded(described(35, 80, 80), 0)
     assert len(loaded) == 1
-    # One side is a multiple of 16 and was none; the grid is another thing.
+    # One side is now a multiple of 16; the grid does not matter.
     launch._loaded(described(32, 64, 64), 0)
     launch._loaded(described(33, 64, 64), 1)
     assert len(loaded) == 3

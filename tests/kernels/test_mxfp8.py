@@ -1,4 +1,4 @@
-"""MXFP8 by kernels: in rows, down columns and both from one read, the codes and swizzled scales of the reference."""
+"""MXFP8 kernels: along rows, down columns and both from one read have the reference's codes and swizzled scales."""
 
 import pytest
 import torch

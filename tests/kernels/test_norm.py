@@ -166,7 +166,7 @@ def test_strided_parameters_are_read_in_place() -> None:
 @pytest.mark.parametrize("columns", [100, 8200])
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_narrow_parameters_are_read_as_they_are(kind: str, columns: int) -> None:
-    """The bits are those of parameters that were widened before; gradients are rounded to theirs at the end."""
+    """The bits are those with parameters in float32; gradients are rounded to the parameters' dtype at the end."""
     x, g = (torch.randn(3, columns, device=DEVICE).bfloat16() for _ in range(2))
     wide = [None if p is None else p.bfloat16().float() for p in parameters(kind, columns)]
     narrow = [None if p is None else p.bfloat16() for p in wide]

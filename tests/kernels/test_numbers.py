@@ -43,7 +43,7 @@ def factors(bits, e, BLOCK: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.c
 
 
 def telling(fmt: Format) -> Tensor:
-    """Every bf16; every value of the format and halfway between two, and a float32 and a half to each side."""
+    """Every bf16; every value of the format, the middles between them, and neighbours in float32 and float16."""
     values = np.append(magnitudes(fmt), np.float32(2 * fmt.max)).astype(np.float32)
     middles = (values[1:] + values[:-1]) / 2
     points = np.concatenate([values, middles, [1e-10, 2.0**-14, 65504, 65520, 1e30]]).astype(np.float32)
@@ -94,7 +94,7 @@ def test_the_largest_value_of_a_run_is_exact(halvings: int) -> None:
     largest = torch.empty(len(x) >> halvings, dtype=torch.int32, device=DEVICE)
     amax_values[(len(x) // 4096,)](x, largest, 4096, halvings)
     expected = (x.view(torch.int32) & 0x7FFFFFFF).view(-1, 1 << halvings).amax(1)
-    # Any NaN stands for any other.
+    # All NaN are equal.
     infinity = 0x7F800000
     differs = (largest != expected) & ~((largest > infinity) & (expected > infinity))
     assert not differs.any(), (hex(largest[differs][0]), hex(expected[differs][0]))

@@ -1,4 +1,4 @@
-"""NVFP4 by kernels, along rows and down columns: the reference's codes and scales, rotated and random too."""
+"""NVFP4 kernels, along rows and down columns, have the reference's codes and scales, also rotated and random."""
 
 import itertools
 from typing import Any
@@ -25,7 +25,7 @@ SPECS = [
 RATIO = QuantSpec(E2M1, (1, 16), "two_level_fp32", "stochastic", True)
 #: Whole blocks; ends within a block and within a byte; rows for which four words are drawn at once.
 OPERANDS = {(128, 128): ["wide"], (5, 7): ["-infinity"], (36, 72): ["wide", "negative zeros", "NaN"]}
-#: Seed, tensor id, count: all of them beyond 31 bits somewhere.
+#: Seed, tensor id, count: each has a value beyond 31 bits.
 NOISE = (0x1234_5678_9ABC_DEF0, 3_456_789_012, 2**33 + 7)
 
 

@@ -1,4 +1,4 @@
-"""On a GPU alone: products of bf16 values are summed in float32 and rounded once, whatever torch's default allows."""
+"""Only on a GPU: products of bf16 values are summed in float32 and rounded once, whatever torch's default allows."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_products_that_fill_a_gpu_are_rounded_once(m: int, n: int, k: int, trans
     product = wide(x, y)
     for bias in (None, torch.randn(n, device=CARD).bfloat16()):
         once = (product if bias is None else product + bias.float()).bfloat16()
-        # Sums in another order fall on the other side of a tie now and then, parts rounded to bf16 at every other one.
+        # Sums in another order sometimes cross a tie; partial sums rounded to bf16 differ in every other element.
         assert (narrow(x, y, bias) != once).float().mean().item() < 0.01
 
 

@@ -121,7 +121,7 @@ def step(layers: list[qt.Linear]) -> None:
 
 
 def moved(layer: qt.Linear, how: str) -> qt.Linear:
-    """The layer after one of the things that exchange or rewrite buffers."""
+    """The layer after an operation that replaces or rewrites buffers."""
     if how == "deepcopy":
         return copy.deepcopy(layer)
     if how == "pickle":

@@ -21,10 +21,10 @@ from tests.close import assert_bitwise, assert_close
 from tests.kernels.compare import DEVICE
 
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True])
-#: head_dim, fraction: powers of two and not, features that stay.
+#: head_dim, fraction: powers of two and others, also with features that are not rotated.
 HEADS = [(16, 1.0), (24, 1.0), (16, 0.5), (20, 0.4)]
 LENGTHS = torch.tensor([0, 2, 2, 5], device=DEVICE)
-#: Layout, shape before the heads, and where the tokens stand.
+#: Layout, shape before the heads, and the dimension of the tokens.
 WHERE: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "bshd": ("bshd", (2, 3), {}),
     "sbhd": ("sbhd", (3, 2), {"offset": 5}),
@@ -87,7 +87,7 @@ def test_parts_of_a_fused_projection_are_rotated_in_place() -> None:
 def test_heads_of_one_projection_are_split_and_joined_by_one_launch(
     where: str, head_dim: int, fraction: float, interleaved: bool, monkeypatch: Any
 ) -> None:
-    """The bits of splitting, turning and joining, and those of the values as they are; there, back, and there again."""
+    """The bits of splitting, rotating and joining, in forward, backward and double backward."""
     layout, tokens, options = WHERE[where]
     monkeypatch.setattr(gpu, "BLOCK", 64)
     gpu._passes.plans.clear()
@@ -107,7 +107,7 @@ def test_heads_of_one_projection_are_split_and_joined_by_one_launch(
             again = torch.autograd.grad(whole, gs, x.detach())
             (alone,) = torch.autograd.grad(apply_rotary_to_parts(x, 3, cos, sin, interleaved)[2], x, gs[2].detach())
         assert all(part.is_contiguous() for part in (*parts, whole))
-        # Where autograd adds up parts of the plain one, zeros have lost their signs.
+        # Where autograd sums gradients of the plain version, zeros have lost their signs.
         runs.append((*parts, whole + 0.0, *again, alone + 0.0))
         assert torch.equal(parts[2].view(torch.int16), x[..., 5:, :].reshape(parts[2].shape).view(torch.int16))
     for ours, plain in zip(*runs, strict=True):

@@ -68,7 +68,7 @@ def test_packed_sequences_are_independent() -> None:
     expected = differentiated(ssd(**wide, cu_seqlens=torch.tensor(ends)), wide)
     for name, one, other in zip(named(flat), ours, expected, strict=True):
         assert_close(name, one, other, BOUND)
-    # The state of a sequence without tokens, and its gradient, go through.
+    # The state of a sequence without tokens, and its gradient, pass through unchanged.
     assert_bitwise(ours[1][1], flat["initial_states"][1])
     assert_bitwise(ours[-1][1], drawn_gradient(ours[1], 1)[1])
 
@@ -90,7 +90,7 @@ def test_edge_case_values_in_each_sequence_and_head() -> None:
         if one.dim() == 1:
             continue
         for sequence in range(8):
-            # Steps so large leave of most gradients of dt the difference of nearly equal terms.
+            # With such large steps most gradients of dt are differences of nearly equal terms.
             if not (name == "gradient of dt" and sequence in (1, 2)):
                 assert_close(f"{name}, sequence {sequence}", one[sequence], other[sequence], BOUND)
 

@@ -60,7 +60,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make_config: MakeConfig, reci
 
 
 def test_auto_resume_starts_or_resumes_a_run(make_config: MakeConfig) -> None:
-    """The same call each time, as torchrun restarts a process."""
+    """Call the same function again, as torchrun restarts a process."""
     whole = run_training(make_config("whole"))
     config = make_config("restarted")
     for died in (3, 8):
@@ -286,7 +286,7 @@ def test_a_step_count_that_changes_rates_or_recipes_warns(
         message = rf"other options: steps {more} \(was {before}\); a run with either alone"
         with pytest.warns(UserWarning, match=message) if warns else nullcontext():
             run_training(replace(config, steps=more), resume=True)
-    # None is left to train with others.
+    # No step is left to train with other options.
     assert len(run_training(replace(config, steps=8), resume=True).losses) == 8
 
 
@@ -377,7 +377,7 @@ def wait_for_steps(process: Any, config: TrainConfig, steps: int) -> None:
 
 @pytest.fixture
 def hangs_up() -> Iterator[None]:
-    """A suite that runs under nohup has SIGHUP ignored, and so would every process that it starts."""
+    """Restore SIGHUP: tests that run under nohup ignore it, and so would every process that they start."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -386,7 +386,7 @@ def hangs_up() -> Iterator[None]:
 @pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name)
 def test_a_signal_loses_nothing(make_config: MakeConfig, tmp_path: Path, number: signal.Signals) -> None:
-    # The rate does not depend on the number of steps where the cosine ends at its beginning.
+    # The learning rate does not depend on the number of steps if it ends where it starts.
     config = make_config("stopped", steps=4000, checkpoint_every=3, validate_every=0, final_lr=1.0)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = forked.quick.Popen(command(config, tmp_path), stderr=subprocess.PIPE, env=environment)
@@ -407,7 +407,7 @@ def test_a_signal_loses_nothing(make_config: MakeConfig, tmp_path: Path, number:
 
 @pytest.mark.usefixtures("hangs_up")
 def test_a_terminal_that_hangs_up_loses_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
-    """The terminal's end sends SIGHUP, and whatever is written to it from then on fails."""
+    """A closed terminal sends SIGHUP, and later writes to it fail."""
     config = make_config("stopped", steps=4000, checkpoint_every=0, validate_every=0)
     terminal, end = pty.openpty()
     process = forked.quick.Popen(

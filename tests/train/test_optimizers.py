@@ -94,13 +94,13 @@ def test_a_resumed_run_is_the_one_never_stopped(make_config: MakeConfig, optimiz
         assert generate(out, "3 times", tokens=3, recipe=other, device="cpu").tokens
 
 
-#: Those that the test above lacks, and one each of codes and of a rule of its own.
+#: Optimizers that the test above lacks, one with codes and one with another rule.
 CHANGING = [*(name for name in PRESETS if name not in {optimizer for optimizer, _ in KEPT}), "lean", "muon-lean"]
 
 
 @pytest.mark.parametrize("optimizer", CHANGING)
 def test_a_run_is_resumed_before_and_after_its_recipe_changes(make_config: MakeConfig, optimizer: str) -> None:
-    """By learning rate, which falls from step 2 of 6 on."""
+    """Switch by learning rate, which falls from step 2 of 6 on."""
     recipe = "nvfp4 until lr<60%, tensorwise"
     whole = make_config(optimizer=optimizer, recipe=recipe, steps=6, checkpoint_every=1, keep=0, validate_every=0)
     run_training(whole)
@@ -208,7 +208,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing_and_is_named(make_config:
 
 @pytest.mark.parametrize("optimizer", ["lean", "balanced", "exact"])
 def test_clipping_is_the_optimizers(make_config: MakeConfig, optimizer: str) -> None:
-    """The norm is that of all gradients, and where it is above the limit the weights move as far as at the limit."""
+    """The norm is that of all gradients; above the limit the weights move as far as at the limit."""
     batch = torch.randint(256, (1, 2, 33)).numpy()
     norms = {}
     for clip in (0.0, 1e-3):

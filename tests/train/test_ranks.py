@@ -1,4 +1,4 @@
-"""A run of several ranks is the single process's run: its losses, its checkpoints, and one sentence at its end.
+"""A run on several ranks agrees with one of a single process: losses, checkpoints, and one sentence for an error.
 
 The ranks of one start train several runs one after the other; the single process's are trained here.
 """
@@ -41,15 +41,15 @@ from tests.train.conftest import MakeConfig
 
 #: The smallest model whose heads, groups and layers two ranks can share.
 PAIR = "pair"
-#: That of more layers, for two stages on each of two ranks, and for four.
+#: The same with more layers, for two stages on each of two ranks, and for four ranks.
 FOUR, EIGHT = "four", "eight"
 MODELS.setdefault(PAIR, replace(MODELS["nano"], layers=2, groups=2))
 MODELS.setdefault(FOUR, replace(MODELS[PAIR], layers=4))
 MODELS.setdefault(EIGHT, replace(MODELS[PAIR], layers=8))
-#: One whose columns are divided in blocks of 64.
+#: A model whose columns are sharded in blocks of 64.
 BROAD = "broad"
 MODELS.setdefault(BROAD, replace(MODELS[PAIR], head_dim=64))
-#: Parts of models that the first lacks: biases and two norms side by side; a tied head, norms of heads and after parts.
+#: Model features that the first lacks: biases and parallel norms; a tied head, norms of heads and after sublayers.
 MODELS.setdefault("pair-neox", replace(MODELS[PAIR], **NEOX))
 MODELS.setdefault("pair-gemma", replace(MODELS[PAIR], qk_norm="RMSNorm", windows=(7, -1), **GEMMA2))
 #: Seconds that a start of ranks takes at most.
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def copy_until(step: int, source: Path, out: Path) -> None:
-    """Copy a run's folder as it was after a step, in one move."""
+    """Copy a run's folder as it was after a step, atomically."""
     part = out.with_name(f"{out.name}.part")
     shutil.copytree(source, part)
     for path in part.glob("step-*"):
@@ -175,7 +175,7 @@ def test_runs_of_two_and_four_ranks_are_the_single_process_s(make_config: MakeCo
     common: dict[str, Any] = {"dtype": "float32", "batch": 4, "final_lr": 1.0, "keep": 0, **HALVES}
     bf16 = make_config("bf16", fsdp=2, **common)
     resumed = Resumed(make_config("resumed", fsdp=2, **common), bf16)
-    # Without clipping no norm, whose sum is in another order, comes into the weights.
+    # No clipping, since the norm is summed in another order.
     tensorwise = make_config("tensorwise", fsdp=2, recipe="tensorwise", clip=0.0, **common)
     delayed = make_config("delayed", fsdp=2, recipe=DELAYED, **common)
     start([bf16, resumed, tensorwise, delayed], tmp_path / "two", 2)
@@ -201,7 +201,7 @@ def test_runs_of_two_and_four_ranks_are_the_single_process_s(make_config: MakeCo
     begun = replace(bf16, fsdp=4, out=str(tmp_path / "begun"))
     for config, source in ((four, bf16), (begun, whole)):
         begin_from(config, source)
-    # Under another recipe histories of another length begin anew, as in one process.
+    # With another recipe, histories of another length start again, as in one process.
     other = replace(delayed, fsdp=4, recipe="delayed(history=8)", out=f"{delayed.out}-otherwise")
     begin_from(other, delayed)
     start([four, begun, other], tmp_path / "ranks", 4)
@@ -298,7 +298,7 @@ def norms(config: TrainConfig) -> list[float]:
 
 
 def split_layers(model: Any, recipe: Recipe, seed: int) -> Any:
-    """Convert a decoder to one that splits its sums as two ranks do, which share its heads, features and words."""
+    """Let a decoder split its sums as two tensor-parallel ranks do, by heads, features and vocabulary."""
     report = quantize_layers(model, recipe, seed)
     model.head.__class__ = HeadOfTwo
     for layer in model.layers:
@@ -356,7 +356,7 @@ def test_an_error_on_one_rank_is_reported_once_without_a_hang(
     (other / "30.txt").write_text("something else " * 200, encoding="utf-8")
     alike = make_config("run", text=(str(text),))
     with_timeout = replace(alike, timeout=8)
-    # What the first rank has, what rank 1 has in its place, and where it is started.
+    # The config of the first rank, that of rank 1, the working folder of rank 1, and the message.
     ways = (
         (alike, replace(alike, text=(str(other),)), ROOT, "rank 1: this rank has a text of fingerprint "),
         (alike, replace(alike, lr=0.25), ROOT, "lr is 0.0, and on rank 1 0.25; give every rank the same options"),
@@ -470,7 +470,7 @@ def test_ranks_that_are_killed_while_they_save_leave_a_whole_checkpoint(
         processes.append(forked.quick.Popen(command, cwd=ROOT, env=environment, stderr=forked.quick.PIPE))
     folder, end = Path(config.out), time.monotonic() + LONGEST
     try:
-        # A file of a checkpoint that is not whole yet, and one that is.
+        # A file of an incomplete checkpoint, and one of a complete checkpoint.
         while not (checkpoint.list_checkpoints(folder) and [*folder.glob(".*/shard-*")]):
             assert time.monotonic() < end and not any(p.poll() for p in processes), "no save was seen on its way"
     finally:

@@ -3,9 +3,9 @@
     floor    bytes of its tensors / copy rate
     share    what the card can issue / instructions a byte / copy rate
 
-of which the second is the highest part of the copy rate that a kernel can reach. A card issues one instruction of a
-warp of 32 threads in each of a multiprocessor's four parts at every cycle, which no kernel quite does; what takes some
-units several cycles, such as exponentials, is counted as one. Below 100 % the instructions are what a kernel waits for.
+The share is the highest part of the copy rate that a kernel can reach. A card issues one instruction of a warp
+of 32 threads in each of a multiprocessor's four parts at every cycle, which no kernel quite reaches; an instruction that
+takes several cycles, such as an exponential, is counted as one. Below 100 % a kernel is bound by its instructions.
 Where products take longer than bytes, as attention's do, they are the floor: another table has their time, and the
 highest part of the rate of products.
 
@@ -27,7 +27,7 @@ PLACE = re.compile(
 OF_PRODUCTS = re.compile(
     r"(<!-- those that products bound, from here -->\n).*?(<!-- floors by products end here -->)", re.DOTALL
 )
-#: Bytes of a launch that is too small to wait for anything but itself: an H200 copies them in a microsecond.
+#: Bytes of a launch that is too small for a floor: an H200 copies them in a microsecond.
 SMALL = 4.3e6
 #: Threads whose instruction a multiprocessor issues in a cycle.
 ISSUED = 4 * 32
@@ -72,7 +72,7 @@ def share_of_products(row: ceilings.Row, card: str) -> float:
 
 
 def table_of_products(rows: ceilings.Table) -> str:
-    """`table` for those that products bound."""
+    """`table` for kernels that are bound by their products."""
     head = ["kernel", "GFLOP", *(f"{card}, ms" for card in CARDS), "instructions for 1000 multiply-adds"]
     head += ["programs an SM", *(f"{card}, %" for card in CARDS)]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
@@ -99,7 +99,7 @@ def _line_of_products(name: str, row: dict[str, ceilings.Row]) -> list[str]:
 
 
 def table(rows: ceilings.Table) -> str:
-    """A line for each launch of tests/kernels/cases.py, from what ceilings.toml keeps of it."""
+    """A line for each launch of tests/kernels/cases.py, from its figures in ceilings.toml."""
     head = ["kernel", "MB", *(f"{card}, µs" for card in CARDS), "instructions a byte", "programs an SM"]
     head += [f"{card}, %" for card in CARDS]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]

@@ -88,7 +88,10 @@ def _bases(layout: str, named: dict[str, str]) -> tuple[Basis, Basis, tuple[int,
 
 def _of_a_product(shape: tuple[int, ...]) -> tuple[Basis, Basis, tuple[int, ...]]:
     """The same for the result of a product, by instructions m, n(, k): pairs of neighbours in a row, four threads to
-    eight of them, eight rows, and eight rows below. Source: PTX ISA, fragments of mma.m16n8k16 and of wgmma.m64nNk16."""
+    eight of them, eight rows, and eight rows below.
+
+    Source: PTX ISA, fragments of mma.m16n8k16 and of wgmma.m64nNk16.
+    """
     rank = 3 if shape[0] == 1 else 2
     before = (0,) * (rank - 2)
     columns = range(3, shape[rank - 1].bit_length() - 1)

@@ -1,1 +1,1 @@
-"""Tests of an optimizer's functions inside kernels, and what launches them there; no kernel of the library."""
+"""Tests of an optimizer's functions inside kernels, with kernels of their own that launch them."""

@@ -22,7 +22,7 @@ from quaver.kernels.optim import codes as written
 from quaver.reference.optimizer_state import StateSpec
 from tests.kernels.gate import machine_code
 
-#: What a kernel can write, and the number that it knows them by.
+#: Formats that a kernel can write, and their numbers there.
 SPECS = {
     "int8_mitchell/64": 0,
     "uint8_mitchell4/64 floor": 1,
@@ -146,7 +146,7 @@ if __name__ == "__main__":
         both = compiled(StateSpec.parse(text), arch)
         for kernel, code in zip(both, machine_code.read(both, arch), strict=True):
             ptx = kernel.asm["ptx"]
-            # Blackwell has one for two at a time.
+            # Blackwell has an instruction for two at a time.
             fused = sum(2 if pair else 1 for pair in re.findall(r"\bfma\.rn\.f32(x2)?\b", ptx))
             row = {"spec": text, "arch": arch, "kernel": kernel.name, "fused": fused, "stack": code.stack}
             # 16 × 64 elements by 128 threads.

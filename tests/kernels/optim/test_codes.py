@@ -1,4 +1,4 @@
-"""Codes of optimizer states inside a kernel are those of the reference, bit by bit, and compile to few instructions."""
+"""Codes of optimizer states in a kernel have the bits of the reference, and compile to few instructions."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The kernel of a step gives the bits of the pieces' step in torch, over parameters of several shapes in one launch."""
+"""The kernel of a step has the bits of the operations in torch, for parameters of several shapes in one launch."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ def config(
     return StepConfig(rule or AdamRule(), weight_format, moments, gradient, predicts_scale)
 
 
-#: What there is a branch for, by name: how a parameter steps, and the dtypes of its weight and its gradient.
+#: Configs with a branch of their own, by name: config, and the dtypes of weight and gradient.
 WAYS: dict[str, tuple[StepConfig, torch.dtype, torch.dtype]] = {
     "lean": (config(W8R8, MOMENTS, gradient=LEAN.gradient), torch.float8_e4m3fn, torch.uint8),
     "balanced": (config(WeightFormat("residual16", TENSORWISE), MOMENTS), torch.float8_e4m3fn, torch.bfloat16),
@@ -84,7 +84,7 @@ WAYS: dict[str, tuple[StepConfig, torch.dtype, torch.dtype]] = {
         *(torch.bfloat16, torch.uint8),
     ),
 }
-#: Of weights with scales of blocks, all of codes.
+#: Configs of weights in codes with scales of blocks.
 WAYS_OF_BLOCKS: dict[str, tuple[StepConfig, torch.dtype]] = {
     "lean blockwise": (config(replace(W8R8, code_spec=BLOCKWISE), MOMENTS, gradient=LEAN.gradient), torch.uint8),
     "balanced blockwise": (config(WeightFormat("residual16", BLOCKWISE), MOMENTS), torch.bfloat16),
@@ -98,9 +98,9 @@ WAYS_OF_BLOCKS: dict[str, tuple[StepConfig, torch.dtype]] = {
     "sgd blockwise": (config(replace(W8R8, code_spec=BLOCKWISE), MOMENTS[:1], SGDRule(momentum=True)), torch.bfloat16),
     "sgd 32x32": (config(replace(W8R8, code_spec=SQUARES), (), SGDRule(maximize=True)), torch.float32),
 }
-#: Several programs of whole blocks; and rows and columns that end within one.
+#: Several programs of whole blocks; and rows and columns that end within a block.
 SHAPES_OF_BLOCKS = [(128, 256), (161, 192), (3, 200), (1, 33)]
-#: One that is read in runs, of more rounds than one and of a row of two blocks; and rows that end within a block.
+#: Shapes with contiguous reads, several iterations and rows of two blocks; and rows that end within a block.
 SHAPES = [(32, 128), (3, 200), (1, 33), (5, 64)]
 GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "lr": 1e-2, "momentum": 0.9, "dampening": 0.1}
 SEED = 0x9E3779B97F4A7C15
@@ -108,7 +108,7 @@ SEED = 0x9E3779B97F4A7C15
 
 @dataclass
 class Parameter:
-    """What is stepped."""
+    """A parameter with its tensors, config and state."""
 
     config: StepConfig
     parts: ParameterTensors
@@ -148,7 +148,7 @@ def parameter(
     weight_format = how.weight_format
     nothing = torch.ones(shape)
     if weight_format.code_spec is not None and not weight_format.code_spec.per_tensor:
-        # Blocks of zeros, and of what counts as zeros.
+        # Blocks of zeros, and of numbers so small that they count as zeros.
         high, long = (size or 1 for size in weight_format.code_spec.block)
         nothing[:high, :long] = 0.0
         value[:high, :long] = 0.0
@@ -165,7 +165,7 @@ def parameter(
         kind = torch.int8 if weight_format.kind == "residual8" else torch.int16
         info = torch.iinfo(kind)
         rest = torch.randint(info.min, info.max + 1, shape, generator=generator).to(kind)
-        # Below nothing, too, as after a pruning mask.
+        # Residuals below zeros too, as after a pruning mask.
         weights = (*weights, value if weight_format.kind == "float32" else rest)
     moments = []
     for spec, signed, size in zip(how.moments, how.rule.signed, (0.1, 0.01), strict=False):
@@ -183,7 +183,7 @@ def parameter(
     if how.predicts_scale:
         assert weight_format.code_spec is not None
         state["amax"] = master_weights.block_amax(weight_format.code_spec, master_weights.read(weight_format, weights))
-    # The second half of a parameter: noise goes by its place in the whole.
+    # The second half of a parameter: its noise depends on the position in the whole.
     high = 1 if weight_format.code_spec is None else weight_format.code_spec.block[0] or 1
     start = -(-shape[0] // high) * high
     place = ShardPosition((start, 0), shape, (start + shape[0], shape[1]))
@@ -196,7 +196,7 @@ def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool =
     launches: list[gpu.Launch] = []
     with device.asking("triton"):
         for number, p in enumerate(parameters):
-            # A card's tensors are copies, which the caller compares.
+            # Tensors on a GPU are copies; the caller compares them.
             p.parts = ParameterTensors(*(moved(each) for each in p.parts))
             p.state = {name: t.to(DEVICE) for name, t in p.state.items()}
             p.factor = None if p.factor is None else p.factor.to(DEVICE)
@@ -231,7 +231,7 @@ def step_separately(parameters: list[Parameter]) -> list[int | None]:
 
 
 def assert_same(ours: Parameter, theirs: Parameter, what: str) -> None:
-    """Bit by bit, but that a NaN is a NaN, and that residuals and codes' signs say nothing under a scale of NaN."""
+    """Compare bits; all NaN are equal, and residuals and signs of codes are ignored under a scale of NaN."""
     nothing = lost(theirs) if ours.config.weight_format.kind.startswith("residual") else None
     for i, (a, b) in enumerate(zip(ours.tensors, theirs.tensors, strict=True)):
         a, wide = a.cpu(), b.is_floating_point()
@@ -243,7 +243,7 @@ def assert_same(ours: Parameter, theirs: Parameter, what: str) -> None:
 
 
 def lost(p: Parameter) -> Tensor | None:
-    """Which elements of codes have a scale of NaN, bool of the weight's shape."""
+    """A bool of the weight's shape: which elements have a scale of NaN."""
     spec, (rows, columns) = p.config.weight_format.code_spec, p.place.local_shape
     if spec is None:
         return None
@@ -255,7 +255,7 @@ def lost(p: Parameter) -> Tensor | None:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_parameters_of_one_launch_step_as_their_pieces(name: str) -> None:
-    """Shapes with whole blocks and without, gradients with NaN and without, factors, and noise by place."""
+    """Shapes with whole blocks and without, gradients with NaN and without, factors, and noise by position."""
     how, dtype, gradient = WAYS[name]
     ours = [
         parameter(how, dtype, gradient, shape, i, hostile)
