@@ -1,4 +1,4 @@
-"""Formats, specs, GEMMs, recipes and operands drawn at random: every way to compute them gives the reference.
+"""Formats, specs, GEMMs, recipes and operands drawn at random: every way to compute them agrees with the reference.
 
 `python -m tests.contracts.drawn_specs --seconds 600 --seed 0` draws until the time is over; what fails is printed with
 its seed, and `--only SEED` draws that one again.
@@ -35,10 +35,10 @@ BLOCKS: list[Any] = [
 ]
 SCALES = ["fp32", "power_of_two", "e8m0", "two_level", "two_level_fp32", "unit"]
 SIDES = [1, 2, 3, 15, 16, 17, 32, 33, 48, 64, 65, 100, 128, 129]
-#: torch's dtype, half a unit in its last place, and how far sums in it may be off where nothing is quantized.
+#: torch's dtype, half a unit in its last place, and the largest error of sums in it without quantization.
 DTYPES = {"float32": (torch.float32, 2.0**-24, 4e-6), "bfloat16": (torch.bfloat16, 2.0**-8, 4e-3)}
 DTYPES["float16"] = torch.float16, 2.0**-11, 2e-3
-#: How far an element may be off, of the sum of its products' magnitudes.
+#: Largest error of an element, relative to the sum of its products' magnitudes.
 BOUND = 4e-6
 
 
@@ -65,7 +65,7 @@ def own_format(rng: np.random.Generator) -> Format:
 
 
 def sensible(build: Any, attempts: int = 1000) -> Any:
-    """What is built at last, where every refusal is a ValueError with a sentence."""
+    """Draw until an object can be built; every refusal must be a ValueError with a message."""
     for _ in range(attempts):
         try:
             return build()
@@ -90,7 +90,7 @@ def draw_recipe(rng: np.random.Generator) -> Recipe:
         rotated = [bool(rng.random() < 0.2) for _ in range(3)]
         delayed = Delayed(length=int(rng.integers(1, 5))) if rng.random() < 0.1 else None
         if rng.random() < 0.5 or delayed is not None:
-            # A spec a tensor, as most recipes have it.
+            # One spec for each tensor, as in most recipes.
             x, w, g = (draw_spec(rng) for _ in range(3))
             if delayed is not None:
                 kind = ["fp32", "power_of_two"][rng.integers(2)]
@@ -128,7 +128,7 @@ def draw_matrix(rng: np.random.Generator, shape: tuple[int, int], odd: bool) -> 
 
 @dataclass(frozen=True)
 class Step:
-    """A linear layer's step: what goes in."""
+    """The inputs of a linear layer's step."""
 
     seed: int
     recipe: Recipe
@@ -211,7 +211,7 @@ def expected_step(step: Step, ids: Any) -> tuple[Expected, Expected, Expected]:
         return reference.Quantized(q.data.T, q.scale.T, q.spec)
 
     def values(q: Any) -> np.ndarray:
-        """In the dtype of the GEMMs, in which nothing else is multiplied unquantized."""
+        """Unquantized operands in the dtype of the GEMMs."""
         with np.errstate(all="ignore"):
             return torch.from_numpy(q.dequantize()).to(DTYPES[step.dtype][0]).float().numpy()
 
@@ -276,8 +276,8 @@ def by_torch(step: Step, compiled: bool = False) -> tuple[tuple[Any, ...], tuple
 
 
 def by_jax(step: Step, options: dict[str, Any] | None = None) -> tuple[tuple[Any, ...], tuple[Expected, ...]] | None:
-    """None where JAX refuses the recipe in a sentence. The options are the compiler's."""
-    # numpy converts, for JAX would compile a conversion of each shape.
+    """None if JAX refuses the recipe with a message. `options` are the compiler's."""
+    # numpy converts, since JAX would compile a conversion for each shape.
     dtype = jnp.dtype(step.dtype)
     x, w, g = (a.astype(dtype) for a in (step.x, step.w.T, step.g))
     bias = None if step.bias is None else step.bias.astype(dtype)

@@ -40,7 +40,7 @@ def entered(call: Callable[[], Any]) -> list[str]:
 
 
 def linear(recipe: str) -> list[str]:
-    """Those of a warm forward of a Linear."""
+    """The files of a warm forward of a Linear."""
     layer, x = qt.Linear(64, 64, recipe=recipe), torch.randn(64, 64, requires_grad=True)
     for _ in range(2):
         layer(x).sum().backward()
@@ -48,7 +48,7 @@ def linear(recipe: str) -> list[str]:
 
 
 def transformer(recipe: str) -> list[str]:
-    """Those of a warm forward of a Transformer layer as Llama has it."""
+    """The files of a warm forward of a Transformer layer with Llama's options."""
     layer = qt.TransformerLayer(
         64, 4, 128, normalization="RMSNorm", activation="swiglu", bias=False, mask_type="causal", recipe=recipe
     )
@@ -59,7 +59,7 @@ def transformer(recipe: str) -> list[str]:
 
 
 def blocks(recipe: str) -> list[str]:
-    """Those of `convert(blocks=True)` on a Llama of transformers, the first call."""
+    """The files of `convert(blocks=True)` on a Llama of transformers, the first call."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -68,7 +68,7 @@ def blocks(recipe: str) -> list[str]:
 
 
 def optimizer_step(preset: str) -> list[str]:
-    """Those of the first step of AdamW for one matrix, without compilation."""
+    """The files of the first step of AdamW for one matrix, without compilation."""
     layer = torch.nn.Linear(1024, 1024, bias=False)
     optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset=preset)
     layer(torch.randn(4, 1024)).square().mean().backward()
@@ -76,7 +76,7 @@ def optimizer_step(preset: str) -> list[str]:
 
 
 def gathered(recipe: str) -> list[str]:
-    """Those of `gather_quantized`, `fully_shard` and the first forward and backward of two layers, on one rank."""
+    """The files of `gather_quantized`, `fully_shard` and the first forward and backward of two layers, on one rank."""
     first = not dist.is_initialized()
     if first:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -17,7 +17,7 @@ COMMENT = re.compile(
 
 @cache
 def parsed(source: str) -> ast.Module:
-    """A file's tree, which several contracts walk over; nobody changes it.
+    """A file's syntax tree, shared by several contracts; it must not be changed.
 
     It stays until the end: a collector that walked over all trees again and again took four fifths of the time.
     """
@@ -55,7 +55,7 @@ def modules(root: Path = ROOT, package: str = "quaver") -> Mapping[str, str]:
 
 
 def everything() -> dict[str, str]:
-    """Of the library and of the benchmarks."""
+    """The modules of the library and of the benchmarks."""
     return {**modules(), **modules(ROOT.parent, "benchmarks")}
 
 

@@ -110,7 +110,7 @@ def test_dequantize_and_the_transpose_match_numpy(spec: QuantSpec) -> None:
 
 
 def every_bf16() -> dict[str, torch.Tensor]:
-    """All 65,536 of them as one operand; and with those that are not finite as zeros, lest they spoil every scale."""
+    """All 65,536 values as one operand; and again with zeros for non-finite ones, which would decide every scale."""
     codes = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     values = codes.view(torch.bfloat16).reshape(256, 256)
     finite = torch.where(values.isfinite(), values, torch.zeros_like(values))
@@ -164,7 +164,7 @@ def test_compiled_code_stores_the_bits_of_numpy(specs: tuple[QuantSpec, ...], ba
 PER_TENSOR = [s for s in SPECS.values() if s.per_tensor]
 
 
-# To the end of Inductor once; the others as far as its graph.
+# One case is compiled by Inductor; the others only to its graph.
 @pytest.mark.parametrize(
     ("spec", "backend"),
     [(s, "aot_eager_decomp_partition" if at else "inductor") for at, s in enumerate(PER_TENSOR)],
@@ -225,7 +225,7 @@ def test_torch_draws_the_numbers_of_numpy(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.two_level or s.format.name in FLOAT8], ids=str)
 def test_the_preferred_implementation_is_not_the_plain_one(spec: QuantSpec) -> None:
-    """Of formats that are emulated there is the plain one alone."""
+    """Emulated formats have only the plain implementation."""
     runs = next(name for name, why in QUANTIZE.explain(torch.zeros(2, 2), spec) if not why)
     assert runs != "reference", "the two implementations that the tests above compare are one"
 

@@ -40,7 +40,7 @@ PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
 
 
 def tracked() -> set[str]:
-    """The files under version control; of an unpacked distribution, where there is none, those that are there."""
+    """The files under version control, or all files of an unpacked distribution."""
     done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return {name for name in done.stdout.split("\0") if (ROOT / name).is_file()}
@@ -94,7 +94,7 @@ def test_the_metadata_of_the_wheel_is_the_projects(wheel: dict[str, bytes]) -> N
 
 
 def test_pictures_of_the_readme_are_shown_wherever_it_is_shown() -> None:
-    # Package indexes show README alone: links to its pictures are absolute as soon as [project.urls] has an address.
+    # Package indexes show only README: links to its pictures are absolute as soon as [project.urls] has an address.
     address = PROJECT.get("urls", {}).get("Source")
     for target in PICTURE.findall((ROOT / "README.md").read_text()):
         assert target.startswith("https://") if address else (ROOT / target).is_file()

@@ -29,9 +29,9 @@ WRAPPED = [
 PROSE, CODE = 110, 88
 #: Tables and figures that a program writes.
 GENERATED = re.compile(r"^<!-- [^\n]*from here -->$.*?^<!-- to here[^\n]*-->$", re.MULTILINE | re.DOTALL)
-#: Of files, not of the web and not within a page.
+#: Links to files, not to the web and not within a page.
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-#: What `make test` installs.
+#: Packages that `make test` installs.
 TESTED = installed_by("pip install -e '.[dev]'")
 
 

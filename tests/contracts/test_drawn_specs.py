@@ -33,7 +33,7 @@ def same(a: QuantSpec, b: QuantSpec | None = None) -> Recipe:
     return Recipe("mine", gemm, gemm, gemm)
 
 
-#: What CPU layers once computed wrongly, or not at all.
+#: Cases that CPU layers once computed wrongly, or not at all.
 MENDED = {
     "e2m1 per tensor": same(QuantSpec(E2M1)),
     "e2m1 per tensor, divided": same(QuantSpec(E2M1, scale="fp32")),
@@ -70,7 +70,7 @@ def test_the_same_in_jax(name: str) -> None:
     rng = np.random.default_rng(0)
     drawn = [rng.normal(size=s).astype(np.float32) for s in ((33, 64), (17, 64), (33, 17))]
     step = drawn_specs.Step(0, MENDED[name], "float32", *drawn, None)
-    # What an optimizer could break are the bits of test_frameworks_agree.py; this is what formulas do with formats.
+    # test_frameworks_agree.py checks the bits of optimized programs; this test checks formulas over formats.
     results = drawn_specs.by_jax(step, QUICKEST)
     assert results is not None
     drawn_specs.assert_step(*results, step.dtype, name)

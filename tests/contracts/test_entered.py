@@ -8,7 +8,7 @@ from tests.contracts.entered import blocks, gathered, linear, transformer
 
 #: On a CPU, forward: the files of src/quaver in which a function runs; one of them detects tracing compilers.
 LINEAR, TENSORWISE, TRANSFORMER = 10, 10, 23
-#: Of a first step of AdamW under `lean`, for one matrix of floats.
+#: For the first step of AdamW with `lean`, for one matrix of floats.
 OPTIMIZER_STEP = 12
 #: With `gather_quantized` and `fully_shard`, the first forward and backward; 19 of them run for two layers alone.
 GATHERED = 27

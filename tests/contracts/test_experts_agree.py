@@ -33,7 +33,7 @@ def logits(tokens: int = 40, experts: int = 16) -> np.ndarray:
 
 
 def given(options: dict[str, Any], of: Any) -> dict[str, Any]:
-    """Options with a bias, as an array of a framework, where there is to be one."""
+    """Options with a bias as an array of the framework, if any."""
     bias = np.linspace(-0.1, 0.1, 16).astype(np.float32)
     others = {name: value for name, value in options.items() if name != "biased"}
     return others | ({"bias": of(bias)} if "biased" in options else {})

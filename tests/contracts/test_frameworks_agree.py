@@ -24,10 +24,10 @@ from tests.pairs import alternating
 from tests.xla_options import QUICKEST
 
 STREAM: dict[str, Any] = {"seed": 0x1234567890ABCDEF, "tensor_id": 0xDEADBEEF, "count": 3}
-#: What a jitted function takes these as.
+#: Dtypes of numbers that are passed to jitted functions.
 WORDS = {"tensor_id": np.uint32, "count": np.uint32, "factor": np.float32}
 DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(ml_dtypes.bfloat16): torch.bfloat16}
-#: Operands that no recipe has but that a recipe of one's own may.
+#: Operands that no built-in recipe has, but that a user's recipe may have.
 OTHERS = {
     "stochastic e4m3": QuantSpec(E4M3, (1, 32), "e8m0", "stochastic"),
     "stochastic e5m2": QuantSpec(E5M2, rounding="stochastic"),
@@ -42,12 +42,12 @@ SMALLEST = [(1, 1), (0, 5), (5, 0)]
 
 
 def kind(spec: QuantSpec) -> tuple[Any, ...]:
-    """What a program's shapes and first operations rest on; formats and scales of one kind differ in numbers."""
+    """Properties that decide a program's shapes and first operations; formats of a kind differ in numbers."""
     return spec.block, spec.two_level, spec.scale == "unit", spec.rounding, spec.hadamard, spec.format.stored_bits
 
 
-#: Names of the first spec of each kind, and of each kind and format. Quick tests let LLVM optimize one of each kind but
-#: for its block.
+#: Names of the first spec of each kind, and of each kind and format. Quick tests let LLVM optimize one of each kind,
+#: regardless of its block.
 KINDS = list({kind(spec): name for name, spec in reversed(EVERY.items())}.values())
 FORMATS = list({(kind(spec), spec.format): name for name, spec in reversed(EVERY.items())}.values())
 LLVM = list({kind(spec)[1:]: name for name, spec in reversed(EVERY.items())}.values())
@@ -60,8 +60,8 @@ def _one_of_each_kind() -> Iterator[Any]:
 
 
 def _optimized(kinds: Collection[str], quick: Collection[str] = EVERY) -> Iterator[Any]:
-    """Each spec with what runs it: a program that LLVM optimized for these; of the others that is slow, and of those
-    that are not quick nothing else runs."""
+    """Each spec with its programs: optimized by LLVM for these specs; for others the optimized program is slow, and
+    specs that are not quick have no other."""
     for name, spec in EVERY.items():
         if name in quick:
             yield pytest.param(spec, stored if name in kinds else stored_quickly, id=name)
@@ -84,9 +84,9 @@ def eager(x: Any, spec: QuantSpec, amax: Any = None, **options: Any) -> tuple[ja
     return q.scales(), q.codes(), q.dequantize()
 
 
-#: What a program compiled as a whole stores and reads back.
+#: Stored and decoded values of a program compiled as a whole.
 stored = jax.jit(eager, static_argnames=("spec", "seed"))
-#: The same from a program that LLVM did not optimize: where the claim is the value that a scale comes from, or a shape.
+#: The same from a program that LLVM did not optimize: for tests of the input of a scale, or of a shape.
 stored_quickly = jax.jit(
     eager,
     static_argnames=("spec", "seed"),
@@ -114,7 +114,7 @@ def same(got: tuple[Any, Any, Any], expected: reference.Quantized, case: str, ex
 
 
 def flushed(x: np.ndarray) -> np.ndarray:
-    """Subnormals as XLA on a CPU takes them: for zeros of their sign."""
+    """Replace subnormals by zeros of their sign, as XLA does on a CPU."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
@@ -132,13 +132,13 @@ def agree(
     words = {name: value if name == "seed" else np.asarray(value, WORDS[name]) for name, value in options.items()}
     same(torchs(x, spec, amax, **options), expected, f"{what}, torch", exact=True)
     if spec.scale in ("fp32", "two_level_fp32") and not spec.hadamard:
-        # These factors are so large that a subnormal would count, and XLA on a CPU does not see it.
+        # With such large factors a subnormal would matter, but XLA on a CPU flushes it.
         expected = reference.quantize(flushed(x.astype(np.float32)), spec, amax, **options)
     same(run(x, spec, amax, **words), expected, f"{what}, jax")
 
 
 def every_bf16() -> Iterator[tuple[str, np.ndarray]]:
-    """All 65,536 of them as one operand; and with those that are not finite as zeros, lest they spoil every scale."""
+    """All 65,536 values as one operand; and again with zeros for non-finite ones, which would decide every scale."""
     values = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
     finite = np.where(np.isfinite(values.astype(np.float32)), values, values.dtype.type(0))
     yield from (("all", values), ("finite", finite), ("finite, along k", np.ascontiguousarray(finite.T)))
@@ -163,7 +163,7 @@ def test_random_float32_bits_and_edge_cases_get_the_same_codes(spec: QuantSpec, 
     rng = np.random.default_rng(0)
     x = floats(rng.integers(0, 2**32, RAGGED))
     agree(x, spec, None, "any bits", run, **STREAM)
-    # All exponents within reach of one another, every mantissa bit in use.
+    # Exponents close to one another, with all mantissa bits used.
     near = floats(rng.integers(0, 2**23, RAGGED) + (rng.integers(117, 137, RAGGED) << 23))
     agree(near * rng.choice(np.array([-1, 1], np.float32), near.shape), spec, None, "near one", run, **STREAM)
     for name, x in nasty(RAGGED).items():

@@ -4,18 +4,18 @@ import ast
 
 from tests.contracts.sources import modules, parsed, walk
 
-#: What a reader keeps in mind.
+#: Limits of what a reader can keep in mind.
 MOST_ARGUMENTS, MOST_LINES = 12, 80
-#: Signatures of other libraries are theirs, in their order.
+#: Functions with the signature of another library.
 NAMES_OF_OTHERS = "quaver.compat."
-#: What compilers read is as long as the loop that it is.
+#: Kernels, whose length is that of their loop.
 KERNELS = "quaver.kernels."
-#: A public function's options are its arguments, and it is called too often to look them up.
+#: Public functions whose options are arguments, since they are called too often for a lookup.
 PUBLIC = {
     "quaver.torch.nn.attention.op.attention",
     "quaver.torch.parallel.context.attention.context_parallel_attention",
 }
-#: An operator's implementation takes what its schema has.
+#: Implementations of operators, with the arguments of their schema.
 OPERATORS = {f"quaver.torch.nn.attention.fp8_kernels.{way}" for way in ("forward", "backward")}
 
 

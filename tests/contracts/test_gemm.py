@@ -1,4 +1,4 @@
-"""The GEMM is bounded: in float32 within 1e-6 relative RMS of float64 on the same operands; bf16 rounds that once."""
+"""The GEMM's error is bounded: in float32 1e-6 relative RMS of float64 on the same operands; bf16 rounds that once."""
 
 import threading
 import time
@@ -44,7 +44,7 @@ def test_float32_output_is_within_1e_6_of_float64(gemm: GemmSpec) -> None:
         a, b = operands(magnitude, gemm, m, k, n)
         y, case = exact(a, b), f"{magnitude}, m {m}, k {k}, n {n}"
         assert_close(case, qt.matmul(a, b), y.float(), 1e-6)
-        # A bias of ordinary size would hide small products, so it is of theirs.
+        # A bias of ordinary size would hide small products, so it has their magnitude.
         bias = torch.randn(n) * y.abs().amax().clamp(1e-30, 1e30).float()
         assert_close(f"{case}, bias", qt.matmul(a, b, bias=bias), (y + bias.double()).float(), 1e-6)
 
@@ -54,13 +54,13 @@ def test_half_precision_output_is_float64_rounded_once(gemm: GemmSpec) -> None:
     position = list(GEMMS.values()).index(gemm)
     for at, magnitude in enumerate(("normal", "rows spread", "zeros", "one outlier")[position % 2 :: 2]):
         wrong, total = {torch.bfloat16: 0, torch.float16: 0}, 0
-        # Two sizes under each of two magnitudes; with the next GEMM but one, others.
+        # Two sizes for each of two magnitudes; others for the GEMM after the next.
         for m, k, n in SIZES[(position // 2 + at) % 3 :: 3]:
             a, b = operands(magnitude, gemm, m, k, n)
             y, bias = exact(a, b), torch.randn(n)
             total += 2 * m * n
             for dtype in wrong:
-                # By way of float32: rounded twice only where float32 falls on a tie, once in 2**16.
+                # Through float32: rounded twice only if float32 is a tie, once in 2**16.
                 plain, biased = y.float().to(dtype), (y + bias.double()).float().to(dtype)
                 wrong[dtype] += int((qt.matmul(a, b, dtype) != plain).sum())
                 got = qt.matmul(a, b, dtype, bias)
@@ -160,7 +160,7 @@ def test_a_process_that_lets_torch_round_float32_products_gets_the_same_precisio
         y = qt.matmul(a, b)
         assert_close(f"m {m}", y, exact(a, b), 1e-6)
         if not (decodes_exactly_to_bf16(a) and decodes_exactly_to_bf16(b)):
-            # Whatever this processor does with the setting: bf16 could not hold the values.
+            # Independent of the processor's support for the setting: bf16 could not represent the values.
             with qt.only("reference"):
                 assert_bitwise(y, qt.matmul(a, b), f"m {m}")
 

@@ -1,4 +1,4 @@
-"""What is no operand and no spec is refused by both frameworks in the same words."""
+"""Both frameworks refuse wrong operands and specs with the same message."""
 
 from collections.abc import Callable
 from typing import Any

@@ -84,7 +84,7 @@ def test_pages_install_the_packages_they_use(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_no_page_installs_from_an_index_that_has_no_quaver(page: Path) -> None:
-    """An extra by the package's name is right in an error's sentence, where the library is there already."""
+    """An error message names the extra of the package, since the library is already installed."""
     commands = "".join(body for kind, body in FENCE.findall(page.read_text()) if kind in ("console", "bash"))
     assert not re.search(r"pip install [^#\n]*\bquaver\b", commands), f"{page.name}: pip install -e '.[...]' in a copy"
 

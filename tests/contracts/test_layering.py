@@ -23,7 +23,7 @@ OURS: dict[str, set[str]] = {
     "quaver.kernels": {"quaver.kernels"},
     "quaver.include": {"quaver.include"},
 }
-#: What both front ends may import.
+#: Packages that both front ends may import.
 SHARED = {"quaver", *OURS}
 OURS["quaver.torch"] = SHARED | {"quaver.torch"}
 OURS["quaver.torch.parallel"] = OURS["quaver.torch"] | {"quaver.torch.parallel"}
@@ -32,7 +32,7 @@ OURS["quaver.capi"] = SHARED | {"quaver.torch", "quaver.include", "quaver.capi"}
 OURS["quaver.jax"] = SHARED | {"quaver.jax"}
 OURS["quaver.integrations"] = OURS["quaver.torch.parallel"] | OURS["quaver.jax"] | {"quaver.integrations"}
 OURS["quaver.compat"] = OURS["quaver.integrations"] - {"quaver.integrations"} | {"quaver.compat", "quaver.torch.optim"}
-#: It imports everything, and no other package imports it.
+#: The package that may import everything, and that no other package imports.
 OURS["quaver.train"] = set(OURS) | {"quaver.train"}
 
 #: Other libraries that a package may import; packages not named here may import any but `NEVER`.
@@ -51,7 +51,7 @@ NEVER = {"quaver.torch": {"jax", "jaxlib", "flax", "optax"}, "quaver.jax": {"tor
 #: Every module of the library and of the benchmarks.
 SOURCES = everything()
 
-#: Names that name no subject.
+#: Module names that are not specific.
 EMPTY_NAMES = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
 
 
@@ -118,7 +118,7 @@ def test_imports_form_no_cycle() -> None:
 
 def test_file_names_name_a_subject() -> None:
     empty = [name for name in modules() if name.rpartition(".")[2].strip("_") in EMPTY_NAMES]
-    # Another library's own name for its part.
+    # The name is that of another library's module.
     assert empty == ["quaver.compat.transformer_engine.common"]
 
 
@@ -176,7 +176,7 @@ def test_a_cycle_through_a_function_is_found() -> None:
 
 
 def run(code: str) -> str:
-    """What a fresh interpreter prints, which keeps bytecode as an installed package does."""
+    """The output of a fresh interpreter, which caches bytecode as an installed package does."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)

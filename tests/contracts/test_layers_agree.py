@@ -1,4 +1,4 @@
-"""A layer in torch and one in JAX store the same: codes and scales of every operand of their three GEMMs."""
+"""A layer in torch and one in JAX have the same codes and scales for every operand of their three GEMMs."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +22,7 @@ from tests.operands import variants
 from tests.xla_options import QUICKEST
 
 T, K, N = 48, 80, 33
-#: Which operand a matrix is, by its shape; a rotated one is padded.
+#: Operands by the shape of their matrix; a rotated one is padded.
 SHAPES = {
     (T, K): "input",
     (N, K): "weight",
@@ -31,11 +31,11 @@ SHAPES = {
     (N, T): "grad_output.T",
     (K, T): "input.T",
 }
-#: Those whose codes differ, with scales that are bits.
+#: Variants whose codes differ, with scales of exact bits.
 OTHERS = ("mxfp8(weight_2d=True)", *(f"nvfp4({o}=False)" for o in ("stochastic_rounding", "hadamard", "weight_2d")))
-#: Those that are also run in bfloat16, one of every kind of state.
+#: Recipes that are also run in bfloat16, one of every kind of state.
 NARROW = ("delayed", "mxfp8", "nvfp4")
-#: Slow: the codes of another case, or of its recipe without one of two switches.
+#: Slow: recipes with the codes of another case, or of a recipe without one of two options.
 REPEATED = ("tensorwise", "nvfp4(stochastic_rounding=False)", "nvfp4(hadamard=False)")
 CASES = [
     pytest.param(recipe, dtype, id=f"{name}, {dtype}", marks=[pytest.mark.slow] if name in REPEATED else [])
@@ -81,7 +81,7 @@ def run_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dt
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
-    """What JAX's layer quantizes while it is traced."""
+    """The operands that JAX's layer quantizes during tracing."""
     operands: Operands = {}
     original = gemms.quantize_shard
 

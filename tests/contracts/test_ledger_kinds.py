@@ -1,4 +1,4 @@
-"""The ledger counts on just those GEMMs that the PyTorch front end requests from cuBLASLt."""
+"""The ledger assumes exactly those native GEMMs that the PyTorch front end requests from cuBLASLt."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu import scaled_mm
 from tests.operands import SPECS
 
-#: What the two call the same role of an operand's scales.
+#: The two names for the same role of an operand's scales.
 SAME = {"nv": "nvfp4", "1x128": "block", "128x128": "block", "": "other"}
-#: Recipes with an option that changes what their blocks or scales are.
+#: Recipes with an option that changes their blocks or scales.
 GIVEN = {
     **{name: get(name) for name in RECIPES},
     "blockwise fp32": get("blockwise", power_of_two=False),

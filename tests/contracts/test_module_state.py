@@ -1,4 +1,4 @@
-"""What modules keep for the process: every container that a function fills, and why threads may fill it at once.
+"""State of modules in the process: every container that a function fills, and why several threads may fill it.
 
 And what a layer keeps: one attribute more than nn.Linear, whatever it runs.
 """
@@ -19,7 +19,7 @@ from quaver.torch.state.layer_state import LayerState, state_of
 from tests.contracts.sources import parsed, walk
 
 ROOT = Path(__file__).parents[2] / "src" / "quaver"
-#: Whose modules run in several threads: a backward has one of its own on a GPU.
+#: Packages whose modules run in several threads: on a GPU, backward has its own thread.
 PARTS = ("torch", "kernels")
 FILLING = {"add", "append", "clear", "discard", "extend", "pop", "setdefault", "update"}
 
@@ -116,12 +116,12 @@ def stored(node: ast.AST) -> Iterator[ast.Name]:
 
 
 def bare(node: ast.AST) -> bool:
-    """True if it gives a name another value, which is the function's own unless that is declared global."""
+    """True if a node assigns a name, which is local to the function unless declared global."""
     return isinstance(node, ast.Name)
 
 
 def written(node: ast.AST) -> Iterator[str]:
-    """What one node of a syntax tree fills: name[key] = ..., name.add(...), and name = ..."""
+    """The container that a node of a syntax tree fills: name[key] = ..., name.add(...), and name = ..."""
     if (
         isinstance(node, ast.Subscript)
         and isinstance(node.ctx, ast.Store | ast.Del)

@@ -1,4 +1,4 @@
-"""How much signal is left: a layer's output and gradients against high precision on Gaussian data, in decibels."""
+"""Signal-to-noise ratio of a layer's output and gradients against high precision on Gaussian data, in decibels."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ def private(name: str) -> bool:
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """What a file calls a module or a name, and its full name."""
+    """(name in the file, full name) of every import."""
     for node in walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -56,7 +56,7 @@ def names(source: str) -> set[str]:
 
 @cache
 def users() -> dict[str, set[str]]:
-    """The files that use each."""
+    """The files that use each private name."""
     files: dict[str, set[str]] = {}
     for path in sorted((ROOT / "src" / "quaver").rglob("*.py")):
         for name in names(path.read_text()):

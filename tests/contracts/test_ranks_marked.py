@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-#: What starts ranks by itself: torchrun's module, and the benchmark's room.
+#: Names that start ranks: torchrun's module, and the package of the benchmarks.
 TORCHRUN, STARTED = "torch.distributed.run", "benchmarks.cases.ranks.started"
-#: Their libraries are optional: `make test-integrations` takes them.
+#: Folders with optional libraries: `make test-integrations` runs their tests.
 APART = "tests/integrations/"
 MARK = "pytest.mark.ranks"
 
@@ -30,14 +30,14 @@ def module(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
 
 
 def starts(name: str, function: str, seen: dict[str, bool]) -> bool:
-    """Whether a function or class of a module starts ranks, or calls what does.
+    """Whether a function or class of a module starts ranks, or calls one that does.
 
     Args:
         seen: what is known already, by name.
     """
     whole = f"{name}.{function}"
     if whole not in seen:
-        # While it is looked at, so that one that calls itself ends.
+        # Set before the visit, so that recursion ends.
         seen[whole] = False
         seen[whole] = function in module(name)[0] and any_starts(name, function, seen)
     return seen[whole]

@@ -1,4 +1,4 @@
-"""Two readings of one text, the second written without sight of the first, give the same bits."""
+"""Two independent implementations of one specification give the same bits."""
 
 import numpy as np
 import pytest

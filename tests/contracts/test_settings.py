@@ -180,7 +180,7 @@ def test_process_settings_change_only_through_their_owner() -> None:
 
 
 def queries(source: str) -> Iterator[tuple[int, str]]:
-    """Where a name of `ASKED` is used: as an attribute, an import, or a text that getattr is given."""
+    """Uses of the names in `ASKED`: as an attribute, an import, or an argument of getattr."""
     for node in walk(parsed(source)):
         names = {
             ast.Attribute: lambda n: [n.attr],

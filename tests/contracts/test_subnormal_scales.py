@@ -1,4 +1,4 @@
-"""Where JAX's bound for scales that are no powers of two ends on a CPU, as documented in docs/design/numerics.md."""
+"""The limit of JAX's bound for scales that are no powers of two on a CPU, as documented in docs/design/numerics.md."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""NVFP4 whose tensor factor is no power of two stores Transformer Engine's codes: its formulas, stated again.
+"""NVFP4 whose tensor factor is no power of two stores Transformer Engine's codes: its formulas, implemented again.
 
 Source: the order of operations of Transformer Engine's NVFP4 quantizers (transformer_engine/common/cast/nvfp4),
 with ml_dtypes' casts in place of its own.

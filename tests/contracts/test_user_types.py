@@ -1,4 +1,4 @@
-"""What users see: dir() shows the public names, each is exported with its type, and a user's script passes --strict."""
+"""The public API: dir() shows its names, each is exported with its type, and a user's script passes --strict."""
 
 import importlib
 import re
@@ -15,7 +15,7 @@ from tests import forked
 from tests.contracts.typed import GLOBAL, ROOT, STRICT, mypy, strict
 
 SCRIPT = Path(__file__).with_name("user_script.py")
-#: What users import names from.
+#: Modules that users import names from.
 PUBLIC = [
     "quaver",
     "quaver.jax",

@@ -1,4 +1,4 @@
-"""mypy by one configuration and one cache for the tree and for users' scripts: what both import is read once."""
+"""mypy with one configuration and one cache for the tree and users' scripts, so that common imports are read once."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
-#: What --strict switches on, as `mypy --help` lists it.
+#: Options that --strict enables, from `mypy --help`.
 STRICT = {
     "disallow_any_generics": True,
     "disallow_subclassing_any": True,
@@ -25,7 +25,7 @@ STRICT = {
     "strict_equality": True,
     "extra_checks": True,
 }
-#: Of them, those that mypy takes for all modules alone; pyproject.toml has them.
+#: Those that mypy only accepts for all modules; they are in pyproject.toml.
 GLOBAL = ("warn_redundant_casts",)
 
 

@@ -1,4 +1,4 @@
-"""What a user writes, fully annotated: `mypy --strict` accepts it and it runs (test_user_types.py)."""
+"""A user's script, fully annotated: `mypy --strict` accepts it and it runs (test_user_types.py)."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ TABLE: dict[str, Recipe] = {"eight": quaver.recipes.mxfp8(), "four": quaver.reci
 
 
 class Net(nn.Module):
-    """Two layers of our own around one that `convert` reaches."""
+    """Two custom layers around one that `convert` replaces."""
 
     def __init__(self, recipe: Recipe | None = None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def train(model: Net, recipe: str | Recipe) -> float:
 
 
 def narrow(name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
-    """A filter of the user's own: why a layer is left alone, or ""."""
+    """A custom filter: why a layer is skipped, or ""."""
     return f"{name} is too narrow for {recipe}" if min(in_features, out_features) < 32 else ""
 
 

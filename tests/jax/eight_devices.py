@@ -70,8 +70,8 @@ LAYOUTS = {
 }
 
 
-#: Each layout once, each way of cutting operands once, under one recipe or the other: what there is time for where all
-#: tests run. Under each recipe both ways, and layers that gather, one of them packed codes.
+#: The quick cases have each layout once and each way of sharding operands once, with one of two recipes. With each
+#: recipe both ways, and layers that gather, one of them packed codes.
 SOME = {
     "delayed": {("data", "jit"), ("row", "shard_map"), ("fsdp", "jit")},
     "mxfp8": {("column", "jit"), ("sequence", "shard_map")},
@@ -87,7 +87,7 @@ ALL = frozenset((name, how) for name in LAYOUTS for how in ("shard_map", "jit"))
 
 
 def arrays() -> tuple[Array, ...]:
-    """x, w, bias and grad_output, rows and columns of many sizes."""
+    """x, w, bias and grad_output, with rows and columns of many magnitudes."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(B, S, K)) * np.exp2(rng.integers(-6, 7, (B, S, 1)))
     w = rng.normal(size=(K, N)) * np.exp2(rng.integers(-6, 7, (1, N)))
@@ -125,7 +125,7 @@ def pieces(layout: Layout, recipe: Recipe, state: Any, how: str) -> Any:
 
 
 def gathered(program: str) -> list[str]:
-    """The types that a compiled program gathers, those of mere scales left out."""
+    """The dtypes that a compiled program gathers, except those of scales."""
     gathers = re.findall(r"= \(?(\w+)\[([\d,]*)\][^=]*? all-gather(?:-start)?\(", program)
     return [kind for kind, shape in gathers if np.prod([int(n) for n in shape.split(",") if n]) > 8 * S * B]
 
@@ -162,7 +162,7 @@ def check_layer(recipe: Recipe, some: Container[tuple[str, str]]) -> None:
 
 
 def check_operands(recipe: Recipe, some: Container[tuple[str, str]]) -> None:
-    """Codes and scales of all six operands, cut every way, against those of the whole."""
+    """Codes and scales of all six operands, sharded in every way, against those of the whole."""
     x, w, _, g = arrays()
     x, g = x.reshape(B * S, K), g.reshape(B * S, N)
     tables = {key: (x, w.T, g, w, g.T, x.T)[i] for i, key in enumerate(recipe.operands())}
@@ -191,7 +191,7 @@ def check_operands(recipe: Recipe, some: Container[tuple[str, str]]) -> None:
             for key, (codes, scales) in cut(given).items():
                 what = f"{name} by {how}, {key}"
                 assert_bitwise(codes, whole[key][0], f"{what}, codes")
-                # A scale that reaches over shards is on each of them.
+                # A scale for several shards is on each of them.
                 repeats = [a // b for a, b in zip(scales.shape, whole[key][1].shape, strict=True)]
                 assert_bitwise(scales, np.tile(whole[key][1], repeats), f"{what}, scales")
 

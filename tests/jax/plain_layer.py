@@ -49,7 +49,7 @@ def attention(x: np.ndarray, memory: np.ndarray, p: Any, *, causal: bool, rope: 
 
 
 def mlp(x: np.ndarray, p: Any) -> np.ndarray:
-    """SwiGLU if wi gives pairs, else gelu by its tanh formula."""
+    """SwiGLU if wi has pairs, else gelu by its tanh formula."""
     h = dense(x, p["wi"])
     if p["wi"]["kernel"].ndim == 3:
         h = h[..., 0] / (1 + np.exp(-h[..., 0])) * h[..., 1]

@@ -1,4 +1,4 @@
-"""A recipe that quantizes attention is refused in JAX, which does not: it must not be ignored."""
+"""A recipe that quantizes attention is refused in JAX, which does not support it, instead of ignored."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_recipe_that_quantizes_attention_is_refused(call: Callable[[Any], Any]) -> None:
-    # What is refused is refused while JAX traces.
+    # The error is raised while JAX traces.
     def traced(recipe: Any) -> None:
         jax.eval_shape(lambda: call(recipe))
 
@@ -40,7 +40,7 @@ def test_a_recipe_that_quantizes_attention_is_refused(call: Callable[[Any], Any]
     with qj.autocast(QUANTIZED):
         with pytest.raises(ValueError, match="attention=True"):
             traced(None)
-        # One's own recipe comes before the ambient one.
+        # A layer's own recipe has priority over the ambient one.
         traced("tensorwise")
     with qj.autocast(QUANTIZED), qj.autocast(enabled=False):
         traced(None)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs the CUDA plugin of jax; run make test-lowering",
 )
 
-#: What differs between the two: compute capability, cores, memory bandwidth, cache, memory.
+#: Properties that differ: compute capability, cores, memory bandwidth, cache, memory.
 DEVICES = {
     "NVIDIA H200": (9, 132, 4800000000000, 52428800, 151397597184),
     "NVIDIA B200": (10, 148, 7672320000000, 132644864, 191514411008),
@@ -32,7 +32,7 @@ DEVICES = {
 
 
 def description(name: str) -> str:
-    """The facts that XLA would ask a device for."""
+    """The properties that XLA would query from a device."""
     major, cores, bandwidth, cache_size, memory = DEVICES[name]
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -94,7 +94,7 @@ def test_block_scaled_gemms_are_native_on_blackwell(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "blockwise"])
 def test_rounding_survives_where_a_gemm_is_emulated(name: str) -> None:
-    """XLA deletes casts to FP8 and back; then the program would hold no eight-bit numbers at all."""
+    """XLA deletes casts to FP8 and back; then the program would have no eight-bit numbers at all."""
     text = optimized(name, "NVIDIA H200")
     assert "blockScaledDot" not in text
     assert "f8e4m3fn[" in text or "u8[" in text

@@ -1,4 +1,4 @@
-"""What reaches the compiler: programs are lowered for CUDA without a GPU, and for the CPU, and read."""
+"""Lowered programs, for CUDA without a GPU and for the CPU, have the expected operations."""
 
 import re
 import warnings
@@ -33,7 +33,7 @@ EXPECTED = {
 
 @cache
 def operand(spec: QuantSpec, rows: int) -> qj.Quantized:
-    """The types of an operand [rows, 96]; nothing is computed."""
+    """The shapes and dtypes of an operand [rows, 96]; nothing is computed."""
     x = jax.ShapeDtypeStruct((rows, 96), jnp.float32)
     types: qj.Quantized = jax.eval_shape(lambda x: qj.quantize(x, spec), x)
     return types

@@ -30,7 +30,7 @@ def _linearized_gradient(loss: Loss, at: Any) -> Any:
     return jax.linear_transpose(jax.linearize(loss, at)[1], at)(jnp.float32(1))[0]
 
 
-#: A derivative of the gradient of a loss, every way there is.
+#: Every way to differentiate the gradient of a loss.
 WAYS: dict[str, Callable[[Loss, Any], Any]] = {
     "grad of grad": lambda loss, at: jax.grad(lambda a: _dot(jax.grad(loss)(a), at))(at),
     "hessian": lambda loss, at: jax.hessian(loss)(at),
@@ -55,7 +55,7 @@ WAYS: dict[str, Callable[[Loss, Any], Any]] = {
 
 
 def loss_of(layer: str, recipe: str, power: int, transform: Callable[..., Array] = twice) -> tuple[Loss, Any]:
-    """A loss of everything that a layer called twice takes, linear in its output or not, and where to take it."""
+    """A loss as a function of all arguments of a layer called twice, linear in its output or not, and the arguments."""
     row, table = LAYERS[layer], RECIPES[recipe]
 
     def loss(at: Any) -> Array:

@@ -1,6 +1,6 @@
 """JAX's transformations change no gradient of a quantized layer, whichever are requested, and none becomes zero.
 
-A transformation traces a body once and may differentiate it several times, for other needs each time.
+A transformation traces a body once and may differentiate it several times, each time for other arguments.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ import pytest
 from tests.close import assert_bitwise, assert_close
 from tests.jax.transformed import LAYERS, NEEDS, RECIPES, TRANSFORMS, example, gradients, twice
 
-#: Compiling is what these tests spend their time on.
+#: These tests spend most of their time on compiling.
 compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
-#: What two calls of one traced body disagree about.
+#: Properties in which two calls of one traced body differ.
 FEW = ("first weights", "weights")
 
 
@@ -36,7 +36,7 @@ plain = cache(partial(gradients_of, transform=None, how="grad"))
 
 
 def check(layer: str, recipe: str, transform: str, how: str = "grad", needs: Sequence[str] = tuple(NEEDS)) -> None:
-    # A module is a function, but for the noise, which its own name draws.
+    # A module equals its function except for the noise, which depends on its name.
     function = "" if RECIPES[recipe].stochastic else LAYERS[layer].function
     expected = plain(function or layer, recipe, needs=needs)
     got = gradients_of(layer, recipe, transform, how, needs)
@@ -72,7 +72,7 @@ def test_gradients_equal_those_of_the_plain_function(layer: str, recipe: str, tr
 
 
 def _cases() -> list[tuple[str, str, str]]:
-    """A linear layer under every recipe, and every other layer under one, the next for each next transformation."""
+    """A linear layer with every recipe, and every other layer with one recipe, another one for each transformation."""
     names = list(RECIPES)
     others = [name for name in LAYERS if name != "linear"]
     cases = list(product(["linear"], names, TRANSFORMS))
@@ -106,7 +106,7 @@ def test_a_linearized_function_transposes_to_the_gradient(layer: str, recipe: st
 @pytest.mark.parametrize("transform", ["jit", "scan"])
 @pytest.mark.parametrize("layer", ["linear", "grouped_dot"])
 def test_a_weight_needed_unquantized_in_backward_is_not_copied(layer: str, transform: str) -> None:
-    """mxfp8 quantizes a weight again for dgrad, from the parameter: what backward keeps is that array."""
+    """mxfp8 quantizes a weight again for dgrad, from the parameter: backward saves the parameter itself."""
     row = LAYERS[layer]
     weight, *others = row.weights(1)
 

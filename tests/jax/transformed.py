@@ -27,7 +27,7 @@ from tests.jax.functional_mlp import mlp
 #: Tokens and features; the output of a layer has the shape of its input.
 T, D = 8, 16
 
-#: One that remembers nothing, one whose backward quantizes again, and the two with a state.
+#: A stateless recipe, one that quantizes again in backward, and the two with a state.
 RECIPES: dict[str, Any] = {
     "tensorwise": recipes.get("tensorwise"),
     "mxfp8": recipes.get("mxfp8"),
@@ -43,17 +43,17 @@ def integers(seed: int, *shape: int) -> Array:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of x [T, D]."""
+    """A layer for x [T, D]."""
 
     #: Shapes of its weights.
     shapes: tuple[tuple[int, ...], ...]
     #: (weights, state, x, recipe) to [T, D].
     apply: Callable[..., Array]
-    #: How many linear layers hold a state, and 0 where one state is not in a list.
+    #: The number of linear layers with a state; 0 if the state is not in a list.
     states: int = 0
-    #: Whether every step of it is exact on integers.
+    #: Whether all its operations are exact on integers.
     exact: bool = True
-    #: The layer whose function a module is, on the same weights; "" of a function.
+    #: For a module, the layer with the same function and weights; "" for a function.
     function: str = ""
 
     def weights(self, seed: int) -> list[Array]:
@@ -181,7 +181,7 @@ def _vjp(f: Function) -> Function:
 policy = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAME))
 everything = partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
 
-#: What becomes of a function that is called twice; each is to change nothing.
+#: Transformations of a function that is called twice; none may change the result.
 TRANSFORMS: dict[str, Callable[..., Array]] = {
     "jit": calls(jax.jit),
     "checkpoint": calls(jax.checkpoint),

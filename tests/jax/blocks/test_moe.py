@@ -1,4 +1,4 @@
-"""Experts in JAX: a whole layer of functions, and what transformations do to them."""
+"""Experts in JAX: a whole layer of functions, also under transformations."""
 
 from functools import partial
 from typing import Any

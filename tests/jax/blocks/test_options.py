@@ -1,4 +1,4 @@
-"""linen and NNX take the same options, and tell a misspelt one with the nearest."""
+"""linen and NNX have the same options, and suggest the nearest one for a misspelt one."""
 
 import inspect
 from typing import Any
@@ -9,7 +9,7 @@ from flax import nnx
 import quaver.jax.linen as ql
 import quaver.jax.nnx as qn
 
-#: The modules of both flavours that take options, and what their constructors need.
+#: The modules of both front ends that have options, with the required arguments of their constructors.
 MODULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "DenseGeneral": ({"features": 8}, {"in_features": 8, "features": 8}),
     "LayerNormDenseGeneral": ({"features": 8}, {"in_features": 8, "features": 8}),
@@ -19,7 +19,7 @@ MODULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "MultiHeadAttention": ({"heads": 2}, {"in_features": 8, "heads": 2}),
     "TransformerLayer": ({"heads": 2, "hidden": 8}, {"features": 8, "heads": 2, "hidden": 8}),
 }
-#: What one flavour has alone: NNX knows its sizes beforehand, and linen has its own names and places.
+#: Options of only one front end: NNX needs its sizes, and linen has its own names and collections.
 OWN = {"in_features", "memory_features", "features", "kernel_metadata", "bias_metadata", "rngs", "name"}
 OWN |= {"parent", "axis", "cross_attention", "self"}
 

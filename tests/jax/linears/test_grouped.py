@@ -33,7 +33,7 @@ every_recipe = pytest.mark.parametrize("name", RECIPES)
 def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     x, w, g = (rng.normal(size=shape).astype(np.float32) for shape in ((T, K), (E, K, N), (T, N)))
-    # The largest of each operand is in every group, so that one scale a tensor is the same as one a group.
+    # Every group has the largest element of each operand, so that the scale of the tensor is that of each group.
     x[[0, 20, 40], 3], g[[0, 20, 40], 5] = 6.0, 7.0
     return x, w, g
 
@@ -99,7 +99,7 @@ def test_empty_groups_and_rows_of_no_group(name: str, sizes: tuple[int, ...]) ->
 
 
 def test_the_cuda_path_has_the_same_products() -> None:
-    """ragged_dot is CUDA's part; it runs on a CPU too, only slower."""
+    """ragged_dot is meant for CUDA; it also runs on a CPU, but slower."""
     x, w, g = arrays()
 
     @jax.jit

@@ -23,12 +23,12 @@ from tests.jax.composition import compose
 from tests.operands import variants
 from tests.pairs import alternating
 
-#: Fast accumulation changes nothing here, and attention is no business of a linear layer.
+#: Options without effect: fast accumulation on a CPU, and attention in a linear layer.
 DIFFERENT = {name: r for name, r in variants().items() if "fast_accum" not in name and r.attention is None}
-#: Slow, for these switches change scales and a rotation, not what a layer does with operands: their bits are those of
-#: tests/contracts/test_frameworks_agree.py, their products those of test_matmul.py.
+#: Slow, since these options only change scales and a rotation: test_frameworks_agree.py tests their bits, and
+#: test_matmul.py their products.
 BELOW = ("power_of_two", "hadamard")
-#: And these, whose parts are those of other recipes: a plain MXFP4, and NVFP4 without one switch.
+#: Slow too, since other recipes have the same parts: a plain MXFP4, and NVFP4 without one option.
 REPEATED = ("mxfp4", "nvfp4(stochastic_rounding=False)", "nvfp4(weight_2d=False)")
 
 
@@ -44,7 +44,7 @@ EVERY = pytest.mark.parametrize(
     ],
 )
 QUANTIZED = pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().quantizes])
-#: Recipes that remember something, each of its kind.
+#: Recipes with a state, one of each kind.
 REMEMBERING = pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 GRADIENTS = ("output", "grad_x", "grad_w", "grad_bias")
 
@@ -170,7 +170,7 @@ def test_without_a_recipe_it_is_flaxs_dense() -> None:
         ours = jax.jit(partial(qj.linear, recipe=recipe))(x, w, bias)
         assert_bitwise(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
-    # Nothing stands in the way of what high precision can do.
+    # High precision supports all of JAX's transformations.
     def cubed(x: Array) -> Array:
         return (qj.linear(x, w) ** 3).sum().astype(jnp.float32)
 
@@ -188,7 +188,7 @@ def test_float64_is_computed_in_high_precision_with_a_warning() -> None:
 
 @pytest.mark.parametrize("name", ["delayed", "rowwise_bf16_wgrad", "blockwise", "mxfp4", "nvfp4"])
 def test_a_step_is_traced_where_64_bits_are_enabled(name: str) -> None:
-    """A number of Python's has 64 bits there, and primitives take operands of one dtype."""
+    """A Python number has 64 bits there, and primitives need operands of one dtype."""
     state, (x, w, bias, g) = qj.state.init(name), operands((4,), 33, 17, jnp.bfloat16)
     step = partial(run.__wrapped__, name)
     expected = jax.eval_shape(step, x, w, bias, state, g)

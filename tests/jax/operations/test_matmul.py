@@ -85,7 +85,7 @@ def test_rows_of_every_size_keep_their_own_precision(gemm: GemmSpec) -> None:
     sizes = 2.0 ** np.linspace(-60, 60, 40)[:, None]
     assert gemm.a is not None
     if gemm.a.two_level or gemm.a.block[0] is None:
-        # One factor serves all rows, and can keep only so many.
+        # One factor for all rows can only represent some of them.
         sizes = sizes**0.1
     a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((40, 300), (70, 300)))
     qa, qb = quantized((a * sizes).astype(np.float32), b, gemm)
@@ -116,7 +116,7 @@ def test_half_precision_output_is_float64_rounded_once(gemm: GemmSpec, dtype: An
             assert got.dtype == dtype
             wrong += int((got != once).sum())
             total += once.size
-    # Where float32 sums fall on the other side of a tie; float16 is eight times finer.
+    # Sums in float32 may cross a tie; float16 is eight times finer.
     assert wrong <= (1e-3 if dtype == jnp.bfloat16 else 8e-3) * total, f"{wrong} of {total} are not rounded once"
 
 

@@ -18,7 +18,7 @@ TOGETHER = ("delayed:some", "mxfp8:some", "nvfp4:some", "sentences", "explicit")
 
 
 def run(*cases: str) -> dict[str, str]:
-    """What failed in each case, "" if nothing did."""
+    """The failure of each case, "" if there is none."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     command = [sys.executable, "-W", "error", "-m", "tests.jax.eight_devices", *cases]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Which recipe is in force, and that a jitted function never runs under another one than it was traced for."""
+"""The active recipe; and a jitted function never runs with another one than it was traced for."""
 
 import threading
 from typing import Any

@@ -86,7 +86,7 @@ def test_branches_of_a_cond_take_the_state_as_an_operand() -> None:
 
 
 def test_a_state_that_a_traced_function_is_called_with_twice_is_seen_in_the_next_loss() -> None:
-    """The body is traced once, so no trace can tell."""
+    """The body is traced once, so that no trace can detect it."""
     layer = jax.checkpoint(linear)
 
     def loss(w: Array, state: Any) -> Array:

@@ -34,7 +34,7 @@ record = jax.jit(states.record, static_argnames="recipe")
 
 
 def windows(recipe: Recipe, seed: int, spread: float = 38.0) -> states.State:
-    """A window with gaps, and factors as they might be."""
+    """A history with gaps, and plausible factors."""
     assert recipe.delayed is not None
     rng = np.random.default_rng(seed)
     window = (10.0 ** rng.uniform(-spread + 0.1, spread, (recipe.delayed.length, 3))).astype(np.float32)
@@ -241,7 +241,7 @@ def test_optax_and_clipping_see_no_state() -> None:
         qj.state.check(parameters, recipes.delayed(history=4))
     assert losses[-1] < losses[0]
     assert float(parameters["first"]["state"]["history"][-1, 0]) == np.abs(x).max()
-    # The mistake that this keeps from happening: the state's gradient is clipped like any other.
+    # This prevents that the state's gradient is clipped like any other.
     clipped = jax.tree.map(lambda leaf: np.asarray(leaf) * np.float32(0.3), qj.state.split(parameters)[1])
     with pytest.raises(ValueError, match="clipped, passed to an optimizer"):
         qj.state.check(clipped, recipes.delayed(history=4))

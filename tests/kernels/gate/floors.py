@@ -3,9 +3,9 @@
     floor    bytes of its tensors / copy rate
     share    what the card can issue / instructions a byte / copy rate
 
-The share is the highest part of the copy rate that a kernel can reach. A card issues one instruction of a warp
-of 32 threads in each of a multiprocessor's four parts at every cycle, which no kernel quite reaches; an instruction that
-takes several cycles, such as an exponential, is counted as one. Below 100 % a kernel is bound by its instructions.
+The share is the highest part of the copy rate that a kernel can reach. A card issues one instruction of a warp of
+32 threads in each of a multiprocessor's four parts at every cycle, which no kernel quite reaches; an instruction of
+several cycles, such as an exponential, is counted as one. Below 100 % a kernel is bound by its instructions.
 Where products take longer than bytes, as attention's do, they are the floor: another table has their time, and the
 highest part of the rate of products.
 
