@@ -15,15 +15,15 @@ from quaver.torch import optim
 from quaver.torch.linear import linear as linear_module
 from tests.close import assert_bitwise
 from tests.pairs import alternating
-from tests.torch.beside import another_thread
+from tests.torch.another_thread import another_thread
 from tests.torch.state.test_selective_checkpoint import Logged
 
 RECIPES = ["delayed", "tensorwise", "mxfp8", "nvfp4"]
 K, T = 64, 32
 
 
-class Counted(nn.Module):
-    """A stack of matrices, one of which gets no rows."""
+class GroupedModel(nn.Module):
+    """A grouped linear layer in which one group has no rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Counted(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """A layer in a checkpoint."""
+    """A checkpointed layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def converted(recipe: str) -> nn.Module:
 
 
 def stored(recipe: str) -> nn.Module:
-    """Weights that exist as codes, after one that does not."""
+    """A layer whose weight is stored as codes, after one in high precision."""
     codes = nn.Sequential(qt.Linear(K, K), nn.ReLU(), qt.Linear(K, K, bias=False))
     qt.quantize_weights(codes, recipe)
     return nn.Sequential(qt.Linear(K, K), codes.requires_grad_())
@@ -69,7 +69,7 @@ BLOCKS: dict[str, Callable[[str], nn.Module]] = {
     "TransformerLayer, bfloat16": lambda _: qt.TransformerLayer(K, heads=2, hidden=2 * K, dtype=torch.bfloat16),
     "MoE": lambda _: qt.MoE(K, K, qt.MixtureConfig(experts=4, k=2)),
     "Mamba2Layer": lambda _: qt.Mamba2Layer(K, state=16, head_dim=16),
-    "GroupedLinear": lambda _: Counted(),
+    "GroupedLinear": lambda _: GroupedModel(),
     "checkpoint": lambda _: Recomputed(),
     "converted": converted,
     "stored": stored,
@@ -82,7 +82,7 @@ def trained(block: nn.Module, recipe: str, around: Any) -> dict[str, Any]:
     optimizer = optim.AdamW(parameters, lr=1e-2, preset="lean", seed=7)
     dtype = next((p.dtype for p in block.parameters() if p.dtype is torch.bfloat16), torch.float32)
     left: dict[str, Any] = {}
-    # What was decided for a shape, by whoever met it first.
+    # Clear plans cached by earlier runs.
     linear_module.plans.clear()
     for step in range(4):
         draw = torch.Generator().manual_seed(step)
@@ -111,7 +111,7 @@ def trained(block: nn.Module, recipe: str, around: Any) -> dict[str, Any]:
 
 
 def nodes(y: Tensor) -> list[str]:
-    """The names of a graph's nodes, once each."""
+    """The distinct names of a graph's nodes."""
     seen, names, waiting = set(), [], [y.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -125,11 +125,11 @@ def nodes(y: Tensor) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "recipe", "kind"),
     [
-        # Each block with one recipe in turn, a layer with every recipe.
+        # One layer with every recipe; each block with one recipe, alternately.
         *((*row, "compile") for row in alternating(list(BLOCKS)[:-1], RECIPES, ("Linear",))),
-        # Codes of four bits take no gradient.
+        # Weights stored in four bits cannot be trained.
         *(("stored", recipe, "compile") for recipe in ("delayed", "mxfp8")),
-        # torch's own layers have other last bits in every thread while one exports.
+        # torch's own layers round differently in all threads while one exports.
         *((name, "delayed", "export") for name in ("Linear", "TransformerLayer", "MoE")),
     ],
 )
@@ -137,10 +137,10 @@ def test_a_thread_that_compiles_changes_nothing_in_an_eager_one(name: str, recip
     torch.manual_seed(0)
     block = BLOCKS[name](recipe)
     alone = trained(copy.deepcopy(block), recipe, contextlib.nullcontext)
-    beside = trained(copy.deepcopy(block), recipe, lambda: another_thread(kind))
-    assert alone.keys() == beside.keys()
+    while_compiling = trained(copy.deepcopy(block), recipe, lambda: another_thread(kind))
+    assert alone.keys() == while_compiling.keys()
     for what, expected in alone.items():
         if isinstance(expected, Tensor) and not expected.is_meta:
-            assert_bitwise(beside[what], expected, what)
+            assert_bitwise(while_compiling[what], expected, what)
         else:
-            assert beside[what] == expected, what
+            assert while_compiling[what] == expected, what

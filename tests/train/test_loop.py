@@ -322,11 +322,11 @@ def test_the_first_module_that_is_not_finite_is_named() -> None:
     model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: output / 0)
     loss = partial(loss_of, model, dtype="float32")
     message = "the first output that is not finite is that of layers.0.mlp.up_proj"
-    assert first_module(model, batch, loss).says == message
+    assert first_module(model, batch, loss).message == message
     model.norm.weight.data[3] = math.nan
-    assert first_module(model, batch, loss).says == "the parameter norm.weight is already not finite"
+    assert first_module(model, batch, loss).message == "the parameter norm.weight is already not finite"
     model.head.weight.grad = torch.full_like(model.head.weight, math.inf)
-    assert first_gradient(model).says == "the first gradient that is not finite is that of head.weight"
+    assert first_gradient(model).message == "the first gradient that is not finite is that of head.weight"
 
 
 def test_a_nan_loss_stops_before_anything_is_lost(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_each_stage_has_one_rank_and_schedules_take_turns_as_torch_s_do() -> Non
     for name, order in PIPELINE_SCHEDULES.items():
         each = stages_per_rank(name, 0)
         assert order.least <= each <= order.most
-        expected = generate_stage_to_rank_mapping(4, 4 * each, style="v" if order.turns else "loop")
+        expected = generate_stage_to_rank_mapping(4, 4 * each, style="v" if order.v_shaped else "loop")
         assert stage_ranks(name, 4, each) == [expected[stage] for stage in range(4 * each)], name
 
 

@@ -263,7 +263,7 @@ class TrainConfig:
     capture: Annotated[str, "step: record a step as a CUDA graph and replay it, for the host's time; or none"] = "none"
     threads: Annotated[int, "CPU threads; 0: one on a CPU (small models lose with more)"] = 0
 
-    out: Annotated[str, "folder_name of the run; none: runs/MODEL-RECIPE-seedN"] = ""
+    out: Annotated[str, "folder of the run; none: runs/MODEL-RECIPE-seedN"] = ""
     validate_every: Annotated[int, "steps between validations; 0: only at the end"] = 50
     validation_batches: Annotated[int, "batches of a validation, the same in every run"] = 16
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100

@@ -222,7 +222,7 @@ def show_version(wanted: bool) -> None:
 @app.callback()
 def command(
     version: Annotated[
-        bool, typer.Option("--version", help="print_plan the version and exit", callback=show_version, is_eager=True)
+        bool, typer.Option("--version", help="show the version and exit", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Train Transformers in FP8, MXFP8 and NVFP4, by exact emulation where the hardware cannot."""
@@ -239,13 +239,11 @@ def train(
     *,
     more_text: MoreText = None,
     config: ConfigFile = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on from the newest_checkpoint checkpoint in --out")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="as --resume where --out holds a run, else begin one")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bar or progress_lines")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bar or lines")] = False,
 ) -> None:
     """Train a language model under a recipe."""
     from quaver.train.plots import plot_loss  # slow to import
@@ -293,7 +291,7 @@ def compare(
     jobs: Annotated[int, typer.Option(help="runs at a time; 0: as many as fill the cores")] = 0,
     config: ConfigFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the runs that are not finished")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, progress_bars or progress_lines")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bars or lines")] = False,
 ) -> None:
     """Train under several recipes with the same data and seeds, and report the differences from bf16."""
     from quaver.train.plots import plot_comparison

@@ -14,9 +14,9 @@ from quaver.torch.backends.gpu.quantize_launch import (
     QuantizeLaunch,
     RequestedOperands,
     RowColQuantizer,
+    combine_launches,
     delayed_inputs,
     noise_inputs,
-    of_two,
 )
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
@@ -71,7 +71,7 @@ def test_two_matrices_in_shared_launches_equal_the_reference(
     for x, w in list(zip(values[0], values[1][3:] + values[1][:3], strict=True))[at::2]:
         if both is None:
             plan_launch = [launch_plan(one, spec, each) for one, spec, each in zip((x, w), specs, wanted, strict=True)]
-            shared = of_two(*plan_launch)
+            shared = combine_launches(*plan_launch)
             assert shared is not None
             both = RowColQuantizer(x.device, shared)
         written = both(x, None, w, None)
@@ -140,7 +140,7 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
         torch.linspace(5, -7, 64 * 48).view(64, 48).bfloat16(),
     )
     factors, history = torch.tensor([4.0, 0.5, 9.0]), torch.tensor([1.0, 1.0, 8.0])
-    shared = of_two(
+    shared = combine_launches(
         launch_plan(x, TENSOR, RequestedOperands()), launch_plan(w, TENSOR, RequestedOperands(transpose=True))
     )
     assert shared is not None
@@ -157,12 +157,12 @@ def test_factors_and_histories_are_per_matrix(known: bool) -> None:
 def test_matrices_share_a_launch_when_one_kernel_handles_both() -> None:
     x = torch.empty(64, 128)
     transposing = RequestedOperands(transpose=True)
-    assert of_two(launch_plan(x, TENSOR, RequestedOperands()), launch_plan(x, TENSOR, transposing))
-    assert not of_two(launch_plan(x, TENSOR, RequestedOperands()), launch_plan(x, ROWS, transposing))
-    assert not of_two(launch_plan(x, TENSOR, RequestedOperands(views=True)), launch_plan(x, TENSOR, transposing)), (
-        "one of them writes no transpose"
-    )
-    assert not of_two(
+    assert combine_launches(launch_plan(x, TENSOR, RequestedOperands()), launch_plan(x, TENSOR, transposing))
+    assert not combine_launches(launch_plan(x, TENSOR, RequestedOperands()), launch_plan(x, ROWS, transposing))
+    assert not combine_launches(
+        launch_plan(x, TENSOR, RequestedOperands(views=True)), launch_plan(x, TENSOR, transposing)
+    ), "one of them writes no transpose"
+    assert not combine_launches(
         launch_plan(x, QuantSpec(E4M3, scale="fp32"), RequestedOperands()), launch_plan(x, TENSOR, transposing)
     )
 
