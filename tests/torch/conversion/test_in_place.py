@@ -116,12 +116,12 @@ def test_revert_restores_the_original_model() -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8", "bf16"])
 def test_every_recipe_saves_less_for_backward(recipe: str) -> None:
-    from benchmarks.cases.models.llama import kept
+    from benchmarks.cases.models.llama import saved_bytes
 
     x, plain, converted, ours = tokens(), *(llama(torch.bfloat16) for _ in range(3))
     qt.convert(converted, recipe)
     qt.convert(ours, recipe, blocks=True)
-    assert kept(ours, x) < 0.85 * kept(converted, x) <= 0.86 * kept(plain, x)
+    assert saved_bytes(ours, x) < 0.85 * saved_bytes(converted, x) <= 0.86 * saved_bytes(plain, x)
 
 
 def test_gradients_are_no_noisier_with_blocks_than_without() -> None:
@@ -139,7 +139,7 @@ def test_gradients_are_no_noisier_with_blocks_than_without() -> None:
 
 
 def test_mlps_of_linear_subclasses_recompute_the_activation() -> None:
-    from benchmarks.cases.models.llama import kept
+    from benchmarks.cases.models.llama import saved_bytes
 
     # With fewer tokens the codes are saved instead, since recomputing them would take longer.
     x, models = tokens().repeat(8, 2), [model_of("falcon", torch.bfloat16) for _ in range(2)]
@@ -150,7 +150,7 @@ def test_mlps_of_linear_subclasses_recompute_the_activation() -> None:
         assert_bitwise(second[name], value, name)
     # The saved codes of the activation's output in 2 layers.
     width = models[0].config.ffn_hidden_size
-    assert kept(models[0], x) - kept(models[1], x) >= 2 * x.numel() * width
+    assert saved_bytes(models[0], x) - saved_bytes(models[1], x) >= 2 * x.numel() * width
 
 
 def test_a_hook_on_an_activation_runs_and_is_reported() -> None:
