@@ -268,7 +268,7 @@ def share_text(config: TrainConfig, folder: Path, resume: bool) -> tuple[TrainCo
 
 def run_all(runs: list[SeedRun], jobs: int, threads: int, watch: Callable[[Sequence[SeedRun]], None]) -> list[SeedRun]:
     """Work through the runs, `jobs` at a time; returns them with their records and failures."""
-    runs = [read_runs(run) for run in runs]
+    runs = [reload_run(run) for run in runs]
     waiting = [index for index, run in enumerate(runs) if not run.done]
     active: dict[int, subprocess.Popen[bytes]] = {}
     with Interrupt() as interrupt:
@@ -280,10 +280,10 @@ def run_all(runs: list[SeedRun], jobs: int, threads: int, watch: Callable[[Seque
                 time.sleep(0.2)
                 for index, process in list(active.items()):
                     ended = process.poll() is not None
-                    runs[index] = read_runs(runs[index], read if ended else newest)
+                    runs[index] = reload_run(runs[index], read if ended else newest)
                     if ended:
                         del active[index]
-                        runs[index] = judge_runs(runs[index], process.returncode)
+                        runs[index] = judge_run(runs[index], process.returncode)
                 watch(runs)
                 if interrupt.number:
                     raise Interrupted("stopped, every run saved; continue with --resume", interrupt.number)
@@ -292,12 +292,12 @@ def run_all(runs: list[SeedRun], jobs: int, threads: int, watch: Callable[[Seque
     return runs
 
 
-def judge_runs(run: SeedRun, returncode: int) -> SeedRun:
+def judge_run(run: SeedRun, returncode: int) -> SeedRun:
     """Return an ended run, with its failure if it failed."""
     return replace(run, failure=last_log_line(run.config)) if returncode or not run.done else run
 
 
-def read_runs(run: SeedRun, look: Callable[[Path], list[Record]] = read) -> SeedRun:
+def reload_run(run: SeedRun, look: Callable[[Path], list[Record]] = read) -> SeedRun:
     """Return the run with the present records of its metrics file, as `look` reads them."""
     return replace(run, records=tuple(look(Path(run.config.out) / "metrics.jsonl")))
 

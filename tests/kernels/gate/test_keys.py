@@ -186,3 +186,23 @@ def test_keys_are_equal_in_other_processes_and_for_interpreted_kernels() -> None
         pytest.skip(f"measured.json is of triton {stored.triton}")
     names = {one.name for one in bad.recorded()}
     assert all(codes.keys() == names for codes in bad.known(stored).values())
+
+
+def test_every_option_of_the_compiler_is_in_a_key(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, options = key(), KernelLaunch.options.fget
+    for more in ({"num_stages": 2}, {"enable_fp_fusion": True}, {"num_warps": 8}):
+        monkeypatch.setattr(KernelLaunch, "options", property(lambda launch, more=more: options(launch) | more))
+        assert key() != before
+
+
+def test_a_key_changes_with_the_triton_version_and_the_machine_code_reader(
+    key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = key()
+    monkeypatch.setattr(keys.triton, "__version__", "3.6.1")
+    other = key()
+    monkeypatch.undo()
+    monkeypatch.setattr(keys, "READERS", keys.READERS[:-1])
+    keys._readers.cache_clear()
+    assert len({before, other, key()}) == 3
+    keys._readers.cache_clear()

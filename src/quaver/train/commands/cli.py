@@ -133,7 +133,7 @@ def report_errors() -> Iterator[None]:
     except OtherRankFailed as failure:
         raise typer.Exit(1) from failure
     except Interrupted as stopped:
-        print_error(str(stopped), "yellow")
+        print_on_stderr(str(stopped), "yellow")
         raise typer.Exit(stopped.exit_code) from stopped
     except (ValueError, OSError, Warning, MemoryError) as error:
         where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
@@ -142,17 +142,17 @@ def report_errors() -> Iterator[None]:
             sentence = f"rank {mesh.rank()}: {sentence}"
         if mesh.reports_errors() or isinstance(error, RankError):  # else another rank reports the same
             failing.record_error(sentence)
-            print_error(sentence, "red")
+            print_on_stderr(sentence, "red")
         raise typer.Exit(1) from error
 
 
 def warn(message: Warning | str, *where: object, **options: object) -> None:
     """Show a warning as one sentence, without its location in the code."""
     if mesh.rank() == 0:
-        print_error(str(message), "yellow")
+        print_on_stderr(str(message), "yellow")
 
 
-def print_error(line: str, style: str) -> None:
+def print_on_stderr(line: str, style: str) -> None:
     """Print a line on stderr; does nothing if the terminal is gone."""
     with suppress(OSError):
         err.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -525,7 +525,7 @@ def progress_lines(
     """Return a function that prints some of a run's records as lines if there is no terminal."""
     if quiet or err.is_terminal:
         return lambda record: None
-    return ProgressLines(label, config.steps, lambda line: print_error(line, ""), phase_texts(config), left)
+    return ProgressLines(label, config.steps, lambda line: print_on_stderr(line, ""), phase_texts(config), left)
 
 
 def phase_texts(config: TrainConfig) -> list[str]:
