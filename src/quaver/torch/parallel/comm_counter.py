@@ -56,7 +56,6 @@ class CommCounter:
             fully_shard's stream does so while the model's own runs. Gathers that are waited for later
             (`set_unshard_in_backward`, asynchronous unsharding) are counted without their time, and so are a pipeline
             schedule's waits on GPUs.
-        waiting: the kind of traffic that this rank waits for now, or "".
         nonfinite: bool tensor [], True if a gradient of this rank, before any sum over ranks, had a NaN or an infinity
             since `forget`; None without `look` or before the first gradient.
     """
@@ -65,7 +64,6 @@ class CommCounter:
         self.model, self.look = model, look
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self.waiting = ""
         self.nonfinite: Tensor | None = None
         self._before: list[tuple[Any, Any, Any]] = []
         self._waited = 0.0
@@ -150,66 +148,66 @@ class _ActiveCounters:
 active = _ActiveCounters()
 
 
-def sent(way: CommPattern, size: int, ranks: int) -> int:
+def sent(pattern: CommPattern, size: int, ranks: int) -> int:
     """Return the bytes that one rank sends, assuming the algorithm that sends fewest.
 
     Args:
-        way: communication pattern.
+        pattern: communication pattern.
         size: bytes of this rank's shard for "gather"; bytes of this rank's whole input for every other pattern.
         ranks: size of the process group.
     """
-    if way == "gather":
+    if pattern == "gather":
         return size * (ranks - 1)
-    return size if way == "send" else (1 + (way == "reduce")) * size * (ranks - 1) // ranks
+    return size if pattern == "send" else (1 + (pattern == "reduce")) * size * (ranks - 1) // ranks
 
 
-def count(kind: Kind, way: CommPattern, x: Tensor, group: Any, by: tuple[CommCounter, ...]) -> None:
+def count(kind: Kind, pattern: CommPattern, x: Tensor, group: Any, by: tuple[CommCounter, ...]) -> None:
     """Add a collective's bytes and one call to the counters, without timing it.
 
     Args:
         kind: kind of traffic.
-        way: communication pattern.
+        pattern: communication pattern.
         x: tensor that is sent; its size is interpreted as in `sent`.
         group: process group; None is the default one.
         by: counters to update.
     """
-    size = sent(way, x.numel() * x.element_size(), dist.get_world_size(group)) if by else 0
+    size = sent(pattern, x.numel() * x.element_size(), dist.get_world_size(group)) if by else 0
     for each in by:
         each.bytes[kind] += size
         each.calls[kind] += 1
 
 
 def count_collective(
-    kind: Kind, way: CommPattern, x: Tensor, group: Any = None, by: tuple[CommCounter, ...] | None = None
+    kind: Kind, pattern: CommPattern, x: Tensor, group: Any = None, by: tuple[CommCounter, ...] | None = None
 ) -> AbstractContextManager[Any]:
     """Return a context manager that counts a collective and times the block, in which the collective is waited for.
 
     Args:
-        kind, way, x, group: as in `count`.
+        kind, pattern, x, group: as in `count`.
         by: counters to update; None means all active ones.
     """
     by = active.all if by is None else by
-    count(kind, way, x, group, by)
-    return waiting(kind, x, by)
+    count(kind, pattern, x, group, by)
+    return waiting(x, by)
 
 
 def count_async(
-    kind: Kind, way: CommPattern, x: Tensor, group: Any, work: Any, result: Any = None
+    kind: Kind, pattern: CommPattern, x: Tensor, group: Any, work: Any, result: Any = None
 ) -> Callable[[], Any]:
     """Count an asynchronous collective that has started.
 
     Args:
-        kind, way, x, group: as in `count`.
+        kind, pattern, x, group: as in `count`.
         work: torch's work handle, or a list of handles.
         result: what the collective writes to.
     Returns:
         A function that waits and returns `result`.
     """
     by = active.all
-    count(kind, way, x, group, by)
+    count(kind, pattern, x, group, by)
 
     def wait() -> Any:
-        with waiting(kind, x, by):
+        with waiting(x, by):
             for each in work if isinstance(work, list) else [work]:
                 each.wait()
         return result
@@ -217,22 +215,18 @@ def count_async(
     return wait
 
 
-def waiting(kind: Kind, x: Tensor, by: tuple[CommCounter, ...] | None = None) -> AbstractContextManager[Any]:
+def waiting(x: Tensor, by: tuple[CommCounter, ...] | None = None) -> AbstractContextManager[Any]:
     """Return a context manager that records its block as time spent waiting for x from another rank."""
     by = active.all if by is None else by
-    return _timed(kind, x, by) if by else nullcontext()
+    return _timed(x, by) if by else nullcontext()
 
 
 @contextmanager
-def _timed(kind: Kind, x: Tensor, by: tuple[CommCounter, ...]) -> Iterator[None]:
-    for each in by:
-        each.waiting = kind
+def _timed(x: Tensor, by: tuple[CommCounter, ...]) -> Iterator[None]:
     event, begun = _event(x), time.perf_counter()
     yield
-    # After an exception the kind stays, for error reports.
     seconds, end = time.perf_counter() - begun, _event(x)
     for each in by:
-        each.waiting = ""
         if event is None:
             each._waited += seconds
         else:

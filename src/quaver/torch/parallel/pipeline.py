@@ -329,7 +329,7 @@ class _CountedWork:
         self.work, self.tensor = work, tensor
 
     def wait(self, *args: Any) -> Any:
-        with waiting("activations", self.tensor):
+        with waiting(self.tensor):
             return self.work.wait(*args)
 
     def __getattr__(self, name: str) -> Any:

@@ -63,7 +63,7 @@ def counted(use: Any, model: nn.Module | None = None, waits: bool = True) -> tup
     with CommCounter(model) as ours, Seen() as torchs:
         use()
     assert sum(ours.bytes.values()) == sum(torchs.bytes.values()) > 0, f"{dict(ours.bytes)} {dict(torchs.bytes)}"
-    assert (ours.seconds > 0) == waits and set(ours.bytes) <= set(comm_counter.KINDS) and not ours.waiting
+    assert (ours.seconds > 0) == waits and set(ours.bytes) <= set(comm_counter.KINDS)
     return ours, torchs.bytes
 
 
@@ -194,7 +194,6 @@ def who_is_slow_in_a_pipeline_is_waited_for(rank: int) -> None:
         assert ours.seconds > busy / 2 if rank == 0 else ours.seconds <= whole - busy, (
             f"{kind.__name__}: {ours.seconds}"
         )
-        assert not ours.waiting
 
 
 def histories(rank: int) -> None:
