@@ -12,13 +12,15 @@ from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 
 
 def variants() -> dict[str, Recipe]:
-    """Every recipe with its defaults, and with each of its boolean options inverted."""
+    """Every recipe with its defaults, with each of its boolean options inverted, and with E5M2 gradients."""
     recipes = {}
     for name, function in RECIPES.items():
         recipes[name] = function()
         for option in inspect.signature(function).parameters.values():
             if isinstance(option.default, bool):
                 recipes[f"{name}({option.name}={not option.default})"] = function(**{option.name: not option.default})
+            elif option.name == "format" and option.default == "e4m3":
+                recipes[f"{name}(format='hybrid')"] = function(format="hybrid")
     return recipes
 
 

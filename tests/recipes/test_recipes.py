@@ -4,12 +4,14 @@ import dataclasses
 import inspect
 import itertools
 import pickle
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import quaver
-from quaver.recipes import RECIPES, get
+from quaver.recipes import RECIPES, get, override
 from quaver.recipes.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from quaver.recipes.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 from tests.operands import variants
@@ -70,9 +72,49 @@ def test_power_of_two_false_divides_everywhere(name: str) -> None:
     assert scales == ({"two_level_fp32"} if name == "nvfp4" else {"fp32"})
 
 
-@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+#: Recipes whose gradients are E4M3 or E5M2.
+FORMAT_IS_AN_OPTION = ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+
+
+@pytest.mark.parametrize("name", FORMAT_IS_AN_OPTION)
 def test_format_e4m3_makes_gradients_e4m3(name: str) -> None:
     assert {spec.format for spec in get(name, format="e4m3").operands().values() if spec} == {E4M3}
+
+
+@pytest.mark.parametrize("name", FORMAT_IS_AN_OPTION)
+def test_format_hybrid_makes_gradients_e5m2(name: str) -> None:
+    recipe, plain = get(name, format="hybrid", attention=True), get(name, format="e4m3", attention=True)
+    for operand, spec in recipe.operands().items():
+        same = plain.operands()[operand]
+        assert spec is not None and same is not None
+        assert spec == (replace(same, format=E5M2) if operand in ("dgrad.a", "wgrad.a") else same)
+    assert recipe.attention is not None and recipe.attention.grad_output.format == E5M2
+
+
+def test_override_replaces_single_gemms() -> None:
+    base, hybrid = get("mxfp8"), get("mxfp8(format='hybrid')")
+    recipe = override("mxfp8", dgrad=hybrid.dgrad, wgrad=None)
+    assert recipe.gemms == {"fprop": base.fprop, "dgrad": hybrid.dgrad, "wgrad": GemmSpec(None, None)}
+    assert recipe is override(base, dgrad=hybrid.dgrad, wgrad=None)
+    assert str(recipe) == "mxfp8 with high-precision wgrad, another dgrad"
+
+
+def test_override_without_a_difference_is_the_recipe() -> None:
+    base = get("mxfp8")
+    assert override("mxfp8") is base is override(base, fprop=base.fprop)
+
+
+@pytest.mark.parametrize(
+    ("gemms", "words"),
+    [
+        ({"wgrad": "bf16"}, "wgrad is 'bf16'; give a GemmSpec"),
+        ({"fprop": get("mxfp8")}, "give a GemmSpec"),
+        ({"dgrad": None}, "delayed scaling"),
+    ],
+)
+def test_override_refuses(gemms: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        override("delayed", **gemms)
 
 
 #: input and grad_output of attention's products.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from quaver.recipes.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from quaver.recipes.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
 from quaver.recipes.schedule import Schedule, read
 from quaver.recipes.spec import (
     Delayed,
@@ -34,23 +34,32 @@ def bf16() -> Recipe:
     return Recipe("bf16", high, high, high)
 
 
+def gradient_format(format: str) -> Format:
+    """Return the format of gradients under a recipe's option `format`, where everything else is E4M3."""
+    if format not in ("hybrid", "e4m3"):
+        raise ValueError(f"format is {format!r}; give 'hybrid' (gradients in E5M2) or 'e4m3' (everything in E4M3)")
+    return E5M2 if format == "hybrid" else E4M3
+
+
 # ---- blockwise ----
 # Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.
 
 
 @recipe
-def blockwise(*, power_of_two: bool = True, attention: bool = False) -> Recipe:
-    """E4M3 everywhere; 1×128 blocks, 128×128 for weights, whose transpose is reused.
+def blockwise(*, format: str = "e4m3", power_of_two: bool = True, attention: bool = False) -> Recipe:
+    """E4M3; 1×128 blocks, 128×128 for weights, whose transpose is reused.
 
     Args:
+        format: "e4m3", or "hybrid" for gradients in E5M2.
         power_of_two: True for power-of-two scales; False scales by 448 / amax.
         attention: True to quantize attention too: q, k, v and the gradients in 1×128 blocks along the contraction axis.
     """
     kind = float32_scale(power_of_two)
     line = QuantSpec(E4M3, (1, 128), kind)
     square = QuantSpec(E4M3, (128, 128), kind)
-    fprop, wgrad = GemmSpec(line, square), GemmSpec(line, line)
-    return Recipe("blockwise", fprop, fprop, wgrad, attention=attention_spec(attention, line, line))
+    gradient = replace(line, format=gradient_format(format))
+    fprop, dgrad, wgrad = GemmSpec(line, square), GemmSpec(gradient, square), GemmSpec(gradient, line)
+    return Recipe("blockwise", fprop, dgrad, wgrad, attention=attention_spec(attention, line, gradient))
 
 
 # ---- tensorwise: one scale per tensor, from its own amax (current scaling) ----
@@ -58,12 +67,10 @@ def blockwise(*, power_of_two: bool = True, attention: bool = False) -> Recipe:
 
 def per_tensor_gemms(format: str, power_of_two: bool, fast_accum: bool) -> tuple[GemmSpec, GemmSpec, GemmSpec]:
     """Return the specs of fprop, dgrad and wgrad with one scale per tensor, gradients in E5M2 (hybrid) or E4M3."""
-    if format not in ("hybrid", "e4m3"):
-        raise ValueError(f"format is {format!r}; give 'hybrid' (gradients in E5M2) or 'e4m3' (everything in E4M3)")
     scale = float32_scale(power_of_two)
     check_flags(fast_accum=fast_accum)
     value = QuantSpec(E4M3, scale=scale)
-    gradient = QuantSpec(E5M2 if format == "hybrid" else E4M3, scale=scale)
+    gradient = QuantSpec(gradient_format(format), scale=scale)
     return GemmSpec(value, value, fast_accum), GemmSpec(gradient, value), GemmSpec(gradient, value)
 
 
@@ -125,17 +132,19 @@ E4M3_1X32 = QuantSpec(E4M3, (1, 32), "e8m0")
 
 
 @recipe
-def mxfp8(*, weight_2d: bool = False, attention: bool = False) -> Recipe:
-    """E4M3 everywhere, E8M0 scales in 1×32 blocks.
+def mxfp8(*, format: str = "e4m3", weight_2d: bool = False, attention: bool = False) -> Recipe:
+    """E4M3, E8M0 scales in 1×32 blocks.
 
     Args:
+        format: "e4m3", or "hybrid" for gradients in E5M2, which is emulated on every GPU.
         weight_2d: True to scale weights in 32×32 blocks, so that one copy serves fprop and dgrad.
         attention: True to quantize attention too, in 1×32 blocks along the contraction axis.
     """
     check_flags(weight_2d=weight_2d)
     weight = QuantSpec(E4M3, (32, 32), "e8m0") if weight_2d else E4M3_1X32
-    fprop, wgrad = GemmSpec(E4M3_1X32, weight), GemmSpec(E4M3_1X32, E4M3_1X32)
-    return Recipe("mxfp8", fprop, fprop, wgrad, attention=attention_spec(attention, E4M3_1X32, E4M3_1X32))
+    gradient = replace(E4M3_1X32, format=gradient_format(format))
+    fprop, dgrad, wgrad = GemmSpec(E4M3_1X32, weight), GemmSpec(gradient, weight), GemmSpec(gradient, E4M3_1X32)
+    return Recipe("mxfp8", fprop, dgrad, wgrad, attention=attention_spec(attention, E4M3_1X32, gradient))
 
 
 # ---- mxfp4: OCP microscaling in four bits ----
@@ -229,19 +238,22 @@ def nvfp4(
 
 
 @recipe
-def rowwise(*, power_of_two: bool = True, fast_accum: bool = True, attention: bool = False) -> Recipe:
-    """E4M3 everywhere, one scale per row along the contraction axis.
+def rowwise(
+    *, format: str = "e4m3", power_of_two: bool = True, fast_accum: bool = True, attention: bool = False
+) -> Recipe:
+    """E4M3, one scale per row along the contraction axis.
 
     Args:
+        format: "e4m3", or "hybrid" for gradients in E5M2.
         power_of_two: True for power-of-two scales; False scales by 448 / amax.
         fast_accum: True to let fprop accumulate faster where the hardware offers it.
         attention: True to quantize attention too, with one scale per row of each operand.
     """
     row = QuantSpec(E4M3, (1, None), float32_scale(power_of_two))
     check_flags(fast_accum=fast_accum)
-    plain = GemmSpec(row, row)
-    fprop = GemmSpec(row, row, fast_accum)
-    return Recipe("rowwise", fprop, plain, plain, attention=attention_spec(attention, row, row))
+    gradient = replace(row, format=gradient_format(format))
+    fprop, backward = GemmSpec(row, row, fast_accum), GemmSpec(gradient, row)
+    return Recipe("rowwise", fprop, backward, backward, attention=attention_spec(attention, row, gradient))
 
 
 @recipe
@@ -301,6 +313,43 @@ def get(recipe: str | Recipe, **options: Any) -> Recipe:
     return RECIPES[name](**in_text, **options)
 
 
+def override(
+    recipe: str | Recipe,
+    *,
+    fprop: GemmSpec | Literal["same"] | None = "same",
+    dgrad: GemmSpec | Literal["same"] | None = "same",
+    wgrad: GemmSpec | Literal["same"] | None = "same",
+) -> Recipe:
+    """Return a recipe with some of its three GEMMs replaced.
+
+        rules = {"*.o_proj": quaver.recipes.override("mxfp8", wgrad=None), "*": "mxfp8"}
+
+    Args:
+        recipe: a recipe, or its name with or without options.
+        fprop, dgrad, wgrad: a GemmSpec, such as another recipe's; None for high precision; "same" to leave it.
+
+    Raises:
+        ValueError: an argument is something else, or the result is impossible, such as delayed scaling of an
+            unquantized dgrad.
+    """
+    base = get(recipe)
+    changed: dict[str, GemmSpec] = {}
+    for gemm, spec in {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}.items():
+        if isinstance(spec, GemmSpec) or spec is None:
+            changed[gemm] = spec or GemmSpec(None, None)
+        elif spec != "same":
+            raise ValueError(f'override: {gemm} is {spec!r}; give a GemmSpec, None for high precision, or "same"')
+    changed = {gemm: spec for gemm, spec in changed.items() if spec != base.gemms[gemm]}
+    if not changed:
+        return base
+    high = [gemm for gemm, spec in changed.items() if spec.a is None]
+    other = [gemm for gemm in changed if gemm not in high]
+    parts = [f"high-precision {' and '.join(high)}"] * bool(high) + [f"another {' and '.join(other)}"] * bool(other)
+    gemms = base.gemms | changed
+    name = f"{base.name} with {', '.join(parts)}"
+    return intern(replace(base, name=name, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"]))
+
+
 def schedule(text: str, *, steps: int | None = None, peak: float | None = None) -> Schedule:
     """Return a schedule of recipes over a run, such as `nvfp4 until 85%, bf16`; the grammar is in
     `quaver.recipes.schedule`.
@@ -333,6 +382,7 @@ __all__ = [
     "mxfp6",
     "mxfp8",
     "nvfp4",
+    "override",
     "rowwise",
     "rowwise_bf16_wgrad",
     "schedule",

@@ -135,7 +135,7 @@ class DelayedScaling(Recipe):
             power_of_two=False,
             attention=attention,
         )
-        return replace(built, wgrad=GemmSpec(None, None)) if self.override_linear_precision[2] else built
+        return recipes.override(built, wgrad=None) if self.override_linear_precision[2] else built
 
 
 @suggests
@@ -169,13 +169,11 @@ class MXFP8BlockScaling(Recipe):
 
     def _built(self, attention: bool) -> specs.Recipe:
         self._refuse(margin=(0,))
-        built = recipes.mxfp8(weight_2d=self.enable_2d_quantization, attention=attention)
-        if not self._hybrid():
-            return built
-        gradient = QuantSpec(E5M2, (1, 32), "e8m0")
-        own = None if built.attention is None else replace(built.attention, grad_output=gradient)
-        gradient_gemms = {name: replace(built.gemms[name], a=gradient) for name in ("dgrad", "wgrad")}
-        return replace(built, attention=own, **gradient_gemms)  # type: ignore[arg-type]
+        return recipes.mxfp8(
+            format="hybrid" if self._hybrid() else "e4m3",
+            weight_2d=self.enable_2d_quantization,
+            attention=attention,
+        )
 
 
 @suggests
