@@ -153,25 +153,31 @@ def layer_of(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def arguments_for_theirs(theirs: Any, read: dict[str, Any], x: Tensor, mask: str) -> dict[str, Any]:
-    """Arguments of the transformers layer: its own mask, with padding on the right, or no mask."""
+    """Arguments of the transformers layer: its own mask, with padding on either side, or an arbitrary one."""
     around = surroundings(theirs, read.get("config"), True if "mask_type" in read else None)
     given = arguments(theirs, around, x)
-    if mask == "none":
-        dtype = torch.bool if "position_bias" in given else x.dtype
-        return given | {"attention_mask": torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype)}
-    if mask == "padding":
+    if mask == "arbitrary":
+        return given | {"attention_mask": torch.where(arbitrary(), torch.finfo(x.dtype).min, 0.0)}
+    if mask.endswith("padding"):
         kinds = {"sliding_attention": "sliding_window_causal", "chunked_attention": "chunked_causal"}
         kind = kinds.get(around.kind, "causal") if around.causal else "bidirectional"
         make = getattr(masking_utils, f"create_{kind}_mask")
         more = {"past_key_values": None} if around.causal else {}
-        theirs_mask = make(config=around.config, inputs_embeds=x, attention_mask=(~padding()).long(), **more)
+        theirs_mask = make(config=around.config, inputs_embeds=x, attention_mask=(~padding(mask)).long(), **more)
         return given | {"attention_mask": theirs_mask.bool() if "position_bias" in given else theirs_mask}
     return given
 
 
-def padding() -> Tensor:
+def padding(side: str) -> Tensor:
     """bool [B, S], True where padded."""
-    return torch.arange(TOKENS) >= TOKENS - torch.tensor([0, 4])[:, None]
+    right = torch.arange(TOKENS) >= TOKENS - torch.tensor([0, 4])[:, None]
+    return right.flip(1) if side.startswith("left") else right
+
+
+def arbitrary() -> Tensor:
+    """bool [B, 1, S, S], True where hidden; each query sees itself."""
+    hidden = torch.rand(2, 1, TOKENS, TOKENS, generator=torch.Generator().manual_seed(1)) < 0.5
+    return hidden & ~torch.eye(TOKENS, dtype=torch.bool)
 
 
 def run(layer: Any, x: Tensor, g: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -194,34 +200,32 @@ def gradients(theirs: Any, read: dict[str, Any], fused: bool | None) -> dict[str
 
 
 def masks() -> list[Any]:
-    """Every layer with its own mask, and alternately with padding or no mask; the rest in the slow tests.
+    """Every layer with its own mask and, by turns, with padding on one side or an arbitrary mask.
 
     MPT's bias depends only on key positions, which equals ALiBi for causal layers only.
     """
-    rows = []
-    for number, name in enumerate(LAYERS):
-        for turn, mask in enumerate(("padding", "none")):
-            marks = [] if number % 2 == turn or name == "mpt" else [pytest.mark.slow]
-            rows += [pytest.param(name, mask, marks=marks)] if (name, mask) != ("mpt", "none") else []
-    return [*(pytest.param(name, "own") for name in LAYERS), *rows]
+    turns = ("right padding", "arbitrary", "left padding")
+    rows = [(name, turns[number % 3]) for number, name in enumerate(LAYERS) if name != "mpt"]
+    return [*((name, "own") for name in LAYERS), *rows, ("mpt", "right padding"), ("llama", "arbitrary")]
 
 
 @pytest.mark.parametrize(("name", "mask"), masks())
 def test_outputs_and_gradients_match_transformers(name: str, mask: str) -> None:
-    (theirs, read), fused = layer_of(name), {"none": name != "whisper" or None, "padding": False}.get(mask)
+    (theirs, read), padded = layer_of(name), mask.endswith("padding")
+    fused = name != "whisper" or None if mask == "arbitrary" else False if padded else None
     x, g = torch.randn(2, TOKENS, DIM), torch.randn(2, TOKENS, DIM)
-    real = (~padding())[..., None].float() if mask == "padding" else torch.ones(2, TOKENS, 1)
-    given = arguments_for_theirs(theirs, read, x, mask)
-    expected = run(theirs, x, g * real, **given)
+    real = (~padding(mask))[..., None].float() if padded else torch.ones(2, TOKENS, 1)
+    expected = run(theirs, x, g * real, **arguments_for_theirs(theirs, read, x, mask))
     want = gradients(theirs, read, fused)
     causal = surroundings(theirs, read.get("config"), True if "mask_type" in read else None).causal
-    kind = {"own": None, "padding": "padding_causal" if causal else "padding"}.get(mask, "none")
     ours: Any = qt.from_huggingface(theirs, fused=fused, **{**read, "mask_type": read.get("mask_type")})
     core = ours.attention.core
-    core.mask_type = core.mask_type if kind is None else kind
-    if mask == "none":
-        core.window = core.chunk = None
-    got = run(ours, x, g * real, **({"mask": padding()} if mask == "padding" else {}))
+    if padded:
+        core.mask_type = "padding_causal" if causal else "padding"
+    elif mask == "arbitrary":
+        core.mask_type, core.window, core.chunk = "arbitrary", None, None
+    hidden = {} if mask == "own" else {"mask": padding(mask) if padded else arbitrary()}
+    got = run(ours, x, g * real, **hidden)
     assert distance(got[0] * real, expected[0] * real) <= 1e-5
     assert distance(got[1], expected[1]) <= 1e-5
     largest = max(float(w.abs().max()) for w in want.values())

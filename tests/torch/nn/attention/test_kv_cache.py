@@ -10,13 +10,33 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver.torch.nn.attention import attention
 from tests.close import assert_bitwise, assert_close
-from tests.torch.conversion.hf_layers import LAYERS
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "plain": lambda layers, capacity: qt.KVCache(layers, capacity),
     "paged": lambda layers, capacity: qt.PagedKVCache(layers, 3 * -(-capacity // 4), page_size=4),
 }
 BOTH = pytest.mark.parametrize("kind", MAKERS)
+#: Options of causal layers that decide which keys a token sees, and how positions count.
+LAYERS: dict[str, dict[str, Any]] = {
+    "rope, grouped": {"groups": 2, "normalization": "RMSNorm", "activation": "swiglu"},
+    "window, sinks": {"groups": 2, "window": (3, -1), "sinks": "learnable"},
+    "caps, norms around": {"soft_cap": 2.0, "norm_position": "sandwich", "scale": 0.2},
+    "chunks, norms of heads after rope": {"chunk": 4, "qk_norm": "L2", "qk_norm_after_rope": True, "bias": False},
+    "temperature, no rope": {"rope": None, "temperature": (0.4, 3)},
+    "partial rope, parallel": {"rope": qt.RotaryEmbedding(8, fraction=0.5), "parallel": "two_norms"},
+    "norms of all heads, separate": {"qk_norm": "RMSNorm", "qk_norm_scope": "all_heads", "fused": False},
+    "stretched rope": {
+        "rope": qt.RotaryEmbedding(8, scaling={"rope_type": "dynamic", "factor": 2.0}, max_positions=16)
+    },
+}
+
+
+def layer_of(name: str, mask_type: str = "causal") -> qt.TransformerLayer:
+    """A layer of 32 features and 4 heads with large random parameters."""
+    layer = qt.TransformerLayer(32, 4, 48, **{"rope": qt.RotaryEmbedding(8), "mask_type": mask_type} | LAYERS[name])
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer
 
 
 def tokens(batch: int, count: int, dim: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -263,10 +283,8 @@ def test_unknown_sequences_of_a_paged_cache_give_a_clear_error() -> None:
 @BOTH
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_decodes_as_it_runs_whole(name: str, kind: str) -> None:
-    """Windows, sinks, caps, norms of queries and keys, partial and stretched rope: two layers in a row."""
-    layers = [LAYERS[name].build("causal") for _ in range(2)]
-    for parameter in (p for layer in layers for p in layer.parameters()):
-        torch.nn.init.normal_(parameter, std=0.3)
+    """Two layers in a row."""
+    layers = [layer_of(name) for _ in range(2)]
     x = torch.randn(3, 9, 32)
     cache = MAKERS[kind](2, 9)
 
@@ -283,9 +301,7 @@ def test_every_layer_decodes_as_it_runs_whole(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_decodes_sequences_of_different_lengths(name: str) -> None:
-    layer = LAYERS[name].build("causal")
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    layer = layer_of(name)
     x, cache = torch.randn(2, 9, 32), qt.PagedKVCache(1, pages=8, page_size=4)
     long, short = cache.add(), cache.add()
     with torch.no_grad():
@@ -301,12 +317,10 @@ def test_every_layer_decodes_sequences_of_different_lengths(name: str) -> None:
             assert_close(f"step {step}", y, expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss attention"])
+@pytest.mark.parametrize("name", ["rope, grouped", "window, sinks"])
 def test_a_layer_takes_padded_prompts_and_decodes_on(name: str) -> None:
     """A batch of prompts of 6 and 2 tokens, padded on the right; the padding is cut, then each goes on."""
-    layer, alone = LAYERS[name].build("padding_causal"), LAYERS[name].build("causal")
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    layer, alone = layer_of(name, "padding_causal"), layer_of(name)
     alone.load_state_dict(layer.state_dict())
     x, cache, lengths = torch.randn(2, 9, 32), qt.PagedKVCache(1, pages=8, page_size=4), [6, 2]
     with torch.no_grad():
