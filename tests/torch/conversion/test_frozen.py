@@ -85,19 +85,6 @@ def test_frozen_weights_contexts_nest_and_affect_only_their_layers() -> None:
     assert not _frozen_layers
 
 
-def test_cached_weights_of_an_accumulation_window_are_neither_used_nor_dropped() -> None:
-    layer, x = qt.Linear(K, N, recipe="mxfp8"), torch.randn(T, K)
-    layer(x).sum().backward()
-    before = dict(state_of(layer).weights.entries)
-    assert before
-    with torch.no_grad(), qt.frozen(layer):
-        # It may be from before a bare write.
-        assert_bitwise(layer(x), copy.deepcopy(layer)(x))
-        assert while_frozen(layer)["fprop"] is not before["fprop"]
-    layer(x).sum().backward()
-    assert state_of(layer).weights.entries == before
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_key_is_still_checked_and_refresh_still_drops(mode: str) -> None:
     layer, x = qt.Linear(K, N, recipe="rowwise"), torch.randn(T, K)
@@ -120,31 +107,6 @@ def test_the_key_is_still_checked_and_refresh_still_drops(mode: str) -> None:
                 assert_bitwise(layer(x), copy.deepcopy(layer)(x))
 
 
-def test_a_frozen_base_stays_cached_over_the_steps_of_its_adapters() -> None:
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Module) -> None:
-            super().__init__()
-            self.base, self.down, self.up = base, nn.Linear(K, 2), nn.Linear(2, N)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.base(x) + self.up(self.down(x))
-            return y
-
-    net = Adapted(qt.Linear(K, N, recipe="mxfp8").requires_grad_(False))
-    other = copy.deepcopy(net)
-    optimizers = [torch.optim.AdamW(each.parameters(), 0.1) for each in (net, other)]
-    entries = set()
-    with qt.frozen(net.base):
-        for x in torch.randn(3, T, K):
-            for each, optimizer in zip((net, other), optimizers, strict=True):
-                each(x).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            entries |= {id(entry) for entry in while_frozen(net.base).values()}
-            assert_bitwise(net(x).detach(), other(x).detach())
-    assert len(entries) == 1
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_stepping_a_frozen_weight_gives_a_clear_error(kind: type[torch.optim.Optimizer]) -> None:
     layer, other = qt.Linear(K, N, recipe="mxfp8"), qt.Linear(K, N, recipe="mxfp8")
@@ -158,31 +120,6 @@ def test_stepping_a_frozen_weight_gives_a_clear_error(kind: type[torch.optim.Opt
             optimizer.step()
     assert_bitwise(layer.weight.detach(), before)
     optimizer.step()
-
-
-def test_several_threads_may_hold_one_model() -> None:
-    net = nn.Sequential(qt.Linear(K, K, recipe="mxfp8"), nn.ReLU(), qt.Linear(K, K, recipe="tensorwise")).eval()
-    inputs = torch.randn(4, 25, T, K)
-    with torch.no_grad(), qt.frozen(net):
-        expected = [[net(x) for x in xs] for xs in inputs]
-    wrong: list[Any] = []
-
-    def generate(xs: Tensor, wanted: list[Tensor]) -> None:
-        try:
-            for x, y in zip(xs, wanted, strict=True):
-                with torch.no_grad(), qt.frozen(net):
-                    assert_bitwise(net(x), y)
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=generate, args=each) for each in zip(inputs, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong[0]
-    assert not _frozen_layers
-    assert not any(weight_cache.frozen(layer) or while_frozen(layer) for layer in (net[0], net[2]))
 
 
 def test_it_decorates_functions_also_recursive_ones_and_in_several_threads() -> None:
@@ -208,21 +145,6 @@ def test_it_decorates_functions_also_recursive_ones_and_in_several_threads() -> 
             assert_bitwise(y, expected)
     assert inside.__doc__ == "What it computes." and not _frozen_layers
     assert not while_frozen(layer) and not weight_cache.frozen(layer)
-
-
-def test_it_ends_with_an_error_too() -> None:
-    layer = qt.Linear(K, N, recipe="mxfp8")
-    with pytest.raises(RuntimeError, match="on purpose"), torch.no_grad(), qt.frozen(layer):
-        layer(torch.randn(T, K))
-        raise RuntimeError("on purpose")
-    assert not while_frozen(layer) and not weight_cache.frozen(layer) and not _frozen_layers
-
-
-def test_a_copy_of_a_frozen_layer_is_not_frozen() -> None:
-    layer = qt.Linear(K, N, recipe="mxfp8")
-    with torch.no_grad(), qt.frozen(layer):
-        layer(torch.randn(T, K))
-        assert state_of(copy.deepcopy(layer)).weights is None
 
 
 def test_only_a_module_can_be_frozen() -> None:

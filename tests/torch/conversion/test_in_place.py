@@ -4,7 +4,6 @@ import copy
 import functools
 import io
 import pickle
-import types
 from typing import Any
 
 import pytest
@@ -16,12 +15,7 @@ from transformers import AutoModelForCausalLM
 import quaver.torch as qt
 from benchmarks.cases.models.llama import noise
 from benchmarks.subjects.llama import gradients
-from quaver.torch.conversion.replace import attention as attentions
-from quaver.torch.conversion.replace import mlp as mlps
-from quaver.torch.conversion.replace import norm as norms
-from quaver.torch.conversion.replace import rope as ropes
-from quaver.torch.conversion.replace.fused_module import FusedModule, same_code
-from quaver.torch.conversion.replace.rope import HALVES, Rope, tables
+from quaver.torch.conversion.replace.fused_module import FusedModule
 from tests.close import assert_bitwise, assert_close
 from tests.torch.conversion import families
 from tests.torch.conversion.coverage import PAGE
@@ -138,21 +132,6 @@ def test_gradients_are_no_noisier_with_blocks_than_without() -> None:
         assert 10 < decibels[False] < 30 and decibels[True] >= decibels[False] - 0.5, (recipe, decibels)
 
 
-def test_mlps_of_linear_subclasses_recompute_the_activation() -> None:
-    from benchmarks.cases.models.llama import saved_bytes
-
-    # With fewer tokens the codes are saved instead, since recomputing them would take longer.
-    x, models = tokens().repeat(8, 2), [model_of("falcon", torch.bfloat16) for _ in range(2)]
-    for model, blocks in zip(models, (qt.Blocks(mlp=False), True), strict=True):
-        qt.convert(model, "mxfp8", blocks=blocks)
-    first, second = (step(model) for model in models)
-    for name, value in first.items():
-        assert_bitwise(second[name], value, name)
-    # The saved codes of the activation's output in 2 layers.
-    width = models[0].config.ffn_hidden_size
-    assert saved_bytes(models[0], x) - saved_bytes(models[1], x) >= 2 * x.numel() * width
-
-
 def test_a_hook_on_an_activation_runs_and_is_reported() -> None:
     model, plain = llama(), llama()
     mlp = mlp_of(model)
@@ -229,17 +208,6 @@ def test_a_class_patched_later_computes_as_patched(monkeypatch: pytest.MonkeyPat
     assert not any(row.block for row in report.blocks if "Norm" in row.kind)
     monkeypatch.undo()
     assert_close("", kind.forward(norm, x), before, 1e-6)
-
-
-def test_models_of_one_class_keep_their_own_numbers() -> None:
-    models = [tiny("llama", rms_norm_eps=eps, hidden_act=act) for eps, act in ((1e-6, "silu"), (1e-2, "gelu"))]
-    x = torch.randn(3, 64) * 0.1
-    expected = [(m.model.norm(x), mlp_of(m)(x)) for m in models]
-    for model in models:
-        qt.convert(model, "bf16", blocks=True)
-    for model, (norm, mlp) in zip(models, expected, strict=True):
-        assert_close("norm", model.model.norm(x), norm, 1e-6)
-        assert_close("mlp", mlp_of(model)(x), mlp, 1e-6)
 
 
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
@@ -419,13 +387,6 @@ def test_chosen_parts_and_invalid_ones() -> None:
         qt.convert(model, "bf16", blocks="mlp")  # type: ignore[arg-type]
 
 
-def test_meta_models_are_placed() -> None:
-    with torch.device("meta"):
-        model = tiny("llama")
-    report = qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
-    assert all(row.block for row in report.blocks)
-
-
 def test_torch_norms_of_torch() -> None:
     for norm in (
         nn.LayerNorm(16),
@@ -535,28 +496,6 @@ def test_attention_is_ours_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert "flash_attention_2" in str(qt.convert(flash, "bf16", blocks=True))
 
 
-def test_modified_tables_are_rebuilt() -> None:
-    rope = Rope(HALVES, False)
-    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
-    cos, sin = tables(HALVES, 8, 5, torch.float32)
-    first = rope(q, k, cos, sin)
-    assert_bitwise(rope(q, k, cos, sin)[0], first[0])
-    cos.mul_(0.5)
-    assert_bitwise(rope(q, k, cos, sin)[0], rope(q, k, cos.clone(), sin.clone())[0])
-    del cos
-    assert not ropes._thread.last or ropes._thread.last[0]() is not None
-
-
-def test_tables_made_in_inference_mode_are_not_reused_in_training() -> None:
-    rope = Rope(HALVES, False)
-    q, k = (torch.randn(1, heads, 5, 8, requires_grad=True) for heads in (2, 1))
-    cos, sin = tables(HALVES, 8, 5, torch.float32)
-    with torch.inference_mode():
-        rope(q, k, cos, sin)
-    rope(q, k, cos, sin)[0].sum().backward()
-    assert q.grad is not None
-
-
 def test_a_checkpoint_of_a_submodule() -> None:
     model = llama()
     qt.convert(model, "mxfp8", blocks=True)
@@ -564,33 +503,6 @@ def test_a_checkpoint_of_a_submodule() -> None:
     expected = torch.autograd.grad(mlp(x).square().sum(), x)[0]
     y = checkpoint(mlp, x, use_reentrant=False)
     assert_bitwise(torch.autograd.grad(y.square().sum(), x)[0], expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3", "granite", "bamba"])
-def test_modules_recognized_by_their_code_are_those_that_the_comparison_finds(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports = []
-    for known in (True, False):
-        if not known:
-            for module in (norms, mlps, ropes):
-                monkeypatch.setattr(module, "same_code", lambda *_: False)
-        reports.append(qt.convert(model_of(family), "bf16", blocks=True).blocks)
-    assert reports[0] == reports[1] and all(row.block for row in reports[0])
-
-
-def test_code_with_another_global_or_constant_is_not_recognized() -> None:
-    def cubed(self: Any, x: Tensor) -> Tensor:
-        kind = x.dtype
-        x = x.to(torch.float32)
-        square = x.pow(3).mean(-1, keepdim=True)
-        x = x * torch.rsqrt(square + self.variance_epsilon)
-        return self.weight * x.to(kind)
-
-    llama_norm = type(llama().model.norm).forward
-    other = types.FunctionType(llama_norm.__code__, {"torch": nn})
-    assert same_code(llama_norm, norms._rms_norm)
-    assert not any(same_code(f, norms._rms_norm) for f in (cubed, other, len))
 
 
 def test_attention_functions_of_other_libraries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,17 +519,3 @@ def test_attention_functions_of_other_libraries_are_compared(monkeypatch: pytest
         rows = qt.convert(model, "bf16", blocks=True).blocks
         assert {row.block for row in rows if row.kind == "LlamaAttention"} == {block}
         assert_close("", model(input_ids=x).logits, expected, FLOAT32)
-
-
-def test_rope_with_arguments_that_were_not_compared_runs_the_models_own_function() -> None:
-    passed = []
-
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-        passed.append(more)
-        return q, k
-
-    formula = attentions.AttentionFormula("rotate", rotate, Rope(HALVES, False), "sdpa", None)
-    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
-    own = attentions._rotate(formula, q, k, *tables(HALVES, 8, 5, torch.float32))
-    assert not passed and not torch.equal(own[0], q)
-    assert attentions._rotate(formula, q, k, *tables(HALVES, 8, 5, torch.float32), 1)[0] is q and passed == [(1,)]

@@ -3,10 +3,9 @@
 import copy
 import functools
 import inspect
-import io
 import pickle
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver.torch.conversion.probe import CopyError, differs, random_tensor, stand_in
-from quaver.torch.conversion.replace.mlp import MLPFormula
 from tests.torch.conversion.in_place import model_of, tokens
 
 DIM = 32
@@ -138,21 +135,6 @@ def test_a_helper_of_the_class_patched_later_computes_as_patched(monkeypatch: py
     assert torch.equal(model(x), x * model.weight)
 
 
-def test_unchanged_modules_and_their_copies_are_computed_by_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    of = MLPFormula.of
-    monkeypatch.setattr(MLPFormula, "of", lambda *a: calls.append(None) or of(*a))
-    model = MLP(F.silu)
-    model.scale = 1.0
-    qt.convert(model, "bf16", blocks=True)
-    torch.save(model, stream := io.BytesIO())
-    stream.seek(0)
-    calls.clear()
-    for module in (model, copy.deepcopy(model), torch.load(stream, weights_only=False)):
-        results(module)
-    assert len(calls) == 3
-
-
 def test_a_forward_that_keeps_a_tensor_is_left_unchanged() -> None:
     class Keeping(nn.LayerNorm):
         def forward(self, x: Tensor) -> Tensor:
@@ -271,20 +253,6 @@ def test_a_loss_called_with_other_tensors_is_left_unchanged() -> None:
     assert whys == {"its forward passes other tensors to its body than it receives"}
 
 
-def test_a_forward_that_takes_no_options_of_the_loss_is_left_unchanged() -> None:
-    model = model_of("llama")
-    kind: Any = type(model)
-
-    class Bare(kind):
-        def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
-            return super().forward(input_ids=input_ids, labels=labels)
-
-    model.__class__ = Bare
-    report = qt.convert(model, "bf16", blocks=qt.Blocks(loss=True))
-    whys = [row.why for row in report.blocks if row.kind == "Bare"]
-    assert len(whys) == 1 and whys[0].startswith("a small copy of it does not run")
-
-
 def test_float16_uses_the_original_module() -> None:
     class Clamped(MLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -303,50 +271,6 @@ def test_float16_uses_the_original_module() -> None:
     torch._dynamo.reset()
     assert torch.equal(model.half()(x.half()), plain.half()(x.half()))
     assert plain(x.half()).abs().max() <= 0.011
-
-
-def test_a_hook_on_the_activation_of_packed_weights_is_reported() -> None:
-    class Packed(nn.Linear):
-        """Its weight is no parameter."""
-
-        def __init__(self, k: int, n: int) -> None:
-            super().__init__(k, n, bias=False)
-            weight = self.weight.data
-            del self.weight
-            self.register_buffer("weight", weight)
-
-    model = nn.Sequential(Packed(DIM, 48), nn.GELU(), Packed(48, DIM))
-    model[1].register_forward_hook(lambda *_: None)
-    assert "a hook on 1" in qt.convert(model, "bf16", blocks=True).blocks[0].why
-
-
-def test_a_replacement_has_its_own_buffers_and_detects_writes() -> None:
-    attention: Any = model_of("llama").model.layers[0].self_attn
-    attention.register_buffer("count", torch.zeros(()))
-    assert stand_in(attention, torch.float32).count is not attention.count
-    attention.register_buffer("count", torch.zeros((), device="meta"))
-    with pytest.raises(CopyError, match="no values"):
-        stand_in(attention, torch.float32)
-
-    class Counting(nn.LayerNorm):
-        def __init__(self) -> None:
-            super().__init__(DIM)
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
-            return super().forward(x)
-
-    def inputs(dtype: torch.dtype) -> Iterator[tuple[Tensor, ...]]:
-        return iter([(random_tensor((3, DIM), dtype, 0),)])
-
-    def fails(*_: Any) -> Tensor:
-        raise ValueError("ours")
-
-    assert differs(lambda dtype: Counting().to(dtype), nn.LayerNorm.forward, inputs) == "its forward changes it"
-    assert differs(lambda dtype: nn.LayerNorm(DIM, dtype=dtype), nn.LayerNorm.forward, inputs) == ""
-    why = differs(lambda dtype: nn.LayerNorm(DIM, dtype=dtype), fails, inputs)
-    assert why == "our block on a small copy does not run: ours"
 
 
 def test_a_wrapped_forward_counts_as_the_call_and_another_forward_does_not() -> None:

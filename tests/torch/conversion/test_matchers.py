@@ -2,11 +2,9 @@
 
 import contextlib
 import copy
-import gc
 import io
 import itertools
 import pickle
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils import parametrizations
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
@@ -24,8 +20,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.conversion.matchers import experts, linears
 from quaver.torch.linear.linear import Quantizable
-from quaver.torch.state import weight_cache
-from tests.close import assert_bitwise, assert_close
+from tests.close import assert_bitwise
 from tests.pairs import alternating, case_name, pairs
 from tests.torch.conversion.families import tiny, tokens
 
@@ -152,29 +147,6 @@ def test_a_subclass_is_probed_independently_of_the_call_context(around: Callable
     assert "0" in report.converted
 
 
-def test_a_subclass_that_cannot_be_probed_is_left_unchanged() -> None:
-    with FakeTensorMode(), pytest.warns(UserWarning):
-        report = qt.convert(nn.Sequential(FalconLinear(32, 32)), "mxfp8")
-    assert not report.converted
-    # It is probed again.
-    assert "0" in qt.convert(nn.Sequential(FalconLinear(32, 32)), "mxfp8").converted
-
-
-def test_cached_facts_do_not_keep_a_subclass_alive() -> None:
-    class Own(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return F.linear(input, self.weight, self.bias)
-
-    other = nn.Linear(4, 4)
-    layer = Own(32, 32)
-    layer.pair = (other,)  # type: ignore[assignment]
-    qt.convert(layer, "mxfp8")
-    reference = weakref.ref(other)
-    del layer, other
-    gc.collect()
-    assert reference() is None
-
-
 def test_a_subclass_is_probed_through_its_instance() -> None:
     model = nn.Sequential(Rescaled(16, 16), Rescaled(16, 16))
     model[1].scale = 2.0
@@ -212,39 +184,6 @@ def test_a_conv1d_equals_the_linear_layer_of_its_transpose(recipe: str) -> None:
     assert conv.weight.grad.stride() == conv.weight.stride()
 
 
-def test_a_conv1d_keeps_its_quantized_weight_for_a_step_and_no_longer() -> None:
-    conv, _ = conv1d()
-    qt.convert(conv, "tensorwise")
-    x = torch.randn(4, 32, requires_grad=True)
-    entries = []
-    for _ in range(3):
-        conv(x).sum().backward()
-        entries.append(weight_cache.lookup(conv, "fprop", conv.weight.t(), conv.recipe.fprop.b, 0.0))
-    assert entries[0] is not None and entries[0] is entries[1] is entries[2]
-    before = conv(x)
-    torch.optim.SGD(conv.parameters(), 1.0).step()
-    assert weight_cache.lookup(conv, "fprop", conv.weight.t(), conv.recipe.fprop.b, 0.0) is None
-    assert not torch.equal(conv(x), before)
-
-
-def test_a_frozen_conv1d_is_quantized_once() -> None:
-    conv, _ = conv1d()
-    qt.convert(conv, "mxfp8")
-    x = torch.randn(4, 32)
-    plain = conv(x).detach()
-    for context in (torch.no_grad, torch.inference_mode):
-        with qt.frozen(conv), context():
-            a = conv(x)
-            while_frozen = weight_cache.cache_of(conv).frozen_entries["fprop"].quantized
-            b = conv(x)
-            assert weight_cache.cache_of(conv).frozen_entries["fprop"].quantized is while_frozen
-        assert_bitwise(a, plain)
-        assert_bitwise(b, plain)
-    conv(x).sum().backward()
-    with qt.frozen(conv), pytest.raises(ValueError, match="SGD would step the weight of Conv1D, which"):
-        torch.optim.SGD(conv.parameters(), 1.0).step()
-
-
 def test_a_conv1d_that_no_recipe_quantizes_is_its_own_bit_for_bit() -> None:
     conv, _ = conv1d()
     x = torch.randn(3, 32)
@@ -260,12 +199,6 @@ def test_a_conv1d_that_no_recipe_quantizes_is_its_own_bit_for_bit() -> None:
     assert_bitwise(conv(x), before[""])
 
 
-def test_a_conv1d_is_no_linear_layer_to_other_libraries() -> None:
-    conv, _ = conv1d()
-    qt.convert(conv, "mxfp8")
-    assert isinstance(conv, Conv1D) and not isinstance(conv, nn.Linear)
-
-
 def test_a_conv1d_follows_autocast_and_refuses_another_dtype() -> None:
     conv, _ = conv1d()
     qt.convert(conv, "mxfp8")
@@ -274,19 +207,6 @@ def test_a_conv1d_follows_autocast_and_refuses_another_dtype() -> None:
         assert conv(x).dtype is torch.bfloat16
     with pytest.raises(ValueError, match=r"Conv1D has torch\.float32 weights and got a torch\.bfloat16 input"):
         conv(x.bfloat16())
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-def test_a_parametrized_conv1d_trains_and_comes_back(recipe: str) -> None:
-    conv, _ = conv1d()
-    parametrizations.weight_norm(conv)
-    keys = list(conv.state_dict())
-    qt.convert(conv, recipe)
-    x = torch.randn(3, 32)
-    grads = gradients(conv, lambda m: m(x))
-    assert len(grads) == 4 and all(g.isfinite().all() and g.any() for g in grads.values())
-    qt.revert(conv)
-    assert list(conv.state_dict()) == keys and not isinstance(conv, Quantizable)
 
 
 # nn.MultiheadAttention.
@@ -545,82 +465,6 @@ def test_experts_are_quantized_train_and_come_back(family: str, recipe: str) -> 
         assert_bitwise(model.eval()(input_ids=x).logits, back.eval()(input_ids=x).logits)
 
 
-class OneByOne(nn.Module):
-    """The experts of a family as one linear layer per matrix, named like the matrix in its stack."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = (layer,)
-        for name in experts.matrices(layer):
-            stack, single = getattr(layer, name), list[nn.Module]()
-            for i, weight in enumerate(stack.transpose(1, 2) if layer.is_transposed else stack):
-                linear = nn.Linear(weight.shape[1], weight.shape[0], bias=layer.has_bias)
-                linear.load_state_dict({"weight": weight, **self.bias_of(name, i)})
-                single.append(linear)
-            self.add_module(name, nn.ModuleList(single))
-
-    def bias_of(self, name: str, expert: int) -> dict[str, Tensor]:
-        (layer,) = self.layer
-        return {"bias": getattr(layer, f"{name}_bias")[expert]} if layer.has_bias else {}
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        (layer,) = self.layer
-        names = experts.matrices(layer)
-        parts = []
-        for expert in range(len(self.down_proj)):  # type: ignore[arg-type]
-            token, choice = (ids == expert).nonzero(as_tuple=True)
-            if len(token):
-                first, second = (getattr(self, name)[expert] for name in names)
-                y = second(layer._apply_gate(first(x[token])))
-                parts.append(torch.zeros(*ids.shape, y.shape[1]).index_put((token, choice), y))
-        return (torch.stack(parts).sum(0) * weights.unsqueeze(-1)).sum(1)
-
-
-class Layer(nn.Module):
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, *args: Tensor) -> Any:
-        return self.experts(*args)
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
-def test_experts_remember_and_draw_as_a_linear_layer_each(family: str, recipe: str) -> None:
-    stack: Any = tiny(family).model.layers[0].mlp.experts
-    each: Any = OneByOne(stack)
-    layers = Layer(stack), Layer(each)
-    for layer in layers:
-        qt.convert(layer, recipe)
-    draw = torch.Generator().manual_seed(0)
-    for step in range(3):
-        x, weights = torch.randn(24, 64, generator=draw), torch.rand(24, 2, generator=draw)
-        # In the first step one expert has no token, later another one.
-        ids = torch.tensor([[0, 1], [2, 0], [1, 2]][step % 3 : step % 3 + 1]).expand(24, 2) + step // 2
-        results = []
-        for layer in layers:
-            layer.zero_grad()
-            z = x.clone().requires_grad_()
-            y = layer(z, ids, weights)
-            y.square().sum().backward()
-            results.append((y.detach(), z.grad))
-        for ours, expected in zip(*results, strict=True):
-            assert_close(f"step {step}", ours, expected, 1e-6)
-        for name in experts.matrices(stack):
-            grads = getattr(stack, name).grad
-            for i, linear in enumerate(getattr(each, name)):
-                grad = grads[i].t() if stack.is_transposed else grads[i]
-                expected = torch.zeros_like(grad) if linear.weight.grad is None else linear.weight.grad
-                assert_close(f"{name}.{i}", grad, expected, 2e-6)
-    first = 0
-    for name in experts.matrices(stack):
-        for i, linear in enumerate(getattr(each, name)):
-            for buffer, value in linear.named_buffers():
-                assert_bitwise(getattr(stack, buffer)[first + i].contiguous(), value.contiguous(), f"{name}.{i}")
-        first += len(getattr(each, name))
-
-
 @pytest.mark.parametrize(
     "family", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "llama4_text", "dbrx"))]
 )
@@ -705,17 +549,6 @@ def test_ids_of_other_ranks_experts_add_nothing() -> None:
     elsewhere = torch.cat([ids, torch.full((6, 1), 4)], 1)
     y = layer(h, elsewhere, torch.cat([weights, torch.ones(6, 1)], 1))
     torch.testing.assert_close(y, plain)
-
-
-def test_experts_see_no_token_or_one() -> None:
-    model = tiny("mixtral")
-    qt.convert(model, "rowwise")
-    layer = stacks(model)[0]
-    for count in (0, 1):
-        h = torch.randn(count, 64, requires_grad=True)
-        y = layer(h, torch.randint(4, (count, 2)), torch.rand(count, 2))
-        y.sum().backward()
-        assert y.shape == (count, 64) and h.grad is not None
 
 
 def test_checkpointing_gives_experts_the_same_gradients() -> None:

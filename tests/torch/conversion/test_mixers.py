@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver.torch.conversion.replace.mixer import CalledMixer, FusedMixer, bypassed, uses
+from quaver.torch.conversion.replace.mixer import CalledMixer, FusedMixer
 from tests.close import assert_bitwise, assert_close
 from tests.torch.conversion.families import tiny, tokens
 
@@ -76,15 +76,6 @@ def test_a_layer_that_is_read_and_not_called_is_left_unchanged_and_named() -> No
     assert not qt.convert(nn.Sequential(Reads()), "bf16").skipped, "unquantized there is nothing to tell"
 
 
-def test_a_forward_without_text_says_nothing() -> None:
-    names: dict[str, Any] = {"F": F, "nn": nn}
-    exec("class Odd(nn.Module):\n def forward(self, x):\n  return F.linear(x, self.a.weight)", names)
-    module = names["Odd"]()
-    module.a = nn.Linear(4, 4)
-    assert uses(names["Odd"], names["Odd"].forward) == {}
-    assert bypassed(module, is_linear) == {}
-
-
 @pytest.mark.parametrize("family", ["mamba", "jamba", "falcon_mamba"])
 def test_the_first_mamba_reads_the_weight_of_its_steps(family: str) -> None:
     report = qt.convert(tiny(family), "mxfp8")
@@ -144,15 +135,6 @@ def test_a_converted_mixer_calls_its_layers_and_an_unconverted_one_keeps_its_fun
     assert not any(isinstance(m, CalledMixer) for m in model.modules())
     model(input_ids=x, use_cache=False)
     assert len(calls) == before + 6
-
-
-def test_one_in_four_bits_without_a_recipe_calls_its_layers(whole: Any) -> None:
-    model, calls = whole
-    qt.convert(model, "mxfp8")
-    qt.quantize_weights(model, "mxfp8")
-    with qt.autocast(enabled=False):
-        model(input_ids=tokens(), use_cache=False)
-    assert not calls
 
 
 # transformers' scan of the first Mamba does something that Dynamo warns about.
@@ -312,18 +294,6 @@ def test_copies_pickles_and_revert() -> None:
     qt.revert(model)
     assert [type(m) for m in model.modules()] == classes
     assert_bitwise(model(input_ids=x).logits, plain(input_ids=x).logits)
-
-
-def test_modules_that_compute_something_else_are_left_unchanged_and_reported() -> None:
-    model = model_of("mamba2")
-    mixer = MIXERS["mamba2"](model)
-    mixer.register_buffer("scales", torch.ones(3))
-    other = model.backbone.layers[1].mixer
-    other.extra = [1.0]
-    report = qt.convert(model, "bf16", blocks=True)
-    why = {row.name: row.why for row in report.blocks if "mixer" in row.name and row.name.count(".") == 3}
-    assert "it has a buffer 'scales'" in why["backbone.layers.0.mixer"]
-    assert "its extra is a list" in why["backbone.layers.1.mixer"]
 
 
 # A Quaver layer.

@@ -1,17 +1,14 @@
 """Test that packed sequences of a hybrid model equal single sequences, gradients included."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 import quaver.torch as qt
-from quaver.torch.conversion.replace.mamba_packing import PackedInputs, forwards_kwargs
 from quaver.torch.conversion.replace.mixer import FusedMixer
 from tests.close import assert_bitwise, assert_close
 from tests.torch.conversion.families import tiny
@@ -189,29 +186,3 @@ def test_packed_sequences_compile_as_one_graph() -> None:
     got = results(model, lambda: compiled(**given, use_cache=False).logits[0])
     for name, value in expected.items():
         assert_close(name, got[name], value, 2e-6)
-
-
-def test_copies_keep_sequences_separate_and_revert_removes_the_hooks() -> None:
-    model = model_of("bamba")
-    plain = [len(m._forward_pre_hooks) for m in model.modules()]
-    for _ in range(2):
-        qt.convert(model, "bf16", blocks=True)
-    assert sum(isinstance(h, PackedInputs) for m in model.modules() for h in m._forward_pre_hooks.values()) == 2
-    y = model(**packed()).logits
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_bitwise(other(**packed()).logits, y)
-    qt.revert(model)
-    assert [len(m._forward_pre_hooks) for m in model.modules()] == plain
-
-
-def test_forwards_that_pass_extra_keyword_arguments() -> None:
-    class Passes(nn.Module):
-        def forward(self, x: Tensor, **kwargs: Any) -> Any:
-            return getattr(self, "body")(x, **kwargs)  # noqa: B009
-
-    class Drops(nn.Module):
-        def forward(self, x: Tensor, **kwargs: Any) -> Any:
-            masks = dict(**{"x": x})
-            return self.loss_function(self.body(x, **masks), **kwargs)
-
-    assert forwards_kwargs(Passes.forward) and not forwards_kwargs(Drops.forward)

@@ -19,8 +19,6 @@ from quaver.torch.linear.linear import Linear
 from quaver.torch.quantized_tensor import memory_of
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise, assert_close
-from tests.pairs import case_name, pairs
-from tests.torch.nn.pairs import kept_bytes
 
 NAMES = [
     name
@@ -121,20 +119,6 @@ def test_another_recipe_or_none_computes_with_the_decoded_codes(name: str, other
     results, expected = run(one, other, x), run(reference, other, x)
     for key in results:
         assert_close(key, results[key], expected[key], 1e-6)
-
-
-@QUANTIZED
-def test_torch_autocast_casts_as_for_any_weight(name: str) -> None:
-    one, x = layer(name), torch.randn(4, K)
-    reference = plain(name)
-    reference.set_weight(one.weight.dequantize().float())
-    for recipe in (name, None):
-        outputs = []
-        for net in (one, reference):
-            with torch.autocast("cpu", torch.bfloat16), qt.autocast(recipe or "bf16"):
-                outputs.append(net(x))
-        assert outputs[0].dtype is torch.bfloat16
-        assert_bitwise(*outputs)
 
 
 def test_delayed_scaling_uses_the_amax_of_the_stored_weight_and_records_none() -> None:
@@ -242,14 +226,6 @@ def test_a_quantized_checkpoint_for_an_ordinary_layer_gives_a_clear_error(name: 
         plain(name).load_state_dict(layer(name).state_dict(), strict=False)
 
 
-@QUANTIZED
-def test_another_block_in_the_checkpoint_is_an_error(name: str) -> None:
-    state = layer(name).state_dict()
-    state["weight_scale"] = torch.zeros(7, 2, dtype=state["weight_scale"].dtype)
-    with pytest.raises(RuntimeError, match="size mismatch for weight_scale"):
-        layer(name).load_state_dict(state)
-
-
 def test_scales_of_another_kind_in_the_checkpoint_are_an_error() -> None:
     # One block a row in both, exponents in the one and float32 in the other.
     with pytest.raises(RuntimeError, match=r"weight_scale.*uint8.*float32.*quantize_weights"):
@@ -267,17 +243,6 @@ def test_gradients_add_up_in_float32(name: str) -> None:
         one(x).square().sum().backward()
     assert one.weight.grad is not None
     assert_bitwise(one.weight.grad, first * 2)
-
-
-@EIGHT
-def test_clipping_and_scaling_see_the_gradient(name: str) -> None:
-    one, other, x = layer(name), plain(name), torch.randn(6, K)
-    run(one, name, x)
-    run(other, name, x)
-    norms = [nn.utils.clip_grad_norm_(net.parameters(), 0.5) for net in (one, other)]
-    assert_bitwise(*norms)
-    assert one.weight.grad is not None and other.weight.grad is not None
-    assert_bitwise(one.weight.grad, other.weight.grad)
 
 
 @EIGHT
@@ -356,12 +321,6 @@ def test_codes_of_another_shape_are_refused_and_without_a_third_axis_accepted() 
             transposed.load_state_dict(state | {"weight": same})
 
 
-@QUANTIZED
-def test_codes_are_nothing_that_an_ordinary_layer_of_torch_takes(name: str) -> None:
-    with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        nn.Linear(K, N).load_state_dict(layer(name).state_dict(), strict=False)
-
-
 def test_a_weight_that_is_not_finite_gives_nan() -> None:
     for name in NAMES:
         one, value = layer(name), torch.randn(N, K)
@@ -369,13 +328,6 @@ def test_a_weight_that_is_not_finite_gives_nan() -> None:
         one.set_weight(value)
         with qt.autocast(name), torch.no_grad():
             assert one(torch.randn(2, K))[:, 3].isnan().all(), name
-
-
-@QUANTIZED
-def test_a_frozen_weight_keeps_no_input_where_nothing_is_quantized(name: str) -> None:
-    one, x = layer(name), torch.randn(64, K, requires_grad=True) * 2
-    one.weight.requires_grad_(False)
-    assert kept_bytes(one, lambda: one(x)) == 0
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", None])
@@ -401,13 +353,6 @@ def test_initial_values_are_dropped_for_a_whole_model_and_missing_for_other_laye
     assert all(qt.initial_value(one) is None for one in net)
     with pytest.raises(ValueError, match="not the weight of a layer"):
         qt.initial_value(torch.zeros(2))
-
-
-@QUANTIZED
-def test_codes_that_are_loaded_leave_no_initial_value_behind(name: str) -> None:
-    one = layer(name, keep="cpu")
-    one.load_state_dict(layer(name, seed=1).state_dict())
-    assert qt.initial_value(one) is None
 
 
 @QUANTIZED
@@ -456,42 +401,12 @@ def test_a_weight_is_copied_with_its_scales(name: str, copied: Any, warm: bool) 
 
 
 @QUANTIZED
-@pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4"])
-def test_a_layer_takes_the_stored_weight_of_another_recipe(name: str, recipe: str | None) -> None:
-    one = layer(recipe, seed=1) if recipe else plain(name, seed=1)
-    other, x = layer(name, dtype=torch.bfloat16), torch.randn(3, K, dtype=torch.bfloat16)
-    one.bfloat16()
-    run(one, name, x) if one.weight.requires_grad else one(x)
-    one.weight, one.bias = other.weight, other.bias
-    assert one.weight_spec == other.weight_spec and one.weight_dtype is torch.bfloat16
-    results, expected = run(one, name, x), run(other, name, x)
-    for key, value in expected.items():
-        # Layers have noise of their own.
-        if not (key == "grad_input" and name == "nvfp4"):
-            assert_bitwise(results[key], value, key)
-    one.load_state_dict(other.state_dict())
-    assert qt.dequantize_weights(nn.Sequential(one)) == ["0"]
-
-
-@QUANTIZED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
 def test_a_weight_that_is_replaced_by_another_kind_raises(name: str, dtype: torch.dtype) -> None:
     one = layer(name)
     one.weight = nn.Parameter(torch.zeros(N, K).to(dtype), requires_grad=False)
     with pytest.raises(ValueError, match=r"without scales.*set_weight"):
         one(torch.randn(3, K))
-
-
-@pytest.mark.parametrize(
-    ("groups", "layout", "name"), pairs((0, 2), ("nk", "kn"), ("mxfp8", "blockwise", "nvfp4")), ids=case_name
-)
-def test_a_stack_made_on_meta_has_the_shapes_of_one_made_on_a_device(name: str, layout: Any, groups: int) -> None:
-    with qt.quantized_init(name):
-        one = qt.GroupedLinear(groups, 64, 160, layout=layout, device="cpu")
-        other = qt.GroupedLinear(groups, 64, 160, layout=layout, device="meta")
-    other.to_empty(device="cpu").load_state_dict(one.state_dict())
-    assert_bitwise(other.weight.dequantize(), one.weight.dequantize())
-    other.reset_parameters()
 
 
 @COPIES
@@ -503,41 +418,6 @@ def test_a_stack_is_copied_with_its_scales(name: str, layout: Any, copied: Any) 
     x, ends = torch.randn(4, 64), torch.tensor([2, 4], dtype=torch.int32)
     copied(one, other)
     assert_bitwise(one(x, ends), other(x, ends))
-
-
-def test_codes_and_scales_that_are_both_copied_are_read() -> None:
-    one: Any
-    one, other, x = layer("mxfp8"), layer("mxfp8", seed=1), torch.randn(3, K)
-    with torch.no_grad():
-        one.weight.codes.copy_(other.weight.codes)
-        one.weight.scale.copy_(other.weight.scale)
-        one.bias.copy_(other.bias)
-    assert_bitwise(one(x), other(x))
-
-
-@EIGHT
-def test_a_step_of_an_optimizer_moves_codes_and_scales_together(name: str) -> None:
-    one, other, x = layer(name), layer(name, seed=1), torch.randn(3, K)
-    adam = qt.optim.AdamW(one.parameters(), lr=1e-3)
-    for _ in range(3):
-        one(x).square().sum().backward()
-        adam.step()
-        adam.zero_grad()
-    _copied_in_place(one, other)
-    other.bias = one.bias
-    assert_bitwise(one(x), other(x))
-
-
-def test_only_layers_made_inside_are_quantized_and_contexts_nest() -> None:
-    before = qt.Linear(8, 8)
-    with qt.quantized_init("mxfp8"):
-        outer = qt.Linear(8, 8)
-        with qt.quantized_init("nvfp4"):
-            inner = qt.Linear(8, 8)
-        again = qt.Linear(8, 8)
-    after = qt.Linear(8, 8)
-    stored = ["" if one.weight_spec is None else one.weight_spec.format.name for one in (outer, inner, again)]
-    assert stored == ["e4m3", "e2m1", "e4m3"] and before.weight_spec is after.weight_spec is None
 
 
 def test_bad_input_gives_a_clear_error() -> None:
@@ -678,26 +558,6 @@ def test_a_whole_graph_that_would_round_the_gradient_is_an_error_that_says_why(r
     one = layer("mxfp8", dtype=torch.bfloat16)
     with qt.autocast(recipe), pytest.raises(Exception, match="rounds the float32 gradient"):
         torch.compile(one, backend="aot_eager", fullgraph=True)(torch.randn(4, K, dtype=torch.bfloat16))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-# Three seconds each.
-@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_compiled_blocks_train_such_weights_too(recipe: str) -> None:
-    torch.compiler.reset()
-    with qt.quantized_init("mxfp8"):
-        net = qt.MLP(48, 96, "swiglu", normalization="RMSNorm")
-    x = torch.randn(5, 48)
-    expected = {key: value.clone() for key, value in run(net, recipe, x).items()}
-    results = run(torch.compile(net, backend="aot_eager"), recipe, x)
-    for key, value in expected.items():
-        assert_close(key, results.get(key, results.get(f"_orig_mod.{key}")), value, 1e-5)
-
-
-def test_explain_says_that_nothing_quantizes_the_weight() -> None:
-    with qt.autocast("tensorwise"):
-        rows = {row.what: row for row in qt.explain(layer("tensorwise"), torch.randn(4, K)).rows}
-    assert rows["weight"].runs == rows["weight.T"].runs == "nothing" and "parameter" in rows["weight"].how
 
 
 @QUANTIZED

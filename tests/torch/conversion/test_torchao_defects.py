@@ -16,8 +16,6 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 import quaver.torch as qt
-from quaver import recipes
-from quaver.recipes.spec import GemmSpec, Recipe
 from quaver.torch.conversion.convert import DDP_IGNORES
 from quaver.torch.linear.linear import Quantizable
 from tests.close import assert_bitwise
@@ -194,40 +192,6 @@ def test_4_a_class_whose_forward_changes_is_checked_again() -> None:
     Own.forward = lambda self, x: 2 * F.linear(x, self.weight, self.bias)  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="Own overrides forward"):
         qt.convert(Own(64, 64), "mxfp8")
-
-
-def test_4_a_subclass_with_another_forward_is_never_replaced() -> None:
-    class Adapted(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + 0.01 * x
-
-    module, x = Adapted(64, 64), torch.randn(3, 64)
-    before = module(x)
-    with pytest.warns(UserWarning, match="Adapted overrides forward"):
-        qt.convert(module, "mxfp8")
-    assert_bitwise(module(x), before)
-
-
-def test_4_the_output_projection_of_packed_attention_is_not_reported_as_converted_when_unused() -> None:
-    module, x = nn.MultiheadAttention(64, 2), torch.randn(3, 64)
-    plain = copy.deepcopy(module)
-    report = qt.convert(module, "mxfp8")
-    assert report.check(module, x, x, x) and list(report.converted) == ["", "out_proj"]
-    with pytest.warns(UserWarning, match="nn.MultiheadAttention reads its weight without calling it"):
-        report = qt.convert(nn.ModuleDict({"attention": plain}), {"attention": None, "*": "mxfp8"})
-    assert not report.converted
-    assert not torch.equal(run(module, x), run(plain, x))
-
-
-def test_5_one_spec_for_all_operands_stays_unchanged() -> None:
-    spec = recipes.tensorwise().fprop.a
-    gemm = GemmSpec(spec, spec)
-    recipe = Recipe("own", gemm, gemm, gemm)
-    before = repr(recipe)
-    layer = nn.Linear(64, 64)
-    qt.convert(layer, recipe)
-    layer(torch.randn(3, 64)).sum().backward()
-    assert repr(recipe) == before and recipe.fprop.a is recipe.dgrad.a is spec
 
 
 @EVERY
