@@ -1,7 +1,5 @@
 """Test activations: values and gradients against float64 for each table row, one rounding, only inputs saved."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -134,46 +132,6 @@ def test_block_by_block_gives_the_bits_of_the_whole(
     blocks = activation.ACTIVATE(name, options, x), *activation.ACTIVATE_BACKWARD(name, options, g, x)
     for a, b in zip(blocks, whole, strict=True):
         assert_bitwise(a, b)
-
-
-@NAMES
-@pytest.mark.parametrize("side_by_side", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_made_again_beside_its_gradients_it_has_the_bits_of_both(
-    name: str, side_by_side: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = ACTIVATIONS[name]
-    both, g = (torch.randn(3, 7, width).to(dtype) for width in (10 * row.inputs, 10))
-    for t in (both, g):
-        t.view(-1)[:6] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 3e4])
-    x = [both] if side_by_side or not row.gated else list(both.chunk(2, -1))
-    activated = activation.ActivationInputOp(name, activation.option_values(name, {}))
-    expected = activated.recompute_input(x)[0], *activated.backward(g, x)
-    for block in (activation.BLOCK, 40):
-        monkeypatch.setattr(activation, "BLOCK", block)
-        y, gradients = activated.recompute_input(x, g)
-        assert (gradients is None) is (row.again is None)
-        for a, b in zip((y, *(gradients or ())), expected, strict=False):
-            assert_bitwise(a, b)
-
-
-@pytest.mark.parametrize("name", [name for name, row in ACTIVATIONS.items() if row.gated])
-@pytest.mark.parametrize("side_by_side", [False, True])
-def test_eight_bit_activations_are_decoded_a_few_rows_at_a_time(
-    name: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both, g = torch.randn(3, 7, 96).bfloat16(), torch.randn(3, 7, 48).bfloat16()
-    x = [both] if side_by_side else list(both.chunk(2, -1))
-    activated = activation.ActivationInputOp(name, activation.option_values(name, {}), eight_bits=True)
-    _, saved = activated.forward(*x)
-    whole = activated.backward(g, saved)
-    seen: list[int] = []
-    decoded = activation._decoded
-    monkeypatch.setattr(activation, "BLOCK", 4 * 48)
-    monkeypatch.setattr(activation, "_decoded", lambda q, g: (seen.append(q.shape[0]), decoded(q, g))[1])
-    for a, b in zip(activated.backward(g, saved), whole, strict=True):
-        assert_bitwise(a, b)
-    assert max(seen) == 4 and sum(seen) == len(x) * 21
 
 
 def test_options_reach_the_function() -> None:

@@ -13,7 +13,7 @@ import quaver.torch as qt
 from benchmarks.measuring.memory import peak
 from quaver.torch import linear_cross_entropy
 from quaver.torch.nn import loss as chunked
-from quaver.torch.nn.loss import CHUNK_BYTES, _warned, chunk_of
+from quaver.torch.nn.loss import _warned
 from tests.close import assert_bitwise, assert_close
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -128,22 +128,6 @@ def test_backward_saves_gradients_and_no_logits() -> None:
     assert saved["ours"] <= (x.numel() + weight.numel()) * 4 + 64 < logits / 10
 
 
-def test_no_more_than_achunk_of_logits_exists_at_once() -> None:
-    x, weight = torch.randn(512, 8), torch.randn(1000, 8, requires_grad=True)
-    seen: list[int] = []
-
-    class Watch(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.dim() == 2:
-                seen.append(result.numel())
-            return result
-
-    with Watch():
-        linear_cross_entropy(x, weight, torch.randint(1000, (512,)), chunk=32)
-    assert max(seen) == 32 * 1000
-
-
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_in_pieces_have_the_bits_of_the_whole(
@@ -178,17 +162,6 @@ def test_a_forward_takes_little_beside_logits_and_gradients(dtype: torch.dtype) 
     logits = 512 * 4096 * dtype.itemsize
     rest = x.nbytes + 4 * weight.numel() + 4 * x.numel()
     assert logits < peak(step).bytes <= logits + rest + 4 * chunked.PIECE
-
-
-def test_a_chunk_is_as_large_as_half_a_gibibyte_allows() -> None:
-    for tokens, count, dtype in [
-        (8192, 131072, torch.bfloat16),
-        (100, 50, torch.float32),
-        (8000, 2**30, torch.float32),
-    ]:
-        chunk = chunk_of(tokens, count, dtype)
-        assert chunk == 1 or chunk * count * dtype.itemsize <= CHUNK_BYTES
-    assert chunk_of(8192, 131072, torch.bfloat16) == 2048 and chunk_of(5000, 131072, torch.bfloat16) == 1792
 
 
 #: Once to the end, and once up to where Inductor would write the same C++.

@@ -8,13 +8,11 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.linear import general, plan_cpu
 from quaver.torch.nn.norm import normalized_projections
 from tests.close import assert_bitwise
 from tests.pairs import pairs
 from tests.torch.nn.pairs import assert_same_training, kept_bytes
 
-ALL = pytest.mark.parametrize("recipe", recipes.RECIPES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 #: Every recipe, and recipes with options.
 OPTIONS = [*recipes.RECIPES, recipes.delayed(history=2, margin=1), recipes.tensorwise(power_of_two=False)]
@@ -69,22 +67,6 @@ def test_the_bits_match_the_parts(recipe: Any, dtype: torch.dtype, return_normal
 @DTYPES
 def test_several_layers_share_one_quantized_input(recipe: Any, dtype: torch.dtype) -> None:
     assert_same_training(Several(dtype), [several_unfused, several], recipe, inputs(2, 9, 48, dtype=dtype))
-
-
-#: Operands in the order of a history's columns.
-COLUMNS = ("input", "weight", "grad_output")
-
-
-@ALL
-def test_the_input_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[object] = []
-    # By the general plan, and by that of small layers.
-    quantize, by_factor = general.quantize, plan_cpu._quantize
-    monkeypatch.setattr(general, "quantize", lambda *a: seen.append(a[2]) or quantize(*a))
-    monkeypatch.setattr(plan_cpu, "_quantize", lambda *a: seen.append(COLUMNS[a[3]]) or by_factor(*a))
-    with qt.autocast(recipe):
-        several(Several(), torch.randn(4, 48, requires_grad=True))
-    assert seen.count("input") == (recipes.get(recipe).fprop.a is not None)
 
 
 @pytest.mark.parametrize("shape", [(0, 48), (1, 48), (2, 0, 48), (33, 48)])
@@ -196,13 +178,6 @@ def test_only_codes_of_the_normalized_input_are_saved(recipe: str, share: float)
     scales = 48 * 4 if recipe == "rowwise" else 8
     # x itself, a float32 factor a row, gamma, and one code an element.
     assert kept_bytes(block, run) <= 2 * numbers + 4 * 256 + 4 * 48 + share * numbers + scales
-
-
-def test_no_gradient_no_history() -> None:
-    block = Several()
-    with torch.no_grad(), qt.autocast("delayed"):
-        several(block, torch.randn(4, 48))
-    assert not dict(block.named_buffers())
 
 
 def test_bad_input_gives_a_clear_error() -> None:

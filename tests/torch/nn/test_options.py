@@ -41,15 +41,6 @@ def test_a_constructor_shows_its_options_and_their_defaults(name: str) -> None:
     assert str(given) == str(getattr(qt, name)(*LAYERS[name]))
 
 
-def test_a_whole_layer_accepts_the_options_of_its_parts() -> None:
-    whole = set(inspect.signature(qt.TransformerLayer).parameters)
-    # Of all parts at once: residual_from_norm.
-    own = {"out", "return_normalized"}
-    assert set(inspect.signature(qt.MLP).parameters) - own <= whole
-    assert set(inspect.signature(qt.MultiheadAttention).parameters) - own <= whole
-    assert set(inspect.signature(qt.DotProductAttention).parameters) <= whole
-
-
 def test_cross_attention_has_no_positions_windows_sinks_or_norms_of_heads() -> None:
     own = {"rope": qt.RotaryEmbedding(4), "window": (1, 0), "sinks": "learnable", "alibi": True, "qk_norm": "L2"}
     layer: Any = qt.TransformerLayer(8, 2, 16, cross_attention=True, **own)

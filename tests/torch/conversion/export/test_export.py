@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -22,7 +21,6 @@ from quaver.torch.quantized_tensor import memory_of
 from tests.close import assert_bitwise
 from tests.torch.conversion.export.page import PAGE
 from tests.torch.conversion.export.served import HELD, WIDTH, dense, model, tokens
-from tests.torch.conversion.families import tiny
 
 PAIRS = [(recipe, format) for format in HELD for recipe in HELD[format]]
 QUANTIZED = ("1", "3", "4")
@@ -272,15 +270,6 @@ def test_delayed_input_scales_are_exported(tmp_path: Path) -> None:
         qt.export(fresh, tmp_path / "nvidia", format="modelopt")
 
 
-def test_concurrent_models_and_threads_are_independent(tmp_path: Path) -> None:
-    one, other = model("delayed"), model("delayed")
-    qt.export(one, tmp_path / "one", check=tokens())
-    for m in (one, other):
-        m(tokens()).sum().backward()
-    for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
-        assert_bitwise(a, b)
-
-
 def test_the_page_has_every_recipe_in_every_format() -> None:
     lines = PAGE.read_text().splitlines()
     for recipe in recipes.RECIPES:
@@ -362,30 +351,6 @@ def test_weights_that_servers_fuse_have_one_scale_of_the_tensor_and_the_same_num
     for name, value in dense(tmp_path / "out").items():
         assert_bitwise(value, consumed(trained.get_submodule(name)))
     assert result.check is not None and result.check.weights.largest == 0.0
-
-
-def qwen3_5() -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 96, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    types = {"layer_types": ["linear_attention", "full_attention"]}
-    dims = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes, **heads, **types, **dims))
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_text"])
-def test_layers_that_servers_fuse_share_one_tensor_scale(family: str, tmp_path: Path) -> None:
-    trained = qwen3_5() if family == "qwen3_5_text" else tiny(family)
-    qt.convert(trained, "nvfp4")
-    qt.export(trained, tmp_path / "out")
-    scales = load_file(tmp_path / "out" / "model.safetensors")
-    seen = set()
-    for names in FUSED:
-        for key in [key for key in scales if key.endswith(f".{names[0]}.weight_global_scale")]:
-            others = [key.replace(f".{names[0]}.", f".{name}.") for name in names[1:]]
-            assert all(torch.equal(scales[key], scales[other]) for other in others), key
-            seen.add(names[0])
-    expected = {"deepseek_v3": {"q_a_proj", "gate_proj"}, "qwen3_5_text": {"in_proj_qkv", "q_proj", "gate_proj"}}
-    assert expected[family] <= seen
 
 
 def test_weights_that_no_single_scale_fits_are_refused(tmp_path: Path) -> None:

@@ -133,11 +133,3 @@ def test_invalid_inputs_give_a_clear_error() -> None:
     assert "the same head size for q, k and v, at most 256; these are 8 and 6" in backends.unsupported(
         *prepare(*inputs, AttentionOpOptions())
     )
-
-
-def test_it_says_that_it_is_not_installed_or_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = prepare(*operands(7, 7, width=D, dtype=torch.bfloat16), AttentionOpOptions())
-    monkeypatch.setattr(backends, "INSTALLED", False)
-    assert backends.reason(*given) == "flash-attn is not installed"
-    monkeypatch.setattr(backends, "INSTALLED", True)
-    assert backends.reason(*given) == "flash-attn runs on GPUs, and this is 'cpu'"

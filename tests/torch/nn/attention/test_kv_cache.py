@@ -25,6 +25,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "temperature, no rope": {"rope": None, "temperature": (0.4, 3)},
     "partial rope, parallel": {"rope": qt.RotaryEmbedding(8, fraction=0.5), "parallel": "two_norms"},
     "norms of all heads, separate": {"qk_norm": "RMSNorm", "qk_norm_scope": "all_heads", "fused": False},
+    "ALiBi": {"rope": None, "alibi": True, "window": (2, 0)},
+    "relative bias": {"rope": None, "position_bias": qt.RelativePositionBias(4, 8, 6, bidirectional=False)},
     "stretched rope": {
         "rope": qt.RotaryEmbedding(8, scaling={"rope_type": "dynamic", "factor": 2.0}, max_positions=16)
     },
@@ -80,16 +82,6 @@ def test_a_full_cache_gives_a_clear_error_and_writes_nothing(kind: str) -> None:
 
 
 @BOTH
-def test_reset_accepts_another_batch_and_dtype(kind: str) -> None:
-    cache = MAKERS[kind](1, 8)
-    cache.update(0, tokens(3, 6), tokens(3, 6))
-    cache.reset()
-    assert cache.length == 0
-    k = tokens(2, 8, 8, torch.bfloat16)
-    assert_bitwise(cache.update(0, k, k)[0], k)
-
-
-@BOTH
 def test_reorder_is_indexing(kind: str) -> None:
     cache = MAKERS[kind](2, 8)
     k, v = tokens(3, 5), tokens(3, 5, 6)
@@ -101,16 +93,6 @@ def test_reorder_is_indexing(kind: str) -> None:
         keys, values = cache.update(layer, *more)
         assert_bitwise(keys, torch.cat([k[[2, 0, 2]], more[0]], 1))
         assert_bitwise(values, torch.cat([v[[2, 0, 2]], more[1]], 1))
-
-
-def test_reorder_widens_a_batch_into_beams() -> None:
-    cache = qt.KVCache(1, 4)
-    k = tokens(2, 3)
-    cache.update(0, k, k)
-    cache.reorder(torch.tensor([0, 0, 1, 1]))
-    assert cache.batch == 4
-    more = tokens(4, 1)
-    assert_bitwise(cache.update(0, more, more)[0], torch.cat([k[[0, 0, 1, 1]], more], 1))
 
 
 @BOTH
@@ -378,14 +360,3 @@ def test_options_incompatible_with_a_cache_are_refused_first(
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         attention(torch.randn(3, 3, 16), cache=cache, mask=mask)
     assert cache.length == 0
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("window", [None, (2, 0)])
-def test_alibi_decodes_as_it_runs_whole(kind: str, window: Any) -> None:
-    attention = qt.MultiheadAttention(16, 2, mask_type="causal", alibi=True, window=window)
-    x, cache = torch.randn(3, 6, 16), MAKERS[kind](1, 8)
-    with torch.no_grad():
-        whole = attention(x)
-        parts = [attention(x[:, part], cache=cache) for part in (slice(3), slice(3, 5), slice(5, 6))]
-    assert_close("output", torch.cat(parts, 1), whole, 1e-6)

@@ -68,13 +68,6 @@ def test_layouts_agree(layout: str) -> None:
     assert_close("output", y, expected, 1e-6)
 
 
-def test_padding_is_hidden() -> None:
-    layer, x = make(mask_type="padding_causal"), torch.randn(2, 9, 64)
-    mask = torch.arange(9) >= torch.tensor([9, 6])[:, None]
-    changed = torch.where(mask[..., None], 7.0, x)
-    assert_bitwise(layer(changed, mask=mask)[~mask], layer(x, mask=mask)[~mask])
-
-
 def test_a_cache_holds_latents_and_decoding_is_one_whole_forward() -> None:
     layer, x = make(), torch.randn(2, 9, 64)
     with torch.no_grad():

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import quaver.torch as qt
-from quaver import recipes
 from tests.close import assert_bitwise, assert_close
 
 
@@ -47,23 +46,6 @@ def test_fused_equals_separate(recipe: str | None, groups: int, head_dim: Any) -
         assert_close("output", fused(x), other(x), 2e-6)
 
 
-@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
-@pytest.mark.parametrize("recipe", [None, "tensorwise"])
-def test_layouts_agree(layout: str, recipe: str | None) -> None:
-    attention = qt.MultiheadAttention(64, 4, groups=2, rope=qt.RotaryEmbedding(16), mask_type="causal")
-    x = torch.randn(3, 9, 64)
-    options: dict[str, Any] = {}
-    given = {"bshd": x, "sbhd": x.transpose(0, 1), "thd": x.flatten(0, 1)}[layout]
-    if layout == "thd":
-        options["cu_seqlens"] = torch.tensor([0, 9, 18, 27])
-    with qt.autocast(recipe, enabled=recipe is not None):
-        expected = attention(x)
-        attention.layout = attention.core.layout = layout
-        y = attention(given, **options)
-    y = y.transpose(0, 1) if layout == "sbhd" else y.view(3, 9, 64)
-    assert_close("output", y, expected, 1e-6)
-
-
 def test_cross_attention_reads_the_memory() -> None:
     for fused in (True, False):
         cross = qt.MultiheadAttention(48, 4, memory_dim=32, fused=fused)
@@ -73,20 +55,6 @@ def test_cross_attention_reads_the_memory() -> None:
         assert not torch.equal(y, cross(x, memory.flip(0)))
         names = {name for name, _ in cross.named_children() if name.endswith("proj")}
         assert names == ({"q_proj", "kv_proj", "o_proj"} if fused else {"q_proj", "k_proj", "v_proj", "o_proj"})
-
-
-@pytest.mark.parametrize("qk_norm", ["RMSNorm", "LayerNorm", "L2"])
-@pytest.mark.parametrize("after", [False, True])
-def test_queries_and_keys_are_normalized(qk_norm: str, after: bool) -> None:
-    attention = qt.MultiheadAttention(64, 4, qk_norm=qk_norm, qk_norm_after_rope=after, rope=qt.RotaryEmbedding(16))
-    x = torch.randn(2, 9, 64)
-    # Norms undo a scale of what they are given, up to their epsilon.
-    expected = attention(x)
-    with torch.no_grad():
-        attention.qkv_proj.weight[: 2 * 64] *= 64.0
-        attention.qkv_proj.bias[: 2 * 64] *= 64.0
-    assert_close("output", attention(x), expected, 1e-3)
-    assert ("q_norm.weight" in attention.state_dict()) is (qk_norm != "L2")
 
 
 def rotated(attention: Any, x: torch.Tensor) -> torch.Tensor:
@@ -135,29 +103,6 @@ def test_a_norm_of_each_head_rounds_once(kind: str) -> None:
     assert torch.isnan(norm(x * torch.nan)).all() and torch.equal(of_zeros, expected)
 
 
-@pytest.mark.parametrize("scope", ["head", "each_head", "all_heads"])
-def test_norms_of_queries_and_keys_have_a_bias_unless_the_options_say_none(scope: str) -> None:
-    options: dict[str, Any] = {"qk_norm": "LayerNorm", "qk_norm_scope": scope}
-    for norm_bias in (True, False):
-        attention: Any = qt.MultiheadAttention(64, 4, groups=2, norm_bias=norm_bias, **options)
-        for norm in (attention.q_norm, attention.k_norm):
-            assert norm.bias.shape == norm.weight.shape if norm_bias else norm.bias is None
-            assert norm.bias is None or not norm.bias.any()
-
-
-def test_keys_without_a_bias() -> None:
-    attention: Any = qt.MultiheadAttention(48, 4, fused=False, key_bias=False)
-    assert attention.k_proj.bias is None and attention.q_proj.bias is not None is not attention.v_proj.bias
-    other: Any = qt.MultiheadAttention(48, 4, fused=False)
-    with torch.no_grad():
-        other.k_proj.bias.zero_()
-    other.load_state_dict(attention.state_dict(), strict=False)
-    x = torch.randn(2, 7, 48)
-    for recipe in ("bf16", "tensorwise", "mxfp8"):
-        with qt.autocast(recipe):
-            assert_bitwise(attention(x), other(x))
-
-
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
 def test_temperature_multiplies_queries_by_their_position(layout: str) -> None:
     options: dict[str, Any] = {"groups": 2, "mask_type": "causal", "fused": False}
@@ -189,44 +134,6 @@ def test_a_position_bias_is_added_to_a_given_bias(layout: str) -> None:
     assert own.weight.grad is not None and own.weight.grad.abs().sum() > 0
 
 
-def test_a_position_bias_continues_after_the_cached_positions() -> None:
-    own = qt.RelativePositionBias(4, 8, 6, bidirectional=False)
-    attention = qt.MultiheadAttention(64, 4, position_bias=own, mask_type="causal", scale=1.0)
-    x = torch.randn(2, 9, 64)
-    with torch.no_grad():
-        whole = attention(x)
-        for cache in (qt.KVCache(1, 9), qt.PagedKVCache(1, pages=8, page_size=4)):
-            steps = [attention(part, cache=cache) for part in x.split([4, 1, 1, 2, 1], dim=1)]
-            assert_close("outputs", torch.cat(steps, 1), whole, 1e-6)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("RMSNorm", qt.RMSNorm), ("LayerNorm", qt.LayerNorm)])
-def test_norms_have_the_named_class_and_head_norms_have_their_own_eps(name: str, kind: type) -> None:
-    layer = qt.TransformerLayer(64, 4, 96, normalization=name, eps=1e-5, qk_norm=name, qk_norm_eps=1e-2)
-    attention = layer.attention
-    for norm, eps in (
-        (attention.norm, 1e-5),
-        (layer.mlp.norm, 1e-5),
-        (attention.q_norm, 1e-2),
-        (attention.k_norm, 1e-2),
-    ):
-        assert type(norm) is kind
-        assert norm.formula.eps == eps
-    assert qt.MultiheadAttention(64, 4, qk_norm=name, eps=1e-3).q_norm.formula.eps == 1e-3
-    assert type(qt.LayerNormLinear(64, 32, normalization=name).norm) is kind
-
-
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
-def test_every_parameter_has_a_gradient(recipe: str) -> None:
-    attention = qt.MultiheadAttention(
-        64, 4, groups=2, rope=qt.RotaryEmbedding(16), qk_norm="RMSNorm", sinks="learnable", normalization="RMSNorm"
-    )
-    with qt.autocast(recipe):
-        attention(torch.randn(2, 9, 64)).square().sum().backward()
-    for name, parameter in attention.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 def test_only_v_of_a_fused_projection_is_saved(recipe: str) -> None:
     from tests.torch.nn.pairs import kept_bytes
@@ -246,16 +153,6 @@ def test_only_v_of_a_fused_projection_is_saved(recipe: str) -> None:
     qkv_and_out, codes = 2 * (2 * numbers + 2 * numbers // 4), 2 * numbers * 33 / 32 + 8
     tables, logsumexp = 2 * 4 * tokens * 16, 4 * tokens * 4
     assert kept_bytes(attention, run) <= qkv_and_out + codes + tables + logsumexp
-
-
-def test_meta_device_is_filled_later() -> None:
-    attention = qt.MultiheadAttention(
-        64, 4, rope=qt.RotaryEmbedding(16, device="meta"), qk_norm="LayerNorm", normalization="RMSNorm", device="meta"
-    )
-    assert attention(torch.empty(2, 5, 64, device="meta")).shape == (2, 5, 64)
-    attention.to_empty(device="cpu").reset_parameters()
-    with qt.autocast("delayed"):
-        assert attention(torch.randn(2, 5, 64)).isfinite().all()
 
 
 def test_bad_input_gives_a_clear_error() -> None:
@@ -293,13 +190,6 @@ def test_bad_input_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="layout 'bshd'"):
         cache = qt.KVCache(1, 8)
         qt.MultiheadAttention(64, 4, layout="sbhd")(torch.randn(2, 1, 64), cache=cache)
-
-
-def test_dropout_acts_in_training_only() -> None:
-    attention, x = qt.MultiheadAttention(64, 4, dropout=0.5), torch.randn(2, 9, 64)
-    assert not torch.equal(attention(x), attention(x))
-    attention.eval()
-    assert_bitwise(attention(x), attention(x))
 
 
 @pytest.mark.parametrize(

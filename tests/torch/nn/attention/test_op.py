@@ -1,18 +1,12 @@
 """Test the attention operation: layouts, ragged batches, implementations, autocast, recipes, errors."""
 
-import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quaver.torch as qt
-from quaver import recipes
-from quaver.recipes.spec import AttentionSpec
 from quaver.torch.nn.attention import attention, backends, explain_attention, op
 from quaver.torch.nn.attention.inputs import AttentionCall
 from quaver.torch.operations import ops
@@ -53,16 +47,6 @@ def test_the_last_query_alone_keeps_its_distances(name: str, options: dict[str, 
     with qt.only(name):
         y = attention(q, k, v, mask_type="causal_bottom_right", alibi_slopes=SLOPES, **options)
     assert_close("output", y.reshape(whole.shape), whole, 1e-6)
-
-
-def test_fake_calls_leave_nothing_behind() -> None:
-    q, k, v = operands(5, 7)
-    options: dict[str, Any] = {"mask_type": "causal", "window": (1, 0), "soft_cap": 3.0}
-    with FakeTensorMode():
-        attention(*(torch.empty(x.shape) for x in (q, k, v)), **options)
-    y = attention(q, k, v, **options)
-    with qt.only("reference"):
-        assert_bitwise(attention(q, k, v, **options), y)
 
 
 def blindly(call: AttentionCall) -> AttentionCall:
@@ -164,19 +148,6 @@ def test_masks_and_options_compile_whole(options: dict[str, Any]) -> None:
         assert_close(f"gradient of {name}", a, b, 2e-6)
 
 
-def test_only_reaches_it_also_where_torchs_own_would_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = operands(5, 7)
-
-    def never(*args: Any, **options: Any) -> Tensor:
-        raise AssertionError("scaled_dot_product_attention was called")
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", never)
-    with qt.only("reference"):
-        attention(q, k, v, mask_type="causal")
-    with pytest.raises(AssertionError, match="was called"):
-        attention(q, k, v, mask_type="causal")
-
-
 def test_only_leaves_an_operation_alone_that_has_no_such_implementation() -> None:
     q, k, v = operands(5, 7)
     y = attention(q, k, v, soft_cap=2.0)
@@ -210,30 +181,6 @@ def test_autocast_computes_in_the_narrow_type_and_adds_biases_in_float32() -> No
                 with torch.autocast("cpu", torch.bfloat16):
                     y = attention(q, k, v, **options)
                 assert_bitwise(y, attention(*narrow, **options), f"{name} {list(options)}")
-
-
-def test_a_recipe_that_quantizes_attention_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-
-    def fake(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, spec: AttentionSpec) -> Tensor:
-        seen.update(call._asdict(), spec=spec, shapes=[tuple(x.shape) for x in (q, k, v)])
-        seen.update(hidden=call.hidden(q, k), bias=call.whole_bias(q, k))
-        return q[..., :1].expand(*q.shape[:3], v.shape[-1])
-
-    monkeypatch.setattr(op, "attention_fp8", fake)
-    recipe = recipes.get("tensorwise")
-    q, k, v = operands(5, 7)
-    attention(q, k, v, recipe=recipe)
-    assert not seen
-    recipe = recipes.tensorwise(attention=True)
-    y = attention(q, k, v, mask_type="causal", alibi_slopes=SLOPES, sinks="off_by_one", soft_cap=2.0, recipe=recipe)
-    assert y.shape == (2, 5, H, DV)
-    assert seen["spec"] is recipe.attention and seen["shapes"] == [(2, H, 5, D), (2, 2, 7, D), (2, 2, 7, DV)]
-    np.testing.assert_array_equal(seen["hidden"][0, 0].numpy(), np.triu(np.ones((5, 7), bool), 1))
-    assert seen["bias"].shape == (1, H, 5, 7) and seen["bias"][0, 3, 4, 0] == -12
-    assert not seen["sinks"].any() and seen["sinks"].shape == (H,)
-    assert (seen["scale"], seen["soft_cap"], seen["dropout"]) == (1 / math.sqrt(D), 2.0, 0.0)
-    assert explain_attention(q, k, v, recipe=recipe).runs == "fp8"
 
 
 def test_a_recipe_is_accepted_by_name() -> None:

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from quaver.torch import RotaryEmbedding
-from quaver.torch.nn.attention.rope_scaling import KINDS, Frequencies, frequencies, parse
+from quaver.torch.nn.attention.rope_scaling import KINDS
 from tests.close import assert_close
 from tests.pairs import case_name, pairs
 
@@ -88,27 +87,8 @@ def ours(scaling: dict[str, Any]) -> RotaryEmbedding:
     return RotaryEmbedding(16, scaling=scaling, max_positions=config(scaling).max_position_embeddings)
 
 
-def frequencies_at(f: Frequencies, length: int | Tensor) -> Tensor:
-    return f.at(f.rows(), length)
-
-
 def test_every_type_of_transformers_is_a_row_and_every_row_is_tried() -> None:
     assert set(KINDS) == set(ROPE_INIT_FUNCTIONS) | {"default"} == {case["rope_type"] for case in CASES.values()}
-
-
-@pytest.mark.parametrize("case", [name for name in CASES if CASES[name]["rope_type"] != "default"])
-@pytest.mark.parametrize("length", [8, ORIGINAL, ORIGINAL + 1, 100])
-def test_frequencies_match_transformers(case: str, length: int) -> None:
-    scaling = CASES[case]
-    # What the model does: a tensor of the length.
-    seq_len = torch.tensor(length) if scaling["rope_type"] in ("dynamic", "longrope") else None
-    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config(scaling), None, seq_len=seq_len)
-    f = ours(scaling).frequencies
-    assert f.attention_factor == factor
-    for where in (length, torch.tensor(length)):
-        assert_close(
-            f"{type(where)}", frequencies_at(f, where), expected, 1e-6 if scaling["rope_type"] == "dynamic" else 0
-        )
 
 
 @pytest.mark.parametrize(
@@ -134,31 +114,6 @@ def test_longrope_switches_for_the_longest_sequence_of_a_batch() -> None:
     got = rope(x, offset=torch.tensor([0, ORIGINAL]))
     expected = apply_rotary_pos_emb(x, x, *theirs(x, beyond), unsqueeze_dim=2)[0]
     assert_close("offsets", got, expected, 1e-6)
-
-
-def test_the_factor_defaults_to_the_ratio_of_the_lengths() -> None:
-    for case in ("yarn", "longrope"):
-        scaling = CASES[case] | {"factor": None}
-        assert ours(scaling).frequencies.attention_factor == ours(CASES[case]).frequencies.attention_factor
-        assert torch.equal(
-            frequencies_at(ours(scaling).frequencies, 8), frequencies_at(ours(CASES[case]).frequencies, 8)
-        )
-    without = {k: v for k, v in CASES["llama3"].items() if k != "original_max_position_embeddings"}
-    f = frequencies(16, 1e4, 1.0, without, 64)
-    assert torch.equal(frequencies_at(f, 8), frequencies_at(frequencies(16, 1e4, 1.0, CASES["llama3"], None), 8))
-
-
-def test_the_dict_may_say_theta_and_fraction_and_the_older_key_type() -> None:
-    f = frequencies(16, 10_000.0, 1.0, {"type": "linear", "factor": 2, "partial_rotary_factor": 0.5}, None)
-    assert (f.rope_type, f.dim, f.theta) == ("linear", 8, 10_000.0)
-    f = frequencies(16, 1.0, 1.0, {"rope_type": "default", "rope_theta": 5e5, "factor": None}, None)
-    assert f == frequencies(16, 5e5, 1.0, None, None)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_frequencies_travel_as_text(case: str) -> None:
-    f = ours(CASES[case]).frequencies
-    assert parse(f.text) == f and parse(f.text).attention_factor == f.attention_factor
 
 
 YARN, LLAMA3 = CASES["yarn"], CASES["llama3"]
@@ -197,3 +152,15 @@ YARN, LLAMA3 = CASES["yarn"], CASES["llama3"]
 def test_missing_keys_of_a_dict_give_a_clear_error(scaling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RotaryEmbedding(16 if "partial" not in str(scaling) else 10, scaling=scaling)
+
+
+@pytest.mark.parametrize("case", ["yarn", "longrope", "llama3"])
+def test_the_original_length_and_the_factor_may_be_left_out(case: str) -> None:
+    """The one is that of the model, the other the ratio of both."""
+    left_out = "original_max_position_embeddings" if case == "llama3" else "factor"
+    length = 64 if case == "llama3" else POSITIONS
+    ropes = [
+        RotaryEmbedding(16, scaling=CASES[case] | change, max_positions=length) for change in ({}, {left_out: None})
+    ]
+    x = torch.randn(1, 100, 2, 16)
+    assert_close(case, ropes[1](x), ropes[0](x), 0)

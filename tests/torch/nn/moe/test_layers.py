@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import quaver.torch as qt
 from quaver.recipes import RECIPES
 from quaver.recipes.spec import GemmSpec, Recipe
-from quaver.reference.moe import why_not_rows
 from quaver.torch.nn.moe.permutation import moves
 from tests.close import assert_bitwise, assert_close
 
@@ -307,17 +306,6 @@ def test_an_expert_without_tokens_keeps_its_history() -> None:
     assert (after[0, 0] != before[0, 0]).all()
 
 
-def test_tokens_under_torch_autocast_are_cast_as_a_linear_layers() -> None:
-    torch.manual_seed(0)
-    experts = qt.Experts(6, 16, 24, recipe="rowwise")
-    x, routing = drawn()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = experts(x, routing.indices, routing.weights)
-        z = parts(experts, x, routing, routing.weights)
-    assert y.dtype is torch.bfloat16
-    assert_bitwise(y, z)
-
-
 @pytest.mark.parametrize(
     "recipe", ["mxfp8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "delayed", "nvfp4"))]
 )
@@ -379,9 +367,3 @@ def test_mismatched_inputs_are_refused(name: str) -> None:
     call, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_every_input_that_moves_is_one_that_permute_takes() -> None:
-    for build in RECIPES.values():
-        spec = build().fprop.a
-        assert not moves(spec) or (spec is not None and not why_not_rows(spec))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver.torch.nn.ssm import scan
-from quaver.torch.nn.ssm.chunked_scan import GRID, ScanChunks
 from quaver.torch.nn.ssm.scan import ssd
 from tests.close import assert_bitwise, assert_close
 from tests.torch.nn.ssm.drawn import SIZE, differentiated, drawn_gradient, exact, leaves, named, tensors
@@ -61,10 +59,6 @@ def test_a_skip_for_each_feature() -> None:
     assert_exact(values | {"D": torch.randn(SIZE[2], SIZE[3])})
 
 
-def test_float64_is_computed_in_float64() -> None:
-    assert_exact({name: value.double() for name, value in tensors().items()}, 1e-13)
-
-
 @pytest.mark.parametrize("dtype", ONE_ROUNDING)
 def test_few_bits_are_rounded_once(dtype: torch.dtype) -> None:
     values = tensors(dtype=dtype)
@@ -75,20 +69,6 @@ def test_few_bits_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 # Hard values.
-
-
-def test_decays_between_near_tokens_keep_their_precision_late_in_a_sequence() -> None:
-    exponents = torch.full((1, 1, 1, 64), -0.01, dtype=torch.float64)
-    exponents[..., :32] = -100.0
-    sums = exponents.cumsum(-1)
-    x = torch.empty(1, 1, 1, 64, 0)
-    decays = ScanChunks(x, sums, x, x, sums).decays()[0, 0, 0]
-    truth = (sums[..., :, None] - sums[..., None, :])[0, 0, 0].exp().tril()
-    assert_close("decays", decays, truth, 1e-7)
-    plain = sums.float()
-    lost = (plain[..., :, None] - plain[..., None, :])[0, 0, 0].exp().tril()
-    assert (lost.double() - truth).norm() / truth.norm() > 1e-5, "a difference of float32 sums would do as well"
-    assert 256 * 128 / GRID <= 2**24, "multiples of the grid up to the largest sum are float32 numbers"
 
 
 @pytest.mark.parametrize(
@@ -261,35 +241,6 @@ def test_compiled_in_one_graph_gives_eager_bits() -> None:
     flat = packed(tensors(), 5)
     laid = torch.compile(ssd, fullgraph=True, backend="aot_eager")
     assert_bitwise(laid(**flat, cu_seqlens=CU_SEQLENS)[0], ssd(**flat, cu_seqlens=CU_SEQLENS)[0])
-
-
-def test_recomputation_gives_the_same_bits() -> None:
-    values = tensors()
-    given, again = leaves(values), leaves(values)
-    expected = differentiated(ssd(**given), given)
-    results = differentiated(qt.checkpoint(partial(ssd, **again)), again)
-    for name, one, other in zip(named(values), results, expected, strict=True):
-        assert_bitwise(one, other, name)
-
-
-def test_two_threads_scan_at_once() -> None:
-    values = [tensors(seed=n) for n in range(2)]
-    expected = [differentiated(ssd(**given), given) for given in map(leaves, values)]
-    results: list[Any] = [None, None]
-
-    def run(n: int) -> None:
-        for _ in range(3):
-            given = leaves(values[n])
-            results[n] = differentiated(ssd(**given), given)
-
-    threads = [Thread(target=run, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for one, other in zip(results, expected, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert_bitwise(a, b)
 
 
 def test_transformers_scan() -> None:
