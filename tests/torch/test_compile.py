@@ -15,9 +15,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.costs.ledger import saved_bytes
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.torch.linear import linear as linear_module
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import flat
 from quaver.torch.state.history import amax
 from tests.close import assert_bitwise, assert_close
@@ -222,16 +220,6 @@ def test_one_graph_with_the_bits_of_eager_mode(
     assert_trained_alike(results[1], results[0])
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if not keeps_state(name)])
-def test_a_recipe_without_state_is_compiled_once(name: str) -> None:
-    """Its first step creates no buffers, so the second step does not recompile."""
-    net = Small()
-    step = autocast_outside(net, name, True, "eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(2):
-            step(torch.randn(7, 64, dtype=torch.bfloat16)).sum().backward()
-
-
 def unpickled(net: Small) -> Small:
     copied: Small = pickle.loads(pickle.dumps(net))
     return copied
@@ -314,14 +302,6 @@ def test_under_torch_autocast(name: str) -> None:
 
         results.append(train(net, step, 2, torch.float32))
     assert_trained_alike(results[1], results[0])
-
-
-def test_compiling_again_would_be_seen() -> None:
-    net = Small()
-    steps = [autocast_outside(net, name, True, "eager") for name in ("mxfp8", "rowwise")]
-    calls = iter([steps[0]] * 3 + [steps[1]])
-    with pytest.raises(torch._dynamo.exc.RecompileError):
-        train(net, lambda x: next(calls)(x), 4)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -487,62 +467,6 @@ def test_a_backward_is_traced_once_and_copies_no_gradient() -> None:
         assert_bitwise(runs[1][name], expected, name)
 
 
-class Siblings(nn.Module):
-    """Two layers that share an input, and one with another input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = (qt.Linear(64, n, bias=False) for n in (48, 16))
-        self.out = qt.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x * 0.37
-        y: Tensor = self.out(torch.relu(torch.cat([self.q(h), self.k(h)], -1)))
-        return y
-
-
-@pytest.mark.parametrize("name", ["tensorwise", "delayed", "nvfp4"])
-def test_layers_of_one_input_quantize_it_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weight codes are not saved if backward can quantize the weight again."""
-    net, recipe, done = Siblings(), recipes.get(name), []
-    eager, codes = copy.deepcopy(net), []
-    quantize = ops.QUANTIZE.eager
-
-    def counting(x: Tensor, *args: Any) -> Quantized:
-        done.append(tuple(x.shape))
-        return quantize(x, *args)
-
-    def pack(t: Tensor) -> Tensor:
-        if t.itemsize == 1 and t.dtype is not torch.bool:
-            codes.append(t)
-        return t
-
-    step = converted(net, name, True, WITHOUT_CODE)
-    qt.convert(eager, name)
-    for i in range(2):
-        x = (torch.randn(40, 64) * (i + 1)).requires_grad_()
-        other = x.detach().clone().requires_grad_()
-        done.clear()
-        codes.clear()
-        with monkeypatch.context() as patched, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            patched.setattr(ops.QUANTIZE, "eager", counting)
-            y = step(x)
-            forward = len(done)
-            y.square().sum().backward()
-        expected = eager(other)
-        expected.square().sum().backward()
-        assert_bitwise(y, expected)
-        assert_bitwise(x.grad, other.grad)
-    # Under delayed scaling each layer has a separate factor tensor.
-    inputs = 3 if recipe.delayed is not None else 2
-    ways = 1 + (recipe.wgrad.b is not None and not recipe.reuse.input)
-    assert forward == inputs * ways + 3
-    of_weights = {tuple(t.shape) for p in net.parameters() for t in (p, p.t())}
-    assert not [t.shape for t in codes if tuple(t.shape) in of_weights]
-    if recipe.wgrad.b is not None:
-        assert len({t.untyped_storage().data_ptr() for t in codes if t.numel() >= 40 * 64 // 2}) == inputs
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_layer_outputs_may_be_written_in_place(compiled: bool) -> None:
     """As with nn.ReLU(inplace=True), and in Falcon, which adds attention's output to the MLP's."""
@@ -564,26 +488,6 @@ def test_layer_outputs_may_be_written_in_place(compiled: bool) -> None:
     y.sum().backward()
     for p, grad in zip(layers.parameters(), expected, strict=True):
         assert_bitwise(p.grad, grad)
-
-
-def test_float64_stays_one_graph() -> None:
-    layer = qt.Linear(8, 8, dtype=torch.float64, recipe="mxfp8")
-    x = torch.randn(4, 8, dtype=torch.float64)
-    linear_module._warned.add("float64")
-    eager = layer(x)
-    assert_bitwise(torch.compile(layer, fullgraph=True, backend=WITHOUT_CODE)(x), eager)
-
-
-def test_a_model_made_on_meta_trains() -> None:
-    with torch.device("meta"):
-        net = Small()
-        qt.convert(net, recipes.delayed(history=4))
-    net.to_empty(device="cpu")
-    twin = Small()
-    qt.convert(twin, recipes.delayed(history=4))
-    net.load_state_dict(twin.state_dict())
-    results = [train(twin, twin), train(net, torch.compile(net, fullgraph=True, backend=WITHOUT_CODE))]
-    assert_trained_alike(results[1], results[0])
 
 
 # The operators `quantize` and `matmul`.

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import swa_utils
 
 import quaver.torch as qt
 from quaver.recipes import RECIPES
@@ -83,17 +82,6 @@ def test_codes_and_scales_are_those_of_quantize(spec: QuantSpec, dtype: torch.dt
 
 
 @FORMATS
-def test_unwrapping_shares_memory(spec: QuantSpec) -> None:
-    w = tensor(spec)
-    assert w.unwrap().data.data_ptr() == w.codes.data_ptr()
-    stack = QuantizedTensor.from_tensor(values().view(2, N // 2, K), spec)
-    assert stack.unwrap(1).data.data_ptr() == stack.codes[1].data_ptr()
-    for x, index in ((w, 0), (stack, None)):
-        with pytest.raises(ValueError, match="a stack takes the index of a matrix"):
-            x.unwrap(index)
-
-
-@FORMATS
 @pytest.mark.parametrize(
     "value", [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-45, 1e30, 3e-39], ids=lambda value: str(value)
 )
@@ -119,12 +107,6 @@ def test_empty_and_ragged_shapes_are_kept(spec: QuantSpec, shape: tuple[int, int
     for one in (w, w.clone(), pickle.loads(pickle.dumps(w)), copy.deepcopy(w), w[:]):
         assert one.shape == shape
         assert_bitwise(one.dequantize(), expected)
-
-
-def test_zero_weights_have_zero_values() -> None:
-    for spec in SPECS.values():
-        w = QuantizedTensor.from_tensor(torch.zeros(N, K), spec)
-        assert_bitwise(w.dequantize(), torch.zeros(N, K))
 
 
 @pytest.mark.parametrize(
@@ -177,19 +159,6 @@ def test_copy_of_another_spec_or_dtype_quantizes_its_values(spec: QuantSpec) -> 
     into.copy_(values(5))
     assert into.dtype is torch.bfloat16
     assert_bitwise(into.unwrap().codes(), qt.quantize(values(5), spec).codes())
-
-
-@FORMATS
-def test_copy_to_high_precision_dequantizes(spec: QuantSpec) -> None:
-    w = tensor(spec)
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert_bitwise(torch.empty(N, K, dtype=dtype).copy_(w), w.dequantize().to(dtype))
-
-
-def test_copy_broadcasts_values() -> None:
-    w = tensor()
-    w.copy_(torch.full((K,), 2.0))
-    assert_bitwise(w.dequantize(), torch.full((N, K), 2.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int64], ids=str)
@@ -304,11 +273,6 @@ def test_rows_with_scales_of_their_own_are_not_joined(spec: QuantSpec) -> None:
         torch.cat([tensor(spec), tensor(spec, 1)])
 
 
-def test_rows_with_scales_for_each_block_are_joined() -> None:
-    one, other = tensor(MX), tensor(MX, 1)
-    assert_bitwise(torch.cat([one, other]).dequantize(), torch.cat([one.dequantize(), other.dequantize()]))
-
-
 def test_gradients_and_states_are_plain_tensors() -> None:
     w = tensor(dtype=torch.bfloat16)
     for made, expected in (
@@ -372,16 +336,6 @@ def test_other_operations_raise_and_write_nothing(operation: Callable[[Any], obj
     with pytest.raises(NotImplementedError, match=r"aten\.\w+\.\w+ is not defined for a QuantizedTensor.*dequantize"):
         operation(w)
     assert_same(w, tensor())
-
-
-def test_a_copy_of_rows_shares_their_memory_and_cannot_be_written() -> None:
-    w = tensor(QuantSpec.parse("e4m3[*x*]:power_of_two"))
-    rows = copy.copy(w[:64])
-    assert rows.codes.data_ptr() == w.codes.data_ptr()
-    with pytest.raises(TypeError, match="whose scale also serves other rows"):
-        rows.zero_()
-    copied = copy.copy(parameter())
-    assert isinstance(copied, nn.Parameter) and copied.requires_grad
 
 
 @pytest.mark.parametrize("read", [torch.from_dlpack, lambda w: w.apply_(abs)], ids=["dlpack", "apply_"])
@@ -454,16 +408,6 @@ def test_a_write_to_the_codes_between_forward_and_backward_raises(
             write(layer.get_parameter(key), layer.state_dict()[key])
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-
-
-def test_a_move_between_forward_and_backward_changes_no_gradient() -> None:
-    with qt.quantized_init("mxfp8"):
-        layer = qt.Linear(K, N, bias=False, recipe="mxfp8")
-    x = torch.ones(2, K, requires_grad=True)
-    (expected,) = torch.autograd.grad(layer(x).sum(), [x])
-    y = layer(x)
-    layer.to(torch.float64).to(torch.float32).share_memory()
-    assert_bitwise(torch.autograd.grad(y.sum(), [x])[0], expected)
 
 
 # ---- copies of a weight; earlier versions lost the scale in these ----
@@ -589,13 +533,6 @@ def test_a_copy_has_the_scales(spec: QuantSpec, way: Callable[[Any, Any], Any]) 
 
 
 @FORMATS
-def test_a_checkpoint_in_high_precision_is_quantized(spec: QuantSpec) -> None:
-    one = Holder(parameter(spec))
-    one.load_state_dict({"weight": values(3)})
-    assert_same(one.weight, tensor(spec, 3))
-
-
-@FORMATS
 def test_modules_move_and_cast_it_in_place(spec: QuantSpec) -> None:
     one = Holder(parameter(spec))
     weight = one.weight
@@ -635,20 +572,6 @@ def test_a_deep_copy_keeps_identity_and_the_dtype_of_the_gradient() -> None:
     assert not frozen.requires_grad and isinstance(frozen, nn.Parameter)
     with pytest.raises(RuntimeError, match="only a leaf"):
         copy.deepcopy(parameter().clone())
-
-
-def test_shared_memory_holds_codes_and_scales() -> None:
-    module: Any = Holder(parameter(NVFP4)).share_memory()
-    assert module.weight.is_shared() and all(t.is_shared() for t in module.weight.tensors())
-    assert_same(module.weight, tensor(NVFP4))
-
-
-def test_an_average_of_weights_raises() -> None:
-    average = swa_utils.AveragedModel(Holder(parameter()), avg_fn=swa_utils.get_ema_avg_fn(0.9))
-    average.update_parameters(Holder(parameter()))
-    with pytest.raises(NotImplementedError, match="QuantizedTensor"):
-        average.update_parameters(Holder(parameter(seed=1)))
-    assert_same(average.module.weight, tensor())
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -365,41 +365,6 @@ def test_a_scale_that_is_written_by_itself_is_seen(name: str) -> None:
     assert not torch.equal(one(x), before)
 
 
-def _copied_in_place(one: Any, other: Any) -> None:
-    with torch.no_grad():
-        one.weight.copy_(other.weight)
-
-
-def _assigned(one: Any, other: Any) -> None:
-    one.weight = other.weight
-
-
-def _cloned(one: Any, other: Any) -> None:
-    one.weight = nn.Parameter(other.weight.detach().clone(), requires_grad=other.weight.requires_grad)
-
-
-COPIES = pytest.mark.parametrize("copied", [_copied_in_place, _assigned, _cloned], ids=lambda f: f.__name__)
-
-
-@QUANTIZED
-@COPIES
-@pytest.mark.parametrize("warm", [False, True])
-def test_a_weight_is_copied_with_its_scales(name: str, copied: Any, warm: bool) -> None:
-    one, other, x = layer(name), layer(name, seed=1), torch.randn(3, K)
-    other.set_weight(8 * plain(name, seed=1).weight.detach())
-    with torch.no_grad():
-        one.bias.copy_(other.bias)
-    expected = other(x)
-    if warm:
-        one(x)
-    copied(one, other)
-    assert_bitwise(one(x), expected)
-    assert_bitwise(copy.deepcopy(one)(x), expected)
-    state = copy.deepcopy(other.state_dict())
-    one.load_state_dict(state)
-    assert_bitwise(one(x), expected)
-
-
 @QUANTIZED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
 def test_a_weight_that_is_replaced_by_another_kind_raises(name: str, dtype: torch.dtype) -> None:
@@ -407,17 +372,6 @@ def test_a_weight_that_is_replaced_by_another_kind_raises(name: str, dtype: torc
     one.weight = nn.Parameter(torch.zeros(N, K).to(dtype), requires_grad=False)
     with pytest.raises(ValueError, match=r"without scales.*set_weight"):
         one(torch.randn(3, K))
-
-
-@COPIES
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-def test_a_stack_is_copied_with_its_scales(name: str, layout: Any, copied: Any) -> None:
-    with qt.quantized_init(name):
-        one, other = (qt.GroupedLinear(2, 64, 32, layout=layout, bias=False) for _ in range(2))
-    x, ends = torch.randn(4, 64), torch.tensor([2, 4], dtype=torch.int32)
-    copied(one, other)
-    assert_bitwise(one(x, ends), other(x, ends))
 
 
 def test_bad_input_gives_a_clear_error() -> None:

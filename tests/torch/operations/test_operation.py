@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -41,10 +40,6 @@ def test_the_first_that_takes_the_call_runs() -> None:
     assert double.pick(1.5)(1.5) == ("slow", 3.0)
 
 
-def test_explain_names_each_and_its_reason_in_order() -> None:
-    assert make().explain(1.5) == [("fast", "it is for ints"), ("slow", "")]
-
-
 def test_a_call_that_each_refuses_is_an_error_with_every_reason() -> None:
     double = make()
     with pytest.raises(Unsupported, match=r"double supports this call\. fast: it is for ints; slow: it is for numbers"):
@@ -72,52 +67,10 @@ def test_narrowed_keeps_the_fallback_and_operations_without_that_implementation(
         assert double(3) == ("fast", 6) and double(1.5) == ("slow", 3.0)
 
 
-def test_an_operation_built_on_another_follows_its_disabled_implementations() -> None:
-    double = make()
-    twice = Operation(
-        "twice", [Implementation("fast", lambda x: "at once"), Implementation("two calls", double)], parts=double
-    )
-    assert twice(3) == "at once"
-    with narrowed("slow"):
-        assert twice(3) == ("slow", 6)
-    with narrowed("fast"):
-        assert twice(3) == "at once"
-
-
-def test_narrowed_holds_for_the_process() -> None:
-    """On a GPU, backward runs in an autograd thread."""
-    double = make()
-    with narrowed("slow"), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(double, 3).result() == ("slow", 6)
-
-
 def test_narrowed_suggests_the_nearest_name() -> None:
     make()
     with pytest.raises(ValueError, match="no implementation 'fsat'; did you mean 'fast'"), narrowed("fsat"):
         pass
-
-
-def test_an_implementation_is_imported_when_its_place_lets_it_run_and_not_before() -> None:
-    sys.modules.pop("this", None)
-    far = Implementation("far", "this:d", "nowhere:reason", lambda x: "" if x else "it is not here")
-    near = Implementation("near", "operator:neg", "operator:pos")
-    op = Operation("far", [far, Implementation("plain", lambda x: "plain")])
-    assert op(0) == "plain" and op.explain(0)[0] == ("far", "it is not here")
-    with pytest.raises(ModuleNotFoundError, match="nowhere"):
-        op(1)
-    assert "this" not in sys.modules
-    assert near.reason(0) == 0 and near.run(3) == -3
-    assert near.run is near.run is vars(near)["run"], "the second time nothing is looked up"
-
-
-def test_a_compiler_traces_a_function_without_an_operator_at_its_first_call() -> None:
-    add = Operation(
-        "add",
-        [Implementation("never", lambda x: x, lambda x: "it is for no one"), Implementation("always", lambda x: x + 1)],
-    )
-    torch.compiler.reset()
-    run = torch.compile(lambda x: add(x), fullgraph=True, backend="eager")
-    assert torch.equal(run(torch.zeros(2)), torch.ones(2))
 
 
 def test_a_compiler_sees_one_operator_that_runs_the_implementation_of_eager_mode() -> None:

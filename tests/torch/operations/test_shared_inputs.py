@@ -16,7 +16,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import quaver.torch as qt
 from quaver import E5M2, recipes
-from quaver.torch.backends.gpu import capture
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import functional, ops
 from tests.close import assert_bitwise
@@ -140,56 +139,6 @@ def input_specs(name: str) -> tuple[Any, Any]:
     return recipe.fprop.a, recipe.wgrad.b
 
 
-@KINDS
-@pytest.mark.parametrize("frozen", [False, True])
-def test_layers_share_an_input_under_any_plan(
-    name: str, frozen: bool, counted: Counts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Layers with a frozen weight, as with adapters, use the general plan, which shares with no other plan."""
-    net = model(name)
-    for part in net:
-        part.k.weight.requires_grad_(not frozen)
-        part.v.weight.requires_grad_(not frozen)
-
-    def scenario() -> list[Tensor]:
-        other = copy.deepcopy(net)
-        # The first step of a copy prepares its layers with either plan.
-        first = step(other, inputs().requires_grad_())
-        counted["taken"] = 0
-        return [*first, *step(other, inputs().requires_grad_()), *state(other)]
-
-    # Small layers with per-tensor scales use a different plan.
-    per_tensor = all(spec is not None and spec.per_tensor for spec in recipes.get(name).operands().values())
-    assert_same_with_sharing(scenario, counted, 4 if frozen and per_tensor else 6, monkeypatch)
-
-
-@EACH
-@pytest.mark.parametrize("value", ["zeros", "nan", "inf", "subnormals", "outlier", "empty"])
-def test_hard_inputs(name: str, value: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = inputs(torch.float32, 0 if value == "empty" else 16, 32)
-    if value == "zeros":
-        x.zero_()
-    elif value == "subnormals":
-        x *= 1e-40
-    elif value != "empty":
-        x[3, 5] = {"nan": torch.nan, "inf": torch.inf, "outlier": 1e30}[value]
-    layers = [qt.Linear(32, n, recipe=name) for n in (16, 32, 8)]
-
-    def scenario() -> list[Tensor]:
-        results = []
-        own = copy.deepcopy(layers)
-        for _ in range(2):
-            leaf = x.clone().requires_grad_()
-            h = leaf * 1.0
-            for y in [layer(h) for layer in own]:
-                y.sum().backward(retain_graph=True)
-                results.append(y.detach().clone())
-            results += [leaf.grad, *(t for layer in own for t in state(layer))]
-        return results
-
-    assert_same_with_sharing(scenario, counted, 4, monkeypatch)
-
-
 def test_wgrad_may_need_an_operand_that_a_layer_did_not_save(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer has a frozen weight and quantizes for fprop only; wgrad needs blocks along the other axis."""
     first, second = (qt.Linear(32, 16, recipe="mxfp8") for _ in range(2))
@@ -275,24 +224,6 @@ def test_views_are_other_tensors(name: str, counted: Counts, monkeypatch: pytest
         return [*outputs, leaf.grad, *(t for layer in own for t in state(layer))]
 
     assert_same_with_sharing(scenario, counted, 0, monkeypatch)
-
-
-@EACH
-def test_a_layer_that_is_called_twice_and_a_graph_that_is_retained(
-    name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = qt.Linear(32, 16, recipe=name)
-
-    def scenario() -> list[Tensor]:
-        own, leaf = copy.deepcopy(layer), inputs().requires_grad_()
-        h = leaf * 1.0
-        y = own(h) * own(h)
-        y.sum().backward(retain_graph=True)
-        once = leaf.grad.clone()
-        y.square().sum().backward()
-        return [y, once, leaf.grad, *state(own)]
-
-    assert_same_with_sharing(scenario, counted, 1, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -403,23 +334,6 @@ def test_an_output_that_is_the_same_object_in_each_step_is_requantized(
 # Modes.
 
 
-@EACH
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_recorded(
-    name: str, mode: Any, counted: Counts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = model(name)
-
-    def scenario() -> list[Tensor]:
-        functional.thread.last = None
-        with mode():
-            y = net(inputs())
-        assert functional.thread.last is None
-        return [y.clone()]
-
-    assert_same_with_sharing(scenario, counted, 0, monkeypatch)
-
-
 # All kinds of checkpointing for recipes with state; one kind each, alternately, for the others.
 @pytest.mark.parametrize(
     ("name", "how"), alternating(ALL, ["ours", "reentrant", "not reentrant", "nested"], ["delayed", "nvfp4"])
@@ -450,31 +364,6 @@ def test_checkpointing(name: str, how: str, counted: Counts, monkeypatch: pytest
     assert counted["taken"] == 0
 
 
-def test_checkpointing_shares_in_both_passes(counted: Counts) -> None:
-    net = model("tensorwise")
-    y = inputs().requires_grad_()
-    for part in net:
-        y = qt.checkpoint(part, y)
-    assert counted["taken"] == 6
-    y.sum().backward()
-    assert counted["taken"] == 12
-
-
-@EACH
-def test_counters_count_each_layer(name: str, counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = []
-
-    def scenario() -> list[Tensor]:
-        net = model(name)
-        with qt.count(net) as counters:
-            results = step(net, inputs().requires_grad_())
-        tables.append(str(counters))
-        return results
-
-    assert_same_with_sharing(scenario, counted, 0, monkeypatch)
-    assert tables[0] == tables[1] and "0.k" in tables[0]
-
-
 def test_layers_with_different_histories_quantize_separately(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     net = model("delayed")
     for _ in range(2):
@@ -498,30 +387,6 @@ def test_layers_with_different_histories_quantize_separately(counted: Counts, mo
     assert first.factor[0] != second.factor[0]
     first(h), second(h)
     assert counted["taken"] == 0
-
-
-def test_a_capture_shares_nothing_with_eager_work(counted: Counts) -> None:
-    layers = [qt.Linear(32, 16, recipe="tensorwise") for _ in range(2)]
-    h = inputs().requires_grad_() * 1.0
-    with capture.rehearsing(torch.device("cpu")):
-        for layer in layers:
-            layer.bias.requires_grad_(False)
-            layer(h)
-    assert counted["taken"] == 0
-
-
-def test_other_streams_share_nothing(counted: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream is part of the cache key on a GPU; here a stand-in provides it."""
-    from quaver.torch.linear import autograd
-
-    layers = [qt.Linear(32, 16, recipe="tensorwise") for _ in range(2)]
-    h, stream = inputs().requires_grad_() * 1.0, [1]
-    monkeypatch.setattr(autograd, "stream_of", lambda _: stream[0])
-    layers[0](h), layers[1](h)
-    assert counted["taken"] == 1
-    stream[0] = 2
-    layers[0](h)
-    assert counted["taken"] == 1
 
 
 @KINDS
@@ -578,26 +443,6 @@ def tensors_of(operands: Any) -> list[Tensor]:
     if isinstance(operands, tuple):
         return [t for operand in operands for t in tensors_of(operand)]
     return [operands] if isinstance(operands, Tensor) else []
-
-
-def test_a_thread_that_ends_leaves_nothing() -> None:
-    layer, h = qt.Linear(32, 16, recipe="tensorwise"), inputs().requires_grad_() * 1.0
-    references: list[Any] = []
-
-    def run() -> None:
-        layer(h)
-        assert functional.thread.last is not None
-        references.append(weakref.ref(tensors_of(functional.thread.last.operands)[0]))
-
-    gc.disable()
-    try:
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        del thread
-        assert references[0]() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if recipes.get(name).wgrad.b is not None])
