@@ -144,21 +144,6 @@ def test_a_parametrization_can_be_removed_or_added_after_converting(kind: str) -
     assert type(model[0]) is type(model[2]) is nn.Linear
 
 
-def test_converting_a_parametrized_layer_leaves_its_copies_alone() -> None:
-    layer = parametrizations.weight_norm(nn.Linear(16, 16))
-    before = copy.deepcopy(layer)
-    qt.convert(layer, "delayed")
-    after = copy.deepcopy(layer)
-    assert not isinstance(before, qt.Linear) and isinstance(after, qt.Linear)
-    qt.revert(layer)
-    assert isinstance(after, qt.Linear) and not isinstance(layer, qt.Linear)
-    x = torch.randn(4, 16)
-    for _ in range(2):
-        with qt.autocast("delayed"):
-            after(x).sum().backward()
-    assert after.factor.all(), "autocast rolls the copy's history"
-
-
 # Subclasses, and what is left alone.
 
 
@@ -556,68 +541,6 @@ def test_a_converted_model_compiles_whole_and_rolls() -> None:
 
 
 # Models of other libraries.
-
-
-def tiny_llama() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-@pytest.mark.parametrize("recipe", QUANTIZING)
-def test_a_llama_of_transformers_converts_trains_and_saves(recipe: str, tmp_path: Any) -> None:
-    model = tiny_llama()
-    report = qt.convert(model, recipe, skip=["lm_head"])
-    assert len(report.converted) == 14 and report.skipped == {"lm_head": "skip pattern 'lm_head'"}
-    tokens = torch.randint(31, (2, 8))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    losses = []
-    for _ in range(3):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[2] < losses[0]
-    model.save_pretrained(tmp_path)
-    loaded = tiny_llama()
-    qt.convert(loaded, recipe, skip=["lm_head"])
-    loaded.load_state_dict(model.state_dict())
-    model.eval(), loaded.eval()
-    with torch.no_grad():
-        assert_bitwise(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
-    model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
-
-
-def test_transformers_gpt2_is_converted_except_its_head_which_is_reported() -> None:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2)
-    )
-    report = qt.convert(model, "delayed", head=True)
-    assert len(report.converted) == 9 and report.share == 1 and not report.skipped
-    assert report.others == {"Embedding": 2} and "not nn.Linear: 2 Embedding" in str(report)
-    assert model.lm_head.weight is model.transformer.wte.weight
-    tokens = torch.randint(31, (2, 8))
-    for _ in range(3):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded = transformers.GPT2LMHeadModel(model.config)
-        # What is left out by name is the caller's choice.
-        qt.convert(loaded, "delayed", skip=["c_*"], head=True)
-        assert [*loaded.load_state_dict(model.state_dict(), strict=False).missing_keys] == []
-        again = transformers.GPT2LMHeadModel(model.config)
-        qt.convert(again, "delayed", head=True)
-        again.load_state_dict(model.state_dict())
 
 
 class OwnAttention(nn.MultiheadAttention):

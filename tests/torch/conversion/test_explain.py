@@ -8,7 +8,6 @@ from torch import nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.operations import ops
-from quaver.torch.state.layer_state import state_of
 from tests.recipes.test_text import Text
 
 GEMMS = ["fprop GEMM", "dgrad GEMM", "wgrad GEMM"]
@@ -39,25 +38,6 @@ def test_it_names_three_gemms_and_six_quantizations(
     assert not capsys.readouterr().out, "an interpreter shows it a second time"
 
 
-@pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
-def test_the_named_implementation_runs(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = qt.Linear(48, 32, recipe=recipe)
-    x = torch.randn(5, 48, requires_grad=True)
-    explained = qt.explain(layer, x)
-    expected = {(row.how, row.runs) for row in explained.rows if "[" in row.how and ", the codes of" not in row.how}
-    ran: set[tuple[str, str]] = set()
-    for op in (ops.QUANTIZE,):
-        impls = [
-            type(i)(i.name, lambda x, s, *a, i=i: (ran.add((str(s), i.name)), i.run(x, s, *a))[1], i.reason)
-            for i in op.implementations
-        ]
-        monkeypatch.setattr(op, "enabled", impls)
-    ops.clear_resolved()
-    layer(x).sum().backward()
-    ops.clear_resolved()
-    assert ran == expected
-
-
 def test_codes_that_serve_a_second_gemm_are_named() -> None:
     how_of = {row.what: row.how for row in qt.explain(qt.Linear(48, 32, recipe="tensorwise"), torch.randn(5, 48)).rows}
     assert how_of["weight.T"].endswith(", the codes of weight")
@@ -65,20 +45,6 @@ def test_codes_that_serve_a_second_gemm_are_named() -> None:
     assert how_of["grad_output.T"].endswith(", the codes of grad_output")
     how_of = {row.what: row.how for row in qt.explain(qt.Linear(48, 32, recipe="rowwise"), torch.randn(5, 48)).rows}
     assert not any("codes" in how for how in how_of.values())
-
-
-@pytest.mark.parametrize("recipe", [name for name in recipes.RECIPES if name != "bf16"])
-def test_skipped_layers_have_a_reason(recipe: str) -> None:
-    layer = qt.Linear(48, 32, recipe=recipe)
-    with qt.only("reference"):
-        explained = qt.explain(layer, torch.randn(5, 48))
-    quantized = [row for row in explained.rows if row.how != "high precision"]
-    assert quantized and all(row.runs == "reference" for row in quantized)
-    for row in quantized:
-        assert "reference" not in dict(row.passed_over)
-        assert all("switched off" in why for _, why in row.passed_over)
-    assert all(row.passed_over for row in quantized)
-    assert "not cpu: switched off" in repr(explained)
 
 
 def test_explain_reports_missing_implementations_instead_of_failing() -> None:
@@ -109,13 +75,6 @@ def test_explain_reports_a_missing_recipe() -> None:
 def test_float64_is_explained_as_high_precision() -> None:
     layer = qt.Linear(48, 32, dtype=torch.float64, recipe="mxfp8")
     assert {row.runs for row in qt.explain(layer, torch.randn(5, 48, dtype=torch.float64)).rows} == {"torch"}
-
-
-def test_it_changes_nothing() -> None:
-    layer = qt.Linear(48, 32, recipe="delayed")
-    with torch.autocast("cpu", torch.bfloat16):
-        qt.explain(layer, torch.randn(5, 48))
-    assert not layer.history.any() and state_of(layer).weights is None
 
 
 def test_attention_is_explained_with_its_options_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import swa_utils
 
 import quaver.torch as qt
 from quaver.recipes import RECIPES
@@ -121,13 +120,6 @@ def test_another_recipe_or_none_computes_with_the_decoded_codes(name: str, other
         assert_close(key, results[key], expected[key], 1e-6)
 
 
-def test_delayed_scaling_uses_the_amax_of_the_stored_weight_and_records_none() -> None:
-    one = layer("delayed")
-    for _ in range(3):
-        run(one, "delayed", torch.randn(4, K))
-    assert one.history[:, 1].abs().sum() == 0 and one.history[:, 0].sum() > 0 and one.factor[1] == 0
-
-
 @QUANTIZED
 @pytest.mark.parametrize("recipe", [*NAMES, None])
 def test_no_high_precision_copy_remains(name: str, recipe: str | None) -> None:
@@ -236,16 +228,6 @@ def test_scales_of_another_kind_in_the_checkpoint_are_an_error() -> None:
 
 
 @EIGHT
-def test_gradients_add_up_in_float32(name: str) -> None:
-    one, x = layer(name, dtype=torch.bfloat16), torch.randn(6, K, dtype=torch.bfloat16)
-    first = run(one, name, x)["weight"].clone()
-    with qt.autocast(name):
-        one(x).square().sum().backward()
-    assert one.weight.grad is not None
-    assert_bitwise(one.weight.grad, first * 2)
-
-
-@EIGHT
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_an_optimizer_that_would_write_to_codes_is_stopped(name: str, kind: type[torch.optim.Optimizer]) -> None:
     one = layer(name)
@@ -319,15 +301,6 @@ def test_codes_of_another_shape_are_refused_and_without_a_third_axis_accepted() 
     for same in (codes, codes.squeeze(-1)):
         with pytest.raises(RuntimeError, match="size mismatch for weight"):
             transposed.load_state_dict(state | {"weight": same})
-
-
-def test_a_weight_that_is_not_finite_gives_nan() -> None:
-    for name in NAMES:
-        one, value = layer(name), torch.randn(N, K)
-        value[3, 5] = torch.inf
-        one.set_weight(value)
-        with qt.autocast(name), torch.no_grad():
-            assert one(torch.randn(2, K))[:, 3].isnan().all(), name
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", None])
@@ -515,22 +488,6 @@ def test_a_whole_graph_that_would_round_the_gradient_is_an_error_that_says_why(r
 
 
 @QUANTIZED
-@pytest.mark.parametrize("options", [{}, {"avg_fn": swa_utils.get_ema_avg_fn(0.9)}], ids=["swa", "ema"])
-def test_averaged_copies_are_refused_by_torch_and_work_manually(name: str, options: dict[str, Any]) -> None:
-    one = layer(name)
-    average = swa_utils.AveragedModel(one, **options)
-    average.update_parameters(one)
-    with pytest.raises(NotImplementedError, match="is not defined for a QuantizedTensor"):
-        average.update_parameters(one)
-    copied = copy.deepcopy(one)
-    qt.dequantize_weights(copied)
-    average = swa_utils.AveragedModel(copied, **options)
-    for _ in range(2):
-        average.update_parameters(copied)
-    assert_close("average", average.module.weight, copied.weight, 1e-6)
-
-
-@QUANTIZED
 def test_peft_gets_the_weight_dtype_and_a_warning(name: str) -> None:
     one = layer(name)
     with pytest.warns(UserWarning, match="cannot be merged"):
@@ -540,14 +497,3 @@ def test_peft_gets_the_weight_dtype_and_a_warning(name: str) -> None:
     qt.dequantize_weights(one)
     for other in (one, qt.Linear(4, 4)):
         assert not hasattr(other, "compute_dtype")
-
-
-def test_the_output_projection_of_packed_attention_keeps_its_weight() -> None:
-    """Torch's formula reads it raw where no recipe quantizes."""
-    model = nn.ModuleDict({"a": nn.MultiheadAttention(64, 4, batch_first=True), "up": nn.Linear(64, 64)})
-    plain, x = copy.deepcopy(model), torch.randn(2, 5, 64)
-    saved = qt.quantize_weights(model, "mxfp8")
-    assert saved.layers == ["up"] and "reads its weight" in saved.skipped["a.out_proj"]
-    with qt.autocast(enabled=False):
-        assert_bitwise(model["a"](x, x, x)[0], plain["a"](x, x, x)[0])
-    assert not torch.equal(model["a"](x, x, x)[0], plain["a"](x, x, x)[0])

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
-from quaver.torch.conversion.convert import FOLDER_IGNORES
 from tests.close import assert_bitwise
 from tests.torch.conversion.families import tiny, tokens
 
@@ -128,14 +127,6 @@ def test_plain_and_scaling_states_continue_with_the_bits_of_the_model(kind: str,
     assert_same(fresh.state_dict(), other.state_dict())
 
 
-@STATEFUL
-def test_after_a_plain_checkpoint_histories_and_counts_start_fresh(recipe: str) -> None:
-    net, other, _ = converted("linear", recipe)
-    other.load_state_dict(net.state_dict())
-    state = qt.scaling_state_dict(other)
-    assert state and not any(value[:2].any() for value in state.values())
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stored_weights_are_values_in_the_plain_part_and_codes_in_the_other(recipe: str, dtype: torch.dtype) -> None:
@@ -220,26 +211,6 @@ def test_a_folder_of_a_converted_model_is_the_unconverted_models(
         loaded, report = kind.from_pretrained(tmp_path / str(i), output_loading_info=True)
         assert not any(report.values()) and "UNEXPECTED" not in "".join(capsys.readouterr())
         assert_same(loaded.state_dict(), qt.plain_state_dict(model))
-
-
-def test_entries_left_out_of_a_folder_are_restored_by_revert() -> None:
-    model = tiny("gpt2")
-    before = set(getattr(model, FOLDER_IGNORES))
-    qt.convert(model, "delayed")
-    assert getattr(model, FOLDER_IGNORES) > before
-    qt.revert(model)
-    assert getattr(model, FOLDER_IGNORES) == before
-
-
-def test_without_transformers_name_a_plain_state_dict_makes_the_same_folder(tmp_path: Path) -> None:
-    _, model, _ = converted("conv1d", "delayed")
-    setattr(model, FOLDER_IGNORES, None)
-    qt.convert(model, "delayed")
-    state: Any = qt.plain_state_dict(model)
-    model.save_pretrained(tmp_path, state_dict=state)  # type: ignore[operator]
-    kind: Any = type(model)
-    _, report = kind.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values())
 
 
 def test_a_folder_of_codes_is_refused_by_the_plain_class_and_one_of_values_is_not(tmp_path: Path) -> None:

@@ -203,21 +203,6 @@ def test_experts_and_whole_layers_take_part() -> None:
             assert_bitwise(p.grad, right, name)
 
 
-def test_inputs_without_gradients_and_frozen_weights() -> None:
-    layer = qt.Linear(32, 32)
-    layer.weight.main_grad = torch.zeros(32, 32)  # type: ignore[attr-defined]
-    x = drawn(8, 32, dtype=torch.float32)
-    with qt.autocast("mxfp8"), qt.weight_gradients(main_grad=True):
-        layer(x).sum().backward()
-    assert layer.weight.main_grad.any()  # type: ignore[attr-defined]
-    layer.weight.main_grad.zero_()  # type: ignore[attr-defined]
-    layer.weight.requires_grad_(False)
-    run(layer, "mxfp8", x, main_grad=True)
-    with torch.no_grad(), qt.autocast("mxfp8"), qt.weight_gradients(main_grad=True):
-        layer(x)
-    assert not layer.weight.main_grad.any()  # type: ignore[attr-defined]
-
-
 def refused() -> list[tuple[str, Callable[[], object]]]:
     layer = qt.Linear(32, 32)
 
