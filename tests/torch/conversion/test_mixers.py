@@ -30,10 +30,6 @@ MIXERS = {
 SECOND = ("mamba2", "bamba", "nemotron_h", "zamba2")
 
 
-def is_linear(part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear)
-
-
 # Layers whose weight is read without a call of the layer.
 
 
