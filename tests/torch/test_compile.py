@@ -60,11 +60,6 @@ def some(*stateless: str) -> Any:
 
 #: Inductor's decompositions and partitioner without generated C++, which takes most of the compile time.
 WITHOUT_CODE = "aot_eager_decomp_partition"
-#: Inductor for all graphs except the first, which creates buffers.
-AFTER_THE_FIRST = "to the end after the first"
-#: Recipes compiled fully by Inductor: one with a history, and one with a GEMM that Inductor computes. For the others
-#: Inductor mostly sees opaque operators.
-COMPILED_BY_INDUCTOR = ("delayed", "rowwise_bf16_wgrad")
 Step = Callable[[Tensor], Tensor]
 
 
@@ -79,18 +74,6 @@ def _fresh_compiler() -> Iterator[None]:
     gc.collect()
     # Dynamo's remaining objects would cost a quarter of a second in each later collection.
     gc.freeze()
-
-
-class Net(nn.Module):
-    """Scale before the first layer, which Inductor would fuse with a visible quantization."""
-
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__()
-        self.first = qt.Linear(64, 96, dtype=dtype)
-        self.second = qt.Linear(96, 32, bias=False, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.relu(self.first(x * 0.37)))
 
 
 class Small(nn.Module):
@@ -135,21 +118,6 @@ def assert_trained_alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> No
             assert_bitwise(one[what], value, what)
 
 
-class ByGraph:
-    """A backend that passes the n-th graph to the n-th of these backends, and all later graphs to the last.
-
-    For a recipe with state under autocast, the first graph creates buffers, and a second one runs all later steps.
-    """
-
-    def __init__(self, *backends: str) -> None:
-        self.backends = list(backends)
-
-    def __call__(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        name = self.backends.pop(0) if len(self.backends) > 1 else self.backends[0]
-        compiled: Callable[..., Any] = torch._dynamo.lookup_backend(name)(module, inputs)
-        return compiled
-
-
 def backend_for(recipe: str, *those: str) -> str:
     """Inductor for these recipes, else the backend without generated code."""
     return "inductor" if recipe in those else WITHOUT_CODE
@@ -182,42 +150,37 @@ def converted(net: nn.Module, recipe: str | Recipe, compiled: bool, backend: Any
 AUTOCASTS = (autocast_outside, autocast_inside, converted)
 
 
+def assert_compiled_trains_alike(
+    net: nn.Module,
+    recipe: str | Recipe,
+    how: Callable[..., Step] = converted,
+    backend: str = WITHOUT_CODE,
+    steps: int = 3,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Train a model and a compiled copy, and compare all bits."""
+    copied = copy.deepcopy(net)
+    expected = train(net, how(net, recipe, False), steps, dtype)
+    assert_trained_alike(train(copied, how(copied, recipe, True, backend), steps, dtype), expected)
+
+
 def compile_cases() -> list[Any]:
-    """Every recipe in every mode; alternately one compiled to the end, and two layers in sequence."""
+    """Every recipe in every mode; those of one kind, modes of stateless recipes and Inductor's C++ are slow."""
     rows = []
-    # Quick recipes come first, so that they are spread over the kinds of autocast.
     for at, name in enumerate(dict.fromkeys([*KINDS, *recipes.RECIPES])):
-        for number, autocast_kind in enumerate(AUTOCASTS):
-            is_selected = number == at % len(AUTOCASTS)
-            # A recipe without state runs under one kind of autocast.
-            quick = name in KINDS and (is_selected or keeps_state(name))
-            compiles_fully = is_selected and name in COMPILED_BY_INDUCTOR
-            quickly = AFTER_THE_FIRST if keeps_state(name) else "inductor"
-            if is_selected and (not compiles_fully or quickly != "inductor"):
-                # Takes eight seconds.
-                rows.append(pytest.param(name, autocast_kind, "inductor", Net, marks=pytest.mark.slow))
-            # Two layers only if Inductor compiles everything and there is no history.
-            kind = Net if compiles_fully and not keeps_state(name) else Small
-            # Slow: two seconds of tracing if a recipe of the same kind is already traced, and ten seconds of full
-            # compilation for recipes with state.
-            slow = [] if quick and not (compiles_fully and keeps_state(name)) else [pytest.mark.slow]
-            rows.append(
-                pytest.param(name, autocast_kind, quickly if compiles_fully else WITHOUT_CODE, kind, marks=slow)
-            )
+        for number, how in enumerate(AUTOCASTS):
+            quick = name in KINDS and (number == at % len(AUTOCASTS) or keeps_state(name))
+            rows.append(pytest.param(name, how, WITHOUT_CODE, marks=[] if quick else pytest.mark.slow))
+        # One with a GEMM that Inductor computes; for the others it mostly sees opaque operators.
+        quick = name == "rowwise_bf16_wgrad"
+        marks = [] if quick else [pytest.mark.slow]
+        rows.append(pytest.param(name, AUTOCASTS[at % len(AUTOCASTS)], "inductor", marks=marks))
     return rows
 
 
-@pytest.mark.parametrize(("name", "how", "last", "kind"), compile_cases())
-def test_one_graph_with_the_bits_of_eager_mode(
-    name: str, how: Callable[..., Step], last: str, kind: type[nn.Module]
-) -> None:
-    nets = [kind()]
-    nets.append(copy.deepcopy(nets[0]))
-    backend = ByGraph(WITHOUT_CODE, "inductor") if last == AFTER_THE_FIRST else last
-    results = [
-        train(net, how(net, name, compiled, backend), 6) for net, compiled in zip(nets, (False, True), strict=True)
-    ]
-    assert_trained_alike(results[1], results[0])
+@pytest.mark.parametrize(("name", "how", "backend"), compile_cases())
+def test_one_graph_with_the_bits_of_eager_mode(name: str, how: Callable[..., Step], backend: str) -> None:
+    assert_compiled_trains_alike(Small(), name, how, backend, steps=6)
 
 
 def unpickled(net: Small) -> Small:
@@ -256,15 +219,9 @@ def test_a_copy_of_a_converted_model_is_one_graph(name: str, copied: Callable[[S
     ],
 )
 def test_other_dtypes_too(name: str, dtype: torch.dtype, last: str) -> None:
-    nets = [Small(dtype)]
-    nets.append(copy.deepcopy(nets[0]))
-    nets[0].first.bias.requires_grad_(False)
-    nets[1].first.bias.requires_grad_(False)
-    results = [
-        train(net, converted(net, name, compiled, last), 2, dtype)
-        for net, compiled in zip(nets, (False, True), strict=True)
-    ]
-    assert_trained_alike(results[1], results[0])
+    net = Small(dtype)
+    net.first.bias.requires_grad_(False)
+    assert_compiled_trains_alike(net, name, backend=last, steps=2, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -279,29 +236,21 @@ def test_other_dtypes_too(name: str, dtype: torch.dtype, last: str) -> None:
     ids=str,
 )
 def test_options_too(recipe: Recipe) -> None:
-    nets = [Small()]
-    nets.append(copy.deepcopy(nets[0]))
-    results = [
-        train(net, converted(net, recipe, compiled, WITHOUT_CODE))
-        for net, compiled in zip(nets, (False, True), strict=True)
-    ]
-    assert_trained_alike(results[1], results[0])
+    assert_compiled_trains_alike(Small(), recipe)
 
 
 @some("tensorwise")
 def test_under_torch_autocast(name: str) -> None:
-    nets = [Small(torch.float32)]
-    nets.append(copy.deepcopy(nets[0]))
-    results = []
-    for net, compiled in zip(nets, (False, True), strict=True):
-        inner = converted(net, name, compiled, WITHOUT_CODE)
+    def within(net: nn.Module, recipe: str, compiled: bool, backend: str = WITHOUT_CODE) -> Step:
+        inner = converted(net, recipe, compiled, backend)
 
-        def step(x: Tensor, inner: Step = inner) -> Tensor:
+        def step(x: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
                 return inner(x)
 
-        results.append(train(net, step, 2, torch.float32))
-    assert_trained_alike(results[1], results[0])
+        return step
+
+    assert_compiled_trains_alike(Small(torch.float32), name, within, steps=2, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -387,9 +336,7 @@ def test_blocks_compiled_one_by_one_stay_below_the_recompile_limit(name: str) ->
 def test_token_counts_may_vary(name: str) -> None:
     net = Small()
     qt.convert(net, name)
-    # Compile fully if Inductor computes a GEMM with this token count; one token is a separate graph.
-    last = ByGraph("inductor", WITHOUT_CODE) if recipes.get(name).wgrad.a is None else WITHOUT_CODE
-    compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=last)
+    compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=WITHOUT_CODE)
     for tokens in (5, 3, 48, 17, 1):
         x = torch.randn(tokens, 64, dtype=torch.bfloat16)
         outcomes = []

@@ -107,25 +107,6 @@ def test_truncating_forgets_the_last_tokens(kind: str) -> None:
         cache.truncate(5 if kind == "plain" else [1, 5, 1])
 
 
-@BOTH
-def test_decoding_by_token_is_one_forward(kind: str) -> None:
-    """Rope and grouped attention, a prompt of 4 and then one token at a time."""
-    torch.manual_seed(3)
-    rope = qt.RotaryEmbedding(8)
-    q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 6)
-    whole = attention(rope(q), rope(k), v, mask_type="causal")
-    cache = MAKERS[kind](1, 9)
-    got, start = [], 0
-    for count in (4, 1, 1, 1, 2):
-        part = slice(start, start + count)
-        offset = cache.offset
-        keys, values = cache.update(0, rope(k[:, part], offset=offset), v[:, part])
-        mask, mask_type = cache.mask(None, "causal", count)
-        got.append(attention(rope(q[:, part], offset=offset), keys, values, mask_type=mask_type, mask=mask))
-        start += count
-    assert_close("outputs", torch.cat(got, 1), whole, 1e-6)
-
-
 def test_sequences_of_different_lengths_come_and_go() -> None:
     rope = qt.RotaryEmbedding(8)
     cache = qt.PagedKVCache(1, pages=8, page_size=2)
@@ -172,29 +153,6 @@ def test_sequences_of_different_lengths_come_and_go() -> None:
     step("d")
     cache.use(None)
     assert cache.sequences == [ids["b"], ids["d"]] and cache.lengths.tolist() == [3, 6]
-
-
-def test_padded_prompts_are_masked_and_cut() -> None:
-    """Two prompts in one batch, the shorter one padded on the right; then a token of each."""
-    rope = qt.RotaryEmbedding(8)
-    cache = qt.PagedKVCache(1, pages=8, page_size=2)
-    q, k, v = (torch.randn(2, 6, 2, 8) for _ in range(3))
-    padded = torch.arange(5) >= torch.tensor([[5], [2]])
-    keys, values = cache.update(0, rope(k[:, :5]), v[:, :5])
-    mask, mask_type = cache.mask(padded, "padding_causal", 5)
-    y = attention(rope(q[:, :5]), keys, values, mask_type=mask_type, mask=mask)
-    cache.truncate([5, 2])
-    offset = cache.offset
-    assert isinstance(offset, Tensor) and offset.tolist() == [5, 2] and cache.free_pages == 4
-    last = torch.stack([k[0, 5:], k[1, 2:3]]), torch.stack([v[0, 5:], v[1, 2:3]]), torch.stack([q[0, 5:], q[1, 2:3]])
-    keys, values = cache.update(0, rope(last[0], offset=offset), last[1])
-    mask, mask_type = cache.mask(None, "padding_causal", 1)
-    z = attention(rope(last[2], offset=offset), keys, values, mask_type=mask_type, mask=mask)
-    for row, length in enumerate((5, 2)):
-        one = slice(row, row + 1), slice(0, length + 1)
-        whole = attention(rope(q[one]), rope(k[one]), v[one], mask_type="causal")[0]
-        assert_close(f"prompt {row}", y[row, :length], whole[:length], 1e-6)
-        assert_close(f"token of {row}", z[row], whole[length:], 1e-6)
 
 
 def test_padding_never_exposes_the_nan_of_another_sequence() -> None:

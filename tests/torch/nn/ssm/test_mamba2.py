@@ -78,17 +78,6 @@ def test_compiled_in_one_graph_gives_eager_bits() -> None:
     assert_same_training(block, [lambda block, x: block(x), compiled], "mxfp8", x)
 
 
-# Ten seconds of compiling.
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
-def test_compiled_to_the_end_gives_eager_bits(recipe: str) -> None:
-    torch.compiler.reset()
-    block = make(normalization="RMSNorm", dtype=torch.bfloat16)
-    compiled = torch.compile(lambda block, x: block(x), fullgraph=True)
-    x = [torch.randn(2, 9, 32).bfloat16() for _ in range(2)]
-    assert_same_training(block, [lambda block, x: block(x), compiled], recipe, x)
-
-
 # Decoding, padding and packing.
 
 

@@ -219,16 +219,6 @@ def test_only_inputs_are_saved() -> None:
     assert {t.data_ptr() for t in saved} <= given
 
 
-def test_autocast_does_not_change_the_inner_dtype() -> None:
-    values = tensors()
-    given, narrow = leaves(values), leaves(values)
-    expected = differentiated(ssd(**given), given)
-    with torch.autocast("cpu", torch.bfloat16):
-        results = differentiated(ssd(**narrow), narrow)
-    for name, one, other in zip(named(values), results, expected, strict=True):
-        assert_bitwise(one, other, name)
-
-
 def test_compiled_in_one_graph_gives_eager_bits() -> None:
     torch.compiler.reset()
     run = torch.compile(partial(ssd, dt_limit=(0.01, 1.0)), fullgraph=True, backend="aot_eager")
