@@ -79,6 +79,8 @@ def test_contexts_nest_and_affect_only_their_layers() -> None:
     assert not is_cached(net[0]) and not is_cached(net[1]) and not is_cached(copied)
     with qt.frozen(net[0]):
         assert is_cached(net[0]) and not is_cached(net[1])
+        qt.revert(net)
+    assert type(net[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -4,16 +4,19 @@ import copy
 import functools
 import io
 import pickle
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 
 import quaver.torch as qt
 from quaver.torch.conversion.replace.fused_module import FusedModule
 from tests.close import assert_bitwise, assert_close
+from tests.torch.conversion import families
 from tests.torch.conversion.coverage import PAGE
 from tests.torch.conversion.families import tiny, tokens
 from tests.torch.conversion.in_place import FAMILIES, converted, model_of, step, written
@@ -463,3 +466,27 @@ def test_attention_functions_of_other_libraries_are_compared(monkeypatch: pytest
         rows = qt.convert(model, "bf16", blocks=True).blocks
         assert {row.block for row in rows if row.kind == "LlamaAttention"} == {block}
         assert_close("", model(input_ids=x).logits, expected, FLOAT32)
+
+
+@pytest.mark.parametrize("family", ["cohere2", "ministral3", "seed_oss"])
+def test_attention_of_more_families_is_placed_and_equal(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbour tables, position-dependent query scales, dropout in the MLP."""
+    monkeypatch.setitem(families.FAMILIES, family, AutoModelForCausalLM)
+    plain = model_of(family, **({"residual_dropout": 0.0} if family == "seed_oss" else {}))
+    ours = copy.deepcopy(plain)
+    report = qt.convert(ours, "bf16", blocks=True)
+    assert all(row.block for row in report.blocks), str(report)
+    expected, got = step(plain), step(ours)
+    for name in expected:
+        assert relative_error(got[name], expected[name]) <= FLOAT32, name
+
+
+def test_code_with_another_global_keeps_its_own_numbers() -> None:
+    """Norms are recognized by their code, which may read something else."""
+    kind: Any = type(llama().model.norm)
+    names = types.SimpleNamespace(float32=torch.float32, rsqrt=lambda x: 2 * torch.rsqrt(x))
+    forward = types.FunctionType(kind.forward.__code__, {"torch": names})
+    norm, x = type("Doubled", (kind,), {"forward": forward})(64), torch.randn(3, 64)
+    expected = norm(x)
+    qt.convert(nn.Sequential(norm, nn.Linear(2, 2)), "bf16", blocks=True)
+    assert_close("norm", norm(x), expected, 1e-6)

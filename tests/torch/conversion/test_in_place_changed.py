@@ -260,3 +260,10 @@ def test_a_wrapped_forward_counts_as_the_call_and_another_forward_does_not() -> 
     del model.forward
     again = pickle.loads(pickle.dumps(model))
     assert inspect.signature(again.forward) == signature and again(input_ids=x, labels=x).logits is None
+
+
+def test_an_attribute_of_the_model_that_scales_logits_counts() -> None:
+    model, plain = placed_loss("cohere")
+    for m in (model, plain):
+        m.logit_scale = 3.0
+    assert_same(loss_of(model), loss_of(plain))

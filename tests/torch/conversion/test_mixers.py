@@ -286,3 +286,10 @@ def test_an_unsupported_layer_gives_a_clear_error() -> None:
     qt.convert(model, "mxfp8")
     with pytest.raises(ValueError, match=r"is already converted; call quaver\.torch\.revert first"):
         qt.from_huggingface(layer.mixer)
+
+
+def test_a_mixer_with_other_state_is_left_unchanged_and_reported() -> None:
+    model = model_of("mamba2")
+    MIXERS["mamba2"](model).extra = [1.0]
+    why = {row.name: row.why for row in qt.convert(model, "bf16", blocks=True).blocks}
+    assert "its extra is a list" in why["backbone.layers.0.mixer"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import quaver.torch as qt
 from quaver.recipes import RECIPES
@@ -466,3 +467,26 @@ def test_peft_gets_the_weight_dtype_and_a_warning(name: str) -> None:
     qt.dequantize_weights(one)
     for other in (one, qt.Linear(4, 4)):
         assert not hasattr(other, "compute_dtype")
+
+
+def test_the_output_projection_of_packed_attention_keeps_its_weight() -> None:
+    """Torch's formula reads it raw where no recipe quantizes."""
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(64, 4, batch_first=True), "up": nn.Linear(64, 64)})
+    plain, x = copy.deepcopy(model), torch.randn(2, 5, 64)
+    saved = qt.quantize_weights(model, "mxfp8")
+    assert saved.layers == ["up"] and "reads its weight" in saved.skipped["a.out_proj"]
+    with qt.autocast(enabled=False):
+        assert_bitwise(model["a"](x, x, x)[0], plain["a"](x, x, x)[0])
+    assert not torch.equal(model["a"](x, x, x)[0], plain["a"](x, x, x)[0])
+
+
+def test_explain_says_that_nothing_quantizes_the_weight() -> None:
+    with qt.autocast("tensorwise"):
+        rows = {row.what: row for row in qt.explain(layer("tensorwise"), torch.randn(4, K)).rows}
+    assert rows["weight"].runs == rows["weight.T"].runs == "nothing" and "parameter" in rows["weight"].how
+
+
+def test_a_conv1d_computes_quantized_and_is_not_stored_so() -> None:
+    model = nn.ModuleDict({"conv": Conv1D(64, 64), "up": nn.Linear(64, 64)})
+    saved = qt.quantize_weights(model, "mxfp8")
+    assert saved.layers == ["up"] and saved.skipped["conv"].startswith("Conv1D computes quantized, but")

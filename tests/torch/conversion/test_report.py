@@ -261,3 +261,19 @@ def test_explain_covers_layers_other_than_linear() -> None:
     attention = nn.MultiheadAttention(32, 2)
     qt.convert(attention, "mxfp8")
     assert set(qt.explain(attention, torch.randn(3, 32))) == {"", "out_proj"}
+
+
+def test_a_model_whose_output_head_lookup_fails_is_converted() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.up, self.head = nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 50)
+
+        def get_output_embeddings(self) -> nn.Module:
+            raise KeyError("decoder")
+
+        def get_input_embeddings(self) -> nn.Module:
+            raise KeyError("encoder")
+
+    report = qt.convert(Failing(), "mxfp8")
+    assert list(report.converted) == ["up"] and "output head" in report.skipped["head"]

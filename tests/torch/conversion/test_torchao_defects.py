@@ -163,6 +163,7 @@ def test_4_a_parametrized_weight_is_no_error(kind: str) -> None:
     y.sum().backward()
     assert not torch.equal(y, before) and (y - before).norm() < 0.1 * before.norm()
     assert all(p.grad is not None and p.grad.any() for p in module.parameters())
+    assert_bitwise(copy.deepcopy(module)(x), y)
     qt.revert(module)
     assert_bitwise(module(x), before)
 
