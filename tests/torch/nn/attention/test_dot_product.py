@@ -80,3 +80,9 @@ def test_slopes_equal_hugging_faces() -> None:
 def test_bad_options_are_refused_when_it_is_made(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DotProductAttention(H, D, **options)
+
+
+def test_heads_other_than_its_own_are_refused() -> None:
+    q, k, v = operands(5, 7)
+    with pytest.raises(ValueError, match=r"v has shape \[2, 7, 2, 6\]; .*'bshd'.* with 2 heads of 8 features"):
+        DotProductAttention(H, D, groups=2)(q, k, v)

@@ -318,3 +318,21 @@ def test_options_incompatible_with_a_cache_are_refused_first(
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         attention(torch.randn(3, 3, 16), cache=cache, mask=mask)
     assert cache.length == 0
+
+
+@BOTH
+def test_reset_accepts_another_batch_and_dtype(kind: str) -> None:
+    cache = MAKERS[kind](1, 8)
+    cache.update(0, tokens(3, 6), tokens(3, 6))
+    cache.reset()
+    assert cache.length == 0
+    k = tokens(2, 4, 8, torch.bfloat16)
+    assert_bitwise(cache.update(0, k, k)[0], k)
+
+
+def test_reorder_widens_a_batch_into_beams() -> None:
+    cache = qt.KVCache(1, 4)
+    k, more, beams = tokens(2, 3), tokens(4, 1), [0, 0, 1, 1]
+    cache.update(0, k, k)
+    cache.reorder(torch.tensor(beams))
+    assert_bitwise(cache.update(0, more, more)[0], torch.cat([k[beams], more], 1))

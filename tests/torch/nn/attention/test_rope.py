@@ -328,3 +328,13 @@ def test_rotated_tensors_are_contiguous_for_any_input_layout(
             y = qt.apply_rotary(x, cos, sin, interleaved)
             assert y.is_contiguous() and not x.is_contiguous()
             assert_bitwise(y, qt.apply_rotary(x.contiguous(), cos, sin, interleaved))
+
+
+def test_positions_that_were_written_are_read_again() -> None:
+    rope, q = RotaryEmbedding(8), torch.randn(2, 5, 4, 8)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            positions = torch.arange(5)
+            assert_bitwise(rope(q, positions=positions), rope(q))
+            positions += 3
+            assert_bitwise(rope(q, positions=positions), rope(q, offset=3))
