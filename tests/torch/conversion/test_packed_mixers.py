@@ -87,20 +87,6 @@ def test_a_single_sequence_matches_transformers() -> None:
         assert_close(name, value, expected[name], 2e-6)
 
 
-def test_eager_attention_recomputation_and_a_recipe() -> None:
-    model = model_of("bamba")
-    model.set_attn_implementation("eager")
-    # Scales of rows: what a token is beside changes nothing.
-    qt.convert(model, "rowwise", blocks=True)
-    expected = torch.cat([model(input_ids=s[None]).logits[0] for s in sequences()])
-    model.activation_checkpointing_enable()
-    got = results(model, lambda: model(**packed()).logits[0])
-    assert_close("logits", got["logits"], expected.detach(), 2e-6)
-    model.activation_checkpointing_disable()
-    again = results(model, lambda: model(**packed()).logits[0])
-    assert_bitwise(got["all gradients"], again["all gradients"])
-
-
 def test_rows_of_several_sequences_and_the_body_of_mamba2() -> None:
     model = model_of("mamba2").backbone
     qt.convert(model, "bf16", blocks=True)
@@ -130,22 +116,6 @@ def test_a_cache_continues_with_the_last_sequence() -> None:
         model(input_ids=last[None], cache_params=caches[1], use_cache=True)
         steps = [model(input_ids=one[None, :1], cache_params=cache, use_cache=True)[0] for cache in caches]
     assert_close("the next token", steps[0], steps[1], 2e-6)
-
-
-def test_training_after_inference_and_a_write_to_seq_idx() -> None:
-    model = model_of("mamba2").backbone
-    qt.convert(model, "bf16", blocks=True)
-    x, numbers = torch.randn(1, 12, 64), torch.tensor([[0] * 7 + [1] * 5])
-    with torch.inference_mode():
-        expected = model(inputs_embeds=x, seq_idx=numbers)[0]
-    y = model(inputs_embeds=x, seq_idx=numbers)[0]
-    y.sum().backward()
-    assert_close("in training", y.detach(), expected.clone(), 2e-6)
-    numbers[:, 3:] = 5
-    assert_close(
-        "other places", model(inputs_embeds=x, seq_idx=numbers)[0][0, :3], model(inputs_embeds=x[:, :3])[0][0], 2e-6
-    )
-    assert not torch.equal(model(inputs_embeds=x, seq_idx=numbers)[0], y)
 
 
 def test_sequences_that_transformers_would_mix_are_refused() -> None:

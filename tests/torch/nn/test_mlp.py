@@ -97,7 +97,8 @@ def test_eight_bit_activations_change_only_gradients_before_the_activation(recip
     exact = qt.LayerNormMLP(64, 96, "swiglu", normalization="RMSNorm")
     narrow = qt.LayerNormMLP(64, 96, "swiglu", normalization="RMSNorm", eight_bit_activations=True)
     narrow.load_state_dict(exact.state_dict())
-    x = torch.randn(128, 64)
+    # More values than are decoded at once.
+    x = torch.randn(4096, 64)
     for mlp in (exact, narrow):
         with qt.autocast(recipe):
             mlp(x).square().sum().backward()
