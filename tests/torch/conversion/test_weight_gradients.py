@@ -239,3 +239,13 @@ def test_a_second_derivative_is_refused() -> None:
     (g,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         g.sum().backward()
+
+
+def test_hooks_run_where_a_weight_asks_for_them() -> None:
+    layer, ran = qt.Linear(32, 32), []
+    layer.weight.main_grad = torch.zeros(32, 32)  # type: ignore[attr-defined]
+    layer.weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    layer.weight.register_post_accumulate_grad_hook(lambda p: ran.append(p.grad))
+    run(layer, "tensorwise", drawn(8, 32, dtype=torch.float32), main_grad=True)
+    assert layer.weight.grad_added_to_main_grad and not ran[0].any()  # type: ignore[attr-defined]
+    assert layer.weight.main_grad.any()  # type: ignore[attr-defined]
