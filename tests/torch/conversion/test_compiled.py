@@ -1,5 +1,7 @@
 """Whole converted models under torch.compile: one graph, one compilation for all lengths, policies of checkpoints."""
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -131,3 +134,36 @@ def test_a_compiled_layer_quantizes_each_tensor_once_a_pass(blocks: bool, monkey
     # Of one byte an element only inputs are kept.
     codes = [t for t in held.values() if t.element_size() == 1 and t.dtype is not torch.bool]
     assert len(codes) == 4 - again and all(t.shape[0] == 24 for t in codes)
+
+
+def test_a_policy_of_checkpoints_keeps_quantized_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then backward quantizes what it makes itself, and no input once more."""
+    done: list[Any] = []
+    quantize = ops.QUANTIZE.eager
+    monkeypatch.setattr(ops.QUANTIZE, "eager", lambda x, *args: done.append(x.shape) or quantize(x, *args))
+    model: Any = model_of("llama", num_hidden_layers=1)
+    qt.convert(model, "tensorwise", blocks=True)
+    x = torch.randn(2, 12, model.config.hidden_size)
+    # A part alone: the policy is asked of each operator, and a whole layer has more of the same.
+    plain = model.model.layers[0].mlp
+    counts, gradients = {}, {}
+    for keeps in (False, True):
+
+        def policy(ctx: Any, op: Any, *args: Any, keeps: bool = keeps, **kwargs: Any) -> CheckpointPolicy:
+            must_save = keeps and op is torch.ops.quaver.quantize.default
+            return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
+
+        part = copy.deepcopy(plain)
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        torch._dynamo.reset()
+        run = torch.compile(checkpoint, fullgraph=True, backend=WITHOUT_CODE)
+        y: Tensor = run(part, x, use_reentrant=False, context_fn=contexts)
+        done.clear()
+        y.square().sum().backward()
+        counts[keeps] = len(done)
+        gradients[keeps] = {name: p.grad for name, p in part.named_parameters()}
+    plain(x).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        for each in gradients.values():
+            assert (each[name] - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max(), name
+    assert counts[True] < counts[False]
