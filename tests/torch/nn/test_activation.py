@@ -99,24 +99,6 @@ def test_only_the_inputs_are_saved(name: str) -> None:
     assert sum(t.numel() * t.element_size() for t in saved) <= x.numel() * 2
 
 
-def test_compiled_gives_eager_bits() -> None:
-    """All activations in one graph, which compiles as fast as two separate graphs."""
-    torch.compiler.reset()
-
-    def every(given: list[Tensor]) -> list[Tensor]:
-        return [qt.activate(name, x * 1.1) for name, x in zip(ACTIVATIONS, given, strict=True)]
-
-    both_runs = []
-    for run in (every, torch.compile(every, fullgraph=True)):
-        given = [torch.linspace(-9, 9, 6 * 16).view(6, 16).bfloat16().requires_grad_() for _ in ACTIVATIONS]
-        results = run(given)
-        torch.autograd.backward(results, [torch.full_like(y, 0.7) for y in results])
-        both_runs.append([(y.detach(), x.grad) for y, x in zip(results, given, strict=True)])
-    for name, eager, compiled in zip(ACTIVATIONS, *both_runs, strict=True):
-        assert_bitwise(compiled[0], eager[0], f"{name}, output")
-        assert_bitwise(compiled[1], eager[1], f"{name}, gradient")
-
-
 @NAMES
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_block_by_block_gives_the_bits_of_the_whole(

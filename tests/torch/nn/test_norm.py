@@ -150,40 +150,11 @@ def test_only_the_input_is_saved() -> None:
     assert sum(t.numel() * t.element_size() for t in saved) == 64 * 32 * 2 + 64 * 4 + 32 * 2
 
 
-def test_compiled_gives_eager_bits() -> None:
-    """All kinds in one graph, which compiles as fast as one: Inductor fuses the preceding operations."""
-    torch.compiler.reset()
-    layers = torch.nn.ModuleDict({kind: NormKind(kind, 24, dtype=torch.bfloat16) for kind in ALL})
-
-    def every(given: list[Tensor]) -> list[Tensor]:
-        scaled = [x * 1.3 for x in given]
-        return [layer(x) for layer, x in zip(layers.values(), scaled, strict=True)]
-
-    runs: list[dict[str, Tensor | None]] = []
-    for run in (every, torch.compile(every, fullgraph=True)):
-        given = [torch.linspace(-3, 5, 5 * 24).view(5, 24).bfloat16().requires_grad_() for _ in layers]
-        results = run(given)
-        torch.autograd.backward(results, [torch.ones_like(y) for y in results])
-        runs.append({f"{kind}, output": y.detach() for kind, y in zip(ALL, results, strict=True)})
-        runs[-1] |= {f"{kind}, gradient": x.grad for kind, x in zip(ALL, given, strict=True)}
-        runs[-1] |= {name: p.grad for name, p in layers.named_parameters()}
-        layers.zero_grad()
-    for name, eager in runs[0].items():
-        assert_bitwise(runs[1][name], eager, name)
-
-
 def test_bad_input_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="did you mean 'RMSNorm'"):
         NormKind("RMSnorm", 8)
     with pytest.raises(ValueError, match="its last axis must be 8"):
         qt.RMSNorm(8)(torch.randn(2, 7))
-
-
-def test_a_second_derivative_is_refused() -> None:
-    x = torch.randn(3, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(normalize(x).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        grad.sum().backward()
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["row by row", "transposed"])

@@ -153,24 +153,6 @@ def test_choices_of_no_expert_here_have_no_row() -> None:
     assert qt.permute(x, torch.tensor([[1, 1], [0, 1], [0, 0]]), 2).offsets.tolist() == [3, 6]
 
 
-@pytest.mark.parametrize("capacity", [None, 5])
-def test_a_compiler_sees_one_graph_with_the_same_bits(capacity: int | None) -> None:
-    indices, weights = drawn(33, 6, 2), torch.rand(33, 2)
-
-    def through(x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        rows, _, places = qt.permute(x, indices, 6, pad=8, capacity=capacity)
-        return qt.unpermute(rows * 2, places, 2, weights)
-
-    compiled = torch.compile(through, fullgraph=True, backend="aot_eager")
-    results: list[list[Any]] = []
-    for run in (through, compiled):
-        x, w = torch.ones(33, 8).mul_(torch.arange(8)).requires_grad_(), weights.clone().requires_grad_()
-        y = run(x, indices, w)
-        results.append([y, *torch.autograd.grad(y, (x, w), torch.randn(y.shape, generator=torch.manual_seed(0)))])
-    for a, b in zip(*results, strict=True):
-        assert_bitwise(a, b)
-
-
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a capacity that drops all": ({"capacity": 0}, "a capacity of 0 drops every token"),
     "pad": ({"pad": 0}, "pad is 0"),

@@ -163,11 +163,3 @@ def test_roots_of_softplus_match_deepseek_v4() -> None:
     ours = qt.route(logits, 3, scores="sqrtsoftplus", bias=bias, scale=config.routed_scaling_factor)
     dense = torch.zeros(57, experts).scatter(1, indices, weights)
     assert_close("weights", torch.zeros(57, experts).scatter(1, ours.indices, ours.weights), dense, 1e-6)
-
-
-def test_a_compiler_sees_one_graph_with_the_same_choices() -> None:
-    logits = torch.randn(12, 8)
-    options: dict[str, Any] = {"scores": "sigmoid", "groups": 4, "top_groups": 2, "bias": torch.randn(8) * 0.1}
-    compiled = torch.compile(lambda z: qt.route(z, 2, **options), fullgraph=True, backend="aot_eager")
-    for a, b in zip(compiled(logits), qt.route(logits, 2, **options), strict=True):
-        assert_bitwise(a, b)

@@ -131,18 +131,6 @@ def test_only_inputs_are_saved_and_frozen_inputs_get_no_gradients() -> None:
     assert y.shape == (2, 0, 5) and not values["weight"].grad.any()  # type: ignore[union-attr]
 
 
-def test_compiled_in_one_graph_gives_eager_bits() -> None:
-    torch.compiler.reset()
-    values = drawn()
-    compiled = torch.compile(causal_conv1d, fullgraph=True, backend="aot_eager")
-
-    def run(function: Any) -> list[Tensor]:
-        return results(lambda x, w, b, i: function(x, w, b, initial=i), values)
-
-    for one, other in zip(run(compiled), run(causal_conv1d), strict=True):
-        assert_bitwise(one, other)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -38,13 +38,6 @@ def test_it_has_the_bits_of_its_parts_and_recomputes_them(recipe: str | None, hi
     assert kept_bytes(layer, lambda: recomputed(layer, x)) <= x.numel() * 4 + 64
 
 
-def test_compiled_in_one_graph_gives_eager_bits() -> None:
-    torch.compiler.reset()
-    layer = make(hidden=40, dtype=torch.bfloat16)
-    compiled = torch.compile(lambda layer, x: layer(x), fullgraph=True, backend="aot_eager")
-    assert_same_training(layer, [lambda layer, x: layer(x), compiled], None, [torch.randn(2, 9, 32).bfloat16()])
-
-
 def test_the_stream_may_be_float32_beside_bf16() -> None:
     layer = make(dtype=torch.bfloat16, residual_in_fp32=True, residual_scale=0.5)
     x = torch.randn(2, 9, 32).bfloat16()

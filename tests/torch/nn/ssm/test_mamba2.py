@@ -93,19 +93,6 @@ def test_parts_in_sequence_equal_the_whole(lengths: list[int], dtype: torch.dtyp
     assert_close("parts", torch.cat(parts, 1), whole, 1e-6 if dtype is torch.float32 else 1e-2)
 
 
-def test_a_call_that_is_refused_leaves_the_cache_as_it_was() -> None:
-    block, cache = make(), qt.StateCache(1)
-    with torch.no_grad():
-        block(torch.randn(2, 5, 32), cache=cache)
-    before = cache.read(0, torch.empty(2, 1))[1].clone()  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="does not support gradients"):
-        block(torch.randn(2, 1, 32, requires_grad=True), cache=cache)
-    with torch.no_grad(), pytest.raises(ValueError, match="holds 2 sequences, but got 3"):
-        block(torch.randn(3, 1, 32), cache=cache)
-    assert_bitwise(cache.read(0, torch.empty(2, 1))[1], before)
-    assert cache.length == 5
-
-
 def test_padding_before_a_sequence_leaves_no_trace() -> None:
     block, x = make(bias=True), torch.randn(2, 9, 32)
     mask = torch.zeros(2, 9, dtype=torch.bool)
