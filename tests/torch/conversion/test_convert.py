@@ -417,21 +417,6 @@ def test_the_root_rolls_once_at_the_start_of_each_training_forward(rolls: list[i
     assert rolls == [2, 2] and model[0].factor.all() and model[0].history[-1].all()
 
 
-def test_a_forward_without_gradients_neither_records_nor_rolls(rolls: list[int]) -> None:
-    model = mlp()
-    qt.convert(model, "delayed")
-    x = torch.randn(4, 16)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            model.eval()(x)
-    assert not rolls and not model[0].history.any()
-    model.train()(x).sum().backward()
-    recorded = model[0].history.clone()
-    with torch.no_grad():
-        model(x)
-    assert rolls == [2] and torch.equal(model[0].history, recorded)
-
-
 def test_inside_an_autocast_only_the_autocast_rolls(rolls: list[int]) -> None:
     model = mlp()
     qt.convert(model, "delayed")
