@@ -331,6 +331,8 @@ def test_attention_is_quantized_as_in_a_layer_built_with_the_recipe(recipe: Reci
         assert not torch.equal(y, linears(x))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.attention.core.recipe is recipe
+    qt.revert(model)
+    assert model.attention.core.recipe is None
 
 
 def test_rules_and_skip_reach_attention_by_its_name() -> None:

@@ -156,3 +156,19 @@ def test_packed_sequences_compile_as_one_graph() -> None:
     got = results(model, lambda: compiled(**given, use_cache=False).logits[0])
     for name, value in expected.items():
         assert_close(name, got[name], value, 2e-6)
+
+
+def test_eager_attention_recomputation_and_a_recipe() -> None:
+    model = model_of("bamba")
+    model.set_attn_implementation("eager")
+    # Scales of rows: what a token is beside changes nothing.
+    qt.convert(model, "rowwise", blocks=True)
+    expected = torch.cat([model(input_ids=s[None]).logits[0] for s in sequences()])
+    model.activation_checkpointing_enable()
+    got = results(model, lambda: model(**packed()).logits[0])
+    assert_close("logits", got["logits"], expected.detach(), 2e-6)
+    model.activation_checkpointing_disable()
+    again = results(model, lambda: model(**packed()).logits[0])
+    assert_bitwise(got["all gradients"], again["all gradients"])
+    qt.revert(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
