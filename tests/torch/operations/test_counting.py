@@ -138,3 +138,12 @@ def test_formulas_are_registered_by_a_model_and_imported_by_nobody() -> None:
         "qt.Linear(16, 16)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(not hasattr(F, "scaled_grouped_mm"), reason="torch's public grouped GEMM")
+def test_torchs_grouped_gemms_are_counted() -> None:
+    formula = counting.FORMULAS[torch.ops.aten._scaled_grouped_mm_v2]
+    tokens, weights, out = torch.empty(T, K), torch.empty(4, K, N), torch.empty(T, N)
+    assert formula(tokens, weights, out_val=out) == 2 * T * K * N
+    assert formula(torch.empty(N, T), torch.empty(T, K), out_val=torch.empty(4, N, K)) == 2 * T * K * N
+    assert formula(torch.empty(4, T, K), weights, out_val=torch.empty(4, T, N)) == 4 * 2 * T * K * N
