@@ -615,3 +615,9 @@ def test_wrappers_for_several_ranks_raise_or_leave_it_alone() -> None:
         distribute_tensor(tensor(), init_device_mesh("cpu", (1,)), [Shard(0)])
     with pytest.raises(NotImplementedError, match="QuantizedTensor"):
         dist.all_reduce(tensor())
+
+
+def test_shared_memory_holds_codes_and_scales() -> None:
+    module: Any = Holder(parameter(NVFP4)).share_memory()
+    assert module.weight.is_shared() and all(t.is_shared() for t in module.weight.tensors())
+    assert_same(module.weight, tensor(NVFP4))
