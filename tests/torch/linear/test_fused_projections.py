@@ -1,7 +1,6 @@
 """Several layers of one input."""
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +11,6 @@ from torch import nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.recipes.spec import Recipe
 from quaver.torch.linear import fused_projections
 from quaver.torch.linear.autograd import IDENTITY_INPUT
 from quaver.torch.linear.linear import Linear
@@ -29,32 +27,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
         32, 24, qt.MixtureConfig(experts=4, k=2), bias=True, eight_bit_activations=True
     ),
 }
-
-
-@pytest.mark.parametrize(
-    ("tokens", "recorded", "recipe"),
-    pairs((16, 512), (True, False), (None, "bf16", "tensorwise", "mxfp8")),
-    ids=case_name,
-)
-def test_each_group_of_layers_asks_for_its_recipe_once(
-    recipe: str | None, recorded: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With fast plans and with the general plan."""
-    assert 16 * 64 <= fused_projections.ON_HOST < 512 * 64
-    block = qt.TransformerLayer(32, 4, 64, groups=2, activation="swiglu", normalization="RMSNorm", bias=False)
-    calls, shared_recipe = Counter[tuple[nn.Module, ...]](), fused_projections._shared_recipe
-
-    def counting(layers: Any) -> Recipe | None:
-        calls[tuple(layers)] += 1
-        return shared_recipe(layers)
-
-    monkeypatch.setattr(fused_projections, "_shared_recipe", counting)
-    x = torch.randn(1, tokens, 32, requires_grad=recorded)
-    with torch.set_grad_enabled(recorded), nullcontext() if recipe is None else qt.autocast(recipe):
-        block(x)
-    layers = [layer for layer in block.modules() if isinstance(layer, Linear)]
-    assert {layer for group in calls for layer in group} <= set(layers) and len(calls) >= 2
-    assert set(calls.values()) == {1}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import quaver
 import quaver.torch as qt
 from quaver import recipes
 from quaver.costs.ledger import saved_bytes
@@ -155,10 +154,3 @@ def test_weights_that_are_codes_are_the_values_that_were_multiplied() -> None:
         layer(x).backward(g)
     plain = qt.plain_state_dict(layer)["weight"]
     assert_bitwise(x.grad, g @ plain.float())
-
-
-def test_it_prints_and_counts_as_another_recipe() -> None:
-    recipe = dequantized("mxfp8")
-    assert recipe != replace(recipe, dequantized_backward=False)
-    assert "backward of what fprop consumed, dequantized" in repr(recipe)
-    assert quaver.recipes.get(recipe) is quaver.recipes.get(dequantized("mxfp8"))

@@ -4,8 +4,6 @@ import math
 import sys
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +11,11 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.recipes.spec import GemmSpec, Recipe
+from quaver.recipes.spec import Recipe
 from quaver.torch.backends.cpu import gemm
 from quaver.torch.linear import linear as linear_module
-from quaver.torch.linear import plan_cpu
 from quaver.torch.linear.autograd import IDENTITY_INPUT
 from quaver.torch.linear.fused_projections import project
-from quaver.torch.state import weight_cache
 from tests import forked
 from tests.close import assert_bitwise
 from tests.operands import nasty
@@ -116,80 +112,10 @@ def test_every_shape_of_input_has_its_step() -> None:
             assert_bitwise(ours[what], theirs[what], f"{what} of {shape}")
 
 
-def test_alternating_lengths_are_planned_once_for_all_layers_and_few_plans_are_cached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    layers, decided, decide = [qt.Linear(K, N, recipe="tensorwise") for _ in range(2)], [], plan_cpu.build
-    monkeypatch.setattr(linear_module, "MAX_PLANS", 16)
-
-    def counted(x: Tensor, *rest: Any) -> Any:
-        decided.append(len(x))
-        return decide(x, *rest)
-
-    monkeypatch.setattr(plan_cpu, "build", counted)
-    for tokens in [T, T + 1, T, T + 1, T]:
-        for layer in layers:
-            assert by_fast_plan(layer(torch.randn(tokens, K, requires_grad=True)))
-    assert decided == [T, T + 1]
-    for tokens in range(1, 3 * linear_module.MAX_PLANS):
-        assert by_fast_plan(layers[0](torch.randn(tokens, K, requires_grad=True)))
-        assert len(linear_module.plans) <= linear_module.MAX_PLANS
-
-
 def layer_and_input() -> tuple[qt.Linear, Tensor]:
     layer, x = qt.Linear(K, N, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
     assert by_fast_plan(layer(x))
     return layer, x
-
-
-def test_observed_layers_take_the_general_path() -> None:
-    layer, x = layer_and_input()
-    with qt.count(layer) as counters:
-        assert not by_fast_plan(layer(x))
-    assert counters.table
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not by_fast_plan(layer(x))
-    with qt.only("reference"):
-        assert not by_fast_plan(layer(x))
-    assert by_fast_plan(layer(x))
-
-
-def test_no_plan_is_made_while_the_layer_is_observed() -> None:
-    layer = qt.Linear(K, N, recipe="tensorwise")
-    x = torch.randn(T, K, requires_grad=True)
-    with qt.only("reference"):
-        assert not by_fast_plan(layer(x))
-    assert not linear_module.plans
-    assert by_fast_plan(layer(x))
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4", "mxfp6", "rowwise", "blockwise", "mxfp8"])
-def test_recipes_of_other_scales_take_the_general_path(recipe: str) -> None:
-    layer = qt.Linear(K, N, recipe=recipe)
-    assert not by_fast_plan(layer(torch.randn(T, K, requires_grad=True)))
-
-
-def test_unsupported_calls_take_the_general_path() -> None:
-    layer, x = layer_and_input()
-    assert not by_fast_plan(layer(x.detach()))
-    assert not by_fast_plan(layer(torch.randn(K, T).t().requires_grad_()))
-    assert not by_fast_plan(layer(torch.randn(0, K, requires_grad=True)))
-    assert by_fast_plan(layer(x))
-    layer.weight.requires_grad_(False)
-    assert not by_fast_plan(layer(x))
-    with pytest.raises(ValueError, match="float32 weights and got a"):
-        layer(x.bfloat16())
-    layer.weight = nn.Parameter(torch.randn(K, N).t())
-    assert not by_fast_plan(layer(x))
-    with torch.no_grad():
-        assert layer(x).grad_fn is None
-
-
-@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
-def test_a_recipe_with_an_unquantized_input_gemm_takes_the_general_path(gemm: str) -> None:
-    plain = GemmSpec(None, None)
-    recipe = replace(recipes.rowwise(), name="plain", wgrad=plain, **{gemm: plain})
-    assert not by_fast_plan(qt.Linear(K, N, recipe=recipe)(torch.randn(T, K, requires_grad=True)))
 
 
 @pytest.mark.parametrize("tokens", [T, 200])
@@ -200,34 +126,6 @@ def test_plans_hold_neither_an_input_nor_a_weight(recipe: str, tokens: int) -> N
     weights = weakref.ref(layer.weight), weakref.ref(x)
     del layer, x
     assert linear_module.plans and not any(weight() for weight in weights)
-
-
-def test_a_weight_of_another_shape_has_its_own_plan() -> None:
-    layer, x = qt.Linear(K, N, bias=False, recipe="tensorwise"), torch.randn(T, K, requires_grad=True)
-    assert by_fast_plan(layer(x))
-    layer.weight = nn.Parameter(torch.randn(N, K + 1))
-    with pytest.raises(ValueError, match="got an input of shape"):
-        layer(x)
-    large = gemm.SMALL // (T * K) + 1
-    layer.weight = nn.Parameter(torch.randn(large, K))
-    y = layer(x)
-    assert y.shape == (T, large) and not by_fast_plan(y)
-
-
-def test_on_meta_nothing_is_computed() -> None:
-    layer, _ = layer_and_input()
-    layer.to("meta")
-    assert layer(torch.empty(T, K, device="meta", requires_grad=True)).shape == (T, N)
-
-
-def test_nothing_is_decided_for_a_weight_that_is_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with qt.quantized_init("tensorwise"):
-        layer = qt.Linear(K, N)
-    plans: list[object] = []
-    monkeypatch.setattr(linear_module, "make_plan", lambda *args: plans.append(args))
-    with qt.autocast("tensorwise"):
-        layer(torch.randn(T, K, requires_grad=True))
-    assert not plans
 
 
 def test_no_default_of_torch_reaches_a_step() -> None:
@@ -267,17 +165,6 @@ def test_a_weight_that_is_computed_is_quantized_each_time() -> None:
     assert_bitwise(layer(x).detach(), expected.detach())
 
 
-def test_a_weight_written_in_place_is_requantized_and_detected_by_backward() -> None:
-    layer, x = layer_and_input()
-    layer.bias.data.zero_()  # type: ignore[union-attr]
-    y = layer(x)
-    with torch.no_grad():
-        layer.weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-    assert torch.equal(layer(x), y * 2)
-
-
 @pytest.mark.parametrize("way", ["direct", "general"])
 def test_an_output_may_be_written_to(way: str) -> None:
     layer = qt.Linear(K, N, recipe="tensorwise")
@@ -289,16 +176,6 @@ def test_an_output_may_be_written_to(way: str) -> None:
         assert by_fast_plan(y) == (way == "direct")
         grads = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
         for grad, value in zip(grads, expected, strict=True):
-            assert_bitwise(grad, value)
-
-
-def test_two_forwards_before_their_backwards_keep_their_own_codes() -> None:
-    layer, _ = layer_and_input()
-    inputs = [torch.randn(T, K, requires_grad=True) for _ in range(2)]
-    alone = [torch.autograd.grad(layer(x).square().sum(), (x, layer.weight)) for x in inputs]
-    outputs = [layer(x) for x in inputs]
-    for x, y, expected in zip(inputs, outputs, alone, strict=True):
-        for grad, value in zip(torch.autograd.grad(y.square().sum(), (x, layer.weight)), expected, strict=True):
             assert_bitwise(grad, value)
 
 
@@ -325,47 +202,6 @@ def test_backward_takes_any_gradient_and_ignores_torchs_autocast(gradient: Tenso
         runs.append((x.grad, layer.weight.grad, layer.bias.grad))
     for a, b in zip(*runs, strict=True):
         assert_bitwise(a, b)
-
-
-def test_an_autocast_of_another_device_does_not_matter() -> None:
-    layer, x = layer_and_input()
-    y = layer(x)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        y.sum().backward()
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-    assert x.grad is not None
-
-
-def test_backward_counts_even_if_forward_did_not() -> None:
-    layer, x = layer_and_input()
-    y = layer(x)
-    with qt.count(layer) as counters:
-        y.sum().backward()
-    assert counters.table[""]["grad_output"].elements == T * N
-
-
-def test_second_derivatives_are_refused() -> None:
-    layer, x = layer_and_input()
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        grad.sum().backward()
-
-
-@pytest.mark.parametrize("shape", [(T, K, N), (1, 256, 512)])
-def test_backward_saves_one_byte_per_element(shape: tuple[int, int, int]) -> None:
-    tokens, k, n = shape
-    layer, x = qt.Linear(k, n, recipe="tensorwise"), torch.randn(tokens, k, requires_grad=True)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = layer(x)  # noqa: F841
-    # The saved codes and their scale.
-    assert sum(t.nbytes for t in saved if t is not layer.weight) == tokens * k + 8
-    # The graph node holds no decoded weight with more than a few elements.
-    entry = weight_cache.lookup(layer, "fprop", layer.weight, layer.recipe.fprop.b, 0.0)  # type: ignore[union-attr, arg-type]
-    assert entry is not None and entry.quantized is not None
-    assert (entry.quantized.decoded is None) == (n * k > gemm.REMEMBERED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

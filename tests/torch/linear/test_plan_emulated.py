@@ -1,7 +1,6 @@
 """Test layers with GEMMs that the GPU does not support: the results of CPU emulation, with few saved tensors."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,14 +9,12 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver import E4M3, GemmSpec, QuantSpec, recipes
+from quaver import recipes
 from quaver.costs import ledger
 from quaver.costs.hardware import GPUS
-from quaver.recipes.spec import Recipe
 from quaver.torch.backends.gpu import launch, scaled_mm
 from quaver.torch.linear import plan_emulated
 from quaver.torch.state import weight_cache
-from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.operands import variants
 from tests.torch.backends.gpu.pretend import as_on_a_gpu, become
@@ -88,18 +85,6 @@ def test_a_bias_may_have_any_layout(recipe: str, on_ada: None) -> None:
         assert_bitwise(results(first, x)[0], results(second, x)[0], "decided")
 
 
-def test_a_stochastically_rounded_input_takes_the_general_path_with_noise(on_ada: None) -> None:
-    nvfp4 = recipes.nvfp4()
-    assert nvfp4.fprop.a is not None and nvfp4.wgrad.b is not None
-    line, down = (replace(spec, rounding="stochastic") for spec in (nvfp4.fprop.a, nvfp4.wgrad.b))
-    recipe = Recipe("drawn", replace(nvfp4.fprop, a=line), nvfp4.dgrad, replace(nvfp4.wgrad, b=down))
-    assert "input stochastically" in plan_emulated.reason_unsupported(recipe, torch.device("cpu"))
-    assert not ledger.values_at_once(recipe, GPUS["h200"], T, K, N)
-    layer, x = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe), torch.randn(T, K).bfloat16()
-    first, second = results(layer, x)[0], results(layer, x)[0]
-    assert first.isfinite().all() and not torch.equal(first, second)
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_product_that_fills_a_gpu_is_rounded_by_its_gemm(
     direct: bool, on_ada: None, monkeypatch: pytest.MonkeyPatch
@@ -130,25 +115,6 @@ def test_backward_keeps_codes_and_scales(recipe: str, of_codes: float, on_ada: N
     assert scales.nbytes <= T * K / 16 + K
 
 
-@pytest.mark.parametrize(("recipe", "matrices"), [("mxfp8", 2), ("blockwise", 1), ("nvfp4", 1)])
-def test_a_cached_weight_keeps_its_decoded_values_until_it_changes(recipe: str, matrices: int, on_ada: None) -> None:
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    x = torch.randn(T, K).bfloat16().requires_grad_()
-
-    def decoded_operands() -> list[Tensor]:
-        layer(x).float().square().sum().backward()
-        (entry,) = state_of(layer).weights.entries.values()
-        operand = entry.quantized
-        return [operand.data] if operand.cached_transpose is None else [operand.data, operand.cached_transpose.data]
-
-    first = decoded_operands()
-    assert [(t.dtype, t.shape) for t in first] == [(torch.bfloat16, (N, K))] * matrices
-    assert all(a is b for a, b in zip(first, decoded_operands(), strict=True))
-    optimizer.step()
-    assert not any(a is b for a, b in zip(first, decoded_operands(), strict=True))
-
-
 @pytest.mark.parametrize("recipe", ["mxfp8", "blockwise", "nvfp4(stochastic_rounding=False)"])
 def test_backward_recomputes_the_values_of_a_weight_that_was_freed(recipe: str, on_ada: None) -> None:
     """As FSDP2 frees weights between forward and backward."""
@@ -176,16 +142,6 @@ def test_nonfinite_values_make_nan_and_the_largest_numbers_do_not(recipe: str, o
     assert y[1].isnan().all()
     y.float().sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad[:, 3].isnan().all()
-
-
-def test_formats_beyond_bf16_take_the_general_path(on_ada: None) -> None:
-    device, line = torch.device("cpu"), QuantSpec(E4M3, (1, 128), "fp32")
-    one = GemmSpec(line, QuantSpec(E4M3, (128, 128), "fp32"))
-    for recipe in (Recipe("fp32", one, one, GemmSpec(line, line)), recipes.nvfp4(power_of_two=False)):
-        assert "no kernel writes bf16 values" in plan_emulated.reason_unsupported(recipe, device)
-    assert "fprop is not quantized" in plan_emulated.reason_unsupported(recipes.bf16(), device)
-    assert "the GPU has fprop's GEMM" in plan_emulated.reason_unsupported(recipes.tensorwise(), device)
-    assert "no kernel" in plan_emulated.reason_unsupported(recipes.mxfp4(stochastic_rounding=True), device)
 
 
 def test_explain_says_that_values_are_written(on_ada: None) -> None:

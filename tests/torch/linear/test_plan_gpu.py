@@ -14,19 +14,14 @@ from torch import Tensor
 import quaver.torch as qt
 from quaver import recipes
 from quaver.recipes.spec import GemmSpec, Recipe
-from quaver.torch.backends.gpu import quantize_launch, scaled_mm
-from quaver.torch.backends.gpu.quantize_launch import SMALL
-from quaver.torch.linear import autograd, plan_gpu
+from quaver.torch.backends.gpu import quantize_launch
 from quaver.torch.linear import linear as linear_module
 from quaver.torch.linear.plan import LinearPlan
-from quaver.torch.operations import functional
 from quaver.torch.state import weight_cache
-from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 from tests.torch.backends.gpu.cublaslt import torchs_own
 from tests.torch.backends.gpu.pretend import Driver, as_on_a_gpu, become
 from tests.torch.linear.fast_plans import by_fast_plan, general_plans
-from tests.torch.operations.test_shared_inputs import NoSharing
 
 T, K, N = 32, 48, 64
 #: Recipes with fast plans, and their architectures.
@@ -94,38 +89,6 @@ def test_bits_and_state_equal_the_general_path(
         theirs = steps(second, xs, False)
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{n}: {text}")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "arch"),
-    [
-        *((name, 90) for name in ("tensorwise", "delayed", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4")),
-        ("mxfp8", 100),
-        ("nvfp4", 100),
-    ],
-)
-def test_a_layer_reuses_the_quantized_input_of_another(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native and emulated. The host does not know whether two histories' factors are equal."""
-    become(arch, monkeypatch)
-    layers = [qt.Linear(K, n, dtype=torch.bfloat16, recipe=recipe) for n in (N, 32, N)]
-    x, results, distinct_inputs = torch.randn(T, K).bfloat16(), [], []
-    for threads in (functional.thread, NoSharing()):
-        monkeypatch.setattr(functional, "thread", threads)
-        own, tensors = copy.deepcopy(layers), []
-        for _ in range(2):
-            leaf = x.clone().requires_grad_()
-            h = leaf * 1.0
-            with qt.autocast(recipe):
-                outputs = [layer(h) for layer in own]
-            distinct_inputs.append(len({y.grad_fn.saved_tensors[1].data_ptr() for y in outputs}))
-            sum(y.square().sum() for y in outputs).backward()
-            tensors += [*outputs, leaf.grad, *(p.grad.clone() for layer in own for p in layer.parameters())]
-        results.append([*tensors, *(b.clone() for layer in own for b in layer.buffers())])
-    for number, (a, b) in enumerate(zip(*results, strict=True)):
-        assert_bitwise(a, b, str(number))
-    # In each step, without another's and last: of rowwise_bf16_wgrad backward keeps the input itself.
-    separate = 1 if recipe == "rowwise_bf16_wgrad" else 3
-    assert distinct_inputs[1:] == [3 if recipe == "delayed" else 1, separate, separate]
 
 
 @pytest.mark.parametrize(
@@ -280,25 +243,6 @@ def test_backward_quantizes_only_its_own_operand_of_a_weight_that_was_freed(
         assert_bitwise(a, b)
 
 
-def test_two_level_scaling_runs_when_torch_fills_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch does not fill new tensors of four-bit codes."""
-    become(100, monkeypatch)
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipes.nvfp4(stochastic_rounding=False))
-    x = torch.randn(T, K).bfloat16().requires_grad_()
-    layer(x)
-    grads = []
-    before = torch.are_deterministic_algorithms_enabled()
-    try:
-        for on in (False, True):
-            torch.use_deterministic_algorithms(on)
-            y = layer(x)
-            assert by_fast_plan(y)
-            grads.append(torch.autograd.grad(y.float().square().sum(), (x, layer.weight)))
-    finally:
-        torch.use_deterministic_algorithms(before)
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
 def to_host(x: Tensor) -> tuple[torch.device, Tensor]:
     """As `torch.autograd.graph.save_on_cpu` does for a GPU tensor: `.cpu()` allocates and copies."""
     return x.device, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").copy_(x)
@@ -314,7 +258,9 @@ def from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
     return x.to(device, copy=True)
 
 
-@pytest.mark.parametrize(("recipe", "arch"), dict(DECIDED).items())
+@pytest.mark.parametrize(
+    ("recipe", "arch"), [("tensorwise", 90), ("delayed", 120), ("blockwise", 90), ("mxfp8", 90), ("nvfp4", 100)]
+)
 def test_saved_tensors_may_be_offloaded_to_the_host(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tests run in deterministic mode, in which torch fills new tensors, except those of four-bit codes."""
     become(arch, monkeypatch)
@@ -400,42 +346,6 @@ def test_noise_continues_over_steps_despite_other_calls_in_between(monkeypatch: 
         assert_bitwise(a, b, str(number))
 
 
-@pytest.mark.parametrize("arch", [100, 120])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_where_gemms_read_rows_alone_transposes_are_written_with_the_codes(
-    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On sm_120, and on sm_100 with some versions of cuBLASLt: no operand is read again to be transposed."""
-    calls = become(arch, monkeypatch, either=False)
-
-    def transpose_in_place(_: object) -> None:
-        raise AssertionError("an operand is transposed by a kernel of its own")
-
-    monkeypatch.setattr(scaled_mm, "_probe", with_settling(scaled_mm._probe, scaled_mm.transpose_in_place, monkeypatch))
-    monkeypatch.setattr(scaled_mm, "transpose_in_place", transpose_in_place)
-    xs = [torch.randn(2, T // 2, K).bfloat16() for _ in range(3)]
-    first = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
-    second = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
-    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
-    ours = steps(first, xs, True)
-    assert calls
-    with general_plans():
-        theirs = steps(second, xs, False)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-def with_settling(probe: Callable[..., str], transpose_in_place: Callable[..., None], patch: pytest.MonkeyPatch) -> Any:
-    """Probes may transpose operands: they try calls that no layer makes."""
-
-    def probed(*args: Any) -> str:
-        with patch.context() as inside:
-            inside.setattr(scaled_mm, "transpose_in_place", transpose_in_place)
-            return probe(*args)
-
-    return probed
-
-
 @pytest.mark.parametrize(
     ("recipe", "arch"),
     [
@@ -466,84 +376,32 @@ def test_two_forwards_before_their_backwards_keep_their_own_codes(
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
 
 
-@pytest.mark.parametrize(("recipe", "arch"), [("tensorwise", 90), ("rowwise", 90)])
-def test_backward_counts_even_if_forward_did_not(recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    become(arch, monkeypatch)
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
-    y = layer(torch.randn(T, K).bfloat16().requires_grad_())
-    assert by_fast_plan(y)
-    with qt.count(layer) as counters:
-        y.sum().backward()
-    elements = {name: counts.elements for name, counts in counters.table[""].items()}
-    operands = ["grad_output"] if recipe in ("tensorwise", "delayed") else ["grad_output", "grad_output.T"]
-    assert elements == dict.fromkeys(operands, T * N)
-
-
-@pytest.mark.parametrize(("recipe", "arch"), [("blockwise", 100)])
-def test_no_fast_plan_if_gemms_need_other_scales_than_kernels_write(
-    recipe: str, arch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    become(arch, monkeypatch)
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipe)
-    assert not by_fast_plan(layer(torch.randn(T, K).bfloat16().requires_grad_()))
-
-
 @torchs_own
 @pytest.mark.parametrize(
-    "why",
-    [
-        "no gradient of x",
-        "frozen weight",
-        "no grad",
-        "odd tokens",
-        "not contiguous",
-        "counted",
-        "autocast",
-        "float32 x",
-    ],
+    "case", ["no gradient of x", "frozen weight", "odd tokens", "not contiguous", "counted", "torch's autocast"]
 )
-def test_unplanned_calls_take_the_general_path(why: str) -> None:
+def test_unplanned_calls_have_the_bits_of_the_general_path(case: str) -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
     assert by_fast_plan(layer(x))
-    if why == "no gradient of x":
-        assert not by_fast_plan(layer(x.detach()))
-    elif why == "frozen weight":
-        layer.weight.requires_grad_(False)
-        assert not by_fast_plan(layer(x))
-    elif why == "no grad":
-        with torch.no_grad():
-            assert layer(x).grad_fn is None
-    elif why == "odd tokens":
-        assert not by_fast_plan(layer(x[:17]))
-        assert by_fast_plan(layer(x))
-    elif why == "not contiguous":
-        assert not by_fast_plan(layer(torch.randn(K, T).bfloat16().t().requires_grad_()))
-    elif why == "counted":
-        with qt.count(layer) as counters:
-            assert not by_fast_plan(layer(x))
-        assert counters is not None
-    elif why == "autocast":
-        with torch.autocast("cpu", torch.bfloat16):
-            assert not by_fast_plan(layer(x))
-    else:
-        with pytest.raises(ValueError, match="bfloat16 weights and got a"):
-            layer(x.float())
+    layer.weight.requires_grad_(case != "frozen weight")
+    if case == "no gradient of x":
+        x = x.detach()
+    elif case == "odd tokens":
+        x = x[:17]
+    elif case == "not contiguous":
+        x = torch.randn(K, T).bfloat16().t().requires_grad_()
+    counted = qt.count(layer) if case == "counted" else contextlib.nullcontext()
+    with counted, torch.autocast("cpu", torch.bfloat16, enabled=case == "torch's autocast"):
+        y = layer(x)
+        assert not by_fast_plan(y)
+    with general_plans():
+        assert_bitwise(y, layer(x))
 
 
-def test_a_weight_written_in_place_is_requantized_and_detected_by_backward() -> None:
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
-    x = torch.randn(T, K).bfloat16().requires_grad_()
-    y = layer(x)
-    with torch.no_grad():
-        layer.weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-    assert torch.equal(layer(x), y * 2)
-
-
-@pytest.mark.parametrize("features", [40, 48, 80])
-@pytest.mark.parametrize(("recipe", "arch"), [("tensorwise", 90), ("rowwise", 90), ("mxfp8", 100)])
+@pytest.mark.parametrize(
+    ("recipe", "arch", "features"), [("tensorwise", 90, 40), ("rowwise", 90, 48), ("mxfp8", 100, 80)]
+)
 def test_a_weight_of_another_shape_has_its_own_plan(
     recipe: str,
     arch: int,
@@ -587,68 +445,6 @@ def test_recipes_that_share_a_weight_operand_read_it_in_their_own_layouts(monkey
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
-@torchs_own
-def test_buffers_of_a_large_step_are_not_kept_for_its_shape() -> None:
-    layer = qt.Linear(K, N, dtype=torch.bfloat16, recipe="tensorwise")
-    x = torch.randn(SMALL // K + 32 & -16, K).bfloat16().requires_grad_()
-    y = layer(x)
-    assert by_fast_plan(y)
-    y.sum().backward()
-    # The first forward quantizes its input together with the weight.
-    layer(x)
-    (plan,) = linear_module.plans.values()
-    quantizers = [function.__closure__[0].cell_contents for function in (plan.quantize_input, plan.quantize_grad)]
-    places = [place for quantizer in quantizers for place in quantizer.places.values()]
-    assert len(places) == 2
-    assert all(tensor is None or tensor.numel() <= 4 for tensors, _ in places for tensor in tensors)
-
-
-@torchs_own
-def test_an_input_shares_launches_with_a_weight_where_both_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(T, K).bfloat16().requires_grad_()
-    for most, shares in ((T * K + N * K, True), (T * K + N * K - 1, False)):
-        monkeypatch.setattr(plan_gpu, "TOGETHER", most)
-        linear_module.plans.clear()
-        layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
-        assert by_fast_plan(layer(x))
-        (plan,) = linear_module.plans.values()
-        assert (plan.quantize_together is not None) is shares
-
-
-@torchs_own
-def test_the_cache_of_a_weight_is_freed_with_it() -> None:
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
-    x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert by_fast_plan(layer(x))
-    (entry,) = state_of(layer).weights.entries.values()
-    assert entry.fast_operands is not None
-    layer.to(torch.bfloat16)
-    assert not state_of(layer).weights.entries
-    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
-    assert by_fast_plan(layer(x))
-    # Changes of the weight cannot be detected, so it is quantized each time.
-    assert not state_of(layer).weights.entries
-
-
-@torchs_own
-def test_an_output_may_be_written_to() -> None:
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
-    x = torch.randn(2, T // 2, K).bfloat16().requires_grad_()
-    expected = torch.autograd.grad(layer(x).relu().square().sum(), (x, layer.weight))
-    y = layer(x)
-    assert by_fast_plan(y)
-    grads = torch.autograd.grad(y.relu_().square().sum(), (x, layer.weight))
-    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
-
-
-def test_second_derivatives_are_refused() -> None:
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
-    x = torch.randn(T, K).bfloat16().requires_grad_()
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        grad.sum().backward()
-
-
 def test_out_of_memory_gives_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
     x = torch.randn(T, K).bfloat16().requires_grad_()
@@ -660,47 +456,3 @@ def test_out_of_memory_gives_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "empty_like", full)
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
         layer(x)
-
-
-@torchs_own
-def test_out_of_memory_after_a_norm_gives_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = qt.LayerNormLinear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
-    x = torch.randn(T, K).bfloat16().requires_grad_()
-    block(x)
-    quantize_input = autograd._quantize
-
-    def full(*_: object, **__: object) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def out_of_memory(*arguments: Any) -> Any:
-        monkeypatch.setattr(torch, "empty_like", full)
-        return quantize_input(*arguments)
-
-    monkeypatch.setattr(autograd, "_quantize", out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory for the quantized copy"):
-        block(x)
-
-
-@torchs_own
-@pytest.mark.parametrize("name", ["factor", "history"])
-def test_factors_on_another_device_take_the_general_path(name: str) -> None:
-    """The general path moves them; a launch by address would read invalid memory."""
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="delayed")
-    x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert by_fast_plan(layer(x))
-    assert plan_gpu._delayed(layer, x) is not None
-    layer.register_buffer(name, layer.get_buffer(name).to("meta"))
-    assert plan_gpu._delayed(layer, x) is None
-
-
-@torchs_own
-def test_a_weight_on_another_device_has_no_fast_plan() -> None:
-    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="tensorwise")
-    x = torch.randn(T, K).bfloat16().requires_grad_()
-    assert by_fast_plan(layer(x))
-    recipe, elsewhere = recipes.get("tensorwise"), layer.weight.to("meta")
-    assert linear_module.plan_key(x.shape, x, layer.weight, None, recipe) in linear_module.plans
-    assert linear_module.plan_key(x.shape, x, elsewhere, None, recipe) not in linear_module.plans
-    key = linear_module.plan_key(x.shape, x, elsewhere, None, recipe)
-    plan = linear_module.make_plan(key, x, elsewhere, None, recipe, layer)
-    assert plan is not None and plan.operations is not None

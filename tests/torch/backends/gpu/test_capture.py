@@ -60,13 +60,13 @@ def launches(driver: Driver, module: nn.Module, recipe: str, x: Tensor, warm_up:
 
 
 CALLS = [(32, True), (37, False)]
-#: Each recipe on a third of the architectures, and each architecture under a third of the recipes, by turns even tokens
-#: with a bias and odd ones without; the others take a minute.
+#: Each recipe on one architecture, and each architecture under a quarter of the recipes, alternately even tokens with a
+#: bias and odd ones without.
 BY_TURNS = [
-    (recipe, arch, CALLS[(i + j) // 2 % 2])
+    (recipe, arch, CALLS[(i + j) // 4 % 2])
     for i, recipe in enumerate(RECIPES)
     for j, arch in enumerate(ARCHITECTURES)
-    if (i + j) % 3 == 0
+    if (i + j) % 4 == 0
 ]
 #: And the GPUs that have the GEMMs of these two.
 BY_TURNS += [("blockwise", 90, CALLS[0]), ("nvfp4", 100, CALLS[0])]
@@ -114,11 +114,10 @@ def test_a_capture_of_a_block_launches_what_its_rehearsal_launched(
     assert set(captured) <= driver.loaded
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
 def test_a_capture_of_attention_in_eight_bits_launches_what_its_rehearsal_launched(
-    recipe: str, gpu: Callable[[str, int], Driver]
+    gpu: Callable[[str, int], Driver],
 ) -> None:
-    """The amax of a head's dS is met in memory that each launch begins with zeros."""
+    recipe = "tensorwise"
     driver = gpu(recipe, 90)
     options = {"groups": 1, "bias": False, "window": (8, 0)}
     block = qt.MultiheadAttention(64, 2, recipe=recipes.get(recipe, attention=True), dtype=torch.bfloat16, **options)
@@ -128,29 +127,6 @@ def test_a_capture_of_attention_in_eight_bits_launches_what_its_rehearsal_launch
     assert {"attention", "attention_rows", "attention_columns"} <= names
     assert captured == rehearsed
     assert set(captured) <= driver.loaded
-
-
-def captured_names(driver: Driver, recipe: str, layer: qt.Linear) -> list[str]:
-    x = torch.randn(1, 32, layer.in_features).bfloat16().requires_grad_()
-    return [kernel[0].__name__ for kernel in launches(driver, layer, recipe, x, WARM_UP)[-1]]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "arch", "absent"),
-    [("rowwise", 90, "column_amax"), ("mxfp8", 100, "mxfp8_rows"), ("mxfp8", 100, "decode")],
-)
-def test_both_operands_of_a_captured_weight_come_from_one_read(
-    recipe: str, arch: int, absent: str, gpu: Callable[[str, int], Driver]
-) -> None:
-    names = captured_names(gpu(recipe, arch), recipe, qt.Linear(K, N, bias=False, dtype=torch.bfloat16))
-    assert names and absent not in names, names
-
-
-def test_captured_delayed_scaling_takes_one_pass_over_a_tensor(gpu: Callable[[str, int], Driver]) -> None:
-    """The host knows that factors are set, which it learns by waiting before the last rehearsal."""
-    names = captured_names(gpu("delayed", 90), "delayed", qt.Linear(K, N, bias=False, dtype=torch.bfloat16))
-    assert names.count("cast") == 3
-    assert "amax" not in names
 
 
 def test_a_captured_graph_reads_the_stored_codes_at_each_replay() -> None:

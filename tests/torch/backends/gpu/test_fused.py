@@ -78,16 +78,13 @@ PAIRS = [
     ("LayerNormLinear", "blockwise"),
     ("LayerNormLinear", "mxfp8"),
     ("RMSNorm, output returned", "delayed"),
-    ("RMSNorm, output returned", "tensorwise"),
     ("swiglu MLP", "delayed"),
     ("swiglu MLP", "tensorwise"),
-    ("swiglu MLP", "rowwise"),
     ("swiglu MLP", "mxfp8"),
     ("swiglu MLP in two", "delayed"),
     ("gelu MLP", "blockwise"),
     ("eight-bit MLP", "delayed"),
     ("recomputed MLP", "delayed"),
-    ("recomputed MLP", "tensorwise"),
 ]
 
 

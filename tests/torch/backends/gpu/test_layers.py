@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver import E4M3, QuantSpec, recipes
-from quaver.recipes.spec import Recipe
+from quaver import recipes
 from quaver.torch.linear import general
-from quaver.torch.linear.plan import LinearPlan
 from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.numerics.rounding import NO_NOISE, is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.operation import Implementation
-from quaver.torch.state.layer_state import state_of
 from tests.operands import SPECS
 from tests.pairs import case_name, pairs
 from tests.torch.backends.gpu.cublaslt import torchs_own
@@ -128,42 +124,6 @@ def test_backward_keeps_the_transpose_of_the_input_and_nothing_else_of_it(recipe
     assert sum(t.numel() for t in saved if t.dtype is torch.bfloat16 and t is not layer.weight) == 0
 
 
-def test_results_of_one_pass_are_freed_independently() -> None:
-    with qt.only("triton"):
-        q, transposed = ops.QUANTIZE_BOTH(torch.randn(40, 48), QuantSpec(E4M3), QuantSpec(E4M3))
-    assert q.cached_transpose is None and transposed.cached_transpose is None
-    assert q.data.untyped_storage().data_ptr() != transposed.data.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_a_captured_graph_neither_reads_nor_leaves_a_cached_weight(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quantized: list[tuple[int, ...]] = []
-    implementation = next(impl for impl in ops.QUANTIZE.implementations if impl.name == "cpu")
-
-    def counting(x: Tensor, *args: Any) -> Quantized:
-        quantized.append(tuple(x.shape))
-        operand: Quantized = implementation.run(x, *args)
-        return operand
-
-    impls = [Implementation("cpu", counting, implementation.reason)]
-    monkeypatch.setattr(ops.QUANTIZE, "enabled", impls)
-    ops.clear_resolved()
-    layer, x = qt.Linear(48, 32, recipe=recipe), torch.randn(5, 48, requires_grad=True)
-    of_weight = {(32, 48), (48, 32)}
-    layer(x).sum().backward()
-    before = dict(state_of(layer).weights.entries)
-    quantized.clear()
-    monkeypatch.setattr(general, "capturing", lambda _: True)
-    layer(x).sum().backward()
-    assert sum(shape in of_weight for shape in quantized) == (1 if recipe == "tensorwise" else 2)
-    assert state_of(layer).weights.entries == before
-    quantized.clear()
-    monkeypatch.undo()
-    ops.clear_resolved()
-
-
 #: Names of specs, one of each kind of result.
 TRACED = {
     (spec.format.packed, spec.two_level, spec.transposable): name
@@ -248,36 +208,3 @@ def test_a_history_continues_when_one_operand_has_no_kernel(frozen: bool) -> Non
             by_kernels = steps(cached_transpose)
     for one, other in zip(by_kernels, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("noise", [(), (None, None, NO_NOISE, NO_NOISE)], ids=["left out", "given"])
-def test_two_operands_in_one_operator_compile_as_layers_ask_for_them(noise: tuple[Any, ...]) -> None:
-    spec = QuantSpec(E4M3)
-
-    def both(x: Tensor) -> list[Tensor]:
-        return [q.data for q in ops.QUANTIZE_BOTH.traced(x, spec, spec, *noise)]
-
-    x = torch.randn(16, 32)
-    compiled = torch.compile(both, fullgraph=True, backend="eager")
-    for one, other in zip(compiled(x), both(x), strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise"])
-def test_a_compiled_layer_reads_operands_once_as_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = qt.Linear(48, 32)
-    cached_transpose = copy.deepcopy(layer)
-    expected = run(layer, recipe, 5)
-    plan_for = general.plan_for
-
-    def plan_of_a_gpu(recipe: Recipe, x: torch.Tensor) -> LinearPlan:
-        """As one is made there: a compiler sees one operator for two operands."""
-        plan = plan_for(recipe, x)
-        if is_tracing():
-            plan.operations = plan.operations._replace(both=ops.QUANTIZE_BOTH)  # type: ignore[union-attr, arg-type]
-        return plan
-
-    monkeypatch.setattr(general, "plan_for", plan_of_a_gpu)
-    compiled = run(torch.compile(cached_transpose, fullgraph=True, backend="aot_eager"), recipe, 5)
-    for one, other in zip(compiled, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

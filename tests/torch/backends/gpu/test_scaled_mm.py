@@ -159,48 +159,6 @@ def test_unsupported_operands_are_decoded_with_a_reason(gpu: list[list[str]], ar
             assert check("native", x, w, torch.float32, None) == "decoded"
 
 
-@pytest.mark.parametrize("gpu", [100], indirect=True)
-def test_blackwell_reads_transposes_in_place(gpu: list[list[str]]) -> None:
-    x, w = pair(SPECS["tensor"], SPECS["tensor"], 64, 32, 48, transposed=True)
-    before = x.data.data_ptr(), w.data.data_ptr()
-    check("native", x, w, torch.bfloat16, None)
-    assert x.transposed and w.transposed and (x.data.data_ptr(), w.data.data_ptr()) == before
-
-
-@pytest.mark.parametrize("gpu", [90], indirect=True)
-def test_hopper_transposes_once(gpu: list[list[str]]) -> None:
-    x, _ = pair(SPECS["tensor"], SPECS["tensor"], 40, 32, 48, transposed=True)
-    codes, scales = x.codes(), x.scales()
-    first = scaled_mm.matrix(x)
-    assert not x.transposed and scaled_mm.matrix(x).data_ptr() == first.data_ptr()
-    assert torch.equal(x.codes(), codes) and torch.equal(x.scales(), scales)
-
-
-@pytest.mark.parametrize("name", ["tensor", "128x128", "mxfp8 2d", "nvfp4 2d"])
-@pytest.mark.parametrize("swizzled", [False, True])
-def test_settling_changes_only_the_layout_of_codes(name: str, swizzled: bool) -> None:
-    x = reference.quantize(torch.randn(150, 200), SPECS[name]).T
-    if swizzled and SPECS[name].block[0] in (16, 32):
-        assert isinstance(x.scale, Tensor)
-        x.scale = swizzle(x.scale.repeat_interleave(SPECS[name].block[0] or 1, 0)[: x.stored_shape[0]])
-        x.swizzled = True
-    codes, scales = x.codes(), x.scales()
-    scaled_mm.transpose_in_place(x)
-    assert not x.transposed and torch.equal(x.codes(), codes) and torch.equal(x.scales(), scales)
-
-
-@pytest.mark.parametrize("gpu", [89], indirect=True)
-@pytest.mark.parametrize(("version", "bare"), [("2.11.0+cu128", True), ("2.12.0", False)])
-def test_rows_on_ada_keep_to_their_stream(
-    gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch, version: str, bare: bool
-) -> None:
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
-    x, w = pair(SPECS["row"], SPECS["row"], 64, 256, 32)
-    assert check("native", x, w, torch.bfloat16, None) == "native"
-    kind = scaled_mm.choose_gemm(x, w, torch.bfloat16, None).kind
-    assert kind is not None and kind.bare is bare
-
-
 @pytest.mark.parametrize("gpu", [89], indirect=True)
 def test_rows_without_scales_in_the_gemm_are_scaled_in_one_pass(
     gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch
@@ -309,42 +267,6 @@ def test_a_bias_that_a_gemm_refuses_is_added_after_it(
     assert choose_gemm.out is torch.float32
 
 
-@pytest.mark.parametrize("gpu", [90], indirect=True)
-def test_row_counts_are_probed_by_divisibility(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = scaled_mm.scaled_mm
-
-    def of_quarters(a: Tensor, *rest: object) -> Tensor:
-        if a.shape[0] % 4:
-            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED")
-        return right(a, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(scaled_mm, "scaled_mm", of_quarters)
-    for m in (161, 37, 162, 164, 4, 168, 160, 16):
-        x, w = pair(SPECS["tensor"], SPECS["tensor"], m, 256, 32)
-        ran = check("native", x, w, torch.bfloat16, None)
-        assert ran == ("decoded" if m % 4 else "native"), m
-
-
-@pytest.mark.parametrize("gpu", [100], indirect=True)
-def test_a_probe_has_the_layout_of_the_real_operands(gpu: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transposed view is probed with a view; otherwise a GEMM that needs rows would fail first in backward."""
-    tried = []
-    right = scaled_mm.scaled_mm
-
-    def noting(a: Tensor, b: Tensor, *rest: object) -> Tensor:
-        tried.append((a.stride(1) == 1, b.stride(0) == 1))
-        return right(a, b, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(scaled_mm, "scaled_mm", noting)
-    plain, transposed = (
-        pair(SPECS["tensor"], SPECS["tensor"], 64, 256, 32, is_transposed) for is_transposed in (False, True)
-    )
-    for a, b in ((plain[0], plain[1]), (plain[0], transposed[1]), (transposed[0], transposed[1])):
-        tried.clear()
-        assert scaled_mm.choose_gemm(a, b, torch.bfloat16, None).kind is not None
-        assert tried == [(not a.transposed, not b.transposed)]
-
-
 SCRAMBLED = {
     "rows": lambda s: s.roll(1, 0),
     "blocks of k": lambda s: s.roll(1, 1),
@@ -388,21 +310,6 @@ def test_a_gemm_that_takes_scales_for_others_is_not_used(
 
 
 @torchs_own
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_defaults_of_torch_do_not_reach_a_probe(dtype: torch.dtype) -> None:
-    x, w = pair(SPECS["tensor"], SPECS["tensor"], 16, 32, 16)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            assert scaled_mm.reason(x, w, torch.float32, None) == ""
-            scaled_mm._ones.clear()
-            assert scaled_mm._one(torch.device("cpu")).dtype is torch.float32
-    finally:
-        torch.set_default_dtype(before)
-
-
-@torchs_own
 def test_no_memory_for_a_probe_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = pair(SPECS["tensor"], SPECS["tensor"], 16, 32, 16)
 
@@ -414,15 +321,6 @@ def test_no_memory_for_a_probe_decides_nothing(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(torch.OutOfMemoryError):
             scaled_mm.reason(x, w, torch.float32, None)
     assert scaled_mm.reason(x, w, torch.float32, None) == ""
-
-
-def test_a_class_of_calls_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-    probe = scaled_mm._probe
-    monkeypatch.setattr(scaled_mm, "_probe", lambda *args: (tried.append(args[3]), probe(*args))[1])
-    for m in (32, 64, 96):
-        check("native", *pair(SPECS["tensor"], SPECS["tensor"], m, 128, 32), torch.float32, None)
-    assert len(tried) == 1
 
 
 def test_features_that_are_no_multiple_of_16_are_decoded() -> None:
@@ -459,16 +357,6 @@ def test_scales_far_from_one_lose_no_precision(name: str, scale: float) -> None:
     a, b = reference.quantize(x, SPECS[name]), reference.quantize(w, SPECS[name])
     y, expected = scaled_mm.matmul(a, b, torch.float32).double(), reference.matmul(a, b, torch.float32).double()
     assert (y - expected).norm() / expected.norm() < 1e-6
-
-
-def test_zero_padded_rows_are_used_unchanged() -> None:
-    buffer = torch.zeros(6, 48, dtype=torch.float8_e4m3fn)
-    buffer[:, :40] = torch.randn(6, 40).to(torch.float8_e4m3fn)
-    q = Quantized(buffer[:, :40], torch.ones(1, 1), SPECS["tensor"], (6, 40))
-    matrix = scaled_mm.matrix(q)
-    assert matrix.shape == (6, 48) and matrix.data_ptr() == buffer.data_ptr()
-    alone = Quantized(buffer[:, :40].contiguous(), torch.ones(1, 1), SPECS["tensor"], (6, 40))
-    assert torch.equal(scaled_mm.matrix(alone).float(), buffer.float())
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (128, 4), (129, 5), (300, 17)])

@@ -15,17 +15,13 @@ from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.noise import fresh_count, name_streams
 from tests.close import assert_bitwise
-from tests.torch.linear.grouped.test_matmul import RECIPES
+from tests.torch.linear.grouped.test_matmul import RECIPES, ends
 
 G, K, N = 4, 48, 40
 T = 70
 #: Rows and group sizes of each step; the last rows of the first step belong to no group.
 STEPS = [(70, (5, 0, 40, 19)), (57, (1, 8, 32, 16)), (64, (0, 0, 64, 0))]
 BY_ROWS = ["rowwise", "blockwise", "mxfp8", "mxfp4", "rowwise_bf16_wgrad"]
-
-
-def ends(sizes: tuple[int, ...]) -> Tensor:
-    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def rows(seed: int, count: int = T, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

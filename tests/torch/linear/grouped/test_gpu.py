@@ -11,7 +11,7 @@ from quaver import recipes
 from quaver.torch.linear.grouped.products import DeviceGroups
 from quaver.torch.numerics.grouped import GroupOffsets
 from tests.close import assert_bitwise, assert_close
-from tests.torch.linear.grouped.test_function import STEPS, K, N, Permuted, ends, layer_of, rows, steps_of
+from tests.torch.linear.grouped.test_function import STEPS, Permuted, ends, layer_of, rows, steps_of
 from tests.torch.linear.grouped.test_matmul import RECIPES
 
 EVERY = RECIPES | {"delayed": recipes.get("delayed")}
@@ -110,25 +110,3 @@ def test_compiled_layers_have_eager_bits_there_too(recipe: Any) -> None:
     with qt.only("decoded"):
         for ours, expected in zip(steps_of(compiled, run), steps_of(eager, eager), strict=True):
             assert_bitwise(ours.contiguous(), expected.contiguous())
-
-
-def test_weights_are_quantized_once_a_step() -> None:
-    layer, quantized = layer_of("mxfp8"), list[str]()
-    quantize = DeviceGroups._quantized
-
-    def recorded(run: Any, weight: Tensor, side: str) -> Any:
-        quantized.append(side)
-        return quantize(run, weight, side)
-
-    optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
-    with pytest.MonkeyPatch.context() as patch, qt.only("decoded"):
-        patch.setattr(DeviceGroups, "_quantized", recorded)
-        for _ in range(2):
-            quantized.clear()
-            for batch in range(3):
-                x, g = rows(batch)
-                layer(x, ends(STEPS[0][1])).backward(g)
-            assert quantized == ["fprop", "dgrad"]
-            optimizer.step()
-            optimizer.zero_grad()
-    assert layer.weight.shape == (4, N, K)

@@ -14,23 +14,11 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state import weight_cache
 from tests.close import assert_bitwise
+from tests.torch.linear.grouped.test_function import G, K, N, T, ends, rows
 
-G, K, N = 4, 48, 40
 #: Group sizes of each step; the last rows belong to no group. The second group has no token in the first two steps.
 STEPS = [(5, 0, 40, 19), (33, 0, 0, 20), (1, 8, 32, 16)]
-T = 70
 every_recipe = pytest.mark.parametrize("recipe", [*recipes.RECIPES, None], ids=str)
-
-
-def ends(sizes: tuple[int, ...]) -> Tensor:
-    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def rows(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x, g = (torch.randn(T, size, generator=generator) for size in (K, N))
-    x = x * torch.logspace(-3, 3, T)[:, None]
-    return x.to(dtype).requires_grad_(), g.to(dtype)
 
 
 class Each(nn.Module):
@@ -93,7 +81,7 @@ def test_it_trains_as_a_linear_layer_for_each_group(recipe: str | None, how: dic
     dtype = how.get("dtype", torch.float32)
     assert_bitwise(one.experts.matrices(one.experts.weight), torch.stack([m.weight for m in each.experts]))
     for step, sizes in enumerate(STEPS):
-        (x, g), (z, _) = rows(step, dtype), rows(step, dtype)
+        (x, g), (z, _) = rows(step, dtype=dtype), rows(step, dtype=dtype)
         y, expected = one(x, sizes), each(z, sizes)
         assert_bitwise(y.detach(), expected.detach())
         for output in (y, expected):
@@ -107,28 +95,6 @@ def test_it_trains_as_a_linear_layer_for_each_group(recipe: str | None, how: dic
                     if p.grad is not None:
                         p -= 1e-2 * p.grad
                         p.grad = None
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "nvfp4"])
-def test_unnamed_layers_draw_and_remember_as_linears_made_in_their_place(recipe: str) -> None:
-    torch.manual_seed(0)
-    layer = qt.GroupedLinear(G, K, N, recipe=recipe)
-    torch.manual_seed(0)
-    each = [qt.Linear(K, N, recipe=recipe) for _ in range(G)]
-    for i, single in enumerate(each):
-        # A layer of its own recipe has number 0, wherever it stands.
-        single._state.serial = (layer._state.serial or 0) + i
-    for step in range(2):
-        (x, g), (z, _) = rows(step), rows(step)
-        with qt.autocast(recipe="bf16"):
-            y = layer(x, ends(STEPS[2]))
-            parts = z.split([*STEPS[2], T - sum(STEPS[2])])
-            expected = torch.cat([single(part) for single, part in zip(each, parts, strict=False)])
-        y.backward(g)
-        expected.backward(g[: len(expected)])
-        assert x.grad is not None and z.grad is not None
-        assert_bitwise(x.grad, z.grad)
-        assert_bitwise(layer.weight.grad, torch.stack([single.weight.grad for single in each]))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "delayed"])
@@ -293,14 +259,3 @@ def test_models_of_them_are_converted_counted_and_reverted() -> None:
     assert qt.revert(model) == ["experts.experts"] and not list(model.buffers())
     y = model(x)
     assert "GroupedLinear" in repr(model) and y.isfinite().all()
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "mxfp4", "nvfp4"])
-def test_each_groups_weight_is_counted_once_it_is_multiplied(recipe: str) -> None:
-    """Also where all were quantized in one call, before it had a token."""
-    layer = qt.GroupedLinear(G, K, N, recipe=recipe)
-    with qt.count(layer) as counters:
-        for step, sizes in enumerate([(0, 3, 3, 6), (0, 0, 6, 6), (3, 3, 3, 3)]):
-            layer(torch.randn(12, K), ends(sizes)).sum().backward()
-            (counted,) = [row[2] for row in counters._rows() if row[1] == "weight"]
-            assert counted == K * N * (3 if step < 2 else 4)

@@ -11,11 +11,8 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.recipes.formats import E4M3
 from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
-from quaver.torch.linear.grouped import products
-from quaver.torch.numerics import reference
 from quaver.torch.numerics.grouped import GroupOffsets
 from tests.close import assert_bitwise
-from tests.operands import SPECS
 from tests.pairs import case_name, pairs
 
 T, K, N, G = 64, 48, 40, 4
@@ -130,16 +127,6 @@ def test_the_reference_equals_linear_layers(name: str) -> None:
             assert_bitwise(tensor, expected)
 
 
-@every_recipe
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_cpu_result_is_within_the_error_bound(name: str, dtype: torch.dtype) -> None:
-    with qt.only("reference"):
-        expected = grouped(SIZES[0], RECIPES[name], dtype)
-    for tensor, wanted in zip(grouped(SIZES[0], RECIPES[name], dtype), expected, strict=True):
-        bound = 1e-6 if dtype is torch.float32 else 1e-2
-        assert (tensor.double() - wanted.double()).norm() <= bound * wanted.double().norm()
-
-
 @pytest.mark.parametrize(
     ("transposed", "dtype", "features"),
     pairs((False, True), (torch.float32, torch.bfloat16, torch.float16), ((48, 40), (47, 40), (48, 41), (8, 8))),
@@ -167,18 +154,6 @@ def test_torchs_grouped_gemm_changes_no_bit(
             assert_bitwise(other.grad[group].contiguous(), (y_operand.t() @ part).contiguous())
     lines = not any(size * dtype.itemsize % 16 for size in features)
     assert (len(calls) == 6) is lines
-
-
-@pytest.mark.parametrize("name", ["mxfp6", "mxfp4"])
-def test_rows_that_leave_the_cache_are_quantized_group_by_group_to_the_same_codes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = grouped(SIZES[0], RECIPES[name])
-    monkeypatch.setattr(products, "CACHED", 0)
-    with qt.only("reference"):
-        results = grouped(SIZES[0], RECIPES[name])
-    for tensor, wanted in zip(results, expected, strict=True):
-        assert_bitwise(tensor, wanted)
 
 
 def test_rows_without_a_group_have_no_effect() -> None:
@@ -241,29 +216,6 @@ def test_a_frozen_side_gets_no_gradient() -> None:
         assert_bitwise(grad, expected)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_quantized_for_them(
-    off: Any, recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch reports required gradients as if gradients were never disabled."""
-    saves_operands: list[bool] = []
-    forward = products.forward
-
-    def recorded(*args: Any) -> Any:
-        y, operands = forward(*args)
-        saves_operands.append(operands is not None)
-        return y, operands
-
-    monkeypatch.setattr(products, "forward", recorded)
-    x, w, _ = tensors()
-    expected = qt.grouped_matmul(x, w, ends(SIZES[0]), recipe=recipe)
-    with off():
-        y = qt.grouped_matmul(x, w, ends(SIZES[0]), recipe=recipe)
-    assert saves_operands == [True, False]
-    assert_bitwise(y, expected.detach())
-
-
 def test_explain_says_what_runs() -> None:
     x, w, _ = tensors()
     explained = qt.explain(qt.grouped_matmul, x, w, ends(SIZES[0]), recipe="rowwise")
@@ -306,16 +258,3 @@ def test_unsupported_transforms_give_a_clear_error() -> None:
         x_operand.sum().backward()
     with pytest.raises(NotImplementedError, match=r"torch\.func transforms"):
         torch.func.grad(lambda t: qt.grouped_matmul(t, W, OFFSETS, recipe="tensorwise").sum())(X)
-
-
-def test_products_match_the_reference() -> None:
-    x, w, _ = (t.detach() for t in tensors())
-    spec = next(spec for spec in SPECS.values() if spec.block == (1, None))
-    with qt.only("reference"):
-        y = qt.grouped_matmul(x, w, ends((5, 0, 40, 19)), recipe="rowwise")
-        start = 0
-        for group, size in enumerate((5, 0, 40, 19)):
-            rows = slice(start, start + size)
-            a, b = reference.quantize(x[rows], spec), reference.quantize(w[group], spec)
-            assert_bitwise(y[rows], reference.matmul(a, b, torch.float32))
-            start += size
