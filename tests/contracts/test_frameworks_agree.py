@@ -202,7 +202,7 @@ def test_a_factor_is_refused_where_a_tensor_has_no_single_float32_scale() -> Non
 
 
 @pytest.mark.usefixtures("hardly_optimized")
-@pytest.mark.parametrize("spec", list(_one_of_each_kind()))
+@pytest.mark.parametrize("spec", [EVERY[name] for name in LLVM], ids=LLVM)
 def test_eager_and_compiled_calls_store_the_same_codes(spec: QuantSpec) -> None:
     hard = nasty((37, 128))
     for name in ("wide", "subnormal", "NaN"):
@@ -212,7 +212,9 @@ def test_eager_and_compiled_calls_store_the_same_codes(spec: QuantSpec) -> None:
 
 
 @pytest.mark.usefixtures("hardly_optimized")
-@pytest.mark.parametrize("name", ["mxfp8(weight_2d=True).fprop.b", "nvfp4.wgrad.a"])
+@pytest.mark.parametrize(
+    "name", ["mxfp8(weight_2d=True).fprop.b", pytest.param("nvfp4.wgrad.a", marks=pytest.mark.slow)]
+)
 def test_results_do_not_depend_on_fused_compilation(name: str) -> None:
     x = nasty((5, 40))["normal"]
     with jax.disable_jit():

@@ -1,7 +1,6 @@
 """The quantized linear function against a plain composition in numpy, and under JAX's transformations."""
 
 import re
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ import quaver.jax as qj
 from quaver import recipes
 from quaver.costs.ledger import saved_bytes
 from quaver.jax import state as states
-from quaver.jax.linears.function import SAVED_NAME
 from quaver.recipes.spec import Recipe
 from tests.close import assert_bitwise, assert_close
 from tests.jax.composition import compose
@@ -115,20 +113,17 @@ def test_gradients_export_with_a_symbolic_batch() -> None:
     (batch,) = jax.export.symbolic_shape("batch")
     types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (w, state))
     exported = jax.export.export(step)(*types, jax.ShapeDtypeStruct((batch, 48), jnp.float32))
-    for rows in (5, 33):
-        x = operands((rows,), 48, 32)[0]
-        (value, got), (expected_value, expected) = exported.call(w, state, x), step(w, state, x)
-        assert_close("loss", value, expected_value, 1e-6)
-        assert_close("gradient", got[0], expected[0], 1e-6)
-        assert jax.tree.structure(got[1]) == jax.tree.structure(expected[1])
-        for one, other in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
-            assert_bitwise(one, other)
+    x = operands((33,), 48, 32)[0]
+    (value, got), (expected_value, expected) = exported.call(w, state, x), step(w, state, x)
+    assert_close("loss", value, expected_value, 1e-6)
+    assert_close("gradient", got[0], expected[0], 1e-6)
+    jax.tree.map(assert_bitwise, got[1], expected[1])
 
 
 def _narrow() -> Iterator[Any]:
-    """Every recipe in bf16; the quick run has one of each kind of block, and one with a GEMM in bf16."""
+    """Every recipe in bf16; the quick run has one of blocks, and one with a GEMM in bf16."""
     for name in recipes.RECIPES:
-        quick = name in ("bf16", "rowwise_bf16_wgrad", "blockwise", "nvfp4")
+        quick = name in ("bf16", "rowwise_bf16_wgrad", "blockwise")
         yield pytest.param(name, jnp.bfloat16, marks=[] if quick else [pytest.mark.slow])
     yield "mxfp8", jnp.float16
     yield pytest.param("delayed", jnp.float16, marks=pytest.mark.slow)
@@ -364,50 +359,11 @@ def test_mismatched_shapes_are_refused(w: Any, bias: Any, sentence: str) -> None
         qj.linear(jnp.ones((4, 16), int), jnp.ones((16, 8), int), recipe="mxfp8")
 
 
-def test_inference_leaves_the_state_alone() -> None:
-    """No gradients: nothing is recorded, and the program does not even compute a next state."""
-    x, w, _, _ = operands((4,), 16, 16)
-    state = qj.state.init(recipes.delayed(history=4))
-    text = str(
-        jax.make_jaxpr(lambda s: qj.linear(x, w, recipe=recipes.delayed(history=4), state=s))(state).jaxpr.outvars
-    )
-    assert "4,3" not in text
-
-
 # --- transformations -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, how", [("delayed", "checkpoint"), ("mxfp8", "policy"), ("delayed", "scan")])
-def test_scan_and_checkpoint_equal_a_loop(name: str, how: str) -> None:
-    layers = 2
-    x, w, _, g = operands((32,), 64, 64)
-    ws = jnp.stack([w, w.T])
-    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), qj.state.init(name))
-    wrap: dict[str, Any] = {
-        "scan": lambda f: f,
-        "checkpoint": jax.checkpoint,
-        "policy": partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAME)),
-    }
-
-    def layer(h: Array, parameters: Any) -> tuple[Array, None]:
-        return jnp.tanh(qj.linear(h, parameters[0], recipe=name, state=parameters[1])), None
-
-    def scanned(x: Array, ws: Array, state: Any) -> Array:
-        return (lax.scan(wrap[how](layer), x, (ws, state))[0] * g).sum()
-
-    def loop(x: Array, ws: Array, state: Any) -> Array:
-        for i in range(layers):
-            x, _ = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], (ws, state)))
-        return (x * g).sum()
-
-    got, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(x, ws, state) for f in (scanned, loop))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert_close("loss, gradient or state", a, b, 1e-6)
-
-
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
-def test_vmap_scales_every_slice_by_itself(name: str) -> None:
-    n = 3
+def test_vmap_scales_every_slice_by_itself() -> None:
+    name, n = "delayed", 3
     x, w, _, g = operands((n, 16), 64, 32)
     x = x * jnp.array([1.0, 1e3, 1e-3])[:, None, None]
     ws = jnp.stack([w, w * 3, w - 1])
@@ -433,19 +389,6 @@ def test_unneeded_gradients_are_not_computed() -> None:
         return len(re.findall("dot_general", str(jax.make_jaxpr(step)(x, w, bias))))
 
     assert gemms((2,)) < gemms((0,)) == gemms((1,)) < gemms((0, 1))
-
-
-def test_forward_mode_is_refused_by_jax_itself() -> None:
-    x, w, _, _ = operands((8,), 32, 16)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: qj.linear(x, w, recipe="mxfp8"), (x,), (x,))
-
-
-def test_nothing_warns() -> None:
-    x, w, _, _ = operands((8,), 32, 16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jax.jit(jax.grad(lambda w: qj.linear(x, w, recipe="mxfp8").sum()))(w)
 
 
 # --- delayed scaling, step by step -----------------------------------------------------------------------------------
