@@ -74,10 +74,3 @@ def test_code_asks_the_table_and_names_no_architecture() -> None:
 )
 def test_a_table_that_forgets_some_is_seen(planted: str) -> None:
     assert list(by_name(ast.parse(planted)))
-
-
-@pytest.mark.parametrize(
-    "plain", ["if arch < 89: pass", "FEATURES = 32, 64, 128", "room(100)", "Kind('mx', 'mx', 100)"]
-)
-def test_unrelated_code_is_not_reported(plain: str) -> None:
-    assert not list(by_name(ast.parse(plain)))

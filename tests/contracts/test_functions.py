@@ -46,8 +46,3 @@ def test_no_function_takes_more_arguments_than_a_reader_keeps_in_mind() -> None:
 def test_no_function_is_longer_than_a_page() -> None:
     long = {name: lines for name, (_, lines) in ours().items() if lines > MOST_LINES}
     assert not long, f"more than {MOST_LINES} lines: {long}"
-
-
-def test_arguments_and_lines_are_counted() -> None:
-    source = "class A:\n    def f(self, a, /, b, *c, d=1, **e):\n        def g(): ...\n        return g\n"
-    assert functions({"m": source}) == {"m.f:2": (3, 3), "m.g:3": (0, 1)}

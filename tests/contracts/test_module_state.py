@@ -15,7 +15,7 @@ from torch import nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.state.layer_state import LayerState, state_of
+from quaver.torch.state.layer_state import state_of
 from tests.contracts.sources import parsed, walk
 
 ROOT = Path(__file__).parents[2] / "src" / "quaver"
@@ -181,18 +181,3 @@ def test_a_layer_keeps_one_attribute_more_than_a_plain_one(recipe: str) -> None:
             assert set(vars(one)) - set(vars(plain)) - options == {"_state"}
             assert isinstance(one, qt.Linear)
             assert (state_of(one).serial, state_of(one).delayed) == (state_of(layer).serial, state_of(layer).delayed)
-
-
-def test_a_copied_layer_state_is_fresh_except_for_its_name() -> None:
-    state = LayerState(7, recipes.get("delayed"))
-    state.pieces, state.members = {"gate": 3}, ("0", "1")
-    preserved = ("__weakref__", "serial", "delayed", "copied", "family", "pieces", "members")
-    made_again = {name for name in LayerState.__slots__ if name not in preserved}
-    for name in made_again:
-        setattr(state, name, object())
-    fresh = LayerState()
-    for copied in (copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        assert (copied.serial, copied.copied, copied.pieces) == (7, True, {"gate": 3})
-        assert copied.members == ("0", "1")
-        assert copied.delayed is recipes.get("delayed")
-        assert all(getattr(copied, name) is getattr(fresh, name) for name in made_again)
