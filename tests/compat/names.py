@@ -1,17 +1,12 @@
 """Which public names of Transformer Engine and torchao there are here: the tables of docs/guides/names.md.
 
 `python -m tests.compat.names` writes them: Transformer Engine's names from the lists below, since it cannot be
-installed without a GPU's tools, torchao's from the package, which has to be installed. It prints how long files are.
+installed without a GPU's tools, torchao's from the package, which has to be installed.
 """
 
-import ast
 import importlib
-import inspect
-import io
 import pkgutil
 import sys
-import tokenize
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -141,69 +136,9 @@ def written(page: str, name: str, lines: list[str]) -> str:
     return f"{before}{begin}\n\n" + "\n".join(table) + f"\n\n{end}{rest}"
 
 
-def signatures() -> tuple[int, int]:
-    """How many classes and functions there are, and lines of their signatures: a parameter each beyond 120 signs."""
-    lengths: dict[int, int] = {}
-    for line in [line for table in TABLES.values() for line in table() if line.endswith("| there |")]:
-        module, listed, _ = (cell.strip() for cell in line.strip("|").split(" | "))
-        for name in listed.replace("`", "").split(", "):
-            thing = getattr(importlib.import_module(f"quaver.compat.{module}"), name, None)
-            if callable(thing):
-                lengths.setdefault(id(thing), lines_of(name, thing))
-    return len(lengths), sum(lengths.values())
-
-
-def lines_of(name: str, thing: Any) -> int:
-    """Those of a function; of a class that of its fields or of its constructor and of its call."""
-    signature = inspect.signature(thing)
-    if not inspect.isclass(thing):
-        return 1 if len(f"def {name}{signature}:") <= 120 else 2 + len(signature.parameters)
-    calls = [vars(thing)[call] for call in ("forward", "__call__") if inspect.isfunction(vars(thing).get(call))]
-    own = 1 + len(signature.parameters) + (not hasattr(thing, "__dataclass_fields__"))
-    return own + sum(lines_of("    forward", call) for call in calls)
-
-
-#: Lines without code of their own.
-SILENT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-
-
-def sizes(folder: Path) -> Counter[str]:
-    """Count lines of the files in a folder by kind. A line of several kinds counts for the first."""
-    kinds: Counter[str] = Counter()
-    for file in folder.rglob("*.py"):
-        source = file.read_text()
-        tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in SILENT]
-        code = {line for t in tokens for line in range(t.start[0], t.end[0] + 1)}
-        lines_by_kind: dict[str, set[int]] = {"docstrings": set(), "imports": set(), "signatures": set()}
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-                lines_by_kind["docstrings"] |= _lines(node.body[0])
-            if isinstance(node, ast.Import | ast.ImportFrom) or "__all__" in ast.dump(node)[:60]:
-                lines_by_kind["imports"] |= _lines(node)
-            if isinstance(node, ast.ClassDef):
-                lines_by_kind["signatures"] |= {
-                    n for field in node.body if isinstance(field, ast.AnnAssign) for n in _lines(field)
-                }
-            if isinstance(node, ast.FunctionDef):
-                lines_by_kind["signatures"] |= set(range(node.lineno, node.body[0].lineno)) or {node.lineno}
-        for kind, lines in lines_by_kind.items():
-            kinds[kind] += len(lines & code)
-            code -= lines
-        kinds["logic"] += len(code)
-        kinds["all"] += len(source.splitlines())
-    return kinds
-
-
-def _lines(node: Any) -> set[int]:
-    return set(range(node.lineno, node.end_lineno + 1))
-
-
 if __name__ == "__main__":
-    compat = Path(stand_in.__file__).parent
-    for part in (compat, compat / "transformer_engine"):
-        print(part.name, dict(sizes(part)), file=sys.stderr)
     text = PAGE.read_text()
     for title, table in TABLES.items():
         text = written(text, title, table())
     PAGE.write_text(text)
-    print(f"{PAGE} is written; signatures of {{}} names take {{}} lines".format(*signatures()), file=sys.stderr)
+    print(f"{PAGE} is written", file=sys.stderr)

