@@ -67,8 +67,14 @@ def test_the_page_has_the_newest_results_of_ranks(tmp_path: Path) -> None:
     assert "| mxfp8 | 1.40 (missed) | 51.6 % |" in shown and machine.today() in shown
 
 
-#: Half a minute of compiling, or the sizes of another case.
+#: Half a minute of compiling, or the sizes or the framework of another case.
 SLOW = (
+    "jax",
+    "block-small",
+    "small-bf16",
+    "large-float32",
+    "memory-mlp-compiled",
+    "peak-llama",
     "host-cost",
     "grouped-many",
     "grouped-large",

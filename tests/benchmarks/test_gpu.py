@@ -226,6 +226,7 @@ def test_a_dry_run_leaves_nothing_out_and_counts_its_cases(monkeypatch: pytest.M
     assert "1 of 2 cases gave figures; none: toys: silent" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_its_measurements(tmp_path: Path) -> None:
     """Killed in its second section, it leaves all figures of the first and no forked process."""
     command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--dry-run", "--only", "ceilings", "--only", "graph"]
