@@ -47,20 +47,6 @@ def test_a_recipe_prints_its_options_in_one_line(recipe: quaver.Recipe) -> None:
     assert {other for other in EVERY_OPTION if repr(other) == shown} == {recipe}
 
 
-def test_a_spec_prints_in_its_written_form() -> None:
-    assert repr(recipes.mxfp8().fprop) == (
-        "GemmSpec(a=QuantSpec(e4m3[1x32]:e8m0), b=QuantSpec(e4m3[1x32]:e8m0), fast_accum=False)"
-    )
-    assert repr(quaver.Rules({"head": None, "*": "mxfp8"})) == "Rules('head': None, '*': mxfp8)"
-
-
-@pytest.mark.parametrize("recipe", EVERY_OPTION, ids=str)
-def test_a_notebook_shows_a_recipe_as_a_table(recipe: quaver.Recipe) -> None:
-    words = Text(recipe._repr_html_()).words
-    assert words[0] == f"recipe {recipe}" and {"fprop", "dgrad", "wgrad"} <= set(words)
-    assert {str(spec or "high precision") for spec in recipe.operands().values()} <= set(words)
-
-
 def test_a_report_repr_is_its_printed_form_and_notebooks_show_every_layer() -> None:
     mxfp8 = recipes.mxfp8()
     report = ConversionReport(

@@ -158,17 +158,6 @@ def test_wandb_added_later_gets_all_records(make_config: MakeConfig, offline: No
     assert rows == read(folder / "metrics.jsonl") and rows[0]["step"] == 1
 
 
-def test_a_new_run_in_a_cleared_folder_is_a_new_run_of_wandb(make_config: MakeConfig, offline: None) -> None:
-    needs("wandb")
-    config = make_config(report_to=("wandb",), steps=2)
-    folder = run_training(config).folder
-    (folder / "metrics.jsonl").unlink()
-    for path in folder.glob("step-*"):
-        path.rename(folder.parent / path.name)
-    run_training(config)
-    assert len({run for run, _ in wandb_runs(folder)}) == 2
-
-
 def test_wandb_without_a_key_gives_a_clear_error_before_anything_trains(
     make_config: MakeConfig, offline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,35 +197,3 @@ def test_the_tables_agree() -> None:
     assert tuple(metrics.TRACKERS) == TRACKERS
     with pytest.raises(ValueError, match="report_to 'tensorbord' is not known; did you mean 'tensorboard'"):
         TrainConfig(report_to=("tensorbord",))
-
-
-def test_each_tracker_is_closed_if_another_does_not_begin_or_its_close_raises(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    closed: list[tuple[str, bool]] = []
-
-    class Kept:
-        def __init__(self, *_: Any) -> None: ...
-
-        def close(self, failed: bool) -> None:
-            closed.append((type(self).__name__, failed))
-
-    class Fails(Kept):
-        def close(self, failed: bool) -> None:
-            super().close(failed)
-            raise OSError("no room")
-
-    class Refused(Kept):
-        def __init__(self, *_: Any) -> None:
-            raise ValueError("no key")
-
-    config = make_config(report_to=("tensorboard", "wandb"))
-    monkeypatch.setattr(metrics, "TRACKERS", {"tensorboard": Kept, "wandb": Refused})
-    with pytest.raises(ValueError, match="no key"), metrics.open_trackers(tmp_path, config, []):
-        raise AssertionError("not reached")
-    assert closed == [("Kept", True)]
-    monkeypatch.setattr(metrics, "TRACKERS", {"tensorboard": Kept, "wandb": Fails})
-    closed.clear()
-    with pytest.raises(OSError, match="no room"), metrics.open_trackers(tmp_path, config, []):
-        pass
-    assert closed == [("Fails", False), ("Kept", True)]
