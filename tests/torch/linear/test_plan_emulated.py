@@ -1,6 +1,7 @@
 """Test layers with GEMMs that the GPU does not support: the results of CPU emulation, with few saved tensors."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.costs import ledger
 from quaver.costs.hardware import GPUS
+from quaver.recipes.spec import Recipe
 from quaver.torch.backends.gpu import launch, scaled_mm
 from quaver.torch.linear import plan_emulated
 from quaver.torch.state import weight_cache
@@ -83,6 +85,16 @@ def test_a_bias_may_have_any_layout(recipe: str, on_ada: None) -> None:
         first.bias, second.bias = torch.nn.Parameter(bias), torch.nn.Parameter(bias.clone().contiguous())
         assert_bitwise(first(x), second(x), "without a plan")
         assert_bitwise(results(first, x)[0], results(second, x)[0], "decided")
+
+
+def test_a_stochastically_rounded_input_draws_new_noise_in_each_step(on_ada: None) -> None:
+    nvfp4 = recipes.nvfp4()
+    assert nvfp4.fprop.a is not None and nvfp4.wgrad.b is not None
+    line, down = (replace(spec, rounding="stochastic") for spec in (nvfp4.fprop.a, nvfp4.wgrad.b))
+    recipe = Recipe("drawn", replace(nvfp4.fprop, a=line), nvfp4.dgrad, replace(nvfp4.wgrad, b=down))
+    layer, x = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe), torch.randn(T, K).bfloat16()
+    first, second = results(layer, x)[0], results(layer, x)[0]
+    assert first.isfinite().all() and not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import quaver.torch as qt
-from quaver import recipes
+from quaver import E4M3, QuantSpec, recipes
 from quaver.recipes.spec import GemmSpec, Recipe
 from quaver.torch.backends.gpu import quantize_launch
 from quaver.torch.linear import linear as linear_module
@@ -241,6 +241,44 @@ def test_backward_quantizes_only_its_own_operand_of_a_weight_that_was_freed(
         assert 0 < counts[2] - counts[1] == launched(lambda: qt.quantize(layer.weight.t(), spec))
     for a, b in zip(*grads[1:], strict=True):
         assert_bitwise(a, b)
+
+
+def test_two_level_scaling_has_the_same_bits_where_torch_fills_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in deterministic mode; torch does not fill new tensors of four-bit codes."""
+    become(100, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe=recipes.nvfp4(stochastic_rounding=False))
+    x, grads = torch.randn(T, K).bfloat16().requires_grad_(), []
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for on in (False, True):
+            torch.use_deterministic_algorithms(on)
+            grads.append(torch.autograd.grad(layer(x).float().square().sum(), (x, layer.weight)))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_an_input_and_a_weight_of_different_scales_have_the_bits_of_the_general_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    become(90, monkeypatch)
+    rounded, divided = QuantSpec(E4M3), QuantSpec(E4M3, scale="fp32")
+    recipe = Recipe("mixed", *[GemmSpec(rounded, divided)] * 2, GemmSpec(rounded, rounded))
+    first = qt.Linear(K, N, dtype=torch.bfloat16, recipe=recipe)
+    second, x = copy.deepcopy(first), torch.randn(T, K).bfloat16()
+    ours = first(x.clone().requires_grad_())
+    with general_plans():
+        assert_bitwise(ours, second(x.clone().requires_grad_()))
+
+
+def test_counters_that_are_opened_after_forward_count_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    become(90, monkeypatch)
+    layer = qt.Linear(K, N, bias=False, dtype=torch.bfloat16, recipe="rowwise")
+    y = layer(torch.randn(T, K).bfloat16().requires_grad_())
+    with qt.count(layer) as counters:
+        y.sum().backward()
+    elements = {name: counts.elements for name, counts in counters.table[""].items()}
+    assert elements == dict.fromkeys(["grad_output", "grad_output.T"], T * N)
 
 
 def to_host(x: Tensor) -> tuple[torch.device, Tensor]:
