@@ -1,6 +1,11 @@
 """What `quaver kernels` takes, records and refuses; compiles nothing."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +22,25 @@ from quaver.capi import export, variants
 from quaver.capi.cases import Selection
 from quaver.train.commands.cli import app
 from quaver.train.commands.kernels import export_kernels
+from tests.native.recorded import CHECKS
 
 HEADER = (ROOT / "src/quaver/capi/csrc/quaver.h").read_text()
+
+
+@cache
+def checked() -> dict[str, str]:
+    """The error of each check in `tests.native.recorded`; Triton interprets in this process."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.native.recorded"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    errors: dict[str, str] = json.loads(done.stdout)
+    return errors
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
+def test_of_recorded_launches(check: str) -> None:
+    assert not checked()[check], checked()[check]
 
 
 @pytest.mark.parametrize(
