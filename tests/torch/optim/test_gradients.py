@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from benchmarks.measuring.memory import peak
 from quaver.torch import optim
 from quaver.torch.optim import codes
-from quaver.torch.optim.quantized_gradient import QuantizedGradient, encode_in_chunks
-from tests.pairs import case_name, pairs
+from quaver.torch.optim.quantized_gradient import QuantizedGradient
 
 SPEC = optim.StateSpec(code="e4m3", block=128)
-LEAN = optim.PRESETS["lean"]
 
 
 def model_of(recipe: str = "tensorwise") -> Any:
@@ -40,7 +37,9 @@ def backward(model: nn.Module, seed: int) -> None:
     loss_of(model, seed).backward()
 
 
-def test_codes_take_the_place_of_gradients_and_small_ones_stay() -> None:
+def test_codes_take_the_place_of_gradients_and_small_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoded in chunks, with the codes of the whole gradient."""
+    monkeypatch.setattr("quaver.torch.optim.quantized_gradient.CPU_CHUNK", 1000)
     model, plain = model_of(), model_of()
     optimizer = optim.AdamW(model.parameters(), preset="lean")
     backward(model, 1)
@@ -58,52 +57,9 @@ def test_codes_take_the_place_of_gradients_and_small_ones_stay() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("text", ["e4m3/128", "e4m3/tensor power_of_two", "int8_softsign/32 floor"])
-@pytest.mark.parametrize("shape", [(70, 200), (3, 40, 96), (5, 2000), (0, 96)])
-def test_a_gradient_encoded_in_chunks_has_the_codes_of_the_whole(
-    text: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = optim.StateSpec.parse(text)
-    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    cases = {"plain": whole, "zeros": whole * 0}
-    if whole.numel():
-        for name, value in {"nan": float("nan"), "infinity": float("inf"), "outlier": 1e30, "subnormal": 1e-40}.items():
-            cases[name] = whole.clone()
-            cases[name].view(-1, shape[-1])[2, 7] = value
-    cases["columns first"] = whole.mT.contiguous().mT
-    monkeypatch.setattr("quaver.torch.optim.quantized_gradient.CPU_CHUNK", 1000)
-    for name, gradient in cases.items():
-        want, scale = codes.encode(gradient.float(), spec)
-        data, scales = encode_in_chunks(gradient, spec)
-        assert scale is not None and data.is_contiguous() and scales.dtype == scale.dtype, name
-        assert torch.equal(data, want) and torch.equal(scales.nan_to_num(-1.0), scale.nan_to_num(-1.0)), name
-
-
-def test_a_gradient_becomes_codes_in_the_memory_of_a_piece() -> None:
-    gradients = [torch.randn(rows, 1024) for rows in (512, 2048)]
-    few, many = (peak(lambda g=g: encode_in_chunks(g, SPEC)).bytes - g.numel() for g in gradients)  # type: ignore[misc]
-    assert many < few * 1.05
-
-
-def test_balanced_gradients_are_bfloat16() -> None:
-    model = model_of()
-    optimizer = optim.AdamW(model.parameters(), preset="balanced")
-    backward(model, 1)
-    for p in model.parameters():
-        narrow = type(p.grad) is QuantizedGradient
-        assert narrow == (p.dim() == 2) and p.grad.dtype is torch.float32
-        assert not narrow or [t.dtype for t in p.grad.tensors()] == [torch.bfloat16]
-    optimizer.zero_grad()
-    del optimizer
-    backward(model, 1)
-    assert all(type(p.grad) is Tensor for p in model.parameters())
-
-
 @pytest.mark.parametrize("kind", ["none", "tensorwise"])
-@pytest.mark.parametrize("preset", ["exact", "balanced", "torchao8", "lean", "float32"])
+@pytest.mark.parametrize("preset", ["exact", "te", "lean"])
 def test_gradients_that_are_assigned_step_as_those_of_a_backward(preset: str, kind: str) -> None:
-    if kind != "none" and preset == "torchao8":
-        preset = "te"
     model, twin = model_of(kind), model_of(kind)
     ours, theirs = (optim.AdamW(each.parameters(), lr=1e-3, preset=preset) for each in (model, twin))
     narrow = optim.PRESETS[preset].gradient == "bfloat16"
@@ -182,8 +138,7 @@ def test_a_small_gradient_added_many_times_is_not_rounded_away() -> None:
 
 @pytest.mark.parametrize(
     ("order", "preset", "weights"),
-    pairs((2.0, 1.0, "inf"), ("lean", "msamp"), ("none", "tensorwise", "bfloat16")),
-    ids=case_name,
+    [(2.0, "lean", "tensorwise"), (1.0, "lean", "bfloat16"), ("inf", "lean", "none"), (2.0, "msamp", "none")],
 )
 def test_clip_grad_norm_sees_and_scales_every_gradient(order: Any, preset: str, weights: str) -> None:
     every: tuple[Any, ...] = (None, True, False, "optimizer")
@@ -304,33 +259,25 @@ def test_a_gradient_in_codes_is_copied_saved_and_moved() -> None:
 
 @pytest.mark.parametrize("largest", [torch.tensor(0.5, dtype=torch.float64), torch.tensor([0.5])], ids=["wide", "one"])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_norm_that_is_a_tensor_clips_by_float32(
-    monkeypatch: pytest.MonkeyPatch, in_backward: bool, largest: Any
-) -> None:
-    """A compiled step reads the bits of a factor without its dtype."""
-    factors: list[Any] = []
-    update = optim.AdamW._update
-
-    def recorded(optimizer: Any, waiting: list[Tensor], factor: Tensor | None, overflow: Tensor | None = None) -> None:
-        factors.extend(f for p in waiting if (f := optimizer._factor(p, factor)) is not None)
-        update(optimizer, waiting, factor, overflow)
-
-    monkeypatch.setattr(optim.AdamW, "_update", recorded)
-    model = model_of()
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset="lean")
-    if in_backward:
-        optimizer.step_in_backward(max_norm=largest)
-    for seed in (1, 2):
-        backward(model, seed)
-        if not in_backward:
-            optimizer.clip_grad_norm_(largest)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert factors and all(factor.dtype is torch.float32 and factor.dim() == 0 for factor in factors)
+def test_a_norm_that_is_a_tensor_clips_as_a_float(in_backward: bool, largest: Any) -> None:
+    ends = []
+    for norm in (0.5, largest):
+        model = model_of()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3, preset="lean")
+        if in_backward:
+            optimizer.step_in_backward(max_norm=norm)
+        for seed in (1, 2):
+            backward(model, seed)
+            if not in_backward:
+                optimizer.clip_grad_norm_(norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([p.detach().float() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_a_gradient_scaler_without_gradients_is_an_error(unscaled: bool) -> None:
+def test_a_gradient_scaler_raises_for_steps_in_backward(unscaled: bool) -> None:
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), preset="balanced")
     optimizer.step_in_backward(1)
@@ -339,12 +286,11 @@ def test_a_gradient_scaler_without_gradients_is_an_error(unscaled: bool) -> None
     backward(model, 1)
     if unscaled:
         scaler.unscale_(optimizer)
-    with pytest.raises(ValueError, match="GradScaler does not see gradients"):
+    with pytest.raises(ValueError, match="GradScaler"):
         scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("preset", ["lean", "msamp"])
-@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize(("unscaled", "preset"), [(False, "lean"), (True, "lean"), (True, "msamp"), (False, "float32")])
 def test_a_gradient_scaler_steps_codes_as_without_it_and_skips_infinities(unscaled: bool, preset: str) -> None:
     model, plain = model_of(), model_of()
     optimizer, other = (optim.AdamW(each.parameters(), lr=1e-3, preset=preset) for each in (model, plain))

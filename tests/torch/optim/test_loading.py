@@ -7,7 +7,6 @@ import io
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.optim import codes, layout, master_weights
+from quaver.torch.optim import layout, master_weights
 from quaver.torch.optim.layout import key_of
 from quaver.torch.quantized_tensor import memory_of
+from tests.pairs import alternating
 
 PAIRS = list(itertools.permutations(("float32", "exact", "balanced", "lean", "msamp"), 2))
 KINDS = ("float32", "bfloat16", "tensorwise", "blockwise", "mxfp8")
@@ -61,9 +61,8 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("preset", optim.PRESETS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_resumed_from_a_file_equals_an_uninterrupted_one(kind: str, preset: str) -> None:
+@pytest.mark.parametrize(("preset", "kind"), alternating(optim.PRESETS, KINDS, ("lean", "balanced")))
+def test_a_run_resumed_from_a_file_equals_an_uninterrupted_one(preset: str, kind: str) -> None:
     whole, layer = layer_of(kind), layer_of(kind)
     optimizer = optim.AdamW(whole.parameters(), lr=1e-3, preset=preset, seed=7)
     run(whole, optimizer, 2)
@@ -108,35 +107,6 @@ def moment(optimizer: optim.Optimizer, p: Tensor, name: str) -> Tensor:
     config, state = optimizer.config(p, optimizer.param_groups[0]), optimizer.state[p]
     spec = config.moments[config.rule.names.index(name)]
     return optim.codes.decode(state[key_of(name, spec)], state.get(f"{name}_scale"), spec)
-
-
-@pytest.mark.parametrize(("before", "after"), [*PAIRS, *((name, name) for name in ("exact", "lean", "msamp"))])
-@pytest.mark.parametrize("kind", ["float32", "tensorwise"])
-def test_moments_of_small_weights_load_where_one_is_codes_and_the_other_not(kind: str, before: str, after: str) -> None:
-    """States of tensors with fewer than 4096 elements stay in float32 unless the weights are codes."""
-    saved: Any = None
-    for of, preset in ((kind, before), ("tensorwise" if kind == "float32" else "float32", after)):
-        layer = qt.Linear(32, 64, bias=False)
-        if of == "tensorwise":
-            qt.quantize_weights(layer, of)
-        p = layer.weight
-        optimizer = optim.AdamW([p], preset=preset)
-        if saved is None:
-            p.grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(p.grad_dtype or p.dtype)
-            gradient = p.grad.float()
-            optimizer.step()
-            saved = optimizer.state_dict()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer.load_state_dict(saved)
-    state, group = optimizer.state[p], optimizer.param_groups[0]
-    assert {name: t.dtype for name, t in state.items()} == {
-        name: t.dtype for name, t in optimizer.first_state(p, group).items()
-    }
-    spec = optimizer.config(p, group).moments[0]
-    first = state[key_of("exp_avg", spec)]
-    first = codes.decode(first, state["exp_avg_scale"], spec) if spec.of.scaled else first.float()
-    assert float((first - 0.1 * gradient).norm() / (0.1 * gradient).norm()) < 0.1
 
 
 @pytest.mark.parametrize("damage", ["scales", "dtype"])
@@ -242,12 +212,8 @@ def torchs(name: str, **options: Any) -> Any:
 
 OTHERS: dict[str, tuple[Any, Any, str]] = {
     "sgd": (lambda: torchs("SGD", momentum=0.9), optim.AdamW, "is that of SGD, and this optimizer is Adam"),
-    "sgd without momentum": (lambda: torchs("SGD"), optim.AdamW, "is that of SGD, and this optimizer is Adam"),
-    "sgd into muon": (lambda: torchs("SGD", momentum=0.9), optim.Muon, "is that of SGD, and this optimizer is Muon"),
     "muon": (lambda: torchs("Muon"), optim.SGD, "is that of Muon, and this optimizer is SGD"),
-    "adam into lion": (lambda: torchs("AdamW"), optim.Lion, "is that of Adam, and this optimizer is Lion"),
     "adam into sgd": (lambda: torchs("AdamW"), optim.SGD, "is that of Adam, and this optimizer is SGD"),
-    "rmsprop": (lambda: torchs("RMSprop"), optim.AdamW, "is that of RMSprop, and this optimizer is Adam"),
     "nadam": (lambda: torchs("NAdam"), optim.AdamW, "is that of NAdam"),
     "adamax": (lambda: torchs("Adamax"), optim.AdamW, "parameter 0 has exp_inf, of Adamax, and Adam has exp_avg, exp_"),
     "amsgrad": (lambda: torchs("AdamW", amsgrad=True), optim.AdamW, "saved with amsgrad=True; it keeps a third moment"),
@@ -293,9 +259,7 @@ def test_unloadable_states_are_named_and_nothing_is_loaded(case: str) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = {
     "no state": (lambda state, group: state.clear(), "parameter 0 has no exp_avg"),
-    "two steps": (lambda state, group: state.update(step=torch.ones(2)), "the step of parameter 0"),
     "step is NaN": (lambda state, group: state.update(step=torch.tensor(float("nan"))), "the step of parameter 0"),
-    "step is negative": (lambda state, group: state.update(step=-3), "the step of parameter 0 is -3"),
     "step is text": (lambda state, group: state.update(step="3"), "the step of parameter 0 is '3'"),
     "fewer columns of scales": (
         lambda state, group: state.update(exp_avg_scale=state["exp_avg_scale"][:, :1].clone()),
@@ -312,12 +276,10 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] 
     "residual is float": (lambda state, group: state.update(residual=state["residual"].float()), "residual has shape"),
     "residual is short": (lambda state, group: state.update(residual=state["residual"][:3]), r"has shape \(3, 160\)"),
     "betas": (lambda state, group: group.update(betas=(0.9,)), "betas of the state dict is"),
-    "lr": (lambda state, group: group.update(lr=None), "lr of the state dict is None"),
 }
 
 
-@pytest.mark.parametrize("preset", ["lean", "float32"])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("damage", "preset"), alternating(DAMAGES, ("lean", "float32"), ()))
 def test_a_damaged_state_dict_is_refused_by_name(damage: str, preset: str) -> None:
     spoil, message = DAMAGES[damage]
     starts = torch.randn(136, 160, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -369,8 +331,7 @@ def test_a_run_resumed_from_a_torch_optimizer_equals_an_uninterrupted_one(name: 
     assert float(((p - r).norm() / (r - begin).norm()).detach()) < (0.02 if name == "Muon" else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
-@pytest.mark.parametrize("preset", optim.PRESETS)
+@pytest.mark.parametrize(("preset", "name"), alternating(optim.PRESETS, ("AdamW", "SGD", "Muon"), ("lean",)))
 def test_torchs_optimizer_never_steps_with_codes_for_numbers(preset: str, name: str) -> None:
     more: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
     p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
@@ -409,8 +370,7 @@ def test_codes_under_their_moments_names_load_as_they_did() -> None:
         assert torch.equal(value, optimizer.state[p][name]), name
 
 
-@pytest.mark.parametrize("cycles", ["before", "after"])
-@pytest.mark.parametrize("library", ["torch", "earlier"])
+@pytest.mark.parametrize(("library", "cycles"), [("torch", "before"), ("torch", "after"), ("earlier", "after")])
 def test_updates_are_not_clamped_by_the_steady_beta_bound_when_betas_cycle(library: str, cycles: str) -> None:
     """Over states of torch, and of ours that do not say whether betas stayed: of torch's schedules, which cycle them,
     and of a schedule by hand that begins after the load."""
@@ -450,21 +410,6 @@ def with_warning(optimizer: optim.Optimizer, saved: Any) -> None:
         optimizer.load_state_dict(saved)
 
 
-def test_muons_groups_of_adamw_find_whether_betas_cycle_after_a_load() -> None:
-    ps = [nn.Parameter(torch.zeros(80, 96)) for _ in range(2)]
-    muon = optim.Muon([{"params": ps[:1]}, {"params": ps[1:], "rule": "adamw"}], preset="float32")
-    saved = muon.state_dict()
-    for group in saved["param_groups"]:
-        del group["steady_betas"]
-    muon.load_state_dict(saved)
-    group = muon.param_groups[1]
-    assert muon.rule(group, optim.PRESETS["float32"]).clamp
-    group["betas"] = (0.5, 0.95)
-    assert not muon.rule(group, optim.PRESETS["float32"]).clamp
-    group["betas"] = (0.9, 0.95)
-    assert not muon.rule(group, optim.PRESETS["float32"]).clamp
-
-
 def test_a_custom_preset_is_saved_as_plain_data() -> None:
     own = optim.Preset(name="mine", first=optim.StateSpec(code="e4m3", block=32), codes="residual16")
     layer = layer_of("tensorwise")
@@ -477,8 +422,9 @@ def test_a_custom_preset_is_saved_as_plain_data() -> None:
     assert torch.equal(other.state[layer.weight]["exp_avg_codes"], optimizer.state[layer.weight]["exp_avg_codes"])
 
 
-@pytest.mark.parametrize("preset", ["float32", "exact", "balanced", "lean"])
-@pytest.mark.parametrize("recipe", [None, "tensorwise", "mxfp8"])
+@pytest.mark.parametrize(
+    ("preset", "recipe"), [("float32", None), ("exact", None), ("balanced", "mxfp8"), ("lean", "tensorwise")]
+)
 def test_torchs_functions_read_an_optimizer_that_has_not_stepped(preset: str, recipe: str | None) -> None:
     model = nn.Sequential(qt.Linear(64, 128), qt.Linear(128, 64))
     if recipe is not None:
@@ -535,12 +481,3 @@ def test_states_in_another_layout_change_nothing(preset: str) -> None:
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert all(torch.equal(value, before[key]) for key, value in optimizer.state[layer.weight].items())
-
-
-@pytest.mark.parametrize("name", optim.PRESETS)
-def test_a_saved_preset_is_read_back(name: str) -> None:
-    for preset in (optim.PRESETS[name], replace(optim.PRESETS[name], name="mine")):
-        p = torch.nn.Parameter(torch.zeros(64, 64))
-        saved = through_a_file(optim.AdamW([p], preset=preset).state_dict())
-        # Warnings are errors here, so nothing was converted.
-        optim.AdamW([p], preset=preset).load_state_dict(saved)

@@ -1,7 +1,6 @@
 """Properties of the numbers that hold for every optimizer, preset and chunk size."""
 
 import itertools
-import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
+from quaver import recipes
 from quaver.reference import optim as bounds
 from quaver.torch import optim
 from quaver.torch.optim import layout, master_weights
@@ -17,6 +17,7 @@ from quaver.torch.quantized_tensor import QuantizedTensor, memory_of
 from tests.pairs import pairs
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+SQUARES = recipes.mxfp8(weight_2d=True)
 #: Pairs of lr and weight decay; with lr * decay near 1 the weight vanishes and rounding errors of its old value remain.
 RATES = ((0.0, 0.1), (1e-3, 0.0), (1e-3, 999.9), (0.5, 0.1), (0.5, 30.0), (1e-30, 0.0))
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -31,7 +32,7 @@ def values_of(p: Tensor) -> Tensor:
     return (p.dequantize() if isinstance(p, QuantizedTensor) else p).detach().float()
 
 
-def layer_of(recipe: str, rows: int = 96, columns: int = 128) -> qt.Linear:
+def layer_of(recipe: Any, rows: int = 96, columns: int = 128) -> qt.Linear:
     torch.manual_seed(0)
     layer = qt.Linear(columns, rows, bias=False)
     if recipe != "none":
@@ -49,20 +50,21 @@ def full_weight(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
     return master_weights.read(config.weight_format, layout.tensors_of_weight(p, config, optimizer.state[p]))
 
 
-@pytest.mark.parametrize(("preset", "rule", "recipe"), pairs(("balanced", "lean"), RULES, RECIPES))
+@pytest.mark.parametrize(("preset", "rule", "recipe"), pairs(("balanced", "lean"), RULES, (*RECIPES, SQUARES)))
 def test_a_step_does_not_depend_on_the_chunk_size(
-    preset: str, rule: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+    preset: str, rule: str, recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Chunks are rows, or columns of a few adjacent blocks; 456 columns and 200 rows end within blocks."""
     kind, options = RULES[rule]
     results = []
-    for size in (1 << 16, 1 << 10):
+    for size in (1 << 20, 1 << 12):
         monkeypatch.setattr(step_module, "CHUNK_ELEMENTS", size)
-        layer = layer_of(recipe, 160)
+        layer = layer_of(recipe, 200, 456)
         # A learning rate high enough that the weight's scale changes at each step.
         optimizer = kind([layer.weight], lr=0.02, preset=preset, **options)
         draw = torch.Generator().manual_seed(1)
         for _ in range(3):
-            set_grad(layer.weight, torch.randn(160, 128, generator=draw))
+            set_grad(layer.weight, torch.randn(200, 456, generator=draw))
             optimizer.step()
         states = optimizer.state[layer.weight].values()
         results.append(
@@ -100,7 +102,7 @@ def test_remainders_restore_every_float32_and_nan_reaches_gemms() -> None:
 
 @pytest.mark.parametrize(
     ("bad", "rule", "preset"),
-    pairs((float("nan"), float("inf")), RULES, ("float32", "exact", "balanced", "lean", "msamp", "coat")),
+    pairs((float("nan"), float("inf")), RULES, ("exact", "balanced", "lean", "msamp")),
 )
 def test_state_touched_by_a_nonfinite_gradient_is_read_as_nonfinite(
     bad: float, rule: str, preset: str, monkeypatch: pytest.MonkeyPatch
@@ -249,8 +251,7 @@ def test_a_step_that_is_refused_changes_nothing() -> None:
     assert torch.equal(p.detach(), torch.ones(80, 80)) and not any(optimizer.state.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("preset", ["float32", "lean"])
+@pytest.mark.parametrize(("preset", "dtype"), [("float32", torch.float32), ("lean", torch.bfloat16)])
 def test_a_scalar_steps_as_a_vector_of_one(preset: str, dtype: torch.dtype) -> None:
     """A temperature is a parameter of no dimension."""
     one, vector = (nn.Parameter(torch.full(shape, 1.5, dtype=dtype)) for shape in ((), (1,)))
@@ -260,17 +261,6 @@ def test_a_scalar_steps_as_a_vector_of_one(preset: str, dtype: torch.dtype) -> N
             set_grad(p, torch.full(p.shape, gradient))
         optimizer.step()
     assert one.shape == () and float(one.detach()) == float(vector.detach()) != 1.5
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_codes_of_no_rows_step(rule: str) -> None:
-    kind, options = RULES[rule]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layer = layer_of("tensorwise", 0)
-    optimizer = kind([layer.weight], lr=0.1, preset="balanced", **options)
-    set_grad(layer.weight, torch.zeros(0, 128))
-    optimizer.step()
 
 
 def test_gradients_cleared_by_zero_grad_are_not_stepped() -> None:
@@ -284,30 +274,7 @@ def test_gradients_cleared_by_zero_grad_are_not_stepped() -> None:
     assert torch.equal(layer.weight.detach(), before)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"lr": -1.0},
-        {"lr": torch.tensor(-1.0)},
-        {"betas": (1.0, 0.9)},
-        {"betas": (0.9,)},
-        {"eps": -1.0},
-        {"weight_decay": float("nan")},
-        {"seed": 1.5},
-    ],
-)
-def test_hyperparameters_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
-    p = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(ValueError, match=f"AdamW was given {next(iter(wrong))}"):
-        optim.AdamW([p], **wrong)
-    with pytest.raises(ValueError, match=f"AdamW was given {next(iter(wrong))}"):
-        optim.AdamW([{"params": [p], **wrong}])
-    with pytest.raises(ValueError, match=r"lr of shape \(2,\)"):
-        optim.AdamW([p], lr=torch.ones(2))
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD", "Muon"])
-@pytest.mark.parametrize("around", ["torch.autocast", "torch.compile"])
+@pytest.mark.parametrize(("name", "around"), pairs(("AdamW", "Muon"), ("torch.autocast", "torch.compile")))
 def test_a_step_is_the_same_under_autocast_and_in_a_compiler(around: str, name: str) -> None:
     results = []
     for within in (False, True):

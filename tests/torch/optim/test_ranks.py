@@ -24,12 +24,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.optim import layout
-from quaver.torch.optim import step as pieces
 from quaver.torch.parallel import Checkpoint, gather_quantized
 from tests import two_ranks
 from tests.close import assert_bitwise
 
-PRESETS = ("float32", "exact", "balanced", "lean", "coat", "torchao8")
+PRESETS = ("float32", "exact", "balanced", "lean", "torchao8")
 #: Row counts that neither 2 nor 4 divides, and a matrix with fewer rows than ranks.
 SHAPES = {"wide": (37, 160), "tall": (131, 96), "low": (2, 4096), "cube": (5, 31, 64), "bias": (129,)}
 
@@ -137,13 +136,13 @@ def ranks_step_as_one(rank: int) -> None:
     """Weights, codes and scales of all presets and rules equal one process, also with stochastic rounding."""
     for dtype in (torch.float32, torch.bfloat16):
         # Master weights of bfloat16 parameters have another layout.
-        for preset in PRESETS if dtype is torch.float32 else ("exact", "balanced", "lean"):
+        for preset in PRESETS if dtype is torch.float32 else ("exact", "lean"):
             expected = full_state(*train(preset, single_process, dtype))
             for config in parallelisms():
                 assert_parts(
                     local_state(*train(preset, config, dtype)), expected, f"{preset}, {dtype}, {config.__name__}"
                 )
-        for rule in (optim.Adam, optim.Lion, optim.SGD):
+        for rule in (optim.Lion, optim.SGD):
             expected = full_state(*train("lean", single_process, dtype, rule=rule))
             assert_parts(local_state(*train("lean", with_fsdp, dtype, rule=rule)), expected, rule.__name__)
 
@@ -171,7 +170,7 @@ def tensor_parallelism_cuts_columns(rank: int) -> None:
             optimizer.zero_grad()
         return full_state(model, optimizer)
 
-    for preset in ("exact", "balanced", "lean"):
+    for preset in ("exact", "lean"):
         lone = nn.Linear(shape[1], shape[0], bias=False)
         lone.weight = nn.Parameter(start.clone())
         expected = stepped(preset, lone.weight, lone)
@@ -197,7 +196,7 @@ def distribute_parts(tensor: Tensor, p: Tensor) -> Tensor:
 
 def norms_count_all_parts(rank: int) -> None:
     """Norms of floats and codes, also by torch's function, equal one process up to the order of sums."""
-    for preset, order in itertools.product(("float32", "lean"), (2.0, 1.0, float("inf"))):
+    for preset, order in (("float32", 2.0), ("lean", 2.0), ("lean", 1.0), ("lean", float("inf"))):
         norms = []
         for config, torchs in itertools.product((single_process, *parallelisms()), (False, True)):
             if torchs and order == float("inf"):
@@ -317,7 +316,7 @@ def train_layers(model: nn.Module, optimizer: Any, steps: range) -> list[Tensor]
 
 def steps_under_gather_quantized_are_the_same(rank: int) -> None:
     """Steps are the same under gather_quantized, whose shards are a tensor subclass."""
-    for preset, dtype in itertools.product(("float32", "exact", "balanced", "lean"), (torch.float32, torch.bfloat16)):
+    for preset, dtype in (("float32", torch.float32), ("exact", torch.bfloat16), ("lean", torch.float32)):
         ends = []
         for as_codes in (False, True):
             model = layers().to(dtype)
@@ -335,26 +334,9 @@ def steps_under_gather_quantized_are_the_same(rank: int) -> None:
             assert ends[0]["0.weight.exp_avg_codes"].dtype is torch.int8
 
 
-def random_words_of_a_shard_equal_those_of_the_full_tensor(rank: int) -> None:
-    """For shards along any axes, contiguous or not."""
-    draw = torch.Generator().manual_seed(rank)
-    for _ in range(60):
-        dims = int(torch.randint(1, 4, (), generator=draw))
-        shape = tuple(int(n) for n in torch.randint(1, 13, (dims,), generator=draw))
-        start = tuple(int(torch.randint(0, n + 1, (), generator=draw)) for n in shape)
-        part = tuple(int(torch.randint(0, n - at + 1, (), generator=draw)) for n, at in zip(shape, start, strict=True))
-        numel = torch.Size(shape).numel()
-        every = pieces.words(0, numel, 5, 3, 2, torch.device("cpu")).view(shape)
-        local_state = every[tuple(slice(at, at + n) for at, n in zip(start, part, strict=True))]
-        rows = local_state.reshape(torch.Size(part[:-1]).numel(), part[-1])
-        low = rows.shape[0] // 3
-        got = pieces.words_at(pieces.ShardPosition(start, part, shape), slice(low, rows.shape[0]), 5, 3, 2, rows.device)
-        assert_bitwise(got, rows[low:], f"{part} at {start} of {shape}")
-
-
 def runs_resume_from_checkpoints(rank: int) -> None:
     """Saved sharded, then loaded on as many ranks and by one process, into optimizers without steps."""
-    for preset in ("exact", "balanced", "lean"):
+    for preset in ("exact", "lean"):
         folder = two_ranks.folder() / f"{preset} of {dist.get_world_size()}"
         model = units(layers())
         optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset=preset, seed=3)
@@ -381,7 +363,7 @@ def runs_resume_from_checkpoints(rank: int) -> None:
 
 
 def torchs_functions_find_states_that_have_not_begun(rank: int) -> None:
-    for preset in ("float32", "exact", "balanced", "lean"):
+    for preset in ("exact", "lean"):
         model = units(layers())
         optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset=preset)
         train_layers(model, optimizer, range(2))
@@ -405,7 +387,6 @@ def torchs_functions_find_states_that_have_not_begun(rank: int) -> None:
 CASES = [
     runs_resume_from_checkpoints,
     torchs_functions_find_states_that_have_not_begun,
-    random_words_of_a_shard_equal_those_of_the_full_tensor,
     tensor_parallelism_cuts_columns,
     norms_count_all_parts,
     replicas_step_with_the_mean_of_their_gradients,

@@ -13,6 +13,7 @@ from quaver import recipes
 from quaver.reference import optim as bounds
 from quaver.torch import optim
 from quaver.torch.optim import master_weights
+from tests.pairs import alternating
 
 #: Our optimizer, torch's, and options.
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
@@ -99,7 +100,7 @@ def test_lion_matches_its_formula() -> None:
     assert float((p - w).detach().abs().max()) <= 1e-5
 
 
-@pytest.mark.parametrize("beta", [0.0, 1e-20, 1e-8, 0.1, 0.5, 0.9, 0.999, 1 - 1e-7, 1 - 2.0**-53])
+@pytest.mark.parametrize("beta", [0.0, 1e-20, 0.1, 0.9, 1 - 2.0**-53])
 def test_a_small_gradient_after_a_large_one_counts_at_any_beta(beta: float) -> None:
     """m + (g - m)(1 - β) would lose a gradient of 1e-3 next to moments of 1e6 if β is small."""
     of: dict[str, tuple[type[optim.Optimizer], dict[str, Any], dict[str, tuple[float, int]]]] = {
@@ -150,14 +151,13 @@ def test_a_gradient_with_a_square_beyond_float32_leaves_weights_finite(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "preset"),
+    ("preset", "recipe"),
     [
-        *product(("none", "tensorwise"), optim.PRESETS),
-        *product(("bfloat16",), ("exact", "balanced", "lean", "coat")),
-        *product(("rowwise", "blockwise", "mxfp8", "mxfp8 2d"), ("balanced", "lean")),
+        *alternating(optim.PRESETS, ("none", "tensorwise", "bfloat16"), ("balanced", "lean")),
+        *product(("lean",), ("rowwise", "blockwise", "mxfp8", "mxfp8 2d")),
     ],
 )
-def test_every_preset_follows_float32(recipe: str, preset: str) -> None:
+def test_every_preset_follows_float32(preset: str, recipe: str) -> None:
     torch.manual_seed(0)
     layer = qt.Linear(160, 136, bias=False, dtype=torch.bfloat16 if recipe == "bfloat16" else torch.float32)
     if recipe not in ("none", "bfloat16"):

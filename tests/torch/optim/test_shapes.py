@@ -65,20 +65,12 @@ def test_muon_steps_stacks_of_codes() -> None:
     assert float((moved - want).norm() / want.norm()) < 0.1
 
 
-@pytest.mark.parametrize("shape", [(96,), (8, 8, 3, 3), (64, 1, 4)])
-def test_muon_requires_a_stack_of_matrices(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="stacks of them, and a parameter has shape"):
-        optim.Muon([nn.Parameter(torch.zeros(shape))])
-    with pytest.raises(ValueError, match="stack of matrices, and preset 'msamp'"):
-        optim.Muon([nn.Parameter(torch.zeros(3, 64, 64))], preset="msamp")
-
-
 SHAPES = {(64, 64, 3, 3): (64, 576), (8192, 1): (1, 8192), (128, 96, 3): (128, 288), (96, 8, 5, 5, 5): (768, 125)}
 
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "preset"),
-    pairs((torch.float32, torch.bfloat16), SHAPES, ("exact", "balanced", "lean", "coat", "msamp", "te")),
+    pairs((torch.float32, torch.bfloat16), SHAPES, ("exact", "lean", "te")),
     ids=case_name,
 )
 def test_a_weight_of_short_rows_steps_as_the_matrix_that_it_is_flattened_to(
@@ -96,14 +88,6 @@ def test_a_weight_of_short_rows_steps_as_the_matrix_that_it_is_flattened_to(
         assert torch.equal(made[0].state[p][name].flatten(), value.flatten()), name
     moment_bytes = sum(t.nbytes for name, t in made[0].state[p].items() if name.startswith("exp_avg")) / p.numel()
     assert moment_bytes <= {"exact": 4.0, "coat": 2.26, "msamp": 3.01, "te": 3.01}.get(preset, 2.07)
-
-
-def test_a_channels_last_convolution_steps_like_a_contiguous_one() -> None:
-    start, gradient = drawn((64, 64, 3, 3), 0), drawn((64, 64, 3, 3), 1)
-    both = [nn.Parameter(start.clone()), nn.Parameter(start.clone(memory_format=torch.channels_last))]
-    for p in both:
-        trained(optim.AdamW([p], lr=1e-2, preset="lean"), [p], [[gradient]] * 2)
-    assert torch.equal(*both)
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 3, 3), (8192, 1)])

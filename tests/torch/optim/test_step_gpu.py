@@ -12,7 +12,6 @@ from quaver.torch import optim
 from quaver.torch.backends.gpu import device
 from quaver.torch.backends.gpu import optim as stepping
 from quaver.torch.backends.gpu.buffers import CrossStream
-from quaver.torch.optim import gpu
 from quaver.torch.optim import optimizer as optimizer_file
 from quaver.torch.optim.step import ParameterTensors, StepConfig, step_parameter
 from tests.torch.backends.gpu.launch_counts import _Kernels, _Operations
@@ -74,7 +73,6 @@ def trained(rule: Any, preset: str, kernels: bool, recipe: Any = "tensorwise") -
         (optim.AdamW, "balanced"),
         (optim.AdamW, "exact"),
         (optim.Adam, "lean"),
-        (optim.Lion, "lean"),
     ],
 )
 def test_steps_by_the_kernel_match_plain_torch(rule: Any, preset: str) -> None:
@@ -123,10 +121,7 @@ def test_weights_with_scales_of_blocks_step_by_the_kernel(recipe: Any, preset: s
     [
         (recipes.blockwise(), "nk", False),
         (recipes.mxfp8(weight_2d=True), "nk", True),
-        (recipes.mxfp8(weight_2d=True), "kn", True),
-        (recipes.mxfp8(), "nk", True),
         (recipes.mxfp8(), "kn", False),
-        (recipes.tensorwise(), "nk", False),
     ],
     ids=lambda x: str(getattr(x, "name", x)),
 )
@@ -158,15 +153,14 @@ def test_stacks_of_whole_blocks_step_as_one_matrix(recipe: Any, layout: Any, tak
         assert same(both[0][name], value), name
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd_of_floats_steps_by_the_kernel_and_of_codes_without(nesterov: bool) -> None:
+def test_sgd_of_floats_steps_by_the_kernel_and_of_codes_without() -> None:
     """Vectors of float32, codes, and a bfloat16 matrix with a stochastically rounded bfloat16 buffer."""
     both = []
     for kernels in (True, False):
         model, draw = model_of(), torch.Generator().manual_seed(1)
         model.free = nn.Parameter(torch.randn(64, 128, generator=draw).bfloat16())
         optimizer = optim.SGD(
-            model.parameters(), lr=1e-2, momentum=0.9, nesterov=nesterov, weight_decay=0.1, preset="exact"
+            model.parameters(), lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, preset="exact"
         )
         for _ in range(2):
             x = torch.randn(16, 32, generator=draw)
@@ -183,14 +177,13 @@ def test_sgd_of_floats_steps_by_the_kernel_and_of_codes_without(nesterov: bool) 
         assert same(both[0][name], value), name
 
 
-@pytest.mark.parametrize("outstanding", [1, 1 << 30])
-def test_steps_in_backward_use_the_kernel(outstanding: int) -> None:
+def test_steps_in_backward_use_the_kernel() -> None:
     """Whenever pending gradients reach the threshold, the kernel steps them, with the bits of plain steps."""
     both = []
     for kernels in (True, False):
         model = model_of()
         optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset="lean")
-        optimizer.step_in_backward(outstanding_bytes=outstanding)
+        optimizer.step_in_backward(outstanding_bytes=1)
         with device.asking("triton" if kernels else "none"):
             for seed in range(2):
                 backward(model, seed)
@@ -229,39 +222,14 @@ def test_a_step_on_another_stream_waits_for_the_table_of_parameters(monkeypatch:
     assert streams.keeps(3) == made
 
 
-def test_a_step_that_is_skipped_changes_and_counts_nothing() -> None:
-    model = model_of()
-    optimizer = optim.AdamW(model.parameters(), preset="lean", nonfinite="skip")
-    backward(model, 0)
-    with device.asking("triton"):
-        optimizer.step()
-        optimizer.zero_grad()
-        before = {name: value.clone() for name, value in all_of(model, optimizer).items()}
-        backward(model, 1, float("inf"))
-        # The scale of a gradient scaler is read on the device; a tensor on the CPU is read by the host.
-        keep = torch.tensor(False)
-        taken: list[gpu.Launch] = []
-        for group in optimizer.param_groups:
-            optimizer._begin_group(group, list(enumerate(group["params"])), keep, None, taken)
-        optimizer._launch(taken, keep)
-    after = all_of(model, optimizer)
-    assert all(
-        torch.equal(value.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8))
-        for name, value in before.items()
-    )
-
-
 @pytest.mark.parametrize(
     ("layers", "recipe", "kernels"),
     [
         # Codes whose rows are whole blocks, codes whose rows end within a block, and vectors.
-        (1, recipes.tensorwise(), {"step": 3}),
         (3, recipes.tensorwise(), {"step": 3}),
-        # All end within a block of 128 rows or columns.
-        (3, recipes.blockwise(), {"step": 1, "step_of_blocks": 1}),
         (3, recipes.mxfp8(weight_2d=True), {"step": 1, "step_of_blocks": 2}),
     ],
-    ids=["1", "3", "3 of blockwise", "3 of mxfp8 squares"],
+    ids=["tensorwise", "mxfp8 squares"],
 )
 def test_a_step_takes_one_launch_per_config_for_any_parameters(
     layers: int, recipe: Any, kernels: dict[str, int]
