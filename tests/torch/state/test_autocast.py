@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import quaver.torch as qt
-from quaver import GemmSpec, Recipe, recipes
-from quaver.torch.state.context import active_context, nodes, recipe_in_force
+from quaver import recipes
+from quaver.torch.state.context import active_context, recipe_in_force
 from tests.close import assert_bitwise
 
 
@@ -186,16 +186,6 @@ def test_it_warns_of_nothing_else(body: Callable[[], None], mode: type) -> None:
         body()
 
 
-def test_a_compiled_layer_that_quantizes_only_in_backward_does_not_warn() -> None:
-    torch.compiler.reset()
-    high, line = GemmSpec(None, None), recipes.get("mxfp8").dgrad
-    recipe = Recipe("backward", high, line, line)
-    run = torch.compile(qt.Linear(32, 16), backend="eager", fullgraph=True)
-    for _ in range(2):
-        with qt.autocast(recipe):
-            run(X)
-
-
 def test_a_body_that_runs_nothing_or_fails_does_not_warn() -> None:
     under_one_autocast("mxfp8")()
     y = PLAIN(X)
@@ -228,11 +218,3 @@ def test_compiled_layers_count_as_layers(layer: qt.Linear) -> None:
             for _ in range(2):
                 under_one_autocast("mxfp8", compiled)()
     active_context.compiled = False
-
-
-def test_without_torchs_number_of_nodes_only_forwards_without_gradients_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nodes() != (PLAIN(X), nodes())[1]
-    monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
-    under_one_autocast("mxfp8", PLAIN)()
-    with torch.no_grad(), pytest.warns(UserWarning, match="no quantizable layer"):
-        under_one_autocast("mxfp8", PLAIN)()

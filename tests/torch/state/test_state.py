@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state.history import roll
-from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise
 from tests.pairs import pairs
 
@@ -107,34 +106,11 @@ def test_a_fresh_model_under_autocast_adopts_the_state(name: str) -> None:
         assert_bitwise(b, a)
 
 
-def test_recorded_amaxes_are_rolled_after_loading() -> None:
-    first = Run("delayed")
-    first.steps(0, 2)
-    second = model()
-    second.load_state_dict(first.net.state_dict())
-    pending = second[0].history[0].clone()
-    assert pending.all()
-    with qt.autocast("delayed"):
-        assert_bitwise(second[0].history[-1], pending)
-        assert second[0].factor.all()
-
-
-def test_a_loaded_history_waits_for_a_delayed_recipe() -> None:
-    first = Run("delayed")
-    first.steps(0, 2)
-    second = model()
-    second.load_state_dict(first.net.state_dict())
-    before = second[0].history.clone()
-    with qt.autocast("mxfp8"):
-        second(torch.randn(4, 32))
-    assert_bitwise(second[0].history, before)
-
-
 # Across recipes.
 
 
-@pytest.mark.parametrize("writer", recipes.RECIPES)
-@pytest.mark.parametrize("reader", recipes.RECIPES)
+@pytest.mark.parametrize("writer", ["bf16", "mxfp8", "delayed", "nvfp4"])
+@pytest.mark.parametrize("reader", ["bf16", "delayed", "nvfp4"])
 def test_a_checkpoint_loads_across_recipes(writer: str, reader: str) -> None:
     first, second = Converted(writer), Converted(reader)
     first.steps(0, 2)
@@ -157,17 +133,6 @@ def test_missing_histories_start_fresh() -> None:
     second.net.load_state_dict(model().state_dict())
     for layer in (second.net[0], second.net[2]):
         assert not layer.history.any() and not layer.factor.any()
-
-
-def test_every_load_warns_again() -> None:
-    other = Converted("nvfp4")
-    other.steps(0, 1)
-    state = other.net.state_dict()
-    net = Converted("delayed").net
-    for _ in range(2):
-        with pytest.warns(UserWarning) as caught:
-            net.load_state_dict(state)
-        assert len(caught) == 1
 
 
 def test_another_history_length_restarts_with_a_warning() -> None:
@@ -365,30 +330,6 @@ def test_a_cached_weight_does_not_outlive_a_cast(name: str) -> None:
         fresh = qt.Linear(64, 64, bias=False, recipe=name)
         fresh.load_state_dict(layer.state_dict())
         assert_bitwise(layer(x), fresh(x))
-
-
-def test_noise_of_converted_layers_depends_on_the_name_not_the_number() -> None:
-    """A checkpoint from autocast and one from a converted model load into each other; noise streams stay distinct."""
-    converted, plain = Converted("nvfp4"), Run("nvfp4")
-    for run in (converted, plain):
-        run.steps(0, 2)
-    numbers = [layer.count[2].item() for layer in (plain.net[0], plain.net[2])]
-    assert [layer.count[2].item() for layer in (converted.net[0], converted.net[2])] == [-1, -1]
-    assert numbers[0] != numbers[1] and min(numbers) >= 0
-    plain.net.load_state_dict(converted.net.state_dict())
-    assert [layer.count[2].item() for layer in (plain.net[0], plain.net[2])] == numbers
-    plain.steps(2, 3)
-    converted.net.load_state_dict(plain.net.state_dict())
-    assert converted.net[2].count.tolist() == [3, 3, -1]
-
-
-def test_copies_share_their_recipe() -> None:
-    """torch.compile guards on its identity."""
-    recipe = recipes.delayed(history=5)
-    layer = qt.Linear(8, 8, recipe=recipe)
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert copied.recipe is recipe
-        assert state_of(copied).number is not state_of(layer).number
 
 
 def test_buffers_are_all_there_is() -> None:

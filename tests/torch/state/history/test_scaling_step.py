@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import importlib.util
 import itertools
 import threading
 from collections.abc import Callable
@@ -16,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.state.history import roll, scaling_step
-from quaver.torch.state.layer_state import state_of
+from quaver.torch.state.history import roll
 from tests.close import assert_bitwise
 from tests.pairs import case_name, pairs
 
@@ -99,8 +97,7 @@ class Player:
             else:
                 if kind == "step":
                     optimizer.step()
-                if kind != "pause":
-                    optimizer.zero_grad()
+                optimizer.zero_grad()
 
 
 CALLS = pytest.mark.parametrize(
@@ -130,22 +127,6 @@ def test_a_model_between_its_forward_and_its_backward_is_left_unchanged(
         other.step()
     for player in (one, other):
         player.assert_as_alone()
-
-
-def test_a_retained_graph_counts_as_a_pending_backward() -> None:
-    one, other = Player(net()), Player(net())
-    for i in range(3):
-        with qt.autocast(RECIPE):
-            y = one(data(i), 2 * i)
-        y.sum().backward(retain_graph=True)
-        recorded = one.model[0].history.clone()
-        with qt.autocast(RECIPE):
-            other(data(i), 2 * i + 1).sum().backward()
-        assert_bitwise(one.model[0].history, recorded)
-        one.events.append(("pause", None))
-        y.square().sum().backward()
-        one.step()
-    one.assert_as_alone()
 
 
 @CALLS
@@ -318,89 +299,6 @@ def test_validation_between_micro_batches_changes_nothing(validates: str) -> Non
     assert_bitwise(got[1], got[0])
 
 
-def test_a_copy_has_its_own_step() -> None:
-    model = net()
-    with qt.autocast(RECIPE):
-        y = model(data(0))
-        twin = copy.deepcopy(model)
-    assert state_of(model[0]).step is not None and state_of(twin[0]).step is None
-    with qt.autocast(RECIPE):
-        twin(data(1)).sum().backward()
-    recorded = model[0].history[0].clone()
-    assert recorded[0] > 0 and twin[0].history[-1, 0] == recorded[0]
-    y.sum().backward()
-    assert_bitwise(model[0].history[0, :2], recorded[:2])
-
-
-def test_a_layer_that_two_threads_share_does_not_roll_within_an_autocast() -> None:
-    layer = qt.Linear(16, 16)
-    with qt.autocast(RECIPE):
-        layer(data(0)).sum().backward()
-        before = layer.history[0].clone()
-
-        def in_another_thread() -> None:
-            with qt.autocast(RECIPE):
-                layer(torch.zeros(8, 16)).sum().backward()
-
-        thread = threading.Thread(target=in_another_thread)
-        thread.start()
-        thread.join()
-        assert_bitwise(layer.history[0], before)
-    thread = threading.Thread(target=in_another_thread)
-    thread.start()
-    thread.join()
-    assert_bitwise(layer.history[-1], before)
-
-
-def test_forwards_without_a_backward_do_not_hold_memory() -> None:
-    """Neither the steps nor their pending backwards outlive the layers and their graphs."""
-    model = net()
-    for i in range(5):
-        with qt.autocast(RECIPE):
-            y = model(data(i))
-    step = state_of(model[0]).step
-    assert len(step.pending) == 3
-    del y
-    assert not step.pending
-    with qt.autocast(RECIPE):
-        assert model[0].history[-1, 0] > 0 and model[0].history[0, 0] == 0
-    alive = sum(type(o) is scaling_step.ScalingStep for o in gc.get_objects())
-    for i in range(20):
-        with qt.autocast(RECIPE):
-            net()(data(i))
-    gc.collect()
-    assert sum(type(o) is scaling_step.ScalingStep for o in gc.get_objects()) <= alive + 1
-
-
-def test_torch_reports_whether_a_graph_is_retained() -> None:
-    """torch reports it by a private name; without that, a graph counts as freed."""
-    seen = []
-
-    class RetainProbe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            seen.append(scaling_step.graph_is_retained())
-            return g
-
-    y = RetainProbe.apply(torch.ones(2, requires_grad=True)).sum()
-    y.backward(retain_graph=True)
-    y.backward()
-    assert seen == [True, False]
-
-
-def test_without_torch_private_names_a_graph_counts_as_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph", raising=False)
-    spec = importlib.util.find_spec(scaling_step.__name__)
-    assert spec is not None and spec.loader is not None
-    again = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(again)
-    assert not again.graph_is_retained()
-
-
 def bypassed(model: nn.Module, x: Tensor) -> Tensor:
     """Call `forward` directly as PEFT does, so that hooks do not run."""
     y: Tensor = model.forward(x)
@@ -456,28 +354,6 @@ def test_a_model_trains_the_same_when_its_root_is_not_called(
         assert_bitwise(models[1].state_dict()[name], value, name)
 
 
-def test_interleaved_models_without_root_calls_train_as_each_alone() -> None:
-    """The second model starts its step between the first one's forward and backward."""
-    models = [net(), net()]
-    for model in models:
-        qt.convert(model, RECIPE)
-    alone = [copy.deepcopy(model) for model in models]
-    expected = [scaled(model, lambda model, x: model(x), 1)[::2] for model in alone]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in models]
-    got: list[list[Tensor]] = [[], []]
-    for i in range(6):
-        losses = [bypassed(m, data(i, float("inf") if i == 2 else 1.0)).square().mean() for m in models]
-        for number in (1, 0) if i % 2 else (0, 1):
-            scalers[number].scale(losses[number]).backward()
-            got[number].append(losses[number].detach())
-            scalers[number].step(optimizers[number])
-            scalers[number].update()
-            optimizers[number].zero_grad()
-    for number in range(2):
-        assert_bitwise(torch.stack(got[number]), torch.stack(expected[number]))
-
-
 @pytest.mark.parametrize("keeps", ["its graphs", "a retained graph"])
 def test_a_loop_that_keeps_graphs_alive_rolls_nevertheless(keeps: str) -> None:
     model, other = net(), net()
@@ -511,30 +387,3 @@ def test_a_layer_with_its_own_recipe_rolls_without_autocast() -> None:
         y.square().sum().backward()
         z.square().sum().backward()
     assert layer.history[1:].all() and layer.factor.all()
-
-
-def test_a_step_begins_while_another_thread_makes_a_layers_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(layer: nn.Module) -> None:
-        with qt.autocast(RECIPE):
-            layer(torch.ones(2, 16)).sum().backward()
-
-    other, failed = qt.Linear(16, 16), []
-    train(other)
-    register = nn.Module.register_buffer
-
-    def step_of_another() -> None:
-        try:
-            train(other)
-        except Exception as error:
-            failed.append(error)
-
-    def interrupted(self: nn.Module, name: str, *args: Any, **options: Any) -> None:
-        if name == "factor":
-            thread = threading.Thread(target=step_of_another)
-            thread.start()
-            thread.join()
-        register(self, name, *args, **options)
-
-    monkeypatch.setattr(nn.Module, "register_buffer", interrupted)
-    train(qt.Linear(16, 16))
-    assert not failed
