@@ -13,9 +13,8 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.torch.state.history import roll
 from tests.close import assert_bitwise, assert_close
-from tests.pairs import pairs
+from tests.pairs import alternating, pairs
 
-ALL = pytest.mark.parametrize("name", recipes.RECIPES)
 QUANTIZED = pytest.mark.parametrize("name", [n for n, r in recipes.RECIPES.items() if r().quantizes])
 
 
@@ -30,8 +29,7 @@ def snapshot(net: nn.Module) -> dict[str, Tensor]:
 # GradScaler.
 
 
-@ALL
-@pytest.mark.parametrize("where", ["loss", "gradient", "input"])
+@pytest.mark.parametrize(("name", "where"), alternating(recipes.RECIPES, ["loss", "gradient", "input"], ["delayed"]))
 def test_grad_scaler_skips_on_an_infinity_and_histories_stay_clean(name: str, where: str) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -176,7 +174,7 @@ def test_a_small_model_learns(name: str, dtype: torch.dtype) -> None:
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
 
 
-@QUANTIZED
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "nvfp4"])
 def test_two_threads_train_two_models(name: str) -> None:
     """Each thread has its own autocast recipe; each model trains as it does alone."""
     nets = [model() for _ in range(2)]

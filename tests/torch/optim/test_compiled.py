@@ -88,34 +88,6 @@ def test_a_failing_compiler_warns_and_the_step_runs_without_it() -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize(("preset", "recipe"), [("exact", None), ("lean", "tensorwise"), ("lean", "blockwise")])
-def test_a_step_has_its_bits_while_another_thread_compiles(
-    monkeypatch: pytest.MonkeyPatch, preset: str, recipe: str | None
-) -> None:
-    """torch reports that every thread compiles while one does."""
-    both = []
-    for compiling in (False, True):
-        layer = qt.Linear(128, 136, dtype=torch.bfloat16)
-        layer.load_state_dict({name: torch.ones_like(value) for name, value in layer.state_dict().items()})
-        if recipe is not None:
-            qt.quantize_weights(layer, recipe)
-        optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset=preset)
-        draw = torch.Generator().manual_seed(0)
-        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", compiling)
-        assert torch.compiler.is_compiling() == compiling
-        for _ in range(2):
-            for p in layer.parameters():
-                p.grad = torch.randn(p.shape, generator=draw).to(p.grad_dtype or torch.float32)
-            optimizer.step()
-            optimizer.zero_grad()
-        monkeypatch.undo()
-        both.append((layer, optimizer))
-    for p, q in zip(both[0][0].parameters(), both[1][0].parameters(), strict=True):
-        same(p, q, "weight")
-        for key, value in both[0][1].state[p].items():
-            same(value, both[1][1].state[q][key], key)
-
-
 #: Recipes None (bfloat16 weights) and of weights in codes; presets with all kinds of states.
 TRACED: list[tuple[Any, dict[str, Any], str, Any]] = [
     (optim.AdamW, {}, "lean", "tensorwise"),

@@ -370,46 +370,6 @@ def test_codes_under_their_moments_names_load_as_they_did() -> None:
         assert torch.equal(value, optimizer.state[p][name]), name
 
 
-@pytest.mark.parametrize(("library", "cycles"), [("torch", "before"), ("torch", "after"), ("earlier", "after")])
-def test_updates_are_not_clamped_by_the_steady_beta_bound_when_betas_cycle(library: str, cycles: str) -> None:
-    """Over states of torch, and of ours that do not say whether betas stayed: of torch's schedules, which cycle them,
-    and of a schedule by hand that begins after the load."""
-    start = torch.randn(80, 96, generator=torch.Generator().manual_seed(0))
-    p, r = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    theirs = torch.optim.AdamW([r], lr=1e-2, betas=(0.9, 0.95))
-    mine = optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), preset="float32")
-    options: dict[str, Any] = {"base_lr": 1e-2, "max_lr": 2e-2, "step_size_up": 1}
-    options |= {"base_momentum": 0.3, "max_momentum": 0.97}
-    schedules: list[Any] = []
-    if cycles == "before":
-        schedules = [torch.optim.lr_scheduler.CyclicLR(each, **options) for each in (theirs, mine)]
-
-    def step(number: int, moving: bool) -> None:
-        for each, optimizer in ((r, theirs), (p, mine)):
-            each.grad = torch.full((80, 96), 10.0 ** ((number + 1) % 5))
-            if moving:
-                optimizer.param_groups[0]["betas"] = (0.3 + 0.6 * (number % 2), 0.95)
-            optimizer.step()
-        for schedule in schedules:
-            schedule.step()
-
-    for number in range(14):
-        step(number, False)
-    saved = copy.deepcopy((theirs if library == "torch" else mine).state_dict())
-    for group in saved["param_groups"]:
-        group.pop("steady_betas", None)
-    mine.load_state_dict(saved) if library == "earlier" else with_warning(mine, saved)
-    p.data.copy_(r.data)
-    for number in range(14, 15 if cycles == "before" else 45):
-        step(number, cycles == "after")
-    torch.testing.assert_close(p, r, rtol=1e-5, atol=1e-6)
-
-
-def with_warning(optimizer: optim.Optimizer, saved: Any) -> None:
-    with pytest.warns(UserWarning, match="states of another library"):
-        optimizer.load_state_dict(saved)
-
-
 def test_a_custom_preset_is_saved_as_plain_data() -> None:
     own = optim.Preset(name="mine", first=optim.StateSpec(code="e4m3", block=32), codes="residual16")
     layer = layer_of("tensorwise")

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -452,31 +451,6 @@ def test_copies_made_within_a_step_have_an_empty_cache() -> None:
             copied.weight.grad = None
             assert_bitwise(copied(x), fresh(copied)(x), recipe)
             through_data(copied)
-
-
-def test_two_training_threads_are_independent() -> None:
-    layers = [linear("tensorwise") for _ in range(2)]
-    inputs = torch.randn(2, 20, T, K)
-    alone = [copy.deepcopy(layer) for layer in layers]
-    results: list[list[tuple[Tensor, ...]]] = [[], []]
-
-    def train(layer: nn.Module, xs: Tensor, into: list[tuple[Tensor, ...]]) -> None:
-        optimizer = torch.optim.SGD(layer.parameters(), 0.01, fused=True)
-        for x in xs:
-            into.append(trained(layer, x))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    threads = [threading.Thread(target=train, args=each) for each in zip(layers, inputs, results, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for layer, xs, got in zip(alone, inputs, results, strict=True):
-        expected: list[tuple[Tensor, ...]] = []
-        train(layer, xs, expected)
-        for a, b in zip(got, expected, strict=True):
-            assert_same(a, b, "in a thread")
 
 
 # Weights stored as codes.

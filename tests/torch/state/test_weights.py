@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim import swa_utils
 
 import quaver.torch as qt
 from quaver import recipes
@@ -194,19 +193,6 @@ def test_a_compiled_optimizer_step_makes_the_weight_be_quantized_again(name: str
 
 
 # Requantization after other writes.
-
-
-def test_an_averaged_model_uses_its_average() -> None:
-    layer = layer_with("tensorwise")
-    average = swa_utils.AveragedModel(layer, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
-    optimizer = torch.optim.SGD(layer.parameters(), 0.5)
-    for _ in range(3):
-        forward_backward(layer)
-        optimizer.step()
-        average.update_parameters(layer)
-        assert_current(average.module)
-        assert_current(layer)
-    assert not torch.equal(average.module.weight, layer.weight)
 
 
 def test_functional_call_uses_the_given_weights() -> None:
