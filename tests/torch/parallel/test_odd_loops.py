@@ -113,29 +113,6 @@ def copies_in_checkpoints(rank: int) -> None:
             assert_scales(net, f"{reentrant}, at the end", agreed=True)
 
 
-def two_models(rank: int) -> None:
-    """One model trains through the other, which also takes two steps; gradients are zeroed in place."""
-    for recipe in ("delayed", "mxfp8"):
-        for wrap in (by_copies, in_parts):
-            nets = [Net(recipe) for _ in range(2)]
-            one, other = (wrap(net) for net in nets)
-            optimizers = [torch.optim.AdamW(model.parameters(), 1e-3) for model in (one, other)]
-            for number in range(3):
-                other(one(data(rank, number))).square().mean().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=False)
-                for again in range(2):
-                    with torch.no_grad():
-                        y = one.eval()(data(rank, number + again))
-                    step(other, optimizers[1], y)
-                one.train()
-                sync_amax_histories(nn.ModuleList(nets))
-                one.state_dict()
-                for net in nets if recipe == "delayed" else ():
-                    assert_scales(net, f"{wrap.__name__}, step {number}", agreed=True)
-
-
 def exceptions_in_a_step(rank: int) -> None:
     """A forward that fails on all ranks, and one without a backward, do not change the next step."""
     for recipe in ("delayed", "tensorwise"):
@@ -183,30 +160,6 @@ def accumulation(rank: int) -> None:
             assert losses[0] == losses[1], f"{recipe}, to none {to_none}: {losses}"
 
 
-def selective_checkpoints(rank: int) -> None:
-    """Losses, weights and histories do not depend on which outputs a selective checkpoint saves."""
-    aten = torch.ops.aten
-    for recipe in ("delayed", "mxfp8"):
-        for wrap in (by_copies, in_parts):
-            expected: list[Tensor] = []
-            for saved in (None, [], [aten.mm.default, aten.addmm.default], [aten.relu.default]):
-                net = Net(recipe, None if saved is None else False, saved)
-                model, seen = wrap(net), list[Tensor]()
-                optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-                for number in range(3):
-                    for micro in range(2):
-                        loss = model(data(rank, 2 * number + micro)).square().mean()
-                        loss.backward()
-                        seen.append(loss.detach())
-                    optimizer.step()
-                    optimizer.zero_grad()
-                sync_amax_histories(model)
-                seen += [getattr(t, "_local_tensor", t).clone() for t in net.state_dict().values()]
-                expected = expected or seen
-                for x, y in zip(seen, expected, strict=True):
-                    assert_bitwise(x, y, f"{recipe}, {wrap.__name__}, {saved}")
-
-
 def recipes_by_turns(rank: int) -> None:
     """Alternate steps of `delayed` with steps of a recipe without history, and evaluate on one rank only."""
     for wrap in (by_copies, partial(in_parts, codes=False)):
@@ -228,8 +181,10 @@ def recipes_by_turns(rank: int) -> None:
 
 
 CASES: list[Callable[[int], None]] = [
-    *(copies_in_checkpoints, two_models, exceptions_in_a_step, accumulation),
-    *(selective_checkpoints, recipes_by_turns),
+    copies_in_checkpoints,
+    exceptions_in_a_step,
+    accumulation,
+    recipes_by_turns,
 ]
 
 

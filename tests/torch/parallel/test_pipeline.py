@@ -304,11 +304,11 @@ def cases() -> Sequence[two_ranks.Case]:
         # Split backwards are tested with every recipe below.
         *(case(converted, "1F1B", recipe) for recipe in ("delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4")),
         *(case(even, "InterleavedZeroBubble", recipe, SPLIT[recipe]) for recipe in recipes.RECIPES),
-        *(case(converted, name, recipe) for name in KINDS for recipe in ("delayed", "nvfp4") if name != "1F1B"),
-        *(case(blocks, name, "tensorwise") for name in KINDS),
+        *(case(converted, name, "delayed") for name in KINDS if name != "1F1B"),
+        *(case(blocks, name, "nvfp4") for name in KINDS),
         *(case(blocks, "InterleavedZeroBubble", recipe) for recipe in ("mxfp8", "rowwise_bf16_wgrad")),
-        *(case(transformer, name, "delayed", 2) for name in ZERO_BUBBLE),
-        case(transformer, "InterleavedZeroBubble", "nvfp4", 2),
+        case(transformer, "InterleavedZeroBubble", "delayed", 2),
+        case(transformer, "ZBVZeroBubble", "nvfp4", 2),
     ]
 
 

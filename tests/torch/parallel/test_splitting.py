@@ -1,22 +1,21 @@
 """A backward in two parts, as torch's zero-bubble schedules run it: the gradients of a whole one, each made once."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver import recipes
 from quaver.recipes.spec import Recipe
-from quaver.torch.numerics.quantized import Quantized
-from quaver.torch.parallel.pipeline import _Weights, split_backwards
+from quaver.torch.parallel.pipeline import split_backwards
 from tests.close import assert_bitwise
 from tests.torch.parallel.flops import Flops
 
@@ -82,19 +81,6 @@ class Experts(nn.Module):
         return torch.tanh(y).view_as(x) * 1
 
 
-class Narrow(nn.Module):
-    """A block under torch's autocast."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y: Tensor = self.block(x)
-        return y
-
-
 def mlp(**options: Any) -> nn.Module:
     return qt.LayerNormMLP(WIDTH, 2 * WIDTH, **options)
 
@@ -119,7 +105,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "recompute of the MLP": lambda: layer(recompute="mlp", parallel="two_norms"),
     "checkpoint": lambda: nn.Sequential(Again(mlp(), checkpoint, use_reentrant=False), qt.Linear(WIDTH, WIDTH)),
     "called twice": Twice,
-    "autocast": lambda: Narrow(nn.Sequential(qt.LayerNormLinear(WIDTH, WIDTH), nn.GELU(), qt.Linear(WIDTH, WIDTH))),
     "beside": Beside,
     "experts": Experts,
     "frozen": lambda: nn.Sequential(qt.Linear(WIDTH, WIDTH).requires_grad_(False), qt.Linear(WIDTH, WIDTH)),
@@ -216,131 +201,6 @@ def test_two_parts_are_a_whole_backward_of_attention_in_eight_bits() -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_split_graph_that_is_not_cut_is_a_whole_one(name: str) -> None:
     compare(split_and_unsplit, name, "delayed")
-
-
-def used_twice(block: nn.Module, x: Tensor, g: Tensor, y: Tensor) -> list[Tensor | None]:
-    y.backward(g, retain_graph=True)
-    y.backward(2 * g)
-    return [x.grad]
-
-
-def inputs_then_all(block: nn.Module, x: Tensor, g: Tensor, y: Tensor) -> list[Tensor | None]:
-    (of_x,) = torch.autograd.grad(y, x, g, retain_graph=True)
-    assert all(p.grad is None for p in block.parameters())
-    y.backward(g)
-    return [of_x, x.grad]
-
-
-def weights_alone(block: nn.Module, x: Tensor, g: Tensor, y: Tensor) -> list[Tensor | None]:
-    return [*torch.autograd.grad(y, list(block.parameters()), g)]
-
-
-def one_weight_after_the_other(block: nn.Module, x: Tensor, g: Tensor, y: Tensor) -> list[Tensor | None]:
-    return [torch.autograd.grad(y, p, g, retain_graph=True)[0] for p in block.parameters()]
-
-
-def with_hooks(block: nn.Module, x: Tensor, g: Tensor, y: Tensor) -> list[Tensor | None]:
-    seen: dict[Any, Tensor | None] = {}
-    y.register_hook(lambda g: 2 * g)
-    x.register_hook(lambda g: 3 * g)
-    for p in block.parameters():
-        p.register_hook(lambda g: g + 1)
-        p.register_post_accumulate_grad_hook(lambda p: seen.update({p: p.grad}))
-    y.backward(g)
-    return [x.grad, *(seen[p] for p in block.parameters())]
-
-
-def squared(block: nn.Module, x: Tensor, g: Tensor, y: Tensor) -> list[Tensor | None]:
-    (y * y).backward(g)
-    return [x.grad]
-
-
-def differentiable_gradients(block: nn.Module, x: Tensor, g: Tensor, y: Tensor) -> list[Tensor | None]:
-    of = [x, *block.parameters()]
-    gradients = torch.autograd.grad(y, of, g.requires_grad_(), create_graph=True)
-    for gradient in gradients:
-        with pytest.raises(NotImplementedError, match=r"no second derivative|first derivatives only"):
-            torch.autograd.grad(gradient.sum(), [x, g], retain_graph=True)
-    return [gradient.detach() for gradient in gradients]
-
-
-USES = (
-    used_twice,
-    inputs_then_all,
-    weights_alone,
-    one_weight_after_the_other,
-    with_hooks,
-    squared,
-    differentiable_gradients,
-)
-
-
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "q, k, v by themselves", "recompute", "called twice"])
-def test_other_uses_of_a_split_graph_are_unchanged(name: str, use: Callable[..., list[Tensor | None]]) -> None:
-    results = []
-    for splits in (False, True):
-        block = built(name, "nvfp4")
-        ((x, g),) = batches(1)
-        x.requires_grad_()
-        with qt.autocast("nvfp4"):
-            with split_backwards([x] if splits else []):
-                y = block(x)
-            values = use(block, x, g, y)
-        gradients = [p.grad for p in block.parameters()]
-        results.append([*values, *gradients, *block.state_dict().values()])
-    for i, (value, other) in enumerate(zip(*results, strict=True)):
-        assert (value is None) == (other is None), i
-        if value is not None:
-            assert_bitwise(other, value, str(i))
-
-
-def nodes(groups: list[dict[str, Any]]) -> set[Node]:
-    """All graph objects that torch holds for the second part of a backward."""
-    waiting = [node for group in groups for node in group["intermediates"]]
-    seen = set(waiting)
-    while waiting:
-        new = {node for node, _ in waiting.pop().next_functions if node is not None} - seen
-        seen |= new
-        waiting += new
-    return seen
-
-
-def saved_tensors(node: Any) -> Iterator[Tensor]:
-    """Tensors held by a weight gradient node between the two parts."""
-    for gradient in node.parts.delayed_gradients:
-        yield from tensors_of(gradient.args if callable(gradient) else gradient)
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Tensors among arguments and nested tuples."""
-    if isinstance(value, Quantized):
-        yield from tensors_of((value.data, value.scale))
-    elif isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from tensors_of(each)
-
-
-def test_between_the_two_parts_only_tensors_for_weight_gradients_are_kept() -> None:
-    tokens, hidden = SEQUENCES * TOKENS, 2 * WIDTH
-    block = built("LayerNormMLP", "mxfp8")
-    ((x, g),) = batches(1)
-    x.requires_grad_()
-    _, groups = first_part(block, x, g)
-    held = nodes(groups)
-    kinds = {type(node).__name__ for node in held}
-    assert kinds == {"AccumulateGrad", "_JointBackward", "_WeightsBackward"}
-    of_weights = [node for node in held if isinstance(node, _Weights._backward_cls)]  # type: ignore[attr-defined]
-    tensors = {t.data_ptr(): t for node in of_weights for t in saved_tensors(node)}.values()
-    # Codes and scales of both operands of two wgrads, and the gradients of vectors, which are complete.
-    operands = 2 * tokens * (WIDTH + hidden) * (1 + 1 / 32)
-    vectors = 4 * (WIDTH + WIDTH + hidden + WIDTH)
-    assert sum(t.numel() * t.element_size() for t in tensors) == operands + vectors
-    del tensors
-    stage_backward_weight(block.parameters(), groups)
-    assert all(node.parts.delayed_gradients is None for node in of_weights)
 
 
 def test_a_second_part_without_a_first_says_what_comes_first() -> None:

@@ -285,20 +285,5 @@ def test_split_sequences_attend_like_the_whole(tmp_path: Path, ranks: int) -> No
     two_ranks.run(__name__, tmp_path, ranks)
 
 
-@pytest.mark.parametrize("balanced", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_order(ranks: int, balanced: bool) -> None:
-    order = ChunkOrder(ranks, balanced)
-    x = torch.arange(24.0).expand(2, 24)
-    sharded = [order.cut(x, 1, rank) for rank in range(ranks)]
-    assert_bitwise(order.join(sharded, 1), x.contiguous())
-    for rank in range(ranks):
-        assert torch.equal(order.places(24, rank).float(), sharded[rank][0])
-    if balanced:
-        # Number of unmasked pairs of query and key.
-        work = {int((order.places(24, rank) + 1).sum()) for rank in range(ranks)}
-        assert len(work) == 1
-
-
 if __name__ == "__main__":
     two_ranks.main(CASES)

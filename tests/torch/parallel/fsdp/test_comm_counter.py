@@ -14,16 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
 )
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quaver.torch as qt
-from quaver import recipes
 from quaver.torch import parallel
 from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel, comm_counter
 from quaver.torch.parallel.fsdp.torch_internals import get_collectives, groups_with_collectives
@@ -162,49 +158,6 @@ def pipelines(rank: int) -> None:
     assert ours.bytes["activations"] == 4 * 4 * 64 * 4
 
 
-class Slow(nn.Linear):
-    """A stage with a slow forward."""
-
-    seconds = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        return super().forward(x)
-
-
-def who_is_slow_in_a_pipeline_is_waited_for(rank: int) -> None:
-    """Under every schedule the idle time of the other rank is measured."""
-    one, two = (ScheduleGPipe, Schedule1F1B), (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
-    for kind, each in [(kind, 1) for kind in one] + [(kind, 2) for kind in two]:
-        parts = [Slow(64, 64) for _ in range(each)]
-        stages: Any = [
-            parallel.pipeline_stage(part, rank + 2 * i, 2 * each, torch.empty(4, 64, device="meta"))
-            for i, part in enumerate(parts)
-        ]
-        schedule: Any = kind(stages[0] if each == 1 else stages, 4, loss_fn=nn.functional.mse_loss)
-        x = torch.randn(16, 64)
-        given, targets = (x,) if rank == 0 else (), {} if rank == 0 else {"target": x}
-        schedule.step(*given, **targets)
-        for part in parts:
-            part.seconds = 0.05 * rank
-        begun = time.perf_counter()
-        with CommCounter() as ours:
-            schedule.step(*given, **targets)
-        busy, whole = 4 * each * 0.05, time.perf_counter() - begun
-        assert ours.seconds > busy / 2 if rank == 0 else ours.seconds <= whole - busy, (
-            f"{kind.__name__}: {ours.seconds}"
-        )
-
-
-def histories(rank: int) -> None:
-    net = nn.Sequential(qt.Linear(32, 32))
-    qt.convert(net, "delayed")
-    with CommCounter() as ours:
-        for _ in range(2):
-            net(torch.ones(16, 32)).sum().backward()
-    assert ours.calls == {"amaxes": 2, "control": 2}
-
-
 def who_is_slow_is_waited_for(rank: int) -> None:
     with CommCounter() as outer:
         with CommCounter() as inner:
@@ -255,8 +208,6 @@ CASES = [
     rows_and_words,
     sequences_in_parts,
     pipelines,
-    who_is_slow_in_a_pipeline_is_waited_for,
-    histories,
     who_is_slow_is_waited_for,
     gradients_that_are_not_finite,
 ]
@@ -270,18 +221,6 @@ def test_counted_bytes_match_what_torch_sends(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_replicas_are_counted(tmp_path: Path) -> None:
     two_ranks.run(__name__, tmp_path, 4)
-
-
-def test_bytes_match_the_algorithms_that_send_fewest() -> None:
-    assert [comm_counter.sent(way, 120, 4) for way in ("gather", "scatter", "reduce", "exchange", "send")] == [
-        *(360, 90, 180, 90, 120),
-    ]
-
-
-def test_nothing_is_counted_by_default() -> None:
-    assert recipes.RECIPES and not comm_counter.active.all
-    with comm_counter.count_collective("weights", "gather", torch.ones(2)) as entered:
-        assert entered is None
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from quaver import recipes
 from tests import two_ranks
 from tests.torch.parallel.fsdp import crossed
 from tests.torch.parallel.fsdp.test_gather import MOST, MOST_OF_MX_AND_ROWS
-from tests.torch.parallel.fsdp.test_operands import RECIPES
-from tests.torch.parallel.fsdp.training import Case, adam
+from tests.torch.parallel.fsdp.training import RECIPES, Case, adam
 
 #: Steps for every recipe; `tensor/test_mesh.py` compares 20 losses with one process.
 STEPS = dict.fromkeys(RECIPES, 2) | {"delayed": 3}

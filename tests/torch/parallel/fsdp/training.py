@@ -12,11 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import quaver.torch as qt
+from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.torch.parallel import gather_quantized, precompute_scales
 from tests import two_ranks
 
 Case = Callable[[int], None]
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    **{name: function for name, function in recipes.RECIPES.items() if name != "bf16"},
+    "mxfp8 with 2-D weights": lambda: recipes.mxfp8(weight_2d=True),
+    "nvfp4 with 1-D weights": lambda: recipes.nvfp4(weight_2d=False),
+    "nvfp4 with a float32 factor": lambda: recipes.nvfp4(power_of_two=False),
+    "tensorwise with float32 scales": lambda: recipes.tensorwise(power_of_two=False),
+    "rowwise with float32 scales": lambda: recipes.rowwise(power_of_two=False),
+}
 #: Feature counts; each of two ranks has whole blocks of 32 rows of both weights.
 SIZES = (32, 64, 64)
 

@@ -20,7 +20,6 @@ from quaver import recipes
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.nn.moe.permutation import moves
 from quaver.torch.parallel import CommCounter, ExpertParallel, HeadParallel
-from quaver.torch.parallel.moe import dispatch
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 
@@ -222,34 +221,6 @@ def bytes_of_dispatch_and_combine(rank: int) -> None:
     assert sent["bf16"] <= 2 * 2 * tokens * 2 * dim
 
 
-def the_shared_expert_overlaps_dispatch(rank: int) -> None:
-    events: list[str] = []
-    begin = dispatch.begin
-
-    def watched(*args: Any) -> Any:
-        events.append("begin")
-        wait = begin(*args)
-
-        def waits() -> Any:
-            events.append("wait")
-            return wait()
-
-        return waits
-
-    moe: Any = parallelize_module(Net().blocks[0], two_ranks.mesh(two_ranks.world()), ExpertParallel())
-    moe.shared.register_forward_hook(lambda *_: events.append("shared"))
-    moe.shared.register_full_backward_hook(lambda *_: events.append("shared backward"))
-    dispatch.begin = watched  # type: ignore[assignment]
-    try:
-        moe(chunks(two_ranks.world(), 0)[rank].requires_grad_()).sum().backward()
-    finally:
-        dispatch.begin = begin
-    assert events == [
-        *("begin", "wait", "begin", "shared", "wait"),
-        *("begin", "shared backward", "wait", "begin", "wait"),
-    ], events
-
-
 def disagreeing_ranks_all_raise(rank: int) -> None:
     moe: Any = parallelize_module(Net().blocks[0], two_ranks.mesh(two_ranks.world()), ExpertParallel())
     x = torch.randn(6, DIM)
@@ -387,35 +358,10 @@ def with_tensor_parallelism(rank: int) -> None:
             assert_close(name, g, full, 1e-5)
 
 
-def with_tensor_parallelism_and_fully_shard(rank: int) -> None:
-    """Expert, tensor and fully_shard parallelism over one mesh dimension each."""
-    mesh = two_ranks.mesh(2, 2, 2, names=("dp", "ep", "tp"))
-    torch.manual_seed(0)
-    layer = qt.TransformerLayer(
-        DIM, 4, 32, mixture=MIXTURE, activation="swiglu", normalization="RMSNorm", bias=False, fused=False
-    )
-    one, many = copy.deepcopy(layer), layer
-    parallelize_module(many, mesh["tp"], {"attention": HeadParallel()})
-    parallelize_module(many, mesh["ep"], {"mlp": ExpertParallel()})
-    experts: Any = fully_shard(many.mlp.experts, mesh=mesh["dp"])  # type: ignore[arg-type, union-attr]
-    experts.set_gradient_divide_factor(4)
-    experts.set_force_sum_reduction_for_comms(True)
-    fully_shard(many, mesh=mesh["dp", "ep"])
-    own = 2 * mesh["dp"].get_local_rank() + mesh["ep"].get_local_rank()
-    batches = [torch.randn(4, 1, 16, DIM, generator=torch.Generator().manual_seed(step)) for step in range(4)]
-    assert_same_training(one, many, batches, own)
-    for recipe in ("rowwise", "tensorwise"):
-        with qt.autocast(recipe):
-            many(batches[-1][own]).square().mean().backward()
-        grads = [p.grad.to_local() for p in many.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        assert len(grads) == len(list(one.parameters())) and all(grad.isfinite().all() for grad in grads)
-
-
 CASES = [
     losses_and_weights_are_those_of_one_process,
     dispatch_and_combine_formats,
     bytes_of_dispatch_and_combine,
-    the_shared_expert_overlaps_dispatch,
     disagreeing_ranks_all_raise,
     indivisible_experts_raise,
     weights_are_saved_and_loaded_unsharded,
@@ -440,11 +386,5 @@ def test_twenty_losses_under_every_recipe_match_one_process(ranks: int, tmp_path
     two_ranks.run(__name__, tmp_path, ranks)
 
 
-@pytest.mark.slow  # Eight programs: a minute.
-@pytest.mark.ranks
-def test_experts_heads_and_shards_match_one_process(tmp_path: Path) -> None:
-    two_ranks.run(__name__, tmp_path, 8, slow=True)
-
-
 if __name__ == "__main__":
-    two_ranks.main(CASES if two_ranks.world() == 2 else CROSSED, slow=[with_tensor_parallelism_and_fully_shard])
+    two_ranks.main(CASES if two_ranks.world() == 2 else CROSSED)

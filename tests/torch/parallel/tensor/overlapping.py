@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 import quaver.torch as qt
 from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel, comm
 from quaver.torch.parallel.tensor import overlap as overlap_module
-from quaver.torch.parallel.tensor import plan as plan_module
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
 from tests.torch.parallel.tensor.split import tokens
@@ -26,58 +25,6 @@ from tests.two_ranks import RANKS
 
 def mesh() -> Any:
     return two_ranks.mesh(RANKS)
-
-
-@contextmanager
-def recorded_events(events: list[str]) -> Iterator[None]:
-    """Record when a collective starts, when it is waited for, and which GEMM of a backward runs.
-
-    A GEMM whose rows are a multiple of 96 is dgrad; others are wgrad.
-    """
-    count_async, product = comm.count_async, plan_module._product
-
-    def count_async_recorded(kind: str, collective: str, *args: Any) -> Any:
-        wait = count_async(kind, collective, *args)  # type: ignore[arg-type]
-        events.append(f"begin {collective}")
-
-        def waiting() -> Any:
-            events.append(f"wait {collective}")
-            return wait()
-
-        return waiting
-
-    def product_recorded(call: Any, gemm: Any, a: Any, *args: Any) -> Tensor:
-        events.append("dgrad" if a.shape[0] % 96 == 0 else "wgrad")
-        return product(call, gemm, a, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "count_async", count_async_recorded)
-        patch.setattr(plan_module, "_product", product_recorded)
-        yield
-
-
-def input_gradients_are_sent_while_weight_gradients_are_computed(rank: int) -> None:
-    for recipe in ("tensorwise", "mxfp8", "rowwise", "bf16"):
-        for style in (ColwiseParallel(sequence=True), RowwiseParallel(sequence=True), ColwiseParallel()):
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(64, 64))
-            qt.convert(model, recipe)
-            parallelize_module(model, mesh(), {"0": style})
-            features = 64 if style.layout.column else 32
-            x = torch.randn(1, 192, features).requires_grad_()
-            y, events = model(x), []
-            with recorded_events(events):
-                y.sum().backward()
-            label = f"{recipe}, {style}: {events}"
-            order = [event for event in events if event != "begin reduce" or not style.layout.sequence]
-            dgrad, wgrad = order.index("dgrad"), order.index("wgrad")
-            if style.layout.column:
-                collective = "scatter" if style.layout.sequence else "reduce"
-                assert dgrad < order.index(f"begin {collective}") < wgrad < order.index(f"wait {collective}"), label
-                if style.layout.sequence:
-                    assert order.index("begin gather") < dgrad < order.index("wait gather") < wgrad, label
-            else:
-                assert max(i for i, event in enumerate(order) if event == "begin gather") < dgrad < wgrad, label
 
 
 @contextmanager
@@ -189,7 +136,6 @@ def without_symmetric_memory(rank: int) -> None:
 
 
 CASES = [
-    input_gradients_are_sent_while_weight_gradients_are_computed,
     fused_products_equal_separate_operations,
     layers_with_fused_communication,
     without_symmetric_memory,
