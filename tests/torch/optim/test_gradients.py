@@ -9,28 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.optim import codes
 from quaver.torch.optim.quantized_gradient import QuantizedGradient
+from tests.torch.optim.models import loss_of, model_of
 
 SPEC = optim.StateSpec(code="e4m3", block=128)
-
-
-def model_of(recipe: str = "tensorwise") -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))
-    if recipe != "none":
-        qt.quantize_weights(model, recipe)
-    return model
-
-
-def loss_of(model: Any, seed: int) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(32, 160, generator=draw)
-    with qt.autocast("tensorwise"):
-        loss: Tensor = model(x.to(model[0].bias.dtype)).square().mean()
-    return loss
 
 
 def backward(model: nn.Module, seed: int) -> None:

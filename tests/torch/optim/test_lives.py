@@ -15,23 +15,10 @@ from torch._subclasses import FakeTensorMode
 import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.numerics import rounding
-from quaver.torch.optim import layout, master_weights
 from quaver.torch.optim.quantized_gradient import QuantizedGradient
 from quaver.torch.quantized_tensor import memory_of
 from tests.pairs import alternating, case_name, pairs
-
-
-def model_of() -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))
-    qt.quantize_weights(model, "tensorwise")
-    return model
-
-
-def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    with qt.autocast("tensorwise"):
-        return model(torch.randn(32, 160, generator=draw)).square().mean()
+from tests.torch.optim.models import full_weight, loss_of, model_of
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, seed: int) -> None:
@@ -149,10 +136,7 @@ def test_the_initial_value_that_a_layer_keeps_begins_the_master(preset: str, bou
     codes = memory_of(layer.weight).view(torch.uint8).clone()
     layer.weight.grad = torch.zeros(192, 160, dtype=layer.weight.grad_dtype)
     optimizer.step()
-    config = optimizer.config(layer.weight, optimizer.param_groups[0])
-    weight = master_weights.read(
-        config.weight_format, layout.tensors_of_weight(layer.weight, config, optimizer.state[layer.weight])
-    )
+    weight = full_weight(optimizer, layer.weight)
     error, largest = (float(tensor.detach().abs().max()) for tensor in (weight - initial, initial))
     assert error <= bound * largest
     assert float((codes != memory_of(layer.weight).view(torch.uint8)).float().mean()) < 0.01
@@ -239,9 +223,7 @@ def test_a_fake_step_leaves_nothing_to_real_ones() -> None:
 )
 def test_a_step_continues_from_weights_written_since_the_last_one(config: str, preset: str, recipe: str) -> None:
     """As after a rollback to another checkpoint: master weights and amaxes must not be the old ones."""
-    torch.manual_seed(0)
-    model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))
-    qt.quantize_weights(model, recipe)
+    model = model_of(recipe)
     layers: list[Any] = [model[0], model[2]]
     large = copy.deepcopy(model)
     for layer in (large[0], large[2]):

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.optim import layout, master_weights
 from quaver.torch.optim.layout import key_of
 from quaver.torch.quantized_tensor import memory_of
 from tests.pairs import alternating
+from tests.torch.optim.models import full_weight
 
 PAIRS = list(itertools.permutations(("float32", "exact", "balanced", "lean", "msamp"), 2))
 KINDS = ("float32", "bfloat16", "tensorwise", "blockwise", "mxfp8")
@@ -45,13 +45,6 @@ def run(layer: Any, optimizer: torch.optim.Optimizer, steps: int, first: int = 0
         layer.bias.grad = gradient[:, 0].to(layer.bias.dtype)
         optimizer.step()
     layer.zero_grad()
-
-
-def full_weight(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
-    config = optimizer.config(p, optimizer.param_groups[0])
-    return master_weights.read(config.weight_format, layout.tensors_of_weight(p, config, optimizer.state[p])).view(
-        p.shape
-    )
 
 
 def through_a_file(state: Any) -> Any:

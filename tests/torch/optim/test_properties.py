@@ -11,10 +11,11 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.reference import optim as bounds
 from quaver.torch import optim
-from quaver.torch.optim import layout, master_weights
+from quaver.torch.optim import master_weights
 from quaver.torch.optim import step as step_module
 from quaver.torch.quantized_tensor import QuantizedTensor, memory_of
 from tests.pairs import pairs
+from tests.torch.optim.models import full_weight
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 SQUARES = recipes.mxfp8(weight_2d=True)
@@ -42,12 +43,6 @@ def layer_of(recipe: Any, rows: int = 96, columns: int = 128) -> qt.Linear:
 
 def set_grad(p: Tensor, gradient: Tensor) -> None:
     p.grad = gradient.to(p.grad_dtype or torch.float32)
-
-
-def full_weight(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
-    """The weight with its residual, float32."""
-    config = optimizer.config(p, optimizer.param_groups[0])
-    return master_weights.read(config.weight_format, layout.tensors_of_weight(p, config, optimizer.state[p]))
 
 
 @pytest.mark.parametrize(("preset", "rule", "recipe"), pairs(("balanced", "lean"), RULES, (*RECIPES, SQUARES)))

@@ -12,8 +12,8 @@ import quaver.torch as qt
 from quaver import recipes
 from quaver.reference import optim as bounds
 from quaver.torch import optim
-from quaver.torch.optim import master_weights
 from tests.pairs import alternating
+from tests.torch.optim.models import full_weight
 
 #: Our optimizer, torch's, and options.
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
@@ -34,12 +34,6 @@ def gradients(number: int, shape: tuple[int, ...], decades: int = 3) -> list[Ten
     return [torch.randn(shape, generator=draw) * size for _ in range(number)]
 
 
-def weight_of(optimizer: optim.Optimizer, p: Tensor) -> Tensor:
-    """The weight with its residual, float32."""
-    config = optimizer.config(p, optimizer.param_groups[0])
-    return master_weights.read(config.weight_format, optimizer.parts(p, config).weight)
-
-
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_float32_a_rule_equals_torch(name: str, dtype: torch.dtype) -> None:
@@ -51,7 +45,7 @@ def test_in_float32_a_rule_equals_torch(name: str, dtype: torch.dtype) -> None:
         p.grad, r.grad = gradient.to(dtype), gradient.to(dtype).float()
         optimizer.step()
         reference.step()
-    error, moved = (float((weight - r).detach().abs().max()) for weight in (weight_of(optimizer, p), start.float()))
+    error, moved = (float((weight - r).detach().abs().max()) for weight in (full_weight(optimizer, p), start.float()))
     # In ulps of weights of magnitude four; Muon's polynomial runs in bfloat16, which amplifies an ulp of momentum.
     assert error <= (0.03 * moved if "Muon" in name else 1e-5)
 
@@ -174,7 +168,7 @@ def test_every_preset_follows_float32(preset: str, recipe: str) -> None:
         layer.weight.grad, r.grad = gradient.to(layer.weight.grad_dtype or gradient.dtype), gradient.clone()
         optimizer.step()
         reference.step()
-    error = float((weight_of(optimizer, layer.weight) - r).detach().norm() / (r - start).detach().norm())
+    error = float((full_weight(optimizer, layer.weight) - r).detach().norm() / (r - start).detach().norm())
     assert error <= NEAR.get(preset, 0.1) + (0.01 if recipe == "bfloat16" else 0.0)
 
 

@@ -7,25 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.quantized_tensor import QuantizedTensor, memory_of
 from tests.pairs import pairs
+from tests.torch.optim.models import loss_of, model_of
 
 PRESETS = ["float32", "exact", "balanced", "lean"]
-
-
-def model_of(recipe: str = "tensorwise") -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(qt.Linear(160, 192), nn.GELU(), qt.Linear(192, 64))
-    qt.quantize_weights(model, recipe)
-    return model
-
-
-def loss_of(model: nn.Module, seed: int) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    with qt.autocast("tensorwise"):
-        return model(torch.randn(32, 160, generator=draw)).square().mean()
 
 
 def state_of(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
