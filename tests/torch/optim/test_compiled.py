@@ -1,6 +1,7 @@
 """Compiled steps write the bits of eager ones, matrices of every shape share a program, and a compiler may fail."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,13 +90,15 @@ def test_a_failing_compiler_warns_and_the_step_runs_without_it() -> None:
 
 
 #: Recipes None (bfloat16 weights) and of weights in codes; presets with all kinds of states.
-TRACED: list[tuple[Any, dict[str, Any], str, Any]] = [
+TRACED: list[tuple[Any, dict[str, Any], Any, Any]] = [
     (optim.AdamW, {}, "lean", "tensorwise"),
     (optim.AdamW, {}, "lean", "blockwise"),
     (optim.AdamW, {}, "lean", None),
-    (optim.AdamW, {}, "balanced", mxfp8(weight_2d=True)),
+    (optim.AdamW, {}, "lean", mxfp8(weight_2d=True)),
+    (optim.AdamW, {"statistics": True}, "balanced", "tensorwise"),
     (optim.AdamW, {}, "balanced", "mxfp8"),
     (optim.AdamW, {}, "exact", None),
+    (optim.AdamW, {}, replace(optim.PRESETS["exact"], name="plain", bfloat16="none", stochastic=True), None),
     (optim.Adam, {"weight_decay": 0.1, "maximize": True}, "lean", "tensorwise"),
     (optim.Lion, {}, "lean", "tensorwise"),
     (optim.SGD, {}, "exact", None),
@@ -114,7 +117,7 @@ def hard_gradient(step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("rule", "options", "preset", "recipe"), TRACED)
 def test_steps_traced_for_a_compiler_have_the_bits_of_eager_ones(
-    monkeypatch: pytest.MonkeyPatch, rule: Any, options: dict[str, Any], preset: str, recipe: Any
+    monkeypatch: pytest.MonkeyPatch, rule: Any, options: dict[str, Any], preset: Any, recipe: Any
 ) -> None:
     """Without a compiler: chunks that are read as packed4 and others, of 128 rows and of the last 64."""
     monkeypatch.setattr(pieces, "COMPILED_CHUNK_ELEMENTS", (128 * 256, 64 * 256))
@@ -132,6 +135,8 @@ def test_steps_traced_for_a_compiler_have_the_bits_of_eager_ones(
     for step in range(3):
         for weight, optimizer in ((p, ours), (q, eager)):
             weight.grad = hard_gradient(step).to(weight.grad_dtype or torch.bfloat16)
+            for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                hook(weight)
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()

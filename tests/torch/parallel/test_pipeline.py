@@ -27,6 +27,7 @@ from quaver import recipes
 from quaver.torch import parallel
 from tests import two_ranks
 from tests.close import assert_bitwise
+from tests.pairs import alternating
 from tests.torch.parallel.flops import Flops
 from tests.two_ranks import RANKS
 
@@ -304,8 +305,8 @@ def cases() -> Sequence[two_ranks.Case]:
         # Split backwards are tested with every recipe below.
         *(case(converted, "1F1B", recipe) for recipe in ("delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4")),
         *(case(even, "InterleavedZeroBubble", recipe, SPLIT[recipe]) for recipe in recipes.RECIPES),
-        *(case(converted, name, "delayed") for name in KINDS if name != "1F1B"),
-        *(case(blocks, name, "nvfp4") for name in KINDS),
+        *(case(converted, name, recipe) for name, recipe in alternating(KINDS, ("delayed", "nvfp4"), ZERO_BUBBLE)),
+        *(case(blocks, name, "tensorwise") for name in ("Interleaved1F1B", *ZERO_BUBBLE)),
         *(case(blocks, "InterleavedZeroBubble", recipe) for recipe in ("mxfp8", "rowwise_bf16_wgrad")),
         case(transformer, "InterleavedZeroBubble", "delayed", 2),
         case(transformer, "ZBVZeroBubble", "nvfp4", 2),
