@@ -111,9 +111,10 @@ def test_a_second_backward_adds_in_high_precision_and_accumulating_rounds_once()
             assert torch.equal(p.grad.codes, codes.encode(r.grad, SPEC)[0])
 
 
-def test_a_small_gradient_added_many_times_is_not_rounded_away() -> None:
+@pytest.mark.parametrize("spec", [SPEC, optim.StateSpec.parse("e4m3/tensor power_of_two")], ids=str)
+def test_a_small_gradient_added_many_times_is_not_rounded_away(spec: optim.StateSpec) -> None:
     p = nn.Parameter(torch.zeros(64, 128))
-    optimizer = optim.SGD([p], lr=1.0, preset=optim.Preset(name="codes", gradient=SPEC))
+    optimizer = optim.SGD([p], lr=1.0, preset=optim.Preset(name="codes", gradient=spec))
     for _ in range(100):
         p.sum().backward()
     optimizer.step()

@@ -122,6 +122,7 @@ def test_weights_with_scales_of_blocks_step_by_the_kernel(recipe: Any, preset: s
         (recipes.blockwise(), "nk", False),
         (recipes.mxfp8(weight_2d=True), "nk", True),
         (recipes.mxfp8(), "kn", False),
+        (recipes.tensorwise(), "nk", False),
     ],
     ids=lambda x: str(getattr(x, "name", x)),
 )
