@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     Schedule1F1B,
 )
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import quaver.torch as qt
 from quaver.torch import parallel
@@ -25,33 +24,7 @@ from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel,
 from quaver.torch.parallel.fsdp.torch_internals import get_collectives, groups_with_collectives
 from tests import two_ranks
 from tests.torch.parallel.fsdp.training import adam, converted, sharded, step
-
-
-class Seen(TorchDispatchMode):
-    """Bytes sent to other ranks by dispatched collectives: "gather", "scatter", "reduce", "exchange", "send"."""
-
-    def __init__(self, group: Any = None) -> None:
-        super().__init__()
-        self.ranks = dist.get_world_size(group)
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, others = str(function), self.ranks - 1
-        if name.startswith("c10d."):
-            sizes = [t.nbytes for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
-            if "allgather" in name:
-                self.bytes["gather"] += min(sizes) * others
-            elif "reduce_scatter" in name:
-                self.bytes["scatter"] += max(sizes) * others // self.ranks
-            elif "allreduce" in name:
-                self.bytes["reduce"] += 2 * sum(sizes) * others // self.ranks
-            elif "alltoall" in name:
-                self.bytes["exchange"] += sizes[-1] * others // self.ranks
-            elif "send" in name:
-                self.bytes["send"] += sum(sizes)
-            elif "recv" not in name:
-                raise AssertionError(f"{name} is not counted")
-        return function(*args, **(kwargs or {}))
+from tests.torch.parallel.traffic import Seen
 
 
 def counted(use: Any, model: nn.Module | None = None, waits: bool = True) -> tuple[CommCounter, Counter[str]]:
