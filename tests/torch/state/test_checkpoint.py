@@ -1,6 +1,7 @@
 """Test that activation checkpointing recomputes the first pass in backward and records nothing twice."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -192,3 +193,20 @@ def test_codes_that_are_made_again_come_with_their_scale(chosen: bool, monkeypat
     y.sum().backward()
     assert layer.weight.grad is not None
     torch.testing.assert_close(layer.weight.grad, torch.full((64, 64), float(tokens)))
+
+
+def test_a_recomputed_input_is_recorded_once_under_separate_specs_per_gemm() -> None:
+    """A history cleared between forward and backward stays cleared."""
+    delayed = recipes.delayed()
+    assert delayed.fprop.a is not None
+    other = dataclasses.replace(delayed.fprop.a, rounding="stochastic")
+    recipe = dataclasses.replace(delayed, fprop=dataclasses.replace(delayed.fprop, a=other))
+    block = qt.LayerNormMLP(64, 64, "swiglu", recipe=recipe)
+    history = block.down_proj.history
+    with qt.autocast(recipe):
+        y = block(torch.randn(32, 64, requires_grad=True))
+    recorded_amax = history[0, 0].clone()
+    assert recorded_amax > 0
+    history[:, 0] = 0
+    y.sum().backward()
+    assert history[0, 0] == 0
