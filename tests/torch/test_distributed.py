@@ -108,6 +108,31 @@ def autocast_around_ddp(rank: int) -> None:
     check_factors(net, roll)
 
 
+def a_group_of_ones_own(rank: int) -> None:
+    groups = [dist.new_group([r]) for r in range(RANKS)]
+    net = model()
+    for step in range(2):
+        with qt.autocast("delayed", group=groups[rank]):
+            net(data(rank, step)).square().mean().backward()
+    assert not torch.equal(*gathered(net[0].factor)), "each rank keeps its own"
+
+
+def groups_that_are_the_layers_own(rank: int) -> None:
+    """Another model's autocast does not reduce a model over a group that is not its own."""
+    groups = [dist.new_group([r]) for r in range(RANKS)]
+    one, other = model(), model()
+    with qt.autocast("delayed", group=groups[rank]):
+        one(data(rank, 0)).square().mean().backward()
+    for step in range(2):
+        with qt.autocast("delayed"):
+            other(data(rank, step)).square().mean().backward()
+    assert one[0].history[0].all(), "it rolls when it runs, and not with another group's layers"
+    with qt.autocast("delayed", group=groups[rank]):
+        pass
+    assert one[0].factor.all() and not torch.equal(*gathered(one[0].history[-1])), "each rank keeps its own"
+    assert_bitwise(*gathered(other[0].history[-1]), "the default group's")
+
+
 def ranks_with_other_layers(rank: int) -> None:
     """Without a group, ranks reduce layers of equal class and sizes, and each keeps its own layers local."""
     widths = ([32], [32, 32], []), ([16], [48], [32])
@@ -128,6 +153,54 @@ def ranks_with_other_layers(rank: int) -> None:
         if own:
             expected = data(rank, 1).abs().max()
             assert_bitwise(local[-1, 0], expected, f"layers {own}, beside {other}")
+
+
+def unequal_garbage_collection(rank: int) -> None:
+    """If only one rank has freed a model, later steps do not hang and amaxes still agree."""
+
+    def dropped(recipe: Any, steps: int) -> None:
+        net: Any = nn.Sequential(qt.Linear(32, 48, recipe=recipe), nn.ReLU(), qt.Linear(48, 16, recipe=recipe))
+        # A reference cycle, which only the garbage collector frees.
+        net.own = [net]
+        for step in range(steps):
+            with qt.autocast("delayed"):
+                net(data(rank, step)).square().mean().backward()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for collects in (0, 1):
+            for steps, recipe in ((2, None), (0, recipes.delayed()), (2, recipes.delayed())):
+                dropped(recipe, steps)
+                if rank == collects:
+                    gc.collect()
+                net = model()
+                for step in range(4):
+                    with qt.autocast("mxfp8" if step == 2 else "delayed"):
+                        net(data(rank, step)).square().mean().backward()
+                    if step == 1:
+                        dropped(recipe, steps)
+                    if step == 1 and rank != collects:
+                        gc.collect()
+                for layer in (net[0], net[2]):
+                    assert_bitwise(*gathered(layer.history[1:].contiguous()), f"{collects}, {steps}, {recipe}")
+    finally:
+        gc.enable()
+
+
+def a_model_that_one_rank_keeps(rank: int) -> None:
+    """A model was trained on both ranks and freed on one; a second model with the same layers is still reduced."""
+    alive = []
+    for number in range(2):
+        net = model()
+        alive += [net] * (rank == 0)
+        for step in range(3):
+            with qt.autocast("delayed"):
+                net(data(rank, 10 * number + step)).square().mean().backward()
+        for layer in (net[0], net[2]):
+            assert_bitwise(*gathered(layer.history[1:].contiguous()), f"model {number}")
+        del net, layer
+        gc.collect()
 
 
 def ranks_equal_one_process(rank: int) -> None:
@@ -178,6 +251,22 @@ def kept_weights_follow_collectives(rank: int) -> None:
                     if write:
                         collective(layer.weight.detach())
                         layer.weight.grad = None
+
+
+def a_root_that_is_not_called(rank: int) -> None:
+    """The amaxes of its layers are still reduced when a step begins."""
+    nets = [model(), model()]
+    for net in nets:
+        qt.convert(net, recipes.delayed(history=3, algorithm="most_recent"))
+    for step in range(3):
+        x = data(rank, step)
+        outputs = [nets[0](x), nets[1].forward(x)]
+        assert_bitwise(outputs[1], outputs[0], f"step {step}")
+        for y in outputs:
+            y.square().mean().backward()
+    rolling.roll_all()
+    assert_bitwise(nets[1][0].factor, nets[0][0].factor)
+    assert_bitwise(*gathered(nets[1][0].factor))
 
 
 def made_on_meta_and_sharded(rank: int) -> None:
@@ -315,11 +404,16 @@ CASES = [
     stored_weights_under_ddp,
     grouped_layers_under_ddp,
     models_created_in_another_order,
+    a_root_that_is_not_called,
     made_on_meta_and_sharded,
     kept_weights_follow_collectives,
     converted_delayed,
     autocast_around_ddp,
+    a_group_of_ones_own,
+    groups_that_are_the_layers_own,
     ranks_with_other_layers,
+    unequal_garbage_collection,
+    a_model_that_one_rank_keeps,
     ranks_equal_one_process,
     every_recipe,
 ]

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import quaver.torch as qt
 from quaver.torch.backends.gpu import capture
-from quaver.torch.backends.gpu.host_memory import Transfers
+from quaver.torch.backends.gpu.host_memory import HostPool, Transfers
 from tests.torch.offload.simulated import Counted, Simulated
 
 RECIPES = ("bf16", "tensorwise", "delayed(history=4)", "mxfp8", "nvfp4")
@@ -130,6 +132,7 @@ def test_device_memory_of_a_llama_of_four_layers() -> None:
     _, _, expected = measured(copy.deepcopy(model), "tensorwise", False, tokens)
     between, peak, grads = measured(model, "tensorwise", True, tokens)
     assert_same(grads, expected)
+    print(f"between: {100 * between / full:.1f} % of {full / 1e6:.0f} MB, peak {100 * peak / full_peak:.1f} %")
     assert between <= 0.05 * full
     assert peak <= 0.56 * full_peak
 
@@ -157,6 +160,20 @@ def test_a_storage_is_moved_once_and_weights_never() -> None:
 def under(context: Any, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
     with context:
         return layer(x)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+def test_codes_of_stored_weights_stay(recipe: str) -> None:
+    model = decoder(layers=2, recompute="mlp")
+    qt.quantize_weights(model, "mxfp8")
+    codes = {x.codes.untyped_storage()._cdata for x in model.parameters() if isinstance(x, qt.QuantizedTensor)}
+    assert codes
+    context, simulated = qt.offload(model, _transfers=Simulated()), None
+    with context, qt.autocast(recipe):
+        y = model(ids())
+        assert not codes & set(context._offloader.slots)
+    y.sum().backward()
+    assert simulated is None
 
 
 class Scaled(nn.Module):
@@ -210,6 +227,40 @@ def test_a_layer_comes_back_during_the_backward_of_the_next_one(saves_nothing: b
         step(model)
     # The last layer during the backward of the loss.
     assert [way for way, _ in simulated.log] == ["out"] * 3 + ["back", "gradient"] * 3
+
+
+def test_devices_share_the_budget_and_no_buffers() -> None:
+    """Each device has its own copy stream, for which no other device waits."""
+    pool, (first, second) = HostPool(Simulated(), 3 * 8192), (torch.device("cuda", i) for i in range(2))
+    (buffer,) = pool.take([5000], first)
+    pool.give(buffer, first)
+    (other,) = pool.take([5000], second)
+    assert other is not buffer and other.numel() == 8192
+    assert pool.take([5000], first) == [buffer]
+    assert pool.take([8192, 8192], second) == []
+    assert len(pool.take([8192], second)) == 1
+
+
+def test_a_copy_of_the_model_after_the_exit() -> None:
+    model = decoder()
+    with qt.offload(model, _transfers=Simulated()):
+        other = copy.deepcopy(model)
+        step(model)
+    with capture.rehearsing(torch.device("cpu")):
+        step(other)
+    assert_same(gradients(other), gradients(model))
+
+
+def test_what_is_saved_after_a_backward_outside_of_layers_stays() -> None:
+    """Its memory may reuse that of the last layer's input."""
+    model, simulated = nn.ModuleList([nn.Linear(64, 64)]), Simulated()
+    with qt.offload(model, layers="0", _transfers=simulated):
+        for _ in range(20):
+            model[0](torch.randn(64, 64)).sum().backward()
+            xs = [torch.randn(64, 64, requires_grad=True) for _ in range(8)]
+            sum(x.exp().sum() for x in xs).backward()
+            del xs
+    assert simulated.log == [("out", 64 * 64 * 4)] * 20
 
 
 class Stream:
@@ -274,6 +325,46 @@ def test_layers_are_chosen_by_pattern_and_by_module() -> None:
     assert [way for way, _ in simulated.log] == ["out"] * 2 + ["back"] * 2
 
 
+def test_default_layers_are_those_of_the_outermost_lists() -> None:
+    model = nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([nn.Linear(4, 4)])]), "b": nn.ModuleList([nn.ReLU()])})
+    assert list(qt.offload(model).layers) == ["a.0", "b.0"]
+
+
+def test_of_layers_inside_each_other_the_outermost_are_moved() -> None:
+    context, simulated = compare(decoder(layers=2), step, layers=["layers.*", "*.0.mlp"])
+    assert list(context.layers) == ["layers.0", "layers.1"]
+    assert [way for way, _ in simulated.log] == ["out"] * 2 + ["back"] * 2
+
+
+class Calls(nn.Module):
+    """Has two layers; the first calls the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+        self.layers[0].forward = self.call
+
+    def call(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.layers[0].weight).tanh() + self.layers[1](x.exp()).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[0](x)
+        return y
+
+
+def test_a_layer_that_calls_another_one() -> None:
+    grads, simulated = [], Simulated()
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model, x = Calls(), torch.randn(64, 64, requires_grad=True)
+        with qt.offload(model, _transfers=simulated) if offloads else contextlib.nullcontext():
+            model(x).sum().backward()
+        grads.append({**gradients(model), "input": x.grad})
+    assert_same(*grads)
+    # The outer layer also saves all that the inner one saves.
+    assert [way for way, _ in simulated.log] == ["out", "out", "back"]
+
+
 def test_first_layers_are_moved_up_to_the_budget() -> None:
     model = decoder(layers=4)
     _, simulated = compare(model, step)
@@ -320,6 +411,7 @@ def test_a_model_on_a_cpu_moves_nothing() -> None:
         ({"layers": []}, "layers is empty"),
         ({"layers": [nn.Linear(2, 2)]}, "a Linear in layers is not a module of the model"),
         ({"budget_gb": 0}, "budget_gb is 0; pass the pinned memory"),
+        ({"budget_gb": float("nan")}, "budget_gb is nan; pass the pinned memory"),
     ],
 )
 def test_wrong_arguments_raise(options: dict[str, Any], message: str) -> None:
@@ -352,6 +444,21 @@ def test_backward_after_the_exit_and_entering_for_every_step() -> None:
     assert sum(size for way, size in simulated.log if way == "out") > 1.3 * sum(x.numel() for x in simulated.host)
 
 
+def test_only_layers_are_called() -> None:
+    """The model itself is not called, so copies of the last layers are in flight when backward begins."""
+
+    def run(model: Decoder) -> Tensor:
+        with qt.autocast("mxfp8"):
+            x = model.embedding(ids())
+            for layer in model.layers:
+                x = layer(x)
+        x.float().square().mean().backward()
+        return x.detach()
+
+    _, simulated = compare(decoder(layers=4), run)
+    assert [way for way, _ in simulated.log] == ["out"] * 4 + ["back"] * 2
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
 def test_two_backwards_of_one_graph(recipe: str) -> None:
     def run(model: Decoder) -> Tensor:
@@ -365,6 +472,16 @@ def test_two_backwards_of_one_graph(recipe: str) -> None:
     assert [way for way, _ in simulated.log] == ["out"] * 3 + ["back"] * 6
 
 
+def test_a_model_that_returns_a_parameter() -> None:
+    """Hooks do not accumulate on the model."""
+    model = decoder()
+    model.register_forward_hook(lambda module, args, logits: (module.head.weight, logits))
+    with qt.offload(model, _transfers=Simulated()):
+        for _ in range(2):
+            model(ids())[1].sum().backward()
+    assert not model.head.weight._backward_hooks
+
+
 def test_microbatches_whose_backwards_come_later_in_either_order() -> None:
     for order in (1, -1):
 
@@ -376,6 +493,53 @@ def test_microbatches_whose_backwards_come_later_in_either_order() -> None:
             return torch.stack(losses).detach()
 
         compare(decoder(layers=2), run)
+
+
+def test_a_layer_that_runs_twice_in_a_forward() -> None:
+    model = decoder(layers=1)
+    model.around = lambda layer, x: layer(layer(x))
+    _, simulated = compare(model, step)
+    assert [way for way, _ in simulated.log] == ["out"] * 2 + ["back"] * 2
+
+
+def test_buffers_of_graphs_without_backward_are_used_again() -> None:
+    model, simulated = decoder(), Simulated()
+    with qt.offload(model, _transfers=simulated), qt.autocast("tensorwise"):
+        for seed in range(4):
+            model(ids(seed))
+            if not seed:
+                first = len(simulated.host)
+        with torch.no_grad():
+            model(ids())
+    assert len(simulated.host) == first
+    assert len(simulated.log) == 4 * 3
+
+
+def test_a_shorter_batch_in_between() -> None:
+    def run(model: Decoder) -> Tensor:
+        for tokens in (64, 16, 48, 64):
+            with qt.autocast("tensorwise"):
+                loss = loss_of(model(ids(0, tokens)), ids(0, tokens))
+            loss.backward()
+        return loss.detach()
+
+    compare(decoder(), run)
+
+
+def test_second_derivatives_of_layers_in_high_precision() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(2)).double()
+    x = torch.randn(32, 64, dtype=torch.float64)
+    results = []
+    for context in (contextlib.nullcontext(), qt.offload(model, _transfers=Simulated())):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with context:
+            y = model[1](model[0](leaf)).square().sum()
+            (grad,) = torch.autograd.grad(y, leaf, create_graph=True)
+            grad.square().sum().backward()
+        results.append({**gradients(model), "input": leaf.grad})
+    assert_same(*results)
 
 
 def through(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
@@ -443,7 +607,7 @@ class OutOfMemory(Simulated):
         return super().allocate(*args)
 
 
-@pytest.mark.parametrize("left", [0, 4, 8])
+@pytest.mark.parametrize("left", range(9))
 def test_backward_again_after_it_ran_out_of_device_memory(left: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3)))
@@ -456,6 +620,31 @@ def test_backward_again_after_it_ran_out_of_device_memory(left: int) -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.autograd.grad(y, x, retain_graph=True)
         assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+
+
+class Slow(Simulated):
+    """Lets other threads run during each call."""
+
+    def allocate(self, *args: Any) -> Tensor:
+        time.sleep(1e-3)
+        return super().allocate(*args)
+
+    def copy(self, *args: Any) -> int:
+        time.sleep(1e-3)
+        return super().copy(*args)
+
+
+def test_threads_that_run_backward_of_one_graph() -> None:
+    """As the autograd threads of several devices do."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3))
+    x = torch.randn(32, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(through(layers, x).sum(), x)
+    with qt.offload(layers, layers="[0-9]", _transfers=Slow()):
+        y = through(layers, x).sum()
+    with ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(torch.autograd.grad, y, x, retain_graph=True) for _ in range(4)]
+    assert all(torch.equal(future.result()[0], expected) for future in futures)
 
 
 class Writes(nn.Module):
@@ -491,6 +680,22 @@ def test_a_write_between_save_and_copy_raises_as_autograd_does(when: str, layers
             for layer in model[1:]:
                 y = layer(y)
             y.sum().backward()
+
+
+def test_a_tensor_that_is_written_between_two_layers_is_saved_twice() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+    grads = []
+    for context in (contextlib.nullcontext(), qt.offload(model, layers="*", _transfers=Simulated())):
+        model.zero_grad()
+        x = torch.arange(64.0 * 64).view(64, 64)
+        with context:
+            first = model[0](x)
+            x.add_(1)
+            model[1](x).sum().backward()
+        grads.append(gradients(model))
+        del first
+    assert_same(*grads)
 
 
 def test_a_graph_that_dies_while_a_layer_comes_back() -> None:
@@ -573,7 +778,8 @@ def test_a_checkpoint_around_a_layer_moves_its_input_and_recomputes_the_rest(kin
     assert simulated.log == [("out", size)] * 4 + [("back", size)] * 4
 
 
-@pytest.mark.parametrize(("recompute", "recipe"), [("full", "tensorwise"), ("mlp", "nvfp4")])
+@pytest.mark.parametrize("recompute", ["full", "mlp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
 def test_a_checkpoint_inside_a_layer(recompute: Any, recipe: str) -> None:
     _, simulated = compare(decoder(layers=2, recompute=recompute), lambda model: step(model, recipe))
     if recompute == "full":
@@ -599,6 +805,18 @@ def test_entering_twice_raises() -> None:
         context.__enter__()
 
 
+def test_entering_where_torch_refuses_hooks_leaves_none_behind() -> None:
+    model, other, simulated = decoder(), decoder(), Simulated()
+    context = qt.offload(other, _transfers=simulated)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+        context.__enter__()
+    assert step(other) == step(model)
+    assert not simulated.log
+    with context:
+        assert step(other) == step(model)
+    assert simulated.log
+
+
 #: Dynamo reads the gradient of every tensor, which warns for non-leaf tensors.
 GRAD = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
@@ -620,6 +838,22 @@ def test_a_compiled_layer_is_moved() -> None:
     expected = run(model)
     for number, layer in enumerate(other.layers):
         other.layers[number] = compiled(layer)
+    with qt.offload(other, _transfers=simulated):
+        assert step(other, "mxfp8") == expected
+    assert [way for way, _ in simulated.log] == ["out"] * 2 + ["back"] * 2
+    assert_same(gradients(other), gradients(model))
+
+
+@GRAD
+def test_compiled_modules_inside_a_layer() -> None:
+    def prepared() -> Decoder:
+        model = decoder(layers=2)
+        for layer in model.layers:
+            layer.mlp = compiled(layer.mlp)
+        return model
+
+    model, other, simulated = prepared(), prepared(), Simulated()
+    expected = step(model, "mxfp8")
     with qt.offload(other, _transfers=simulated):
         assert step(other, "mxfp8") == expected
     assert [way for way, _ in simulated.log] == ["out"] * 2 + ["back"] * 2
@@ -677,6 +911,27 @@ def test_a_warning_if_other_hooks_are_inside(inside: Callable[[nn.Module], Any])
         assert step(other) == step(model)
     assert simulated.log
     assert_same(gradients(other), gradients(model))
+
+
+def test_a_warning_if_forward_runs_in_another_thread() -> None:
+    model, other = decoder(), decoder()
+    expected = step(model)
+    with (
+        ThreadPoolExecutor(1) as threads,
+        qt.offload(other, _transfers=Simulated()),
+        pytest.warns(UserWarning, match="in the thread of forward"),
+    ):
+        assert threads.submit(step, other).result() == expected
+
+
+def test_what_other_models_save_leaves_nothing_behind() -> None:
+    model, other = decoder(), nn.Linear(64, 64)
+    context, x = qt.offload(model, _transfers=Simulated()), torch.randn(64, 64)
+    with context:
+        model(ids()).sum().backward()
+        for _ in range(3):
+            other(x).exp().sum().backward()
+        assert not context._offloader.open.between
 
 
 def test_a_model_of_transformers_with_gradient_checkpointing() -> None:

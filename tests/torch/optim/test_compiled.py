@@ -10,10 +10,13 @@ from torch import nn
 
 import quaver.torch as qt
 from quaver.recipes import Recipe, get, mxfp8
+from quaver.reference.optimizer_state import FLOAT32
 from quaver.torch import optim
 from quaver.torch.optim import compiled
 from quaver.torch.optim import step as pieces
 from quaver.torch.optim.master_weights import WeightFormat
+from quaver.torch.optim.rules import AdamRule
+from quaver.torch.optim.step import ParameterTensors, RngKey, ShardPosition, StepConfig
 from quaver.torch.quantized_tensor import memory_of
 from tests.kernels.optim.test_step import SQUARES
 
@@ -182,3 +185,61 @@ def test_memory_in_another_order_is_another_program() -> None:
     for i, (p, q) in enumerate(zip(*both, strict=True)):
         assert p.stride() == q.stride()
         same(p.contiguous(), q.contiguous(), str(i))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_random_words_for_a_compiler_match_eager_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random keys for a first element beyond 2**34, counters across 2**31, and a 64-bit seed."""
+    first, drawn = 3 * 2**34 + 2**33 - 2**10, (0xFEDC_BA98_7654_3210, 3, 70_000, torch.device("cpu"))
+    expected = pieces.words(first, 4096, *drawn).to(torch.int32)
+    monkeypatch.setattr(compiled, "in_bytes", lambda _: dtype is torch.int32)
+    config = StepConfig(AdamRule(), WeightFormat("residual8", stochastic=True), (FLOAT32, FLOAT32))
+    rng_key = RngKey(*drawn[:3], ShardPosition((0, 0), (1, 1), (1, 1)))
+    place = compiled._place(config, torch.empty(0), False, first, rng_key)
+    assert place is not None and torch.equal(compiled.traced_words(4096, *place), expected)
+    place = compiled._place(config, torch.empty(0), True, first, rng_key)
+    assert place is not None and all(word.dtype is dtype for word in place)
+    packed4 = compiled.traced_packed4(torch.Size((16, 64)), *place)
+    assert torch.equal(torch.stack(packed4, -1).view(-1), expected)
+    pairs = compiled.traced_pairs(torch.Size((64, 32)), *place)
+    assert torch.equal(torch.stack(pairs, -1).view(-1), expected)
+
+
+@pytest.mark.parametrize(("preset", "recipe"), [("exact", None), ("lean", "tensorwise"), ("lean", "blockwise")])
+def test_a_step_has_its_bits_while_another_thread_compiles(
+    monkeypatch: pytest.MonkeyPatch, preset: str, recipe: str | None
+) -> None:
+    """torch reports that every thread compiles while one does."""
+    both = []
+    for compiling in (False, True):
+        layer = qt.Linear(128, 136, dtype=torch.bfloat16)
+        layer.load_state_dict({name: torch.ones_like(value) for name, value in layer.state_dict().items()})
+        if recipe is not None:
+            qt.quantize_weights(layer, recipe)
+        optimizer = optim.AdamW(layer.parameters(), lr=1e-3, preset=preset)
+        draw = torch.Generator().manual_seed(0)
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", compiling)
+        assert torch.compiler.is_compiling() == compiling
+        for _ in range(2):
+            for p in layer.parameters():
+                p.grad = torch.randn(p.shape, generator=draw).to(p.grad_dtype or torch.float32)
+            optimizer.step()
+            optimizer.zero_grad()
+        monkeypatch.undo()
+        both.append((layer, optimizer))
+    for p, q in zip(both[0][0].parameters(), both[1][0].parameters(), strict=True):
+        same(p, q, "weight")
+        for key, value in both[0][1].state[p].items():
+            same(value, both[1][1].state[q][key], key)
+
+
+def test_scalars_of_another_dtype_or_shape_step_without_a_program() -> None:
+    config, part = StepConfig(AdamRule(), WeightFormat("plain"), (FLOAT32, FLOAT32)), torch.zeros(64, 64)
+    parts = ParameterTensors((part,), ((part.clone(),), (part.clone(),)), (part.clone(),))
+    scalars, drawn = (torch.ones(()),) * 8, RngKey(0, 0, 1, ShardPosition((0, 0), (64, 64), (64, 64)))
+    programs = compiled.CompiledSteps()
+    for factor in (torch.ones((), dtype=torch.float64), torch.ones(1)):
+        assert programs.step(config, parts, scalars, factor, drawn, 0, None, None) is None
+    scalars = (*scalars[:7], torch.ones((), dtype=torch.float64))
+    assert programs.step(config, parts, scalars, None, drawn, 0, None, None) is None
+    assert not programs.programs

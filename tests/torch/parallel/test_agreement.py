@@ -1,5 +1,6 @@
 """Test that differing ranks get the same error at the same call, also after earlier agreement, without a hang."""
 
+import gc
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,6 +35,8 @@ from quaver.torch.parallel import (
     cross_entropy,
     gather_quantized,
     quantize_gradients,
+    refresh_gather,
+    sync_amax_histories,
 )
 from quaver.torch.parallel.context.attention import context_parallel_attention
 from tests import two_ranks
@@ -194,6 +197,53 @@ def weights_gathered_as_codes(rank: int) -> None:
             raises_on_all_ranks(r"rank 0: frozen \[\]; rank 1: frozen \['0.bias'\]", lambda net=net: net(x))
 
 
+def other_calls(rank: int) -> None:
+    """Only one rank prepares a model, synchronizes histories, or runs its first forward without delayed scaling."""
+
+    def model(recipe: str) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        qt.convert(net, recipe)
+        gather_quantized(net)
+        for layer in net:
+            fully_shard(layer)
+        return fully_shard(net)
+
+    x = torch.ones(8, 64)
+    net = model("mxfp8")
+    net(x).sum().backward()
+    qt.convert(net, "rowwise")
+    message = "different calls: rank 0: a forward after gather_quantized; rank 1: the comparison of models by"
+    raises_on_all_ranks(message, lambda: refresh_gather(net) if rank else net(x))
+    net = model("delayed")
+    torch.set_grad_enabled(not rank)
+    raises_on_all_ranks(
+        "different calls: rank 0: the end of a step .*; rank 1: gather_quantized's first gather", lambda: net(x)
+    )
+    torch.set_grad_enabled(True)
+    net = nn.Linear(64, 64)
+    qt.convert(net, "delayed")
+    net = DistributedDataParallel(net)
+
+    def step() -> None:
+        with qt.autocast("delayed"):
+            net(x).sum().backward()
+
+    step()
+    message = "different calls: rank 0: the end of a step of delayed scaling; rank 1: sync_amax_histories"
+    raises_on_all_ranks(message, lambda: sync_amax_histories(net) if rank else step())
+    # The reduction of two layers' amaxes has as many bytes as the header of a comparison.
+    net = mlp("delayed")
+    net(x).sum().backward()
+    message = "different calls: rank 0: .* outside of qt.autocast; rank 1: the end of a step of delayed scaling;"
+
+    def within() -> None:
+        with qt.autocast("delayed") if rank else nullcontext():
+            net(x)
+
+    raises_on_all_ranks(message, within)
+
+
 def a_rank_waiting_in_vain_gets_an_error(rank: int) -> None:
     """The error names the call at which a rank waited. Runs last, since its process group has timed out."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
@@ -213,6 +263,39 @@ def gradients_by_other_specs(rank: int) -> None:
             (ValueError, RuntimeError), match="ranks differ at a sum of quantized gradients: rank 0: spec"
         ):
             model(torch.ones(8, 64)).sum().backward()
+
+
+def recipes_that_change(rank: int) -> None:
+    """Only one rank runs the garbage collector, which frees the modules prepared before."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+    qt.convert(net, "mxfp8")
+    gather_quantized(net)
+    fully_shard(net)
+    x = torch.ones(8, 64)
+    gc.disable()
+    for recipe in ("tensorwise", "rowwise"):
+        net(x).sum().backward()
+        qt.convert(net, recipe)
+        refresh_gather(net)
+        if rank:
+            gc.collect()
+        net(x).sum().backward()
+    gc.enable()
+
+
+def gradients_of_other_modules(rank: int) -> None:
+    """Gradients of equal size from different modules would be summed without an error."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    for layer in net:
+        fully_shard(layer)
+    quantize_gradients(fully_shard(net))
+    x = torch.ones(8, 64)
+    net(x).sum().backward()
+    outputs = [layer(x).sum() for layer in net]
+    with pytest.raises((ValueError, RuntimeError), match="rank 0: gradients of 1; rank 1: gradients of 2"):
+        outputs[1 + rank].backward()
 
 
 def sharded_optimizers(rank: int) -> None:
@@ -331,10 +414,12 @@ CASES = [
     *(tensor_parallel_layers, norms_embeddings_and_losses, expert_parallelism, weights_gathered_as_codes),
     *(
         gradients_by_other_specs,
+        recipes_that_change,
+        gradients_of_other_modules,
         sharded_optimizers,
         context_parallel_attention_calls,
     ),
-    *(context_parallel_dropout, missing_gradients_count_as_zeros, a_rank_waiting_in_vain_gets_an_error),
+    *(other_calls, context_parallel_dropout, missing_gradients_count_as_zeros, a_rank_waiting_in_vain_gets_an_error),
 ]
 
 

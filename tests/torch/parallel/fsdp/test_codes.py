@@ -1,6 +1,7 @@
 """Weights stored only as codes train under fully_shard as in one process, bit for bit."""
 
 import copy
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,38 @@ def bytes_and_collectives(rank: int) -> None:
             assert traffic.gathered <= most, f"{name}, {sizes}: {traffic.gathered} bytes of {most}"
 
 
+def short_rows_of_floats(rank: int) -> None:
+    """A convolution's weight, one with fewer rows than ranks, and columns that shards cut at blocks and within them."""
+    shapes = (64, 64, 3, 3), (1, 512, 3, 3), (8192, 1), (4100, 1)
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            drawn = torch.Generator().manual_seed(0)
+            self.all = nn.ParameterList(torch.randn(shape, generator=drawn) for shape in shapes)
+
+        def forward(self, step: int) -> Tensor:
+            drawn = torch.Generator().manual_seed(step)
+            return sum((p * torch.randn(p.shape, generator=drawn)).sum() for p in self.all)  # type: ignore[return-value]
+
+    results = []
+    for single_process in (True, False):
+        net = Weights()
+        if not single_process:
+            fully_shard(net, mesh=two_ranks.mesh(2))
+        optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+        for step in range(3):
+            net(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach() if single_process else p.full_tensor().detach() for p in net.all])  # type: ignore[attr-defined]
+    for shape, one, two in zip(shapes, *results, strict=True):
+        if shape == (4100, 1):
+            torch.testing.assert_close(one, two, rtol=0, atol=5e-3)
+        else:
+            assert torch.equal(one, two), shape
+
+
 def a_rank_holds_its_rows(rank: int) -> None:
     """Weights, residuals and moments take one byte per element each; gradients are sent as codes."""
     net = on_ranks(network("tensorwise", (256, 512, 256)))
@@ -264,6 +297,31 @@ def torchs_own_state_dicts(rank: int) -> None:
     assert losses_of(other, fresh, range(2, 4), single_process=False) == expected
 
 
+def loads_weights_of_another_run(name: str, preset: str, sizes: tuple[int, int, int] = SIZES) -> Case:
+    """Load larger weights of another run while the optimizer keeps its state."""
+
+    def case(rank: int) -> None:
+        dtype = torch.bfloat16 if PRESETS[preset].gradient == "bfloat16" else torch.float32
+        results = []
+        for single_process in (True, False):
+            net, other = network(name, sizes, dtype), network(name, sizes, dtype)
+            for layer in (other[0], other[2]):
+                layer.set_weight(8 * layer.weight.unwrap().dequantize())
+            net, other = (net, other) if single_process else (on_ranks(net), on_ranks(other))
+            optimizer = optim.AdamW(net.parameters(), lr=1e-3, preset=preset)
+            losses = losses_of(net, optimizer, range(2), single_process)
+            set_model_state_dict(net, get_model_state_dict(other))
+            losses += losses_of(net, optimizer, range(2, 4), single_process)
+            results.append((net, losses, everything(net, optimizer)))
+        label = f"{name}, {preset}, {sizes}"
+        assert results[1][1] == results[0][1], label
+        # The weights are eight times as large, and two steps change them little.
+        assert results[0][2]["0.weight"].float().mul(results[0][2]["0.weight_scale"].max()).abs().max() > 0.5, label
+        assert_parts(results[1][0], results[1][2], results[0][2], label)
+
+    return case
+
+
 def a_model_from_meta_loads_a_checkpoint(rank: int) -> None:
     """Each rank loads its shard of the checkpoint."""
     folder = two_ranks.folder() / "for meta"
@@ -301,6 +359,35 @@ def policies(rank: int) -> None:
             assert_bitwise(p.grad.to_local(), wanted, f"{name}, {computed}, {reduced}")
         optimizer.step()
         assert net[0].weight.dtype is full and layout.local(net[0].weight).dtype is torch.float8_e4m3fn
+
+
+def frozen_and_trainable_weights(rank: int) -> None:
+    """Weights of one FSDP unit, frozen from the start or later."""
+    results = []
+    for single_process in (True, False):
+        net = network("mxfp8")
+        net[0].weight.requires_grad_(False)
+        if not single_process:
+            gather_quantized(net)
+            fully_shard(net)
+            net.set_gradient_divide_factor(1.0)
+            net.set_force_sum_reduction_for_comms(True)
+        optimizer = optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, preset="lean")
+        losses = losses_of(net, optimizer, range(2), single_process)
+        net[2].weight.requires_grad_(False)
+        losses += losses_of(net, optimizer, range(2, 4), single_process)
+        net[2].weight.requires_grad_(True)
+        losses += losses_of(net, optimizer, range(4, 6), single_process)
+        # It was frozen when gather_quantized prepared it.
+        net[0].weight.requires_grad_(True)
+        net(torch.ones(4, 96)).sum().backward()
+        gradient = net[0].weight.grad
+        assert gradient is not None
+        results.append((losses, gradient))
+    assert results[1][0] == results[0][0]
+    assert_bitwise(
+        layout.local(results[1][1]), layout.local(sharded_like(results[0][1] * two_ranks.world(), net[0].weight))
+    )
 
 
 def not_finite(rank: int) -> None:
@@ -359,6 +446,66 @@ def other_readers(rank: int) -> None:
             assert_bitwise(db.to_local(), b[place.global_offset[0] :][: place.local_shape[0]], f"{name} under {recipe}")
 
 
+def trains_through(use: Callable[..., Any]) -> Case:
+    """Call the layers through a checkpoint that recomputes them, or a compiler that leaves them to eager mode."""
+
+    def case(rank: int) -> None:
+        x, results = torch.randn(8, 96, generator=torch.Generator().manual_seed(1)), []
+        for single_process in (True, False):
+            net = network("mxfp8") if single_process else on_ranks(network("mxfp8"))
+            inner = nn.Sequential(net)
+            optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+            for _ in range(2):
+                loss = use(inner, x).square().mean()
+                (loss * float(single_process or rank == 0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(loss.item())
+        assert results[0] == results[1]
+
+    case.__name__ = f"called by {use.__name__}"
+    return case
+
+
+def compiled(net: nn.Module, x: Tensor) -> Any:
+    return torch.compile(net, backend="eager")(x)
+
+
+class OneLayerPerRank(nn.Module):
+    """Two layers, of which each rank uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        with qt.quantized_init("tensorwise"):
+            self.layers = nn.ModuleList(qt.Linear(96, 130, recipe="tensorwise") for _ in range(2))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        y: Tensor = self.layers[number](x)
+        return y
+
+
+def layers_unused_by_a_rank(rank: int) -> None:
+    """fully_shard may use zeros for their gradients."""
+    x, results = torch.ones(4, 96), []
+    for single_process in (True, False):
+        net: Any = OneLayerPerRank()
+        if not single_process:
+            gather_quantized(net)
+            fully_shard(net)
+            net.set_reduce_scatter_unused_params(True)
+            net.set_gradient_divide_factor(1.0)
+            net.set_force_sum_reduction_for_comms(True)
+        optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+        for _ in range(2):
+            for number in (0, 1) if single_process else (rank,):
+                net(x, number).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((net, everything(net, optimizer)))
+    assert_parts(results[1][0], results[1][1], results[0][1], "unused")
+
+
 def operations_on_codes_raise(rank: int) -> None:
     """Operations that would read codes as numbers raise an error."""
     net = on_ranks(network("tensorwise"))
@@ -385,6 +532,54 @@ def operations_on_codes_raise(rank: int) -> None:
         optim.AdamW(plain.parameters())
     with pytest.raises(ValueError, match=r"without scales.*gather_quantized\(model\)"):
         plain(torch.ones(4, 96))
+
+
+def two_models(rank: int) -> None:
+    """Train two models alternately, and with one optimizer."""
+    results = []
+    for single_process in (True, False):
+        nets = [network("tensorwise"), network("blockwise", SHORT_ROWS)]
+        if not single_process:
+            nets = [on_ranks(net) for net in nets]
+        parameters = [p for net in nets for p in net.parameters()]
+        optimizer = optim.AdamW(parameters, lr=1e-2, preset="lean")
+        losses = []
+        for step in range(3):
+            for net in nets[: 1 + step % 2]:
+                x = torch.randn(8, net[0].in_features, generator=torch.Generator().manual_seed(step))
+                loss = net(x).square().mean()
+                (loss * float(single_process or rank == 0)).backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(losses)
+    assert results[0] == results[1]
+
+
+def a_backward_that_fails(rank: int) -> None:
+    """After a failed backward the model continues to train."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            raise RuntimeError("meant")
+
+    net = on_ranks(network("tensorwise"))
+    optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset="lean")
+    first = losses_of(net, optimizer, range(1), single_process=False)
+    with pytest.raises(RuntimeError, match="meant"):
+        Fails.apply(net(torch.ones(4, 96))).sum().backward()  # type: ignore[no-untyped-call]
+    net.reshard()
+    optimizer.zero_grad()
+    net2 = on_ranks(network("tensorwise"))
+    optimizer2 = optim.AdamW(net2.parameters(), lr=1e-2, preset="lean")
+    assert losses_of(net2, optimizer2, range(1), single_process=False) == first
+    again = losses_of(net, optimizer, range(1, 3), single_process=False)
+    assert again == losses_of(net2, optimizer2, range(1, 3), single_process=False)
 
 
 def weights_in_another_order(rank: int) -> None:
@@ -428,7 +623,8 @@ SPECIAL: list[Case] = [
         a_model_from_meta_loads_a_checkpoint,
         policies,
     ),
-    *(not_finite, other_readers, operations_on_codes_raise, weights_in_another_order),
+    *(frozen_and_trainable_weights, not_finite, other_readers, trains_through(qt.checkpoint), layers_unused_by_a_rank),
+    *(operations_on_codes_raise, two_models, a_backward_that_fails, short_rows_of_floats, weights_in_another_order),
 ]
 CASES: dict[int, list[Case]] = {
     2: [
@@ -437,6 +633,7 @@ CASES: dict[int, list[Case]] = {
         trains_as_one_process("tensorwise", "lean", micro=2),
         trains_as_one_process("mxfp8", "lean", steps=2, reshard_after_forward=False),
         *(resumes_from_a_checkpoint("tensorwise", "lean"), resumes_from_a_checkpoint("blockwise", "balanced")),
+        *(loads_weights_of_another_run("tensorwise", "balanced"), loads_weights_of_another_run("blockwise", "float32")),
         *SPECIAL,
     ],
     3: [
@@ -448,6 +645,7 @@ CASES: dict[int, list[Case]] = {
         trains_as_one_process("blockwise", "lean", optim.SGD, steps=2),
         trains_as_one_process("tensorwise", "exact", steps=2),
         trains_as_one_process("blockwise", "coat", optim.Adam, steps=2),
+        loads_weights_of_another_run("tensorwise", "lean", SHORT_ROWS),
     ],
     4: [
         *(trains_as_one_process(name, "lean", steps=2) for name in ("tensorwise", "blockwise", "mxfp8, 2-D", "mxfp8")),
@@ -472,7 +670,7 @@ SLOW[4] = [
     trains_as_one_process(n, "lean", steps=ALL_STEPS, hsdp=replicas) for n in RECIPES for replicas in (False, True)
 ]
 # The last one of two ranks, since no collective follows one that has timed out.
-SLOW[2] += [a_step_that_one_rank_skips]
+SLOW[2] += [trains_through(compiled), a_step_that_one_rank_skips]
 
 
 @pytest.mark.parametrize("ranks", CASES)
