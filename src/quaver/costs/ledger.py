@@ -128,10 +128,13 @@ def role(spec: QuantSpec) -> str:
     rows, k = spec.block
     if spec.format not in (E4M3, E5M2):
         return "nvfp4" if spec.two_level and k == 16 and rows in (1, 16) else "other"
+    if k is None and spec.scale != "e8m0":
+        return {None: "tensor", 1: "row"}.get(rows, "other")
+    if spec.format != E4M3:
+        # cuBLASLt has E5M2 only with one scale per tensor or row.
+        return "other"
     if spec.scale == "e8m0":
         return "mx" if k == 32 and rows in (1, 32) else "other"
-    if k is None:
-        return {None: "tensor", 1: "row"}.get(rows, "other")
     return "block" if spec.block in ((1, 128), (128, 128)) else "other"
 
 
