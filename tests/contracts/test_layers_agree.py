@@ -15,7 +15,7 @@ import quaver.torch as qt
 from quaver.jax.linears import gemms
 from quaver.recipes import RECIPES
 from quaver.recipes.spec import Recipe
-from quaver.torch.state import counters
+from quaver.torch.state import observer
 from quaver.torch.state.layer_state import state_of
 from tests.close import assert_bitwise, assert_close
 from tests.operands import variants
@@ -46,13 +46,13 @@ CASES = [
 Operands = dict[str, Any]
 
 
-class Recorder:
-    """Replacement for the counters that records quantized tensors."""
+class Recorder(observer.Observer):
+    """Records quantized tensors."""
 
     def __init__(self) -> None:
         self.operands: Operands = {}
 
-    def count(self, layer: object, operand: str, x: torch.Tensor, q: qt.Quantized) -> None:
+    def observe_operand(self, layer: Any, operand: str, x: torch.Tensor, q: Any, parameter: str = "weight") -> None:
         self.operands[operand] = q
 
 
@@ -64,13 +64,10 @@ def run_torch(recipe: Recipe, x: Any, w: Any, bias: Any, g: Any, dtype: torch.dt
         layer.weight.copy_(torch.from_numpy(w.T.copy()))
         layer.bias.copy_(torch.from_numpy(bias))
     tx, recorder = torch.from_numpy(x).to(dtype).requires_grad_(), Recorder()
-    counters.active.counters = recorder  # type: ignore[assignment]
-    try:
+    with observer.observing(recorder):
         with qt.autocast(recipe), torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             y = layer(tx)
         y.backward(torch.from_numpy(g).to(dtype))
-    finally:
-        counters.active.counters = None
     cached = state_of(layer).weights.entries
     operands = recorder.operands | {"weight": cached["fprop"].quantized}
     if "dgrad" in cached:

@@ -24,11 +24,11 @@ from quaver.recipes.conversion import ModuleRule, Rules
 from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.convert import convert, revert
 from quaver.torch.conversion.quantized_weights import load_scaling_state_dict, quantize_weights, scaling_state_dict
+from quaver.torch.inspection.counting import Counters, count
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.parallel import sync_amax_histories
 from quaver.torch.quantized_tensor import QuantizedTensor
-from quaver.torch.state.counters import Counters, count
 
 # ---- Trainer callback: logs saturation and saves the scaling state ----
 #

@@ -28,6 +28,8 @@ from quaver.torch.conversion.replace.blocks import Blocks
 from quaver.torch.conversion.report import Report
 from quaver.torch.conversion.weight_gradients import weight_gradients
 from quaver.torch.cuda_graph import CapturedStep
+from quaver.torch.inspection.counting import count
+from quaver.torch.inspection.inspector import Inspector, inspect
 from quaver.torch.linear.grouped.layer import GroupedLinear, grouped_matmul
 from quaver.torch.linear.linear import Linear
 from quaver.torch.nn.activation import ACTIVATIONS, activate
@@ -54,7 +56,6 @@ from quaver.torch.operations.functional import dequantize, matmul, quantize
 from quaver.torch.operations.ops import only
 from quaver.torch.quantized_tensor import QuantizedTensor
 from quaver.torch.state.context import autocast, checkpoint
-from quaver.torch.state.counters import count
 from quaver.torch.state.weight_cache import refresh
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "Experts",
     "GatedRMSNorm",
     "GroupedLinear",
+    "Inspector",
     "KVCache",
     "LatentAttention",
     "LatentConfig",
@@ -107,6 +109,7 @@ __all__ = [
     "frozen",
     "grouped_matmul",
     "initial_value",
+    "inspect",
     "linear_cross_entropy",
     "load_scaling_state_dict",
     "matmul",

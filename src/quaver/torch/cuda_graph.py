@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quaver.torch.backends.gpu import capture
-from quaver.torch.state import weight_cache
+from quaver.torch.state import observer, weight_cache
 
 #: Calls before the capture: the second has gradients and histories left by the first, and the third has the factors
 #: computed from them, with which tensors are quantized in one pass.
@@ -33,7 +33,7 @@ class CapturedStep:
     Raises:
         ValueError: there is no GPU, the inputs are on another GPU than the current one at construction, or a later call
             passes other shapes or dtypes.
-        RuntimeError: the step does something that cannot be captured.
+        RuntimeError: the step does something that cannot be captured, or `inspect` or `count` is active in a call.
     """
 
     def __init__(self, step: Callable[..., Any], *, warm_up: int = WARM_UP) -> None:
@@ -53,6 +53,11 @@ class CapturedStep:
         self._result: Any = None
 
     def __call__(self, *inputs: Tensor) -> Any:
+        if observer.active.observer is not None:
+            raise RuntimeError(
+                "a CapturedStep cannot be inspected or counted, because a replayed graph calls no layer: call the step "
+                "itself in these steps"
+            )
         self._take(inputs)
         self.calls += 1
         if self.calls <= self.warm_up:

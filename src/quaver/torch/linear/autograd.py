@@ -27,7 +27,7 @@ from quaver.torch.operations import functional, ops
 from quaver.torch.operations.autograd import NO_DOUBLE_BACKWARD, add, first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
 from quaver.torch.quantized_tensor import QuantizedTensor
-from quaver.torch.state import counters, selective_checkpoint, weight_cache
+from quaver.torch.state import observer, selective_checkpoint, weight_cache
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax
 
@@ -171,6 +171,8 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
     if w is None:
         w = plan.quantize_weight(call, value)
     output = plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
+    if observer.active.observer is not None:
+        _observe_fprop(call, y, value, bias, output)
     # Only dgrad reads the weight; without it the weight may be modified before backward.
     dgrad_weight = value if needs[1] else None
     tensors: Sequence[Any] = ()
@@ -198,6 +200,8 @@ _forward_one_hidden = selective_checkpoint.hide_from_policies(_forward_one)
 def _backward_one(ctx: Any, tensors: Sequence[Any], g: Tensor) -> Any:
     call, layout, weight_dtype, bias_dtype, first = ctx.constants
     needs = ctx.needs_input_grad[1:]
+    if observer.active.observer is not None:
+        call.began_backward = True
     saved_input = unflatten(tensors[first:], layout) if needs[1] else None
     if saved_input is not None and call.plan.load_input is not None:
         saved_input = call.plan.load_input(call, saved_input[0])
@@ -230,6 +234,8 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     for call, weight, bias in zip(calls, values, biases, strict=True):
         w = call.plan.quantize_weight(call, weight) if w is None else w
         y = call.plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
+        if observer.active.observer is not None and not traced:
+            _observe_fprop(call, inputs.matrix, weight, bias, y)
         outputs.append(shaped(y, (*lead, weight.shape[0])))
         w = None
     saved: Sequence[Any] = (None,)
@@ -260,6 +266,9 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
     layer_grads, weights, saved = gs[-n:], tensors[:n], unpack(tensors[n + size + skipped :], layouts)
     if calls is None:
         calls, saved = _rebuild_calls(setup, layer_grads, saved[:n]), saved[n:]
+    elif observer.active.observer is not None:
+        for call in calls:
+            call.began_backward = True
     used = any(g is not None for g in layer_grads)
     saved_input: Any = unflatten(tensors[n : n + size], layout) if used and layout != NOTHING_SAVED else None
     if saved_input is not None and calls is not None and calls[0].plan.load_input is not None:
@@ -268,8 +277,8 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
     recomputed: RecomputedInput | None = None
     if used and saved_input is None and any(needs[count : count + n]):
         once = n == 1 and need_input and needs[count] is True and not setup.return_input
-        # Counters expect operands in the order in which a single layer quantizes them.
-        if once and ops.on_host(layer_grads[0]) and counters.active.counters is None:
+        # Observers expect operands in the order in which a single layer quantizes them.
+        if once and ops.on_host(layer_grads[0]) and observer.active.observer is None:
             saved_input = recomputed = RecomputedInput(setup, saved, calls[0], shape, dtype)
         else:
             saved_input, _ = recompute(setup, saved, calls[0])
@@ -339,8 +348,9 @@ def gradients(
         # As in `_quantize`: a CPU backward may run in the thread of the forward.
         functional.thread.last = None
     operands = plan.quantize_grad(call, g, needs, bias_dtype)
-    if plan.operations is None and counters.active.counters is not None:
-        _count_grad(call, general.matrix(g))
+    observed = observer.active.observer is not None and not call.traced
+    if observed and plan.operations is None:
+        _observe_grad_output(call, general.matrix(g))
     grad_input: Any = None
     grad_weight: Any = None
     grad_bias = operands[4]
@@ -350,6 +360,8 @@ def gradients(
     if needs[0]:
         w, scale = plan.transpose_weight(call, weight)
         grad_input = plan.dgrad(call, operands[0], operands[1], w, scale, None)
+        if observed:
+            _observe_gemm(call, "dgrad", g, weight, grad_input)
     if needs[1]:
         if callable(saved_input):
             saved_input = saved_input(grad_input)
@@ -358,6 +370,8 @@ def gradients(
             grad_weight = partial(_weight_gradient, call, gt, scale, *saved_input, dtype=weight_dtype)
         else:
             grad_weight = _weight_gradient(call, gt, scale, *saved_input, dtype=weight_dtype)
+            if observed:
+                _observe_gemm(call, "wgrad", g, call.observed_input, grad_weight)
     if plan.finish is not None:
         grad_input, grad_weight = plan.finish(grad_input, grad_weight)
     return grad_input, grad_weight, grad_bias
@@ -370,17 +384,48 @@ def _weight_gradient(call: LinearCall, g: Any, g_scale: Any, x: Any, x_scale: An
     return call.plan.wgrad(call, g, g_scale, x, x_scale, dtype)
 
 
-def _count_grad(call: LinearCall, g: Tensor) -> None:
-    """Report the grad_output operands to counters that were opened after the forward."""
-    count, a, c = counters.active.counters.count, call.recipe.dgrad.a, call.recipe.wgrad.a  # type: ignore[union-attr]
+# ---- observation ----
+
+
+def _observe_fprop(call: LinearCall, x: Tensor | None, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Report fprop, and remember its input for the report of wgrad."""
+    if x is None:
+        return
+    call.observed_input = general.matrix(x)
+    if call.is_observable:
+        _observe_gemm(call, "fprop", call.observed_input, weight, y, bias)
+
+
+def _observe_gemm(call: LinearCall, gemm: str, a: Tensor, b: Any, y: Tensor, bias: Tensor | None = None) -> None:
+    """Report the result of a GEMM with operands in high precision: fprop of x and weight, dgrad of g and weight, or
+    wgrad of g and x.
+
+    Not reported: a sharded layer, whose whole operands no rank has, and wgrad if the forward was not observed.
+    """
+    current = observer.active.observer
+    if call.comm is not None or b is None or current is None:
+        return
+    a = general.matrix(a)
+    if gemm == "wgrad":
+        current.observe_gemm(call.layer, gemm, a.t(), b.t(), None, y)
+        return
+    # A weight that was gathered as codes has no other values.
+    gathered = general.is_prequantized(b)
+    w = b.quantized_operand(call, "fprop").dequantize() if gathered else stored_weight.plain_values(b, a.dtype)
+    current.observe_gemm(call.layer, gemm, a, w if gemm == "fprop" else w.t(), bias, y)
+
+
+def _observe_grad_output(call: LinearCall, g: Tensor) -> None:
+    """Report the grad_output operands of a fast plan to an observer that became active after the forward."""
+    observe, a, c = observer.active.observer.observe_operand, call.recipe.dgrad.a, call.recipe.wgrad.a  # type: ignore[union-attr]
     assert a is not None
     factors = call.factors
     factor = None
     if factors is not None:
         factor = (factors if factors.__class__ is list else factors.factors)[amax.GRAD_OUTPUT]
-    count(call.layer, "grad_output", g, ops.QUANTIZE(g, a, None, factor))
+    observe(call.layer, "grad_output", g, ops.QUANTIZE(g, a, None, factor))
     if c is not None and not call.recipe.reuse.grad_output:
-        count(call.layer, "grad_output.T", g.t(), ops.QUANTIZE(g.t(), c))
+        observe(call.layer, "grad_output.T", g.t(), ops.QUANTIZE(g.t(), c))
 
 
 # ---- quantization of the input ----
@@ -464,7 +509,7 @@ def _may_share(call: LinearCall, y: Tensor) -> bool:
     if a.rounding != "nearest" or (c is not None and c.rounding != "nearest"):
         return False
     if (
-        counters.active.counters is not None
+        observer.active.observer is not None
         or ops.QUANTIZE.enabled is not ops.QUANTIZE.implementations
         or device.forced_implementations
     ):
@@ -544,7 +589,7 @@ def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
     if ops.on_host(x) or x.dtype is not dtype or is_tracing():
         return False
     allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.enabled)
-    return allowed and counters.active.counters is None and not fused_quantize.reason_unsupported(x)
+    return allowed and observer.active.observer is None and not fused_quantize.reason_unsupported(x)
 
 
 def _fused(setup: LinearSetup, x: Sequence[Any], save: bool, calls: Sequence[LinearCall]) -> QuantizedInput | None:

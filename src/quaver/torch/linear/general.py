@@ -4,7 +4,7 @@
     dgrad   grad_input  [T, K] = grad_output   [T, N] @ weight.T [K, N].T
     wgrad   grad_weight [N, K] = grad_output.T [N, T] @ input.T  [K, T].T
 
-Also used while something observes single quantizations or GEMMs (counters, `only`, selective checkpoints) and for
+Also used while something observes single quantizations or GEMMs (an observer, `only`, selective checkpoints) and for
 torch.compile, which sees each of them as one opaque operator. The forward saves the quantized wgrad operand (8 or 4
 bits an element), or the input itself if the recipe leaves wgrad unquantized, or fprop's codes that wgrad dequantizes.
 """
@@ -25,7 +25,7 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import NO_NOISE, Noise, is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.quantized_tensor import QuantizedTensor
-from quaver.torch.state import counters, layer_state, selective_checkpoint, weight_cache
+from quaver.torch.state import layer_state, observer, selective_checkpoint, weight_cache
 from quaver.torch.state.history import amax, scaling_step
 from quaver.torch.state.layer_state import state_of
 from quaver.torch.state.noise import advance_count, draw
@@ -451,8 +451,8 @@ def quantize(
     _advance_count(layer, operand, spec)
     if record and not q.recorded_amax:
         amax.record(layer, column, q.amax)
-    if counters.active.counters is not None and not layer_state.replaying():
-        counters.active.counters.count(layer, operand, x, q)
+    if observer.active.observer is not None and call.is_observable:
+        observer.active.observer.observe_operand(layer, operand, x, q)
     return q
 
 
@@ -476,7 +476,7 @@ def _hints(call: LinearCall, column: int, x: Tensor) -> tuple[bool, Tensor | Non
 
 def both_at_once(call: LinearCall, spec: QuantSpec, other: QuantSpec) -> bool:
     """Return True if `quantize_both` quantizes an operand and its transpose in one call, and faster than two."""
-    if call.operations.both is None or counters.active.counters is not None:
+    if call.operations.both is None or observer.active.observer is not None:
         return False
     return not call.traced or spec.rounding == other.rounding == "nearest"
 

@@ -29,7 +29,7 @@ from quaver.torch.operations import operation, ops
 from quaver.torch.operations.autograd import forward_level, refuse_transforms, transforms_active
 from quaver.torch.operations.ops import MATMUL, QUANTIZE, any_autocast_enabled, without_autocast
 from quaver.torch.quantized_tensor import QuantizedTensor
-from quaver.torch.state import counters, layer_state, selective_checkpoint, weight_cache
+from quaver.torch.state import layer_state, observer, selective_checkpoint, weight_cache
 from quaver.torch.state.buffers import STATE, create_state_buffers, match_state, outlast, saving
 from quaver.torch.state.context import active_context, in_force, record_compiled_layer
 from quaver.torch.state.history import amax, scaling_step
@@ -539,9 +539,9 @@ def needs_general_plan(layer: nn.Module) -> bool:
 def is_observed(layer: nn.Module) -> bool:
     """Return True if something observes or changes this layer's forward so that only the general plan can run it.
 
-    Observers are counters, recomputation and selective checkpoints; the others are taking weight gradients away and
-    splitting the backward on a GPU, whose kernels reuse their buffers. Inside backward returns the result of the
-    layer's last forward, because a recomputation must save the same tensors.
+    Observers are the active one of `quaver.torch.state.observer`, recomputation and selective checkpoints; the others
+    are taking weight gradients away and splitting the backward on a GPU, whose kernels reuse their buffers. Inside
+    backward returns the result of the layer's last forward, because a recomputation must save the same tensors.
     """
     # Reads the state directly; `state_of` would cost a call.
     logs = layer_state.state
@@ -551,7 +551,7 @@ def is_observed(layer: nn.Module) -> bool:
             known: bool = state.is_observed
             return known
         now: bool = (
-            counters.active.counters is not None
+            observer.active.observer is not None
             or logs.writing != ()
             or (active_context.apply_override is not None and _wgrad_needs_general_plan(layer))
             or (selective_checkpoint.dispatch_mode_depth() != 0 and selective_checkpoint.is_active())

@@ -21,7 +21,7 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import NO_NOISE
 from quaver.torch.operations import functional, ops
-from quaver.torch.state import weight_cache
+from quaver.torch.state import layer_state, weight_cache
 from quaver.torch.state.history import scaling_step
 
 #: GEMM operand: a `Quantized` with its scale, codes with a separate scale, or an unquantized tensor.
@@ -137,6 +137,10 @@ class LinearCall:
     version: int | None = None
     #: Shape of the input.
     shape: Sequence[int]
+    #: Input [T, K] of an observed forward, for the report of wgrad.
+    observed_input: Tensor | None = None
+    #: True once the call's backward has begun, where an observer is active.
+    began_backward: bool = False
 
     def __init__(
         self, plan: LinearPlan, layer: nn.Module, training: bool, dtype: torch.dtype, traced: bool = False
@@ -150,6 +154,11 @@ class LinearCall:
         self.recipe: Recipe = plan.recipe
         #: Implementations that the general plan calls; None in a call by a fast plan.
         self.operations: Any = plan.operations
+
+    @property
+    def is_observable(self) -> bool:
+        """True unless this is a forward that checkpointing recomputes: an observer has seen the first one."""
+        return self.began_backward or not (layer_state.replaying() or layer_state.recomputing())
 
     def quantize_unrecorded(
         self, x: Tensor, spec: QuantSpec, transposed: bool, factor: Any = None, noise: Any = NO_NOISE

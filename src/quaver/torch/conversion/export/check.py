@@ -10,7 +10,6 @@ of a serving library are not run.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from quaver.torch.linear.linear import Quantizable
 from quaver.torch.numerics.quantized import pack, storage
 from quaver.torch.numerics.rounding import encode
 from quaver.torch.quantized_tensor import QuantizedTensor
-from quaver.torch.state import counters
+from quaver.torch.state import observer
 from quaver.torch.state.buffers import STATE, create_state_buffers
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import LayerState, state_of
@@ -145,23 +144,24 @@ def divergence(p: Tensor, q: Tensor) -> Divergence:
     return Divergence(float(each.mean()), float(each.max()))
 
 
+class _InputAmaxes(observer.Observer):
+    """Records the input amax of each quantized layer, by layer and parameter name."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[nn.Module, str], float] = {}
+
+    def observe_operand(self, layer: nn.Module, operand: str, x: Tensor, q: Any, parameter: str = "weight") -> None:
+        if operand == "input" and x.numel():
+            key = layer, parameter
+            self.seen[key] = max(self.seen.get(key, 0.0), float(x.detach().abs().max()))
+
+
 @contextmanager
 def recording_input_amaxes(model: nn.Module) -> Iterator[dict[tuple[nn.Module, str], float]]:
     """Context that records the input amax of each quantized layer, by layer and parameter name."""
-    seen: dict[tuple[nn.Module, str], float] = {}
-
-    def count(layer: nn.Module, operand: str, x: Tensor, q: Any, parameter: str = "weight") -> None:
-        if operand == "input" and x.numel():
-            key = layer, parameter
-            seen[key] = max(seen.get(key, 0.0), float(x.detach().abs().max()))
-
-    before = counters.active.counters
-    # The counters' hook sees each tensor that is quantized.
-    counters.active.counters = SimpleNamespace(count=count)  # type: ignore[assignment]
-    try:
-        yield seen
-    finally:
-        counters.active.counters = before
+    amaxes = _InputAmaxes()
+    with observer.observing(amaxes):
+        yield amaxes.seen
 
 
 # ---- exported weights in place of the model's ----

@@ -22,7 +22,7 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.quantized_tensor import QuantizedTensor
-from quaver.torch.state import counters, layer_state, noise, weight_cache
+from quaver.torch.state import noise, observer, weight_cache
 from quaver.torch.state.history import amax, scaling_step
 
 
@@ -137,12 +137,12 @@ class GroupedCall(LinearCall):
         return self.draw(operand)
 
     def note(self, operand: str, x: Tensor, q: Quantized) -> None:
-        """Report an operand of one or several groups to the counters, if there are any; "" is not reported."""
+        """Report an operand of one or several groups to the active observer; "" is not reported."""
         owner = self.owner
-        if counters.active.counters is None or not operand or not isinstance(owner, LayerGroups):
+        if observer.active.observer is None or not operand or not isinstance(owner, LayerGroups):
             return
-        if not layer_state.replaying():
-            counters.active.counters.count(owner.layer, operand, x, q, owner.name)
+        if self.is_observable:
+            observer.active.observer.observe_operand(owner.layer, operand, x, q, owner.name)
 
     def record(self, operand: str, column: int, amaxes: Any) -> None:
         """Record the amaxes of an operand's groups under delayed scaling; "" is not recorded."""

@@ -29,6 +29,7 @@ from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import first_derivative
 from quaver.torch.operations.ops import any_autocast_enabled
+from quaver.torch.state import observer
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import state_of
 from quaver.torch.state.selective_checkpoint import hide_from_policies
@@ -79,7 +80,9 @@ def _forward(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
     count, recipe, rows, needs = setup.input_count, setup.recipe, setup.rows, ctx.needs_input_grad
     weight, bias, ends = tensors[count:]
     need_rows, need_weight = setup.training and any(needs[1 : count + 1]), setup.training and bool(needs[count + 1])
-    x, saved = rows.forward(*tensors[:count], spec=recipe.fprop.a)
+    observed = observer.active.observer is not None and not is_tracing()
+    # An observer sees the rows before they are quantized.
+    x, saved = rows.forward(*tensors[:count], spec=None if observed else recipe.fprop.a)
     recomputes = rows.recomputes_input and can_recompute(recipe)
     save = need_weight and not recomputes
     high = rows.high(saved) if save and _reads_high(x, recipe) else None
@@ -144,6 +147,8 @@ def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     factors, *values = unpack(tensors[first:], layouts)
     operand, saved, count, needs = values[:size], values[size:], setup.input_count, ctx.needs_input_grad[1:]
     needed = any(needs[:count]), *needs[count : count + 2]
+    if call is not None and observer.active.observer is not None:
+        call.began_backward = True
     x, high = None, None
     if needed[1] and not operand:
         x = setup.rows.recompute_input(saved, setup.recipe.fprop.a)

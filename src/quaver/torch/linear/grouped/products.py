@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.cpu import gemm
 from quaver.torch.linear.general import LATER, high_precision, plain
-from quaver.torch.linear.grouped.call import GroupedCall, outside_inference, weights
+from quaver.torch.linear.grouped.call import GroupedCall, LayerGroups, outside_inference, weights
 from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_WGRAD, HIGH_MATMUL, HIGH_WGRAD
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, by_rows, in_lines, rows_of
@@ -30,7 +30,7 @@ from quaver.torch.numerics.quantized import Quantized, pack
 from quaver.torch.numerics.rounding import NO_NOISE
 from quaver.torch.operations import ops
 from quaver.torch.quantized_tensor import unwrap
-from quaver.torch.state import counters, weight_cache
+from quaver.torch.state import observer, weight_cache
 from quaver.torch.state.history import amax
 
 #: Operand of wgrad that forward saves: rows in high precision or as codes that backward decodes, else the operand of
@@ -54,6 +54,9 @@ def forward(
     run = backend(call)
     a = _operand(run, x, "input")
     y = run.multiply(a, weight, "fprop", bias)
+    if observer.active.observer is not None:
+        call.observed_input = x if isinstance(x, Tensor) else high
+        _observe_gemm(call, "fprop", call.observed_input, weight, bias, y)
     return y, _saved(run, x, high, a, "input.T") if save else None
 
 
@@ -103,24 +106,53 @@ def backward(
     if need_input:
         assert weight is not None
         grad_x = run.multiply(rows, weight, "dgrad", None)
+        _observe_gemm(call, "dgrad", g, weight, None, grad_x)
     if need_weight:
+        # A weight gradient that is computed later must not keep grad_output.
+        observed = None if observer.active.observer is None else g
         transposed: Any = g
         if c is not None:
             transposed = (
                 run.transpose(rows) if reuses_grad else run.quantize(amax.GRAD_OUTPUT, "grad_output.T", g, c, True)
             )
-        grad_w = partial(_weight_gradient, run, transposed, saved, dtype=call.weight_dtype)
+        grad_w = partial(_weight_gradient, run, transposed, saved, observed, dtype=call.weight_dtype)
     if grad_b is not None:
         grad_b = partial(grad_b.to, dtype=call.bias_dtype) if need_bias is LATER else grad_b
     return grad_x, grad_w if grad_w is None or need_weight is LATER else grad_w(), grad_b
 
 
-def _weight_gradient(run: "HostGroups | DeviceGroups", g: Any, saved: Any, *, dtype: torch.dtype) -> Tensor:
+def _weight_gradient(
+    run: "HostGroups | DeviceGroups", g: Any, saved: Any, observed: Tensor | None, *, dtype: torch.dtype
+) -> Tensor:
     """Run wgrad; returns the gradient in the layout of the parameter."""
     y = run.wgrad(g, saved, dtype)
+    _observe_gemm(run.call, "wgrad", observed, run.call.observed_input, None, y)
     if run.call.layer is not None:
         weight_cache.record_backward(run.call.layer)
     return y
+
+
+def _observe_gemm(call: GroupedCall, gemm: str, a: Tensor | None, b: Any, bias: Tensor | None, y: Tensor) -> None:
+    """Report the result of each group's GEMM to the active observer, if there is one.
+
+    Args:
+        a, b: rows [T, k], and the weight [groups, N, K] for fprop and dgrad; or grad_output [T, N] and the input [T, K]
+            for wgrad. None if they have no values in high precision.
+    """
+    current, owner = observer.active.observer, call.owner
+    if current is None or a is None or b is None or not isinstance(owner, LayerGroups):
+        return
+    if not call.is_observable:
+        return
+    for group, (start, end) in enumerate(call.offsets.bounds()):
+        rows, result = a[start:end], y[start:end]
+        if gemm == "wgrad":
+            rows, other, result = rows.t(), b[start:end].t(), y[group].t() if call.transposed else y[group]
+        else:
+            other = b[group] if call.stored is None else unwrap(call.stored, group).dequantize()
+            other = other if gemm == "fprop" else other.t()
+        one_bias = None if bias is None else bias[group]
+        current.observe_gemm(owner.layer, gemm, rows, other, one_bias, result, owner.name, owner.first + group)
 
 
 def backend(call: GroupedCall) -> "HostGroups | DeviceGroups":
@@ -137,7 +169,7 @@ def _quantize_each(
     call: GroupedCall, column: int, operand: str, x: Tensor, spec: QuantSpec, for_wgrad: bool,
     noise: GroupedNoise | None, quantize: Any,
 ) -> list[Quantized | None]:  # fmt: skip
-    """Quantize the rows of each group by themselves, None without rows, and report them to the counters."""
+    """Quantize the rows of each group by themselves, None without rows, and report them to the active observer."""
     parts = list[Quantized | None]([None] * call.offsets.groups)
     for group, (start, end) in enumerate(call.offsets.bounds()):
         if end > start:
@@ -336,7 +368,7 @@ class HostGroups:
         call, spec = self.call, self.call.recipe.fprop.b
         if spec is None or spec.rounding != "nearest" or spec.two_level or self._quantize is reference.quantize:
             return False
-        if call.stored is not None or call.factors is not None or counters.active.counters is not None:
+        if call.stored is not None or call.factors is not None or observer.active.observer is not None:
             return False
         if spec.block[0] is None or weight.shape[1] % spec.block[0] or not weight.is_contiguous():
             return False
@@ -374,7 +406,7 @@ class DeviceGroups:
     ) -> GroupedOperand:
         """Quantize the rows of all groups; see `HostGroups.quantize`."""
         call, noise = self.call, self.call.noise(operand, spec)
-        if operand and counters.active.counters is not None:
+        if operand and observer.active.observer is not None:
             # Each group by itself has the same codes, and counting may wait for the sizes of the groups.
             _quantize_each(call, column, operand, _in_rows(x), spec, for_wgrad, noise, ops.QUANTIZE)
         if by_rows(spec) and not for_wgrad and x.numel():
@@ -445,7 +477,7 @@ class DeviceGroups:
                 call.note(name, w.flatten(0, 1), q)
                 return q
         operands = [_quantized_matrix(call, weight, group, side, ops.QUANTIZE) for group in range(groups)]
-        if name and counters.active.counters is not None:
+        if name and observer.active.observer is not None:
             for matrix, operand in zip(w, operands, strict=True):
                 call.note(name, matrix, operand)
         matrices = stacked([q.T for q in operands] if shared else operands)

@@ -1,20 +1,17 @@
-"""Counters of quantization errors: values per operand that saturated, were flushed to zero, or were not finite.
-
-Off by default and then free: quantization only checks `active.counters`. That attribute is process-wide instead of
-thread-local, because on a GPU backward runs in another thread than forward.
-"""
+"""`count`: values per operand that saturated, were flushed to zero, or were not finite, in the steps of a block."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from quaver.recipes.text import check_instance, html_lines, html_table
-from quaver.torch.numerics.quantized import Quantized, spread
-from quaver.torch.numerics.rounding import is_tracing, rotate
+from quaver.torch.inspection.statistics import operand_statistics
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.state.observer import Observer, observing
 from quaver.torch.state.weight_cache import refresh
 
 
@@ -35,7 +32,7 @@ HEADER = ("layer", "operand", "elements", "saturated", "flushed", "non-finite")
 NOTHING = "nothing was quantized while counting (compiled layers are not counted)"
 
 
-class Counters:
+class Counters(Observer):
     """Counts by layer and operand: "input", "weight", "grad_output", and with ".T" their transposes for other GEMMs.
 
     `table[layer][operand]` is an `OperandCounts`. An operand that two GEMMs share is counted once.
@@ -45,24 +42,18 @@ class Counters:
         self._names = {id(module): name for name, module in model.named_modules()}
         self.table: dict[str, dict[str, OperandCounts]] = defaultdict(lambda: defaultdict(OperandCounts))
 
-    def count(self, layer: nn.Module, operand: str, x: Tensor, q: Quantized, parameter: str = "weight") -> None:
-        """Count one operand of the product with a parameter; x is the input of the quantization, before any Hadamard
-        rotation.
-        """
+    def observe_operand(
+        self, layer: nn.Module, operand: str, x: Tensor, q: Quantized, parameter: str = "weight"
+    ) -> None:
+        """Count one operand; see `quaver.torch.state.observer.Observer`."""
         name = self._names.get(id(layer))
         if name is None or is_tracing():
             return
-        counts = self.table[name][operand]
-        exact_values = x.detach().to(torch.float32)
-        exact = (rotate(exact_values) if q.spec.hadamard else exact_values).abs()
-        finite = exact.isfinite()
-        # With a rounded scale, the largest value may exceed the representable range by its last bits.
-        tolerance = 1.0 if q.spec.power_of_two else 1.0 + 2.0**-22
-        largest = q.spec.format.max * spread(q.scales(), q.spec.block, q.shape) * tolerance
-        counts.elements += exact_values.numel()
-        counts.saturated += int((finite & (exact > largest)).sum())
-        counts.flushed += int((finite & (exact > 0) & (q.values() == 0)).sum())
-        counts.nonfinite += int((~exact_values.isfinite()).sum())
+        counts, statistics = self.table[name][operand], operand_statistics(x, q)
+        counts.elements += statistics.elements
+        counts.saturated += statistics.saturated
+        counts.flushed += statistics.flushed
+        counts.nonfinite += statistics.nonfinite
 
     def _rows(self) -> list[tuple[str, str, int, int, int, int]]:
         return [
@@ -86,13 +77,6 @@ def _line(row: Sequence[object]) -> str:
     return f"{layer:<40}{operand:<16}" + "".join(f"{n:>12}" for n in numbers)
 
 
-class _ActiveCounts:
-    counters: Counters | None = None
-
-
-active = _ActiveCounts()
-
-
 @contextmanager
 def count(model: nn.Module) -> Iterator[Counters]:
     """Count while the context is open, in eager mode: `with count(model) as counters: step()`, then `print(counters)`.
@@ -100,10 +84,7 @@ def count(model: nn.Module) -> Iterator[Counters]:
     A weight is counted each time it is quantized; cached weights are dropped at the start.
     """
     check_instance("count", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
-    before = active.counters
     refresh(model)
-    active.counters = Counters(model)
-    try:
-        yield active.counters
-    finally:
-        active.counters = before
+    counters = Counters(model)
+    with observing(counters):
+        yield counters

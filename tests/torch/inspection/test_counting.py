@@ -8,8 +8,8 @@ from torch import nn
 
 import quaver.torch as qt
 from quaver import recipes
-from quaver.torch.state import counters
-from quaver.torch.state.counters import OperandCounts
+from quaver.torch.inspection.counting import OperandCounts
+from quaver.torch.state import observer
 
 QUANTIZING = [name for name in recipes.RECIPES if name != "bf16"]
 
@@ -121,7 +121,7 @@ def test_only_layers_of_the_model_are_counted_and_the_inner_count_wins() -> None
 def test_an_error_inside_ends_the_counting() -> None:
     with pytest.raises(RuntimeError, match="mine"), qt.count(nn.Identity()):
         raise RuntimeError("mine")
-    assert counters.active.counters is None
+    assert observer.active.observer is None
 
 
 def test_counting_changes_no_bits() -> None:

@@ -1,0 +1,69 @@
+"""The active observer of quantized layers: what `quaver.torch.count` and `quaver.torch.inspect` see.
+
+Without one, a layer only checks `active.observer`. That attribute is process-wide instead of thread-local, because on a
+GPU backward runs in another thread than forward. With one, layers run by the general plan, which has the same bits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from quaver.torch.numerics.quantized import Quantized
+
+
+class Observer:
+    """Receives the operands and results of quantized GEMMs while it is active, and must not change them."""
+
+    def observe_operand(
+        self, layer: nn.Module, operand: str, x: Tensor, q: Quantized, parameter: str = "weight"
+    ) -> None:
+        """Receive a quantized operand of a layer.
+
+        Args:
+            layer: layer of the GEMM.
+            operand: "input", "weight" or "grad_output"; with ".T" its transpose, quantized for another GEMM.
+            x: the operand before quantization and before any Hadamard rotation, [rows, k].
+            q: the same, quantized.
+            parameter: name of the layer's weight parameter.
+        """
+
+    def observe_gemm(
+        self,
+        layer: nn.Module,
+        gemm: str,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        parameter: str = "weight",
+        group: int | None = None,
+    ) -> None:
+        """Receive the result of a GEMM and its operands in high precision.
+
+        Args:
+            layer: layer of the GEMM.
+            gemm: "fprop", "dgrad" or "wgrad".
+            a, b, bias: operands [m, k] and [n, k] before quantization, and the bias [n] or None.
+            y: the result [m, n].
+            parameter: name of the layer's weight parameter.
+            group: index of the group, such as an expert, in a layer with several; else None.
+        """
+
+
+class _Active:
+    observer: Observer | None = None
+
+
+active = _Active()
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Context with another observer, which replaces an outer one."""
+    before = active.observer
+    active.observer = observer
+    try:
+        yield
+    finally:
+        active.observer = before

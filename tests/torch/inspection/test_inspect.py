@@ -1,0 +1,325 @@
+"""`qt.inspect`: planted faults are found, nothing else is flagged, and no bit changes."""
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quaver.torch as qt
+from quaver import recipes
+
+RECIPES = [name for name in recipes.RECIPES if name != "bf16"]
+
+
+class Mlp(nn.Module):
+    """A gated MLP, as a layer of a Llama has it."""
+
+    def __init__(self, dim: int = 64, hidden: int = 96) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.gate_proj, self.up_proj = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, dim)
+        #: Changes the input of down_proj.
+        self.fault: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down_proj(self.fault(nn.functional.silu(self.gate_proj(y)) * self.up_proj(y)))
+
+
+def model_of(recipe: Any, layers: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp() for _ in range(layers)), nn.Linear(64, 64))
+    qt.convert(model, recipe)
+    return model
+
+
+def inspected(model: nn.Module, steps: int = 1, loss: Any = None, **options: Any) -> qt.Inspector:
+    """Train for some steps and inspect them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    with qt.inspect(model, every=1, **options) as inspector:
+        for _ in range(steps):
+            x = torch.randn(4, 32, 64, generator=generator)
+            (loss or (lambda y: y.square().mean()))(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            inspector.step()
+    return inspector
+
+
+def faults(inspector: qt.Inspector) -> set[tuple[str, str, str]]:
+    return {(row["layer"], row["gemm"], row["tensor"]) for row in inspector.flagged()}
+
+
+# ---- planted faults ----
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_is_flagged_without_a_fault(recipe: str) -> None:
+    assert not faults(inspected(model_of(recipe), steps=2))
+
+
+def test_a_large_input_channel_is_named() -> None:
+    model = model_of("tensorwise")
+    mlp: Any = model[1]
+    with torch.no_grad():
+        mlp.down_proj.weight[:, 5] = 0
+
+    def fault(x: Tensor) -> Tensor:
+        return torch.cat([x[..., :5], 1e6 + x[..., 5:6], x[..., 6:]], -1)
+
+    mlp.fault = fault
+    inspector = inspected(model)
+    assert inspector.worst()[0]["layer"] == "1.down_proj"
+    flagged = {(r["layer"], r["gemm"], r["tensor"]): r for r in inspector.flagged()}
+    row = flagged["1.down_proj", "fprop", "input"]
+    assert row["outlier_column"] == 5 and row["flushed"] > 0.9
+    assert ("1.down_proj", "fprop", "output") in flagged
+    assert "column 5" in str(inspector)
+
+
+def test_values_beyond_a_stale_history_are_saturated() -> None:
+    model = model_of("delayed(history=4)")
+    inspected(model, steps=4)
+    mlp: Any = model[2]
+    mlp.fault = lambda x: 30 * x
+    inspector = inspected(model)
+    saturated = {(r["layer"], r["tensor"]): r["saturated"] for r in inspector.flagged() if r.get("saturated")}
+    assert saturated["2.down_proj", "input"] > 0.02
+    assert inspector.worst()[0]["layer"] == "2.down_proj"
+
+
+def test_a_large_grad_output_row_is_named_in_dgrad_and_wgrad() -> None:
+    model = model_of("tensorwise(format='e4m3')")
+
+    def loss(y: Tensor) -> Tensor:
+        weight = torch.ones(4, 32, 1)
+        weight[2, 7] = 1e7
+        return (y.square() * weight).mean()
+
+    inspector = inspected(model, loss=loss)
+    row = next(r for r in inspector.flagged() if (r["layer"], r["gemm"]) == ("3", "dgrad"))
+    assert (row["tensor"], row["outlier_row"]) == ("grad_output", 2 * 32 + 7)
+    assert ("3", "wgrad", "grad_output") in faults(inspector)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
+def test_a_wrong_gemm_is_named_alone(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quaver.torch.linear import general  # the plan is private; its fault cannot be planted from outside
+
+    model = model_of(recipe)
+    layer, wgrad = model[1].up_proj, general.wgrad
+
+    def doubled(call: Any, *arguments: Any) -> Tensor:
+        y = wgrad(call, *arguments)
+        return y * 2 if call.layer is layer else y
+
+    monkeypatch.setattr(general, "wgrad", doubled)
+    monkeypatch.setattr(general, "_plans", {})
+    assert faults(inspected(model)) == {("1.up_proj", "wgrad", "grad_weight")}
+
+
+def test_the_first_of_many_tensors_with_nan_is_the_worst() -> None:
+    model = model_of("mxfp8")
+    with torch.no_grad():
+        model[1].up_proj.weight[3, 3] = torch.nan
+    worst = inspected(model).worst()[0]
+    assert (worst["layer"], worst["tensor"], worst["nonfinite"]) == ("1.up_proj", "weight", 1)
+
+
+def test_an_expert_with_three_tokens_is_counted_and_not_flagged() -> None:
+    layer = qt.GroupedLinear(3, 64, 64, recipe="mxfp8")
+    with qt.inspect(layer, every=1) as inspector:
+        layer(
+            torch.randn(64, 64, requires_grad=True), torch.tensor([3, 64, 64], dtype=torch.int32)
+        ).square().mean().backward()
+        inspector.step()
+    outputs = {r["group"]: r["rows"] for r in inspector.rows if r["tensor"] == "output" and r["group"] is not None}
+    assert outputs == {0: 3, 1: 61, 2: 0} and not inspector.flagged()
+    assert {(r["gemm"], r["tensor"]) for r in inspector.rows} == {
+        *(("fprop", tensor) for tensor in ("input", "weight", "output")),
+        *(("dgrad", tensor) for tensor in ("grad_output", "weight", "grad_input")),
+        *(("wgrad", tensor) for tensor in ("grad_output", "input", "grad_weight")),
+    }
+
+
+# ---- what a row says ----
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_operand_of_each_gemm_has_a_row(recipe: str) -> None:
+    rows = inspected(model_of(recipe, 1)).rows
+    recipe_ = recipes.get(recipe)
+    operands = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+    results = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
+    expected = {(gemm, tensor) for gemm, spec in recipe_.gemms.items() if spec.a for tensor in operands[gemm]}
+    expected |= set(results.items())
+    assert {(r["gemm"], r["tensor"]) for r in rows if r["layer"] == "0.down_proj"} == expected
+
+
+def test_statistics_of_an_operand() -> None:
+    x = torch.tensor([[1.0, 0.0, -448.0, 1e-4], [0.0, 2.0, 4.0, math.inf]])
+    layer = qt.Linear(4, 4, recipe="rowwise")
+    with qt.inspect(layer, every=1) as inspector:
+        layer(x)
+        inspector.step()
+    row = next(r for r in inspector.rows if r["tensor"] == "input")
+    assert (row["elements"], row["nonfinite"], row["amax"]) == (8, 1, 448.0)
+    assert row["flushed"] == 1 / 5 and row["dynamic_range"] == pytest.approx(math.log2(448e4))
+
+
+def test_micro_batches_of_a_step_are_pooled() -> None:
+    layer = qt.Linear(32, 32, recipe="mxfp8")
+    with qt.inspect(layer, every=1) as inspector:
+        for _ in range(3):
+            layer(torch.randn(8, 32)).sum().backward()
+        inspector.step()
+    elements = {r["tensor"]: r["elements"] for r in inspector.rows if r["gemm"] == "fprop"}
+    assert elements == {"input": 3 * 8 * 32, "weight": 32 * 32, "output": 3 * 8 * 32}
+
+
+@pytest.mark.parametrize("how", ["quaver", "torch"])
+def test_a_recomputed_forward_is_counted_once(how: str) -> None:
+    model = model_of("tensorwise", 1)
+    x = torch.randn(8, 64, requires_grad=True)
+    with qt.inspect(model, every=1) as inspector:
+        if how == "quaver":
+            y = qt.checkpoint(model, x)
+        else:
+            y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        y.sum().backward()
+        inspector.step()
+    elements = {r["tensor"]: r["elements"] for r in inspector.rows if (r["layer"], r["gemm"]) == ("1", "fprop")}
+    assert elements == {"input": 8 * 64, "weight": 64 * 64, "output": 8 * 64}
+
+
+# ---- the loop around it ----
+
+
+@pytest.mark.parametrize("recipe", ["delayed(history=4)", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_bit_of_the_training_changes(recipe: str, recompute: bool) -> None:
+    def train(every: int) -> list[Tensor]:
+        model = model_of(recipe)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        losses = []
+        inspector = qt.inspect(model, every=every) if every else None
+        if inspector:
+            inspector.start()
+        for seed in range(5):
+            for part in range(2):
+                x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * seed + part))
+                y = qt.checkpoint(model, x) if recompute else model(x)
+                loss = y.square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if inspector:
+                inspector.step()
+        state = {**model.state_dict(), **qt.scaling_state_dict(model)}
+        return [*losses, *state.values()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, sampled = train(0), train(2)
+    assert len(plain) == len(sampled)
+    assert all(torch.equal(one, other) for one, other in zip(plain, sampled, strict=True))
+
+
+def test_only_sampled_steps_are_measured() -> None:
+    model = nn.Sequential(qt.Linear(32, 32, recipe="mxfp8"))
+    with qt.inspect(model, every=3, start=2, stop=9) as inspector:
+        for _ in range(12):
+            model(torch.randn(4, 32)).sum().backward()
+            inspector.step()
+    assert sorted({row["step"] for row in inspector.rows}) == [2, 5, 8]
+
+
+def test_layers_selects_by_pattern() -> None:
+    rows = inspected(model_of("mxfp8"), layers=["*.down_proj"]).rows
+    assert {row["layer"] for row in rows} == {"0.down_proj", "1.down_proj", "2.down_proj"}
+
+
+def test_rows_are_written_as_json_lines(tmp_path: Path) -> None:
+    inspector = inspected(model_of("mxfp8"), steps=2, out=tmp_path / "new" / "folder")
+    lines = (tmp_path / "new" / "folder" / "inspect.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == inspector.rows
+
+
+def test_a_full_disk_warns_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(qt.Linear(32, 32, recipe="mxfp8"))
+    with qt.inspect(model, every=1, out=tmp_path) as inspector:
+
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "open", full)
+        model(torch.randn(4, 32)).sum().backward()
+        with pytest.warns(UserWarning, match="No space left"):
+            inspector.step()
+        model(torch.randn(4, 32)).sum().backward()
+        inspector.step()
+    assert {row["step"] for row in inspector.rows} == {0, 1}
+
+
+def test_a_compiled_model_runs_eagerly_in_a_sampled_step() -> None:
+    model = nn.Sequential(qt.Linear(32, 32, recipe="mxfp8"))
+    compiled = torch.compile(model, backend="eager")
+    with qt.inspect(compiled, every=2) as inspector:
+        for _ in range(3):
+            compiled(torch.randn(4, 32)).sum().backward()
+            inspector.step()
+    assert {row["step"] for row in inspector.rows} == {0, 2}
+
+
+def test_a_layer_added_during_training_is_measured() -> None:
+    model = nn.Sequential(qt.Linear(32, 32, recipe="mxfp8"))
+    with qt.inspect(model, every=1) as inspector:
+        model(torch.randn(4, 32)).sum().backward()
+        model.append(qt.Linear(32, 32, recipe="mxfp8"))
+        inspector.step()
+        model(torch.randn(4, 32)).sum().backward()
+        inspector.step()
+    assert {(row["step"], row["layer"]) for row in inspector.rows} == {(0, "0"), (1, "0"), (1, "1")}
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every is 0; give a whole number, 1 or more"),
+        ({"start": -1}, "start is -1"),
+        ({"layers": ["*.donw_proj"]}, "did you mean 'down_proj'"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("*", r"\*")):
+        qt.inspect(model_of("mxfp8"), **options)
+
+
+def test_a_model_without_quantized_layers() -> None:
+    with pytest.raises(ValueError, match=r"call qt.convert\(model, recipe\) first"):
+        qt.inspect(nn.Linear(4, 4))
+
+
+def test_a_folder_with_statistics_is_not_overwritten(tmp_path: Path) -> None:
+    inspected(model_of("mxfp8"), out=tmp_path)
+    before = (tmp_path / "inspect.jsonl").read_text()
+    with pytest.raises(ValueError, match="statistics of another run"), qt.inspect(model_of("mxfp8"), out=tmp_path):
+        pass
+    assert (tmp_path / "inspect.jsonl").read_text() == before
+
+
+def test_a_step_outside_of_the_context() -> None:
+    with pytest.raises(RuntimeError, match=r"with qt\.inspect"):
+        qt.inspect(model_of("mxfp8")).step()

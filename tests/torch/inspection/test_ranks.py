@@ -1,0 +1,100 @@
+"""`qt.inspect` on two ranks: one table of all ranks, under DistributedDataParallel and fully_shard."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import quaver.torch as qt
+from quaver.torch.parallel import gather_quantized
+from tests import two_ranks
+
+
+def model_of(recipe: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    qt.convert(model, recipe)
+    return model
+
+
+def one_step(model: Any, inspector: qt.Inspector, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    inspector.step()
+
+
+def elements_and_values_of_all_ranks_are_pooled(rank: int) -> None:
+    model = DistributedDataParallel(model_of("mxfp8"))
+    with qt.inspect(model, every=1) as inspector:
+        one_step(model, inspector, torch.full((4 + rank, 32), 1.0 + rank))
+    row = next(r for r in inspector.rows if r["tensor"] == "input" and r["layer"] == "0")
+    assert (row["elements"], row["amax"]) == (9 * 32, 2.0)
+
+
+def the_rank_of_a_nan_is_named(rank: int) -> None:
+    model = DistributedDataParallel(model_of("tensorwise"))
+    x = torch.randn(8, 32)
+    x[3, 5] = torch.nan if rank else 0.0
+    with qt.inspect(model, every=1) as inspector:
+        one_step(model, inspector, x)
+    worst = inspector.worst()[0]
+    assert (worst["layer"], worst["tensor"], worst["nonfinite_ranks"]) == ("0", "input", [1])
+    assert "on ranks [1]" in str(inspector)
+
+
+def weights_are_seen_as_gathered(rank: int) -> None:
+    for recipe in ("tensorwise", "mxfp8", "delayed"):
+        for gathers in (False, True):
+            plain, model = model_of(recipe), model_of(recipe)
+            mesh = two_ranks.mesh(2)
+            if gathers:
+                gather_quantized(model, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            rows = []
+            for one in (model, plain):
+                with qt.inspect(one, every=1) as inspector:
+                    one_step(one, inspector, torch.ones(4, 32) * torch.arange(1, 5).view(4, 1))
+                rows.append({(r["layer"], r["gemm"], r["tensor"]): r for r in inspector.rows})
+            sharded, whole = rows
+            outputs = [key for key in whole if key[2] in ("output", "grad_input", "grad_weight")]
+            assert set(outputs) <= set(sharded)
+            for key in outputs if not gathers else ():
+                assert sharded[key]["error"] == pytest.approx(whole[key]["error"], rel=1e-5), (recipe, key)
+            assert not inspector.flagged()
+
+
+def only_the_first_rank_writes(rank: int) -> None:
+    model = DistributedDataParallel(model_of("mxfp8"))
+    folder = two_ranks.folder() / "out"
+    with qt.inspect(model, every=1, out=folder) as inspector:
+        one_step(model, inspector, torch.randn(4, 32))
+    torch.distributed.barrier()
+    assert len((folder / "inspect.jsonl").read_text().splitlines()) == len(inspector.rows)
+
+
+def other_steps_on_one_rank_are_an_error_on_all(rank: int) -> None:
+    model = copy.deepcopy(model_of("mxfp8"))
+    with pytest.raises(ValueError, match="give all ranks the same"), qt.inspect(model, every=1 + rank):
+        pass
+
+
+CASES = [
+    elements_and_values_of_all_ranks_are_pooled,
+    the_rank_of_a_nan_is_named,
+    weights_are_seen_as_gathered,
+    only_the_first_rank_writes,
+    other_steps_on_one_rank_are_an_error_on_all,
+]
+
+
+@pytest.mark.ranks
+def test_ranks_share_one_table(tmp_path: Path) -> None:
+    two_ranks.run(__name__, tmp_path)
+
+
+if __name__ == "__main__":
+    two_ranks.main(CASES)
