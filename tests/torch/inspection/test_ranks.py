@@ -1,6 +1,7 @@
 """`qt.inspect` on two ranks: one table of all ranks, under DistributedDataParallel and fully_shard."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,21 @@ def other_steps_on_one_rank_are_an_error_on_all(rank: int) -> None:
         pass
 
 
+def a_file_of_another_run_is_an_error_on_all(rank: int) -> None:
+    folder = two_ranks.folder() / "used"
+    model = model_of("mxfp8")
+    for words in ("", "statistics of another run"):
+        with pytest.raises(ValueError, match=words) if words else nullcontext(), qt.inspect(model, out=folder):
+            pass
+
+
 CASES = [
     elements_and_values_of_all_ranks_are_pooled,
     the_rank_of_a_nan_is_named,
     weights_are_seen_as_gathered,
     only_the_first_rank_writes,
     other_steps_on_one_rank_are_an_error_on_all,
+    a_file_of_another_run_is_an_error_on_all,
 ]
 
 

@@ -93,19 +93,15 @@ class Inspector(observer.Observer):
     def start(self) -> None:
         """Begin with step 0, if the inspector is not used as a context manager. All ranks must call it.
 
-        Raises: ValueError if other ranks sample other steps, or the output folder has statistics already.
+        Raises: on all ranks, ValueError if ranks sample different steps, the output folder has statistics already, or
+            it cannot be written.
         """
         if self._open:
             raise RuntimeError("inspect: this inspector has started already")
         _check_ranks(self)
-        if self.path is not None and _rank() == 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self.path.touch(exist_ok=False)
-            except FileExistsError as error:
-                raise ValueError(
-                    f"inspect: {self.path} has statistics of another run; give another folder, or delete the file"
-                ) from error
+        errors = [error for error in _gather(self._create_file()) if error]
+        if errors:
+            raise ValueError(f"inspect: {errors[0]}")
         self._open, self.number = True, 0
         self._begin()
 
@@ -160,6 +156,19 @@ class Inspector(observer.Observer):
         rows = [_row(self.number, key, statistics, nonfinite.get(key, [])) for key, statistics in pooled.items()]
         self.rows += rows
         self._write(rows)
+
+    def _create_file(self) -> str:
+        """Create the output file on the first rank, and return why that failed, or ""."""
+        if self.path is None or _rank() != 0:
+            return ""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch(exist_ok=False)
+        except FileExistsError:
+            return f"{self.path} has statistics of another run; give another folder, or delete the file"
+        except OSError as error:
+            return f"cannot write {self.path} ({error}); give another folder"
+        return ""
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         if self.path is None or _rank() != 0:
