@@ -36,7 +36,11 @@ POLICIES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-RECIPES = ["delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4", recipes.tensorwise(attention=True)]
+RECIPES = [
+    *("delayed", "rowwise_bf16_wgrad", "mxfp8", "nvfp4"),
+    recipes.tensorwise(attention=True),
+    recipes.override("mxfp8", fprop=None),
+]
 
 
 def contexts(saves: Callable[[Any], bool]) -> Any:

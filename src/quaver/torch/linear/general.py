@@ -369,7 +369,8 @@ def fprop(call: LinearCall, x: Any, _: None, weight: Any, __: None, bias: Tensor
     hidden = not call.traced and selective_checkpoint.thread.hidden != ()
     if isinstance(x, Tensor):
         if hidden:
-            return selective_checkpoint.seen(high_precision, x, weight, call.dtype, bias)
+            # The checkpoint's cached result must not change, but an output may be written to.
+            return selective_checkpoint.seen(high_precision, x, weight, call.dtype, bias).clone()
         return high_precision(x, weight, call.dtype, bias)
     multiply = ops.shown_matmul if hidden else call.operations.matmul
     return multiply(x, weight, call.dtype, bias, call.recipe.fprop.fast_accum)
@@ -451,8 +452,9 @@ def quantize(
     _advance_count(layer, operand, spec)
     if record and not q.recorded_amax:
         amax.record(layer, column, q.amax)
-    if observer.active.observer is not None and call.is_observable:
-        observer.active.observer.observe_operand(layer, operand, x, q)
+    if observer.active.observers and call.is_observable:
+        for each in observer.active.observers:
+            each.observe_operand(layer, call.recipe, operand, x, q)
     return q
 
 
@@ -476,7 +478,7 @@ def _hints(call: LinearCall, column: int, x: Tensor) -> tuple[bool, Tensor | Non
 
 def both_at_once(call: LinearCall, spec: QuantSpec, other: QuantSpec) -> bool:
     """Return True if `quantize_both` quantizes an operand and its transpose in one call, and faster than two."""
-    if call.operations.both is None or observer.active.observer is not None:
+    if call.operations.both is None or observer.active.observers:
         return False
     return not call.traced or spec.rounding == other.rounding == "nearest"
 
