@@ -338,13 +338,20 @@ def override(
         if isinstance(spec, GemmSpec) or spec is None:
             changed[gemm] = spec or GemmSpec(None, None)
         elif spec != "same":
-            raise ValueError(f'override: {gemm} is {spec!r}; give a GemmSpec, None for high precision, or "same"')
+            raise ValueError(
+                f"override: {gemm} is {spec!r}; give a GemmSpec, such as quaver.recipes.get('mxfp8').{gemm}, None for "
+                'high precision, or "same"'
+            )
     changed = {gemm: spec for gemm, spec in changed.items() if spec != base.gemms[gemm]}
     if not changed:
         return base
     high = [gemm for gemm, spec in changed.items() if spec.a is None]
     other = [gemm for gemm in changed if gemm not in high]
-    parts = [f"high-precision {' and '.join(high)}"] * bool(high) + [f"another {' and '.join(other)}"] * bool(other)
+    parts = []
+    if high:
+        parts.append(f"high-precision {' and '.join(high)}")
+    if other:
+        parts.append(f"another {' and '.join(other)}")
     gemms = base.gemms | changed
     name = f"{base.name} with {', '.join(parts)}"
     return intern(replace(base, name=name, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"]))
