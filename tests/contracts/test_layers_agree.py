@@ -52,7 +52,9 @@ class Recorder(observer.Observer):
     def __init__(self) -> None:
         self.operands: Operands = {}
 
-    def observe_operand(self, layer: Any, operand: str, x: torch.Tensor, q: Any, parameter: str = "weight") -> None:
+    def observe_operand(
+        self, layer: Any, recipe: Recipe, operand: str, x: torch.Tensor, q: Any, parameter: str = "weight"
+    ) -> None:
         self.operands[operand] = q
 
 

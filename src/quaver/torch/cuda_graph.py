@@ -53,7 +53,7 @@ class CapturedStep:
         self._result: Any = None
 
     def __call__(self, *inputs: Tensor) -> Any:
-        if observer.active.observer is not None:
+        if observer.active.observers:
             raise RuntimeError(
                 "a CapturedStep cannot be inspected or counted, because a replayed graph calls no layer: call the step "
                 "itself in these steps"

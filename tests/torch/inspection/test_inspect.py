@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.state import observer
 
 RECIPES = [name for name in recipes.RECIPES if name != "bf16"]
 
@@ -141,7 +142,9 @@ def test_an_expert_with_three_tokens_is_counted_and_not_flagged() -> None:
             torch.randn(64, 64, requires_grad=True), torch.tensor([3, 64, 64], dtype=torch.int32)
         ).square().mean().backward()
         inspector.step()
-    outputs = {r["group"]: r["rows"] for r in inspector.rows if r["tensor"] == "output" and r["group"] is not None}
+    outputs = {
+        r["expert"]: r["nonzero_rows"] for r in inspector.rows if r["tensor"] == "output" and r["expert"] is not None
+    }
     assert outputs == {0: 3, 1: 61, 2: 0} and not inspector.flagged()
     assert {(r["gemm"], r["tensor"]) for r in inspector.rows} == {
         *(("fprop", tensor) for tensor in ("input", "weight", "output")),
@@ -150,7 +153,59 @@ def test_an_expert_with_three_tokens_is_counted_and_not_flagged() -> None:
     }
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise(format='e4m3')", "rowwise"])
+def test_a_faulty_gradient_is_named_where_it_first_appears(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(qt.Linear(64, 64, recipe=recipe) for _ in range(4)))
+
+    def grow(_: Any, grads: tuple[Tensor, ...]) -> tuple[Tensor]:
+        g = grads[0].clone()
+        g[0] *= 1e8
+        return (g,)
+
+    model[2].register_full_backward_pre_hook(grow)
+    assert inspected(model).worst()[0]["layer"] == "2"
+
+
 # ---- what a row says ----
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-39, 1e-20, 1e38])
+def test_values_of_any_size_give_numbers(scale: float) -> None:
+    layer = qt.Linear(32, 32, bias=False, recipe="rowwise")
+    with qt.inspect(layer, every=1) as inspector:
+        (layer(scale * torch.rand(8, 32)) * min(scale, 1.0)).sum().backward()
+        inspector.step()
+    assert all(0 <= row["error"] <= 1 for row in inspector.rows)
+    json.dumps(inspector.rows, allow_nan=False)
+
+
+def test_each_expert_and_transposed_operands_keep_their_indices() -> None:
+    layer = qt.GroupedLinear(3, 64, 64, recipe="mxfp8")
+    x = torch.randn(96, 64)
+    x[5, 7] = 1e4
+    with qt.inspect(layer, every=1) as inspector:
+        layer(x, torch.tensor([32, 64, 96], dtype=torch.int32)).sum().backward()
+        inspector.step()
+    rows = {(r["gemm"], r["tensor"], r["expert"]): r for r in inspector.rows}
+    for gemm in ("fprop", "wgrad"):
+        row = rows[gemm, "input", None]
+        assert (row["outlier_row"], row["outlier_column"]) == (5, 7)
+    assert {expert for _, _, expert in rows} == {None, 0, 1, 2}
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_weight_gradient_that_is_computed_later_has_a_row(grouped: bool) -> None:
+    layer: Any = qt.GroupedLinear(1, 32, 32, recipe="mxfp8") if grouped else qt.Linear(32, 32, recipe="mxfp8")
+    arguments = (torch.randn(8, 32), torch.tensor([8], dtype=torch.int32))[: 1 + grouped]
+    later = qt.weight_gradients(later=True)
+    with qt.inspect(layer, every=1) as inspector:
+        with later:
+            y = layer(*arguments)
+        y.sum().backward()
+        later.compute()
+        inspector.step()
+    assert ("wgrad", "grad_weight") in {(r["gemm"], r["tensor"]) for r in inspector.rows}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -200,7 +255,43 @@ def test_a_recomputed_forward_is_counted_once(how: str) -> None:
     assert elements == {"input": 8 * 64, "weight": 64 * 64, "output": 8 * 64}
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+def test_a_recipe_of_an_autocast_has_the_rows_of_the_layers_own(recipe: str) -> None:
+    rows = []
+    for own in (recipe, None):
+        layer = qt.Linear(32, 32, recipe=own)
+        with qt.inspect(layer, every=1) as inspector:
+            with qt.autocast(recipe):
+                layer(torch.randn(8, 32, requires_grad=True)).sum().backward()
+            inspector.step()
+        rows.append({(r["gemm"], r["tensor"]) for r in inspector.rows})
+    assert rows[0] == rows[1]
+
+
 # ---- the loop around it ----
+
+
+def test_observers_may_begin_and_end_in_any_order() -> None:
+    layer, other = qt.Linear(32, 32, recipe="mxfp8"), qt.Linear(32, 32, recipe="mxfp8")
+    x = torch.randn(4, 32)
+    compiled = torch.compile(nn.Sequential(qt.Linear(32, 32, recipe="mxfp8")), backend="eager", dynamic=False)
+    first, second = qt.inspect(layer, every=2), qt.inspect(other, every=1)
+    first.start()
+    second.start()
+    with qt.count(layer) as counters:
+        layer(x).sum().backward()
+        other(x).sum().backward()
+        first.step()
+    second.step()
+    layer(x).sum().backward()
+    first.close()
+    second.close()
+    assert {row["step"] for row in first.rows} == {0} and {row["layer"] for row in second.rows} == {"(root)"}
+    assert counters.table[""]["input"].elements == 4 * 32
+    assert first.rows and second.rows and not observer.active.observers
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1, "compiled functions run eagerly"
 
 
 @pytest.mark.parametrize("recipe", ["delayed(history=4)", "mxfp8", "nvfp4"])
@@ -297,6 +388,9 @@ def test_a_layer_added_during_training_is_measured() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"every": True}, "every is True"),
+        ({"stop": 0}, "stop is 0"),
+        ({"start": 5, "stop": 5}, "no step would be sampled"),
         ({"every": 0}, "every is 0; give a whole number, 1 or more"),
         ({"start": -1}, "start is -1"),
         ({"layers": ["*.donw_proj"]}, "did you mean 'down_proj'"),

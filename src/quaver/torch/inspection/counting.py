@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance, html_lines, html_table
 from quaver.torch.inspection.statistics import operand_statistics
 from quaver.torch.numerics.quantized import Quantized
@@ -43,12 +44,14 @@ class Counters(Observer):
         self.table: dict[str, dict[str, OperandCounts]] = defaultdict(lambda: defaultdict(OperandCounts))
 
     def observe_operand(
-        self, layer: nn.Module, operand: str, x: Tensor, q: Quantized, parameter: str = "weight"
+        self, layer: nn.Module, recipe: Recipe, operand: str, x: Tensor, q: Quantized, parameter: str = "weight"
     ) -> None:
         """Count one operand; see `quaver.torch.state.observer.Observer`."""
         name = self._names.get(id(layer))
         if name is None or is_tracing():
             return
+        if parameter != "weight":
+            name = f"{name}.{parameter}".lstrip(".")
         counts, statistics = self.table[name][operand], operand_statistics(x, q)
         counts.elements += statistics.elements
         counts.saturated += statistics.saturated

@@ -171,8 +171,8 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
     if w is None:
         w = plan.quantize_weight(call, value)
     output = plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
-    if observer.active.observer is not None:
-        _observe_fprop(call, y, value, bias, output)
+    if observer.active.observers:
+        _observe_fprop(call, y, value, w.fprop, bias, output)
     # Only dgrad reads the weight; without it the weight may be modified before backward.
     dgrad_weight = value if needs[1] else None
     tensors: Sequence[Any] = ()
@@ -200,7 +200,7 @@ _forward_one_hidden = selective_checkpoint.hide_from_policies(_forward_one)
 def _backward_one(ctx: Any, tensors: Sequence[Any], g: Tensor) -> Any:
     call, layout, weight_dtype, bias_dtype, first = ctx.constants
     needs = ctx.needs_input_grad[1:]
-    if observer.active.observer is not None:
+    if observer.active.observers:
         call.began_backward = True
     saved_input = unflatten(tensors[first:], layout) if needs[1] else None
     if saved_input is not None and call.plan.load_input is not None:
@@ -234,8 +234,8 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     for call, weight, bias in zip(calls, values, biases, strict=True):
         w = call.plan.quantize_weight(call, weight) if w is None else w
         y = call.plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
-        if observer.active.observer is not None and not traced:
-            _observe_fprop(call, inputs.matrix, weight, bias, y)
+        if not traced and observer.active.observers:
+            _observe_fprop(call, inputs.matrix, weight, w.fprop, bias, y)
         outputs.append(shaped(y, (*lead, weight.shape[0])))
         w = None
     saved: Sequence[Any] = (None,)
@@ -266,7 +266,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
     layer_grads, weights, saved = gs[-n:], tensors[:n], unpack(tensors[n + size + skipped :], layouts)
     if calls is None:
         calls, saved = _rebuild_calls(setup, layer_grads, saved[:n]), saved[n:]
-    elif observer.active.observer is not None:
+    elif observer.active.observers:
         for call in calls:
             call.began_backward = True
     used = any(g is not None for g in layer_grads)
@@ -278,7 +278,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
     if used and saved_input is None and any(needs[count : count + n]):
         once = n == 1 and need_input and needs[count] is True and not setup.return_input
         # Observers expect operands in the order in which a single layer quantizes them.
-        if once and ops.on_host(layer_grads[0]) and observer.active.observer is None:
+        if once and ops.on_host(layer_grads[0]) and not observer.active.observers:
             saved_input = recomputed = RecomputedInput(setup, saved, calls[0], shape, dtype)
         else:
             saved_input, _ = recompute(setup, saved, calls[0])
@@ -348,7 +348,7 @@ def gradients(
         # As in `_quantize`: a CPU backward may run in the thread of the forward.
         functional.thread.last = None
     operands = plan.quantize_grad(call, g, needs, bias_dtype)
-    observed = observer.active.observer is not None and not call.traced
+    observed = not call.traced and observer.active.observers != ()
     if observed and plan.operations is None:
         _observe_grad_output(call, general.matrix(g))
     grad_input: Any = None
@@ -361,71 +361,81 @@ def gradients(
         w, scale = plan.transpose_weight(call, weight)
         grad_input = plan.dgrad(call, operands[0], operands[1], w, scale, None)
         if observed:
-            _observe_gemm(call, "dgrad", g, weight, grad_input)
+            gathered = general.is_prequantized(weight)
+            b = general.plain(w, g.dtype) if gathered else stored_weight.plain_values(weight, g.dtype).t()
+            _observe_gemm(call, "dgrad", general.matrix(g), b, None, grad_input)
     if needs[1]:
         if callable(saved_input):
             saved_input = saved_input(grad_input)
         gt, scale = plan.transpose_grad(call, g, operands)
-        if needs[1] is general.LATER:
-            grad_weight = partial(_weight_gradient, call, gt, scale, *saved_input, dtype=weight_dtype)
-        else:
-            grad_weight = _weight_gradient(call, gt, scale, *saved_input, dtype=weight_dtype)
-            if observed:
-                _observe_gemm(call, "wgrad", g, call.observed_input, grad_weight)
+        # Kept for a weight gradient that is computed later only while it is observed.
+        observed_g = general.matrix(g) if observed else None
+        run_wgrad = partial(_weight_gradient, call, gt, scale, *saved_input, dtype=weight_dtype, observed=observed_g)
+        grad_weight = run_wgrad if needs[1] is general.LATER else run_wgrad()
     if plan.finish is not None:
         grad_input, grad_weight = plan.finish(grad_input, grad_weight)
     return grad_input, grad_weight, grad_bias
 
 
-def _weight_gradient(call: LinearCall, g: Any, g_scale: Any, x: Any, x_scale: Any, *, dtype: torch.dtype) -> Tensor:
-    """Run wgrad, the last GEMM of a layer's backward, and mark the cached weight as used."""
+def _weight_gradient(
+    call: LinearCall, g: Any, g_scale: Any, x: Any, x_scale: Any, *, dtype: torch.dtype, observed: Tensor | None
+) -> Tensor:
+    """Run wgrad, the last GEMM of a layer's backward, and mark the cached weight as used.
+
+    Args:
+        observed: grad_output [T, N] in high precision, to report the result; else None.
+    """
     if call.plan.operations is None:
         call.entry.parameter_version.last_backward_id = weight_cache.backward_id()  # type: ignore[union-attr]
-    return call.plan.wgrad(call, g, g_scale, x, x_scale, dtype)
+    y = call.plan.wgrad(call, g, g_scale, x, x_scale, dtype)
+    if observed is not None and call.observed_input is not None:
+        _observe_gemm(call, "wgrad", observed.t(), call.observed_input.t(), None, y)
+    return y
 
 
 # ---- observation ----
 
 
-def _observe_fprop(call: LinearCall, x: Tensor | None, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """Report fprop, and remember its input for the report of wgrad."""
-    if x is None:
-        return
+def _observe_fprop(
+    call: LinearCall, x: Tensor | None, weight: Tensor, operand: Any, bias: Tensor | None, y: Tensor
+) -> None:
+    """Report fprop, and remember its input for the report of wgrad.
+
+    Args:
+        operand: the weight as fprop read it. A weight that was gathered as codes has no other values.
+    """
+    assert x is not None  # only fused kernels give codes alone, and they do not run while a layer is observed
     call.observed_input = general.matrix(x)
     if call.is_observable:
-        _observe_gemm(call, "fprop", call.observed_input, weight, y, bias)
+        gathered = general.is_prequantized(weight)
+        b = general.plain(operand, call.dtype) if gathered else stored_weight.plain_values(weight, call.dtype)
+        _observe_gemm(call, "fprop", call.observed_input, b, bias, y)
 
 
-def _observe_gemm(call: LinearCall, gemm: str, a: Tensor, b: Any, y: Tensor, bias: Tensor | None = None) -> None:
-    """Report the result of a GEMM with operands in high precision: fprop of x and weight, dgrad of g and weight, or
-    wgrad of g and x.
+def _observe_gemm(call: LinearCall, gemm: str, a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Report the result y [m, n] of a GEMM with operands a [m, k] and b [n, k] before quantization.
 
-    Not reported: a sharded layer, whose whole operands no rank has, and wgrad if the forward was not observed.
+    A sharded layer is not reported, because no rank has its whole operands.
     """
-    current = observer.active.observer
-    if call.comm is not None or b is None or current is None:
-        return
-    a = general.matrix(a)
-    if gemm == "wgrad":
-        current.observe_gemm(call.layer, gemm, a.t(), b.t(), None, y)
-        return
-    # A weight that was gathered as codes has no other values.
-    gathered = general.is_prequantized(b)
-    w = b.quantized_operand(call, "fprop").dequantize() if gathered else stored_weight.plain_values(b, a.dtype)
-    current.observe_gemm(call.layer, gemm, a, w if gemm == "fprop" else w.t(), bias, y)
+    if call.comm is None:
+        for each in observer.active.observers:
+            each.observe_gemm(call.layer, gemm, a, b, bias, general.matrix(y))
 
 
 def _observe_grad_output(call: LinearCall, g: Tensor) -> None:
-    """Report the grad_output operands of a fast plan to an observer that became active after the forward."""
-    observe, a, c = observer.active.observer.observe_operand, call.recipe.dgrad.a, call.recipe.wgrad.a  # type: ignore[union-attr]
+    """Quantize grad_output again and report it, if the forward ran by a fast plan before an observer was active."""
+    a, c = call.recipe.dgrad.a, call.recipe.wgrad.a
     assert a is not None
     factors = call.factors
     factor = None
     if factors is not None:
         factor = (factors if factors.__class__ is list else factors.factors)[amax.GRAD_OUTPUT]
-    observe(call.layer, "grad_output", g, ops.QUANTIZE(g, a, None, factor))
+    operands = [("grad_output", g, ops.QUANTIZE(g, a, None, factor))]
     if c is not None and not call.recipe.reuse.grad_output:
-        observe(call.layer, "grad_output.T", g.t(), ops.QUANTIZE(g.t(), c))
+        operands.append(("grad_output.T", g.t(), ops.QUANTIZE(g.t(), c)))
+    for each in observer.active.observers:
+        for name, x, q in operands:
+            each.observe_operand(call.layer, call.recipe, name, x, q)
 
 
 # ---- quantization of the input ----
@@ -509,7 +519,7 @@ def _may_share(call: LinearCall, y: Tensor) -> bool:
     if a.rounding != "nearest" or (c is not None and c.rounding != "nearest"):
         return False
     if (
-        observer.active.observer is not None
+        observer.active.observers != ()
         or ops.QUANTIZE.enabled is not ops.QUANTIZE.implementations
         or device.forced_implementations
     ):
@@ -589,7 +599,7 @@ def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
     if ops.on_host(x) or x.dtype is not dtype or is_tracing():
         return False
     allowed = any(impl.name == "triton" for impl in ops.QUANTIZE.enabled)
-    return allowed and observer.active.observer is None and not fused_quantize.reason_unsupported(x)
+    return allowed and not observer.active.observers and not fused_quantize.reason_unsupported(x)
 
 
 def _fused(setup: LinearSetup, x: Sequence[Any], save: bool, calls: Sequence[LinearCall]) -> QuantizedInput | None:

@@ -551,7 +551,7 @@ def is_observed(layer: nn.Module) -> bool:
             known: bool = state.is_observed
             return known
         now: bool = (
-            observer.active.observer is not None
+            observer.active.observers != ()
             or logs.writing != ()
             or (active_context.apply_override is not None and _wgrad_needs_general_plan(layer))
             or (selective_checkpoint.dispatch_mode_depth() != 0 and selective_checkpoint.is_active())

@@ -139,7 +139,7 @@ class LinearCall:
     shape: Sequence[int]
     #: Input [T, K] of an observed forward, for the report of wgrad.
     observed_input: Tensor | None = None
-    #: True once the call's backward has begun, where an observer is active.
+    #: True once the call's backward has begun; set only while an observer is active.
     began_backward: bool = False
 
     def __init__(
@@ -157,7 +157,7 @@ class LinearCall:
 
     @property
     def is_observable(self) -> bool:
-        """True unless this is a forward that checkpointing recomputes: an observer has seen the first one."""
+        """False in a forward that checkpointing recomputes, since observers have seen the first one."""
         return self.began_backward or not (layer_state.replaying() or layer_state.recomputing())
 
     def quantize_unrecorded(

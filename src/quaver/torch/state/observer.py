@@ -1,7 +1,8 @@
-"""The active observer of quantized layers: what `quaver.torch.count` and `quaver.torch.inspect` see.
+"""Observers of quantized layers: what `quaver.torch.count` and `quaver.torch.inspect` see.
 
-Without one, a layer only checks `active.observer`. That attribute is process-wide instead of thread-local, because on a
-GPU backward runs in another thread than forward. With one, layers run by the general plan, which has the same bits.
+Without one, a layer only checks `active.observers`. That attribute is process-wide instead of thread-local, because
+on a GPU backward runs in another thread than forward. With one, forwards run by the general plan, which has the same
+bits.
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from quaver.recipes.spec import Recipe
 from quaver.torch.numerics.quantized import Quantized
 
 
@@ -16,13 +18,15 @@ class Observer:
     """Receives the operands and results of quantized GEMMs while it is active, and must not change them."""
 
     def observe_operand(
-        self, layer: nn.Module, operand: str, x: Tensor, q: Quantized, parameter: str = "weight"
+        self, layer: nn.Module, recipe: Recipe, operand: str, x: Tensor, q: Quantized, parameter: str = "weight"
     ) -> None:
         """Receive a quantized operand of a layer.
 
         Args:
             layer: layer of the GEMM.
-            operand: "input", "weight" or "grad_output"; with ".T" its transpose, quantized for another GEMM.
+            recipe: recipe of the call.
+            operand: "input", "weight" or "grad_output"; with ".T" its transpose, quantized for another GEMM; x and q
+                are then transposed.
             x: the operand before quantization and before any Hadamard rotation, [rows, k].
             q: the same, quantized.
             parameter: name of the layer's weight parameter.
@@ -39,20 +43,20 @@ class Observer:
         parameter: str = "weight",
         group: int | None = None,
     ) -> None:
-        """Receive the result of a GEMM and its operands in high precision.
+        """Receive the result of a GEMM, and its operands before quantization.
 
         Args:
             layer: layer of the GEMM.
             gemm: "fprop", "dgrad" or "wgrad".
-            a, b, bias: operands [m, k] and [n, k] before quantization, and the bias [n] or None.
+            a, b, bias: operands [m, k] and [n, k], and the bias [n] or None.
             y: the result [m, n].
             parameter: name of the layer's weight parameter.
-            group: index of the group, such as an expert, in a layer with several; else None.
+            group: index of the expert in a layer with several; else None.
         """
 
 
 class _Active:
-    observer: Observer | None = None
+    observers: tuple[Observer, ...] = ()
 
 
 active = _Active()
@@ -60,10 +64,9 @@ active = _Active()
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Context with another observer, which replaces an outer one."""
-    before = active.observer
-    active.observer = observer
+    """Context with one more active observer; contexts may end in any order."""
+    active.observers += (observer,)
     try:
         yield
     finally:
-        active.observer = before
+        active.observers = tuple(each for each in active.observers if each is not observer)

@@ -150,7 +150,9 @@ class _InputAmaxes(observer.Observer):
     def __init__(self) -> None:
         self.seen: dict[tuple[nn.Module, str], float] = {}
 
-    def observe_operand(self, layer: nn.Module, operand: str, x: Tensor, q: Any, parameter: str = "weight") -> None:
+    def observe_operand(
+        self, layer: nn.Module, recipe: Recipe, operand: str, x: Tensor, q: Any, parameter: str = "weight"
+    ) -> None:
         if operand == "input" and x.numel():
             key = layer, parameter
             self.seen[key] = max(self.seen.get(key, 0.0), float(x.detach().abs().max()))

@@ -139,10 +139,11 @@ class GroupedCall(LinearCall):
     def note(self, operand: str, x: Tensor, q: Quantized) -> None:
         """Report an operand of one or several groups to the active observer; "" is not reported."""
         owner = self.owner
-        if observer.active.observer is None or not operand or not isinstance(owner, LayerGroups):
+        if not observer.active.observers or not operand or not isinstance(owner, LayerGroups):
             return
         if self.is_observable:
-            observer.active.observer.observe_operand(owner.layer, operand, x, q, owner.name)
+            for each in observer.active.observers:
+                each.observe_operand(owner.layer, self.recipe, operand, x, q, owner.name)
 
     def record(self, operand: str, column: int, amaxes: Any) -> None:
         """Record the amaxes of an operand's groups under delayed scaling; "" is not recorded."""

@@ -80,7 +80,7 @@ def _forward(ctx: Any, setup: GroupedSetup, tensors: Sequence[Any]) -> Tensor:
     count, recipe, rows, needs = setup.input_count, setup.recipe, setup.rows, ctx.needs_input_grad
     weight, bias, ends = tensors[count:]
     need_rows, need_weight = setup.training and any(needs[1 : count + 1]), setup.training and bool(needs[count + 1])
-    observed = observer.active.observer is not None and not is_tracing()
+    observed = observer.active.observers and not is_tracing()
     # An observer sees the rows before they are quantized.
     x, saved = rows.forward(*tensors[:count], spec=None if observed else recipe.fprop.a)
     recomputes = rows.recomputes_input and can_recompute(recipe)
@@ -147,7 +147,7 @@ def _backward(ctx: Any, tensors: Sequence[Any], g: Tensor) -> tuple[Any, ...]:
     factors, *values = unpack(tensors[first:], layouts)
     operand, saved, count, needs = values[:size], values[size:], setup.input_count, ctx.needs_input_grad[1:]
     needed = any(needs[:count]), *needs[count : count + 2]
-    if call is not None and observer.active.observer is not None:
+    if call is not None and observer.active.observers:
         call.began_backward = True
     x, high = None, None
     if needed[1] and not operand:

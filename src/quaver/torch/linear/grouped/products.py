@@ -54,9 +54,9 @@ def forward(
     run = backend(call)
     a = _operand(run, x, "input")
     y = run.multiply(a, weight, "fprop", bias)
-    if observer.active.observer is not None:
+    if observer.active.observers:
         call.observed_input = x if isinstance(x, Tensor) else high
-        _observe_gemm(call, "fprop", call.observed_input, weight, bias, y)
+        _observe_gemms(call, "fprop", call.observed_input, weight, bias, y)
     return y, _saved(run, x, high, a, "input.T") if save else None
 
 
@@ -106,10 +106,11 @@ def backward(
     if need_input:
         assert weight is not None
         grad_x = run.multiply(rows, weight, "dgrad", None)
-        _observe_gemm(call, "dgrad", g, weight, None, grad_x)
+        if observer.active.observers:
+            _observe_gemms(call, "dgrad", g, weight, None, grad_x)
     if need_weight:
-        # A weight gradient that is computed later must not keep grad_output.
-        observed = None if observer.active.observer is None else g
+        # Kept for a weight gradient that is computed later only while it is observed.
+        observed = g if observer.active.observers else None
         transposed: Any = g
         if c is not None:
             transposed = (
@@ -126,33 +127,35 @@ def _weight_gradient(
 ) -> Tensor:
     """Run wgrad; returns the gradient in the layout of the parameter."""
     y = run.wgrad(g, saved, dtype)
-    _observe_gemm(run.call, "wgrad", observed, run.call.observed_input, None, y)
+    if observed is not None:
+        _observe_gemms(run.call, "wgrad", observed, run.call.observed_input, None, y)
     if run.call.layer is not None:
         weight_cache.record_backward(run.call.layer)
     return y
 
 
-def _observe_gemm(call: GroupedCall, gemm: str, a: Tensor | None, b: Any, bias: Tensor | None, y: Tensor) -> None:
-    """Report the result of each group's GEMM to the active observer, if there is one.
+def _observe_gemms(call: GroupedCall, gemm: str, a: Tensor | None, b: Any, bias: Tensor | None, y: Tensor) -> None:
+    """Report the result of each group's GEMM to the active observers.
 
     Args:
-        a, b: rows [T, k], and the weight [groups, N, K] for fprop and dgrad; or grad_output [T, N] and the input [T, K]
-            for wgrad. None if they have no values in high precision.
+        a, b: rows [T, k] and the weight [groups, N, K] for fprop and dgrad; grad_output [T, N] and the input [T, K] for
+            wgrad. Not reported if one of them is None, because it exists only as codes.
+        y: the result; of wgrad [groups, N, K], or [groups, K, N] if the weight is stored so.
     """
-    current, owner = observer.active.observer, call.owner
-    if current is None or a is None or b is None or not isinstance(owner, LayerGroups):
-        return
-    if not call.is_observable:
+    owner = call.owner
+    if a is None or b is None or not isinstance(owner, LayerGroups) or not call.is_observable:
         return
     for group, (start, end) in enumerate(call.offsets.bounds()):
-        rows, result = a[start:end], y[start:end]
+        group_a, group_y = a[start:end], y[start:end]
         if gemm == "wgrad":
-            rows, other, result = rows.t(), b[start:end].t(), y[group].t() if call.transposed else y[group]
+            group_a, group_b = group_a.t(), b[start:end].t()
+            group_y = y[group].t() if call.transposed else y[group]
         else:
-            other = b[group] if call.stored is None else unwrap(call.stored, group).dequantize()
-            other = other if gemm == "fprop" else other.t()
-        one_bias = None if bias is None else bias[group]
-        current.observe_gemm(owner.layer, gemm, rows, other, one_bias, result, owner.name, owner.first + group)
+            group_b = b[group] if call.stored is None else unwrap(call.stored, group).dequantize()
+            group_b = group_b if gemm == "fprop" else group_b.t()
+        group_bias = None if bias is None else bias[group]
+        for each in observer.active.observers:
+            each.observe_gemm(owner.layer, gemm, group_a, group_b, group_bias, group_y, owner.name, group)
 
 
 def backend(call: GroupedCall) -> "HostGroups | DeviceGroups":
@@ -368,7 +371,7 @@ class HostGroups:
         call, spec = self.call, self.call.recipe.fprop.b
         if spec is None or spec.rounding != "nearest" or spec.two_level or self._quantize is reference.quantize:
             return False
-        if call.stored is not None or call.factors is not None or observer.active.observer is not None:
+        if call.stored is not None or call.factors is not None or observer.active.observers:
             return False
         if spec.block[0] is None or weight.shape[1] % spec.block[0] or not weight.is_contiguous():
             return False
@@ -406,7 +409,7 @@ class DeviceGroups:
     ) -> GroupedOperand:
         """Quantize the rows of all groups; see `HostGroups.quantize`."""
         call, noise = self.call, self.call.noise(operand, spec)
-        if operand and observer.active.observer is not None:
+        if operand and observer.active.observers:
             # Each group by itself has the same codes, and counting may wait for the sizes of the groups.
             _quantize_each(call, column, operand, _in_rows(x), spec, for_wgrad, noise, ops.QUANTIZE)
         if by_rows(spec) and not for_wgrad and x.numel():
@@ -477,7 +480,7 @@ class DeviceGroups:
                 call.note(name, w.flatten(0, 1), q)
                 return q
         operands = [_quantized_matrix(call, weight, group, side, ops.QUANTIZE) for group in range(groups)]
-        if name and observer.active.observer is not None:
+        if name and observer.active.observers:
             for matrix, operand in zip(w, operands, strict=True):
                 call.note(name, matrix, operand)
         matrices = stacked([q.T for q in operands] if shared else operands)
