@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from quaver.recipes.conversion import matches
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance, html_lines, html_table, suggest
+from quaver.torch.inspection.attention import measure_attention
 from quaver.torch.inspection.statistics import (
     ErrorStatistics,
     OperandStatistics,
     operand_statistics,
     result_statistics,
 )
+from quaver.torch.nn.attention.dot_product import DotProductAttention
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.state import observer
@@ -32,6 +34,9 @@ from quaver.torch.state.weight_cache import refresh
 #: Operands that each GEMM reads, and its result.
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 RESULTS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
+#: `gemm` of all GEMMs of a quantized attention together, and its results.
+ATTENTION = "attention"
+ATTENTION_RESULTS = ("output", "grad_q", "grad_k", "grad_v")
 #: File in the output folder.
 FILE = "inspect.jsonl"
 #: A tensor is flagged if its error is above 6 dB, or more of its nonzero values are flushed, or more of all saturated.
@@ -58,7 +63,7 @@ class TensorKey(NamedTuple):
 
     layer: str
     gemm: str
-    #: One of `OPERANDS` or `RESULTS`.
+    #: One of `OPERANDS` or `RESULTS`; of attention q, k, v, grad_output or one of `ATTENTION_RESULTS`.
     tensor: str
     #: Index of the expert in a layer with several, for one expert's result; None for all together.
     expert: int | None = None
@@ -145,7 +150,7 @@ class Inspector(observer.Observer):
         if self._step is None or not self._samples(self._step):
             return
         # The model may have changed its structure.
-        self._names = {id(module): name for name, module in _quantized_layers(self._model)}
+        self._names = {id(module): name for name, module in _observed_modules(self._model)}
         # Cached weights are quantized again, so that they are seen.
         refresh(self._model)
         self._sampling.enter_context(_eager_steps())
@@ -232,7 +237,20 @@ class Inspector(observer.Observer):
         for expert in dict.fromkeys((None, group)):
             _add(self._seen, TensorKey(name, gemm, RESULTS[gemm], expert), statistics)
 
-    def _name(self, layer: nn.Module, parameter: str) -> str | None:
+    def observe_attention(
+        self, core: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any], y: Tensor
+    ) -> None:
+        name = self._name(core)
+        if name is None:
+            return
+        assert isinstance(core, DotProductAttention)
+
+        def report(tensor: str, statistics: ErrorStatistics) -> None:
+            _add(self._seen, TensorKey(name, ATTENTION, tensor), statistics)
+
+        measure_attention(core, qkv, options, y, report)
+
+    def _name(self, layer: nn.Module, parameter: str = "weight") -> str | None:
         """Return the name of a layer, and of the parameter in a layer with several; None if it is not measured."""
         module_name = self._names.get(id(layer))
         if module_name is None:
@@ -292,10 +310,10 @@ class Inspector(observer.Observer):
         if self._end is not None and self._end <= self._first_step:
             raise ValueError(f"inspect: stop is {self._end}, and start {self._first_step}: no step would be sampled")
         names = []
-        for name, module in _quantized_layers(self._model):
+        for name, module in _observed_modules(self._model):
             stacks = [key for key, p in module.named_parameters(recurse=False) if p.dim() == 3 and key != "weight"]
             names += [name, *(f"{name}.{key}".lstrip(".") for key in stacks)]
-        if not names:
+        if not any("_state" in module.__dict__ for module in self._model.modules()):
             raise ValueError(
                 "inspect: the model has no layer that Quaver quantizes; call qt.convert(model, recipe) first"
             )
@@ -379,8 +397,11 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if "_state" in module.__dict__)
+def _observed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and modules of quantizable layers and of attention."""
+    for name, module in model.named_modules():
+        if "_state" in module.__dict__ or isinstance(module, DotProductAttention):
+            yield name, module
 
 
 def _is_first_rank() -> bool:
@@ -471,7 +492,7 @@ def _severity(row: dict[str, Any], index: int) -> tuple[Any, ...]:
     flagged = bool(row["flags"])
     lost = max(row["error"], row.get("flushed", 0.0), row.get("saturated", 0.0))
     # Rounded, so that of tensors that lost about the same the first computed comes first.
-    return 1, not flagged, flagged and row["gemm"] != "fprop", -round(lost, 1) if flagged else -lost, index
+    return 1, not flagged, flagged and _is_backward(row), -round(lost, 1) if flagged else -lost, index
 
 
 def _order_in_layer(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -479,7 +500,12 @@ def _order_in_layer(row: dict[str, Any]) -> tuple[Any, ...]:
     if row["nonfinite"]:
         return (0,)
     flagged = bool(row["flags"])
-    return 1, not flagged, flagged and row["tensor"] in RESULTS.values(), -row["error"]
+    result = row["tensor"] in (ATTENTION_RESULTS if row["gemm"] == ATTENTION else RESULTS.values())
+    return 1, not flagged, flagged and result, -row["error"]
+
+
+def _is_backward(row: dict[str, Any]) -> bool:
+    return row["tensor"].startswith("grad_") or row["gemm"] in ("dgrad", "wgrad")
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -5,8 +5,9 @@ on a GPU backward runs in another thread than forward. With one, forwards run by
 bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from quaver.torch.numerics.quantized import Quantized
 
 
 class Observer:
-    """Receives the operands and results of quantized GEMMs while it is active, and must not change them."""
+    """Receives operands and results of quantized GEMMs and attention while active, and must not change them."""
 
     def observe_operand(
         self, layer: nn.Module, recipe: Recipe, operand: str, x: Tensor, q: Quantized, parameter: str = "weight"
@@ -52,6 +53,18 @@ class Observer:
             y: the result [m, n].
             parameter: name of the layer's weight parameter.
             group: index of the expert in a layer with several; else None.
+        """
+
+    def observe_attention(
+        self, core: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any], y: Tensor
+    ) -> None:
+        """Receive a call of quantized attention.
+
+        Args:
+            core: the `DotProductAttention`.
+            qkv: q, k and v; nothing else reads these tensors, so that their gradients are those of this call.
+            options: keyword arguments of `core.attend`.
+            y: the output.
         """
 
 

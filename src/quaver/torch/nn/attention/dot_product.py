@@ -26,6 +26,8 @@ from quaver.torch.nn.attention.inputs import (
     ragged_of,
 )
 from quaver.torch.nn.attention.op import ATTENTION, OFF_BY_ONE, AttentionOpOptions, attention, check_numbers, prepare
+from quaver.torch.numerics.rounding import is_tracing
+from quaver.torch.state import observer
 from quaver.torch.state.context import in_force, recipe_in_force
 
 # ---- module ----
@@ -134,7 +136,22 @@ class DotProductAttention(nn.Module):
             window: overrides the module's for this call; (-1, -1) is no window.
         """
         options = self.options(q, k, v, mask_type, window)
-        return self.attend(q, k, v, mask=mask, bias=bias, cu_seqlens=cu_seqlens, **options)
+        options |= {"mask": mask, "bias": bias, "cu_seqlens": cu_seqlens}
+        if observer.active.observers:
+            return self.observed(q, k, v, **options)
+        return self.attend(q, k, v, **options)
+
+    def observed(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Call `attend`, and report the call to active observers if it is quantized."""
+        recipe = options["recipe"]
+        if is_tracing() or recipe is None or recipe.attention is None:
+            return self.attend(q, k, v, **options)
+        # Views, which have no other readers.
+        qkv = q.view_as(q), k.view_as(k), v.view_as(v)
+        y = self.attend(*qkv, **options)
+        for each in observer.active.observers:
+            each.observe_attention(self, qkv, options, y)
+        return y
 
     def options(
         self, q: Tensor, k: Tensor, v: Tensor, mask_type: str | None = None, window: Window | None = None

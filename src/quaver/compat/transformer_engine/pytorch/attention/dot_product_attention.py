@@ -12,6 +12,7 @@ from quaver.options import checks
 from quaver.recipes.text import check_name
 from quaver.torch.nn.attention.dot_product import DotProductAttention as Ours
 from quaver.torch.nn.attention.dot_product import alibi_slopes
+from quaver.torch.state import observer
 from quaver.torch.state.context import checkpoint
 
 SINKS = {"vanilla": None, "off-by-one": "off_by_one", "learnable": "learnable"}
@@ -101,7 +102,7 @@ class DotProductAttention(Stateless, Ours):
             options["sinks"] = self.softmax_offset
         if softcap is not None:
             options["soft_cap"] = softcap or None
-        attend = partial(self.attend, **options)
+        attend = partial(self.observed if observer.active.observers else self.attend, **options)
         again = checkpoint_core_attention and torch.is_grad_enabled()
         y: Tensor = checkpoint(attend, q, k, v) if again else attend(q, k, v)
         return (y.transpose(0, 1) if transposed else y).flatten(-2)
