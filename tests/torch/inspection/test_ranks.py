@@ -1,4 +1,5 @@
-"""`qt.inspect` on two ranks: one table of all ranks, under DistributedDataParallel and fully_shard."""
+"""`qt.inspect` on two ranks: one table of all ranks, under DistributedDataParallel, fully_shard and tensor
+parallelism."""
 
 import copy
 from contextlib import nullcontext
@@ -9,16 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import quaver.torch as qt
-from quaver.torch.parallel import gather_quantized
+from quaver.torch.parallel import ColwiseParallel, RowwiseParallel, gather_quantized
 from tests import two_ranks
 
 
-def model_of(recipe: str) -> nn.Sequential:
+def model_of(recipe: str, features: int = 32) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    model = nn.Sequential(nn.Linear(features, 64), nn.GELU(), nn.Linear(64, features))
     qt.convert(model, recipe)
     return model
 
@@ -68,6 +70,35 @@ def weights_are_seen_as_gathered(rank: int) -> None:
             assert not inspector.flagged()
 
 
+def gemms_of_tensor_parallel_layers_have_the_errors_of_whole_ones(rank: int) -> None:
+    mesh = two_ranks.mesh(2)
+    for recipe, sequence in (("tensorwise", False), ("mxfp8", True), ("nvfp4", False), ("rowwise_bf16_wgrad", True)):
+        whole, model = model_of(recipe, 64), model_of(recipe, 64)
+        plan: dict[str, Any] = {"0": ColwiseParallel(sequence=sequence), "2": RowwiseParallel(sequence=sequence)}
+        parallelize_module(model, mesh, plan)
+        x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
+        shard = x.chunk(2, 1)[rank] if sequence else x
+        rows = []
+        for one, part in ((whole, x), (model, shard)):
+            with qt.inspect(one, every=1) as inspector:
+                one_step(one, inspector, part.clone().requires_grad_())
+            rows.append({(r["layer"], r["gemm"], r["tensor"]): r for r in inspector.rows if "format" not in r})
+        assert rows[0].keys() == rows[1].keys() and len(rows[0]) == 6
+        for key, expected in rows[0].items():
+            # Parts of a sum have other errors than the sum, but not by much.
+            summed = key[1:] == (("dgrad", "grad_input") if key[0] == "0" else ("fprop", "output"))
+            # Both ranks run the whole layers.
+            assert rows[1][key]["elements"] == expected["elements"] // (1 if summed else 2), (recipe, key)
+            assert rows[1][key]["snr"] == pytest.approx(expected["snr"], abs=2 if summed else 0.01), (recipe, key)
+
+
+def counts_on_one_rank_wait_for_no_other(rank: int) -> None:
+    model = model_of("mxfp8", 64)
+    parallelize_module(model, two_ranks.mesh(2), {"0": ColwiseParallel(sequence=True)})
+    with qt.count(model) if rank else nullcontext():
+        model[0](torch.randn(1, 32, 64)).sum().backward()
+
+
 def only_the_first_rank_writes(rank: int) -> None:
     model = DistributedDataParallel(model_of("mxfp8"))
     folder = two_ranks.folder() / "out"
@@ -95,6 +126,8 @@ CASES = [
     elements_and_values_of_all_ranks_are_pooled,
     the_rank_of_a_nan_is_named,
     weights_are_seen_as_gathered,
+    gemms_of_tensor_parallel_layers_have_the_errors_of_whole_ones,
+    counts_on_one_rank_wait_for_no_other,
     only_the_first_rank_writes,
     other_steps_on_one_rank_are_an_error_on_all,
     a_file_of_another_run_is_an_error_on_all,

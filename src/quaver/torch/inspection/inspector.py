@@ -76,6 +76,8 @@ class Inspector(observer.Observer):
         rows: one dict per sampled step, layer, GEMM and tensor; `pandas.DataFrame(inspector.rows)` is a table.
     """
 
+    measures_gemms = True
+
     def __init__(
         self,
         model: nn.Module,

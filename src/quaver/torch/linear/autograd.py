@@ -415,11 +415,15 @@ def _observe_fprop(
 def _observe_gemm(call: LinearCall, gemm: str, a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """Report the result y [m, n] of a GEMM with operands a [m, k] and b [n, k] before quantization.
 
-    A sharded layer is not reported, because no rank has its whole operands.
+    Of a sharded layer it is the GEMM of this rank.
     """
-    if call.comm is None:
-        for each in observer.active.observers:
-            each.observe_gemm(call.layer, gemm, a, b, bias, general.matrix(y))
+    if call.comm is not None:
+        local = call.comm.local_gemm(gemm, a, b, bias, y)
+        if local is None:
+            return
+        a, b, bias, y = local
+    for each in observer.active.observers:
+        each.observe_gemm(call.layer, gemm, a, b, bias, general.matrix(y))
 
 
 def _observe_grad_output(call: LinearCall, g: Tensor) -> None:

@@ -18,6 +18,10 @@ from quaver.torch.numerics.quantized import Quantized
 class Observer:
     """Receives operands and results of quantized GEMMs and attention while active, and must not change them."""
 
+    #: True if `observe_gemm` is defined. All ranks must then observe the same steps, because operands that are sharded
+    #: over tokens are gathered for it.
+    measures_gemms = False
+
     def observe_operand(
         self, layer: nn.Module, recipe: Recipe, operand: str, x: Tensor, q: Quantized, parameter: str = "weight"
     ) -> None:
@@ -73,6 +77,11 @@ class _Active:
 
 
 active = _Active()
+
+
+def measures_gemms() -> bool:
+    """Return True if an active observer takes the results of GEMMs."""
+    return any(each.measures_gemms for each in active.observers)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import Noise, magnitude_bits, part_of_uniform, rotate, rows_of_uniform
 from quaver.torch.parallel import comm
+from quaver.torch.state import observer
 
 # ---- layouts ----
 # Sharded axis of each operand of a linear layer's three GEMMs.
@@ -79,8 +80,8 @@ class TensorParallelComm:
     """Process group and shard of one call of a tensor-parallel layer; quantizes its operands and communicates them."""
 
     __slots__ = (
-        *("batches", "group", "key", "layer", "layout", "local_weight", "number", "of_wgrad", "parameter", "rank"),
-        *("recipe", "rows", "run"),
+        *("batches", "group", "key", "layer", "layout", "local_weight", "number", "of_wgrad", "parameter", "partial"),
+        *("rank", "recipe", "rows", "run"),
     )
 
     def __init__(
@@ -105,6 +106,8 @@ class TensorParallelComm:
         self.batches = batches
         #: All-gather of the saved wgrad input, set by the forward; layers with the same input share it.
         self.of_wgrad: Any = None
+        #: Result of the last GEMM that is summed over ranks, before the sum; set only while GEMMs are measured.
+        self.partial: Tensor | None = None
         #: Other layers share the quantized input only if their key is the same.
         self.key = layout, self.group, call.training and parameter.requires_grad
         #: The recipe of the call, and the function that quantizes an operand.
@@ -246,6 +249,31 @@ class TensorParallelComm:
         if self.layout.sequence:
             return comm.scatter_sums(partial, self.group, self.batches)
         return comm.sum_parts(partial, self.group)
+
+    def local_gemm(
+        self, gemm: str, a: Tensor, b: Tensor, bias: Tensor | None, y: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor] | None:
+        """Return operands, bias and result of this rank's GEMM for observers, or None if it is not measured.
+
+        Args:
+            gemm: "fprop", "dgrad" or "wgrad".
+            a, b, bias: this rank's shards of the operands before quantization, and of the bias.
+            y: the result of the layer on this rank.
+        """
+        partial, self.partial = self.partial, None
+        if not (self.is_quantizable and observer.measures_gemms()):
+            return None
+        names = {
+            "fprop": ("input", "weight"),
+            "dgrad": ("grad_output", "weight"),
+            "wgrad": ("grad_output.T", "input.T"),
+        }
+        if gemm == ("dgrad" if self.layout.column else "fprop"):
+            if partial is None:  # summed by an overlapped GEMM, whose operands are not quantized
+                return None
+            y, bias = partial, None
+        a, b = (self.gather(name, x)() for name, x in zip(names[gemm], (a, b), strict=True))
+        return a, b, bias, y
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from quaver.torch.operations import ops
 from quaver.torch.parallel import comm
 from quaver.torch.parallel.tensor.gemms import TensorParallelComm
 from quaver.torch.parallel.tensor.overlap import gathered_product, scattered_product
-from quaver.torch.state import selective_checkpoint
+from quaver.torch.state import observer, selective_checkpoint
 
 
 def plan_for(recipe: Recipe, x: Tensor) -> LinearPlan:
@@ -175,7 +175,7 @@ def fprop(call: LinearCall, x: Any, _: None, weight: Any, __: None, bias: Tensor
         return y if bias is None else y + bias
     if column:
         return general.fprop(call, x(), None, weight, None, bias)
-    total = ranks.sum(_product(call, call.recipe.fprop, x(), weight, accumulation_dtype(call.dtype)))()
+    total = ranks.sum(_partial_product(call, call.recipe.fprop, x(), weight))()
     return (total if bias is None else total + bias).to(call.dtype)
 
 
@@ -189,7 +189,7 @@ def dgrad(call: LinearCall, g: Any, _: None, weight: Any, __: None, bias: None) 
         return g if isinstance(g, Tensor) else _product(call, call.recipe.dgrad, g(), weight, call.dtype)
     if isinstance(g, Tensor):
         return scattered_product(g, ranks.local_weight.t(), ranks.group, ranks.batches)
-    return ranks.sum(_product(call, call.recipe.dgrad, g(), weight, accumulation_dtype(call.dtype)))
+    return ranks.sum(_partial_product(call, call.recipe.dgrad, g(), weight))
 
 
 def wgrad(call: LinearCall, g: comm.Pending, _: None, x: comm.Pending, __: None, dtype: torch.dtype) -> Tensor:
@@ -206,6 +206,14 @@ def wgrad(call: LinearCall, g: comm.Pending, _: None, x: comm.Pending, __: None,
 def finish(grad_input: Any, grad_weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Wait for the sum over ranks, which wgrad has overlapped."""
     return grad_input() if callable(grad_input) else grad_input, grad_weight
+
+
+def _partial_product(call: LinearCall, gemm: GemmSpec, a: Any, b: Any) -> Tensor:
+    """Return this rank's part of a product that is summed over ranks, and save a copy of it for observers."""
+    y = _product(call, gemm, a, b, accumulation_dtype(call.dtype))
+    if observer.measures_gemms():
+        call.comm.partial = y.clone()
+    return y
 
 
 def _product(call: LinearCall, gemm: GemmSpec, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
