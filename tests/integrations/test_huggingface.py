@@ -215,10 +215,11 @@ def test_the_callbacks_file_holds_the_scaling_state(plain: Path, tmp_path: Path)
 def test_saturation_is_reported_as_a_fraction_of_each_operand() -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
     qt.convert(layer, "delayed")
-    for size in (1.0, 1.0, 100.0):
-        with qt.count(layer) as counters:
+    with qt.inspect(layer, every=1, start=2) as inspector:
+        for size in (1.0, 1.0, 100.0):
             layer(torch.full((4, 32), size)).sum().backward()
-    shares = saturation(counters)
+            inspector.step()
+    shares = saturation(inspector.rows)
     assert shares["saturated_input"] == 1.0 and shares["saturated_weight"] == shares["nonfinite_grad_output"] == 0.0
 
 
@@ -275,7 +276,7 @@ def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
     ("strategy", "first", "counted"),
     [("no", False, []), ("no", True, [1]), ("epoch", False, [3, 6, 7]), ("steps", False, [2, 4, 6])],
 )
-def test_saturation_is_counted_in_steps_that_are_logged(
+def test_saturation_is_measured_in_steps_that_are_logged(
     strategy: str, first: bool, counted: list[int], tmp_path: Path
 ) -> None:
     """Seven steps of three, of five batches, two a step; logging_steps is 2."""
@@ -283,9 +284,12 @@ def test_saturation_is_counted_in_steps_that_are_logged(
     seen = []
     for step in range(7):
         callback, state = ScalingCallback(), TrainerState(global_step=step, max_steps=7, logging_steps=2)
-        callback.on_step_begin(arguments, state, None, recorded(), train_dataloader=range(5))
+        model, logs = recorded(), {}
+        callback.on_step_begin(arguments, state, None, model, train_dataloader=range(5))
+        model(torch.ones(16, 32)).sum().backward()
         callback.on_step_end(arguments, state, None)
-        seen += [] if callback._counters is None else [step + 1]
+        callback.on_log(arguments, state, None, logs)
+        seen += [step + 1] if "saturated_input" in logs else []
     assert seen == counted
 
 

@@ -3,8 +3,7 @@
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sized
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from quaver.recipes.conversion import ModuleRule, Rules
 from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.convert import convert, revert
 from quaver.torch.conversion.quantized_weights import load_scaling_state_dict, quantize_weights, scaling_state_dict
-from quaver.torch.inspection.counting import Counters, count
+from quaver.torch.inspection.inspector import Inspector, inspect
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.parallel import sync_amax_histories
@@ -38,7 +37,7 @@ from quaver.torch.quantized_tensor import QuantizedTensor
 
 #: File name in a checkpoint folder, for a run with one process.
 FILE = "quaver_scaling.safetensors"
-#: Operands whose counts are logged, including their transposes for other GEMMs.
+#: Operands whose shares are logged.
 OPERANDS = ("input", "weight", "grad_output")
 #: Number of evenly spaced bytes of a parameter that its digest samples by position.
 SAMPLED = 1 << 14
@@ -50,9 +49,9 @@ class ScalingCallback(TrainerCallback):
     Each process writes its own file: `quaver_scaling.safetensors`, or one with its rank and the number of ranks.
 
     Args:
-        saturation: True counts saturated elements in each logged step, which then takes several times as long
-            (`quaver.torch.count`). `saturated_input`, `flushed_input` and so on are shares of the elements of all
-            layers. They appear in the Trainer's `log_history` and are passed to later callbacks.
+        saturation: True measures the operands in each logged step, which then takes several times as long
+            (`quaver.torch.inspect`). `saturated_input`, `flushed_input` and so on are the shares of `saturation`. They
+            appear in the Trainer's `log_history` and are passed to later callbacks.
         resume_from: folder to resume from, if it is neither the path in the arguments' `resume_from_checkpoint` nor in
             the Trainer's output folder.
     Raises:
@@ -63,11 +62,12 @@ class ScalingCallback(TrainerCallback):
     def __init__(self, *, saturation: bool = True, resume_from: str | os.PathLike[str] | None = None) -> None:
         self.saturation = saturation
         self.resume_from = resume_from
-        self._counting = ExitStack()
-        self._counters: Counters | None = None
+        self._inspector: Inspector | None = None
+        #: Rows of the last measured step, until they are logged.
+        self._rows: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._counting.close()
+        self._stop()
         if state.global_step == 0:
             return
         folder = self.resume_from or _folder_from_arguments(args) or _folder(args, state.global_step)
@@ -90,25 +90,34 @@ class ScalingCallback(TrainerCallback):
             save(model, folder, file_of(args.process_index, args.world_size), step=state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._counting.close()
+        self._stop()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             load(model, state.best_model_checkpoint, file_of(args.process_index, args.world_size))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if self.saturation and _logs(args, state, kwargs.get("train_dataloader")):
-            self._counters = self._counting.enter_context(count(model))
+        if not self.saturation or not _logs(args, state, kwargs.get("train_dataloader")):
+            return
+        if any(isinstance(module, Quantizable) for module in model.modules()):
+            self._inspector = inspect(model, every=1, stop=1)
+            self._inspector.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._counting.close()
+        if self._inspector is not None:
+            self._inspector.step()
+            self._rows = self._inspector.rows
+            self._stop()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self._counters is None:
-            return
-        shares, self._counters = saturation(self._counters), None
+        shares, self._rows = saturation(self._rows), []
         if logs is not None:
             logs.update(shares)
         if state.log_history:
             state.log_history[-1].update(shares)
+
+    def _stop(self) -> None:
+        if self._inspector is not None:
+            self._inspector.close()
+            self._inspector = None
 
 
 def file_of(rank: int, ranks: int) -> str:
@@ -193,16 +202,20 @@ def _check_weights(model: nn.Module, saved: dict[str, str], step: int, path: Pat
     )
 
 
-def saturation(counters: Counters) -> dict[str, float]:
-    """Return the shares of each operand's elements that saturated, became zero, or were not finite."""
+def saturation(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the shares of each operand that saturated, became zero, or were not finite: means over elements.
+
+    Args:
+        rows: rows of `quaver.torch.inspect`, of one step; an operand of two GEMMs counts for each.
+    """
     shares: dict[str, float] = {}
     for operand in OPERANDS:
-        counts = [c for table in counters.table.values() for key, c in table.items() if key.split(".")[0] == operand]
-        elements = sum(c.elements for c in counts)
+        own = [row for row in rows if row["tensor"] == operand and "format" in row]
+        elements = sum(row["elements"] for row in own)
         if elements:
-            shares[f"saturated_{operand}"] = sum(c.saturated for c in counts) / elements
-            shares[f"flushed_{operand}"] = sum(c.flushed for c in counts) / elements
-            shares[f"nonfinite_{operand}"] = sum(c.nonfinite for c in counts) / elements
+            for name in ("saturated", "flushed"):
+                shares[f"{name}_{operand}"] = sum(row[name] * row["elements"] for row in own) / elements
+            shares[f"nonfinite_{operand}"] = sum(row["nonfinite"] for row in own) / elements
     return shares
 
 
