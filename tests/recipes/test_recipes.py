@@ -97,6 +97,10 @@ def test_override_replaces_single_gemms() -> None:
     assert recipe.gemms == {"fprop": base.fprop, "dgrad": hybrid.dgrad, "wgrad": GemmSpec(None, None)}
     assert recipe is override(base, dgrad=hybrid.dgrad, wgrad=None)
     assert str(recipe) == "mxfp8 with high-precision wgrad, another dgrad"
+    again = override(override(base, wgrad=None), dgrad=hybrid.dgrad)
+    assert again is recipe
+    assert str(override(recipe, fprop=None)) == "mxfp8 with high-precision fprop and wgrad, another dgrad"
+    assert str(override(recipe, dgrad=None)) == "mxfp8 with high-precision dgrad and wgrad"
 
 
 def test_override_without_a_difference_is_the_recipe() -> None:

@@ -345,15 +345,18 @@ def override(
     changed = {gemm: spec for gemm, spec in changed.items() if spec != base.gemms[gemm]}
     if not changed:
         return base
-    high = [gemm for gemm, spec in changed.items() if spec.a is None]
-    other = [gemm for gemm in changed if gemm not in high]
+    # GEMMs that an earlier override has replaced stay in the name.
+    root, _, before = base.name.partition(" with ")
+    was_high, _, was_other = before.partition("another ")
+    high = [gemm for gemm in base.gemms if (changed[gemm].a is None if gemm in changed else gemm in was_high)]
+    other = [gemm for gemm in base.gemms if gemm not in high and (gemm in changed or gemm in was_other)]
     parts = []
     if high:
         parts.append(f"high-precision {' and '.join(high)}")
     if other:
         parts.append(f"another {' and '.join(other)}")
     gemms = base.gemms | changed
-    name = f"{base.name} with {', '.join(parts)}"
+    name = f"{root} with {', '.join(parts)}"
     return intern(replace(base, name=name, fprop=gemms["fprop"], dgrad=gemms["dgrad"], wgrad=gemms["wgrad"]))
 
 
