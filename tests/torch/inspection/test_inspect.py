@@ -345,6 +345,83 @@ def test_rows_are_written_as_json_lines(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines] == inspector.rows
 
 
+def test_a_resumed_loop_continues_the_file(tmp_path: Path) -> None:
+    model = nn.Sequential(qt.Linear(32, 32, recipe="mxfp8"))
+
+    def run(first: int, last: int, resume: int | None) -> list[dict[str, Any]]:
+        with qt.inspect(model, every=2, out=tmp_path, resume=resume) as inspector:
+            for seed in range(first, last):
+                x = torch.randn(4, 32, generator=torch.Generator().manual_seed(seed))
+                model(x).sum().backward()
+                inspector.step()
+        return inspector.rows
+
+    whole = run(0, 6, None)
+    with (tmp_path / "inspect.jsonl").open("a") as file:
+        file.write('{"step": 6, "unf')
+    again = run(3, 6, 3)
+    assert again == [row for row in whole if row["step"] >= 3]
+    assert [json.loads(line) for line in (tmp_path / "inspect.jsonl").read_text().splitlines()] == whole
+    (tmp_path / "inspect.jsonl").write_text("not a row\n")
+    with pytest.raises(ValueError, match="has a line that is no row of inspect"):
+        run(3, 6, 3)
+
+
+def test_a_file_that_was_deleted_is_not_begun_again(tmp_path: Path) -> None:
+    model = nn.Sequential(qt.Linear(32, 32, recipe="mxfp8"))
+    with qt.inspect(model, every=1, out=tmp_path) as inspector:
+        for step in range(3):
+            model(torch.randn(4, 32)).sum().backward()
+            if step == 1:
+                (tmp_path / "inspect.jsonl").unlink()
+                with pytest.warns(UserWarning, match="statistics stay in memory"):
+                    inspector.step()
+            else:
+                inspector.step()
+    assert not (tmp_path / "inspect.jsonl").exists() and {row["step"] for row in inspector.rows} == {0, 1, 2}
+
+
+def test_a_validation_can_be_left_out() -> None:
+    model = nn.Sequential(qt.Linear(32, 32, recipe="mxfp8"))
+    with qt.inspect(model, every=1) as inspector:
+        with inspector.pause(), torch.no_grad():
+            model(torch.full((4, 32), 1e9))
+        model(torch.ones(4, 32)).sum().backward()
+        with inspector.pause():
+            model(torch.full((4, 32), 1e9))
+        inspector.step()
+    rows = {(row["gemm"], row["tensor"]): row for row in inspector.rows}
+    assert rows["fprop", "input"]["amax"] == 1.0 and rows["fprop", "input"]["elements"] == 4 * 32
+    assert rows["fprop", "weight"]["elements"] == 32 * 32
+
+
+def test_a_shared_operand_has_rows_of_the_gemms_that_ran() -> None:
+    for needs_gradient in (False, True):
+        layer = qt.Linear(32, 32, recipe="tensorwise")
+        with qt.inspect(layer, every=1) as inspector:
+            layer(torch.randn(8, 32, requires_grad=needs_gradient)).sum().backward()
+            inspector.step()
+        gemms = {row["gemm"] for row in inspector.rows}
+        assert gemms == {"fprop", "wgrad", *(["dgrad"] if needs_gradient else [])}
+    with qt.inspect(layer, every=1) as inspector:
+        layer(torch.randn(8, 32))
+        inspector.step()
+    assert {row["tensor"] for row in inspector.rows} == {"input", "weight", "output"}
+
+
+def test_summary_has_the_extremes_of_the_last_step() -> None:
+    inspector = inspected(model_of("tensorwise"), steps=2)
+    rows = [row for row in inspector.rows if row["step"] == 1]
+    assert inspector.summary() == {
+        "snr": min(row["snr"] for row in rows if row["snr"] is not None),
+        "error": max(row["error"] for row in rows),
+        "flushed": max(row.get("flushed", 0) for row in rows),
+        "saturated": max(row.get("saturated", 0) for row in rows),
+        "flagged": 0,
+    }
+    assert qt.inspect(model_of("mxfp8")).summary() == {}
+
+
 def test_a_full_disk_warns_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(qt.Linear(32, 32, recipe="mxfp8"))
     with qt.inspect(model, every=1, out=tmp_path) as inspector:
@@ -393,6 +470,7 @@ def test_a_layer_added_during_training_is_measured() -> None:
         ({"start": 5, "stop": 5}, "no step would be sampled"),
         ({"every": 0}, "every is 0; give a whole number, 1 or more"),
         ({"start": -1}, "start is -1"),
+        ({"resume": -1}, "resume is -1"),
         ({"layers": ["*.donw_proj"]}, "did you mean 'down_proj'"),
     ],
 )
@@ -404,6 +482,14 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
 def test_a_model_without_quantized_layers() -> None:
     with pytest.raises(ValueError, match=r"call qt.convert\(model, recipe\) first"):
         qt.inspect(nn.Linear(4, 4))
+
+
+def test_a_model_without_values() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(qt.Linear(32, 32, recipe="mxfp8"))
+    with pytest.raises(ValueError, match="0 is on the meta device"), qt.inspect(model):
+        pass
+    assert not observer.active.observers
 
 
 def test_a_folder_with_statistics_is_not_overwritten(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -87,17 +88,20 @@ class Inspector(observer.Observer):
         stop: int | None,
         layers: str | Iterable[str],
         out: str | Path | None,
+        resume: int | None,
     ) -> None:
         self.rows: list[dict[str, Any]] = []
         check_instance("inspect", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
         self._model = _unwrapped(model)
-        self._every, self._first_step, self._end = every, start, stop
+        self._every, self._first_step, self._end, self._resumed = every, start, stop, resume
         self._patterns = (layers,) if isinstance(layers, str) else tuple(layers)
         self._path = None if out is None else Path(out) / FILE
         self._step: int | None = None
-        self._closed = False
+        self._closed = self._paused = False
         self._names: dict[int, str] = {}
         self._seen: dict[TensorKey, ErrorStatistics] = {}
+        #: Keys of operands that two GEMMs share, of which one may not run.
+        self._shared: set[TensorKey] = set()
         self._sampling = ExitStack()
         self._check()
 
@@ -111,20 +115,22 @@ class Inspector(observer.Observer):
         self.close()
 
     def start(self) -> None:
-        """Begin step 0, in a loop without `with`; `close` is then needed at its end. All ranks must call it.
+        """Begin the first step, in a loop without `with`; `close` is then needed at its end. All ranks must call it.
 
-        Raises: on all ranks, ValueError if ranks sample different steps, the output folder has statistics already, or
-            it cannot be written; RuntimeError if this inspector was used before.
+        Raises: on all ranks, ValueError if ranks sample different steps, the output folder has statistics already and
+            `resume` is None, or it cannot be written; RuntimeError if this inspector was used before.
         """
         if self._step is not None or self._closed:
             raise RuntimeError("inspect: this inspector was used before; make another one")
-        settings = _gather((self._every, self._first_step, self._end))
+        settings = _gather((self._every, self._first_step, self._end, self._resumed))
         if len(set(settings)) > 1:
-            raise ValueError(f"inspect: ranks have other (every, start, stop): {settings}; give all ranks the same")
+            raise ValueError(
+                f"inspect: ranks have other (every, start, stop, resume): {settings}; give all ranks the same"
+            )
         errors = [error for error in _gather(self._create_file()) if error]
         if errors:
             raise ValueError(f"inspect: {errors[0]}")
-        self._step = 0
+        self._step = self._resumed or 0
         self._begin_step()
 
     def step(self) -> None:
@@ -141,8 +147,21 @@ class Inspector(observer.Observer):
         """Stop; statistics of a step that has not ended are dropped."""
         self._sampling.close()
         self._seen.clear()
+        self._shared.clear()
         self._names.clear()
         self._model, self._closed = nn.Module(), True
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Context in which nothing is measured, such as that of a validation."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            if self._step is not None and self._samples(self._step) and not self._seen:
+                # Weights that were quantized meanwhile are quantized again, so that they are seen.
+                refresh(self._model)
 
     def _samples(self, step: int) -> bool:
         after = step - self._first_step
@@ -152,7 +171,14 @@ class Inspector(observer.Observer):
         if self._step is None or not self._samples(self._step):
             return
         # The model may have changed its structure.
-        self._names = {id(module): name for name, module in _observed_modules(self._model)}
+        modules = dict(_observed_modules(self._model))
+        self._names = {id(module): name for name, module in modules.items()}
+        for name, module in modules.items():
+            if any(p.is_meta for p in module.parameters(recurse=False)):
+                raise ValueError(
+                    f"inspect: {name or 'the model'} is on the meta device, so it has no values to measure; call "
+                    "model.to_empty(device=...) and initialize or load its parameters first"
+                )
         # Cached weights are quantized again, so that they are seen.
         refresh(self._model)
         self._sampling.enter_context(_eager_steps())
@@ -160,6 +186,7 @@ class Inspector(observer.Observer):
 
     def _pool_ranks(self, step: int) -> None:
         """Append the rows of a step from the statistics of all ranks."""
+        self._drop_unread()
         pooled: dict[TensorKey, ErrorStatistics] = {}
         ranks: dict[TensorKey, list[int]] = {}
         for rank, seen in enumerate(_gather(self._seen)):
@@ -172,26 +199,54 @@ class Inspector(observer.Observer):
         self.rows += rows
         self._write(rows)
 
+    def _drop_unread(self) -> None:
+        """Drop the statistics of a shared operand for a GEMM that did not run."""
+
+        def ran(key: TensorKey) -> bool:
+            return key.gemm == "fprop" or key._replace(tensor=RESULTS[key.gemm]) in self._seen
+
+        for key in self._shared:
+            readers = [key._replace(gemm=gemm) for gemm, operands in OPERANDS.items() if key.tensor in operands]
+            if not ran(key) and any(map(ran, readers)):
+                self._seen.pop(key, None)
+        self._shared.clear()
+
     # ---- file ----
 
     def _create_file(self) -> str:
-        """Create the output file on the first rank, and return why that failed, or ""."""
+        """Create the output file on the first rank, or remove the rows that a resumed loop will write again.
+
+        Returns:
+            Why that failed, or "".
+        """
         if self._path is None or not _is_first_rank():
             return ""
         try:
+            kept = ""
             if self._path.exists():
-                return f"{self._path} has statistics of another run; give another folder, or delete the file"
+                if self._resumed is None:
+                    return (
+                        f"{self._path} has statistics of another run; give another folder, delete the file, or give "
+                        "resume=the next step of the same run"
+                    )
+                kept = _lines_before(self._path, self._resumed)
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.touch()
+            partial = self._path.with_suffix(".partial")
+            partial.write_text(kept, encoding="utf-8")
+            partial.replace(self._path)
         except OSError as error:
             return f"cannot write {self._path} ({error}); give another folder"
+        except (ValueError, KeyError, TypeError) as error:
+            return f"{self._path} has a line that is no row of inspect ({error}); restore it, or delete the file"
         return ""
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         if self._path is None or not _is_first_rank():
             return
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            # Unlike with "a", a file that was removed is not created again without its first rows.
+            with self._path.open("r+", encoding="utf-8") as file:
+                file.seek(0, os.SEEK_END)
                 file.writelines(json.dumps(row) + "\n" for row in rows)
         except OSError as error:
             warnings.warn(f"inspect: cannot write {self._path} ({error}); statistics stay in memory", stacklevel=4)
@@ -210,12 +265,12 @@ class Inspector(observer.Observer):
         if transposed:
             statistics.transpose()
         first, second = (gemm for gemm, operands in OPERANDS.items() if tensor in operands)
-        if transposed:
-            readers = [second]
-        else:
-            readers = [first, second] if getattr(recipe.reuse, tensor) else [first]
-        for gemm in readers:
-            _add(self._seen, TensorKey(name, gemm, tensor), statistics)
+        shared = not transposed and getattr(recipe.reuse, tensor)
+        for gemm in (first, second) if shared else (second if transposed else first,):
+            key = TensorKey(name, gemm, tensor)
+            _add(self._seen, key, statistics)
+            if shared:
+                self._shared.add(key)
 
     def observe_gemm(
         self,
@@ -255,7 +310,7 @@ class Inspector(observer.Observer):
     def _name(self, layer: nn.Module, parameter: str = "weight") -> str | None:
         """Return the name of a layer, and of the parameter in a layer with several; None if it is not measured."""
         module_name = self._names.get(id(layer))
-        if module_name is None:
+        if module_name is None or self._paused:
             return None
         name = module_name if parameter == "weight" else f"{module_name}.{parameter}".lstrip(".")
         measured = not self._patterns or any(matches(p, each) for p in self._patterns for each in (name, module_name))
@@ -282,6 +337,16 @@ class Inspector(observer.Observer):
         """Return the last sampled step's rows that are flagged as faults."""
         return [row for row in self._last_step() if row["flags"]]
 
+    def summary(self) -> dict[str, float]:
+        """Return the lowest `snr` and highest `error`, `flushed` and `saturated` of the last sampled step's rows, and
+        the number of `flagged` ones. A figure that no row has is left out.
+        """
+        rows = self._last_step()
+        figures = {"snr": min, "error": max, "flushed": max, "saturated": max}
+        values = {name: [row[name] for row in rows if row.get(name) is not None] for name in figures}
+        summary = {name: float(figures[name](own)) for name, own in values.items() if own}
+        return {**summary, "flagged": len(self.flagged())} if rows else {}
+
     def _last_step(self) -> list[dict[str, Any]]:
         return [row for row in self.rows if row["step"] == self.rows[-1]["step"]]
 
@@ -306,6 +371,8 @@ class Inspector(observer.Observer):
         least = {"every": (self._every, 1), "start": (self._first_step, 0)}
         if self._end is not None:
             least["stop"] = self._end, 1
+        if self._resumed is not None:
+            least["resume"] = self._resumed, 0
         for option, (value, smallest) in least.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
                 raise ValueError(f"inspect: {option} is {value!r}; give a whole number, {smallest} or more")
@@ -333,6 +400,7 @@ def inspect(
     stop: int | None = None,
     layers: str | Iterable[str] = (),
     out: str | Path | None = None,
+    resume: int | None = None,
 ) -> Inspector:
     """Measure in sampled steps of a training loop where quantized layers lose precision.
 
@@ -354,11 +422,13 @@ def inspect(
         stop: sample only steps before this one; None for all.
         layers: name pattern, or several, of the layers to measure, as in `quaver.Rules`; () for all.
         out: folder for `inspect.jsonl`, one JSON object per row; None keeps the rows in memory only.
+        resume: number of the loop's first step, if it continues an earlier one: an existing file keeps the rows of
+            steps before it, and the others are removed. None begins with step 0, and an existing file is an error.
     Raises:
-        ValueError: `every`, `start` or `stop` is no such number, a pattern matches no layer, or the model has no layer
-            that Quaver quantizes.
+        ValueError: `every`, `start`, `stop` or `resume` is no such number, a pattern matches no layer, or the model has
+            no layer that Quaver quantizes.
     """
-    return Inspector(model, every=every, start=start, stop=stop, layers=layers, out=out)
+    return Inspector(model, every=every, start=start, stop=stop, layers=layers, out=out, resume=resume)
 
 
 # ---- torch.compile ----
@@ -404,6 +474,12 @@ def _observed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if "_state" in module.__dict__ or isinstance(module, DotProductAttention):
             yield name, module
+
+
+def _lines_before(path: Path, step: int) -> str:
+    """Return the lines of a file whose rows are of earlier steps, without an unfinished last line."""
+    complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    return "".join(line + "\n" for line in complete.split("\n") if line and json.loads(line)["step"] < step)
 
 
 def _is_first_rank() -> bool:
