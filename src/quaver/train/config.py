@@ -269,6 +269,7 @@ class TrainConfig:
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
     async_save: Annotated[bool, "several ranks go on while a copy of their state is written"] = False
     keep: Annotated[int, "newest checkpoints that stay; 0: all"] = 2
+    inspect_every: Annotated[int, "steps between those that measure every quantized GEMM (torch); 0: none"] = 0
     report_to: Annotated[tuple[str, ...], "what gets the records beside metrics.jsonl: tensorboard, wandb"] = ()
 
     def __post_init__(self) -> None:
@@ -307,7 +308,7 @@ MINIMUM: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
     **dict.fromkeys(("capacity", "lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
     **dict.fromkeys(
-        ("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp", "timeout", "pp_stages"), 0
+        ("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp", "timeout", "inspect_every"), 0
     ),
     **dict.fromkeys(("pp", "cp", "tp"), 1),
     "pp_stages": 0,

@@ -60,6 +60,10 @@ def check_options(config: TrainConfig, recipe: Recipe) -> None:
     check_optimizer(config, recipe)
     if mesh.world() > 1:
         check_for_ranks(config)
+    if config.inspect_every and config.capture != "none":
+        raise ValueError(
+            f"capture {config.capture} replays steps, which cannot be inspected; leave out --capture or --inspect-every"
+        )
     cores = os.cpu_count() or 1
     if config.threads > cores:  # OpenMP aborts the process if it cannot create a thread
         raise ValueError(f"threads is {config.threads}, and this machine has {cores} cores; give {cores} or fewer")
@@ -67,6 +71,8 @@ def check_options(config: TrainConfig, recipe: Recipe) -> None:
         return
     if recipe.attention is not None:
         raise ValueError(f"JAX cannot run attention in eight bits yet, as {recipe.name} asks; take --framework torch")
+    if config.inspect_every:
+        raise ValueError("JAX cannot inspect steps yet; leave out --inspect-every, or take --framework torch")
     if config.loss_chunk:
         raise ValueError("JAX cannot take the loss in chunks yet; leave out --loss-chunk, or take --framework torch")
     kinds = MODELS[config.model].unusual

@@ -4,6 +4,7 @@ The loop, text, batches, checkpoints and reports are independent of the framewor
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +56,20 @@ class Learner(Protocol):
 
     def names(self) -> set[str]:
         """Return the names of the model's tensors in `tensors`."""
+
+
+class InspectedLearner(Learner, Protocol):
+    """A learner that measures its quantized GEMMs."""
+
+    def inspect(self, folder: Path, first: int) -> AbstractContextManager[object]:
+        """Return a context in which every `config.inspect_every`-th step is measured.
+
+        Such a step adds `inspect_snr` and others to `extra_metrics`.
+
+        Args:
+            folder: destination of inspect.jsonl, which keeps the rows of earlier steps.
+            first: number of the next step.
+        """
 
 
 class DistributedLearner(Learner, Protocol):

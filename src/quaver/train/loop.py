@@ -25,7 +25,7 @@ from quaver.train import metrics as trackers
 from quaver.train.checkpoint import CheckpointError
 from quaver.train.config import TORCH_ADAMW, TrainConfig, error_text, find_optimizer, lr_at, to_toml
 from quaver.train.data import TokenizedText, load, training_batch, validation_batches
-from quaver.train.learner import DistributedLearner, Learner, NonFiniteError
+from quaver.train.learner import DistributedLearner, InspectedLearner, Learner, NonFiniteError
 from quaver.train.mesh import ProcessGroup, check_same, rank, world
 from quaver.train.metrics import Metrics, Record, Tracker, losses, read, validation_losses
 from quaver.train.resume import STATES, STATES_LAYOUT, resume_from, stores_codes
@@ -254,7 +254,7 @@ def finish_checkpoint(sealing: ExitStack, written: Callable[[], None]) -> None:
 # Set up, step, validate, save, stop.
 
 #: Files in a run's folder besides checkpoints; the command line writes the last.
-FILES = ("config.toml", "metrics.jsonl", "tokenizer.json", trackers.WANDB_ID, "loss.png")
+FILES = ("config.toml", "metrics.jsonl", "inspect.jsonl", "tokenizer.json", trackers.WANDB_ID, "loss.png")
 
 #: Seconds to wait for a file to appear on a shared disk; NFS alone may take up to 30.
 SHARED_FOLDER_SECONDS = 45.0
@@ -310,6 +310,11 @@ def run_training(
     trackers.check_trackers(config)
     if rank() == 0:
         warn_of_idle_options(config, world())
+        if config.inspect_every and not any(each.quantizes for each in precision.recipes):
+            warnings.warn(
+                f"inspect_every is {config.inspect_every}, which has no effect here: no recipe of the run quantizes",
+                stacklevel=2,
+            )
     with (
         frameworks.join_ranks(config, precision.recipe) as ranks,
         memory.out_of_memory_hint("--batch, --accumulate, --sequence or --model"),
@@ -359,6 +364,8 @@ def run_rank(
                 log = RunLog(
                     metrics, stack.enter_context(trackers.open_trackers(folder, config, metrics.records)), watch
                 )
+            if config.inspect_every and any(recipe.quantizes for recipe in precision.recipes):
+                stack.enter_context(cast(InspectedLearner, trained).inspect(folder, start + 1))
             run_steps(trained, precision, tokens, config, facts, start, ranks, log, interrupt)
     return TrainResult(
         folder=folder,

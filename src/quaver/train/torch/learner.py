@@ -5,6 +5,7 @@ doctor`.
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,13 +152,23 @@ class TorchLearner:
         begin_states(self.model, self.optimizer)
         self.update = TrainStep(self.model, self.optimizer, config, group)
         self.extra_metrics: dict[str, float] = {}
+        self.inspector: qt.Inspector | None = None
         self._run = self._runner()
+
+    def inspect(self, folder: Path, first: int) -> AbstractContextManager[object]:
+        every = self.config.inspect_every
+        self.inspector = qt.inspect(self.model, every=every, start=every, out=folder, resume=first)
+        return self.inspector
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         self.update.set_lr(lr, self.device)
         loss, norm, *expert_stats = self._run(self._ids(batch)).tolist()
         balance = self.update.balance
         self.extra_metrics = {} if balance is None else balance.extra_metrics(expert_stats)
+        if self.inspector is not None:
+            self.inspector.step()
+            self.extra_metrics |= {f"inspect_{name}": value for name, value in self.inspector.summary().items()}
+            self.inspector.rows.clear()  # the file has them
         return loss, norm
 
     def change_recipe(self, recipe: Recipe) -> None:
@@ -173,7 +184,7 @@ class TorchLearner:
 
     def loss(self, batches: np.ndarray) -> float:
         self.model.eval()
-        with torch.no_grad(), frozen(self.model):
+        with torch.no_grad(), self._unmeasured(), frozen(self.model):
             losses = self._losses(self._ids(batches))
         self.model.train()
         mean = sum(losses) / len(losses)
@@ -203,7 +214,8 @@ class TorchLearner:
         # Every rank runs all sequences, with the batch size of training, and reports the same.
         size = batch.shape[1] if self.group is None else batch.shape[1] // self.group.sizes.fsdp
         pieces = torch.from_numpy(batch).to(self.device).view(-1, size, batch.shape[-1])
-        first = first_module(self.model, pieces, self.update.loss)
+        with self._unmeasured():
+            first = first_module(self.model, pieces, self.update.loss)
         if self.group is None:
             return first.message
         # Before the first step, as in a validation, no rank has a loss of its own.
@@ -244,6 +256,9 @@ class TorchLearner:
 
     def _runner(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return CapturedStep(self.update) if self.config.capture == "step" else self.update
+
+    def _unmeasured(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.inspector is None else self.inspector.pause()
 
     def _ids(self, batch: np.ndarray) -> torch.Tensor:
         if self.group is not None:
