@@ -41,14 +41,14 @@ def model_of(recipe: Any, layers: int = 3) -> nn.Sequential:
     return model
 
 
-def inspected(model: nn.Module, steps: int = 1, loss: Any = None, **options: Any) -> qt.Inspector:
+def inspected(model: nn.Module, steps: int = 1, **options: Any) -> qt.Inspector:
     """Train for some steps and inspect them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     with qt.inspect(model, every=1, **options) as inspector:
         for _ in range(steps):
             x = torch.randn(4, 32, 64, generator=generator)
-            (loss or (lambda y: y.square().mean()))(model(x)).backward()
+            model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             inspector.step()
@@ -67,25 +67,6 @@ def test_nothing_is_flagged_without_a_fault(recipe: str) -> None:
     assert not faults(inspected(model_of(recipe), steps=2))
 
 
-def test_a_large_input_channel_is_named() -> None:
-    model = model_of("tensorwise")
-    mlp: Any = model[1]
-    with torch.no_grad():
-        mlp.down_proj.weight[:, 5] = 0
-
-    def fault(x: Tensor) -> Tensor:
-        return torch.cat([x[..., :5], 1e6 + x[..., 5:6], x[..., 6:]], -1)
-
-    mlp.fault = fault
-    inspector = inspected(model)
-    assert inspector.worst()[0]["layer"] == "1.down_proj"
-    flagged = {(r["layer"], r["gemm"], r["tensor"]): r for r in inspector.flagged()}
-    row = flagged["1.down_proj", "fprop", "input"]
-    assert row["outlier_column"] == 5 and row["flushed"] > 0.9
-    assert ("1.down_proj", "fprop", "output") in flagged
-    assert "column 5" in str(inspector)
-
-
 def test_values_beyond_a_stale_history_are_saturated() -> None:
     model = model_of("delayed(history=4)")
     inspected(model, steps=4)
@@ -95,20 +76,6 @@ def test_values_beyond_a_stale_history_are_saturated() -> None:
     saturated = {(r["layer"], r["tensor"]): r["saturated"] for r in inspector.flagged() if r.get("saturated")}
     assert saturated["2.down_proj", "input"] > 0.02
     assert inspector.worst()[0]["layer"] == "2.down_proj"
-
-
-def test_a_large_grad_output_row_is_named_in_dgrad_and_wgrad() -> None:
-    model = model_of("tensorwise(format='e4m3')")
-
-    def loss(y: Tensor) -> Tensor:
-        weight = torch.ones(4, 32, 1)
-        weight[2, 7] = 1e7
-        return (y.square() * weight).mean()
-
-    inspector = inspected(model, loss=loss)
-    row = next(r for r in inspector.flagged() if (r["layer"], r["gemm"]) == ("3", "dgrad"))
-    assert (row["tensor"], row["outlier_row"]) == ("grad_output", 2 * 32 + 7)
-    assert ("3", "wgrad", "grad_output") in faults(inspector)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
