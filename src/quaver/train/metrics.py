@@ -8,6 +8,9 @@ Training lines of a model with experts have balance_loss and z_loss, averaged ov
 share of choices beyond an expert's capacity; busiest, the load of the busiest expert of any layer relative to an even
 share; and load_L_E, the number of choices of expert E in layer L. Its validation lines have choices_differ, the share
 of choices that differ from those of the same weights under bf16, if the recipe quantizes and a single process trains.
+
+Training lines of inspected steps have inspect_snr, the lowest signal-to-noise ratio in dB; inspect_error,
+inspect_flushed and inspect_saturated, the highest of all tensors; and inspect_flagged, the number of flagged tensors.
 """
 
 import json
