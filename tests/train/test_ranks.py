@@ -3,6 +3,7 @@
 The ranks of one start train several runs one after the other; the single process's are trained here.
 """
 
+import json
 import math
 import os
 import shutil
@@ -238,7 +239,8 @@ def test_tensor_parallel_ranks_match_a_single_process(
     grid = make_config("grid", fsdp=2, tp=2, **common)
     resumed = Resumed(make_config("grid-resumed", fsdp=2, tp=2, async_save=True, **common), grid)
     few = common | {"steps": 2, "warmup": 1}
-    quantized = [make_config(f"grid-{name}", fsdp=2, tp=2, recipe=name, clip=0.0, **few) for name in GRID]
+    inspected = few | {"inspect_every": 2}
+    quantized = [make_config(f"grid-{name}", fsdp=2, tp=2, recipe=name, clip=0.0, **inspected) for name in GRID]
     across = [
         make_config(f"across-{how}", cp=2, cp_how=how, **few | options)
         for how, options in (
@@ -261,11 +263,16 @@ def test_tensor_parallel_ranks_match_a_single_process(
         assert max(abs(a / b - 1) for a, b in zip(norms(one), norms(config), strict=True)) < 1e-5, config.out
     for config in quantized:
         # Its ranks' parts of each sum, one after the other.
-        one = plain(config, f"{Path(config.out).name}-split", batch=2, accumulate=2, loss_chunk=1 << 20)
+        one = plain(
+            config, f"{Path(config.out).name}-split", batch=2, accumulate=2, loss_chunk=1 << 20, inspect_every=0
+        )
         with monkeypatch.context() as patch:
             patch.setattr(decoder, "quantize_layers", split_layers)
             run_training(one)
         assert losses_of(recorded(one)) == losses_of(recorded(config)), config.recipe
+        rows = [json.loads(line) for line in (Path(config.out) / "inspect.jsonl").read_text().splitlines()]
+        results = {(row["layer"], row["tensor"]) for row in rows if "format" not in row}
+        assert len(results) == 2 * 7 * 3, "three GEMMs of seven layers in two blocks"
 
     # From two times two ranks to two of --tp, and to one; test_stages.py resumes on four.
     layers, back = (replace(grid, out=str(tmp_path / str(tp)), fsdp=1, tp=tp) for tp in (2, 1))
