@@ -28,8 +28,11 @@ from quaver.torch.conversion.replace.blocks import Blocks
 from quaver.torch.conversion.report import Report
 from quaver.torch.conversion.weight_gradients import weight_gradients
 from quaver.torch.cuda_graph import CapturedStep
+from quaver.torch.inspection.bisect import Bisection, bisect
 from quaver.torch.inspection.counting import count
+from quaver.torch.inspection.first_difference import first_difference
 from quaver.torch.inspection.inspector import Inspector, inspect
+from quaver.torch.inspection.what_if import WhatIf, what_if
 from quaver.torch.linear.grouped.layer import GroupedLinear, grouped_matmul
 from quaver.torch.linear.linear import Linear
 from quaver.torch.nn.activation import ACTIVATIONS, activate
@@ -61,6 +64,7 @@ from quaver.torch.state.weight_cache import refresh
 __all__ = [
     "ACTIVATIONS",
     "MLP",
+    "Bisection",
     "Blocks",
     "CapturedStep",
     "CausalConv1d",
@@ -92,10 +96,12 @@ __all__ = [
     "Routing",
     "StateCache",
     "TransformerLayer",
+    "WhatIf",
     "activate",
     "apply_rotary",
     "autocast",
     "balance_loss",
+    "bisect",
     "causal_conv1d",
     "checkpoint",
     "convert",
@@ -105,6 +111,7 @@ __all__ = [
     "drop_initial_value",
     "explain",
     "export",
+    "first_difference",
     "from_huggingface",
     "frozen",
     "grouped_matmul",
@@ -130,6 +137,7 @@ __all__ = [
     "unpermute",
     "update_bias",
     "weight_gradients",
+    "what_if",
     "z_loss",
 ]
 

@@ -92,7 +92,7 @@ class Inspector(observer.Observer):
     ) -> None:
         self.rows: list[dict[str, Any]] = []
         check_instance("inspect", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
-        self._model = _unwrapped(model)
+        self._model = unwrapped(model)
         self._every, self._first_step, self._end, self._resumed = every, start, stop, resume
         self._patterns = (layers,) if isinstance(layers, str) else tuple(layers)
         self._path = None if out is None else Path(out) / FILE
@@ -181,7 +181,7 @@ class Inspector(observer.Observer):
                 )
         # Cached weights are quantized again, so that they are seen.
         refresh(self._model)
-        self._sampling.enter_context(_eager_steps())
+        self._sampling.enter_context(eager_steps())
         self._sampling.enter_context(observer.observing(self))
 
     def _pool_ranks(self, step: int) -> None:
@@ -282,6 +282,7 @@ class Inspector(observer.Observer):
         y: Tensor,
         parameter: str = "weight",
         group: int | None = None,
+        quantized: observer.QuantizedPair = (None, None),
     ) -> None:
         name = self._name(layer, parameter)
         if name is None or is_tracing():
@@ -442,7 +443,7 @@ class _EagerSteps:
 
 
 @contextmanager
-def _eager_steps() -> Iterator[None]:
+def eager_steps() -> Iterator[None]:
     """Context in which compiled functions run eagerly; contexts may end in any order."""
     if _EagerSteps.count == 0:
         _EagerSteps.stance.enter_context(torch.compiler.set_stance("force_eager"))
@@ -458,7 +459,7 @@ def _eager_steps() -> Iterator[None]:
 # ---- models and ranks ----
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside torch.compile's and DistributedDataParallel's wrappers, whose names `convert` used."""
     while True:
         if isinstance(model, DistributedDataParallel):

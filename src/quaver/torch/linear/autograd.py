@@ -172,7 +172,7 @@ def _forward_one(ctx: Any, call: LinearCall, x: Tensor, weight: Tensor, bias: Te
         w = plan.quantize_weight(call, value)
     output = plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
     if observer.active.observers:
-        _observe_fprop(call, y, value, w.fprop, bias, output)
+        _observe_fprop(call, y, operands[0], value, w.fprop, bias, output)
     # Only dgrad reads the weight; without it the weight may be modified before backward.
     dgrad_weight = value if needs[1] else None
     tensors: Sequence[Any] = ()
@@ -235,7 +235,7 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
         w = call.plan.quantize_weight(call, weight) if w is None else w
         y = call.plan.fprop(call, operands[0], operands[1], w.fprop, w.fprop_scale, bias)
         if not traced and observer.active.observers:
-            _observe_fprop(call, inputs.matrix, weight, w.fprop, bias, y)
+            _observe_fprop(call, inputs.matrix, operands[0], weight, w.fprop, bias, y)
         outputs.append(shaped(y, (*lead, weight.shape[0])))
         w = None
     saved: Sequence[Any] = (None,)
@@ -363,7 +363,7 @@ def gradients(
         if observed:
             gathered = general.is_prequantized(weight)
             b = general.plain(w, g.dtype) if gathered else stored_weight.plain_values(weight, g.dtype).t()
-            _observe_gemm(call, "dgrad", general.matrix(g), b, None, grad_input)
+            _observe_gemm(call, "dgrad", general.matrix(g), b, None, grad_input, operands[0], w)
     if needs[1]:
         if callable(saved_input):
             saved_input = saved_input(grad_input)
@@ -389,7 +389,7 @@ def _weight_gradient(
         call.entry.parameter_version.last_backward_id = weight_cache.backward_id()  # type: ignore[union-attr]
     y = call.plan.wgrad(call, g, g_scale, x, x_scale, dtype)
     if observed is not None and call.observed_input is not None:
-        _observe_gemm(call, "wgrad", observed.t(), call.observed_input.t(), None, y)
+        _observe_gemm(call, "wgrad", observed.t(), call.observed_input.t(), None, y, g, x)
     return y
 
 
@@ -397,11 +397,12 @@ def _weight_gradient(
 
 
 def _observe_fprop(
-    call: LinearCall, x: Tensor | None, weight: Tensor, operand: Any, bias: Tensor | None, y: Tensor
+    call: LinearCall, x: Tensor | None, x_operand: Any, weight: Tensor, operand: Any, bias: Tensor | None, y: Tensor
 ) -> None:
     """Report fprop, and remember its input for the report of wgrad.
 
     Args:
+        x_operand: the input as fprop read it.
         operand: the weight as fprop read it. A weight that was gathered as codes has no other values.
     """
     assert x is not None  # only fused kernels give codes alone, and they do not run while a layer is observed
@@ -409,21 +410,27 @@ def _observe_fprop(
     if call.is_observable:
         gathered = general.is_prequantized(weight)
         b = general.plain(operand, call.dtype) if gathered else stored_weight.plain_values(weight, call.dtype)
-        _observe_gemm(call, "fprop", call.observed_input, b, bias, y)
+        _observe_gemm(call, "fprop", call.observed_input, b, bias, y, x_operand, operand)
 
 
-def _observe_gemm(call: LinearCall, gemm: str, a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor) -> None:
+def _observe_gemm(
+    call: LinearCall, gemm: str, a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, *operands: Any
+) -> None:
     """Report the result y [m, n] of a GEMM with operands a [m, k] and b [n, k] before quantization.
 
     Of a sharded layer it is the GEMM of this rank.
+
+    Args:
+        operands: a and b as the GEMM read them.
     """
     if call.comm is not None:
         local = call.comm.local_gemm(gemm, a, b, bias, y)
         if local is None:
             return
         a, b, bias, y = local
+    quantized_a, quantized_b = (each if isinstance(each, Quantized) else None for each in operands)
     for each in observer.active.observers:
-        each.observe_gemm(call.layer, gemm, a, b, bias, general.matrix(y))
+        each.observe_gemm(call.layer, gemm, a, b, bias, general.matrix(y), quantized=(quantized_a, quantized_b))
 
 
 def _observe_grad_output(call: LinearCall, g: Tensor) -> None:

@@ -21,7 +21,7 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import NO_NOISE
 from quaver.torch.operations import functional, ops
-from quaver.torch.state import layer_state, weight_cache
+from quaver.torch.state import layer_state, observer, weight_cache
 from quaver.torch.state.history import scaling_step
 
 #: GEMM operand: a `Quantized` with its scale, codes with a separate scale, or an unquantized tensor.
@@ -157,8 +157,9 @@ class LinearCall:
 
     @property
     def is_observable(self) -> bool:
-        """False in a forward that checkpointing recomputes, since observers have seen the first one."""
-        return self.began_backward or not (layer_state.replaying() or layer_state.recomputing())
+        """False in a forward that checkpointing recomputes, if observers need only the first one."""
+        repeats = layer_state.replaying() or layer_state.recomputing()
+        return self.began_backward or not repeats or observer.active.sees_recomputation
 
     def quantize_unrecorded(
         self, x: Tensor, spec: QuantSpec, transposed: bool, factor: Any = None, noise: Any = NO_NOISE

@@ -14,13 +14,21 @@ from torch import Tensor, nn
 from quaver.recipes.spec import Recipe
 from quaver.torch.numerics.quantized import Quantized
 
+#: Operands of a GEMM, each None if it is not known as a `Quantized`.
+QuantizedPair = tuple[Quantized | None, Quantized | None]
+
 
 class Observer:
-    """Receives operands and results of quantized GEMMs and attention while active, and must not change them."""
+    """Receives operands and results of quantized GEMMs and attention while active.
+
+    It must not change them, unless it means to change the training: a result may be overwritten in place.
+    """
 
     #: True if `observe_gemm` is defined. All ranks must then observe the same steps, because operands that are sharded
     #: over tokens are gathered for it.
     measures_gemms = False
+    #: True to receive operands and results of forwards that checkpointing recomputes too.
+    sees_recomputation = False
 
     def observe_operand(
         self, layer: nn.Module, recipe: Recipe, operand: str, x: Tensor, q: Quantized, parameter: str = "weight"
@@ -47,6 +55,7 @@ class Observer:
         y: Tensor,
         parameter: str = "weight",
         group: int | None = None,
+        quantized: QuantizedPair = (None, None),
     ) -> None:
         """Receive the result of a GEMM, and its operands before quantization.
 
@@ -57,6 +66,8 @@ class Observer:
             y: the result [m, n].
             parameter: name of the layer's weight parameter.
             group: index of the expert in a layer with several; else None.
+            quantized: both operands as the GEMM read them; None where they are not quantized, or exist only in the
+                layout of a kernel.
         """
 
     def observe_attention(
@@ -74,6 +85,10 @@ class Observer:
 
 class _Active:
     observers: tuple[Observer, ...] = ()
+
+    @property
+    def sees_recomputation(self) -> bool:
+        return any(each.sees_recomputation for each in self.observers)
 
 
 active = _Active()

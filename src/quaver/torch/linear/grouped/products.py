@@ -56,7 +56,7 @@ def forward(
     y = run.multiply(a, weight, "fprop", bias)
     if observer.active.observers:
         call.observed_input = x if isinstance(x, Tensor) else high
-        _observe_gemms(call, "fprop", call.observed_input, weight, bias, y)
+        _observe_gemms(run, "fprop", call.observed_input, weight, bias, y, a)
     return y, _saved(run, x, high, a, "input.T") if save else None
 
 
@@ -107,7 +107,7 @@ def backward(
         assert weight is not None
         grad_x = run.multiply(rows, weight, "dgrad", None)
         if observer.active.observers:
-            _observe_gemms(call, "dgrad", g, weight, None, grad_x)
+            _observe_gemms(run, "dgrad", g, weight, None, grad_x, rows)
     if need_weight:
         # Kept for a weight gradient that is computed later only while it is observed.
         observed = g if observer.active.observers else None
@@ -128,20 +128,25 @@ def _weight_gradient(
     """Run wgrad; returns the gradient in the layout of the parameter."""
     y = run.wgrad(g, saved, dtype)
     if observed is not None:
-        _observe_gemms(run.call, "wgrad", observed, run.call.observed_input, None, y)
+        _observe_gemms(run, "wgrad", observed, run.call.observed_input, None, y, g, saved)
     if run.call.layer is not None:
         weight_cache.record_backward(run.call.layer)
     return y
 
 
-def _observe_gemms(call: GroupedCall, gemm: str, a: Tensor | None, b: Any, bias: Tensor | None, y: Tensor) -> None:
+def _observe_gemms(
+    run: "HostGroups | DeviceGroups", gemm: str, a: Tensor | None, b: Any, bias: Tensor | None, y: Tensor,
+    a_operand: Any, b_operand: Any = None,
+) -> None:  # fmt: skip
     """Report the result of each group's GEMM to the active observers.
 
     Args:
         a, b: rows [T, k] and the weight [groups, N, K] for fprop and dgrad; grad_output [T, N] and the input [T, K] for
             wgrad. Not reported if one of them is None, because it exists only as codes.
         y: the result; of wgrad [groups, N, K], or [groups, K, N] if the weight is stored so.
+        a_operand, b_operand: the rows of each group, and of wgrad those of the input, as the GEMM read them.
     """
+    call = run.call
     owner = call.owner
     if a is None or b is None or not isinstance(owner, LayerGroups) or not call.is_observable:
         return
@@ -154,8 +159,12 @@ def _observe_gemms(call: GroupedCall, gemm: str, a: Tensor | None, b: Any, bias:
             group_b = b[group] if call.stored is None else unwrap(call.stored, group).dequantize()
             group_b = group_b if gemm == "fprop" else group_b.t()
         group_bias = None if bias is None else bias[group]
+        quantized: observer.QuantizedPair = None, None
+        if isinstance(run, HostGroups) and isinstance(a_operand, list) and start < end:
+            other = b_operand[group] if gemm == "wgrad" else run.expert(b, group, gemm)
+            quantized = a_operand[group], other
         for each in observer.active.observers:
-            each.observe_gemm(owner.layer, gemm, group_a, group_b, group_bias, group_y, owner.name, group)
+            each.observe_gemm(owner.layer, gemm, group_a, group_b, group_bias, group_y, owner.name, group, quantized)
 
 
 def backend(call: GroupedCall) -> "HostGroups | DeviceGroups":
@@ -261,7 +270,7 @@ class HostGroups:
             if unquantized:
                 self._gemm(side, y[start:end], a[start:end], self._matrix(weight, group, side, a.dtype), b)
             else:
-                self._gemm(side, y[start:end], a[group], self._expert(weight, group, side), b)
+                self._gemm(side, y[start:end], a[group], self.expert(weight, group, side), b)
         if call.factors is not None and side == "fprop" and side in call.stacks:
             pairs = zip(call.stacks[side].quantized, self.bounds, strict=True)
             # Stored codes have no amax.
@@ -348,12 +357,12 @@ class HostGroups:
         """Return a group's unquantized weight [N, K] for fprop, or its transpose for dgrad."""
         call = self.call
         if self._dequantizes(side):
-            w = plain(self._expert(weight, group, "fprop"), dtype)
+            w = plain(self.expert(weight, group, "fprop"), dtype)
         else:
             w = weight[group] if call.stored is None else unwrap(call.stored, group).dequantize().to(dtype)
         return w.t() if side == "dgrad" else w
 
-    def _expert(self, weight: Tensor, group: int, side: str) -> Quantized:
+    def expert(self, weight: Tensor, group: int, side: str) -> Quantized:
         """Return a group's weight [N, K] for fprop, or its transpose [K, N] for dgrad."""
         call, shared = self.call, side == "dgrad" and self.call.recipe.reuse.weight
         parts: list[Any] = weights(call, weight, "fprop" if shared else side, lambda: [None] * len(self.bounds))

@@ -1,0 +1,281 @@
+"""`bisect`: find the layer, GEMM and operand that make a quantized model differ from a good one."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import check_instance, html_lines
+from quaver.torch.conversion.convert import convert, revert
+from quaver.torch.inspection.inspector import unwrapped
+from quaver.torch.inspection.statistics import result_statistics
+from quaver.torch.inspection.substitution import (
+    GemmSubstitution,
+    LossFunction,
+    RecipeOrRules,
+    Run,
+    Unit,
+    copied,
+    layer_names,
+    run,
+)
+from quaver.torch.operations import ops
+from quaver.torch.operations.operation import OPERATIONS
+from quaver.torch.state import observer
+
+#: Largest number of contributions that the text of a result lists.
+LISTED = 10
+#: A layer is a cause only if the error of one of its GEMMs is this many times the median.
+UNUSUAL = 2.0
+
+
+class Cause(NamedTuple):
+    """The smallest part of a model that carries more than half of the error."""
+
+    layer: str
+    #: "fprop", "dgrad" or "wgrad"; None if no single GEMM of the layer is the cause.
+    gemm: str | None
+    #: "input", "weight" or "grad_output"; None if no single operand is the cause, but the GEMM itself or both together.
+    operand: str | None
+    #: Its share of the squared error; near 1 if it alone is the cause.
+    share: float
+
+    def __str__(self) -> str:
+        name = ", ".join(part for part in (self.layer or "(root)", self.gemm, self.operand) if part)
+        return f"{name}: {self.share:.0%} of the error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bisection:
+    """Result of `bisect`."""
+
+    #: Parts that carry more than half of the error each, in the order of the model; empty if there is no single cause.
+    causes: tuple[Cause, ...]
+    #: Share of each layer alone, the largest first; measured only if there is no single cause.
+    contributions: dict[str, float]
+    #: Number of forwards and backwards.
+    runs: int
+
+    def __str__(self) -> str:
+        if self.causes:
+            return "\n".join(map(str, self.causes))
+        largest = [f"  {layer or '(root)'}: {share:.0%}" for layer, share in [*self.contributions.items()][:LISTED]]
+        return "\n".join(["no single cause; the largest contributions, each layer alone:", *largest])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_lines(str(self).split("\n"))
+
+
+def bisect(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    good: RecipeOrRules = "bf16",
+    bad: RecipeOrRules | None = None,
+    *,
+    is_bad: Callable[[float, dict[str, Tensor]], bool] | None = None,
+) -> Bisection:
+    """Find the layer, GEMM and operand whose precision makes the difference between two recipes.
+
+        found = qt.bisect(model, batch, lambda model, batch: model(batch).square().mean())
+        print(found)  # layers.1.down_proj, fprop, input: 99% of the error
+
+    Halves the layers, then the GEMMs of a layer, then the operands of a GEMM. A half is bad if it alone, computed as
+    in `bad` while all else is computed as in `good`, has more than half of the squared error of loss and gradients.
+    The error of a gradient is relative to that gradient. Works on copies: the model and the random state do not change.
+
+    Args:
+        model: a model; if `bad` is None, one that `convert` has converted.
+        batch: passed to `loss_fn`.
+        loss_fn: function of model and batch that returns the loss.
+        good: recipe, rules, or the name of an implementation as for `qt.only`.
+        bad: the same; None is the model as it is, with its scaling state. If `good` is the name of an implementation,
+            `bad` is one too, or None for the default implementations.
+        is_bad: function of loss and gradients (by parameter name) that replaces the comparison of errors, such as
+            `lambda loss, gradients: not math.isfinite(loss)`.
+    Raises:
+        ValueError: the model has no quantized layer, the loss or a gradient is not finite under `good`, or both give
+            the same loss and gradients.
+    """
+    check_instance("bisect", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    search = _Search(unwrapped(model), batch, loss_fn, good, bad, is_bad)
+    causes = search.causes([*search.units], 1.0)
+    contributions = {} if causes else search.contributions()
+    return Bisection(causes=tuple(causes), contributions=contributions, runs=search.runs)
+
+
+class _Search:
+    """State of one bisection."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: LossFunction,
+        good: RecipeOrRules,
+        bad: RecipeOrRules | None,
+        is_bad: Callable[[float, dict[str, Tensor]], bool] | None,
+    ) -> None:
+        self._batch, self._loss_fn, self._is_bad = batch, loss_fn, is_bad
+        self.runs = 0
+        known = {each.name for operation in OPERATIONS for each in operation.implementations}
+        self._implementation: str | None = None
+        self._replacement: Callable[[str], Recipe | str | None]
+        if isinstance(good, str) and good in known:
+            if not (bad is None or (isinstance(bad, str) and bad in known)):
+                raise ValueError(f"bisect: good is the implementation {good!r}, so bad must be one too, not {bad!r}")
+            self._model, self._implementation, self._replacement = model, bad, lambda layer: good
+        else:
+            self._model = model if bad is None else _converted(model, bad)
+            self._replacement = _converted_layers(model, good).get
+        #: Errors of each GEMM's calls in the bad run.
+        self._errors: dict[tuple[str, str], list[float]] = {}
+        everything = self._run(lambda names: _MeasuredGemms(names, self._errors))
+        self.units = everything.units
+        if not self.units:
+            raise ValueError("bisect: no quantized layer ran; give bad=, or call qt.convert(model, recipe) first")
+        self._good = self._with_bad(())
+        if not self._good.finite:
+            raise ValueError("bisect: loss or gradients are not finite under good: quantization is not the cause")
+        self._total = self._error(everything) if everything.finite else math.inf
+        if is_bad is not None:
+            verdicts = [bool(is_bad(each.loss, each.gradients)) for each in (everything, self._good)]
+            if verdicts != [True, False]:
+                raise ValueError(
+                    f"bisect: is_bad returned {verdicts[0]} under bad and {verdicts[1]} under good; it must return "
+                    "True and False"
+                )
+        elif self._total == 0:
+            raise ValueError("bisect: loss and gradients are the same under good and bad")
+
+    def causes(self, units: list[Unit], share: float) -> list[Cause]:
+        """Return the causes within units that carry a share.
+
+        A half of the model is bad if it has more than half of the whole error; a half of a layer, of the layer's.
+        """
+        found: list[Cause] = []
+        whole = min(1.0, share) if len({unit.layer for unit in units}) == 1 else 1.0
+        for half in _halves(units):
+            half_share = self.share(half)
+            if half_share > 0.5 * whole:
+                found += self.causes(half, half_share)
+        if found:
+            return found
+        layers, gemms, operands = ({*values} for values in zip(*units, strict=True))
+        if len(layers) > 1:
+            return []
+        unit = units[0]
+        gemm = unit.gemm if len(gemms) == 1 else None
+        cause = Cause(unit.layer, gemm, unit.operand if gemm and len(operands) == 1 else None, share)
+        return [cause] if self._is_bad is not None or self._is_unusual(unit.layer, gemms) else []
+
+    def _is_unusual(self, layer: str, gemms: Iterable[str]) -> bool:
+        """Return True if one of a layer's GEMMs is less exact than those of most layers.
+
+        Otherwise nothing is wrong with the layer: the model is only more sensitive to its error than to that of others.
+        """
+        means = {gemm: statistics.fmean(errors) for gemm, errors in self._errors.items()}
+        return max(means[layer, gemm] for gemm in gemms) > UNUSUAL * statistics.median(means.values())
+
+    def share(self, units: list[Unit]) -> float:
+        """Return the share of the error that units carry, 0 or 1 if `is_bad` decides."""
+        result = self._with_bad(units)
+        if self._is_bad is not None:
+            return float(bool(self._is_bad(result.loss, result.gradients)))
+        if not result.finite:
+            return 1.0
+        return self._error(result) / self._total if self._total < math.inf else 0.0
+
+    def contributions(self) -> dict[str, float]:
+        by_layer: dict[str, list[Unit]] = {}
+        for unit in self.units:
+            by_layer.setdefault(unit.layer, []).append(unit)
+        shares = {layer: self.share(units) for layer, units in by_layer.items()}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+    def _with_bad(self, units: Iterable[Unit]) -> Run:
+        """Run with these units as in `bad` and all others as in `good`."""
+        unchanged = frozenset(units)
+        return self._run(lambda names: GemmSubstitution(names, self._replacement, unchanged))
+
+    def _run(self, observer_of: Callable[[dict[int, str]], GemmSubstitution]) -> Run:
+        self.runs += 1
+
+        def observers(model: nn.Module) -> GemmSubstitution:
+            return observer_of(layer_names(model))
+
+        if self._implementation is None:
+            return run(self._model, self._batch, self._loss_fn, observers)
+        with ops.only(self._implementation):
+            return run(self._model, self._batch, self._loss_fn, observers)
+
+    def _error(self, result: Run) -> float:
+        """Return the squared relative error of the loss, plus that of the gradients weighted by their elements."""
+        good = self._good
+        error = ((result.loss - good.loss) / good.loss) ** 2 if good.loss else result.loss**2
+        sizes = {name: g.numel() for name, g in good.gradients.items()}
+        for name, g in good.gradients.items():
+            noise = float((result.gradients[name].double() - g.double()).square().sum())
+            signal = float(g.double().square().sum())
+            error += sizes[name] / sum(sizes.values()) * (min(1.0, noise / signal) if signal else float(noise > 0))
+        return error
+
+
+class _MeasuredGemms(GemmSubstitution):
+    """Measures the error of each GEMM in a model that runs as it is."""
+
+    def __init__(self, names: Mapping[int, str], errors: dict[tuple[str, str], list[float]]) -> None:
+        super().__init__(names, unchanged=None)
+        self._errors = errors
+
+    def observe_gemm(
+        self,
+        layer: nn.Module,
+        gemm: str,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        parameter: str = "weight",
+        group: int | None = None,
+        quantized: observer.QuantizedPair = (None, None),
+    ) -> None:
+        super().observe_gemm(layer, gemm, a, b, bias, y, parameter, group, quantized)
+        name = self._names.get(id(layer))
+        if name is not None and quantized != (None, None):
+            with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+                exact = (a.float() @ b.float().t()).add_(0 if bias is None else bias)
+                error = result_statistics(exact, y.float()).error
+            self._errors.setdefault((name, gemm), []).append(error)
+
+
+def _converted(model: nn.Module, recipe: RecipeOrRules) -> nn.Module:
+    """Return a copy of the model, converted."""
+    model = copied(model)
+    revert(model)
+    convert(model, recipe)
+    return model
+
+
+def _converted_layers(model: nn.Module, recipe: RecipeOrRules) -> dict[str, Recipe]:
+    """Return the recipes of the layers that `convert` would convert, by name."""
+    model = copied(model)
+    revert(model)
+    return convert(model, recipe).converted
+
+
+def _halves(units: list[Unit]) -> list[list[Unit]]:
+    """Split units by layer if they have several, else by GEMM, else by operand; one unit is not split."""
+    for field in range(len(Unit._fields)):
+        values = list(dict.fromkeys(unit[field] for unit in units))
+        if len(values) > 1:
+            first = {*values[: len(values) // 2]}
+            return [[u for u in units if u[field] in first], [u for u in units if u[field] not in first]]
+    return []

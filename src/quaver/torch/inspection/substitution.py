@@ -1,0 +1,201 @@
+"""Runs of a model in which chosen GEMMs and operands have another precision than the layers' recipes say.
+
+The model is converted as usual. While it runs, `GemmSubstitution` overwrites the result of each GEMM with one computed
+from other operands, so that everything after it, forward and backward, sees that result.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver.recipes.conversion import Rules
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.inspection.inspector import eager_steps
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.rounding import is_tracing, rotate
+from quaver.torch.operations import ops
+from quaver.torch.state import observer
+
+#: Function of the model and the batch that returns the loss.
+LossFunction = Callable[[nn.Module, Any], Tensor]
+#: A recipe for all layers, or rules, as `convert` takes them.
+RecipeOrRules = str | Recipe | Rules | Mapping[str, Recipe | str | None]
+#: Operands of each GEMM, a and b.
+OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+
+
+class Unit(NamedTuple):
+    """One operand of one GEMM of one layer."""
+
+    layer: str
+    gemm: str
+    #: "input", "weight" or "grad_output".
+    operand: str
+
+
+class GemmSubstitution(observer.Observer):
+    """Overwrites GEMM results: operands in `unchanged` are used as the layer quantized them, others in `replacement`.
+
+    Args:
+        names: name of each layer that is observed, by id.
+        replacement: recipe of each layer for the operands that are replaced, or the name of the implementation that
+            computes them; None is high precision.
+        unchanged: operands to use as they are; None is none.
+    """
+
+    measures_gemms = sees_recomputation = True
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        replacement: Callable[[str], Recipe | str | None] = lambda layer: None,
+        unchanged: frozenset[Unit] | None = frozenset(),
+    ) -> None:
+        self._names, self._replacement, self._unchanged = names, replacement, unchanged
+        #: Operands that GEMMs have read, in the order of their first use.
+        self.units: dict[Unit, None] = {}
+
+    def observe_gemm(
+        self,
+        layer: nn.Module,
+        gemm: str,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        parameter: str = "weight",
+        group: int | None = None,
+        quantized: observer.QuantizedPair = (None, None),
+    ) -> None:
+        """Overwrite one result; see `quaver.torch.state.observer.Observer`."""
+        name = self._names.get(id(layer))
+        if name is None or is_tracing() or quantized == (None, None):
+            return
+        units = [Unit(name, gemm, operand) for operand in OPERANDS[gemm]]
+        self.units |= dict.fromkeys(units)
+        unchanged = [self._unchanged is None or unit in self._unchanged for unit in units]
+        if all(unchanged):
+            return
+        with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+            used = [q if same and q is not None else None for same, q in zip(unchanged, quantized, strict=True)]
+            specs = [None if q is None else q.spec for q in quantized]
+            y.copy_(self._product(name, gemm, (a, b), used, specs).add_(0 if bias is None else bias))
+
+    def _product(
+        self,
+        name: str,
+        gemm: str,
+        values: tuple[Tensor, Tensor],
+        used: list[Quantized | None],
+        specs: Sequence[QuantSpec | None],
+    ) -> Tensor:
+        """Return a [m, k] @ b [n, k].T in float32, from the operands in `used` and replacements for the others.
+
+        Args:
+            specs: specs by which the layer quantized both.
+        """
+        replacement = self._replacement(name)
+        if isinstance(replacement, str):
+            with ops.only(replacement):
+                qa, qb = _quantized(values, used, specs)
+                assert qa is not None and qb is not None
+                return ops.MATMUL(qa, qb, torch.float32)
+        if replacement is not None:
+            used = _quantized(values, used, [replacement.gemms[gemm].a, replacement.gemms[gemm].b])
+        a, b = decoded_operands(values, used)
+        return a @ b.t()
+
+
+def _quantized(
+    values: tuple[Tensor, Tensor], used: list[Quantized | None], specs: Sequence[QuantSpec | None]
+) -> list[Quantized | None]:
+    """Quantize each operand that is not in `used` and has a spec."""
+    return [
+        ops.QUANTIZE(x.detach(), spec) if q is None and spec is not None else q
+        for x, q, spec in zip(values, used, specs, strict=True)
+    ]
+
+
+def decoded_operands(values: tuple[Tensor, Tensor], used: Sequence[Quantized | None]) -> tuple[Tensor, Tensor]:
+    """Return both operands in float32: the values where one is not quantized, decoded codes where it is.
+
+    If one of them is rotated by a Hadamard transform, the other is too, which leaves their product unchanged.
+    """
+    rotated = [q is not None and q.spec.hadamard for q in used]
+    a, b = (x.detach().float() if q is None else q.dequantize() for x, q in zip(values, used, strict=True))
+    if rotated[0] and not rotated[1]:
+        b = rotate(b)
+    if rotated[1] and not rotated[0]:
+        a = rotate(a)
+    return a, b
+
+
+# ---- runs ----
+
+
+class Run(NamedTuple):
+    """Loss and gradients of one forward and backward."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    #: Operands that quantized GEMMs have read.
+    units: list[Unit]
+
+    @property
+    def finite(self) -> bool:
+        # A sum is not finite if a value is not.
+        return math.isfinite(self.loss) and all(math.isfinite(g.double().sum()) for g in self.gradients.values())
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn(model, batch) returned {got}; it must return a scalar loss that depends on the model's parameters"
+        )
+
+
+def layer_names(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's quantized layers by id."""
+    return {id(module): name for name, module in model.named_modules() if "_state" in module.__dict__}
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a model. Raises: ValueError if it cannot be copied, as under FSDP."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot be copied ({type(error).__name__}: {error}); give the plain model, before FSDP or "
+            "another wrapper is applied"
+        ) from error
+
+
+def run(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    observers: Callable[[nn.Module], observer.Observer] | None = None,
+) -> Run:
+    """Run one forward and backward of a copy of the model; the model, its states and the random state do not change.
+
+    Args:
+        observers: function that makes the observer of the copy; None observes nothing.
+    """
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices), eager_steps():
+        model = copied(model)
+        for parameter in model.parameters():
+            parameter.grad = None
+        watcher = observer.Observer() if observers is None else observers(model)
+        with observer.observing(watcher):
+            loss = loss_fn(model, batch)
+            _check_loss(loss)
+            loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    units = [*watcher.units] if isinstance(watcher, GemmSubstitution) else []
+    return Run(float(loss.detach()), gradients, units)

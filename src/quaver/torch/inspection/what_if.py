@@ -1,0 +1,514 @@
+"""`what_if`: predict what each recipe costs a model in precision, and find the cheapest rules within two budgets."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quaver import recipes as recipe_table
+from quaver.costs import hardware, ledger
+from quaver.costs.hardware import Gpu
+from quaver.recipes.conversion import Rules, Skip
+from quaver.recipes.spec import Recipe
+from quaver.recipes.text import check_instance, html_lines, html_table
+from quaver.torch.conversion.convert import convert, revert
+from quaver.torch.inspection.inspector import unwrapped
+from quaver.torch.inspection.substitution import (
+    OPERANDS,
+    GemmSubstitution,
+    LossFunction,
+    Run,
+    copied,
+    decoded_operands,
+    layer_names,
+    run,
+)
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.rounding import rotate
+from quaver.torch.operations import ops
+from quaver.torch.state import observer
+
+#: Recipe under which the model is captured; it quantizes every GEMM of every layer, and each result is then replaced.
+CAPTURE = "tensorwise"
+HEADER = ("recipe", "predicted KL", "gradient SNR", "time / bf16", "loss - bf16", "gradients, SNR")
+
+
+# ---- capture ----
+
+
+@dataclass(eq=False)
+class CapturedGemms:
+    """Operands of one call of one matrix of a layer, in high precision."""
+
+    layer: str
+    #: Input [T, K] and weight [N, K].
+    x: Tensor
+    weight: Tensor
+    #: True for one expert of several, whose rows are a part of the tokens.
+    expert: bool
+    #: grad_output [T, N]; None until backward.
+    g: Tensor | None = None
+
+    def operands(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return both operands of each GEMM, [m, k] and [n, k]."""
+        assert self.g is not None
+        return {
+            "fprop": (self.x, self.weight),
+            "dgrad": (self.g, self.weight.t()),
+            "wgrad": (self.g.t(), self.x.t()),
+        }
+
+
+class _Capture(GemmSubstitution):
+    """Computes every GEMM in high precision and keeps the operands."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__(names)
+        self.calls: list[CapturedGemms] = []
+        self._open: dict[tuple[str, str, int | None], list[CapturedGemms]] = {}
+
+    def observe_gemm(
+        self,
+        layer: nn.Module,
+        gemm: str,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        parameter: str = "weight",
+        group: int | None = None,
+        quantized: observer.QuantizedPair = (None, None),
+    ) -> None:
+        super().observe_gemm(layer, gemm, a, b, bias, y, parameter, group, quantized)
+        name = self._names.get(id(layer))
+        if name is None or a.numel() == 0:
+            return
+        calls = self._open.setdefault((name, parameter, group), [])
+        if gemm == "fprop":
+            calls.append(CapturedGemms(name, a.detach(), b.detach(), group is not None))
+            return
+        g = a.detach() if gemm == "dgrad" else a.detach().t()
+        if any(call.g is not None and call.g.data_ptr() == g.data_ptr() for call in calls):
+            return  # dgrad has brought it
+        # Backward runs in the reverse order, and after the forward that a checkpoint recomputes.
+        call = next((call for call in reversed(calls) if call.g is None and call.x.shape[0] == g.shape[0]), None)
+        if call is not None:
+            call.g = g
+            self.calls.append(call)
+
+
+# ---- evaluation ----
+
+
+@dataclass
+class LayerPrecision:
+    """Precision of one layer under one recipe."""
+
+    #: Predicted KL divergence of the model's output, in nats per token, that fprop of this layer alone causes.
+    kl: float = 0.0
+    #: By GEMM: sum over rows of the result of noise / signal, at most 1 each; rows; and the same of columns.
+    errors: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    #: Sums of squares of signal and noise by (GEMM, operand).
+    squares: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
+
+    def snr(self, gemm: str) -> float:
+        """Return -10 log10 of the mean relative squared error of the result's rows or columns, whichever is larger.
+
+        Infinite if the GEMM is not quantized. A huge row or column does not hide the error of the others.
+        """
+        row_error, rows, column_error, columns = self.errors.get(gemm, (0.0, 1.0, 0.0, 1.0))
+        return _decibels(1.0, max(row_error / max(rows, 1), column_error / max(columns, 1)))
+
+    def operand_snr(self, gemm: str, operand: str) -> float:
+        """Return the SNR of an operand in dB; infinite if it is exact."""
+        return _decibels(*self.squares.get((gemm, operand), (1.0, 0.0)))
+
+    def add(self, other: "LayerPrecision") -> None:
+        """Pool with another call of the layer."""
+        self.kl += other.kl
+        _add_up(self.errors, other.errors)
+        _add_up(self.squares, other.squares)
+
+
+def _add_up(mine: dict[Any, tuple[float, ...]], theirs: Mapping[Any, tuple[float, ...]]) -> None:
+    for key, values in theirs.items():
+        before = mine.get(key, (0.0,) * len(values))
+        mine[key] = tuple(map(sum, zip(before, values, strict=True)))
+
+
+def _decibels(signal: float, noise: float) -> float:
+    """Return the ratio of two sums of squares in dB; infinite without noise."""
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def _squares(x: Tensor) -> float:
+    """Return the sum of squares; float32 values whose squares overflow are summed in float64."""
+    norm = float(torch.linalg.vector_norm(x))
+    return norm**2 if math.isfinite(norm) else float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+
+
+class _ExactProduct:
+    """The result of a GEMM in high precision, to which others are compared."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self.y = a @ b.t()
+        # Scaled so that no square over- or underflows; 2**126 is a float32.
+        self._scale = 2.0 ** min(-math.frexp(float(self.y.abs().amax()))[1], 126)
+        self._signals = self._sums(self.y)
+
+    def _sums(self, x: Tensor) -> list[Tensor]:
+        squares = (x * self._scale).square_()
+        return [squares.sum(1).double(), squares.sum(0).double()]
+
+    def errors(self, difference: Tensor) -> tuple[float, ...]:
+        """Return `LayerPrecision.errors` of a result that differs by this much."""
+        found: list[float] = []
+        for signal, noise in zip(self._signals, self._sums(difference), strict=True):
+            used = (signal > 0) | (noise > 0)
+            ratio = (noise / signal.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1.0)
+            found += [float(ratio.where(used, 0.0).sum()), float(used.sum())]
+        return tuple(found)
+
+
+def _evaluate(call: CapturedGemms, candidates: Sequence[Recipe], tokens: int) -> Iterator[LayerPrecision]:
+    """Yield the precision of one call under each recipe."""
+    assert call.g is not None
+    values = {gemm: (a.float(), b.float()) for gemm, (a, b) in call.operands().items()}
+    exact = {gemm: _ExactProduct(*pair) for gemm, pair in values.items()}
+    for recipe in candidates:
+        precision = LayerPrecision()
+        for gemm, originals in call.operands().items():
+            specs = recipe.gemms[gemm].a, recipe.gemms[gemm].b
+            pair: list[Quantized | None] = [
+                None if spec is None else ops.QUANTIZE(x, spec, None, None, (0, number, 0))
+                for number, (x, spec) in enumerate(zip(originals, specs, strict=True))
+            ]
+            if pair[1] is None and recipe.dequantized_backward:
+                pair[1] = _dequantized(call, gemm, recipe)
+            if pair == [None, None]:
+                continue
+            decoded = decoded_operands(values[gemm], pair)
+            for operand, x, q, value in zip(OPERANDS[gemm], values[gemm], pair, decoded, strict=True):
+                if q is not None:
+                    x = rotate(x) if q.spec.hadamard else x
+                    precision.squares[gemm, operand] = _squares(x), _squares(value - x)
+            difference = (decoded[0] @ decoded[1].t()).sub_(exact[gemm].y)
+            precision.errors[gemm] = exact[gemm].errors(difference)
+            if gemm == "fprop":
+                precision.kl = 0.5 * tokens * _squares(difference.mul_(call.g).sum(1))
+        yield precision
+
+
+def _dequantized(call: CapturedGemms, gemm: str, recipe: Recipe) -> Quantized:
+    """Return b of an unquantized dgrad or wgrad that reads fprop's operand."""
+    x, spec = (call.weight, recipe.fprop.b) if gemm == "dgrad" else (call.x, recipe.fprop.a)
+    assert spec is not None
+    return ops.QUANTIZE(x, spec).T
+
+
+# ---- choice of rules ----
+
+
+class Candidate(NamedTuple):
+    """A recipe that a layer may get."""
+
+    #: None leaves the layer in high precision.
+    recipe: Recipe | None
+    #: The recipe as Python code.
+    code: str
+    kl: float
+    #: Predicted seconds of the layer's GEMMs and quantizations in one step.
+    seconds: float
+
+
+def _choose(candidates: Mapping[str, Sequence[Candidate]], max_kl: float) -> dict[str, Candidate]:
+    """Return the cheapest candidate of each layer whose KL adds up to at most `max_kl`.
+
+    Starts with the cheapest ones and replaces, one after the other, that one which lowers KL most per second.
+    """
+    chosen = {layer: min(each, key=lambda c: (c.seconds, c.kl)) for layer, each in candidates.items()}
+    while sum(c.kl for c in chosen.values()) > max_kl:
+        best = max(
+            (
+                ((chosen[layer].kl - c.kl) / max(c.seconds - chosen[layer].seconds, 1e-12), layer, index)
+                for layer, each in candidates.items()
+                for index, c in enumerate(each)
+                if c.kl < chosen[layer].kl
+            ),
+            default=None,
+        )
+        if best is None:
+            break
+        chosen[best[1]] = candidates[best[1]][best[2]]
+    return chosen
+
+
+def _patterns(chosen: Mapping[str, Candidate]) -> dict[str, Candidate]:
+    """Return rules that give each layer its candidate: layers by name, then kinds of layers, then the rest by `*`."""
+    kinds: dict[str, list[str]] = {}
+    for name in chosen:
+        kinds.setdefault(name.rpartition(".")[2], []).append(name)
+    common = _most_common(chosen.values())
+    exact: dict[str, Candidate] = {}
+    by_kind: dict[str, Candidate] = {}
+    for kind, names in kinds.items():
+        usual = _most_common(chosen[name] for name in names)
+        exact |= {name: chosen[name] for name in names if chosen[name].code != usual.code}
+        if usual.code != common.code:
+            by_kind[f"*.{kind}" if any("." in name for name in names) else kind] = usual
+    # A name also matches layers whose names end with it, so longer names come first.
+    rules = dict(sorted(exact.items(), key=lambda rule: -len(rule[0]))) | by_kind | {"*": common}
+    lookup = Rules({pattern: candidate.code for pattern, candidate in rules.items()})
+    for name, candidate in chosen.items():
+        rule = lookup.match(name, 1, 1)
+        if rule is None or rule.recipe != candidate.code:
+            return dict(sorted(chosen.items(), key=lambda rule: -len(rule[0])))
+    return rules
+
+
+def _most_common(candidates: Iterable[Candidate]) -> Candidate:
+    by_code: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        by_code.setdefault(candidate.code, []).append(candidate)
+    return max(by_code.values(), key=len)[0]
+
+
+# ---- result ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """Result of `what_if`."""
+
+    #: One dict per recipe, layer and GEMM: `pandas.DataFrame(result.rows)` is a table.
+    rows: list[dict[str, Any]]
+    #: One dict per recipe, the recommended rules last.
+    summary: list[dict[str, Any]]
+    #: The cheapest rules within both budgets; `convert` takes them.
+    rules: dict[str, Recipe | None]
+    #: The same as Python code.
+    code: str
+    #: Description of the predicted times, or why no rules are within the budgets.
+    note: str
+
+    def __str__(self) -> str:
+        table = [HEADER, *map(_cells, self.summary)]
+        widths = [max(len(line[i]) for line in table) for i in range(len(HEADER))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        return "\n".join([*lines, f"rules = {self.code}", self.note])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table(HEADER, map(_cells, self.summary)) + html_lines([f"rules = {self.code}", self.note])
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    worst = "exact" if row["grad_snr"] is None else f"{row['grad_snr']:.1f} dB"
+    real = "exact" if row["real_grad_snr"] is None else f"{row['real_grad_snr']:.1f} dB"
+    return (row["recipe"], f"{row['kl']:.2g}", worst, f"{row['time']:.2f}", f"{row['loss_difference']:+.2g}", real)
+
+
+def what_if(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction,
+    recipes: Sequence[str | Recipe],
+    *,
+    max_kl: float = 1e-3,
+    min_grad_snr: float = 10.0,
+    skip: Skip = (),
+    gpu: str | Gpu = "h100",
+    tokens: int = 8192,
+    widen: int = 1,
+) -> WhatIf:
+    """Predict what each recipe costs in precision, layer by layer, and find the cheapest rules within two budgets.
+
+        result = qt.what_if(model, batch, loss_fn, ["mxfp8", "nvfp4"])
+        print(result)
+        qt.convert(model, result.rules)
+
+    Captures one forward and backward in high precision. Every GEMM is then computed from the captured operands under
+    each recipe, and the rules that come out are checked by one real forward and backward, as is each recipe. Works on a
+    copy: the model and the random state do not change. A converted model is evaluated as if reverted. Delayed scaling
+    is evaluated with the scales of this batch.
+
+    Args:
+        model: the model.
+        batch: passed to `loss_fn`.
+        loss_fn: function of model and batch that returns the mean loss over tokens.
+        recipes: recipes to consider, beside high precision.
+        max_kl: largest predicted KL divergence of the model's output from that in high precision, in nats per token. It
+            is the sum over layers of half the mean over tokens of (g · δ)², with the gradient g of a token's loss with
+            respect to the output of the layer, and the error δ of that output.
+        min_grad_snr: smallest signal-to-noise ratio in dB of any layer's gradients of input and weight, from the mean
+            relative error of their rows or columns, whichever is larger.
+        skip: layers to leave in high precision, as in `convert`.
+        gpu: GPU whose time is predicted, as for `quaver plan`.
+        tokens: tokens of a step of the prediction.
+        widen: factor of all features in the prediction, to choose rules for a large model with a small one.
+    Raises:
+        ValueError: an unknown recipe or GPU, no layer that `convert` would convert, or a loss without gradients.
+    """
+    check_instance("what_if", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    candidates = _recipes(recipes)
+    for name, value, least in (("max_kl", max_kl, 0.0), ("tokens", tokens, 1), ("widen", widen, 1)):
+        if not value >= least:
+            raise ValueError(f"what_if: {name} is {value!r}; give {least:g} or more")
+    card = hardware.get(gpu)
+    original = copied(unwrapped(model))
+    revert(original)
+    exact = run(original, batch, loss_fn)
+    if not exact.finite:
+        raise ValueError("what_if: loss or gradients are not finite in high precision: quantization is not the cause")
+    calls = _captured(original, batch, loss_fn, skip)
+    rows_seen = max(call.x.shape[0] for call in calls if not call.expert or all(c.expert for c in calls))
+    table: dict[str, list[LayerPrecision]] = {}
+    for call in calls:
+        pooled = table.setdefault(call.layer, [LayerPrecision() for _ in candidates])
+        for into, precision in zip(pooled, _evaluate(call, [r for r, _ in candidates], rows_seen), strict=True):
+            into.add(precision)
+    prices = _Prices(calls, card, tokens / rows_seen, widen)
+    choices = {layer: _candidates(layer, each, candidates, min_grad_snr, prices) for layer, each in table.items()}
+    chosen = _choose(choices, max_kl)
+    patterns = _patterns(chosen)
+    rules = {pattern: candidate.recipe for pattern, candidate in patterns.items()}
+    high = sum(prices.seconds(layer, None) for layer in table)
+    summary, times = [], []
+    for index, (recipe, _) in enumerate(candidates):
+        layers = {layer: each[index] for layer, each in table.items()}
+        found = _checked(original, batch, loss_fn, recipe, skip, exact)
+        time = sum(prices.seconds(layer, recipe) for layer in layers) / high
+        times.append(time)
+        kl, snr = sum(p.kl for p in layers.values()), min(p.snr(g) for p in layers.values() for g in ("dgrad", "wgrad"))
+        summary.append({"recipe": str(recipe), "kl": kl, "grad_snr": _number(snr), "time": time, **found})
+    snr = min(_chosen_snr(table[layer], candidate, candidates) for layer, candidate in chosen.items())
+    found = _checked(original, batch, loss_fn, rules, skip, exact)
+    time, kl = sum(c.seconds for c in chosen.values()) / high, sum(c.kl for c in chosen.values())
+    summary.append({"recipe": "rules", "kl": kl, "grad_snr": _number(snr), "time": time, **found})
+    code = "{" + ", ".join(f"{pattern!r}: {candidate.code}" for pattern, candidate in patterns.items()) + "}"
+    note = f"time: of the layers' GEMMs and quantizations, predicted for {card.about} and {tokens} tokens"
+    note += f", features times {widen}" if widen > 1 else ""
+    if not any(rules.values()) and min(times) >= 1:
+        note += "; no recipe is faster than bf16 for features this small: give widen= to choose for a larger model"
+    return WhatIf(rows=[*_rows(table, candidates)], summary=summary, rules=rules, code=code, note=note)
+
+
+def _recipes(given: Sequence[str | Recipe]) -> list[tuple[Recipe, str]]:
+    """Return each recipe with its code."""
+    if isinstance(given, str | Recipe) or not given:
+        raise ValueError(f"what_if: recipes is {given!r}; give a list, such as ['mxfp8', 'nvfp4']")
+    found = [(recipe_table.get(each), repr(str(each) if isinstance(each, Recipe) else each)) for each in given]
+    for recipe, code in found:
+        if not recipe.quantizes:
+            raise ValueError(f"what_if: {code} quantizes nothing; high precision is always considered")
+    return found
+
+
+def _captured(original: nn.Module, batch: Any, loss_fn: LossFunction, skip: Skip) -> list[CapturedGemms]:
+    """Return the operands of all GEMMs that `convert` would quantize."""
+    model = copied(original)
+    if not convert(model, CAPTURE, skip=skip).converted:
+        raise ValueError("what_if: the model has no layer that qt.convert would convert")
+    captures: list[_Capture] = []
+
+    def capture(model: nn.Module) -> _Capture:
+        captures.append(_Capture(layer_names(model)))
+        return captures[-1]
+
+    run(model, batch, loss_fn, capture)
+    if not captures[0].calls:
+        raise ValueError("what_if: no converted layer ran in forward and backward; see loss_fn and requires_grad")
+    return captures[0].calls
+
+
+class _Prices:
+    """Predicted seconds of each layer."""
+
+    def __init__(self, calls: Sequence[CapturedGemms], gpu: Gpu, scale: float, widen: int) -> None:
+        #: Rows, in_features and out_features of each layer's matrices.
+        self._sizes: dict[str, Counter[tuple[int, int, int]]] = {}
+        self._gpu = gpu
+        self._seconds: dict[tuple[str, Recipe | None], float] = {}
+        for call in calls:
+            n, k = (size * widen for size in call.weight.shape)
+            rows = max(1, round(len(call.x) * scale))
+            self._sizes.setdefault(call.layer, Counter())[rows, k, n] += 1
+
+    def seconds(self, layer: str, recipe: Recipe | None) -> float:
+        """Return the predicted seconds of a layer's GEMMs and quantizations; None is high precision."""
+        if (layer, recipe) not in self._seconds:
+            self._seconds[layer, recipe] = sum(
+                times * ledger.layer(recipe or recipe_table.get("bf16"), rows, k, n, self._gpu).seconds
+                for (rows, k, n), times in self._sizes[layer].items()
+            )
+        return self._seconds[layer, recipe]
+
+
+def _candidates(
+    layer: str,
+    precisions: Sequence[LayerPrecision],
+    candidates: Sequence[tuple[Recipe, str]],
+    min_grad_snr: float,
+    prices: _Prices,
+) -> list[Candidate]:
+    """Return what a layer may get: high precision, and each recipe without the GEMMs whose gradients it makes bad."""
+    found = [Candidate(None, "None", 0.0, prices.seconds(layer, None))]
+    for precision, (recipe, code) in zip(precisions, candidates, strict=True):
+        bad = [gemm for gemm in ("dgrad", "wgrad") if precision.snr(gemm) < min_grad_snr]
+        if bad:
+            try:
+                recipe = recipe_table.override(recipe, **dict.fromkeys(bad))
+            except ValueError:  # delayed scaling does not go without a quantized dgrad
+                continue
+            code = f"recipes.override({code}, {', '.join(f'{gemm}=None' for gemm in bad)})"
+        found.append(Candidate(recipe, code, precision.kl, prices.seconds(layer, recipe)))
+    return found
+
+
+def _chosen_snr(
+    precisions: Sequence[LayerPrecision], chosen: Candidate, candidates: Sequence[tuple[Recipe, str]]
+) -> float:
+    """Return the smaller SNR of a layer's gradients under the candidate that it gets."""
+    if chosen.recipe is None:
+        return math.inf
+    index = next(i for i, (_, code) in enumerate(candidates) if code in chosen.code)
+    gemms = [gemm for gemm in ("dgrad", "wgrad") if chosen.recipe.gemms[gemm].a is not None]
+    return min([precisions[index].snr(gemm) for gemm in gemms], default=math.inf)
+
+
+def _checked(
+    original: nn.Module, batch: Any, loss_fn: LossFunction, recipe: Any, skip: Skip, exact: Run
+) -> dict[str, float | None]:
+    """Return the change of the loss and the SNR of all gradients together in a real forward and backward."""
+    if isinstance(recipe, Mapping) and not any(recipe.values()):
+        return {"loss_difference": 0.0, "real_grad_snr": None}
+    model = copied(original)
+    convert(model, recipe, skip=skip)
+    found = run(model, batch, loss_fn)
+    signal = noise = 0.0
+    for name, g in exact.gradients.items():
+        signal += _squares(g.float())
+        noise += _squares(found.gradients[name].float() - g.float())
+    return {"loss_difference": found.loss - exact.loss, "real_grad_snr": _number(_decibels(signal, noise))}
+
+
+def _rows(
+    table: Mapping[str, Sequence[LayerPrecision]], candidates: Sequence[tuple[Recipe, str]]
+) -> Iterator[dict[str, Any]]:
+    for layer, precisions in table.items():
+        for precision, (recipe, _) in zip(precisions, candidates, strict=True):
+            for gemm in precision.errors:
+                row: dict[str, Any] = {"layer": layer or "(root)", "recipe": str(recipe), "gemm": gemm}
+                row |= {"snr": _number(precision.snr(gemm)), "kl": precision.kl if gemm == "fprop" else None}
+                row |= {f"{operand}_snr": _number(precision.operand_snr(gemm, operand)) for operand in OPERANDS[gemm]}
+                yield row
+
+
+def _number(value: float) -> float | None:
+    """Return a finite number, or None."""
+    return value if abs(value) < math.inf else None
