@@ -70,6 +70,22 @@ def test_a_wrong_gemm_is_found_but_neither_operand(recipe: str, monkeypatch: pyt
     assert cause[:3] == ("2", "wgrad", None)
 
 
+def test_quantized_attention_is_found() -> None:
+    model = model_of("llama", "mxfp8(attention=True)")
+    core: Any = model.get_submodule("layers.1.attention.core")
+    attend = type(core).attend
+
+    def wrong(*qkv: Any, recipe: Any, **options: Any) -> Tensor:
+        y: Tensor = attend(*qkv, recipe=recipe, **options)
+        return y * 2 if recipe is not None and options["window"] == (3, 0) else y
+
+    core.window = (3, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(core), "attend", staticmethod(wrong))
+        (cause,) = qt.bisect(model, TOKENS, loss_of).causes
+    assert cause[:3] == ("layers.1.attention.core", "attention", None)
+
+
 def test_an_operand_can_be_another_recipes() -> None:
     found = qt.bisect(small(), torch.randn(64, 32), square, bad={"2": "nvfp4", "*": "mxfp8"}, good="mxfp8")
     assert {cause.layer for cause in found.causes} == {"2"}

@@ -38,7 +38,7 @@ class Cause(NamedTuple):
     """The smallest part of a model that carries more than half of the error."""
 
     layer: str
-    #: "fprop", "dgrad" or "wgrad"; None if no single GEMM of the layer is the cause.
+    #: "fprop", "dgrad", "wgrad" or "attention"; None if no single GEMM of the layer is the cause.
     gemm: str | None
     #: "input", "weight" or "grad_output"; None if no single operand is the cause, but the GEMM itself or both together.
     operand: str | None
@@ -173,7 +173,7 @@ class _Search:
             return []
         unit = units[0]
         gemm = unit.gemm if len(gemms) == 1 else None
-        cause = Cause(unit.layer, gemm, unit.operand if gemm and len(operands) == 1 else None, share)
+        cause = Cause(unit.layer, gemm, unit.operand or None if gemm and len(operands) == 1 else None, share)
         return [cause] if self._is_bad is not None or self._is_unusual(unit.layer, gemms) else []
 
     def _is_unusual(self, layer: str, gemms: Iterable[str]) -> bool:
@@ -182,7 +182,8 @@ class _Search:
         Otherwise nothing is wrong with the layer: the model is only more sensitive to its error than to that of others.
         """
         means = {gemm: statistics.fmean(errors) for gemm, errors in self._errors.items()}
-        return max(means[layer, gemm] for gemm in gemms) > UNUSUAL * statistics.median(means.values())
+        # Attention is not measured.
+        return any(means.get((layer, gemm), math.inf) > UNUSUAL * statistics.median(means.values()) for gemm in gemms)
 
     def share(self, units: list[Unit]) -> float:
         """Return the share of the error that units carry, 0 or 1 if `is_bad` decides."""
@@ -268,7 +269,8 @@ def _converted_layers(model: nn.Module, recipe: RecipeOrRules) -> dict[str, Reci
     """Return the recipes of the layers that `convert` would convert, by name."""
     model = copied(model)
     revert(model)
-    return convert(model, recipe).converted
+    report = convert(model, recipe)
+    return report.converted | report.attention
 
 
 def _halves(units: list[Unit]) -> list[list[Unit]]:

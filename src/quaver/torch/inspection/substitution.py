@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quaver.recipes.conversion import Rules
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.inspection.inspector import eager_steps
+from quaver.torch.nn.attention.dot_product import DotProductAttention
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing, rotate
 from quaver.torch.operations import ops
@@ -26,6 +27,8 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 RecipeOrRules = str | Recipe | Rules | Mapping[str, Recipe | str | None]
 #: Operands of each GEMM, a and b.
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+#: Name of the GEMMs of an attention module.
+ATTENTION = "attention"
 
 
 class Unit(NamedTuple):
@@ -33,7 +36,7 @@ class Unit(NamedTuple):
 
     layer: str
     gemm: str
-    #: "input", "weight" or "grad_output".
+    #: "input", "weight" or "grad_output"; "" for the GEMMs of attention, which are not taken apart.
     operand: str
 
 
@@ -84,6 +87,18 @@ class GemmSubstitution(observer.Observer):
             used = [q if same and q is not None else None for same, q in zip(unchanged, quantized, strict=True)]
             specs = [None if q is None else q.spec for q in quantized]
             y.copy_(self._product(name, gemm, (a, b), used, specs).add_(0 if bias is None else bias))
+
+    def attention_recipe(self, core: nn.Module, recipe: Recipe | None) -> Recipe | None:
+        """Return the recipe of an attention module; see `quaver.torch.state.observer.Observer`."""
+        name = self._names.get(id(core))
+        if name is None:
+            return recipe
+        unit = Unit(name, ATTENTION, "")
+        self.units[unit] = None
+        if self._unchanged is None or unit in self._unchanged:
+            return recipe
+        replacement = self._replacement(name)
+        return recipe if isinstance(replacement, str) else replacement
 
     def _product(
         self,
@@ -160,8 +175,9 @@ def _check_loss(loss: Any) -> None:
 
 
 def layer_names(model: nn.Module) -> dict[int, str]:
-    """Return the names of a model's quantized layers by id."""
-    return {id(module): name for name, module in model.named_modules() if "_state" in module.__dict__}
+    """Return the names of a model's quantized layers and attention modules by id."""
+    modules = model.named_modules()
+    return {id(m): name for name, m in modules if "_state" in m.__dict__ or isinstance(m, DotProductAttention)}
 
 
 def copied(model: nn.Module) -> nn.Module:

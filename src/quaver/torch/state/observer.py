@@ -70,6 +70,10 @@ class Observer:
                 layout of a kernel.
         """
 
+    def attention_recipe(self, core: nn.Module, recipe: Recipe | None) -> Recipe | None:
+        """Return the recipe by which a `DotProductAttention` runs that would be quantized by `recipe`."""
+        return recipe
+
     def observe_attention(
         self, core: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any], y: Tensor
     ) -> None:

@@ -146,6 +146,11 @@ class DotProductAttention(nn.Module):
         recipe = options["recipe"]
         if is_tracing() or recipe is None or recipe.attention is None:
             return self.attend(q, k, v, **options)
+        for each in observer.active.observers:
+            recipe = each.attention_recipe(self, recipe)
+        options["recipe"] = recipe
+        if recipe is None or recipe.attention is None:
+            return self.attend(q, k, v, **options)
         # Views, which have no other readers.
         qkv = q.view_as(q), k.view_as(k), v.view_as(v)
         y = self.attend(*qkv, **options)
