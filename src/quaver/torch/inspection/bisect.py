@@ -35,7 +35,7 @@ UNUSUAL = 2.0
 
 
 class Cause(NamedTuple):
-    """The smallest part of a model that carries more than half of the error."""
+    """A layer that carries more than half of the error, and the part of it that carries most of that."""
 
     layer: str
     #: "fprop", "dgrad", "wgrad" or "attention"; None if no single GEMM of the layer is the cause.
@@ -88,8 +88,9 @@ def bisect(
         print(found)  # layers.1.down_proj, fprop, input: 99% of the error
 
     Halves the layers, then the GEMMs of a layer, then the operands of a GEMM. A half is bad if it alone, computed as
-    in `bad` while all else is computed as in `good`, has more than half of the squared error of loss and gradients.
-    The error of a gradient is relative to that gradient. Works on copies: the model and the random state do not change.
+    in `bad` while all else is computed as in `good`, has more than half of the squared error of loss and gradients, or
+    within a layer two thirds of the layer's. The error of a gradient is relative to that gradient. Works on copies: the
+    model and the random state do not change.
 
     Args:
         model: a model; if `bad` is None, one that `convert` has converted.
@@ -158,13 +159,14 @@ class _Search:
     def causes(self, units: list[Unit], share: float) -> list[Cause]:
         """Return the causes within units that carry a share.
 
-        A half of the model is bad if it has more than half of the whole error; a half of a layer, of the layer's.
+        A half of the model is bad if it has more than half of the whole error. A half of a layer must have two thirds
+        of the layer's: one of two equal halves always has a little more than the other.
         """
         found: list[Cause] = []
-        whole = min(1.0, share) if len({unit.layer for unit in units}) == 1 else 1.0
+        least = 2 / 3 * min(1.0, share) if len({unit.layer for unit in units}) == 1 else 0.5
         for half in _halves(units):
             half_share = self.share(half)
-            if half_share > 0.5 * whole:
+            if half_share > least:
                 found += self.causes(half, half_share)
         if found:
             return found

@@ -221,6 +221,8 @@ class Candidate(NamedTuple):
     #: The recipe as Python code.
     code: str
     kl: float
+    #: The smaller SNR of its gradients in dB.
+    grad_snr: float
     #: Predicted seconds of the layer's GEMMs and quantizations in one step.
     seconds: float
 
@@ -373,27 +375,22 @@ def what_if(
         for into, precision in zip(pooled, _evaluate(call, [r for r, _ in candidates], rows_seen), strict=True):
             into.add(precision)
     prices = _Prices(calls, card, tokens / rows_seen, widen)
+    whole = {layer: _candidates(layer, each, candidates, -math.inf, prices) for layer, each in table.items()}
     choices = {layer: _candidates(layer, each, candidates, min_grad_snr, prices) for layer, each in table.items()}
     chosen = _choose(choices, max_kl)
     patterns = _patterns(chosen)
     rules = {pattern: candidate.recipe for pattern, candidate in patterns.items()}
     high = sum(prices.seconds(layer, None) for layer in table)
-    summary, times = [], []
-    for index, (recipe, _) in enumerate(candidates):
-        layers = {layer: each[index] for layer, each in table.items()}
-        found = _checked(original, batch, loss_fn, recipe, skip, exact)
-        time = sum(prices.seconds(layer, recipe) for layer in layers) / high
-        times.append(time)
-        kl, snr = sum(p.kl for p in layers.values()), min(p.snr(g) for p in layers.values() for g in ("dgrad", "wgrad"))
-        summary.append({"recipe": str(recipe), "kl": kl, "grad_snr": _number(snr), "time": time, **found})
-    snr = min(_chosen_snr(table[layer], candidate, candidates) for layer, candidate in chosen.items())
-    found = _checked(original, batch, loss_fn, rules, skip, exact)
-    time, kl = sum(c.seconds for c in chosen.values()) / high, sum(c.kl for c in chosen.values())
-    summary.append({"recipe": "rules", "kl": kl, "grad_snr": _number(snr), "time": time, **found})
+    summary = []
+    for number, (recipe, _) in enumerate(candidates):
+        row = _summary_row(str(recipe), [each[1 + number] for each in whole.values()], high)
+        summary.append(row | _checked(original, batch, loss_fn, recipe, skip, exact))
+    row = _summary_row("rules", chosen.values(), high)
+    summary.append(row | _checked(original, batch, loss_fn, rules, skip, exact))
     code = "{" + ", ".join(f"{pattern!r}: {candidate.code}" for pattern, candidate in patterns.items()) + "}"
     note = f"time: of the layers' GEMMs and quantizations, predicted for {card.about} and {tokens} tokens"
     note += f", features times {widen}" if widen > 1 else ""
-    if not any(rules.values()) and min(times) >= 1:
+    if not any(rules.values()) and all(row["time"] >= 1 for row in summary):
         note += "; no recipe is faster than bf16 for features this small: give widen= to choose for a larger model"
     return WhatIf(rows=[*_rows(table, candidates)], summary=summary, rules=rules, code=code, note=note)
 
@@ -457,28 +454,29 @@ def _candidates(
     prices: _Prices,
 ) -> list[Candidate]:
     """Return what a layer may get: high precision, and each recipe without the GEMMs whose gradients it makes bad."""
-    found = [Candidate(None, "None", 0.0, prices.seconds(layer, None))]
+    found = [Candidate(None, "None", 0.0, math.inf, prices.seconds(layer, None))]
     for precision, (recipe, code) in zip(precisions, candidates, strict=True):
-        bad = [gemm for gemm in ("dgrad", "wgrad") if precision.snr(gemm) < min_grad_snr]
+        snrs = {gemm: precision.snr(gemm) for gemm in ("dgrad", "wgrad")}
+        bad = [gemm for gemm, snr in snrs.items() if snr < min_grad_snr]
         if bad:
             try:
                 recipe = recipe_table.override(recipe, **dict.fromkeys(bad))
             except ValueError:  # delayed scaling does not go without a quantized dgrad
                 continue
             code = f"recipes.override({code}, {', '.join(f'{gemm}=None' for gemm in bad)})"
-        found.append(Candidate(recipe, code, precision.kl, prices.seconds(layer, recipe)))
+        snr = min((snr for gemm, snr in snrs.items() if gemm not in bad), default=math.inf)
+        found.append(Candidate(recipe, code, precision.kl, snr, prices.seconds(layer, recipe)))
     return found
 
 
-def _chosen_snr(
-    precisions: Sequence[LayerPrecision], chosen: Candidate, candidates: Sequence[tuple[Recipe, str]]
-) -> float:
-    """Return the smaller SNR of a layer's gradients under the candidate that it gets."""
-    if chosen.recipe is None:
-        return math.inf
-    index = next(i for i, (_, code) in enumerate(candidates) if code in chosen.code)
-    gemms = [gemm for gemm in ("dgrad", "wgrad") if chosen.recipe.gemms[gemm].a is not None]
-    return min([precisions[index].snr(gemm) for gemm in gemms], default=math.inf)
+def _summary_row(name: str, layers: Iterable[Candidate], high_precision_seconds: float) -> dict[str, Any]:
+    layers = list(layers)
+    return {
+        "recipe": name,
+        "kl": sum(c.kl for c in layers),
+        "grad_snr": _number(min(c.grad_snr for c in layers)),
+        "time": sum(c.seconds for c in layers) / high_precision_seconds,
+    }
 
 
 def _checked(
