@@ -22,7 +22,7 @@ from benchmarks.acceptance import report
 from benchmarks.acceptance.report import ATTENTION, BASELINE, BLOCKS, LAYERS, RULES, Acceptance, Rule, Verdict
 from benchmarks.acceptance.training import CONTROL, NUDGE, NULL, Outcome, Run, read, write
 from benchmarks.measuring import machine, results
-from quaver.train import config
+from quaver.recipes.text import folder_name
 from quaver.train.config import FRAMEWORKS, check_choice
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ class Plan:
         folder = self.folder.resolve() / f"{self.framework}-{self.model}-{shape}-{checksum()}"
 
         def place(row: str, seed: int) -> str:
-            name = re.sub(r"\W+", "-", row) if row in self.variants else config.folder_name(row)
+            name = re.sub(r"\W+", "-", row) if row in self.variants else folder_name(row)
             return str(folder / f"{name}-seed{seed}")
 
         def run(row: str, seed: int) -> Run:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.acceptance.training import CONTROL, CONTROLS, NARROW, NUDGE, NULL, Outcome
 from benchmarks.measuring import results
-from quaver.train.compare import paired
+from quaver.comparison.results import paired
 
 BASELINE = "bf16"
 #: Column of models with experts.

@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.acceptance.command import Plan
 from benchmarks.acceptance.report import BASELINE, Acceptance, by_seed, mean_of
 from benchmarks.acceptance.training import NUDGE, NULL
+from quaver.comparison.results import paired
 from quaver.train import config
-from quaver.train.compare import paired
 
 ALONE, SCHEDULE, LATE = "nvfp4", "nvfp4 until 85%, bf16", "null at the change"
 

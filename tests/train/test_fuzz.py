@@ -18,6 +18,7 @@ from random import Random
 import pytest
 from typer.testing import CliRunner
 
+from quaver.recipes.text import folder_name
 from quaver.train import config
 from quaver.train.commands.cli import app
 from tests import forked
@@ -145,4 +146,4 @@ def test_every_recipe_text_gives_a_recipe_or_a_clear_error() -> None:
                 config.find_recipe(part)
             except ValueError as error:
                 assert len(str(error)) < 1000 and not NOT_A_MESSAGE.search(str(error)), (seed, text, error)
-            assert "/" not in config.folder_name(part)
+            assert "/" not in folder_name(part)

@@ -5,6 +5,7 @@ import pytest
 
 import quaver.recipes
 from quaver.recipes.schedule import Schedule
+from quaver.recipes.text import folder_name
 from quaver.train import config as recipe_name
 from quaver.train.config import TrainConfig, lr_at
 
@@ -63,8 +64,8 @@ def test_a_learning_rate_that_never_falls_so_far_is_refused(options: dict[str, A
 
 
 def test_folders_are_plain_and_distinct() -> None:
-    assert recipe_name.folder_name('delayed(history=16, format="e4m3")') == "delayed-history=16,format=e4m3"
-    name = recipe_name.folder_name("mxfp8 until 10, nvfp4 until  lr<10%, bf16")
+    assert folder_name('delayed(history=16, format="e4m3")') == "delayed-history=16,format=e4m3"
+    name = folder_name("mxfp8 until 10, nvfp4 until  lr<10%, bf16")
     assert name == "mxfp8-until-10,nvfp4-until-lr-below-10pct,bf16"
     texts = ["nvfp4 until 85%, bf16", "nvfp4 until 85, bf16", "nvfp4 until loss<85, bf16", "nvfp4 until lr<85%, bf16"]
-    assert len({recipe_name.folder_name(text) for text in texts}) == 4
+    assert len({folder_name(text) for text in texts}) == 4

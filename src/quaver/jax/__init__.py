@@ -17,6 +17,7 @@ if jax.__version_info__ < (0, 10, 2):
 
 from quaver.jax import state
 from quaver.jax.blocks.moe import Routing, permute, route, unpermute
+from quaver.jax.compare import compare, perturb
 from quaver.jax.linears.dot_general import dot_general
 from quaver.jax.linears.function import linear
 from quaver.jax.linears.grouped import grouped_dot
@@ -31,12 +32,14 @@ __all__ = [
     "Routing",
     "ShardedOperand",
     "autocast",
+    "compare",
     "dequantize",
     "dot_general",
     "grouped_dot",
     "linear",
     "matmul",
     "permute",
+    "perturb",
     "quantize",
     "route",
     "sharding",

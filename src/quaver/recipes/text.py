@@ -87,6 +87,17 @@ def items(text: str) -> Iterator[str]:
         yield ", ".join(item)
 
 
+def folder_name(text: str) -> str:
+    """Return a recipe's text as part of a folder name.
+
+    `delayed(history=16)` becomes `delayed-history=16`, and `nvfp4 until 85%, bf16` becomes `nvfp4-until-85pct,bf16`.
+    """
+    name = re.sub(r"\s+until\s+", "-until-", text.strip())
+    for character, replacement in (("(", "-"), ("%", "pct"), ("<", "-below-")):
+        name = name.replace(character, replacement)
+    return re.sub(r"[^\w=.,+-]", "", name)
+
+
 # ---- spelling hints for unknown names ----
 
 #: Names used by other libraries, and ours.

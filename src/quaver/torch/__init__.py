@@ -8,6 +8,7 @@ if find_spec("torch") is None:
     sentence = "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"
     raise ModuleNotFoundError(sentence, name="torch")
 
+from quaver.torch.compare import compare
 from quaver.torch.conversion.convert import convert, revert
 from quaver.torch.conversion.explain import explain
 from quaver.torch.conversion.export.export import export
@@ -104,6 +105,7 @@ __all__ = [
     "bisect",
     "causal_conv1d",
     "checkpoint",
+    "compare",
     "convert",
     "count",
     "dequantize",

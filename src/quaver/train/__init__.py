@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from quaver.train.commands import installation
 
 if TYPE_CHECKING:
-    from quaver.train.compare import Comparison, compare_runs
+    from quaver.comparison import Comparison
+    from quaver.train.compare import compare_runs
     from quaver.train.config import TrainConfig
     from quaver.train.loop import TrainResult, run_training
 

@@ -1,7 +1,6 @@
-"""Comparison of recipes: run them with several seeds and compute each recipe's *paired* difference from bf16.
+"""Comparison of recipes by the trainer: each with several seeds, each run in its own process, on the same batches.
 
-A difference is a recipe's validation loss minus bf16's with the same seed; the mean over seeds is reported. Similar
-curves prove nothing: the spread over seeds tells how small a difference can be detected.
+The final validation losses are compared by `quaver.comparison`.
 """
 
 import math
@@ -12,21 +11,28 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
-from quaver.recipes.text import shown
+from quaver.comparison.results import (
+    BASELINE,
+    NUDGE,
+    NULL,
+    PICTURE,
+    REPORT,
+    ComparedRun,
+    Comparison,
+    check_margin,
+)
+from quaver.recipes.text import folder_name, shown
 from quaver.train import checkpoint, data, files, frameworks, loop, metrics
 from quaver.train import config as recipe_name
 from quaver.train.config import TrainConfig, read_run, to_toml
 from quaver.train.loop import Interrupt, Interrupted
 from quaver.train.mesh import world
-from quaver.train.metrics import Record, losses, newest, read, validation_losses
+from quaver.train.metrics import Record, losses, newest, phase_starts, read, validation_losses
 
-# ---- results ----
-
-BASELINE = "bf16"
-#: Student's t at 97.5 % for 1, 2, ... degrees of freedom: half the 95 % interval in standard errors.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+# ---- runs ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +45,12 @@ class SeedRun:
     failure: str | None = None
 
     @property
+    def recipe(self) -> str:
+        return NULL if self.config.nudge else self.config.recipe
+
+    @property
     def label(self) -> str:
-        return f"{self.config.recipe} seed {self.config.seed}"
+        return f"{self.recipe} seed {self.config.seed}"
 
     @property
     def losses(self) -> dict[int, float]:
@@ -55,98 +65,26 @@ class SeedRun:
         return self.config.steps in self.validation_losses
 
     @property
-    def speed(self) -> float:
-        """Median tokens per second; NaN without training records."""
+    def result(self) -> ComparedRun:
+        """Return the final validation loss or the failure, for a comparison."""
         speeds = [record["tokens_per_second"] for record in self.records if "tokens_per_second" in record]
-        return statistics.median(speeds) if speeds else math.nan
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeRow:
-    """A recipe's results over all seeds; differences from bf16 with the same seed in nats per token."""
-
-    recipe: str
-    seeds: int
-    loss: float
-    difference: float | None
-    # Standard error of the difference over seeds (n - 1); None for a single seed.
-    error: float | None
-    # Half of the difference's 95 % confidence interval; None for a single seed.
-    interval: float | None
-    speed: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """All runs of a comparison, finished or failed."""
-
-    folder: Path
-    runs: tuple[SeedRun, ...]
-    jobs: int
-    # Fingerprint of the tokens that every run was trained on.
-    text: str = ""
-
-    @property
-    def recipes(self) -> list[str]:
-        return list(dict.fromkeys(run.config.recipe for run in self.runs))
-
-    @property
-    def failures(self) -> list[SeedRun]:
-        return [run for run in self.runs if run.failure]
-
-    def finished(self, recipe: str) -> dict[int, SeedRun]:
-        """Return the finished runs of a recipe by seed."""
-        return {run.config.seed: run for run in self.runs if run.config.recipe == recipe and not run.failure}
-
-    def pairs(self, recipe: str) -> list[tuple[SeedRun, SeedRun]]:
-        """Return a recipe's runs, each paired with the bf16 run of the same seed."""
-        baseline = self.finished(BASELINE)
-        return [(run, baseline[seed]) for seed, run in self.finished(recipe).items() if seed in baseline]
-
-    def rows(self) -> list[RecipeRow]:
-        return [self.row(recipe) for recipe in self.recipes if self.finished(recipe)]
-
-    def row(self, recipe: str) -> RecipeRow:
-        runs = list(self.finished(recipe).values())
-        differences = [final(run) - final(baseline) for run, baseline in self.pairs(recipe)]
-        mean, error = paired(differences)
-        return RecipeRow(
-            recipe=recipe,
-            seeds=len(runs),
-            loss=statistics.fmean(final(run) for run in runs),
-            difference=mean,
-            error=error,
-            interval=None if error is None else interval_of(error, len(differences)),
-            speed=statistics.fmean(run.speed for run in runs),
+        return ComparedRun(
+            recipe=self.recipe,
+            seed=self.config.seed,
+            losses=self.losses,
+            final=None if self.failure else self.validation_losses[self.config.steps],
+            failure="failed" if self.failure else "",
+            details=f"{self.failure} (its log: {self.config.out}/{LOG})" if self.failure else "",
+            speed=statistics.median(speeds) if speeds else math.nan,
+            changes=tuple(phase_starts(self.records)),
         )
 
 
-def final(run: SeedRun) -> float:
-    return run.validation_losses[run.config.steps]
-
-
-def paired(differences: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean of the differences and its standard error; None if there are too few."""
-    if not differences:
-        return None, None
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
-    return statistics.fmean(differences), error
-
-
-def interval_of(error: float, number: int) -> float:
-    """Return half of the 95 % confidence interval of a mean of `number` values from its standard error."""
-    freedom = number - 1
-    # Beyond the table, 1.96 + 2.5 / freedom is within 0.01 of Student's t.
-    return error * (T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.5 / freedom)
-
-
 # ---- running ----
-# Train the same model on the same batches under several recipes, each run in its own process.
-
 #: Maximum number of runs of a comparison.
 MOST = 10_000
 #: Files in a comparison's folder besides its runs; the command line writes the last two.
-FILES = (data.NAME, "tokenizer.json", "report.md", "compare.png")
+FILES = (data.NAME, "tokenizer.json", REPORT, PICTURE)
 #: File in each run's folder with that run's output.
 LOG = "log.txt"
 
@@ -157,16 +95,18 @@ def compare_runs(
     *,
     seeds: int = 1,
     jobs: int = 0,
+    margin: float = 0.01,
     resume: bool = False,
     watch: Callable[[Sequence[SeedRun]], None] = lambda runs: None,
 ) -> Comparison:
-    """Train under each recipe with each seed and collect the runs; bf16 is always included, first.
+    """Train under each recipe with each seed; bf16 and bf16 from perturbed weights are always included, first.
 
     Args:
         config: options of every run; `recipe` is replaced, `seed` is the first seed, `out` the comparison's folder.
         recipes: as `TrainConfig.recipe` accepts them.
         seeds: runs per recipe, with seeds config.seed, config.seed + 1, ...
         jobs: number of parallel runs; 0: as many as fill the cores, or one on a GPU.
+        margin: largest difference from bf16, in nats, that counts as none.
         resume: leave finished runs unchanged and continue the others.
         watch: called a few times per second with the present state of all runs.
     Raises: ValueError for bad input, before anything is started. A run that fails is reported, not raised.
@@ -175,6 +115,7 @@ def compare_runs(
         raise ValueError(f"seeds is {shown(seeds)}; it must be at least 1")
     if len(recipes) * seeds > MOST:
         raise ValueError(f"{len(recipes)} recipes with {shown(seeds)} seeds are more than {MOST} runs; take fewer")
+    check_margin(margin)
     if jobs < 0:
         raise ValueError(f"jobs is {shown(jobs)}; it must be at least 0, which is as many as fill the cores")
     if (ranks := world()) > 1:
@@ -184,17 +125,16 @@ def compare_runs(
             frameworks.check_options(replace(config, recipe=recipe), part.recipe)
     metrics.check_trackers(config)
     loop.warn_of_idle_options(config, 1)
-    framework = "" if config.framework == "torch" else f"-{config.framework}"
-    folder = Path(config.out or f"runs/compare-{config.model}{framework}")
+    folder = folder_of(config)
     threads = config.threads or 1
     jobs = jobs or (max(1, cores() // threads) if frameworks.runs_on_cpu(config) else 1)
     with files.locked(folder, "a comparison"):
         files.check_places(folder, FILES)
         config, text = share_text(config, folder, resume)
-        names = list(dict.fromkeys([BASELINE, *recipes]))
+        changed = {name: (name, 0.0) for name in [BASELINE, NULL, *recipes]} | {NULL: (BASELINE, NUDGE)}
         waiting = [
-            replace(config, recipe=name, seed=seed, out=str(folder / f"{recipe_name.folder_name(name)}-seed{seed}"))
-            for name in names
+            replace(config, recipe=recipe, nudge=nudge, seed=seed, out=str(folder / f"{folder_name(name)}-seed{seed}"))
+            for name, (recipe, nudge) in changed.items()
             for seed in range(config.seed, config.seed + seeds)  # runs of equal length side by side
         ]
         for run in waiting:
@@ -203,7 +143,33 @@ def compare_runs(
                 check_same_options(run, text)
         runs = run_all([SeedRun(config=run) for run in waiting], jobs, threads, watch)
         runs = [replace(run, failure=run.failure or other_text_error(run.config, text)) for run in runs]
-        return Comparison(folder=folder, runs=tuple(runs), jobs=jobs, text=text)
+        return Comparison(
+            runs=tuple(run.result for run in runs),
+            margin=margin,
+            measure="Final validation loss, nats a token",
+            emulated=frameworks.runs_on_cpu(config),
+            setting=tuple(describe_setting(config, seeds, jobs, text)),
+        )
+
+
+def folder_of(config: TrainConfig) -> Path:
+    """Return the folder of a comparison."""
+    framework = "" if config.framework == "torch" else f"-{config.framework}"
+    return Path(config.out or f"runs/compare-{config.model}{framework}")
+
+
+def describe_setting(config: TrainConfig, seeds: int, jobs: int, text: str) -> list[str]:
+    """Return sentences on the options that all runs share."""
+    tokens = config.batch * config.accumulate * config.sequence
+    which = f"seed {config.seed}" if seeds == 1 else f"seeds {config.seed} to {config.seed + seeds - 1}"
+    sentences = [
+        f"Model {config.model}, {config.steps} steps of {tokens} tokens, {which}, {config.framework} "
+        f"{version(config.framework)}; the same initial weights and batches under every recipe (the text's "
+        f"fingerprint: {text})."
+    ]
+    if jobs > 1:
+        sentences.append(f"Speeds are of {jobs} runs side by side; --jobs 1 times each alone.")
+    return sentences
 
 
 def check_places(folder: Path) -> None:

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 import tomllib
 import warnings
 from bisect import bisect_left
@@ -243,6 +242,9 @@ class TrainConfig:
     beta2: Annotated[float, "AdamW's second moment"] = 0.95
     clip: Annotated[float, "largest norm of the gradient; 0: no clipping"] = 1.0
     seed: Annotated[int, "of the initial weights and of the batches"] = 0
+    nudge: Annotated[
+        float, "standard deviation of a relative change of the initial weights, to see what chance does"
+    ] = 0.0
 
     framework: Annotated[str, "torch or jax: the same weights, batches and checkpoints"] = "torch"
     dtype: Annotated[str, "bfloat16 (autocast over float32 parameters) or float32"] = "bfloat16"
@@ -306,7 +308,9 @@ class TrainConfig:
 
 MINIMUM: Mapping[str, float] = {
     **dict.fromkeys(("steps", "batch", "sequence", "accumulate", "validation_batches"), 1),
-    **dict.fromkeys(("capacity", "lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed"), 0),
+    **dict.fromkeys(
+        ("capacity", "lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "seed", "nudge"), 0
+    ),
     **dict.fromkeys(
         ("threads", "validate_every", "checkpoint_every", "keep", "loss_chunk", "fsdp", "timeout", "inspect_every"), 0
     ),
@@ -486,14 +490,3 @@ def split_recipes(text: str) -> list[str]:
     Commas inside parentheses belong to a recipe's options, and one after `until` and an end belongs to a schedule.
     """
     return list(items(text))
-
-
-def folder_name(text: str) -> str:
-    """Return a recipe's text as part of a folder name.
-
-    `delayed(history=16)` becomes `delayed-history=16`, and `nvfp4 until 85%, bf16` becomes `nvfp4-until-85pct,bf16`.
-    """
-    name = re.sub(r"\s+until\s+", "-until-", text.strip())
-    for character, replacement in (("(", "-"), ("%", "pct"), ("<", "-below-")):
-        name = name.replace(character, replacement)
-    return re.sub(r"[^\w=.,+-]", "", name)

@@ -18,7 +18,7 @@ import numpy as np
 
 from quaver.recipes.schedule import Schedule, SchedulePhase
 from quaver.recipes.spec import Recipe
-from quaver.recipes.text import shown
+from quaver.recipes.text import folder_name, shown
 from quaver.train import checkpoint, data, files, frameworks, memory
 from quaver.train import config as recipe_name
 from quaver.train import metrics as trackers
@@ -515,7 +515,7 @@ def folder_of(config: TrainConfig) -> Path:
     """Return the run's folder: `config.out`, or a name made of the options that distinguish a run."""
     framework = "" if config.framework == "torch" else f"-{config.framework}"
     optimizer = "" if config.optimizer == TORCH_ADAMW else f"-{config.optimizer}"
-    name = f"{config.model}-{recipe_name.folder_name(config.recipe)}{framework}{optimizer}-seed{config.seed}"
+    name = f"{config.model}-{folder_name(config.recipe)}{framework}{optimizer}-seed{config.seed}"
     return Path(config.out) if config.out else Path("runs") / name
 
 

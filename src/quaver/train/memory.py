@@ -169,8 +169,20 @@ def _norm(config: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
     return {f"{name}.{part}": (config.dim,) for part in names}
 
 
-def initial_values(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every parameter's initial value in float32, a function of sizes and seed only.
+def initial_values(config: ModelConfig, vocab: int, seed: int, nudge: float = 0.0) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield every parameter's initial value in float32, a function of the arguments only.
+
+    Args:
+        nudge: standard deviation of a random factor around 1 of each value.
+    """
+    noise = np.random.default_rng((seed, 1))
+    for name, value in _drawn_values(config, vocab, seed):
+        factor = 1 + np.float32(nudge) * noise.standard_normal(value.shape, np.float32) if nudge else np.float32(1)
+        yield name, value * factor
+
+
+def _drawn_values(config: ModelConfig, vocab: int, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield every parameter's initial value, a function of sizes and seed only.
 
     Norms are the identity and biases 0. Matrices are normal with variance 1 / dim; those that write to the residual
     stream are smaller by sqrt(number of residual blocks). An untied embedding has variance 1, so that the residual

@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -25,13 +25,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 import quaver
+from quaver.comparison import Comparison, compare_files
+from quaver.comparison.results import PICTURE
 from quaver.train import config as recipe_name
-from quaver.train import frameworks, mesh, report
+from quaver.train import frameworks, mesh
 from quaver.train.commands import doctor as machine
 from quaver.train.commands import failing, offloading, scaling
 from quaver.train.commands import kernels as compiling
 from quaver.train.commands import plan as planning
 from quaver.train.compare import SeedRun, compare_runs
+from quaver.train.compare import folder_of as comparison_folder
 from quaver.train.config import TrainConfig, error_text, read_run, read_toml
 from quaver.train.data import load, open_tokenizer, validation_batches
 from quaver.train.generate import (
@@ -48,7 +51,7 @@ from quaver.train.memory import hf_config, hf_family, hf_name
 from quaver.train.mesh import OtherRankFailed, RankError
 from quaver.train.metrics import Record, losses, phase_starts, read
 from quaver.train.model_config import MODELS
-from quaver.train.report import ProgressLines, format_step, time_left
+from quaver.train.progress import ProgressLines, format_step, time_left
 
 # ---- export ----
 # `quaver export` writes the newest checkpoint of a run, under the recipe that it was saved with, for inference servers.
@@ -279,7 +282,7 @@ def train(
 
 
 @app.command()
-@with_options(without=("recipe", *RANKS))
+@with_options(without=("recipe", "nudge", *RANKS))
 def compare(
     typed: dict[str, Any],
     *,
@@ -289,13 +292,21 @@ def compare(
     ] = "bf16,delayed,tensorwise,mxfp8,nvfp4",
     seeds: Annotated[int, typer.Option(help="runs per recipe, with seeds --seed, --seed + 1, ...")] = 1,
     jobs: Annotated[int, typer.Option(help="runs at a time; 0: as many as fill the cores")] = 0,
+    margin: Annotated[float, typer.Option(help="largest difference from bf16 in nats that counts as none")] = 0.01,
+    files: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FILE...: runs to compare, a name again for its next seed; a step and loss per line"),
+    ] = None,
     config: ConfigFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the runs that are not finished")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, bars or lines")] = False,
 ) -> None:
-    """Train under several recipes with the same data and seeds, and report the differences from bf16."""
-    from quaver.train.plots import plot_comparison
-
+    """Train under several recipes with the same data and seeds, and report the differences from bf16; or, with --files,
+    those of any runs from the first.
+    """
+    if files:
+        compare_losses([*files, *(more_text or ())], margin, typed)
+        return
     settings = config_of_options(typed, config, more_text)
     with progress_bars(quiet) as progress:
         tasks: dict[str, TaskID] = {}
@@ -320,19 +331,36 @@ def compare(
                     line[run.label](record)
 
         comparison = compare_runs(
-            settings, recipe_name.split_recipes(recipes), seeds=seeds, jobs=jobs, resume=resume, watch=watch
+            settings,
+            recipe_name.split_recipes(recipes),
+            seeds=seeds,
+            jobs=jobs,
+            margin=margin,
+            resume=resume,
+            watch=watch,
         )
-    pictures = [plot_comparison(comparison, comparison.folder / "compare.png")] if comparison.rows() else []
-    path = report.write_report(comparison, pictures)
-    if comparison.rows():
-        out.print(report.rich_table(comparison))
-    for note in report.notes(comparison):
-        print_line(note)
-    print_line(f"report: {path}")
-    for picture in pictures:
-        print_line(f"picture: {picture}")
+    print_comparison(comparison, comparison_folder(settings))
     if comparison.failures:
-        raise ValueError("\n".join(report.failures(comparison)))
+        raise ValueError("\n".join(comparison.failures))
+
+
+def compare_losses(files: Sequence[str], margin: float, typed: Mapping[str, Any]) -> None:
+    """Compare runs by files given as NAME=FILE or FILE, and print the result."""
+    if others := sorted(set(typed) - {"out"}):
+        raise ValueError(f"--files compares runs that were trained before; leave out --{others[0].replace('_', '-')}")
+    named: dict[str, list[str]] = {}
+    for text in files:
+        name, _, path = text.rpartition("=")
+        named.setdefault(name or path, []).append(path)
+    print_comparison(compare_files(named, margin=margin), Path(typed["out"]) if "out" in typed else None)
+
+
+def print_comparison(comparison: Comparison, folder: Path | None) -> None:
+    """Print the table and notes of a comparison, and write report and picture into a folder."""
+    for line in (*str(comparison).splitlines(), *comparison.notes):
+        print_line(line)
+    for path in comparison.save(folder) if folder else ():
+        print_line(f"{'picture' if path.name == PICTURE else 'report'}: {path}")
 
 
 @app.command()

@@ -456,7 +456,7 @@ class JaxLearner:
             config=sizes, recipe=recipe, dtype=config.dtype, seed=config.seed, recompute=config.recompute
         )
         self._prepare(recipe)
-        self.params = self._put(dict(initial_values(sizes, vocab, config.seed)))
+        self.params = self._put(dict(initial_values(sizes, vocab, config.seed, config.nudge)))
         self.moments = zero_moments(self.params)
         self.updates = 0
 

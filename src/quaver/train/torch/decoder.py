@@ -223,12 +223,14 @@ class Decoder(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits.float() / cap)
 
 
-def build_decoder(config: ModelConfig, vocab: int, seed: int, device: torch.device, recompute: str = "none") -> Decoder:
+def build_decoder(
+    config: ModelConfig, vocab: int, seed: int, device: torch.device, recompute: str = "none", nudge: float = 0.0
+) -> Decoder:
     """Create a decoder with the initial weights of `quaver.train.memory`."""
     with torch.device(device):
         model = Decoder(config, padded(vocab), recompute)
     with torch.no_grad():
-        for name, value in initial_values(config, vocab, seed):
+        for name, value in initial_values(config, vocab, seed, nudge):
             model.get_parameter(name).copy_(torch.from_numpy(value))
     return model
 

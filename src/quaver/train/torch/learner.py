@@ -140,7 +140,7 @@ class TorchLearner:
             torch.set_num_threads(config.threads or 1)
         self.config = config
         sizes = with_capacity(MODELS[config.model], config.capacity)
-        self.model = build_decoder(sizes, vocab, config.seed, self.device, config.recompute)
+        self.model = build_decoder(sizes, vocab, config.seed, self.device, config.recompute, config.nudge)
         self.recipe = recipe
         tp = 1 if group is None else group.sizes.tp
         codes = codes and optimizer_name.allows_codes(len(recipe_name.parse_phases(config.recipe)), tp)
