@@ -20,6 +20,7 @@ OURS: dict[str, set[str]] = {
     "quaver.reference": {"quaver.recipes", "quaver.reference"},
     "quaver.costs": {"quaver.recipes", "quaver.costs"},
     "quaver.rules": {"quaver.recipes", "quaver.costs"},
+    "quaver.comparison": {"quaver.recipes", "quaver.comparison"},
     "quaver.kernels": {"quaver.kernels"},
     "quaver.include": {"quaver.include"},
 }
@@ -43,6 +44,7 @@ THEIRS = {
     "quaver.reference": {"numpy", "ml_dtypes"},
     "quaver.costs": set(),
     "quaver.rules": set(),
+    "quaver.comparison": {"numpy", "matplotlib"},
     "quaver.kernels": {"triton"},
     "quaver.include": set(),
 }

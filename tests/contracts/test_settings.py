@@ -61,6 +61,8 @@ OWNERS = {
     ("quaver.train.torch.learner", "warnings.simplefilter"),
     # While kernels are interpreted, which only tests do.
     ("quaver.torch.backends.gpu.interpreter", "warnings.simplefilter"),
+    # Seeds each run inside of `torch.random.fork_rng`.
+    ("quaver.torch.compare", "torch.manual_seed"),
     # XLA reads its number of threads from there when it starts.
     ("quaver.train.jax.learner", "os.environ.setdefault"),
 }

@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).with_name("user_script.py")
 #: Modules that users import names from.
 PUBLIC = [
     "quaver",
+    "quaver.comparison",
     "quaver.jax",
     "quaver.jax.linen",
     "quaver.jax.nnx",

@@ -1,5 +1,4 @@
 import json
-import math
 import os
 import shutil
 import signal
@@ -11,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quaver.train import checkpoint, data, files, report
-from quaver.train.compare import Comparison, SeedRun, compare_runs, interval_of, paired
+from quaver.comparison import Comparison
+from quaver.train import checkpoint, data, files
+from quaver.train.compare import SeedRun, compare_runs
 from quaver.train.config import to_toml
 from quaver.train.loop import run_training
 from quaver.train.metrics import read
-from quaver.train.plots import plot_comparison
-from quaver.train.report import time_left
+from quaver.train.progress import time_left
 from tests import forked
 from tests.train.conftest import MakeConfig
 
@@ -31,28 +30,25 @@ def made_up(recipe: str, seed: int, offset: float, make_config: MakeConfig, fail
     return SeedRun(config=make_config(recipe=recipe, seed=seed), records=tuple(records), failure=failure)
 
 
-def test_the_pair_takes_the_seeds_spread_away(make_config: MakeConfig, tmp_path: Path) -> None:
+def made_up_comparison(*runs: SeedRun) -> Comparison:
+    return Comparison(runs=tuple(run.result for run in runs), emulated=True)
+
+
+def test_the_pair_takes_the_seeds_spread_away(make_config: MakeConfig) -> None:
     runs = [made_up("bf16", seed, 0, make_config) for seed in (0, 1, 2)]
     runs += [made_up("mxfp8", seed, 0.01 * (seed + 1), make_config) for seed in (0, 1, 2)]
-    row = Comparison(folder=tmp_path, runs=tuple(runs), jobs=1).row("mxfp8")
-    assert row.difference == pytest.approx(0.02) and row.error == pytest.approx(0.01 / math.sqrt(3))
-    assert row.loss == pytest.approx(2.12) and row.seeds == 3
-    assert row.interval == pytest.approx(4.303 * row.error, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("number", "t"), [(2, 12.706), (3, 4.303), (11, 2.228), (16, 2.131), (31, 2.042), (1001, 1.962)]
-)
-def test_an_interval_is_students(number: int, t: float) -> None:
-    assert interval_of(1.0, number) == pytest.approx(t, abs=0.01)
+    row = made_up_comparison(*runs).row("mxfp8")
+    assert row["difference"] == pytest.approx(0.02) and row["loss"] == pytest.approx(2.12) and row["n"] == 3
+    assert row["high"] - 0.02 == pytest.approx(4.303 * 0.01 / 3**0.5, rel=1e-3)
+    assert row["tokens_per_second"] == 105.5 and row["verdict"] == "undecided: more seeds"
 
 
 def test_a_report_of_two_seeds_has_a_wide_interval_and_explains_speeds(make_config: MakeConfig, tmp_path: Path) -> None:
     runs = [made_up("bf16", seed, 0, make_config) for seed in (0, 1)]
     runs += [made_up("mxfp8", seed, 0.001 * (seed + 1), make_config) for seed in (0, 1)]
-    text = report.write_report(Comparison(folder=tmp_path, runs=tuple(runs), jobs=1), []).read_text()
-    assert "+0.0015 ± 0.0064" in text and "two seeds say little" in text
-    assert "exact emulation on a CPU" in text
+    report, picture = made_up_comparison(*runs).save(tmp_path)
+    assert "| +0.0015 | -0.0049 to +0.0079 |" in report.read_text() and "two seeds say little" in report.read_text()
+    assert "were emulated" in report.read_text() and picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_time_left_follows_the_steps_so_far() -> None:
@@ -61,22 +57,15 @@ def test_the_time_left_follows_the_steps_so_far() -> None:
     assert time_left(10, 0, 400) == time_left(10, 400, 400) == ""
 
 
-def test_one_seed_has_no_error() -> None:
-    assert paired([0.5]) == (0.5, None)
-    assert paired([]) == (None, None)
-
-
 def test_a_failed_run_is_named_and_the_others_are_reported(make_config: MakeConfig, tmp_path: Path) -> None:
-    runs = (
+    comparison = made_up_comparison(
         made_up("bf16", 0, 0, make_config),
         made_up("mxfp8", 0, 0.1, make_config),
         made_up("nvfp4", 0, 0, make_config, failure="it ran away"),
     )
-    comparison = Comparison(folder=tmp_path, runs=runs, jobs=2)
-    picture = plot_comparison(comparison, tmp_path / "compare.png")
-    text = report.write_report(comparison, [picture]).read_text()
-    assert "| mxfp8 | 2.1000 | +0.1000 one seed | +5.00 % |" in text
-    assert "nvfp4 seed 0 failed: it ran away" in text and "| nvfp4" not in text
+    text = comparison.save(tmp_path)[0].read_text()
+    assert "| mxfp8 | 1 | 2.1000 | +0.1000 |  | 106 | one seed: no verdict |" in text
+    assert "| nvfp4 | 0 |  |  |  |  | failed |" in text and "nvfp4 seed 0 failed: it ran away" in text
     assert "no interval" in text and "compare.png" in text
 
 
@@ -84,10 +73,10 @@ def test_a_failed_run_is_named_and_the_others_are_reported(make_config: MakeConf
 def test_compare_trains_recipes_by_seeds_each_in_its_process(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config("compared", tokens="bpe", vocab=300)
     comparison = compare_runs(config, ["bf16", "mxfp8"], seeds=2, jobs=2)
-    assert not comparison.failures and len(comparison.runs) == 4
-    assert comparison.row("bf16").difference == 0.0
-    row = comparison.row("mxfp8")
-    assert row.difference is not None and 0 < abs(row.difference) < 0.1 and row.error is not None
+    assert not comparison.failures and comparison.recipes == ["bf16", "null", "mxfp8"] and len(comparison.runs) == 6
+    row, null = comparison.row("mxfp8"), comparison.row("null")
+    assert 0 < abs(row["difference"]) < 0.1 and row["low"] < row["high"]
+    assert 0 < abs(null["difference"]) < abs(row["difference"])
     alone = run_training(make_config("alone", tokens="bpe", vocab=300, recipe="mxfp8", seed=1))
     assert comparison.finished("mxfp8")[1].losses == alone.losses
 
@@ -107,10 +96,10 @@ def test_every_run_reads_the_text_that_was_read_first(make_config: MakeConfig, t
     compare_runs(config, ["bf16"])
     (text / "00.txt").write_text("something else")
     comparison = compare_runs(config, ["tensorwise"], resume=True)
-    assert not comparison.failures and len(comparison.runs) == 2
-    states = [json.loads((Path(run.config.out) / "step-000001/state.json").read_text()) for run in comparison.runs]
-    assert {state["text"] for state in states} == {comparison.text}
-    assert comparison.text in report.notes(comparison)[0]
+    assert not comparison.failures and len(comparison.runs) == 3
+    states = [json.loads(path.read_text()) for path in folder.glob("*/step-000001/state.json")]
+    (fingerprint,) = {state["text"] for state in states}
+    assert len(states) == 3 and fingerprint in comparison.notes[0]
 
     with pytest.raises(ValueError, match="already holds a run; continue it with --resume"):
         compare_runs(config, ["bf16"])
@@ -190,8 +179,8 @@ def test_no_run_continues_after_the_comparison_ends(make_config: MakeConfig) -> 
 def test_a_misspelt_recipe_starts_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mxfp8"):
         compare_runs(make_config("none"), ["mxpf8"])
-    for options in ({"seeds": 0}, {"jobs": -1}):
-        with pytest.raises(ValueError, match="it must be at least"):
+    for options, message in (({"seeds": 0}, "at least"), ({"jobs": -1}, "at least"), ({"margin": 0.0}, "margin is 0")):
+        with pytest.raises(ValueError, match=message):
             compare_runs(make_config("none"), ["mxfp8"], **options)
     assert not (tmp_path / "none").exists()
 

@@ -6,12 +6,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from quaver import recipes
+from quaver.comparison.plot import COLOURS, recipe_colour
 from quaver.train import plots
-from quaver.train.report import COLOURS, recipe_colour
 
 
 def test_every_recipe_has_its_own_colour() -> None:
-    assert set(recipes.RECIPES) <= set(COLOURS), "a new recipe gets a row in quaver/train/report.py"
+    assert set(recipes.RECIPES) <= set(COLOURS), "a new recipe gets a row in quaver/comparison/plot.py"
     assert len(set(COLOURS.values())) == len(COLOURS)
     texts = [*COLOURS, *(f"delayed(history={n})" for n in range(1, 100))]
     assert len({recipe_colour(text) for text in texts if text.partition("(")[0] in recipes.RECIPES}) >= 99

@@ -44,16 +44,16 @@ def named_recipes(recipes: Any) -> dict[str, Any]:
 
 
 def perturbed(values: np.ndarray, eps: float, random: np.random.Generator) -> np.ndarray:
-    """Return the weights of a null run: values times 1 + 1e-5·randn in float64, to be rounded to the nearest.
+    """Return the weights of a null run in float64: values times 1 + 1e-5·randn.
 
     Args:
-        eps: distance of 1 and the next value of the weights' dtype. Where it exceeds the change, noise of one step of
-            the dtype is added, so that the rounding is up or down at random and the change is right in the mean.
+        eps: distance of 1 and the next value of the weights' dtype. Where it exceeds the change, the result is rounded
+            to that dtype stochastically, so that the change is right in the mean.
     """
     moved = values * (1 + NUDGE * random.standard_normal(values.shape))
     if eps > NUDGE:
-        step = np.ldexp(eps / 2, np.frexp(moved)[1]) * (moved != 0)
-        moved += (random.random(values.shape) - 0.5) * step
+        step = np.ldexp(eps / 2, np.frexp(moved)[1])
+        moved = np.floor(moved / step + random.random(values.shape)) * step
     return moved
 
 
