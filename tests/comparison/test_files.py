@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quaver.comparison import compare_files
-from quaver.comparison import results as comparing
+from quaver.comparison import report as reporting
 
 
 def written(path: Path, losses: list[float]) -> Path:
@@ -75,7 +75,7 @@ def test_bad_arguments_give_one_clear_error(tmp_path: Path, monkeypatch: pytest.
         compare_files({"a": file, "b": [file, file]})
     with pytest.raises(ValueError, match="margin is -1"):
         compare_files({"a": file, "b": file}, margin=-1)
-    monkeypatch.setattr(comparing, "find_spec", lambda name: None)
+    monkeypatch.setattr(reporting, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib, or leave out `out`"):
         compare_files({"a": file, "b": file}, out=tmp_path / "out")
     assert compare_files({"a": file, "b": file}).row("b")["difference"] == 0

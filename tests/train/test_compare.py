@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quaver.comparison import Comparison
+from quaver.comparison.report import save
 from quaver.train import checkpoint, data, files
 from quaver.train.compare import SeedRun, compare_runs
 from quaver.train.config import to_toml
@@ -46,7 +47,7 @@ def test_the_pair_takes_the_seeds_spread_away(make_config: MakeConfig) -> None:
 def test_a_report_of_two_seeds_has_a_wide_interval_and_explains_speeds(make_config: MakeConfig, tmp_path: Path) -> None:
     runs = [made_up("bf16", seed, 0, make_config) for seed in (0, 1)]
     runs += [made_up("mxfp8", seed, 0.001 * (seed + 1), make_config) for seed in (0, 1)]
-    report, picture = made_up_comparison(*runs).save(tmp_path)
+    report, picture = save(made_up_comparison(*runs), tmp_path)
     assert "| +0.0015 | -0.0049 to +0.0079 |" in report.read_text() and "two seeds say little" in report.read_text()
     assert "were emulated" in report.read_text() and picture.read_bytes().startswith(b"\x89PNG")
 
@@ -63,7 +64,7 @@ def test_a_failed_run_is_named_and_the_others_are_reported(make_config: MakeConf
         made_up("mxfp8", 0, 0.1, make_config),
         made_up("nvfp4", 0, 0, make_config, failure="it ran away"),
     )
-    text = comparison.save(tmp_path)[0].read_text()
+    text = save(comparison, tmp_path)[0].read_text()
     assert "| mxfp8 | 1 | 2.1000 | +0.1000 |  | 106 | one seed: no verdict |" in text
     assert "| nvfp4 | 0 |  |  |  |  | failed |" in text and "nvfp4 seed 0 failed: it ran away" in text
     assert "no interval" in text and "compare.png" in text

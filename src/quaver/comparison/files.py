@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from quaver.comparison.results import ComparedRun, Comparison, check_margin, check_plotting, last_tenth
+from quaver.comparison.report import check_plotting, save
+from quaver.comparison.results import ComparedRun, Comparison, check_margin, last_tenth
 from quaver.recipes.text import shown
 
 
@@ -72,7 +73,7 @@ def compare_files(
     check_steps(runs)
     comparison = Comparison(runs=tuple(runs), margin=margin, baseline=next(iter(paths)))
     if out is not None:
-        comparison.save(Path(out))
+        save(comparison, Path(out))
     return comparison
 
 

@@ -1,15 +1,9 @@
-"""Statistics and text of a comparison: paired differences, Student's t intervals, verdicts, table and report.md."""
+"""Statistics and text of a comparison: paired differences, Student's t intervals, verdicts and a table."""
 
 import math
-import os
-import platform
-import secrets
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from quaver.recipes.text import shown
@@ -18,8 +12,6 @@ from quaver.recipes.text import shown
 BASELINE, NULL = "bf16", "null"
 #: Standard deviation of the relative change of each initial weight in a null run.
 NUDGE = 1e-5
-#: Files that `Comparison.save` writes.
-REPORT, PICTURE = "report.md", "compare.png"
 
 # ---- statistics ----
 
@@ -106,6 +98,10 @@ class Comparison:
     emulated: bool = False
     # Sentences on the setting, for the report.
     setting: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return self.measure + ", emulated" * self.emulated
 
     @property
     def recipes(self) -> list[str]:
@@ -226,35 +222,12 @@ class Comparison:
     def __str__(self) -> str:
         lines = self.table()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        texts = [self.measure + (", emulated" if self.emulated else "")]
+        texts = [self.title]
         for line in lines:
             texts.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
         return "\n".join([*texts, *self.failures])
 
     __repr__ = __str__
-
-    def markdown(self, pictures: Sequence[str] = ()) -> str:
-        """Return the report: table, notes, failures, pictures by file name, and the machine."""
-        header, *rows = self.table()
-        table = [header, ["---", *["---:"] * (len(header) - 2), "---"], *rows]
-        lines = ["# Recipes compared", "", f"{self.measure}:", "", *(f"| {' | '.join(row)} |" for row in table), ""]
-        lines += [f"{note}\n" for note in self.notes] + [f"**{failure}**\n" for failure in self.failures]
-        lines += [f"![{name}]({name})\n" for name in pictures]
-        return "\n".join([*lines, f"Python {platform.python_version()}, {platform.machine()}.", ""])
-
-    def save(self, folder: Path) -> list[Path]:
-        """Write report.md and, if a run has finished, compare.png into a folder, and return their paths."""
-        from quaver.comparison.plot import write_png
-
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = []
-        if any(run.final is not None for run in self.runs):
-            with _replacing(folder / PICTURE) as partial:
-                write_png(self, partial)
-            paths.append(folder / PICTURE)
-        with _replacing(folder / REPORT) as partial:
-            partial.write_text(self.markdown([path.name for path in paths]), encoding="utf-8")
-        return [folder / REPORT, *paths]
 
 
 def signed(value: float) -> str:
@@ -268,23 +241,3 @@ def _cell(key: str, value: Any) -> str:
     if key == "difference":
         return signed(value)
     return format(value, {"loss": ".4f", "tokens_per_second": ",.0f"}.get(key, ""))
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a new path to write to; it replaces `path` at the end, or is deleted on failure."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def check_plotting() -> None:
-    """Raise a ModuleNotFoundError with the install command if matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            f"{PICTURE} is drawn by matplotlib, which is not installed: pip install matplotlib, or leave out `out`",
-            name="matplotlib",
-        )

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from quaver.comparison.files import check_steps, finished_run
-from quaver.comparison.results import BASELINE, NUDGE, NULL, ComparedRun, check_margin, check_plotting
+from quaver.comparison.report import check_plotting
+from quaver.comparison.results import BASELINE, NUDGE, NULL, ComparedRun, check_margin
 from quaver.recipes import get
 from quaver.recipes.conversion import ConversionRules
 from quaver.recipes.text import folder_name, shown

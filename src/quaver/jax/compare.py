@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quaver.comparison.report import save
 from quaver.comparison.results import BASELINE, NULL, Comparison
 from quaver.comparison.scripts import iterate, named_recipes, perturbed, run_scripts
 from quaver.recipes.spec import Recipe
@@ -80,5 +81,5 @@ def compare(
     runs = run_scripts(start, names, seeds=seeds, margin=margin, out=None if out is None else Path(out))
     comparison = Comparison(runs=runs, margin=margin, emulated=jax.default_backend() == "cpu")
     if out is not None:
-        comparison.save(Path(out))
+        save(comparison, Path(out))
     return comparison

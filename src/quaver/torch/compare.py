@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quaver.comparison.report import save
 from quaver.comparison.results import BASELINE, NULL, Comparison
 from quaver.comparison.scripts import iterate, named_recipes, perturbed, run_scripts
 from quaver.recipes.conversion import Rules
@@ -89,7 +90,7 @@ def compare(
         runs = run_scripts(start, named, seeds=seeds, margin=margin, out=None if out is None else Path(out))
     comparison = Comparison(runs=runs, margin=margin, emulated=emulated)
     if out is not None:
-        comparison.save(Path(out))
+        save(comparison, Path(out))
     return comparison
 
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from quaver.comparison.report import PICTURE, REPORT
 from quaver.comparison.results import (
     BASELINE,
     NUDGE,
     NULL,
-    PICTURE,
-    REPORT,
     ComparedRun,
     Comparison,
     check_margin,

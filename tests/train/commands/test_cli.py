@@ -120,7 +120,12 @@ def test_a_misspelt_option_is_suggested(toml: Path) -> None:
 def test_compare_reports_and_names_its_pictures(toml: Path, tmp_path: Path) -> None:
     result = quaver("compare", "--config", toml, "--recipes", "mxfp8", "--steps", 2, "--quiet")
     assert result.exit_code == 0, result.output
-    assert "mxfp8" in result.stdout and "no interval" in result.stdout
+    assert [line.split()[:2] for line in result.stdout.splitlines()[2:5]] == [
+        ["bf16", "1"],
+        ["null", "1"],
+        ["mxfp8", "1"],
+    ]
+    assert "one seed: no verdict" in result.stdout and "no interval" in result.stdout
     assert result.stdout.splitlines()[-1] == f"picture: {tmp_path / 'run' / 'compare.png'}"
     assert (tmp_path / "run" / "report.md").exists()
 
@@ -132,7 +137,22 @@ def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     report = (tmp_path / "run" / "report.md").read_text()
     row = next(line for line in report.splitlines() if line.startswith("| tensorwise"))
-    assert re.search(r"[+-]0\.\d{4} one seed \| [+-]0\.\d\d %", row) and "jax 0." in report
+    assert re.search(r"\| [+-]0\.\d{4} \|  \| \d+ \| one seed: no verdict \|", row) and "jax 0." in report
+
+
+def test_compare_reads_files_of_any_runs(tmp_path: Path) -> None:
+    for name, loss in {"a0": 2.0, "a1": 3.0, "b0": 2.1, "b1": 3.102}.items():
+        lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    named = [f"{text}={tmp_path}/{text}{seed}.jsonl" for text in "ab" for seed in (0, 1)]
+    result = quaver("compare", "--files", *named)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[3].endswith("2.6010  +0.1010  +0.0883 to +0.1137  different")
+    result = quaver("compare", "--files", *named, "--margin", 0.2, "--out", tmp_path / "out")
+    assert "equivalent to a within ±0.2 nats (n = 2)" in result.stdout
+    assert result.stdout.splitlines()[-1] == f"picture: {tmp_path / 'out' / 'compare.png'}"
+    result = quaver("compare", "--files", *named, "--steps", 3)
+    assert result.exit_code == 1 and "leave out --steps" in result.stderr
 
 
 @pytest.mark.usefixtures("forked_runs")

@@ -26,7 +26,7 @@ from rich.table import Table
 
 import quaver
 from quaver.comparison import Comparison, compare_files
-from quaver.comparison.results import PICTURE
+from quaver.comparison.report import PICTURE, save
 from quaver.train import config as recipe_name
 from quaver.train import frameworks, mesh
 from quaver.train.commands import doctor as machine
@@ -359,7 +359,7 @@ def print_comparison(comparison: Comparison, folder: Path | None) -> None:
     """Print the table and notes of a comparison, and write report and picture into a folder."""
     for line in (*str(comparison).splitlines(), *comparison.notes):
         print_line(line)
-    for path in comparison.save(folder) if folder else ():
+    for path in save(comparison, folder) if folder else ():
         print_line(f"{'picture' if path.name == PICTURE else 'report'}: {path}")
 
 
