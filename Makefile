@@ -27,7 +27,7 @@ ARCH ?= sm_90
 
 ## Train a small language model in bf16, FP8, MXFP8 and NVFP4 side by side, and name the pictures.
 demo: $(VENV)/.train
-	$(BIN)/quaver compare --recipes bf16,delayed,tensorwise,mxfp8,nvfp4 --seeds 2 --steps 150 --out runs/demo --resume
+	$(BIN)/quaver compare --recipes bf16,delayed,tensorwise,mxfp8,nvfp4 --seeds 3 --steps 100 --out runs/demo --resume
 
 ## What a change most likely breaks, in about a minute: style, types, layering, eager bits and one layer.
 check: lint

@@ -26,6 +26,7 @@ REFERENCE = {
     "quaver": "Recipes, specs, formats, rules",
     "quaver.recipes": "Recipes",
     "quaver.rules": "Rules: what is not worth quantizing",
+    "quaver.comparison": "Compared runs",
     "quaver.torch": "PyTorch",
     "quaver.torch.optim": "PyTorch: optimizers",
     "quaver.torch.parallel": "PyTorch: several GPUs",
