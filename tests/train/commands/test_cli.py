@@ -137,7 +137,7 @@ def test_compare_in_jax_prints_paired_differences(toml: Path, tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     report = (tmp_path / "run" / "report.md").read_text()
     row = next(line for line in report.splitlines() if line.startswith("| tensorwise"))
-    assert re.search(r"\| [+-]0\.\d{4} \|  \| \d+ \| one seed: no verdict \|", row) and "jax 0." in report
+    assert re.search(r"\| [+-]0\.\d{4} \|  \| [\d,]+ \| one seed: no verdict \|", row) and "jax 0." in report
 
 
 def test_compare_reads_files_of_any_runs(tmp_path: Path) -> None:
