@@ -24,6 +24,15 @@ def test_first_values_depend_on_sizes_and_seed_alone(name: str) -> None:
     assert not np.array_equal(one["embedding.weight"], other["embedding.weight"])
 
 
+def test_nudged_values_differ_by_their_share() -> None:
+    plain, nudged = (dict(initial_values(MODELS["tiny"], 256, 0, nudge)) for nudge in (0.0, 1e-5))
+    for name, value in plain.items():
+        if value.size > 10_000:
+            change = nudged[name].astype(np.float64) / value - 1
+            assert change.std() == pytest.approx(1e-5, rel=0.03), name
+        assert np.allclose(nudged[name], value, rtol=1e-4, atol=0), name
+
+
 def test_first_values_are_the_ones_they_always_were() -> None:
     """Losses of earlier runs are compared with, so the draws may not change."""
     crc = 0
