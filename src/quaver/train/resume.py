@@ -19,7 +19,7 @@ from quaver.train.model_config import MODELS
 #: Options that change a run's losses. Changes of model, seed or text are errors and not listed here.
 LOSS_OPTIONS = (
     *("recipe", "dtype", "batch", "sequence", "accumulate"),
-    *("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip"),
+    *("lr", "final_lr", "warmup", "weight_decay", "beta1", "beta2", "clip", "nudge"),
 )
 #: State entry with the layout of the optimizer states (`LAYOUT` in `quaver.torch.optim`), and its present value; a
 #: missing entry means 1.
