@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.torch.backends.cpu import gemm
-from quaver.torch.backends.cpu import quantize as few_bits
+from quaver.torch.backends.cpu import few_bits, gemm
 from quaver.torch.backends.cpu import quantize as fp8
 from quaver.torch.backends.gpu import device, fused_quantize
 from quaver.torch.numerics import reference

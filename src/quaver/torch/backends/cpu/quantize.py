@@ -14,25 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.recipes.formats import E2M1, Format
+from quaver.recipes.formats import Format
 from quaver.recipes.spec import Block, QuantSpec
-from quaver.reference import numerics
 from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.quantized import FLOAT8, Quantized, ScalarOverride, spread
-from quaver.torch.numerics.rounding import (
-    INFINITY_BITS,
-    NO_NOISE,
-    SMALLEST_NORMAL_BITS,
-    EagerNoise,
-    encode_e2m1,
-    flush,
-    rotate,
-    transposed_rotate,
-    transposed_uniform,
-    uniform,
-    usable,
-)
+from quaver.torch.numerics.quantized import FLOAT8, Quantized, ScalarOverride
+from quaver.torch.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, usable
 
 # ---- scratch buffers ----
 # The system hands out a fresh tensor's pages one by one, each with a fault, and takes them back when it is freed. That
@@ -231,7 +218,7 @@ def _blocks(x: Tensor, spec: QuantSpec, amax: ScalarOverride, transposed: bool) 
     e = e.to(view.dtype)
     # Clip if a block has an infinity, or if its factor comes from another amax than its own.
     data = _codes(*((view[0], e[0]) if view.shape[0] == 1 else (view, e)), spec.format, not finite)
-    data = data.view(_padded_shape(view, dims))
+    data = data.view(padded_shape(view, dims))
     if data.shape != base.shape:
         # Copied, so that backward does not keep the padding alive.
         data = data[: base.shape[0], : base.shape[1]].clone(memory_format=torch.contiguous_format)
@@ -314,159 +301,12 @@ def _masked(bits: Tensor, mask: int) -> Iterator[Tensor]:
 
 
 def _amax(bits: Tensor, dims: list[int]) -> Tensor:
-    for dim in reversed(dims):
-        bits = bits.amax(dim)
+    # The outer dimension first, which reduces whole vectors.
+    for reduced, dim in enumerate(dims):
+        bits = bits.amax(dim - reduced)
     return bits
 
 
-def _padded_shape(view: Tensor, dims: list[int]) -> tuple[int, int]:
+def padded_shape(view: Tensor, dims: list[int]) -> tuple[int, int]:
     s = view.shape
     return (s[0], s[1] * s[2]) if dims == [2] else (s[0] * s[1], math.prod(s[2:]))
-
-
-# ---- four and six bits ----
-# Two-level or E8M0 scales, in pieces that fit the cache. Rounding to nearest is one table look-up: the upper half of a
-# float32, with its last bit set if any lower bit is set, determines the code, including sign and NaN. For a bf16 number
-# times a power of two the upper half is already exact.
-
-#: Elements processed at a time.
-FEW_BITS_CHUNK = 1 << 17
-
-
-def reason_two_level(x: Tensor, spec: QuantSpec, *_: object) -> str:
-    """Return why this implementation does not support the call, or ""."""
-    if not x.is_cpu:
-        return "the tensor is not on a CPU"
-    if not spec.two_level or spec.block[1] != 16:
-        return "it supports only E2M1 with two-level scales in blocks of 16"
-    return ""
-
-
-def two_level(
-    x: Tensor, spec: QuantSpec, amax: ScalarOverride = None, factor: object = None, noise: EagerNoise = NO_NOISE
-) -> Quantized:
-    """Quantize x with two-level scales; same bits as `quaver.torch.numerics.reference.quantize`."""
-    if x.numel() == 0:
-        return reference.quantize(x, spec, amax)
-    shape = (x.shape[0], spec.padded(x.shape[1]))
-    # A transpose is processed in storage order if its groups of 16 are whole lines and no block is ragged.
-    transposed = not x.is_contiguous() and x.stride(0) == 1 and spec.block[0] == 1 and shape[1] % 16 == 0
-    x = x.t() if transposed else x.contiguous()
-    if spec.hadamard:
-        rotate_rows = transposed_rotate if transposed else rotate
-        x = torch.cat([rotate_rows(piece.float()) for piece in _pieces(x, spec)])
-    block = spec.block[::-1] if transposed else spec.block
-    blocks = torch.cat([_largest(piece, block) for piece in _pieces(x, spec)])
-    top = blocks.view(1, -1).amax(1, keepdim=True)
-    tensor = top if amax is None else reference.override_bits(amax, top)
-    e, stored, tensor_factor = reference.two_levels(blocks.view(1, -1), tensor, spec)
-    e, stored = e.view_as(blocks), stored.view_as(blocks)
-    data = _few_bit_codes(x, e, spec, block, shape, noise, transposed)
-    if transposed:
-        data, stored = data.t().contiguous(), stored.t().contiguous()
-    return Quantized(data, stored, spec, shape, False, tensor_factor, top.view(torch.float32))
-
-
-def _pieces(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:
-    """Split x into pieces that fit the cache, at boundaries of blocks and groups."""
-    step = max(spec.block[0] or 1, 16)
-    return x.split(max(1, FEW_BITS_CHUNK // max(x.shape[1], 1) // step) * step)
-
-
-def _largest(piece: Tensor, block: Block) -> Tensor:
-    view, dims = blocked(piece if piece.dtype is not torch.float16 else piece.float(), block)
-    return largest_bits(view, dims)
-
-
-def _few_bit_codes(
-    x: Tensor, e: Tensor, spec: QuantSpec, block: Block, shape: tuple[int, int], noise: EagerNoise, transposed: bool
-) -> Tensor:
-    """Return packed codes in storage order, two neighbours along k to a byte; k is the first axis if `transposed`."""
-    lines, columns = x.shape
-    data = x.new_empty((lines // 2, columns) if transposed else (lines, (columns + 1) // 2), dtype=torch.uint8)
-    height, at = block[0] or lines, 0
-    for piece in _pieces(x, spec):
-        count = piece.shape[0]
-        piece = piece.float()
-        u = None
-        if spec.rounding == "stochastic":
-            piece = flush(piece)
-            if transposed:
-                u = transposed_uniform(shape[0], shape[1], *noise, at, count)
-            else:
-                u = uniform(count, columns, *noise, x.device, at)
-        y = piece * spread(e[at // height : -(-(at + count) // height)], block, (count, columns))
-        codes = _nearest(y, E2M1) if u is None else encode_e2m1(y, u)
-        if transposed:
-            data[at // 2 : (at + count) // 2] = codes[0::2] | codes[1::2] << 4
-        else:
-            data[at : at + count] = _pack(codes)
-        at += count
-    return data
-
-
-def reason_e8m0(x: Tensor, spec: QuantSpec, *_: object) -> str:
-    """Return why this implementation does not support the call, or ""."""
-    if not x.is_cpu:
-        return "the tensor is not on a CPU"
-    if spec.scale != "e8m0" or spec.hadamard or spec.rounding != "nearest" or spec.format.bits > 6:
-        return "it supports only rounding to nearest to six bits or fewer with E8M0 scales"
-    return "" if spec.block[0] == 1 and spec.block[1] is not None else "it is for blocks along rows"
-
-
-def e8m0(
-    x: Tensor, spec: QuantSpec, amax: ScalarOverride = None, factor: object = None, noise: object = NO_NOISE
-) -> Quantized:
-    """Quantize x with E8M0 scales; same bits as `quaver.torch.numerics.reference.quantize`."""
-    if x.numel() == 0 or amax is not None:
-        return reference.quantize(x, spec, amax)
-    x, (rows, k), fmt = x.detach(), x.shape, spec.format
-    _, nk = spec.blocks(rows, k)
-    data = torch.empty((rows, (k + 1) // 2 if fmt.packed else k), dtype=torch.uint8, device="cpu")
-    scale = torch.empty((rows, nk), dtype=torch.uint8, device="cpu")
-    measured = torch.empty((rows, nk), dtype=torch.int32, device="cpu")
-    at, step = 0, max(1, FEW_BITS_CHUNK // k)
-    for piece in x.split(step):
-        part = slice(at, at + len(piece))
-        view, dims = blocked(piece.float() if x.dtype is torch.float16 else piece, spec.block)
-        bits = largest_bits(view, dims)
-        e = reference.factors(bits, spec)
-        scale[part] = reference.stored_scale(bits, bits < INFINITY_BITS, e, spec)
-        measured[part] = bits
-        codes = _encode_blocks(view, torch.where(bits == 0, 0.0, e).unsqueeze(2), fmt).view(len(piece), -1)[:, :k]
-        data[part] = _pack(codes) if fmt.packed else codes
-        at += step
-    return Quantized(data, scale, spec, (rows, k), False, None, measured.view(torch.float32))
-
-
-def _encode_blocks(view: Tensor, e: Tensor, fmt: Format) -> Tensor:
-    """Encode blocks times their factors, one code per byte."""
-    if view.dtype is torch.float32:
-        return _nearest(view * e, fmt)
-    # Products below bf16's normal range are far below the smallest code, whichever way they are rounded.
-    index = (view * e.to(view.dtype)).view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
-    return _table(fmt).index_select(0, index.view(-1)).view(view.shape)
-
-
-@cache
-def _table(fmt: Format) -> Tensor:
-    """Return the codes of all bf16 numbers by their bits, for a format of at most eight bits: uint8 [65536]."""
-    values = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):
-        return torch.from_numpy(numerics.encode(numerics.round_to(values, fmt), fmt))
-
-
-def _nearest(y: Tensor, fmt: Format) -> Tensor:
-    """Encode float32 to nearest even, one code per byte; saturating, NaN becomes the largest code."""
-    bits = y.view(torch.int32)
-    index = (bits >> 16).bitwise_and_(0xFFFF)
-    index |= (bits & 0xFFFF) != 0
-    return _table(fmt).index_select(0, index.view(-1)).view(y.shape)
-
-
-def _pack(codes: Tensor) -> Tensor:
-    """Pack two codes to a byte, the lower nibble first."""
-    if codes.shape[1] % 2:
-        codes = torch.nn.functional.pad(codes, (0, 1))
-    pairs = codes.contiguous().view(torch.int16)
-    return (pairs & 15 | pairs >> 4).to(torch.uint8)
