@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import quaver.torch as qt
 from quaver.recipes.formats import E4M3, E5M2, Format
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.cpu import decode, gemm
@@ -81,3 +82,30 @@ def test_a_scale_in_the_operand_gives_the_bits_of_one_on_the_product(
     monkeypatch.setattr(decode, "FOLD", (1, 0))
     assert_bitwise(folded, product())
     assert math.prod(folded.shape) > 0 and folded.isfinite().any()
+
+
+#: Packed codes in blocks whose scales a byte has one of, and in blocks that end within a byte.
+FEW_BITS = ["e2m1[1x16]:two_level", "e2m1[16x16]:two_level", "e2m1[3x5]:two_level", "e2m1[1x32]:e8m0", "e2m1[2x7]:e8m0"]
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (33, 50)])
+@pytest.mark.parametrize("text", [*FEW_BITS, "e2m3[1x32]:e8m0", "e3m2[32x32]:e8m0", "e2m1[1x32]:power_of_two"])
+def test_few_bits_decode_to_their_values_times_their_scales(
+    text: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[Quantized] = []
+    look_up = decode._look_up
+    monkeypatch.setattr(decode, "_look_up", lambda q, *rest: looked_up.append(q) or look_up(q, *rest))  # type: ignore[func-returns-value]
+    spec = QuantSpec.parse(text)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [1e-4], [0.0]]).repeat(
+        16 if shape[0] == 48 else 11, 1
+    )
+    q = qt.quantize(x, spec)
+    for operand in (q, q.T) if spec.transposable else (q,):
+        for as_bf16 in (True, False):
+            decoded = decode.decode(operand, as_bf16, False, "left")
+            assert decoded is not None
+            values, factor = decoded
+            assert values.dtype is (torch.bfloat16 if as_bf16 else torch.float32) and isinstance(factor, float)
+            assert_bitwise(values.float() * factor, operand.dequantize(), f"bf16 {as_bf16}")
+    assert bool(looked_up) == (text not in ("e2m1[3x5]:two_level", "e2m1[2x7]:e8m0", "e2m1[1x32]:power_of_two"))

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quaver.recipes.formats import E2M1, Format
+from quaver.recipes.formats import Format
 from quaver.reference import numerics
 from quaver.torch.backends.cpu import quantize
 from quaver.torch.backends.cpu.quantize import scalar
@@ -32,7 +32,12 @@ def decode(q: Quantized, as_bf16: bool, tiny: bool, slot: str) -> tuple[Tensor, 
         slot: scratch buffer of `quaver.torch.backends.cpu.quantize` that the values may use.
     """
     if q.spec.two_level:
-        return _decode_two_level(q, as_bf16)
+        assert isinstance(q.scale, Tensor) and q.tensor_factor is not None
+        factor = 1.0 / q.tensor_factor.item()
+        if _scales_per_byte(q):
+            return _look_up(q, q.scale, as_bf16, slot), factor
+        values, _ = _raw(q, as_bf16, tiny, slot)
+        return _folded(q, values, q.scale.view(torch.float8_e4m3fn).to(values.dtype)), factor
     if q.spec.scale == "unit":
         # Unit scales cannot represent NaN, so the values must.
         values = q.values()
@@ -71,6 +76,9 @@ def _decode_blocks(q: Quantized, as_bf16: bool, tiny: bool, slot: str) -> tuple[
     if top - bottom > FOLD[1] - FOLD[0]:
         return None
     shift = 0 if FOLD[0] <= bottom and top <= FOLD[1] else top
+    if q.spec.scale == "e8m0" and q.spec.format.name not in FLOAT8 and _scales_per_byte(q):
+        # Blocks whose code is 0 are zeros, for which any scale will do.
+        return _look_up(q, (q.scale.to(torch.int32) - shift).clamp_(min=0), as_bf16, slot), math.ldexp(1.0, shift)
     values, residual_scale = _raw(q, as_bf16, tiny, slot)
     factor = (scale * 2.0**-shift * residual_scale).to(values.dtype)
     return _folded(q, values, factor), math.ldexp(1.0, shift)
@@ -100,30 +108,58 @@ def _folded(q: Quantized, values: Tensor, factor: Tensor) -> Tensor:
     return values
 
 
-def _decode_two_level(q: Quantized, as_bf16: bool) -> tuple[Tensor, float]:
-    assert isinstance(q.scale, Tensor) and q.tensor_factor is not None
-    factor = q.scale.view(torch.float8_e4m3fn).to(torch.bfloat16 if as_bf16 else torch.float32)
-    return _folded(q, _pairs_of(q, as_bf16), factor), 1.0 / q.tensor_factor.item()
+def _scales_per_byte(q: Quantized) -> bool:
+    """Return True if no byte has codes of two blocks."""
+    width = q.stored_block[1]
+    return not q.spec.format.packed or width is None or width % 2 == 0
 
 
-def _pairs_of(q: Quantized, as_bf16: bool) -> Tensor:
-    """Return the values of packed codes in storage order, in bf16 or float32."""
-    rows, columns = q.stored_shape
-    pairs = _e2m1_pairs(as_bf16).index_select(0, q.data.reshape(-1).to(torch.int32))
-    return pairs.view(torch.bfloat16 if as_bf16 else torch.float32).view(rows, -1)[:, :columns].contiguous()
+def _look_up(q: Quantized, scale: Tensor, as_bf16: bool, slot: str) -> Tensor:
+    """Decode codes of four or six bits with the integer codes of their scales, by one table look-up per byte.
+
+    Works in pieces that fit the cache.
+    """
+    table = _scaled_values(q.spec.format, q.spec.scale == "e8m0", as_bf16)
+    (rows, columns), (height, width) = q.stored_shape, q.stored_block
+    height, width = min(height or rows, rows), min(width or columns, columns)
+    per_byte = 2 if q.spec.format.packed else 1
+    offsets = scale.to(torch.int32) << 8
+    aligned = rows % height == 0 and columns % width == 0 and columns % per_byte == 0
+    if aligned:
+        offsets = offsets[:, None, :, None]
+    else:
+        offsets = spread(offsets, (height, width), (rows, columns))[:, ::per_byte]
+    values = quantize.buffer(slot, q.data.shape, table.dtype)
+    step = max(1, quantize.PIECE // 4 // max(1, q.data.shape[1]) // height) * height
+    for at in range(0, rows, step):
+        data, stop = q.data[at : at + step], min(at + step, rows)
+        index = quantize.buffer("index", data.shape, torch.int32).copy_(data)
+        if aligned:
+            blocks = index.view(-1, height, columns // width, width // per_byte)
+            blocks.add_(offsets[at // height : stop // height])
+        else:
+            index.add_(offsets[at:stop])
+        torch.index_select(table, 0, index.view(-1), out=values[at:stop].view(-1))
+    values = values.view(torch.bfloat16 if as_bf16 else torch.float32)[:, :columns]
+    return values.t() if q.transposed else values
 
 
-_pairs: dict[bool, Tensor] = {}
+@cache
+def _scaled_values(fmt: Format, e8m0: bool, as_bf16: bool) -> Tensor:
+    """Return the values of a byte of codes, times a scale, at index 256 × scale code + byte: [65536].
 
-
-def _e2m1_pairs(as_bf16: bool) -> Tensor:
-    """Return both E2M1 values of every byte, as one integer each: [256]."""
-    if as_bf16 not in _pairs:
+    Packed codes have two values, stored as one integer.
+    """
+    with torch.inference_mode(False):
         byte = torch.arange(256, dtype=torch.int64, device="cpu")
-        values = torch.from_numpy(numerics.values(E2M1).copy())
-        both = torch.stack([values[byte & 15], values[byte >> 4]], 1)
-        _pairs[as_bf16] = both.to(torch.bfloat16).view(torch.int32)[:, 0] if as_bf16 else both.view(torch.int64)[:, 0]
-    return _pairs[as_bf16]
+        # Where the exponent code is 0 the codes are zeros.
+        scale = (byte << 23).to(torch.int32).view(torch.float32)
+        if not e8m0:
+            scale = byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        values = torch.from_numpy(numerics.values(fmt).copy())
+        codes = torch.stack([byte & 15, byte >> 4], 1) if fmt.packed else byte[:, None]
+        scaled = (values[codes] * scale[:, None, None]).to(torch.bfloat16 if as_bf16 else torch.float32).flatten()
+        return scaled if not fmt.packed else scaled.view(torch.int32 if as_bf16 else torch.int64)
 
 
 def _values(q: Quantized, as_bf16: bool, tiny: bool, slot: str, factor: float = 1.0) -> Tensor:
@@ -143,10 +179,9 @@ def _raw(q: Quantized, as_bf16: bool, tiny: bool, slot: str, factor: float = 1.0
     E4M3 also fit into a bfloat16, and E4M3 into a float16. Other formats use a table.
     """
     data, fmt = q.data, q.spec.format
-    if fmt.packed:
-        return _pairs_of(q, as_bf16), factor
     if fmt.name not in FLOAT8:
-        return _table(fmt, as_bf16).index_select(0, data.reshape(-1).to(torch.int32)).view(data.shape), factor
+        codes = q.stored_codes()
+        return _table(fmt, as_bf16).index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape), factor
     if tiny:
         return data.float(), factor
     if as_bf16 and (fmt.name == "e4m3" or _is_finite(q)) and not _flushes_subnormals():
