@@ -13,14 +13,14 @@ from tests.close import assert_bitwise
 
 
 class Dtypes(TorchDispatchMode):
-    """Of what `mm` multiplies."""
+    """Of what `mm` and `addmm` multiply."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.overloadpacket is torch.ops.aten.mm:
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.seen |= {x.dtype for x in args}
         return function(*args, **kwargs or {})
 

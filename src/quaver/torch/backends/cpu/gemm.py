@@ -156,11 +156,13 @@ def matmul(
     if left is None or right is None:
         # float32 cannot represent the products of scales that differ this much or are not finite.
         return _written(reference.matmul(a, b, dtype, bias), out)
-    if as_bf16 or dtype is torch.float32:
-        y = torch.mm(left[0], right[0].t(), out=out)
+    into = out if as_bf16 or dtype is torch.float32 else quantize.buffer("product", (m, n), torch.float32)
+    if _scales_exactly(left[1], right[1]):
+        # The GEMM applies the scale at no cost.
+        nothing = _nothing.to(left[0].dtype)
+        y = torch.addmm(nothing, left[0], right[0].t(), beta=0, alpha=left[1] * right[1], out=into)  # type: ignore[arg-type]
     else:
-        y = torch.mm(left[0], right[0].t(), out=quantize.buffer("product", (m, n), torch.float32))
-    y = rescale(y, left[1], right[1])
+        y = rescale(torch.mm(left[0], right[0].t(), out=into), left[1], right[1])
     if bias is not None:
         y += bias
     return _written(y if y.dtype is dtype or out is not None else y.to(dtype), out)
@@ -204,10 +206,8 @@ def scaled_product(
     """Compute left [m, k] @ right [k, n] × a × b + bias for a few thousand elements, with as few torch calls as
     possible.
     """
-    scale = a * b if isinstance(a, float) and isinstance(b, float) else 0.0
-    if LIFTS[0] < scale < LIFTS[1] and math.frexp(scale)[0] == 0.5:
-        # With a power of two the scaled sums equal the unscaled ones times the scale, bit for bit.
-        y = torch.addmm(_nothing, left, right, beta=0, alpha=scale)
+    if _scales_exactly(a, b):
+        y = torch.addmm(_nothing, left, right, beta=0, alpha=a * b)  # type: ignore[arg-type]
     else:
         y = rescale(torch.mm(left, right), a, b)
     if bias is not None:
@@ -215,6 +215,12 @@ def scaled_product(
     if dtype is torch.float32:
         return y
     return y.bfloat16() if dtype is torch.bfloat16 else y.to(dtype)
+
+
+def _scales_exactly(a: Tensor | float, b: Tensor | float) -> bool:
+    """Return True if sums times both scales equal the sums of scaled products bit for bit: for a power of two."""
+    scale = a * b if isinstance(a, float) and isinstance(b, float) else 0.0
+    return LIFTS[0] < scale < LIFTS[1] and math.frexp(scale)[0] == 0.5
 
 
 @cache
