@@ -68,7 +68,7 @@ NORMAL_AMAX = (127 - 80) << 23, (127 + 100) << 23
 def _table_inputs() -> tuple[np.ndarray, np.ndarray]:
     """Return magnitude, float32 [SIZE], and sign, bool [SIZE], of the number that each index stands for."""
     bits = np.arange(SIZE) - ZERO
-    # Positive numbers begin above -14080, as p > -110, and negative ones end below it: scaled numbers are below 2**5.
+    # Positive numbers begin above -14080, as p > -110, and negative ones end below: scaled numbers are below 2**16.
     negative = bits < -14080
     magnitude = np.clip(np.where(negative, bits + 32768, bits), 0, 0x7F7F)
     return (magnitude.astype(np.uint32) << 16).view(np.float32), negative
