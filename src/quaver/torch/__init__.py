@@ -31,6 +31,7 @@ from quaver.torch.conversion.weight_gradients import weight_gradients
 from quaver.torch.cuda_graph import CapturedStep
 from quaver.torch.inspection.bisect import Bisection, bisect
 from quaver.torch.inspection.counting import count
+from quaver.torch.inspection.fallback import Fallback
 from quaver.torch.inspection.first_difference import first_difference
 from quaver.torch.inspection.inspector import Inspector, inspect
 from quaver.torch.inspection.what_if import WhatIf, what_if
@@ -71,6 +72,7 @@ __all__ = [
     "CausalConv1d",
     "DotProductAttention",
     "Experts",
+    "Fallback",
     "GatedRMSNorm",
     "GroupedLinear",
     "Inspector",

@@ -70,6 +70,31 @@ def weights_are_seen_as_gathered(rank: int) -> None:
             assert not inspector.flagged()
 
 
+def all_ranks_fall_back_together(rank: int) -> None:
+    mesh = two_ranks.mesh(2)
+    for kind in ("ddp", "fsdp"):
+        model: Any = model_of("tensorwise")
+        with torch.no_grad():
+            model[0].weight[:, 3] = 0
+        if kind == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            fully_shard(model, mesh=mesh)
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
+        x[:, 3] *= 1e6 * rank
+        with qt.inspect(model, every=1, fallback=qt.Fallback(recipes=["blockwise"], steps=1)) as inspector:
+            one_step(model, inspector, x)
+            one_step(model, inspector, x)
+        assert [(s["step"], s["layer"]) for s in inspector.switches] == [(0, "0")], kind
+        layer = model.module[0] if kind == "ddp" else model[0]
+        assert str(layer.recipe) == "blockwise"
+    model = model_of("tensorwise")
+    gather_quantized(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="leave out fallback="):
+        qt.inspect(model, fallback=qt.Fallback()).start()
+
+
 def gemms_of_tensor_parallel_layers_have_the_errors_of_whole_ones(rank: int) -> None:
     mesh = two_ranks.mesh(2)
     for recipe, sequence in (("tensorwise", False), ("mxfp8", True), ("nvfp4", False), ("rowwise_bf16_wgrad", True)):
@@ -126,6 +151,7 @@ CASES = [
     elements_and_values_of_all_ranks_are_pooled,
     the_rank_of_a_nan_is_named,
     weights_are_seen_as_gathered,
+    all_ranks_fall_back_together,
     gemms_of_tensor_parallel_layers_have_the_errors_of_whole_ones,
     counts_on_one_rank_wait_for_no_other,
     only_the_first_rank_writes,

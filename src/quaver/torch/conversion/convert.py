@@ -373,6 +373,18 @@ def _convert_layer(module: nn.Module, kind: LinearMatcher, recipe: Recipe, name:
     return dropped
 
 
+def set_recipe(model: nn.Module, name: str, recipe: Recipe) -> None:
+    """Give a converted layer another recipe; its scaling history is dropped."""
+    module = model.get_submodule(name)
+    kind = kind_of(module)
+    assert kind is not None
+    assert isinstance(module, Quantizable)
+    _convert_layer(module, kind, recipe, module.__dict__.get("qualified_name", name), module.seed)
+    _update_hooks(model)
+    if layers := with_history(model):
+        scaling_step.together(layers)
+
+
 def _recorded(module: Quantizable) -> bool:
     """Return True if the layer's amax history has a nonzero entry."""
     history = module._buffers.get("history")

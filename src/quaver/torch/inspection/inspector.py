@@ -19,6 +19,7 @@ from quaver.recipes.conversion import matches
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance, html_lines, html_table, suggest
 from quaver.torch.inspection.attention import measure_attention
+from quaver.torch.inspection.fallback import Fallback, FallbackState
 from quaver.torch.inspection.statistics import (
     ErrorStatistics,
     OperandStatistics,
@@ -89,6 +90,7 @@ class Inspector(observer.Observer):
         layers: str | Iterable[str],
         out: str | Path | None,
         resume: int | None,
+        fallback: Fallback | None,
     ) -> None:
         self.rows: list[dict[str, Any]] = []
         check_instance("inspect", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
@@ -104,6 +106,7 @@ class Inspector(observer.Observer):
         self._shared: set[TensorKey] = set()
         self._sampling = ExitStack()
         self._check()
+        self._fallback = None if fallback is None else FallbackState(fallback, self._model)
 
     # ---- steps ----
 
@@ -127,6 +130,8 @@ class Inspector(observer.Observer):
             raise ValueError(
                 f"inspect: ranks have other (every, start, stop, resume): {settings}; give all ranks the same"
             )
+        if self._fallback is not None:
+            self._fallback.check()
         errors = [error for error in _gather(self._create_file()) if error]
         if errors:
             raise ValueError(f"inspect: {errors[0]}")
@@ -139,7 +144,9 @@ class Inspector(observer.Observer):
             raise RuntimeError("inspect: step() outside of the context; use `with qt.inspect(model) as inspector:`")
         if self._samples(self._step):
             self._sampling.close()
-            self._pool_ranks(self._step)
+            rows = self._pool_ranks(self._step)
+            if self._fallback is not None:
+                self._fallback.update(self._step, rows)
         self._step += 1
         self._begin_step()
 
@@ -184,8 +191,8 @@ class Inspector(observer.Observer):
         self._sampling.enter_context(eager_steps())
         self._sampling.enter_context(observer.observing(self))
 
-    def _pool_ranks(self, step: int) -> None:
-        """Append the rows of a step from the statistics of all ranks."""
+    def _pool_ranks(self, step: int) -> list[dict[str, Any]]:
+        """Append the rows of a step from the statistics of all ranks, and return them."""
         self._drop_unread()
         pooled: dict[TensorKey, ErrorStatistics] = {}
         ranks: dict[TensorKey, list[int]] = {}
@@ -198,6 +205,7 @@ class Inspector(observer.Observer):
         rows = [_row(step, key, statistics, ranks.get(key, [])) for key, statistics in pooled.items()]
         self.rows += rows
         self._write(rows)
+        return rows
 
     def _drop_unread(self) -> None:
         """Drop the statistics of a shared operand for a GEMM that did not run."""
@@ -317,6 +325,34 @@ class Inspector(observer.Observer):
         measured = not self._patterns or any(matches(p, each) for p in self._patterns for each in (name, module_name))
         return name if measured else None
 
+    # ---- fallback ----
+
+    @property
+    def switches(self) -> list[dict[str, Any]]:
+        """Layers that fell back to another recipe: step, layer, recipes before and after, the tensor that failed."""
+        return [] if self._fallback is None else self._fallback.switches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of ended steps and the state of the fallback, for a checkpoint."""
+        fallback = None if self._fallback is None else self._fallback.state_dict()
+        return {"step": self._step or 0, "fallback": fallback}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a saved run: call it before `start` or `with`, and before the model's state is loaded.
+
+        The model must be converted as it was at the start of that run; the saved switches are repeated.
+
+        Raises:
+            RuntimeError: after `start`. ValueError: another `fallback`, or the model has other recipes.
+        """
+        if self._step is not None or self._closed:
+            raise RuntimeError("inspect: load_state_dict() after start(); call it first")
+        if (state["fallback"] is None) != (self._fallback is None):
+            raise ValueError("inspect: the saved state has other fallback settings; give the same fallback=")
+        self._resumed = state["step"]
+        if self._fallback is not None:
+            self._fallback.load_state_dict(state["fallback"])
+
     # ---- results ----
 
     def worst(self, count: int = 10) -> list[dict[str, Any]]:
@@ -402,6 +438,7 @@ def inspect(
     layers: str | Iterable[str] = (),
     out: str | Path | None = None,
     resume: int | None = None,
+    fallback: Fallback | None = None,
 ) -> Inspector:
     """Measure in sampled steps of a training loop where quantized layers lose precision.
 
@@ -425,11 +462,15 @@ def inspect(
         out: folder for `inspect.jsonl`, one JSON object per row; None keeps the rows in memory only.
         resume: number of the loop's first step, if it continues an earlier one: an existing file keeps the rows of
             steps before it, and the others are removed. None begins with step 0, and an existing file is an error.
+        fallback: when a layer gets a safer recipe, and which one; None changes nothing. All ranks switch together, in
+            `step`. Save `Inspector.state_dict` with the model.
     Raises:
         ValueError: `every`, `start`, `stop` or `resume` is no such number, a pattern matches no layer, or the model has
             no layer that Quaver quantizes.
     """
-    return Inspector(model, every=every, start=start, stop=stop, layers=layers, out=out, resume=resume)
+    return Inspector(
+        model, every=every, start=start, stop=stop, layers=layers, out=out, resume=resume, fallback=fallback
+    )
 
 
 # ---- torch.compile ----
