@@ -141,7 +141,10 @@ class _Search:
         everything = self._run(lambda names: _MeasuredGemms(names, self._errors))
         self.units = everything.units
         if not self.units:
-            raise ValueError("bisect: no quantized layer ran; give bad=, or call qt.convert(model, recipe) first")
+            raise ValueError(
+                "bisect: no quantized layer ran; give bad=, or call qt.convert(model, recipe) first, and let loss_fn "
+                "call the model that it is given"
+            )
         self._good = self._with_bad(())
         if not self._good.finite:
             raise ValueError("bisect: loss or gradients are not finite under good: quantization is not the cause")

@@ -168,9 +168,11 @@ class Run(NamedTuple):
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        got = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        got += " without gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
         raise ValueError(
-            f"loss_fn(model, batch) returned {got}; it must return a scalar loss that depends on the model's parameters"
+            f"loss_fn(model, batch) returned {got}; it must return a scalar loss on which backward() was not called "
+            "and that depends on the parameters of the model that it is given"
         )
 
 
@@ -203,7 +205,7 @@ def run(
         observers: function that makes the observer of the copy; None observes nothing.
     """
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices), eager_steps():
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), eager_steps():
         model = copied(model)
         for parameter in model.parameters():
             parameter.grad = None

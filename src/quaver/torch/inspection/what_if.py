@@ -419,7 +419,10 @@ def _captured(original: nn.Module, batch: Any, loss_fn: LossFunction, skip: Skip
 
     run(model, batch, loss_fn, capture)
     if not captures[0].calls:
-        raise ValueError("what_if: no converted layer ran in forward and backward; see loss_fn and requires_grad")
+        raise ValueError(
+            "what_if: no layer that qt.convert would convert ran in forward and backward; let loss_fn call the model "
+            "that it is given, and its parameters require gradients"
+        )
     return captures[0].calls
 
 
