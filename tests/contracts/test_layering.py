@@ -21,6 +21,7 @@ OURS: dict[str, set[str]] = {
     "quaver.costs": {"quaver.recipes", "quaver.costs"},
     "quaver.rules": {"quaver.recipes", "quaver.costs"},
     "quaver.comparison": {"quaver.recipes", "quaver.comparison"},
+    "quaver.inspection": {"quaver.recipes", "quaver.inspection"},
     "quaver.kernels": {"quaver.kernels"},
     "quaver.include": {"quaver.include"},
 }
@@ -45,6 +46,7 @@ THEIRS = {
     "quaver.costs": set(),
     "quaver.rules": set(),
     "quaver.comparison": {"numpy", "matplotlib"},
+    "quaver.inspection": set(),
     "quaver.kernels": {"triton"},
     "quaver.include": set(),
 }

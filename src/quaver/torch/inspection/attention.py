@@ -7,13 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.inspection.statistics import ErrorStatistics, OperandStatistics
 from quaver.recipes.spec import AttentionSpec, QuantSpec
-from quaver.torch.inspection.statistics import (
-    ErrorStatistics,
-    OperandStatistics,
-    operand_statistics,
-    result_statistics,
-)
+from quaver.torch.inspection.statistics import operand_statistics, result_statistics
 from quaver.torch.nn.attention.backends import quantize_heads
 from quaver.torch.nn.attention.dot_product import DotProductAttention
 from quaver.torch.nn.attention.inputs import all_heads_first, heads_first
