@@ -52,10 +52,6 @@ class InspectionTable:
         after = step - self._first_step
         return after >= 0 and after % self._every == 0 and (self._end is None or step < self._end)
 
-    def _measures(self, *names: str) -> bool:
-        """Return True if a pattern matches one of a layer's names."""
-        return not self._patterns or any(matches(p, name) for p in self._patterns for name in names)
-
     def _check_patterns(self, names: Iterable[str]) -> None:
         """Raise ValueError if a pattern matches none of these layers."""
         for pattern in self._patterns:
@@ -152,6 +148,11 @@ class InspectionTable:
     def _repr_html_(self) -> str:
         rows = self.worst()
         return html_table(HEADER, map(cells, rows)) if rows else html_lines([NOTHING])
+
+
+def is_measured(patterns: tuple[str, ...], *names: str) -> bool:
+    """Return True if a pattern matches one of a layer's names, or there are no patterns."""
+    return not patterns or any(matches(p, name) for p in patterns for name in names)
 
 
 def _lines_before(path: Path, step: int) -> str:

@@ -18,6 +18,7 @@ if jax.__version_info__ < (0, 10, 2):
 from quaver.jax import state
 from quaver.jax.blocks.moe import Routing, permute, route, unpermute
 from quaver.jax.compare import compare, perturb
+from quaver.jax.inspection.inspector import Inspector, inspect
 from quaver.jax.linears.dot_general import dot_general
 from quaver.jax.linears.function import linear
 from quaver.jax.linears.grouped import grouped_dot
@@ -28,6 +29,7 @@ from quaver.jax.operations.sharding import ShardedOperand
 from quaver.jax.state.context import autocast
 
 __all__ = [
+    "Inspector",
     "Quantized",
     "Routing",
     "ShardedOperand",
@@ -36,6 +38,7 @@ __all__ = [
     "dequantize",
     "dot_general",
     "grouped_dot",
+    "inspect",
     "linear",
     "matmul",
     "permute",

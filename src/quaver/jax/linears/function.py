@@ -17,7 +17,8 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from quaver.jax.linears import gemms
+from quaver.jax.inspection.inspector import recorder_of
+from quaver.jax.linears import gemms, measuring
 from quaver.jax.linears.gemms import LinearContext
 from quaver.jax.numerics.quantized import (
     Quantized,
@@ -196,7 +197,7 @@ def linear(
         return high_precision(x, w, bias, dtype)
     state = checked_state(label, state)
     buffers.check_state(state, in_force, label)
-    call = LinearContext(in_force, dtype, name, seed, axes, *placements, state_reads_of(state))
+    call = LinearContext(in_force, dtype, name, seed, axes, *placements, state_reads_of(state), recorder_of(name))
     _check_bias(call, x, w, bias, state)
 
     def run_on_matrix(x: Any, w: Any, bias: Array | None, state: State) -> Array:
@@ -220,7 +221,11 @@ def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(call: LinearContext, x: Any, w: Any, bias: Array | None, state: State) -> Array:
     """Differentiable core of `linear`: x [T, K] and w [K, N] to [T, N]."""
-    return gemms.fprop(call, x, w, bias, buffers.rolled_and_checked(state, call.recipe), _axes(call, x, w, state))[0]
+    state = buffers.rolled_and_checked(state, call.recipe)
+    y, xq, wq = gemms.fprop(call, x, w, bias, state, _axes(call, x, w, state))
+    if call.recorder is not None:
+        call.recorder.report(call.name, measuring.measure_fprop(call, x, w, bias, xq, wq, y))
+    return y
 
 
 @jax.tree_util.register_static
@@ -262,7 +267,13 @@ def _forward(call: LinearContext, x: Any, w: Any, bias: Any, state: Any) -> tupl
         amaxes = xq.amax, wq.amax
     # Gradients have the parameters' dtypes; an empty array carries the dtype, and its type under shard_map.
     grad_types = [None if isinstance(p, Quantized) or p is None else without_elements(p) for p in (x, w, bias)]
-    return y, (jnp.zeros((*needs, 0), jnp.bool_), _GemmSharding(axes), saved_x, saved_w, grad_types, amaxes, step_state)
+    measured = None
+    if call.recorder is not None:
+        # Backward reports them too, because a forward that `jax.checkpoint` recomputes would count twice.
+        measured = measuring.measure_fprop(call, x, w, bias, xq, wq, y), argument_x, argument_w
+    needs_as_shape = jnp.zeros((*needs, 0), jnp.bool_)
+    residuals = needs_as_shape, _GemmSharding(axes), saved_x, saved_w, grad_types, amaxes, step_state, measured
+    return y, residuals
 
 
 def _operand_to_save(needed: bool, operand: Any, argument: Any, serves: bool, make: Callable[[], Any]) -> Any:
@@ -289,22 +300,29 @@ def _operand_to_save(needed: bool, operand: Any, argument: Any, serves: bool, ma
 
 
 def _backward(call: LinearContext, saved: Any, g: Any) -> tuple[Any, Any, Any, Any]:
-    needs_as_shape, sharding, saved_x, saved_w, (like_x, like_w, like_bias), amaxes, state = saved
+    needs_as_shape, sharding, saved_x, saved_w, (like_x, like_w, like_bias), amaxes, state, measured = saved
     axes, needs = sharding.axes, _NeedsGrad(*map(bool, needs_as_shape.shape[:3]))
     g, saved_x, saved_w = forbid_second_derivative(call.label, (g, saved_x, saved_w))
     saved_x, saved_w = as_codes(saved_x), as_codes(saved_w)
     gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
-    grad_x = grad_w = grad_bias = None
+    grad_x = grad_w = grad_bias = own_x = own_w = None
     if needs.input:
         summed = axes.outputs or call.input_placement is not None
-        grad_x = gemms.dgrad(call, g, gq, saved_w, state, axes, jnp.float32 if summed else like_x.dtype)
-        grad_x = psum_like(shard_of_gradient(grad_x, call.input_placement), like_x).astype(like_x.dtype)
+        own_x = gemms.dgrad(call, g, gq, saved_w, state, axes, jnp.float32 if summed else like_x.dtype)
+        grad_x = psum_like(shard_of_gradient(own_x, call.input_placement), like_x).astype(like_x.dtype)
     if needs.weight:
         summed = axes.tokens or call.weight_placement is not None
-        grad_w = gemms.wgrad(call, g, gt, saved_x, jnp.float32 if summed else like_w.dtype)
-        grad_w = psum_like(shard_of_gradient(grad_w, call.weight_placement), like_w).astype(like_w.dtype)
+        own_w = gemms.wgrad(call, g, gt, saved_x, jnp.float32 if summed else like_w.dtype)
+        grad_w = psum_like(shard_of_gradient(own_w, call.weight_placement), like_w).astype(like_w.dtype)
     if needs.bias:
         grad_bias = psum_like(g.sum(0, dtype=jnp.float32), like_bias).astype(like_bias.dtype)
+    if call.recorder is not None:
+        measurements, x, w = measured
+        if own_x is not None:
+            measuring.measure_dgrad(call, measurements, w, saved_w, g, gq, own_x, state, axes)
+        if own_w is not None:
+            measuring.measure_wgrad(call, measurements, x, saved_x, g, gq, gt, own_w)
+        call.recorder.report(call.name, measurements)
     return grad_x, grad_w, grad_bias, next_state(call, state, amaxes, gq, gt)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
+from quaver.jax.inspection.inspector import Recorder
 from quaver.jax.numerics.quantized import Quantized
 from quaver.jax.operations.ops import matmul
 from quaver.jax.operations.sharding import (
@@ -44,6 +45,8 @@ class LinearContext:
     weight_placement: ShardPlacement | None
     #: Counter of the calls that read this state.
     state_reads: StateReads
+    #: Recorder of the sampled step of `quaver.jax.inspect`; None if the call is not measured.
+    recorder: Recorder | None
 
     def __post_init__(self) -> None:
         for operand in ("fprop.a", "wgrad.b"):
@@ -197,11 +200,14 @@ def dgrad(
     if isinstance(weight, Quantized):
         operand = all_gather_operand(weight, None if call.weight_placement is None else call.weight_placement.T).T
     else:
-        inputs, outputs = axes_before_gather(call.weight_placement, axes.inputs, axes.outputs)
-        operand = all_gather_operand(
-            quantize_shard(weight, gemm.b, inputs, outputs, factor=factor_of(state, WEIGHT)), call.weight_placement
-        )
+        operand = all_gather_operand(transposed_weight(call, weight, gemm.b, state, axes), call.weight_placement)
     return matmul(gq, operand, dtype, fast_accum=gemm.fast_accum)
+
+
+def transposed_weight(call: LinearContext, w: Array, spec: QuantSpec, state: State, axes: GemmMeshAxes) -> Quantized:
+    """Quantize the parameter w [K, N] for dgrad, before any gather."""
+    inputs, outputs = axes_before_gather(call.weight_placement, axes.inputs, axes.outputs)
+    return quantize_shard(w, spec, inputs, outputs, factor=factor_of(state, WEIGHT))
 
 
 def wgrad(call: LinearContext, g: Array, gq: Quantized | None, saved: Array | Quantized, dtype: Any) -> Array:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver.inspection.rows import ATTENTION, OPERANDS, RESULTS, TensorKey, add, row_of
 from quaver.inspection.statistics import ErrorStatistics
-from quaver.inspection.table import InspectionTable
+from quaver.inspection.table import InspectionTable, is_measured
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance
 from quaver.torch.inspection.attention import measure_attention
@@ -232,7 +232,7 @@ class Inspector(InspectionTable, observer.Observer):
         if module_name is None or self._paused:
             return None
         name = module_name if parameter == "weight" else f"{module_name}.{parameter}".lstrip(".")
-        return name if self._measures(name, module_name) else None
+        return name if is_measured(self._patterns, name, module_name) else None
 
     # ---- fallback ----
 

@@ -1,0 +1,1 @@
+"""`inspect`: errors of quantized GEMMs and operands in sampled steps."""
