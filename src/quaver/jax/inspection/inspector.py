@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jax import Array
 from quaver.inspection.rows import RESULTS, TensorKey, add, row_of
 from quaver.inspection.statistics import ErrorStatistics, OperandStatistics
 from quaver.inspection.table import InspectionTable, is_measured
-from quaver.jax.inspection.statistics import Figures, operand_figures, result_figures, sizes, statistics_of
+from quaver.jax.inspection.statistics import length, operand_figures, result_figures, statistics_of
 from quaver.jax.numerics.quantized import Quantized
 from quaver.recipes.spec import QuantSpec
 
@@ -28,12 +29,13 @@ class MeasuredTensor(NamedTuple):
 
     gemm: str
     tensor: str
-    #: Number of elements.
-    elements: int
+    columns: int
     #: None for the result of a GEMM.
     spec: QuantSpec | None
     #: True if rows and columns were swapped.
     transposed: bool = False
+    #: Number of experts whose statistics are apart; None for one layer.
+    experts: int | None = None
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["figures"], meta_fields=["tensors"])
@@ -42,17 +44,56 @@ class Measurements:
     """Statistics of one call of a layer, which forward saves for backward."""
 
     tensors: tuple[MeasuredTensor, ...] = ()
-    figures: tuple[Figures, ...] = ()
+    #: float32 [numbers] for each tensor, or [experts, numbers].
+    figures: tuple[Array, ...] = ()
 
-    def operand(self, gemm: str, tensor: str, x: Array, q: Quantized, *, transposed: bool = False) -> None:
-        """Add an operand x [rows, k] before quantization, or its transpose."""
-        self._add(MeasuredTensor(gemm, tensor, x.size, q.spec, transposed), operand_figures(x, q))
+    def operand(
+        self,
+        gemm: str,
+        tensor: str,
+        x: Array,
+        q: Quantized,
+        *,
+        transposed: bool = False,
+        rows_and_columns: Array | None = None,
+    ) -> None:
+        """Add an operand x [rows, k] before quantization, or its transpose; or [experts, rows, k].
+
+        Args:
+            rows_and_columns: as for `operand_figures`.
+        """
+        if x.ndim == 3:
+            experts, figures = x.shape[0], jax.vmap(operand_figures)(x, q)
+        else:
+            experts, figures = None, operand_figures(x, q, rows_and_columns)
+        columns = (x if rows_and_columns is None else rows_and_columns).shape[-1]
+        self._add(MeasuredTensor(gemm, tensor, columns, q.spec, transposed, experts), figures)
 
     def result(self, gemm: str, exact: Array, y: Array) -> None:
         """Add the result of a GEMM [m, n], and the float32 product of its operands before quantization."""
-        self._add(MeasuredTensor(gemm, RESULTS[gemm], y.size, None), result_figures(exact, y))
+        self._add(MeasuredTensor(gemm, RESULTS[gemm], y.shape[1], None), result_figures(exact, y, y.shape[0]))
 
-    def _add(self, tensor: MeasuredTensor, figures: Figures) -> None:
+    def results(self, gemm: str, exact: Array, y: Array, sizes: Array) -> None:
+        """Add the results of one GEMM per expert.
+
+        Args:
+            exact, y: [experts, m, n]; or [T, n], the rows of expert 0 first, then those of expert 1, and so on.
+            sizes: number of tokens of each expert.
+        """
+        experts = sizes.shape[0]
+        if y.ndim == 3:
+            figures = jax.vmap(partial(result_figures, height=y.shape[1]))(exact, y)
+        else:
+            owner = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(y.shape[0]), side="right")[:, None]
+
+            def of_expert(expert: Array) -> Array:
+                own = owner == expert
+                return result_figures(jnp.where(own, exact, 0), jnp.where(own, y, 0), sizes[expert])
+
+            figures = jax.lax.map(of_expert, jnp.arange(experts))
+        self._add(MeasuredTensor(gemm, RESULTS[gemm], y.shape[-1], None, False, experts), figures)
+
+    def _add(self, tensor: MeasuredTensor, figures: Array) -> None:
         self.tensors += (tensor,)
         self.figures += (figures,)
 
@@ -78,23 +119,20 @@ class Recorder:
     def report(self, layer: str, measured: Measurements) -> None:
         """Make the program under construction send the statistics of a call when it runs."""
         if measured.tensors:
-            floats = jnp.concatenate([figures.floats for figures in measured.figures])
-            counts = jnp.concatenate([figures.counts for figures in measured.figures])
-            jax.debug.callback(partial(self._receive, layer, measured.tensors), floats, counts)
+            figures = jnp.concatenate([each.ravel() for each in measured.figures])
+            jax.debug.callback(partial(self._receive, layer, measured.tensors), figures)
 
-    def _receive(self, layer: str, tensors: tuple[MeasuredTensor, ...], floats: Any, counts: Any) -> None:
-        floats, counts = np.asarray(floats), np.asarray(counts)
-        first_float = first_count = 0
+    def _receive(self, layer: str, tensors: tuple[MeasuredTensor, ...], figures: Any) -> None:
+        numbers = iter(np.asarray(figures).tolist())
         with self._lock:
-            for gemm, tensor, elements, spec, transposed in tensors:
-                after_float, after_count = (a + b for a, b in zip((first_float, first_count), sizes(spec), strict=True))
-                statistics = statistics_of(
-                    floats[first_float:after_float], counts[first_count:after_count], elements, spec
-                )
-                first_float, first_count = after_float, after_count
-                if transposed and isinstance(statistics, OperandStatistics):
-                    statistics.transpose()
-                add(self.seen, TensorKey(layer, gemm, tensor), statistics)
+            for gemm, tensor, columns, spec, transposed, experts in tensors:
+                for index in range(experts or 1):
+                    statistics = statistics_of(islice(numbers, length(spec)), columns, spec)
+                    if transposed and isinstance(statistics, OperandStatistics):
+                        statistics.transpose()
+                    expert = None if experts is None or spec is not None else index
+                    for each in dict.fromkeys((None, expert)):
+                        add(self.seen, TensorKey(layer, gemm, tensor, each), statistics)
 
     def take(self) -> dict[TensorKey, ErrorStatistics]:
         """Return and drop the statistics of a step, in the order in which its tensors are computed."""

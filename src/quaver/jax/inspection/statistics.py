@@ -1,6 +1,6 @@
-"""Statistics of JAX arrays as two small vectors, computed in the step's own program and read on the host."""
+"""Statistics of a JAX array as one small vector, computed in the step's own program and read on the host."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,119 +10,113 @@ from quaver.jax.numerics.quantized import Quantized, scale_blocks
 from quaver.jax.numerics.rounding import rotate, two_to_the
 from quaver.recipes.spec import QuantSpec
 
-#: Names of the numbers of any tensor, and of those that only operands have, in the vectors' order. Of errors, signal
-#: and noise are multiplied by 4**exponent, so that they do not overflow.
-ERROR_FLOATS, ERROR_COUNTS = (
-    ("signal", "noise", "row_error", "column_error"),
-    ("exponent", "rows", "columns", "nonfinite"),
-)
-OPERAND_FLOATS = ("amax", "amin", "largest_scale", "smallest_scale", "row_ratio", "column_ratio")
-OPERAND_COUNTS = ("saturated", "flushed", "nonzero", "row_index", "column_index")
+#: The numbers of any tensor, in the vector's order. `height` is the number of all rows, `rows` of those that are not
+#: all zero. Signal and noise are multiplied by 4**exponent, so that they do not overflow.
+ERRORS = ("height", "nonfinite", "signal", "noise", "exponent", "row_error", "rows", "column_error", "columns")
+#: Further numbers of an operand.
+RANGES = ("amax", "amin", "largest_scale", "smallest_scale")
+COUNTS = ("saturated", "flushed", "nonzero")
+OUTLIERS = ("row_ratio", "row_index", "column_ratio", "column_index")
 
 
-class Figures(NamedTuple):
-    """Statistics of one tensor on the device."""
+def result_figures(exact: Array, actual: Array, height: Array | int) -> Array:
+    """Compare the result of a GEMM with the exact one, both [rows, columns], and return float32 [numbers].
 
-    #: float32 and int32 vectors of the numbers named above.
-    floats: Array
-    counts: Array
-
-
-def result_figures(exact: Array, actual: Array) -> Figures:
-    """Compare the result of a GEMM with the exact one, both [rows, columns]."""
+    Args:
+        height: number of rows that belong to the result; the others are zero.
+    """
     actual = actual.astype(jnp.float32)
     if actual.size == 0:
-        return _stack({}, {})
-    floats, counts = _errors(exact, actual)
-    return _stack(floats, {**counts, "nonfinite": _count(~jnp.isfinite(actual))})
+        return jnp.zeros(length(None), jnp.float32)
+    figures = _errors(exact, actual)
+    return _vector({**figures, "height": height, "nonfinite": _count(~jnp.isfinite(actual))}, None)
 
 
-def operand_figures(x: Array, q: Quantized) -> Figures:
+def operand_figures(x: Array, q: Quantized, rows_and_columns: Array | None = None) -> Array:
     """Compare an operand x [rows, k], before quantization and any Hadamard rotation, with its codes.
 
     Errors, saturation and flushing are those of the rotated values; outliers are rows and columns of x.
+
+    Args:
+        rows_and_columns: the operand whose rows and columns are named, if x has these in other places and zeros between
+            them; None for x.
+    Returns:
+        float32 [numbers].
     """
-    original = x.astype(jnp.float32)
+    spec, x = q.spec, x.astype(jnp.float32)
+    original = x if rows_and_columns is None else rows_and_columns.astype(jnp.float32)
     if original.size == 0:
-        return _stack({}, {}, operand=True)
-    spec = q.spec
-    exact = rotate(original) if spec.hadamard else original
+        return jnp.zeros(length(spec), jnp.float32)
+    exact = rotate(x) if spec.hadamard else x
     whole, magnitude = _finite_magnitude(original), _finite_magnitude(exact)
     values, scales = q.values().astype(jnp.float32), q.scales()
     element_scales = scale_blocks(jnp.ones(q.shape, jnp.float32), scales, spec.block)
     # With a rounded scale, the largest value may exceed the representable range by its last bits.
     largest = spec.format.max * (1.0 if spec.power_of_two else 1.0 + 2.0**-22)
     usable = jnp.isfinite(scales) & (scales > 0)
-    floats, counts = _errors(exact, values * element_scales)
     row_ratio, row = _outlier(whole.max(1))
     column_ratio, column = _outlier(whole.max(0))
-    floats |= {
+    figures = {
+        "height": original.shape[0],
+        "nonfinite": _count(~jnp.isfinite(original)),
         "amax": whole.max(),
         "amin": jnp.where(whole == 0, jnp.inf, whole).min(),
         "largest_scale": jnp.where(usable, scales, 0.0).max(),
         "smallest_scale": jnp.where(usable, scales, jnp.inf).min(),
-        "row_ratio": row_ratio,
-        "column_ratio": column_ratio,
-    }
-    counts |= {
-        "nonfinite": _count(~jnp.isfinite(original)),
         "saturated": _count(magnitude > jnp.float32(largest) * element_scales),
         # A NaN scale gives NaN codes, which are not flushed.
         "flushed": _count((magnitude > 0) & (values == 0)),
         "nonzero": _count(magnitude > 0),
+        "row_ratio": row_ratio,
         "row_index": row,
+        "column_ratio": column_ratio,
         "column_index": column,
     }
-    return _stack(floats, counts, operand=True)
+    return _vector({**figures, **_errors(exact, values * element_scales)}, spec)
 
 
-def sizes(spec: QuantSpec | None) -> tuple[int, int]:
-    """Return the lengths of the two vectors of an operand with this spec, or of a result (None)."""
-    floats, counts = _names(spec is not None)
-    return len(floats), len(counts)
+def length(spec: QuantSpec | None) -> int:
+    """Return the length of an operand's vector, or of a result's (None)."""
+    return len(_names(spec))
 
 
-def statistics_of(floats: Any, counts: Any, elements: int, spec: QuantSpec | None) -> ErrorStatistics:
-    """Return the statistics of a tensor from its two vectors on the host; spec is None for a result."""
+def statistics_of(figures: Any, columns: int, spec: QuantSpec | None) -> ErrorStatistics:
+    """Return the statistics of a tensor with this many columns from its vector on the host.
+
+    Args:
+        spec: of an operand; None for a result.
+    """
+    f = dict(zip(_names(spec), map(float, figures), strict=True))
+    elements = int(f["height"]) * columns
     if elements == 0:
         return ErrorStatistics() if spec is None else OperandStatistics(spec=spec)
-    float_names, count_names = _names(spec is not None)
-    f = dict(zip(float_names, map(float, floats), strict=True))
-    c = dict(zip(count_names, map(int, counts), strict=True))
     errors: dict[str, Any] = {
         "elements": elements,
-        "signal": f["signal"] / 4.0 ** c["exponent"],
-        "noise": f["noise"] / 4.0 ** c["exponent"],
+        **{name: f[name] / 4.0 ** f["exponent"] for name in ("signal", "noise")},
         **{name: f[name] for name in ("row_error", "column_error")},
-        **{name: c[name] for name in ("rows", "columns", "nonfinite")},
+        **{name: int(f[name]) for name in ("rows", "columns", "nonfinite")},
     }
     if spec is None:
         return ErrorStatistics(**errors)
     return OperandStatistics(
         spec=spec,
         **errors,
-        **{name: f[name] for name in ("amax", "amin", "largest_scale", "smallest_scale")},
-        **{name: c[name] for name in ("saturated", "flushed", "nonzero")},
-        outlier_row=(f["row_ratio"], c["row_index"]),
-        outlier_column=(f["column_ratio"], c["column_index"]),
+        **{name: f[name] for name in RANGES},
+        **{name: int(f[name]) for name in COUNTS},
+        outlier_row=(f["row_ratio"], int(f["row_index"])),
+        outlier_column=(f["column_ratio"], int(f["column_index"])),
     )
 
 
-def _names(operand: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    more = (OPERAND_FLOATS, OPERAND_COUNTS) if operand else ((), ())
-    return ERROR_FLOATS + more[0], ERROR_COUNTS + more[1]
+def _names(spec: QuantSpec | None) -> tuple[str, ...]:
+    return ERRORS if spec is None else (*ERRORS, *RANGES, *COUNTS, *OUTLIERS)
 
 
-def _stack(floats: dict[str, Array], counts: dict[str, Array], operand: bool = False) -> Figures:
-    """Return the vectors of these numbers; 0 where one is missing, which only empty tensors have."""
-    float_names, count_names = _names(operand)
-    return Figures(
-        jnp.stack([jnp.asarray(floats.get(name, 0), jnp.float32) for name in float_names]),
-        jnp.stack([jnp.asarray(counts.get(name, 0), jnp.int32) for name in count_names]),
-    )
+def _vector(figures: dict[str, Any], spec: QuantSpec | None) -> Array:
+    return jnp.stack([jnp.asarray(figures[name], jnp.float32) for name in _names(spec)])
 
 
-def _errors(exact: Array, actual: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+def _errors(exact: Array, actual: Array) -> dict[str, Array]:
     """Return sums over elements, rows and columns of float32 values [rows, columns]."""
     difference = actual - exact
     finite = jnp.isfinite(exact) & jnp.isfinite(difference)
@@ -133,8 +127,15 @@ def _errors(exact: Array, actual: Array) -> tuple[dict[str, Array], dict[str, Ar
     signal, noise = jnp.square(exact * scale), jnp.square(difference * scale)
     row_error, rows = _relative_errors(signal.sum(1), noise.sum(1))
     column_error, columns = _relative_errors(signal.sum(0), noise.sum(0))
-    floats = {"signal": signal.sum(), "noise": noise.sum(), "row_error": row_error, "column_error": column_error}
-    return floats, {"exponent": exponent, "rows": rows, "columns": columns}
+    return {
+        "signal": signal.sum(),
+        "noise": noise.sum(),
+        "exponent": exponent,
+        "row_error": row_error,
+        "rows": rows,
+        "column_error": column_error,
+        "columns": columns,
+    }
 
 
 def _relative_errors(signal: Array, noise: Array) -> tuple[Array, Array]:
@@ -150,7 +151,8 @@ def _finite_magnitude(x: Array) -> Array:
 
 
 def _count(condition: Array) -> Array:
-    return condition.sum(dtype=jnp.int32)
+    """Return how often a condition is True; in float32, because int32 overflows in the tensors of a large batch."""
+    return condition.sum(-1, dtype=jnp.int32).astype(jnp.float32).sum()
 
 
 def _outlier(amaxes: Array) -> tuple[Array, Array]:

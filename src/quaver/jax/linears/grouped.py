@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import sequential_vmap
 
+from quaver.jax.inspection.inspector import Measurements, recorder_of
 from quaver.jax.linears.function import check_gradients, next_state, unwrapped, warn_unquantized
 from quaver.jax.linears.gemms import LinearContext
 from quaver.jax.numerics.quantized import (
@@ -92,13 +93,17 @@ def grouped_dot(
         return lax.ragged_dot(*high, group_sizes, preferred_element_type=jnp.float32).astype(dtype)
     state = checked_state(name, state)
     buffers.check_state(state, in_force, name)
-    call = LinearContext(in_force, dtype, name, seed, None, None, None, state_reads_of(state), None)
+    call = LinearContext(in_force, dtype, name, seed, None, None, None, state_reads_of(state), recorder_of(name))
     return _grouped(call, x.astype(dtype), w, group_sizes, state)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(call: LinearContext, x: Array, w: Array, sizes: Array, state: State) -> Array:
-    return _fprop(call, x, w, _layout(call.recipe, x, sizes), buffers.rolled_and_checked(state, call.recipe))[0]
+    layout, state = _layout(call.recipe, x, sizes), buffers.rolled_and_checked(state, call.recipe)
+    y, xq, wq = _fprop(call, x, w, layout, state)
+    if call.recorder is not None:
+        call.recorder.report(call.name, _measured_fprop(x, w, sizes, layout, xq, wq, y))
+    return y
 
 
 def _fprop(call: LinearContext, x: Array, w: Array, layout: "GroupedLayout", state: State) -> tuple[Array, Any, Any]:
@@ -116,6 +121,10 @@ def _forward(call: LinearContext, x: Any, w: Any, sizes: Any, state: Any) -> tup
     recipe, state = call.recipe, buffers.rolled_and_checked(state, call.recipe)
     layout = _layout(recipe, x, sizes)
     y, xq, wq = _fprop(call, x, w, layout, state)
+    measured = None
+    if call.recorder is not None:
+        # Backward reports them too, because a forward that `jax.checkpoint` recomputes would count twice.
+        measured = _measured_fprop(x, w, sizes, layout, xq, wq, y), x, argument_w, sizes
     if recipe.dequantized_backward:
         # Dequantize here: tokens are arranged in tiles before wgrad, and codes could not be.
         x = x if recipe.wgrad.b is not None else xq.dequantize().astype(x.dtype)
@@ -125,11 +134,12 @@ def _forward(call: LinearContext, x: Any, w: Any, sizes: Any, state: Any) -> tup
     # JAX neither copies nor stacks a residual that is an argument.
     saved_w = wq if recipe.reuse.weight else argument_w
     amaxes = None if recipe.delayed is None else (xq.amax, wq.amax.max())
-    return y, (as_bytes(saved_x), as_bytes(saved_w), layout, amaxes, state, without_elements(x), without_elements(w))
+    like = without_elements(x), without_elements(w)
+    return y, (as_bytes(saved_x), as_bytes(saved_w), layout, amaxes, state, like, measured)
 
 
 def _backward(call: LinearContext, saved: Any, g: Array) -> tuple[Any, ...]:
-    saved_x, saved_w, layout, amaxes, state, like_x, like_w = saved
+    saved_x, saved_w, layout, amaxes, state, (like_x, like_w), measured = saved
     recipe, plan, factor = call.recipe, call.recipe.reuse, factor_of(state, GRAD_OUTPUT)
     g, saved_x, saved_w = forbid_second_derivative(call.label, (g, saved_x, saved_w))
     saved_x, saved_w = as_codes(saved_x), as_codes(saved_w)
@@ -144,10 +154,68 @@ def _backward(call: LinearContext, saved: Any, g: Array) -> tuple[Any, ...]:
     tokens = _columns_in_tiles(saved_x.T, layout) if plan.input else _operand(saved_x)
     gradients = _columns_in_tiles(gt.T, layout) if plan.grad_output else _operand(gt)
     grad_w = psum_like(_sum_over_tokens(tokens, gradients, layout), like_w).astype(like_w.dtype)
+    if call.recorder is not None:
+        measurements = _measured_backward(call, measured, layout, g, gq, weights, gt, saved_x, grad_x, grad_w)
+        call.recorder.report(call.name, measurements)
     return grad_x, grad_w, None, next_state(call, state, amaxes, gq, gt)
 
 
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _measured_fprop(
+    x: Array, w: Array, sizes: Array, layout: "GroupedLayout", xq: Any, wq: Any, y: Array
+) -> Measurements:
+    """Measure fprop for `quaver.jax.inspect`."""
+    measured, weights = Measurements(), jnp.swapaxes(w, 1, 2)
+    if isinstance(xq, Quantized):
+        measured.operand("fprop", "input", x, xq)
+    if isinstance(wq, Quantized):
+        measured.operand("fprop", "weight", weights, wq)
+    with jax.default_matmul_precision("highest"):
+        exact = _matmul_per_token(x.astype(jnp.float32), weights.astype(jnp.float32), layout)
+    measured.results("fprop", exact, y, sizes)
+    return measured
+
+
+def _measured_backward(
+    call: LinearContext,
+    saved: Any,
+    layout: "GroupedLayout",
+    g: Array,
+    gq: Any,
+    weights: Any,
+    gt: Any,
+    tokens: Any,
+    grad_x: Array,
+    grad_w: Array,
+) -> Measurements:
+    """Measure dgrad and wgrad for `quaver.jax.inspect`, and return fprop's measurements too.
+
+    Args:
+        saved: fprop's measurements, x, w and the experts' numbers of tokens.
+        gq, weights: operands of dgrad.
+        gt, tokens: operands of wgrad, in tiles unless the other GEMMs read the same codes.
+    """
+    measured, x, w, sizes = saved
+    reuse = call.recipe.reuse
+    if isinstance(gq, Quantized):
+        measured.operand("dgrad", "grad_output", g, gq)
+    if isinstance(weights, Quantized):
+        measured.operand("dgrad", "weight", w, weights, transposed=True)
+    in_tiles = {"grad_output": (g, gt, reuse.grad_output), "input": (x, tokens, reuse.input)}
+    for name, (values, q, shared) in in_tiles.items():
+        if shared:
+            measured.operand("wgrad", name, values, q)
+        elif isinstance(q, Quantized):
+            tiles = _take(values, layout.token).T
+            measured.operand("wgrad", name, tiles, q, transposed=True, rows_and_columns=values.T)
+    wide = [each.astype(jnp.float32) for each in (x, w, g)]
+    with jax.default_matmul_precision("highest"):
+        measured.results("dgrad", _matmul_per_token(wide[2], wide[1], layout), grad_x, sizes)
+        a, b = (_operand(_along_tokens(each, None, layout)) for each in (wide[2], wide[0]))
+        measured.results("wgrad", _sum_over_tokens(a, b, layout), jnp.swapaxes(grad_w, 1, 2), sizes)
+    return measured
 
 
 def _noise(call: LinearContext, state: State, which: int) -> dict[str, Any]:
