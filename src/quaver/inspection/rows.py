@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from quaver.inspection.statistics import ErrorStatistics, OperandStatistics
@@ -87,6 +88,7 @@ def row_of(
             "amax": statistics.amax,
             "dynamic_range": statistics.dynamic_range,
             "scale_spread": statistics.scale_spread,
+            **_histogram(statistics.exponents),
         }
         if flushed > MANY_FLUSHED:
             flags.append(f"{flushed:.0%} flushed to zero")
@@ -107,6 +109,12 @@ def row_of(
 def _finite(value: float) -> float | None:
     """Return a number that JSON has; None for an infinity or NaN."""
     return value if math.isfinite(value) else None
+
+
+def _histogram(exponents: Mapping[int, int]) -> dict[str, Any]:
+    start = min(exponents, default=0)
+    counts = [exponents.get(e, 0) for e in range(start, max(exponents, default=start - 1) + 1)]
+    return {"histogram_start": start, "histogram": counts}
 
 
 def severity(row: dict[str, Any], index: int) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """Statistics of quantized operands and of GEMM results, pooled over calls and ranks."""
 
 import math
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from quaver.recipes.spec import QuantSpec
@@ -9,6 +10,8 @@ from quaver.recipes.spec import QuantSpec
 #: Fields that are pooled by their maximum or minimum; all other numbers are summed.
 MAXIMA = ("amax", "largest_scale", "outlier_row", "outlier_column")
 MINIMA = ("amin", "smallest_scale")
+#: Powers of two beyond the format's range, on both sides, that a histogram tells apart.
+MARGIN = 12
 
 
 @dataclass(kw_only=True)
@@ -33,15 +36,15 @@ class ErrorStatistics:
 
     def add(self, other: "ErrorStatistics") -> None:
         """Pool with the statistics of the same tensor in another call or on another rank."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, QuantSpec):
                 continue
-            if field.name in MAXIMA:
+            if each.name in MAXIMA:
                 value: Any = max(mine, theirs)
             else:
-                value = min(mine, theirs) if field.name in MINIMA else mine + theirs
-            setattr(self, field.name, value)
+                value = min(mine, theirs) if each.name in MINIMA else mine + theirs
+            setattr(self, each.name, value)
 
     @property
     def snr(self) -> float:
@@ -79,6 +82,9 @@ class OperandStatistics(ErrorStatistics):
     #: is -1 if there are no values.
     outlier_row: tuple[float, int] = (0.0, -1)
     outlier_column: tuple[float, int] = (0.0, -1)
+    #: Number of nonzero values by the exponent of |x| / scale, from `MARGIN` below the format's smallest number to
+    #: `MARGIN` above its largest; values beyond are counted at these ends.
+    exponents: Counter[int] = field(default_factory=Counter)
 
     def transpose(self) -> None:
         """Swap rows and columns."""

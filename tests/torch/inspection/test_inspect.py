@@ -197,6 +197,28 @@ def test_statistics_of_an_operand() -> None:
     assert row["flushed"] == 1 / 5 and row["dynamic_range"] == pytest.approx(math.log2(448e4))
 
 
+def test_a_histogram_counts_the_nonzero_values_by_the_exponent_that_is_stored() -> None:
+    layer = qt.Linear(4, 4, recipe="tensorwise(format='e4m3')")
+    with qt.inspect(layer, every=1) as inspector:
+        # The scale is 1. E4M3 ends at 2**-9; all below 2**-21 is counted there.
+        for x in ([[448.0, 256.0, -1.5, 0.0], [1.0, 2.0**-9, 2.0**-30, -1e-44]], [[448.0, 2.0, 0.0, 3.0]]):
+            layer(torch.tensor(x))
+        inspector.step()
+    row = next(r for r in inspector.rows if r["tensor"] == "input")
+    counts = dict(enumerate(row["histogram"], row["histogram_start"]))
+    assert {e: n for e, n in counts.items() if n} == {8: 3, 1: 2, 0: 2, -9: 1, -21: 2}
+
+
+def test_a_histogram_goes_beyond_the_format_if_the_scale_is_stale() -> None:
+    layer, x = qt.Linear(64, 32, recipe="delayed(history=4)"), torch.rand(48, 64) + 0.5
+    with qt.inspect(layer, every=1) as inspector:
+        for factor in (1.0, 1000.0):
+            layer(x * factor).sum().backward()
+            inspector.step()
+    row = next(r for r in inspector.rows if (r["step"], r["tensor"]) == (1, "input"))
+    assert row["histogram_start"] > 8 and sum(row["histogram"]) == x.numel() and row["saturated"] == 1
+
+
 def test_micro_batches_of_a_step_are_pooled() -> None:
     layer = qt.Linear(32, 32, recipe="mxfp8")
     with qt.inspect(layer, every=1) as inspector:

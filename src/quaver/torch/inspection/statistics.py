@@ -1,11 +1,13 @@
 """Statistics of torch tensors: a quantized operand against its values, a result against the exact one."""
 
 import math
+from collections import Counter
 
 import torch
 from torch import Tensor
 
-from quaver.inspection.statistics import ErrorStatistics, OperandStatistics
+from quaver.inspection.statistics import MARGIN, ErrorStatistics, OperandStatistics
+from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized, spread
 from quaver.torch.numerics.rounding import rotate
 
@@ -37,10 +39,12 @@ def operand_statistics(x: Tensor, q: Quantized) -> OperandStatistics:
     element_scales = spread(scales, q.spec.block, q.shape)
     # With a rounded scale, the largest value may exceed the representable range by its last bits.
     tolerance = 1.0 if q.spec.power_of_two else 1.0 + 2.0**-22
-    statistics.saturated = _count(magnitude > q.spec.format.max * tolerance * element_scales)
+    scaled = magnitude / element_scales
+    statistics.saturated = _count(scaled > q.spec.format.max * tolerance)
     # A NaN scale gives NaN codes, which are not flushed.
     statistics.flushed = _count((magnitude > 0) & (values == 0))
     statistics.nonzero = _count(magnitude)
+    statistics.exponents = _exponents(scaled, statistics.nonzero, q.spec)
     usable = scales.isfinite() & (scales > 0)
     extremes = [
         whole.masked_fill(whole == 0, torch.inf).amin(),
@@ -50,6 +54,20 @@ def operand_statistics(x: Tensor, q: Quantized) -> OperandStatistics:
     statistics.amin, statistics.largest_scale, statistics.smallest_scale = torch.stack(extremes).tolist()
     _measure(statistics, exact, values * element_scales)
     return statistics
+
+
+def _exponents(scaled: Tensor, nonzero: int, spec: QuantSpec) -> Counter[int]:
+    """Count the nonzero values of |x| / scale by exponent, without blocks whose scale is not finite; overwrites it."""
+    # The exponent bits of a float32: 0 for zeros and subnormals, 255 for infinities and NaN.
+    bits = scaled.contiguous().view(torch.int32).bitwise_right_shift_(23)
+    counts = torch.bincount(bits.flatten(), minlength=256).tolist()
+    counts[0] = max(0, counts[0] - (scaled.numel() - nonzero))
+    low, high = spec.format.emin - spec.format.mantissa_bits - MARGIN, spec.format.emax + MARGIN
+    exponents: Counter[int] = Counter()
+    for exponent, count in enumerate(counts[:255], -127):
+        if count:
+            exponents[min(max(exponent, low), high)] += count
+    return exponents
 
 
 def _measure(statistics: ErrorStatistics, exact: Tensor, actual: Tensor) -> None:
