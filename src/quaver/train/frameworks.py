@@ -16,8 +16,8 @@ from quaver.train.memory import projections
 from quaver.train.mesh import ProcessGroup, SingleProcess
 from quaver.train.model_config import MODELS
 
-#: Extra that installs each framework.
-EXTRAS = {"torch": "train", "jax": "train-jax"}
+#: Extra that installs each framework, and the library of `quaver inspect`.
+EXTRAS = {"torch": "train", "jax": "train-jax", "bokeh": "inspect"}
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def runs_on_cpu(config: TrainConfig) -> bool:
 
 
 def check_installed(framework: str, what: str) -> None:
-    """Raise a ValueError with the install command if a framework is not installed."""
+    """Raise a ValueError with the install command if a framework or library is not installed."""
     if find_spec(framework) is None:
         install = f"pip install 'quaver[{EXTRAS[framework]}]'"
         raise ValueError(f"{what} needs {framework}, which is not installed: {install}")

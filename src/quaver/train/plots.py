@@ -1,14 +1,16 @@
-"""Plots of losses: of one run, and of several runs with the differences on their own axes."""
+"""Plots of losses, of one run and of several, and heat maps of inspected layers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from quaver.comparison.plot import GREY, finish_figure, loss_difference, mark_phase, recipe_colour, series, smooth
 from quaver.train import config as recipe_name
 from quaver.train import files
+from quaver.train.inspection_table import RESULTS, STATISTICS, InspectionTable, without_common_start
 from quaver.train.metrics import Record, losses, phase_starts, validation_losses
 
 BLACK = "#000000"
@@ -66,6 +68,39 @@ def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
     upper.legend(frameon=False)
     finish_figure(upper, "", "loss (nats a token)", "Training loss, each step")
     finish_figure(lower, "step", "nats a token", f"Difference from {first}")
+    return write(figure, path)
+
+
+def plot_inspection(table: InspectionTable, statistic: str, path: Path) -> Path:
+    """Write a heat map of layers and sampled steps for each result that has a statistic, or for each operand.
+
+    Raises: ValueError if no tensor has a value of the statistic.
+    """
+    having = [key for key, statistics in table.values.items() if statistic in statistics]
+    panels = [key for key in having if key[1] in RESULTS] or having
+    if not panels:
+        raise ValueError(f"no tensor has a value of {statistic}; give another --statistic")
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    size = (2.5 + 3.2 * across, (0.14 * len(table.layers) + 1.0) * down)
+    figure = Figure(figsize=(size[0], max(2.5, min(size[1], 40))), dpi=150, layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    arrays = [table.values[key][statistic] for key in panels]
+    low, high = min(map(np.nanmin, arrays)), max(map(np.nanmax, arrays))
+    for axes, key, values in zip(grid.flat, panels, arrays, strict=False):
+        shade = "viridis_r" if statistic == "snr" else "viridis"
+        drawn = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=shade, vmin=low, vmax=high)
+        axes.set_title(f"{key[0]}, {key[1]}", loc="left", fontsize=10)
+        axes.set_facecolor("#DDDDDD")
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    every, names = -(-len(table.layers) // 100), without_common_start(table.layers)
+    grid[0, 0].set_yticks(range(0, len(names), every), names[::every], fontsize=6)
+    places = np.unique(np.linspace(0, len(table.steps) - 1, 4).round().astype(int))
+    grid[0, 0].set_xticks(places, [str(table.steps[place]) for place in places])
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
+    figure.colorbar(drawn, ax=grid, label=STATISTICS[statistic], aspect=40)
     return write(figure, path)
 
 

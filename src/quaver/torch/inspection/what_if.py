@@ -1,9 +1,11 @@
 """`what_if`: predict what each recipe costs a model in precision, and find the cheapest rules within two budgets."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,8 @@ from quaver.torch.state import observer
 
 #: Recipe under which the model is captured; it quantizes every GEMM of every layer, and each result is then replaced.
 CAPTURE = "tensorwise"
+#: File that `WhatIf.save` writes.
+FILE = "what_if.json"
 HEADER = ("recipe", "predicted KL", "gradient SNR", "time / bf16", "loss - bf16", "gradients, SNR")
 
 
@@ -296,6 +300,11 @@ class WhatIf:
     code: str
     #: Description of the predicted times, or why no rules are within the budgets.
     note: str
+
+    def save(self, folder: str | Path) -> None:
+        """Write what_if.json, whose rules the report of `quaver inspect` shows."""
+        text = json.dumps({"table": [HEADER, *map(_cells, self.summary)], "code": self.code, "note": self.note})
+        (Path(folder) / FILE).write_text(text + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         table = [HEADER, *map(_cells, self.summary)]

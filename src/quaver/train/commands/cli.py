@@ -1,4 +1,4 @@
-"""The `quaver` command: train, compare, plot, generate, export, kernels, doctor, plan.
+"""The `quaver` command: train, compare, plot, inspect, generate, export, kernels, doctor, plan.
 
 The options of `train` and `compare` are the fields of `TrainConfig`. An option on the command line overrides the
 `--config` file, which overrides the default. A user's mistake is reported as one sentence on stderr with exit code 1.
@@ -30,7 +30,7 @@ from quaver.comparison.report import PICTURE, save
 from quaver.train import config as recipe_name
 from quaver.train import frameworks, mesh
 from quaver.train.commands import doctor as machine
-from quaver.train.commands import failing, offloading, scaling
+from quaver.train.commands import failing, inspecting, offloading, scaling
 from quaver.train.commands import kernels as compiling
 from quaver.train.commands import plan as planning
 from quaver.train.compare import SeedRun, compare_runs
@@ -46,6 +46,7 @@ from quaver.train.generate import (
     newest_checkpoint,
     saved_recipe,
 )
+from quaver.train.inspection_table import STATISTICS
 from quaver.train.loop import Interrupted, folder_of, run_training
 from quaver.train.memory import hf_config, hf_family, hf_name
 from quaver.train.mesh import OtherRankFailed, RankError
@@ -377,6 +378,51 @@ def plot(
             if not losses(rows):
                 raise ValueError(f"{run} holds no run with a step; give folders of quaver train")
         print_line(f"picture: {plot_runs(records, picture)}")
+
+
+@app.command(name="inspect")
+def inspect_gemms(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="folder of a run of quaver train --inspect-every N", metavar="RUN_DIR", show_default=False),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="a Hugging Face model instead of a run: hf:PATH, one step in float32", metavar="hf:PATH")
+    ] = "",
+    text: Annotated[list[Path] | None, typer.Option(help="text to run --model on", metavar="FILE...")] = None,
+    recipe: Annotated[
+        str, typer.Option(help="recipes to compare --model under, separated by commas; the first is inspected")
+    ] = ",".join(inspecting.RECIPES),
+    tokens: Annotated[int, typer.Option(help="tokens of the text at most")] = 2048,
+    gpu: Annotated[str, typer.Option(help="GPU whose time is predicted for --model, as of plan")] = "h100",
+    widen: Annotated[int, typer.Option(help="multiply all features by this, for the predicted time")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")] = "auto",
+    to: Annotated[
+        Path | None, typer.Option("--out", help="the folder to write (default RUN_DIR, or inspect)", show_default=False)
+    ] = None,
+    statistic: Annotated[str, typer.Option(help=f"of the picture: {', '.join(STATISTICS)}")] = "snr",
+) -> None:
+    """Write a report of where a run or a model loses precision: report.html and inspect.png."""
+    with report_errors():
+        if model:
+            lines = inspecting.report_model(
+                model,
+                # The files after the first belong to no option.
+                [*(text or ()), *(paths or ())],
+                recipe_name.split_recipes(recipe),
+                to or Path("inspect"),
+                statistic,
+                tokens=tokens,
+                gpu=gpu,
+                widen=widen,
+                device=device,
+            )
+        elif paths and len(paths) == 1 and not text:
+            lines = inspecting.report_run(paths[0], to, statistic)
+        else:
+            raise ValueError("give RUN_DIR, the folder of one run, or --model hf:PATH --text FILE...")
+        for line in lines:
+            print_line(line)
 
 
 @app.command(name="generate")
