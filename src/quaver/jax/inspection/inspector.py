@@ -69,6 +69,14 @@ class Measurements:
         columns = (x if rows_and_columns is None else rows_and_columns).shape[-1]
         self._add(MeasuredTensor(gemm, tensor, columns, q.spec, transposed, experts), figures)
 
+    def share(self, tensor: str, gemm: str, other: str) -> bool:
+        """Add an operand of one GEMM to another that reads the same codes; return False if the first did not run."""
+        for own, figures in zip(self.tensors, self.figures, strict=True):
+            if (own.gemm, own.tensor) == (gemm, tensor):
+                self._add(own._replace(gemm=other), figures)
+                return True
+        return False
+
     def result(self, gemm: str, exact: Array, y: Array) -> None:
         """Add the result of a GEMM [m, n], and the float32 product of its operands before quantization."""
         self._add(MeasuredTensor(gemm, RESULTS[gemm], y.shape[1], None), result_figures(exact, y, y.shape[0]))
@@ -171,6 +179,8 @@ class Inspector(InspectionTable):
         self._recorder = Recorder(self._patterns)
         self._step: int | None = None
         self._closed = False
+        #: True if `pause` was entered in this step, which may then have no layers.
+        self._paused = False
         self._sampling = ExitStack()
 
     def __enter__(self) -> "Inspector":
@@ -223,15 +233,19 @@ class Inspector(InspectionTable):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Context in which nothing is measured, such as that of a validation."""
+        self._paused = True
         with _context(None):
             yield
 
     def _begin_step(self) -> None:
+        self._paused = False
         if self._step is not None and self._samples(self._step):
             self._sampling.enter_context(_context(self._recorder))
 
     def _check_layers(self) -> None:
         layers = self._recorder.layers
+        if not layers and self._paused:
+            return
         if not layers:
             raise ValueError(
                 f"inspect: no quantized layer ran in step {self._step}; call the jitted step function between "

@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from quaver.inspection.statistics import ErrorStatistics, OperandStatistics
 from quaver.jax.numerics.quantized import Quantized, scale_blocks
@@ -54,19 +54,19 @@ def operand_figures(x: Array, q: Quantized, rows_and_columns: Array | None = Non
     # With a rounded scale, the largest value may exceed the representable range by its last bits.
     largest = spec.format.max * (1.0 if spec.power_of_two else 1.0 + 2.0**-22)
     usable = jnp.isfinite(scales) & (scales > 0)
-    row_ratio, row = _outlier(whole.max(1))
-    column_ratio, column = _outlier(whole.max(0))
+    row_amaxes, column_amaxes = whole.max(1), whole.max(0)
+    row_ratio, row = _outlier(row_amaxes)
+    column_ratio, column = _outlier(column_amaxes)
+    # A NaN scale gives NaN codes, which are not flushed.
+    masks = magnitude > jnp.float32(largest) * element_scales, (magnitude > 0) & (values == 0), magnitude > 0
     figures = {
         "height": original.shape[0],
         "nonfinite": _count(~jnp.isfinite(original)),
-        "amax": whole.max(),
+        "amax": row_amaxes.max(),
         "amin": jnp.where(whole == 0, jnp.inf, whole).min(),
         "largest_scale": jnp.where(usable, scales, 0.0).max(),
         "smallest_scale": jnp.where(usable, scales, jnp.inf).min(),
-        "saturated": _count(magnitude > jnp.float32(largest) * element_scales),
-        # A NaN scale gives NaN codes, which are not flushed.
-        "flushed": _count((magnitude > 0) & (values == 0)),
-        "nonzero": _count(magnitude > 0),
+        **dict(zip(COUNTS, _count(jnp.stack(masks)), strict=True)),
         "row_ratio": row_ratio,
         "row_index": row,
         "column_ratio": column_ratio,
@@ -118,32 +118,26 @@ def _vector(figures: dict[str, Any], spec: QuantSpec | None) -> Array:
 
 
 def _errors(exact: Array, actual: Array) -> dict[str, Array]:
-    """Return sums over elements, rows and columns of float32 values [rows, columns]."""
+    """Return sums over elements, rows and columns of float32 values [rows, columns].
+
+    Arrays are stacked so that each reduction serves several sums: their number decides how long XLA compiles.
+    """
     difference = actual - exact
-    finite = jnp.isfinite(exact) & jnp.isfinite(difference)
-    exact, difference = jnp.where(finite, exact, 0.0), jnp.where(finite, difference, 0.0)
+    pair = jnp.where(jnp.isfinite(exact) & jnp.isfinite(difference), jnp.stack([exact, difference]), 0.0)
     # Scaled so that no square of an exact value overflows, by a power of two that is a normal float32.
-    exponent = jnp.clip(-jnp.frexp(jnp.abs(exact).max())[1], -126, 126).astype(jnp.int32)
-    scale = two_to_the(exponent)
-    signal, noise = jnp.square(exact * scale), jnp.square(difference * scale)
-    row_error, rows = _relative_errors(signal.sum(1), noise.sum(1))
-    column_error, columns = _relative_errors(signal.sum(0), noise.sum(0))
-    return {
-        "signal": signal.sum(),
-        "noise": noise.sum(),
-        "exponent": exponent,
-        "row_error": row_error,
-        "rows": rows,
-        "column_error": column_error,
-        "columns": columns,
-    }
-
-
-def _relative_errors(signal: Array, noise: Array) -> tuple[Array, Array]:
-    """Return the sum of noise / signal over rows or columns, at most 1 each, and how many are not all zero."""
+    amax_bits = lax.bitcast_convert_type(jnp.abs(pair[0]).max(), jnp.int32)
+    exponent = jnp.clip(126 - (amax_bits >> 23), -126, 126)
+    squares = jnp.square(pair * two_to_the(exponent))
+    # Rows, then columns.
+    signal, noise = jnp.concatenate([squares.sum(2), squares.sum(1)], axis=1)
+    is_row = jnp.arange(signal.shape[0]) < exact.shape[0]
     used = (signal > 0) | (noise > 0)
-    ratio = jnp.minimum(noise / jnp.maximum(signal, jnp.finfo(jnp.float32).tiny), 1.0)
-    return jnp.where(used, ratio, 0.0).sum(), _count(used)
+    ratio = jnp.where(used, jnp.minimum(noise / jnp.maximum(signal, jnp.finfo(jnp.float32).tiny), 1.0), 0.0)
+    of_rows = jnp.where(is_row, jnp.stack([signal, noise, ratio, used.astype(jnp.float32)]), 0.0)
+    of_columns = jnp.where(is_row, 0.0, jnp.stack([ratio, used.astype(jnp.float32)]))
+    sums = jnp.concatenate([of_rows, of_columns]).sum(1)
+    names = ("signal", "noise", "row_error", "rows", "column_error", "columns")
+    return {"exponent": exponent, **dict(zip(names, sums, strict=True))}
 
 
 def _finite_magnitude(x: Array) -> Array:
@@ -151,9 +145,11 @@ def _finite_magnitude(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0)
 
 
-def _count(condition: Array) -> Array:
-    """Return how often a condition is True; in float32, because int32 overflows in the tensors of a large batch."""
-    return condition.sum(-1, dtype=jnp.int32).astype(jnp.float32).sum()
+def _count(conditions: Array) -> Array:
+    """Return how often conditions [..., rows, columns] are True; in float32, because int32 overflows in the tensors of
+    a large batch.
+    """
+    return conditions.sum(-1, dtype=jnp.int32).astype(jnp.float32).sum(-1)
 
 
 def _outlier(amaxes: Array) -> tuple[Array, Array]:

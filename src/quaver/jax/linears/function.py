@@ -319,7 +319,7 @@ def _backward(call: LinearContext, saved: Any, g: Any) -> tuple[Any, Any, Any, A
     if call.recorder is not None:
         measurements, x, w = measured
         if own_x is not None:
-            measuring.measure_dgrad(call, measurements, w, saved_w, g, gq, own_x, state, axes)
+            measuring.measure_dgrad(call, measurements, w, g, gq, own_x, state, axes)
         if own_w is not None:
             measuring.measure_wgrad(call, measurements, x, saved_x, g, gq, gt, own_w)
         call.recorder.report(call.name, measurements)

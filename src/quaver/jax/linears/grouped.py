@@ -201,12 +201,17 @@ def _measured_backward(
     reuse = call.recipe.reuse
     if isinstance(gq, Quantized):
         measured.operand("dgrad", "grad_output", g, gq)
-    if isinstance(weights, Quantized):
+    if reuse.weight:
+        measured.share("weight", "fprop", "dgrad")
+    elif isinstance(weights, Quantized):
         measured.operand("dgrad", "weight", w, weights, transposed=True)
-    in_tiles = {"grad_output": (g, gt, reuse.grad_output), "input": (x, tokens, reuse.input)}
+    in_tiles = {
+        "grad_output": (g, gt, reuse.grad_output and "dgrad"),
+        "input": (x, tokens, reuse.input and "fprop"),
+    }
     for name, (values, q, shared) in in_tiles.items():
         if shared:
-            measured.operand("wgrad", name, values, q)
+            measured.share(name, shared, "wgrad")
         elif isinstance(q, Quantized):
             tiles = _take(values, layout.token).T
             measured.operand("wgrad", name, tiles, q, transposed=True, rows_and_columns=values.T)

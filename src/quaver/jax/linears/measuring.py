@@ -37,7 +37,6 @@ def measure_dgrad(
     call: LinearContext,
     measured: Measurements,
     w: Any,
-    saved_w: Any,
     g: Array,
     gq: Quantized | None,
     grad_x: Array,
@@ -51,7 +50,7 @@ def measure_dgrad(
     if isinstance(w, Quantized):
         return
     if call.recipe.reuse.weight:
-        measured.operand("dgrad", "weight", w.T, saved_w)
+        measured.share("weight", "fprop", "dgrad")
     elif spec is not None:
         # The compiler merges this with the same quantization in dgrad.
         q = gemms.transposed_weight(call, w, spec, state, axes)
@@ -73,13 +72,14 @@ def measure_wgrad(
     """Measure wgrad's operands g.T [N, T] and x.T [K, T] and its result grad_w [K, N]."""
     recipe = call.recipe
     if recipe.reuse.grad_output and gq is not None:
-        measured.operand("wgrad", "grad_output", g, gq)
+        if not measured.share("grad_output", "dgrad", "wgrad"):
+            measured.operand("wgrad", "grad_output", g, gq)
     elif gt is not None:
         measured.operand("wgrad", "grad_output", g.T, gt, transposed=True)
     if isinstance(x, Quantized):
         return
     if recipe.reuse.input:
-        measured.operand("wgrad", "input", x, saved_x)
+        measured.share("input", "fprop", "wgrad")
     elif recipe.wgrad.b is not None:
         measured.operand("wgrad", "input", x.T, saved_x, transposed=True)
     if call.input_placement is None:
