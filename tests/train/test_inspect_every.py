@@ -40,6 +40,21 @@ def test_measured_steps_are_recorded_and_change_no_loss(make_config: MakeConfig,
             assert record["inspect_flagged"] == sum(bool(row["flags"]) for row in own)
 
 
+@pytest.mark.slow
+def test_jax_measures_steps_and_changes_no_loss(make_config: MakeConfig) -> None:
+    options: dict[str, Any] = {"recipe": "tensorwise", "framework": "jax", "accumulate": 2}
+    plain = run_training(make_config("plain", **options))
+    # Step 6 follows a validation, which is not measured.
+    run = run_training(make_config("measured", inspect_every=3, **options))
+    assert run.losses == plain.losses and run.validation_losses == plain.validation_losses
+    rows = rows_of(run.folder)
+    assert {row["step"] for row in rows} == {3, 6, 9}
+    assert "layers.0.attention.q_proj" in {row["layer"] for row in rows}
+    assert len({row["elements"] for row in rows if row["tensor"] == "output" and "down_proj" in row["layer"]}) == 1
+    for record in read(run.folder / "metrics.jsonl"):
+        assert record.keys() & FIGURES == (FIGURES if "loss" in record and record["step"] % 3 == 0 else set())
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(make_config: MakeConfig) -> None:
     options: dict[str, Any] = {"recipe": "mxfp8", "inspect_every": 2}
@@ -74,8 +89,6 @@ def test_the_step_that_ends_a_run_is_measured(make_config: MakeConfig) -> None:
 
 
 def test_what_cannot_be_measured_is_an_error_or_a_warning(make_config: MakeConfig) -> None:
-    with pytest.raises(ValueError, match="JAX cannot inspect steps yet"):
-        run_training(make_config(recipe="mxfp8", inspect_every=1, framework="jax"))
     with pytest.raises(ValueError, match="leave out --capture or --inspect-every"):
         run_training(make_config(recipe="mxfp8", inspect_every=1, capture="step"))
     with pytest.warns(UserWarning, match="inspect_every is 5, which has no effect here: no recipe of the run"):

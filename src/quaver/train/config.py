@@ -271,7 +271,7 @@ class TrainConfig:
     checkpoint_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
     async_save: Annotated[bool, "several ranks go on while a copy of their state is written"] = False
     keep: Annotated[int, "newest checkpoints that stay; 0: all"] = 2
-    inspect_every: Annotated[int, "steps between those that measure every quantized GEMM (torch); 0: none"] = 0
+    inspect_every: Annotated[int, "steps between those that measure every quantized GEMM; 0: none"] = 0
     report_to: Annotated[tuple[str, ...], "what gets the records beside metrics.jsonl: tensorboard, wandb"] = ()
 
     def __post_init__(self) -> None:

@@ -71,8 +71,6 @@ def check_options(config: TrainConfig, recipe: Recipe) -> None:
         return
     if recipe.attention is not None:
         raise ValueError(f"JAX cannot run attention in eight bits yet, as {recipe.name} asks; take --framework torch")
-    if config.inspect_every:
-        raise ValueError("JAX cannot inspect steps yet; leave out --inspect-every, or take --framework torch")
     if config.loss_chunk:
         raise ValueError("JAX cannot take the loss in chunks yet; leave out --loss-chunk, or take --framework torch")
     kinds = MODELS[config.model].unusual

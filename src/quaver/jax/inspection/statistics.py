@@ -98,12 +98,11 @@ def statistics_of(figures: Any, columns: int, spec: QuantSpec | None) -> ErrorSt
     }
     if spec is None:
         return ErrorStatistics(**errors)
-    figures_of_operand: dict[str, Any] = {name: f[name] for name in RANGES}
-    figures_of_operand |= {name: int(f[name]) for name in COUNTS}
+    ranges: dict[str, Any] = {**{name: f[name] for name in RANGES}, **{name: int(f[name]) for name in COUNTS}}
     return OperandStatistics(
         spec=spec,
         **errors,
-        **figures_of_operand,
+        **ranges,
         outlier_row=(f["row_ratio"], int(f["row_index"])),
         outlier_column=(f["column_ratio"], int(f["column_index"])),
     )

@@ -45,7 +45,7 @@ class LinearContext:
     weight_placement: ShardPlacement | None
     #: Counter of the calls that read this state.
     state_reads: StateReads
-    #: Recorder of the sampled step of `quaver.jax.inspect`; None if the call is not measured.
+    #: Recorder of the step that `quaver.jax.inspect` samples; None if the call is not measured.
     recorder: Recorder | None
 
     def __post_init__(self) -> None:

@@ -9,8 +9,10 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +22,7 @@ from jax import Array, lax
 
 from quaver.jax.blocks.attention import attention, rope
 from quaver.jax.blocks.layers import activate, normalize
+from quaver.jax.inspection.inspector import Inspector, inspect
 from quaver.jax.linears.function import linear
 from quaver.jax.state import buffers
 from quaver.recipes.conversion import ConversionReport
@@ -459,10 +462,17 @@ class JaxLearner:
         self.params = self._put(dict(initial_values(sizes, vocab, config.seed, config.nudge)))
         self.moments = zero_moments(self.params)
         self.updates = 0
+        self.extra_metrics: dict[str, float] = {}
+        self.inspector: Inspector | None = None
 
-    @property
-    def extra_metrics(self) -> dict[str, float]:
-        return {}
+    def inspect(self, folder: Path, first: int) -> AbstractContextManager[object]:
+        every = self.config.inspect_every
+        self.inspector = inspect(every=every, start=every, out=folder, resume=first)
+        return self.inspector
+
+    def _unmeasured(self) -> AbstractContextManager[None]:
+        """Return a context whose layers do not count as a part of a measured step."""
+        return nullcontext() if self.inspector is None else self.inspector.pause()
 
     @property
     def model(self) -> DecoderModel:
@@ -484,16 +494,22 @@ class JaxLearner:
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         now = rates(lr, self.updates + 1, self.config)
-        loss, norm, self.params, self.moments, self.state = update(
-            self.decoder, self.params, self.moments, self.state, self._put(batch.astype(np.int32)), now
-        )
+        with nullcontext() if self.decoder.recipe.quantizes else self._unmeasured():
+            loss, norm, self.params, self.moments, self.state = update(
+                self.decoder, self.params, self.moments, self.state, self._put(batch.astype(np.int32)), now
+            )
         numbers = float(loss), float(norm)
+        if self.inspector is not None:
+            self.inspector.step()
+            self.extra_metrics = {f"inspect_{name}": value for name, value in self.inspector.summary().items()}
+            self.inspector.rows.clear()  # the file has them
         self.updates += all(map(math.isfinite, numbers))
         return numbers
 
     def loss(self, batches: np.ndarray) -> float:
         ids = self._put(batches.astype(np.int32))
-        losses = [float(evaluate(self.decoder, self.params, self.state, batch)) for batch in ids]
+        with self._unmeasured():
+            losses = [float(evaluate(self.decoder, self.params, self.state, batch)) for batch in ids]
         return sum(losses) / len(losses)
 
     def first_output(self, batch: np.ndarray) -> str:
@@ -501,14 +517,17 @@ class JaxLearner:
             if not known:
                 return f"the parameter {name} is already not finite"
         for micro_batch in self._put(batch.astype(np.int32)):
-            for name, fine in finite_outputs(self.decoder, self.params, self.state, micro_batch).items():
+            with self._unmeasured():
+                outputs = finite_outputs(self.decoder, self.params, self.state, micro_batch)
+            for name, fine in outputs.items():
                 if not fine:
                     return f"the first output that is not finite is that of {name}"
         return "every module's output is finite"
 
     def first_gradient(self, batch: np.ndarray) -> str:
         ids = self._put(batch.astype(np.int32))
-        fine = finite_gradients(self.decoder, self.params, self.state, ids)
+        with self._unmeasured():
+            fine = finite_gradients(self.decoder, self.params, self.state, ids)
         names = [name for name in self.shapes if not fine[name]]
         return f"the first gradient that is not finite is that of {names[-1]}" if names else "the norm overflowed"
 
