@@ -41,13 +41,17 @@ def operand_statistics(x: Tensor, q: Quantized) -> OperandStatistics:
     tolerance = 1.0 if q.spec.power_of_two else 1.0 + 2.0**-22
     scaled = magnitude / element_scales
     statistics.saturated = _count(scaled > q.spec.format.max * tolerance)
-    # A NaN scale gives NaN codes, which are not flushed.
-    statistics.flushed = _count((magnitude > 0) & (values == 0))
     statistics.nonzero = _count(magnitude)
+    if statistics.nonfinite:
+        # A NaN scale gives NaN codes, which are not flushed.
+        statistics.flushed = _count((magnitude > 0) & (values == 0))
+    else:
+        statistics.flushed = statistics.nonzero - _count(values)
     statistics.exponents = _exponents(scaled, statistics.nonzero, q.spec)
     usable = scales.isfinite() & (scales > 0)
+    amin = whole.amin()
     extremes = [
-        whole.masked_fill(whole == 0, torch.inf).amin(),
+        amin if amin > 0 else whole.masked_fill(whole == 0, torch.inf).amin(),
         scales.where(usable, 0.0).amax(),
         scales.where(usable, torch.inf).amin(),
     ]
@@ -101,6 +105,9 @@ def _count(x: Tensor) -> int:
 
 
 def _count_nonfinite(x: Tensor) -> int:
+    # Both extremes are NaN if a value is.
+    if x.numel() and math.isfinite(float(x.amax() - x.amin())):
+        return 0
     return x.numel() - _count(x.isfinite())
 
 
