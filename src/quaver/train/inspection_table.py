@@ -16,8 +16,8 @@ from quaver.recipes.spec import QuantSpec
 FILE = "inspect.jsonl"
 #: Title of each statistic, in the order of the report's list.
 STATISTICS = {
-    "snr": "SNR in dB",
     "error": "error",
+    "snr": "SNR in dB",
     "flushed": "flushed share",
     "saturated": "saturated share",
     "amax": "log2 of amax",

@@ -77,29 +77,36 @@ def plot_inspection(table: InspectionTable, statistic: str, path: Path) -> Path:
     Raises: ValueError if no tensor has a value of the statistic.
     """
     having = [key for key, statistics in table.values.items() if statistic in statistics]
-    panels = [key for key in having if key[1] in RESULTS] or having
-    if not panels:
+    shown = [key for key in having if key[1] in RESULTS] or having
+    if not shown:
         raise ValueError(f"no tensor has a value of {statistic}; give another --statistic")
-    across = min(3, len(panels))
-    down = -(-len(panels) // across)
-    size = (2.5 + 3.2 * across, (0.14 * len(table.layers) + 1.0) * down)
-    figure = Figure(figsize=(size[0], max(2.5, min(size[1], 40))), dpi=150, layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-    arrays = [table.values[key][statistic] for key in panels]
-    low, high = min(map(np.nanmin, arrays)), max(map(np.nanmax, arrays))
-    for axes, key, values in zip(grid.flat, panels, arrays, strict=False):
-        shade = "viridis_r" if statistic == "snr" else "viridis"
-        drawn = axes.imshow(values, aspect="auto", interpolation="nearest", cmap=shade, vmin=low, vmax=high)
-        axes.set_title(f"{key[0]}, {key[1]}", loc="left", fontsize=10)
-        axes.set_facecolor("#DDDDDD")
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
-    every, names = -(-len(table.layers) // 100), without_common_start(table.layers)
-    grid[0, 0].set_yticks(range(0, len(names), every), names[::every], fontsize=6)
+    arrays = {key: table.values[key][statistic] for key in shown}
+    # Attention has panels of its own: its layers have no other GEMMs.
+    groups = [[key for key in shown if (key[0] == "attention") == attention] for attention in (False, True)]
+    rows = [group[i : i + 3] for group in groups for i in range(0, len(group), 3)]
+    layers = [
+        [i for i in range(len(table.layers)) if any(np.isfinite(arrays[k][i]).any() for k in row)] for row in rows
+    ]
+    heights = [0.14 * len(own) + 0.8 for own in layers]
+    figure = Figure(figsize=(11, min(sum(heights) + 0.4, 40)), dpi=150, layout="constrained")
+    grid = figure.subplots(len(rows), 3, squeeze=False, sharex=True, height_ratios=heights)
+    low, high = min(map(np.nanmin, arrays.values())), max(map(np.nanmax, arrays.values()))
+    shade, names = "viridis_r" if statistic == "snr" else "viridis", without_common_start(table.layers)
     places = np.unique(np.linspace(0, len(table.steps) - 1, 4).round().astype(int))
-    grid[0, 0].set_xticks(places, [str(table.steps[place]) for place in places])
-    for axes in grid[-1]:
-        axes.set_xlabel("step")
+    for row, own, line in zip(rows, layers, grid, strict=True):
+        for axes in line[len(row) :]:
+            axes.set_axis_off()
+        for axes, key in zip(line, row, strict=False):
+            drawn = axes.imshow(
+                arrays[key][own], aspect="auto", interpolation="nearest", cmap=shade, vmin=low, vmax=high
+            )
+            axes.set_title(f"{key[0]}, {key[1]}", loc="left", fontsize=10)
+            axes.set_facecolor("#DDDDDD")
+            axes.set_yticks([])
+            axes.set_xticks(places, [str(table.steps[place]) for place in places])
+        every = -(-len(own) // 100)
+        line[0].set_yticks(range(0, len(own), every), [names[i] for i in own[::every]], fontsize=6)
+    grid[-1, 0].set_xlabel("step")
     figure.colorbar(drawn, ax=grid, label=STATISTICS[statistic], aspect=40)
     return write(figure, path)
 

@@ -81,7 +81,9 @@ async function read() {
   if (document.documentElement.dataset.drawn !== "yes") return setTimeout(read, 50)
   await wait()
   seen.canvases = colours()
-  seen.first = find("worst").textContent
+  seen.first = find("statistic").value
+  set("statistic", "snr")
+  seen.snr = find("worst").textContent
   seen.chosen = find("layer").textContent
   set("tensor", "input")
   set("statistic", "error")
@@ -134,11 +136,11 @@ def test_a_browser_draws_the_report(tmp_path: Path, theme: str) -> None:
     )
     # The heat map and the six histograms of the worst layer.
     assert seen["canvases"] == 7 and seen["after"] == 7
-    assert seen["first"].startswith("SNR in dB, lowest: 25 of model.layers.0.mlp.up_proj in step 0")
+    assert seen["first"] == "error" and seen["snr"].startswith("SNR in dB, lowest: 25 of model.layers.0.mlp.up_proj in step 0")
     assert seen["chosen"] == f"Histograms of {FAULTY}"
     assert seen["error"].startswith(f"error, highest: 0.75 of {FAULTY} in step 350")
     assert seen["amax"].startswith("log2 of amax, highest: -2 of ")
-    assert seen["statistics"] == ["snr", "error", "nonfinite"]
+    assert seen["statistics"] == ["error", "snr", "nonfinite"]
     assert seen["clicked"] == "Histograms of model.layers.4.mlp.up_proj"
     assert seen["sorted"] == ["28.5"] * 44 + ["1.5"]
     assert seen["themes"] == [theme, "light" if theme == "dark" else "dark"]

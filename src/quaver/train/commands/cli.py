@@ -400,7 +400,7 @@ def inspect_gemms(
     to: Annotated[
         Path | None, typer.Option("--out", help="the folder to write (default RUN_DIR, or inspect)", show_default=False)
     ] = None,
-    statistic: Annotated[str, typer.Option(help=f"of the picture: {', '.join(STATISTICS)}")] = "snr",
+    statistic: Annotated[str, typer.Option(help=f"of the picture: {', '.join(STATISTICS)}")] = "error",
 ) -> None:
     """Write a report of where a run or a model loses precision: report.html and inspect.png."""
     with report_errors():
