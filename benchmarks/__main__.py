@@ -1,4 +1,4 @@
-"""The command line, `python -m benchmarks`: `cpu`, `parallel`, `accept` and its sisters, `families`, `open-loop`."""
+"""The command line, `python -m benchmarks`: CPU ratios, acceptance runs, and measurements of single effects."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +175,19 @@ def open_loop(
     from benchmarks.acceptance.open_loop import run
 
     run(steps, seed, write, Console())
+
+
+@app.command()
+def remedies(
+    quick: Annotated[bool, typer.Option("--quick", help="Ten steps of two seeds: does everything run?")] = False,
+    write: Annotated[
+        bool, typer.Option("--write/--no-write", help="Write the table into docs/guides/diverged.md.")
+    ] = False,
+) -> None:
+    """What helps a run that loses precision: SNR and loss before and after each remedy (several minutes)."""
+    from benchmarks.remedies import run
+
+    run(quick, write, Console())
 
 
 def judge(
