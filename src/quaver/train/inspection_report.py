@@ -31,7 +31,7 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 
 from quaver.train import files
-from quaver.train.inspection_table import STATISTICS, InspectionTable, histograms, without_common_start
+from quaver.train.inspection_table import STATISTICS, ReportTable, histograms, without_common_start
 
 FILE = "report.html"
 #: Most histograms of one layer: two operands of three GEMMs.
@@ -46,7 +46,7 @@ NO_RULES = (
 
 
 def write_report(
-    table: InspectionTable, path: Path, title: str, environment: Mapping[str, str], rules: Mapping[str, Any] | None
+    table: ReportTable, path: Path, title: str, environment: Mapping[str, str], rules: Mapping[str, Any] | None
 ) -> Path:
     """Write the report.
 
@@ -96,7 +96,7 @@ def write_report(
 # ---- plots ----
 
 
-def _plots(table: InspectionTable) -> tuple[str, Sequence[str]]:
+def _plots(table: ReportTable) -> tuple[str, Sequence[str]]:
     """Return the script of all plots, and their elements: the heat map and the histograms."""
     rows, columns = len(table.layers), len(table.steps)
     heat = figure(
@@ -171,12 +171,12 @@ def _base64(values: np.ndarray) -> str:
 # ---- text ----
 
 
-def _steps_text(table: InspectionTable) -> str:
+def _steps_text(table: ReportTable) -> str:
     text = f"{table.sampled} sampled step{'s' * (table.sampled > 1)}, {len(table.layers)} layers"
     return text + (f"; {len(table.steps)} steps are shown" if len(table.steps) < table.sampled else "")
 
 
-def _flags(table: InspectionTable) -> str:
+def _flags(table: ReportTable) -> str:
     """Return the flagged tensors of the last sampled step as a list."""
     flagged = [row for row in table.last if row["flags"]]
     lines = [

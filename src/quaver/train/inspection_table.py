@@ -32,7 +32,7 @@ STEPS, CELLS, FEWEST_STEPS = 100, 10_000, 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectionTable:
+class ReportTable:
     """Statistics of a run's sampled steps."""
 
     #: Sampled steps that are shown: all, or evenly chosen ones with the first and last.
@@ -50,7 +50,7 @@ class InspectionTable:
     flagged_before: list[int]
 
 
-def read_table(path: Path) -> InspectionTable:
+def read_table(path: Path) -> ReportTable:
     """Read the rows of a run.
 
     Args:
@@ -96,7 +96,7 @@ def read_table(path: Path) -> InspectionTable:
                 array[:, layer, columns[step]] = values
         arrays[key] = {name: each for name, each in zip(STATISTICS, array, strict=True) if not np.isnan(each).all()}
     order = sorted(enumerate(last), key=lambda pair: severity(pair[1], pair[0]))
-    return InspectionTable(
+    return ReportTable(
         steps=shown,
         sampled=len(steps),
         layers=list(layers),
@@ -150,7 +150,7 @@ class OperandHistogram:
     largest: int
 
 
-def histograms(table: InspectionTable) -> dict[str, list[OperandHistogram]]:
+def histograms(table: ReportTable) -> dict[str, list[OperandHistogram]]:
     """Return the histograms of the last sampled step by layer, in the order of the GEMMs."""
     found: dict[str, list[OperandHistogram]] = {}
     order = {key: place for place, key in enumerate(table.values)}

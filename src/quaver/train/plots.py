@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from quaver.comparison.plot import GREY, finish_figure, loss_difference, mark_phase, recipe_colour, series, smooth
 from quaver.train import config as recipe_name
 from quaver.train import files
-from quaver.train.inspection_table import RESULTS, STATISTICS, InspectionTable, without_common_start
+from quaver.train.inspection_table import RESULTS, STATISTICS, ReportTable, without_common_start
 from quaver.train.metrics import Record, losses, phase_starts, validation_losses
 
 BLACK = "#000000"
@@ -71,7 +71,7 @@ def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
     return write(figure, path)
 
 
-def plot_inspection(table: InspectionTable, statistic: str, path: Path) -> Path:
+def plot_inspection(table: ReportTable, statistic: str, path: Path) -> Path:
     """Write a heat map of layers and sampled steps for each result that has a statistic, or for each operand.
 
     Raises: ValueError if no tensor has a value of the statistic.

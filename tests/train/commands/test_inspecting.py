@@ -136,7 +136,9 @@ def test_a_browser_draws_the_report(tmp_path: Path, theme: str) -> None:
     )
     # The heat map and the six histograms of the worst layer.
     assert seen["canvases"] == 7 and seen["after"] == 7
-    assert seen["first"] == "error" and seen["snr"].startswith("SNR in dB, lowest: 25 of model.layers.0.mlp.up_proj in step 0")
+    assert seen["first"] == "error" and seen["snr"].startswith(
+        "SNR in dB, lowest: 25 of model.layers.0.mlp.up_proj in step 0"
+    )
     assert seen["chosen"] == f"Histograms of {FAULTY}"
     assert seen["error"].startswith(f"error, highest: 0.75 of {FAULTY} in step 350")
     assert seen["amax"].startswith("log2 of amax, highest: -2 of ")
