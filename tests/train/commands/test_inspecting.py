@@ -271,3 +271,11 @@ def test_a_bad_option_of_a_model_is_one_error(llama: Path, tmp_path: Path, optio
     given = [o.replace("LLAMA", str(llama)).replace("EMPTY", str(tmp_path / "empty.txt")) for o in options]
     result = quaver(*given, "--out", tmp_path / "out")
     assert result.exit_code == 1 and message in result.stderr and not (tmp_path / "out").exists(), result.output
+
+
+def test_rules_that_cannot_be_read_are_one_error(tmp_path: Path) -> None:
+    write_run(tmp_path, layers=2, steps=1)
+    for text in ("{", "[]", '{"table": [], "code": "{}", "note": ""}'):
+        (tmp_path / "what_if.json").write_text(text)
+        result = quaver(tmp_path)
+        assert result.exit_code == 1 and "what_if.json is not what WhatIf.save writes" in result.stderr, result.output
