@@ -134,7 +134,7 @@ def report_model(
         raise ValueError(f"--text has {len(ids)} tokens; give a longer text")
     loaded = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32).to(where)
     length = min(len(ids), SEQUENCE, getattr(loaded.config, "max_position_embeddings", SEQUENCE))
-    batch = torch.tensor(ids[: len(ids) // length * length], device=where).view(-1, length)  # [B, S]
+    batch = torch.tensor(ids[: len(ids) // length * length], dtype=torch.int64, device=where).view(-1, length)  # [B, S]
 
     def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(input_ids=batch, labels=batch, use_cache=False).loss
