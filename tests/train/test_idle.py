@@ -23,7 +23,7 @@ OTHER: dict[str, Any] = {
     **{"loss_chunk": 16, "capture": "step", "threads": 2, "out": "elsewhere", "validate_every": 1, "keep": 1},
     **{"capacity": 1.5},
     **{"validation_batches": 3, "checkpoint_every": 1, "async_save": True, "report_to": ("tensorboard",)},
-    **{"inspect_every": 1},
+    **{"inspect_every": 1, "nudge": 0.1},
 }
 #: Options that other tests check: of speed, memory and place, and the other framework, whose compiler is slow.
 ELSEWHERE = ("threads", "recompute", "loss_chunk", "out", "framework", "report_to", "model")

@@ -63,6 +63,11 @@ class ErrorStatistics:
         return max(self.row_error / max(self.rows, 1), self.column_error / max(self.columns, 1))
 
 
+def exponent_range(spec: QuantSpec) -> range:
+    """Return the exponents that a histogram of an operand tells apart; values beyond are counted at the ends."""
+    return range(spec.format.emin - spec.format.mantissa_bits - MARGIN, spec.format.emax + MARGIN + 1)
+
+
 @dataclass(kw_only=True)
 class OperandStatistics(ErrorStatistics):
     """Statistics of one operand of one layer."""
@@ -82,8 +87,7 @@ class OperandStatistics(ErrorStatistics):
     #: is -1 if there are no values.
     outlier_row: tuple[float, int] = (0.0, -1)
     outlier_column: tuple[float, int] = (0.0, -1)
-    #: Number of nonzero values by the exponent of |x| / scale, from `MARGIN` below the format's smallest number to
-    #: `MARGIN` above its largest; values beyond are counted at these ends.
+    #: Number of nonzero values by the exponent of |x| / scale, in `exponent_range`.
     exponents: Counter[int] = field(default_factory=Counter)
 
     def transpose(self) -> None:

@@ -237,7 +237,7 @@ def test_without_a_terminal_progress_is_lines(toml: Path, tmp_path: Path) -> Non
         warnings.simplefilter("ignore")
         assert not quaver("train", "--config", toml, "--steps", 63, "--resume", "--quiet").stderr
     compared = quaver("compare", "--config", toml, "--out", tmp_path / "all", "--recipes", "bf16", "--steps", 2)
-    assert "run 1 of 1, bf16 seed 0: step 2 of 2  loss" in compared.stderr, compared.output
+    assert "run 1 of 2, bf16 seed 0: step 2 of 2  loss" in compared.stderr, compared.output
 
 
 def test_a_recipe_change_is_printed_at_its_step(toml: Path, tmp_path: Path) -> None:

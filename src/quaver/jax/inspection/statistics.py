@@ -1,11 +1,12 @@
 """Statistics of a JAX array as one small vector, computed in the step's own program and read on the host."""
 
+from collections import Counter
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from quaver.inspection.statistics import ErrorStatistics, OperandStatistics
+from quaver.inspection.statistics import ErrorStatistics, OperandStatistics, exponent_range
 from quaver.jax.numerics.quantized import Quantized, scale_blocks
 from quaver.jax.numerics.rounding import rotate, two_to_the
 from quaver.recipes.spec import QuantSpec
@@ -71,6 +72,7 @@ def operand_figures(x: Array, q: Quantized, rows_and_columns: Array | None = Non
         "row_index": row,
         "column_ratio": column_ratio,
         "column_index": column,
+        **_exponents(magnitude, magnitude / element_scales, spec),
     }
     return _vector({**figures, **_errors(exact, values * element_scales)}, spec)
 
@@ -105,15 +107,29 @@ def statistics_of(figures: Any, columns: int, spec: QuantSpec | None) -> ErrorSt
         **ranges,
         outlier_row=(f["row_ratio"], int(f["row_index"])),
         outlier_column=(f["column_ratio"], int(f["column_index"])),
+        exponents=Counter({e: int(count) for e in exponent_range(spec) if (count := f[f"exponent {e}"])}),
     )
 
 
 def _names(spec: QuantSpec | None) -> tuple[str, ...]:
-    return ERRORS if spec is None else (*ERRORS, *RANGES, *COUNTS, *OUTLIERS)
+    if spec is None:
+        return ERRORS
+    return *ERRORS, *RANGES, *COUNTS, *OUTLIERS, *(f"exponent {e}" for e in exponent_range(spec))
 
 
 def _vector(figures: dict[str, Any], spec: QuantSpec | None) -> Array:
     return jnp.stack([jnp.asarray(figures[name], jnp.float32) for name in _names(spec)])
+
+
+def _exponents(magnitude: Array, scaled: Array, spec: QuantSpec) -> dict[str, Array]:
+    """Count the nonzero values of |x| / scale by exponent, without blocks whose scale is not finite."""
+    known = exponent_range(spec)
+    exponent = (lax.bitcast_convert_type(scaled, jnp.int32) >> 23) - 127
+    place = jnp.clip(exponent, known[0], known[-1]) - known[0]
+    # Zeros, infinities and NaN are counted in one more place.
+    place = jnp.where((magnitude > 0) & (exponent < 128), place, len(known))
+    counts = jnp.bincount(place.ravel(), length=len(known) + 1)
+    return {f"exponent {e}": counts[e - known[0]] for e in known}
 
 
 def _errors(exact: Array, actual: Array) -> dict[str, Array]:

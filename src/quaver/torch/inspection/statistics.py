@@ -6,7 +6,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from quaver.inspection.statistics import MARGIN, ErrorStatistics, OperandStatistics
+from quaver.inspection.statistics import ErrorStatistics, OperandStatistics, exponent_range
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized, spread
 from quaver.torch.numerics.rounding import rotate
@@ -66,11 +66,10 @@ def _exponents(scaled: Tensor, nonzero: int, spec: QuantSpec) -> Counter[int]:
     bits = scaled.contiguous().view(torch.int32).bitwise_right_shift_(23)
     counts = torch.bincount(bits.flatten(), minlength=256).tolist()
     counts[0] = max(0, counts[0] - (scaled.numel() - nonzero))
-    low, high = spec.format.emin - spec.format.mantissa_bits - MARGIN, spec.format.emax + MARGIN
-    exponents: Counter[int] = Counter()
+    known, exponents = exponent_range(spec), Counter[int]()
     for exponent, count in enumerate(counts[:255], -127):
         if count:
-            exponents[min(max(exponent, low), high)] += count
+            exponents[min(max(exponent, known[0]), known[-1])] += count
     return exponents
 
 
