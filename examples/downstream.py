@@ -23,7 +23,7 @@ import quaver.torch as qt
 VOCABULARY, SEQUENCE, BATCH, CONTEXT = 1024, 64, 8, 48
 SHAPE = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 NUDGED = "bf16, weights nudged by 1e-5"
-RUNS = {"bf16": None, NUDGED: None, "tensorwise": "tensorwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+RUNS = {"bf16": None, NUDGED: None, "tensorwise": "tensorwise", "mxfp8": "mxfp8"}
 
 
 def write_task(folder: Path, tokenizer: PreTrainedTokenizerFast, train: list[int], held_out: list[int], n: int) -> None:

@@ -28,7 +28,7 @@ OURS = {
     "quaver.integrations": None,
 }
 #: Packages that come with another package and that pages import too.
-PACKAGES = {"equinox": {"jax"}, "flax": {"jax"}}
+PACKAGES = {"equinox": {"jax"}, "flax": {"jax"}, "lm-eval": {"lm_eval", "tokenizers", "transformers"}}
 
 
 def packages_of(code: str) -> set[str]:
