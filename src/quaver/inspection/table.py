@@ -13,7 +13,7 @@ from quaver.recipes.text import html_lines, html_table, suggest
 
 #: File in the output folder.
 FILE = "inspect.jsonl"
-NOTHING = "nothing was sampled yet: call step() after optimizer.step()"
+NOTHING = "nothing was measured: no quantized layer ran in a sampled step that step() has ended"
 
 
 class InspectionTable:

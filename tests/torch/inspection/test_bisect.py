@@ -1,6 +1,7 @@
 """`qt.bisect` and `qt.first_difference`: planted faults are named, and a model without one has no single cause."""
 
 import copy
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.torch.inspection import planted
 from tests.torch.inspection.planted import loss_of, model_of, tokens_of
 
 TOKENS = tokens_of(0)
+COUNTER = itertools.count(1)
 
 
 def small(seed: int = 0) -> nn.Module:
@@ -117,6 +119,12 @@ def with_large_channel(model: nn.Module) -> nn.Module:
     return model
 
 
+def test_rounding_is_no_cause() -> None:
+    model = model_of("llama", "tensorwise").bfloat16()
+    with pytest.raises(ValueError, match="but for rounding"):
+        qt.bisect(model, TOKENS, loss_of, good="tensorwise")
+
+
 def test_is_bad_replaces_the_comparison_of_errors() -> None:
     model, x = with_large_channel(small()), torch.randn(64, 32)
     exact = square(model, x).item()
@@ -150,6 +158,7 @@ def test_nothing_changes_and_recomputation_is_substituted_too() -> None:
         ({"good": "mxfp8", "bad": "mxfp8"}, "the same under good and bad"),
         ({"good": "reference", "bad": "mxfp8"}, "must be one too"),
         ({"bad": "mxfp9"}, "mxfp9"),
+        ({"bad": "mxfp8", "loss_fn": lambda model, x: square(model, x) * next(COUNTER)}, "make it deterministic"),
         ({"bad": "mxfp8", "is_bad": lambda loss, gradients: False}, "must return True and False"),
         ({"bad": "mxfp8", "loss_fn": lambda model, x: model(x)}, "scalar loss"),
         ({"bad": "mxfp8", "batch": torch.full((4, 32), torch.nan)}, "quantization is not the cause"),

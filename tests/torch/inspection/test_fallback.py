@@ -165,6 +165,12 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
         qt.Fallback(**options)
 
 
+def test_a_fallback_of_another_type_is_rejected() -> None:
+    model: Any = qt.Linear(32, 32, recipe="mxfp8")
+    with pytest.raises(TypeError, match="fallback is a list"):
+        qt.inspect(model, fallback=["rowwise"])  # type: ignore[arg-type]
+
+
 def test_a_state_of_another_run_is_rejected() -> None:
     model = Faulty()
     qt.convert(model, "tensorwise")

@@ -219,6 +219,17 @@ def test_a_histogram_goes_beyond_the_format_if_the_scale_is_stale() -> None:
     assert row["histogram_start"] > 8 and sum(row["histogram"]) == x.numel() and row["saturated"] == 1
 
 
+def test_a_histogram_leaves_out_zeros_and_blocks_without_a_scale() -> None:
+    layer = qt.Linear(32, 16, recipe="nvfp4")
+    x = torch.zeros(64, 32)
+    x[:8, :16] = torch.randn(8, 16)
+    with qt.inspect(layer, every=1) as inspector:
+        layer(x).sum().backward()
+        inspector.step()
+    row = next(r for r in inspector.rows if (r["gemm"], r["tensor"]) == ("fprop", "input"))
+    assert sum(row["histogram"]) == 8 * 16
+
+
 def test_micro_batches_of_a_step_are_pooled() -> None:
     layer = qt.Linear(32, 32, recipe="mxfp8")
     with qt.inspect(layer, every=1) as inspector:

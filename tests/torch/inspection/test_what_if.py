@@ -124,6 +124,7 @@ def test_a_small_model_stays_in_high_precision_and_the_note_says_why() -> None:
         ({"gpu": "h1000"}, "h1000"),
         ({"loss_fn": lambda model, x: model(x)}, "scalar loss"),
         ({"loss_fn": lambda model, x: model(x).detach().sum()}, "without gradient"),
+        ({"loss_fn": lambda model, x: (loss := model(x).sum(), loss.backward())[0]}, "called backward"),
         ({"skip": ["*"]}, "no layer"),
         ({"model": nn.Embedding(4, 4), "batch": torch.tensor([1])}, "no layer"),
         ({"batch": torch.full((4, 32), torch.nan)}, "not finite in high precision"),

@@ -124,7 +124,7 @@ def _vector(figures: dict[str, Any], spec: QuantSpec | None) -> Array:
 def _exponents(magnitude: Array, scaled: Array, spec: QuantSpec) -> dict[str, Array]:
     """Count the nonzero values of |x| / scale by exponent, without blocks whose scale is not finite."""
     known = exponent_range(spec)
-    exponent = (lax.bitcast_convert_type(scaled, jnp.int32) >> 23) - 127
+    exponent = (lax.bitcast_convert_type(scaled, jnp.int32) >> 23 & 255) - 127
     place = jnp.clip(exponent, known[0], known[-1]) - known[0]
     # Zeros, infinities and NaN are counted in one more place.
     place = jnp.where((magnitude > 0) & (exponent < 128), place, len(known))

@@ -30,6 +30,8 @@ from quaver.torch.state import observer
 
 #: Largest number of contributions that the text of a result lists.
 LISTED = 10
+#: Squared relative error of loss and gradients below which two runs differ by rounding only.
+ROUNDING = 1e-7
 #: A layer is a cause only if the error of one of its GEMMs is this many times the median.
 UNUSUAL = 2.0
 
@@ -44,10 +46,13 @@ class Cause(NamedTuple):
     operand: str | None
     #: Its share of the squared error; near 1 if it alone is the cause.
     share: float
+    #: The share of the whole layer.
+    layer_share: float
 
     def __str__(self) -> str:
         name = ", ".join(part for part in (self.layer or "(root)", self.gemm, self.operand) if part)
-        return f"{name}: {self.share:.0%} of the error"
+        whole = f", the whole layer {self.layer_share:.0%}" if self.gemm else ""
+        return f"{name}: {self.share:.0%} of the error{whole}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +151,8 @@ class _Search:
                 "call the model that it is given"
             )
         self._good = self._with_bad(())
+        if not math.isclose(self._good.loss, self._with_bad(()).loss, rel_tol=1e-3) and self._good.finite:
+            raise ValueError("bisect: loss_fn returns another loss for the same model and batch; make it deterministic")
         if not self._good.finite:
             raise ValueError("bisect: loss or gradients are not finite under good: quantization is not the cause")
         self._total = self._error(everything) if everything.finite else math.inf
@@ -156,29 +163,34 @@ class _Search:
                     f"bisect: is_bad returned {verdicts[0]} under bad and {verdicts[1]} under good; it must return "
                     "True and False"
                 )
-        elif self._total == 0:
-            raise ValueError("bisect: loss and gradients are the same under good and bad")
+        elif self._total < ROUNDING:
+            raise ValueError("bisect: loss and gradients are the same under good and bad, but for rounding")
 
-    def causes(self, units: list[Unit], share: float) -> list[Cause]:
+    def causes(self, units: list[Unit], share: float, layer_share: float | None = None) -> list[Cause]:
         """Return the causes within units that carry a share.
 
         A half of the model is bad if it has more than half of the whole error. A half of a layer must have two thirds
         of the layer's: one of two equal halves always has a little more than the other.
         """
         found: list[Cause] = []
-        least = 2 / 3 * min(1.0, share) if len({unit.layer for unit in units}) == 1 else 0.5
+        if len({unit.layer for unit in units}) == 1:
+            least, layer_share = 2 / 3 * min(1.0, share), share if layer_share is None else layer_share
+        else:
+            least = 0.5
         for half in _halves(units):
             half_share = self.share(half)
             if half_share > least:
-                found += self.causes(half, half_share)
+                found += self.causes(half, half_share, layer_share)
         if found:
             return found
         layers, gemms, operands = ({*values} for values in zip(*units, strict=True))
-        if len(layers) > 1:
+        if len(layers) > 1 or layer_share is None:
             return []
         unit = units[0]
         gemm = unit.gemm if len(gemms) == 1 else None
-        cause = Cause(unit.layer, gemm, unit.operand or None if gemm and len(operands) == 1 else None, share)
+        cause = Cause(
+            unit.layer, gemm, unit.operand or None if gemm and len(operands) == 1 else None, share, layer_share
+        )
         return [cause] if self._is_bad is not None or self._is_unusual(unit.layer, gemms) else []
 
     def _is_unusual(self, layer: str, gemms: Iterable[str]) -> bool:

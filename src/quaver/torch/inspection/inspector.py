@@ -58,6 +58,8 @@ class Inspector(InspectionTable, observer.Observer):
         self._shared: set[TensorKey] = set()
         self._sampling = ExitStack()
         self._check()
+        if fallback is not None:
+            check_instance("inspect", "fallback", fallback, Fallback, "qt.Fallback(recipes=['rowwise', 'bf16'])")
         self._fallback = None if fallback is None else FallbackState(fallback, self._model)
 
     # ---- steps ----

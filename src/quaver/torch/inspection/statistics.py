@@ -62,8 +62,8 @@ def operand_statistics(x: Tensor, q: Quantized) -> OperandStatistics:
 
 def _exponents(scaled: Tensor, nonzero: int, spec: QuantSpec) -> Counter[int]:
     """Count the nonzero values of |x| / scale by exponent, without blocks whose scale is not finite; overwrites it."""
-    # The exponent bits of a float32: 0 for zeros and subnormals, 255 for infinities and NaN.
-    bits = scaled.contiguous().view(torch.int32).bitwise_right_shift_(23)
+    # The exponent bits of a float32: 0 for zeros and subnormals, 255 for infinities and NaN, which may have a sign.
+    bits = scaled.contiguous().view(torch.int32).bitwise_right_shift_(23).bitwise_and_(255)
     counts = torch.bincount(bits.flatten(), minlength=256).tolist()
     counts[0] = max(0, counts[0] - (scaled.numel() - nonzero))
     known, exponents = exponent_range(spec), Counter[int]()

@@ -213,6 +213,8 @@ def run(
         with observer.observing(watcher):
             loss = loss_fn(model, batch)
             _check_loss(loss)
+            if any(p.grad is not None for p in model.parameters()):
+                raise ValueError("loss_fn(model, batch) called backward(); it must only return the loss")
             loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     units = [*watcher.units] if isinstance(watcher, GemmSubstitution) else []

@@ -38,7 +38,7 @@ from quaver.torch.state import observer
 CAPTURE = "tensorwise"
 #: File that `WhatIf.save` writes.
 FILE = "what_if.json"
-HEADER = ("recipe", "predicted KL", "gradient SNR", "time / bf16", "loss - bf16", "gradients, SNR")
+HEADER = ("recipe", "predicted KL", "worst gradient", "time / bf16", "real loss - bf16", "real gradients")
 
 
 # ---- capture ----
