@@ -247,6 +247,9 @@ def test_a_hugging_face_model_has_a_report_with_rules(llama: Path, tmp_path: Pat
     page = unescape((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
     assert f"qt.convert(model, {code.removeprefix('rules = ')})" in page and "predicted KL" in page
     assert "192 tokens, inspected under mxfp8" in page
+    # What was converted and reached, and what runs it.
+    assert "converted 14 to mxfp8" in page and "every converted layer was called" in page
+    assert page.count("fprop GEMM") == 1  # all layers alike
     # A second report does not overwrite the rows of the first.
     again = quaver(*command)
     assert again.exit_code == 1 and "has statistics of another run" in again.stderr

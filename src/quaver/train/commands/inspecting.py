@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,16 @@ RECIPES = ("mxfp8", "nvfp4", "tensorwise", "rowwise", "blockwise")
 SEQUENCE = 1024
 
 
-def report_run(run: Path, folder: Path | None, statistic: str, environment: str = "") -> list[str]:
+def report_run(
+    run: Path, folder: Path | None, statistic: str, environment: Mapping[str, str] | None = None
+) -> list[str]:
     """Write report.html and inspect.png of a run.
 
     Args:
         run: folder with inspect.jsonl, or that file.
         folder: destination; None is the folder of the run.
         statistic: one of `STATISTICS`, for the picture.
-        environment: text about the machine of the run; "" describes this one.
+        environment: texts about the run and its machine by title; None describes this machine.
     Returns:
         Lines that name the files.
     Raises:
@@ -46,12 +48,20 @@ def report_run(run: Path, folder: Path | None, statistic: str, environment: str 
     folder = folder or source
     folder.mkdir(parents=True, exist_ok=True)
     here = "\n".join([*_versions(), f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"])
-    texts = {"Environment of the run": environment} if environment else {"This report was written with": here}
+    texts = dict(environment or {"This report was written with": here})
     if (source / "config.toml").is_file():
         texts["config.toml"] = files.read(source / "config.toml").strip()
     picture = plot_inspection(table, statistic, folder / "inspect.png")
     report = write_report(table, folder / FILE, f"quaver inspect: {source.resolve().name}", texts, rules)
     return [f"report: {report}", f"picture: {picture}"]
+
+
+def _once_each(texts: Mapping[str, str]) -> str:
+    """Return each text once, after the names that have it."""
+    names: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        names.setdefault(text, []).append(name)
+    return "\n\n".join("\n".join([*own, text]) for text, own in names.items())
 
 
 def _versions() -> list[str]:
@@ -139,7 +149,7 @@ def report_model(
     def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(input_ids=batch, labels=batch, use_cache=False).loss
 
-    qt.convert(loaded, recipes[0])
+    converted = qt.convert(loaded, recipes[0])
     with qt.inspect(loaded, every=1, out=folder) as inspector:
         loss_fn(loaded, batch).backward()
         inspector.step()
@@ -148,4 +158,10 @@ def report_model(
     result.save(folder)
     card = torch.cuda.get_device_name(where) if where.type == "cuda" else doctor.cpu()
     about = [f"model {path}, {batch.numel()} tokens, inspected under {recipes[0]}", *_versions(), card]
-    return [*str(result).split("\n"), *report_run(folder, None, statistic, "\n".join(about))]
+    environment = {
+        "Environment of the run": "\n".join(about),
+        "Converted layers": str(converted),
+        "Layers that a forward reached": str(converted.check(loaded, batch)),
+        "Implementations": _once_each({name: str(each) for name, each in qt.explain(loaded, batch).items()}),
+    }
+    return [*str(result).split("\n"), *report_run(folder, None, statistic, environment)]
