@@ -11,8 +11,8 @@ from quaver.inspection.rows import HEADER, cells, order_in_layer, severity
 from quaver.recipes.conversion import matches
 from quaver.recipes.text import html_lines, html_table, suggest
 
-#: File in the output folder.
-FILE = "inspect.jsonl"
+#: File of the rows in the output folder, and that of `WhatIf.save`.
+FILE, WHAT_IF_FILE = "inspect.jsonl", "what_if.json"
 NOTHING = "nothing was measured: no quantized layer ran in a sampled step that step() has ended"
 
 

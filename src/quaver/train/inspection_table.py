@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from quaver.inspection.rows import severity
+from quaver.inspection import rows
+from quaver.inspection.table import FILE
 from quaver.recipes.spec import QuantSpec
 
-#: File that `inspect` writes.
-FILE = "inspect.jsonl"
 #: Title of each statistic, in the order of the report's list.
 STATISTICS = {
     "error": "error",
@@ -26,7 +25,7 @@ STATISTICS = {
     "nonfinite": "non-finite values",
 }
 #: Results of GEMMs and of attention; other tensors are operands.
-RESULTS = ("output", "grad_input", "grad_weight", "grad_q", "grad_k", "grad_v")
+RESULTS = {*rows.RESULTS.values(), *rows.ATTENTION_RESULTS}
 #: Most sampled steps shown, most cells of a heat map, and fewest steps shown of a model with many layers.
 STEPS, CELLS, FEWEST_STEPS = 100, 10_000, 10
 
@@ -95,7 +94,7 @@ def read_table(path: Path) -> ReportTable:
             if step in columns:
                 array[:, layer, columns[step]] = values
         arrays[key] = {name: each for name, each in zip(STATISTICS, array, strict=True) if not np.isnan(each).all()}
-    order = sorted(enumerate(last), key=lambda pair: severity(pair[1], pair[0]))
+    order = sorted(enumerate(last), key=lambda pair: rows.severity(pair[1], pair[0]))
     return ReportTable(
         steps=shown,
         sampled=len(steps),

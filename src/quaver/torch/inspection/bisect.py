@@ -2,16 +2,17 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance, html_lines
 from quaver.torch.conversion.convert import convert, revert
+from quaver.torch.conversion.report import Report
 from quaver.torch.inspection.inspector import unwrapped
 from quaver.torch.inspection.statistics import result_statistics
 from quaver.torch.inspection.substitution import (
@@ -21,7 +22,6 @@ from quaver.torch.inspection.substitution import (
     Run,
     Unit,
     copied,
-    layer_names,
     run,
 )
 from quaver.torch.operations import ops
@@ -139,12 +139,14 @@ class _Search:
                 raise ValueError(f"bisect: good is the implementation {good!r}, so bad must be one too, not {bad!r}")
             self._model, self._implementation, self._replacement = model, bad, lambda layer: good
         else:
-            self._model = model if bad is None else _converted(model, bad)
-            self._replacement = _converted_layers(model, good).get
+            self._model = model if bad is None else _converted(model, bad)[0]
+            report = _converted(model, good)[1]
+            self._replacement = (report.converted | report.attention).get
+        measured = _MeasuredGemms()
+        everything = self._run(measured)
         #: Errors of each GEMM's calls in the bad run.
-        self._errors: dict[tuple[str, str], list[float]] = {}
-        everything = self._run(lambda names: _MeasuredGemms(names, self._errors))
-        self.units = everything.units
+        self._errors = measured.errors
+        self.units = [*measured.units]
         if not self.units:
             raise ValueError(
                 "bisect: no quantized layer ran; give bad=, or call qt.convert(model, recipe) first, and let loss_fn "
@@ -169,7 +171,7 @@ class _Search:
     def causes(self, units: list[Unit], share: float, layer_share: float | None = None) -> list[Cause]:
         """Return the causes within units that carry a share.
 
-        A half of the model is bad if it has more than half of the whole error. A half of a layer must have two thirds
+        A half of the model is bad if it has more than half of the total error. A half of a layer must have two thirds
         of the layer's: one of two equal halves always has a little more than the other.
         """
         found: list[Cause] = []
@@ -220,19 +222,12 @@ class _Search:
 
     def _with_bad(self, units: Iterable[Unit]) -> Run:
         """Run with these units as in `bad` and all others as in `good`."""
-        unchanged = frozenset(units)
-        return self._run(lambda names: GemmSubstitution(names, self._replacement, unchanged))
+        return self._run(GemmSubstitution(self._replacement, frozenset(units)))
 
-    def _run(self, observer_of: Callable[[dict[int, str]], GemmSubstitution]) -> Run:
+    def _run(self, substitution: GemmSubstitution) -> Run:
         self.runs += 1
-
-        def observers(model: nn.Module) -> GemmSubstitution:
-            return observer_of(layer_names(model))
-
-        if self._implementation is None:
-            return run(self._model, self._batch, self._loss_fn, observers)
-        with ops.only(self._implementation):
-            return run(self._model, self._batch, self._loss_fn, observers)
+        with nullcontext() if self._implementation is None else ops.only(self._implementation):
+            return run(self._model, self._batch, self._loss_fn, substitution)
 
     def _error(self, result: Run) -> float:
         """Return the squared relative error of the loss, plus that of the gradients weighted by their elements."""
@@ -249,45 +244,23 @@ class _Search:
 class _MeasuredGemms(GemmSubstitution):
     """Measures the error of each GEMM in a model that runs as it is."""
 
-    def __init__(self, names: Mapping[int, str], errors: dict[tuple[str, str], list[float]]) -> None:
-        super().__init__(names, unchanged=None)
-        self._errors = errors
+    def __init__(self) -> None:
+        super().__init__(unchanged=None)
+        self.errors: dict[tuple[str, str], list[float]] = {}
 
-    def observe_gemm(
-        self,
-        layer: nn.Module,
-        gemm: str,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        y: Tensor,
-        parameter: str = "weight",
-        group: int | None = None,
-        quantized: observer.QuantizedPair = (None, None),
-    ) -> None:
-        super().observe_gemm(layer, gemm, a, b, bias, y, parameter, group, quantized)
-        name = self._names.get(id(layer))
-        if name is not None and quantized != (None, None):
-            with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
-                exact = (a.float() @ b.float().t()).add_(0 if bias is None else bias)
-                error = result_statistics(exact, y.float()).error
-            self._errors.setdefault((name, gemm), []).append(error)
+    def observe_gemm(self, gemm: observer.ObservedGemm) -> None:
+        super().observe_gemm(gemm)
+        name = self.names.get(id(gemm.layer))
+        if name is not None and gemm.quantized != (None, None):
+            error = result_statistics(gemm.exact(), gemm.y.detach().float()).error
+            self.errors.setdefault((name, gemm.name), []).append(error)
 
 
-def _converted(model: nn.Module, recipe: RecipeOrRules) -> nn.Module:
-    """Return a copy of the model, converted."""
+def _converted(model: nn.Module, recipe: RecipeOrRules) -> tuple[nn.Module, Report]:
+    """Return a copy of the model, converted, and the report of `convert`."""
     model = copied(model)
     revert(model)
-    convert(model, recipe)
-    return model
-
-
-def _converted_layers(model: nn.Module, recipe: RecipeOrRules) -> dict[str, Recipe]:
-    """Return the recipes of the layers that `convert` would convert, by name."""
-    model = copied(model)
-    revert(model)
-    report = convert(model, recipe)
-    return report.converted | report.attention
+    return model, convert(model, recipe)
 
 
 def _halves(units: list[Unit]) -> list[list[Unit]]:

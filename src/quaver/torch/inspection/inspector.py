@@ -54,7 +54,7 @@ class Inspector(InspectionTable, observer.Observer):
         self._closed = self._paused = False
         self._names: dict[int, str] = {}
         self._seen: dict[TensorKey, ErrorStatistics] = {}
-        #: Keys of operands that two GEMMs share, of which one may not run.
+        #: Keys of operands that two GEMMs share; one of the two may not run.
         self._shared: set[TensorKey] = set()
         self._sampling = ExitStack()
         self._check()
@@ -128,7 +128,7 @@ class Inspector(InspectionTable, observer.Observer):
         if self._step is None or not self._samples(self._step):
             return
         # The model may have changed its structure.
-        modules = dict(_observed_modules(self._model))
+        modules = dict(observed_modules(self._model))
         self._names = {id(module): name for name, module in modules.items()}
         for name, module in modules.items():
             if any(p.is_meta for p in module.parameters(recurse=False)):
@@ -192,28 +192,13 @@ class Inspector(InspectionTable, observer.Observer):
             if shared:
                 self._shared.add(key)
 
-    def observe_gemm(
-        self,
-        layer: nn.Module,
-        gemm: str,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        y: Tensor,
-        parameter: str = "weight",
-        group: int | None = None,
-        quantized: observer.QuantizedPair = (None, None),
-    ) -> None:
-        name = self._name(layer, parameter)
+    def observe_gemm(self, gemm: observer.ObservedGemm) -> None:
+        name = self._name(gemm.layer, gemm.parameter)
         if name is None or is_tracing():
             return
-        with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
-            exact = a.detach().float() @ b.detach().float().t()
-            if bias is not None:
-                exact += bias.detach().float()
-            statistics = result_statistics(exact, y.detach().float())
-        for expert in dict.fromkeys((None, group)):
-            add(self._seen, TensorKey(name, gemm, RESULTS[gemm], expert), statistics)
+        statistics = result_statistics(gemm.exact(), gemm.y.detach().float())
+        for expert in dict.fromkeys((None, gemm.group)):
+            add(self._seen, TensorKey(name, gemm.name, RESULTS[gemm.name], expert), statistics)
 
     def observe_attention(
         self, core: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any], y: Tensor
@@ -268,7 +253,7 @@ class Inspector(InspectionTable, observer.Observer):
 
     def _check(self) -> None:
         names = []
-        for name, module in _observed_modules(self._model):
+        for name, module in observed_modules(self._model):
             stacks = [key for key, p in module.named_parameters(recurse=False) if p.dim() == 3 and key != "weight"]
             names += [name, *(f"{name}.{key}".lstrip(".") for key in stacks)]
         if not any("_state" in module.__dict__ for module in self._model.modules()):
@@ -360,7 +345,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _observed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def observed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names and modules of quantizable layers and of attention."""
     for name, module in model.named_modules():
         if "_state" in module.__dict__ or isinstance(module, DotProductAttention):

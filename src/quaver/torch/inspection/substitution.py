@@ -7,15 +7,16 @@ from other operands, so that everything after it, forward and backward, sees tha
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from quaver.inspection.rows import ATTENTION, OPERANDS
 from quaver.recipes.conversion import Rules
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.torch.inspection.inspector import eager_steps
-from quaver.torch.nn.attention.dot_product import DotProductAttention
+from quaver.torch.inspection.inspector import eager_steps, observed_modules
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing, rotate
 from quaver.torch.operations import ops
@@ -25,10 +26,6 @@ from quaver.torch.state import observer
 LossFunction = Callable[[nn.Module, Any], Tensor]
 #: A recipe for all layers, or rules, as `convert` takes them.
 RecipeOrRules = str | Recipe | Rules | Mapping[str, Recipe | str | None]
-#: Operands of each GEMM, a and b.
-OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
-#: Name of the GEMMs of an attention module.
-ATTENTION = "attention"
 
 
 class Unit(NamedTuple):
@@ -41,10 +38,9 @@ class Unit(NamedTuple):
 
 
 class GemmSubstitution(observer.Observer):
-    """Overwrites GEMM results: operands in `unchanged` are used as the layer quantized them, others in `replacement`.
+    """Overwrites GEMM results: operands in `unchanged` are used as the layer quantized them, others are replaced.
 
     Args:
-        names: name of each layer that is observed, by id.
         replacement: recipe of each layer for the operands that are replaced, or the name of the implementation that
             computes them; None is high precision.
         unchanged: operands to use as they are; None is none.
@@ -54,43 +50,32 @@ class GemmSubstitution(observer.Observer):
 
     def __init__(
         self,
-        names: Mapping[int, str],
         replacement: Callable[[str], Recipe | str | None] = lambda layer: None,
         unchanged: frozenset[Unit] | None = frozenset(),
     ) -> None:
-        self._names, self._replacement, self._unchanged = names, replacement, unchanged
+        self._replacement, self._unchanged = replacement, unchanged
+        #: Names of the layers and attention modules that are observed, by id; set by `run`.
+        self.names: dict[int, str] = {}
         #: Operands that GEMMs have read, in the order of their first use.
         self.units: dict[Unit, None] = {}
 
-    def observe_gemm(
-        self,
-        layer: nn.Module,
-        gemm: str,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        y: Tensor,
-        parameter: str = "weight",
-        group: int | None = None,
-        quantized: observer.QuantizedPair = (None, None),
-    ) -> None:
+    def observe_gemm(self, gemm: observer.ObservedGemm) -> None:
         """Overwrite one result; see `quaver.torch.state.observer.Observer`."""
-        name = self._names.get(id(layer))
-        if name is None or is_tracing() or quantized == (None, None):
+        name = self.names.get(id(gemm.layer))
+        if name is None or is_tracing() or gemm.quantized == (None, None):
             return
-        units = [Unit(name, gemm, operand) for operand in OPERANDS[gemm]]
+        units = [Unit(name, gemm.name, operand) for operand in OPERANDS[gemm.name]]
         self.units |= dict.fromkeys(units)
         unchanged = [self._unchanged is None or unit in self._unchanged for unit in units]
         if all(unchanged):
             return
-        with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
-            used = [q if same and q is not None else None for same, q in zip(unchanged, quantized, strict=True)]
-            specs = [None if q is None else q.spec for q in quantized]
-            y.copy_(self._product(name, gemm, (a, b), used, specs).add_(0 if bias is None else bias))
+        used = [q if same else None for same, q in zip(unchanged, gemm.quantized, strict=True)]
+        with torch.no_grad(), torch.autocast(gemm.a.device.type, enabled=False):
+            gemm.y.copy_(self._product(gemm, used, self._replacement(name)))
 
     def attention_recipe(self, core: nn.Module, recipe: Recipe | None) -> Recipe | None:
         """Return the recipe of an attention module; see `quaver.torch.state.observer.Observer`."""
-        name = self._names.get(id(core))
+        name = self.names.get(id(core))
         if name is None:
             return recipe
         unit = Unit(name, ATTENTION, "")
@@ -101,28 +86,23 @@ class GemmSubstitution(observer.Observer):
         return recipe if isinstance(replacement, str) else replacement
 
     def _product(
-        self,
-        name: str,
-        gemm: str,
-        values: tuple[Tensor, Tensor],
-        used: list[Quantized | None],
-        specs: Sequence[QuantSpec | None],
+        self, gemm: observer.ObservedGemm, used: list[Quantized | None], replacement: Recipe | str | None
     ) -> Tensor:
-        """Return a [m, k] @ b [n, k].T in float32, from the operands in `used` and replacements for the others.
-
-        Args:
-            specs: specs by which the layer quantized both.
-        """
-        replacement = self._replacement(name)
+        """Return a @ b.T + bias in float32, from the operands in `used` and replacements for the others."""
+        values, bias = (gemm.a, gemm.b), gemm.bias
         if isinstance(replacement, str):
+            specs = [None if q is None else q.spec for q in gemm.quantized]
             with ops.only(replacement):
                 qa, qb = _quantized(values, used, specs)
                 assert qa is not None and qb is not None
-                return ops.MATMUL(qa, qb, torch.float32)
-        if replacement is not None:
-            used = _quantized(values, used, [replacement.gemms[gemm].a, replacement.gemms[gemm].b])
-        a, b = decoded_operands(values, used)
-        return a @ b.t()
+                product = ops.MATMUL(qa, qb, torch.float32)
+        else:
+            if replacement is not None:
+                spec = replacement.gemms[gemm.name]
+                used = _quantized(values, used, [spec.a, spec.b])
+            a, b = decoded_operands(values, used)
+            product = a @ b.t()
+        return product if bias is None else product.add_(bias)
 
 
 def _quantized(
@@ -157,8 +137,6 @@ class Run(NamedTuple):
 
     loss: float
     gradients: dict[str, Tensor]
-    #: Operands that quantized GEMMs have read.
-    units: list[Unit]
 
     @property
     def finite(self) -> bool:
@@ -176,12 +154,6 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def layer_names(model: nn.Module) -> dict[int, str]:
-    """Return the names of a model's quantized layers and attention modules by id."""
-    modules = model.named_modules()
-    return {id(m): name for name, m in modules if "_state" in m.__dict__ or isinstance(m, DotProductAttention)}
-
-
 def copied(model: nn.Module) -> nn.Module:
     """Return a copy of a model. Raises: ValueError if it cannot be copied, as under FSDP."""
     try:
@@ -193,29 +165,25 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def run(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFunction,
-    observers: Callable[[nn.Module], observer.Observer] | None = None,
-) -> Run:
+def run(model: nn.Module, batch: Any, loss_fn: LossFunction, substitution: GemmSubstitution | None = None) -> Run:
     """Run one forward and backward of a copy of the model; the model, its states and the random state do not change.
 
     Args:
-        observers: function that makes the observer of the copy; None observes nothing.
+        substitution: overwrites GEMM results of the copy; None runs it as it is.
     """
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), eager_steps():
         model = copied(model)
         for parameter in model.parameters():
             parameter.grad = None
-        watcher = observer.Observer() if observers is None else observers(model)
-        with observer.observing(watcher):
+        with ExitStack() as observing:
+            if substitution is not None:
+                substitution.names = {id(module): name for name, module in observed_modules(model)}
+                observing.enter_context(observer.observing(substitution))
             loss = loss_fn(model, batch)
             _check_loss(loss)
             if any(p.grad is not None for p in model.parameters()):
                 raise ValueError("loss_fn(model, batch) called backward(); it must only return the loss")
             loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    units = [*watcher.units] if isinstance(watcher, GemmSubstitution) else []
-    return Run(float(loss.detach()), gradients, units)
+    return Run(float(loss.detach()), gradients)

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from quaver import recipes as recipe_table
 from quaver.costs import hardware, ledger
 from quaver.costs.hardware import Gpu
+from quaver.inspection.rows import OPERANDS
+from quaver.inspection.table import WHAT_IF_FILE
 from quaver.recipes.conversion import Rules, Skip
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance, html_lines, html_table
 from quaver.torch.conversion.convert import convert, revert
 from quaver.torch.inspection.inspector import unwrapped
 from quaver.torch.inspection.substitution import (
-    OPERANDS,
     GemmSubstitution,
     LossFunction,
     Run,
     copied,
     decoded_operands,
-    layer_names,
     run,
 )
 from quaver.torch.numerics.quantized import Quantized
@@ -36,8 +36,6 @@ from quaver.torch.state import observer
 
 #: Recipe under which the model is captured; it quantizes every GEMM of every layer, and each result is then replaced.
 CAPTURE = "tensorwise"
-#: File that `WhatIf.save` writes.
-FILE = "what_if.json"
 HEADER = ("recipe", "predicted KL", "worst gradient", "time / bf16", "real loss - bf16", "real gradients")
 
 
@@ -68,34 +66,23 @@ class CapturedGemms:
 
 
 class _Capture(GemmSubstitution):
-    """Computes every GEMM in high precision and keeps the operands."""
+    """Computes every GEMM in high precision and saves the operands."""
 
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__(names)
+    def __init__(self) -> None:
+        super().__init__()
         self.calls: list[CapturedGemms] = []
         self._open: dict[tuple[str, str, int | None], list[CapturedGemms]] = {}
 
-    def observe_gemm(
-        self,
-        layer: nn.Module,
-        gemm: str,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        y: Tensor,
-        parameter: str = "weight",
-        group: int | None = None,
-        quantized: observer.QuantizedPair = (None, None),
-    ) -> None:
-        super().observe_gemm(layer, gemm, a, b, bias, y, parameter, group, quantized)
-        name = self._names.get(id(layer))
+    def observe_gemm(self, gemm: observer.ObservedGemm) -> None:
+        super().observe_gemm(gemm)
+        name, a = self.names.get(id(gemm.layer)), gemm.a.detach()
         if name is None or a.numel() == 0:
             return
-        calls = self._open.setdefault((name, parameter, group), [])
-        if gemm == "fprop":
-            calls.append(CapturedGemms(name, a.detach(), b.detach(), group is not None))
+        calls = self._open.setdefault((name, gemm.parameter, gemm.group), [])
+        if gemm.name == "fprop":
+            calls.append(CapturedGemms(name, a, gemm.b.detach(), gemm.group is not None))
             return
-        g = a.detach() if gemm == "dgrad" else a.detach().t()
+        g = a if gemm.name == "dgrad" else a.t()
         if any(call.g is not None and call.g.data_ptr() == g.data_ptr() for call in calls):
             return  # dgrad has brought it
         # Backward runs in the reverse order, and after the forward that a checkpoint recomputes.
@@ -304,7 +291,7 @@ class WhatIf:
     def save(self, folder: str | Path) -> None:
         """Write what_if.json, whose rules the report of `quaver inspect` shows."""
         text = json.dumps({"table": [HEADER, *map(_cells, self.summary)], "code": self.code, "note": self.note})
-        (Path(folder) / FILE).write_text(text + "\n", encoding="utf-8")
+        (Path(folder) / WHAT_IF_FILE).write_text(text + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         table = [HEADER, *map(_cells, self.summary)]
@@ -420,19 +407,14 @@ def _captured(original: nn.Module, batch: Any, loss_fn: LossFunction, skip: Skip
     model = copied(original)
     if not convert(model, CAPTURE, skip=skip).converted:
         raise ValueError("what_if: the model has no layer that qt.convert would convert")
-    captures: list[_Capture] = []
-
-    def capture(model: nn.Module) -> _Capture:
-        captures.append(_Capture(layer_names(model)))
-        return captures[-1]
-
+    capture = _Capture()
     run(model, batch, loss_fn, capture)
-    if not captures[0].calls:
+    if not capture.calls:
         raise ValueError(
             "what_if: no layer that qt.convert would convert ran in forward and backward; let loss_fn call the model "
             "that it is given, and its parameters require gradients"
         )
-    return captures[0].calls
+    return capture.calls
 
 
 class _Prices:

@@ -429,8 +429,9 @@ def _observe_gemm(
             return
         a, b, bias, y = local
     quantized_a, quantized_b = (each if isinstance(each, Quantized) else None for each in operands)
+    observed = observer.ObservedGemm(call.layer, gemm, a, b, bias, general.matrix(y), (quantized_a, quantized_b))
     for each in observer.active.observers:
-        each.observe_gemm(call.layer, gemm, a, b, bias, general.matrix(y), quantized=(quantized_a, quantized_b))
+        each.observe_gemm(observed)
 
 
 def _observe_grad_output(call: LinearCall, g: Tensor) -> None:

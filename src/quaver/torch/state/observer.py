@@ -7,15 +7,39 @@ bits.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from quaver.recipes.spec import Recipe
 from quaver.torch.numerics.quantized import Quantized
 
-#: Operands of a GEMM, each None if it is not known as a `Quantized`.
-QuantizedPair = tuple[Quantized | None, Quantized | None]
+
+class ObservedGemm(NamedTuple):
+    """Operands and result of one GEMM of a layer."""
+
+    layer: nn.Module
+    #: "fprop", "dgrad" or "wgrad".
+    name: str
+    #: Operands [m, k] and [n, k] before quantization, and the bias [n] or None.
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    #: The result [m, n].
+    y: Tensor
+    #: Both operands as the GEMM read them; None where they are not quantized, or exist only in the layout of a kernel.
+    quantized: tuple[Quantized | None, Quantized | None]
+    #: Name of the layer's weight parameter.
+    parameter: str = "weight"
+    #: Index of the expert in a layer with several; else None.
+    group: int | None = None
+
+    def exact(self) -> Tensor:
+        """Return a @ b.T + bias in float32, outside of autograd and autocast."""
+        with torch.no_grad(), torch.autocast(self.a.device.type, enabled=False):
+            product = self.a.float() @ self.b.float().t()
+            return product if self.bias is None else product.add_(self.bias)
 
 
 class Observer:
@@ -45,30 +69,8 @@ class Observer:
             parameter: name of the layer's weight parameter.
         """
 
-    def observe_gemm(
-        self,
-        layer: nn.Module,
-        gemm: str,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        y: Tensor,
-        parameter: str = "weight",
-        group: int | None = None,
-        quantized: QuantizedPair = (None, None),
-    ) -> None:
-        """Receive the result of a GEMM, and its operands before quantization.
-
-        Args:
-            layer: layer of the GEMM.
-            gemm: "fprop", "dgrad" or "wgrad".
-            a, b, bias: operands [m, k] and [n, k], and the bias [n] or None.
-            y: the result [m, n].
-            parameter: name of the layer's weight parameter.
-            group: index of the expert in a layer with several; else None.
-            quantized: both operands as the GEMM read them; None where they are not quantized, or exist only in the
-                layout of a kernel.
-        """
+    def observe_gemm(self, gemm: ObservedGemm) -> None:
+        """Receive the operands and the result of a GEMM."""
 
     def attention_recipe(self, core: nn.Module, recipe: Recipe | None) -> Recipe | None:
         """Return the recipe by which a `DotProductAttention` runs that would be quantized by `recipe`."""

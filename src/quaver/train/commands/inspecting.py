@@ -10,13 +10,12 @@ from typing import Any
 
 from quaver import recipes as recipe_table
 from quaver.costs import hardware
+from quaver.inspection.table import WHAT_IF_FILE
 from quaver.recipes.text import check_name
 from quaver.train import files, frameworks
 from quaver.train.commands import doctor
 from quaver.train.inspection_table import STATISTICS, read_table
 
-#: File that `WhatIf.save` writes.
-RULES = "what_if.json"
 #: Recipes that a model is compared under unless --recipe names others.
 RECIPES = ("mxfp8", "nvfp4", "tensorwise", "rowwise", "blockwise")
 #: Longest sequence of the text's tokens.
@@ -41,7 +40,7 @@ def report_run(
     check_before(statistic)
     table = read_table(run)
     source = run if run.is_dir() else run.parent
-    rules = read_rules(source / RULES)
+    rules = read_rules(source / WHAT_IF_FILE)
     from quaver.train.inspection_report import FILE, write_report
     from quaver.train.plots import plot_inspection
 

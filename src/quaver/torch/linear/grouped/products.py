@@ -159,12 +159,15 @@ def _observe_gemms(
             group_b = b[group] if call.stored is None else unwrap(call.stored, group).dequantize()
             group_b = group_b if gemm == "fprop" else group_b.t()
         group_bias = None if bias is None else bias[group]
-        quantized: observer.QuantizedPair = None, None
+        quantized: tuple[Quantized | None, Quantized | None] = None, None
         if isinstance(run, HostGroups) and isinstance(a_operand, list) and start < end:
             other = b_operand[group] if gemm == "wgrad" else run.expert(b, group, gemm)
             quantized = a_operand[group], other
+        observed = observer.ObservedGemm(
+            owner.layer, gemm, group_a, group_b, group_bias, group_y, quantized, owner.name, group
+        )
         for each in observer.active.observers:
-            each.observe_gemm(owner.layer, gemm, group_a, group_b, group_bias, group_y, owner.name, group, quantized)
+            each.observe_gemm(observed)
 
 
 def backend(call: GroupedCall) -> "HostGroups | DeviceGroups":
