@@ -54,7 +54,7 @@ def test_too_few_differences_have_no_error() -> None:
 @pytest.mark.parametrize(
     ("differences", "half", "verdict"),
     [
-        # Half an interval of two seeds is 12.7062 standard errors, of which each is half the distance of the two.
+        # Half an interval of two seeds is 12.7062 standard errors; one is half the distance of the two.
         ([0.001, 0.002], 0.0063531, "equivalent to bf16 within ±0.01 nats (n = 2)"),
         ([0.0040, 0.0041], 0.00063531, "equivalent to bf16 within ±0.01 nats (n = 2)"),
         ([-0.001, 0.001], 0.0127062, "undecided: more seeds"),

@@ -17,7 +17,7 @@ from quaver.comparison.results import NULL, Comparison, signed
 from quaver.recipes.schedule import read
 
 # ---- colours ----
-# Colours of recipes in all pictures, independent of which other recipes are shown.
+# Colours of recipes, the same in all pictures.
 #
 # Source: Okabe and Ito's colour-blind safe palette (without their yellow, which is too pale for a line).
 
@@ -42,7 +42,7 @@ def recipe_colour(text: str) -> str:
     """Return a recipe's colour from the table; with options, or if not in the table, a colour hashed from its specs.
 
     Args:
-        text: a recipe or a schedule, of which two texts of the same have the same colour; or any other name.
+        text: a recipe or a schedule, however it is written; or any other name.
     """
     if text == NULL:
         return COLOURS[NULL]

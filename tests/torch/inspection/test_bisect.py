@@ -93,6 +93,29 @@ def test_an_operand_can_be_another_recipes() -> None:
     assert {cause.layer for cause in found.causes} == {"2"}
 
 
+def test_a_layer_is_compared_with_the_good_recipe() -> None:
+    model = model_of("llama", "mxfp8")
+    good = {"layers.1.mlp.up_proj": None, "*": "mxfp8"}
+    causes = qt.bisect(model, TOKENS, loss_of, good=good).causes
+    assert {cause.layer for cause in causes} == {"layers.1.mlp.up_proj"}
+
+
+def test_a_layer_that_overflows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quaver.torch.linear import general  # the plan is private; its fault cannot be planted from outside
+
+    model, fprop = small(), general.fprop
+    qt.convert(model, "mxfp8")
+
+    def overflow(call: Any, *arguments: Any) -> Tensor:
+        y = fprop(call, *arguments)
+        return y * torch.inf if call.layer.qualified_name == "2" else y
+
+    monkeypatch.setattr(general, "fprop", overflow)
+    monkeypatch.setattr(general, "_plans", {})
+    (cause,) = qt.bisect(model, torch.randn(64, 32), square).causes
+    assert cause[:3] == ("2", "fprop", None)
+
+
 def test_a_wrong_implementation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from quaver.torch.operations.ops import MATMUL  # an implementation's fault cannot be planted from outside
 

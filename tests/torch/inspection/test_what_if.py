@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quaver
@@ -87,7 +88,7 @@ def test_gemms_with_bad_gradients_are_left_in_high_precision() -> None:
         return (model(x) * weight).square().mean()
 
     result = qt.what_if(model, torch.randn(128, 64), loss_fn, ["nvfp4"], max_kl=math.inf, min_grad_snr=18, **LARGE)
-    assert result.summary[-1]["grad_snr"] is None or result.summary[-1]["grad_snr"] >= 18
+    assert result.summary[-1]["grad_snr"] >= 18
     assert "override('nvfp4'" in result.code
     assert eval(result.code, {"recipes": quaver.recipes}) == {
         pattern: recipe if recipe is None or " with " in str(recipe) else str(recipe)
@@ -95,6 +96,32 @@ def test_gemms_with_bad_gradients_are_left_in_high_precision() -> None:
     }
     report = qt.convert(model, result.rules)
     assert all(recipe.gemms["wgrad"].a is None for recipe in report.converted.values() if "wgrad" in str(recipe))
+
+
+def test_rules_leave_out_what_skip_left_out() -> None:
+    model = MODEL_KINDS["llama"]()
+    skip = ["*.o_proj", lambda name, k, n, recipe: "small" if name.endswith("layers.0.mlp.up_proj") else ""]
+    result = qt.what_if(model, TOKENS, loss_of, ["mxfp8"], skip=skip, **LARGE)
+    converted = qt.convert(model, result.rules).converted
+    assert len(converted) == len({row["layer"] for row in result.rows}) == 21 - 3 - 1
+    assert not any(name.endswith("o_proj") or name == "layers.0.mlp.up_proj" for name in converted)
+
+
+def test_two_calls_of_a_layer_with_one_gradient_both_count() -> None:
+    layer = nn.Linear(64, 64)
+    x = torch.randn(2, 32, 64)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x[0]) + model(x[1])).square().sum() / 32
+
+    def once(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x[0]) + F.linear(x[1], layer.weight, layer.bias)).square().sum() / 32
+
+    both, one, other = (
+        qt.what_if(layer, batch, loss, ["mxfp8"]).summary[0]["kl"]
+        for batch, loss in ((x, loss_fn), (x, once), (x.flip(0), once))
+    )
+    assert both == pytest.approx(one + other, rel=1e-3)
 
 
 def test_a_converted_model_is_evaluated_as_if_reverted_and_does_not_change() -> None:

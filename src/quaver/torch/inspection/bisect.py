@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from quaver.recipes.spec import Recipe
@@ -16,11 +17,11 @@ from quaver.torch.conversion.report import Report
 from quaver.torch.inspection.inspector import unwrapped
 from quaver.torch.inspection.statistics import result_statistics
 from quaver.torch.inspection.substitution import (
+    GemmOperand,
     GemmSubstitution,
     LossFunction,
     RecipeOrRules,
     Run,
-    Unit,
     copied,
     run,
 )
@@ -32,12 +33,12 @@ from quaver.torch.state import observer
 LISTED = 10
 #: Squared relative error of loss and gradients below which two runs differ by rounding only.
 ROUNDING = 1e-7
-#: A layer is a cause only if the error of one of its GEMMs is this many times the median.
+#: A layer is a cause only if the difference of one of its GEMMs is more than this many times the median.
 UNUSUAL = 2.0
 
 
 class Cause(NamedTuple):
-    """A layer that carries more than half of the error, and the part of it that carries most of that."""
+    """A layer that carries more than half of the error, and the GEMM and operand that cause most of it."""
 
     layer: str
     #: "fprop", "dgrad", "wgrad" or "attention"; None if no single GEMM of the layer is the cause.
@@ -63,7 +64,7 @@ class Bisection:
     causes: tuple[Cause, ...]
     #: Share of each layer alone, the largest first; measured only if there is no single cause.
     contributions: dict[str, float]
-    #: Number of forwards and backwards.
+    #: Number of passes, each a forward and a backward.
     runs: int
 
     def __str__(self) -> str:
@@ -92,10 +93,14 @@ def bisect(
         found = qt.bisect(model, batch, lambda model, batch: model(batch).square().mean())
         print(found)  # layers.1.down_proj, fprop, input: 99% of the error
 
-    Halves the layers, then the GEMMs of a layer, then the operands of a GEMM. A half is bad if it alone, computed as
-    in `bad` while all else is computed as in `good`, has more than half of the squared error of loss and gradients, or
-    within a layer two thirds of the layer's. The error of a gradient is relative to that gradient. Works on copies: the
-    model and the random state do not change.
+    Halves the layers, then the GEMMs of a layer, then the operands of a GEMM. One half is computed as in `bad`, all
+    else as in `good`:
+
+    - Half of the layers is bad if it has more than half of the squared error of loss and gradients.
+    - Half of a layer or GEMM is bad if it has more than two thirds of the error of that layer or GEMM.
+    - A layer is named only if one of its GEMMs differs from `good` by more than twice the median of all GEMMs.
+
+    The error of a gradient is relative to that gradient. Works on copies: the model and the random state do not change.
 
     Args:
         model: a model; if `bad` is None, one that `convert` has converted.
@@ -112,7 +117,7 @@ def bisect(
     """
     check_instance("bisect", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
     search = _Search(unwrapped(model), batch, loss_fn, good, bad, is_bad)
-    causes = search.causes([*search.units], 1.0)
+    causes = search.causes([*search.operands], 1.0)
     contributions = {} if causes else search.contributions()
     return Bisection(causes=tuple(causes), contributions=contributions, runs=search.runs)
 
@@ -142,21 +147,21 @@ class _Search:
             self._model = model if bad is None else _converted(model, bad)[0]
             report = _converted(model, good)[1]
             self._replacement = (report.converted | report.attention).get
-        measured = _MeasuredGemms()
+        measured = _MeasuredGemms(self._replacement)
         everything = self._run(measured)
         #: Errors of each GEMM's calls in the bad run.
         self._errors = measured.errors
-        self.units = [*measured.units]
-        if not self.units:
+        self.operands = [*measured.operands]
+        if not self.operands:
             raise ValueError(
                 "bisect: no quantized layer ran; give bad=, or call qt.convert(model, recipe) first, and let loss_fn "
                 "call the model that it is given"
             )
         self._good = self._with_bad(())
-        if not math.isclose(self._good.loss, self._with_bad(()).loss, rel_tol=1e-3) and self._good.finite:
-            raise ValueError("bisect: loss_fn returns another loss for the same model and batch; make it deterministic")
         if not self._good.finite:
             raise ValueError("bisect: loss or gradients are not finite under good: quantization is not the cause")
+        if self._error(self._with_bad(())) > ROUNDING:
+            raise ValueError("bisect: loss_fn returns another loss for the same model and batch; make it deterministic")
         self._total = self._error(everything) if everything.finite else math.inf
         if is_bad is not None:
             verdicts = [bool(is_bad(each.loss, each.gradients)) for each in (everything, self._good)]
@@ -168,35 +173,37 @@ class _Search:
         elif self._total < ROUNDING:
             raise ValueError("bisect: loss and gradients are the same under good and bad, but for rounding")
 
-    def causes(self, units: list[Unit], share: float, layer_share: float | None = None) -> list[Cause]:
-        """Return the causes within units that carry a share.
+    def causes(self, operands: list[GemmOperand], share: float, layer_share: float = 0.0) -> list[Cause]:
+        """Return the causes within operands that carry a share of the error.
 
-        A half of the model is bad if it has more than half of the total error. A half of a layer must have two thirds
-        of the layer's: one of two equal halves always has a little more than the other.
+        Args:
+            layer_share: share of the layer, if the operands are only a part of one.
         """
         found: list[Cause] = []
-        if len({unit.layer for unit in units}) == 1:
-            least, layer_share = 2 / 3 * min(1.0, share), share if layer_share is None else layer_share
-        else:
-            least = 0.5
-        for half in _halves(units):
+        least = 0.5
+        if len({each.layer for each in operands}) == 1:
+            layer_share = layer_share or share
+            # One of two equal halves always has a little more than the other. A share above 1 is possible, because
+            # errors do not add up.
+            least = 2 / 3 * min(1.0, share)
+        for half in _halves(operands):
             half_share = self.share(half)
             if half_share > least:
                 found += self.causes(half, half_share, layer_share)
         if found:
             return found
-        layers, gemms, operands = ({*values} for values in zip(*units, strict=True))
-        if len(layers) > 1 or layer_share is None:
+        layer, gemms = operands[0].layer, {each.gemm for each in operands}
+        if any(each.layer != layer for each in operands):
             return []
-        unit = units[0]
-        gemm = unit.gemm if len(gemms) == 1 else None
-        cause = Cause(
-            unit.layer, gemm, unit.operand or None if gemm and len(operands) == 1 else None, share, layer_share
-        )
-        return [cause] if self._is_bad is not None or self._is_unusual(unit.layer, gemms) else []
+        if self._is_bad is None and not self._is_unusual(layer, gemms):
+            return []
+        gemm = operands[0].gemm if len(gemms) == 1 else None
+        # Attention has no operands.
+        operand = operands[0].operand or None if len(operands) == 1 else None
+        return [Cause(layer, gemm, operand, share, layer_share)]
 
     def _is_unusual(self, layer: str, gemms: Iterable[str]) -> bool:
-        """Return True if one of a layer's GEMMs is less exact than those of most layers.
+        """Return True if one of a layer's GEMMs differs from `good` more than most.
 
         Otherwise nothing is wrong with the layer: the model is only more sensitive to its error than to that of others.
         """
@@ -204,9 +211,9 @@ class _Search:
         # Attention is not measured.
         return any(means.get((layer, gemm), math.inf) > UNUSUAL * statistics.median(means.values()) for gemm in gemms)
 
-    def share(self, units: list[Unit]) -> float:
-        """Return the share of the error that units carry, 0 or 1 if `is_bad` decides."""
-        result = self._with_bad(units)
+    def share(self, operands: list[GemmOperand]) -> float:
+        """Return the share of the error that operands carry, 0 or 1 if `is_bad` decides."""
+        result = self._with_bad(operands)
         if self._is_bad is not None:
             return float(bool(self._is_bad(result.loss, result.gradients)))
         if not result.finite:
@@ -214,15 +221,15 @@ class _Search:
         return self._error(result) / self._total if self._total < math.inf else 0.0
 
     def contributions(self) -> dict[str, float]:
-        by_layer: dict[str, list[Unit]] = {}
-        for unit in self.units:
-            by_layer.setdefault(unit.layer, []).append(unit)
-        shares = {layer: self.share(units) for layer, units in by_layer.items()}
+        by_layer: dict[str, list[GemmOperand]] = {}
+        for operand in self.operands:
+            by_layer.setdefault(operand.layer, []).append(operand)
+        shares = {layer: self.share(operands) for layer, operands in by_layer.items()}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
-    def _with_bad(self, units: Iterable[Unit]) -> Run:
-        """Run with these units as in `bad` and all others as in `good`."""
-        return self._run(GemmSubstitution(self._replacement, frozenset(units)))
+    def _with_bad(self, operands: Iterable[GemmOperand]) -> Run:
+        """Run with these operands as in `bad` and all others as in `good`."""
+        return self._run(GemmSubstitution(self._replacement, frozenset(operands)))
 
     def _run(self, substitution: GemmSubstitution) -> Run:
         self.runs += 1
@@ -233,27 +240,32 @@ class _Search:
         """Return the squared relative error of the loss, plus that of the gradients weighted by their elements."""
         good = self._good
         error = ((result.loss - good.loss) / good.loss) ** 2 if good.loss else result.loss**2
-        sizes = {name: g.numel() for name, g in good.gradients.items()}
+        elements = sum(g.numel() for g in good.gradients.values())
         for name, g in good.gradients.items():
             noise = float((result.gradients[name].double() - g.double()).square().sum())
             signal = float(g.double().square().sum())
-            error += sizes[name] / sum(sizes.values()) * (min(1.0, noise / signal) if signal else float(noise > 0))
+            error += g.numel() / elements * (min(1.0, noise / signal) if signal else float(noise > 0))
         return error
 
 
 class _MeasuredGemms(GemmSubstitution):
-    """Measures the error of each GEMM in a model that runs as it is."""
+    """Measures how far each GEMM of a model that runs as it is differs from its replacement."""
 
-    def __init__(self) -> None:
-        super().__init__(unchanged=None)
+    def __init__(self, replacement: Callable[[str], Recipe | str | None]) -> None:
+        super().__init__(replacement, unchanged=None)
         self.errors: dict[tuple[str, str], list[float]] = {}
 
     def observe_gemm(self, gemm: observer.ObservedGemm) -> None:
         super().observe_gemm(gemm)
         name = self.names.get(id(gemm.layer))
-        if name is not None and gemm.quantized != (None, None):
-            error = result_statistics(gemm.exact(), gemm.y.detach().float()).error
-            self.errors.setdefault((name, gemm.name), []).append(error)
+        if name is None or gemm.quantized == (None, None):
+            return
+        with torch.no_grad(), torch.autocast(gemm.a.device.type, enabled=False):
+            good, y = self.product(gemm, [None, None], self.replacement(name)), gemm.y.detach().float()
+            # An infinity or NaN that comes from this GEMM.
+            broken = bool((good.isfinite() & ~y.isfinite()).any())
+            error = math.inf if broken else result_statistics(good, y).error
+        self.errors.setdefault((name, gemm.name), []).append(error)
 
 
 def _converted(model: nn.Module, recipe: RecipeOrRules) -> tuple[nn.Module, Report]:
@@ -263,11 +275,11 @@ def _converted(model: nn.Module, recipe: RecipeOrRules) -> tuple[nn.Module, Repo
     return model, convert(model, recipe)
 
 
-def _halves(units: list[Unit]) -> list[list[Unit]]:
-    """Split units by layer if they have several, else by GEMM, else by operand; one unit is not split."""
-    for field in range(len(Unit._fields)):
-        values = list(dict.fromkeys(unit[field] for unit in units))
+def _halves(operands: list[GemmOperand]) -> list[list[GemmOperand]]:
+    """Split operands by layer if they have several, else by GEMM, else by operand; one operand is not split."""
+    for field in range(len(GemmOperand._fields)):
+        values = list(dict.fromkeys(each[field] for each in operands))
         if len(values) > 1:
             first = {*values[: len(values) // 2]}
-            return [[u for u in units if u[field] in first], [u for u in units if u[field] not in first]]
+            return [[u for u in operands if u[field] in first], [u for u in operands if u[field] not in first]]
     return []

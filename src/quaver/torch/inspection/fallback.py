@@ -128,16 +128,21 @@ class FallbackState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Repeat the switches of a saved state, on a model that was converted as that one was at its start."""
+        recipe_of: dict[str, Recipe | None] = {}
         for switch in state["switches"]:
-            module: Any = self._model.get_submodule(switch["layer"])
-            after = self._fallback.next(module.recipe)
-            if str(module.recipe) != switch["before"] or str(after) != switch["after"]:
+            layer: Any = self._model.get_submodule(switch["layer"])
+            before = recipe_of.get(switch["layer"], layer.recipe)
+            after = None if before is None else self._fallback.next(before)
+            if after is None or (str(before), str(after)) != (switch["before"], switch["after"]):
                 raise ValueError(
-                    f"inspect: the saved state has {switch['layer']} fall back from {switch['before']} to "
-                    f"{switch['after']}, and here it has {module.recipe}, then {after}; convert the model as before, "
-                    "and give the same Fallback"
+                    f"inspect: the saved state has {switch['layer'] or '(root)'} fall back from {switch['before']} to "
+                    f"{switch['after']}, and here it has {before}, then {after}; convert the model as before, and give "
+                    "the same Fallback"
                 )
-            assert after is not None
-            set_recipe(self._model, switch["layer"], after)
+            recipe_of[switch["layer"]] = after
+        for name, recipe in recipe_of.items():
+            assert recipe is not None
+            set_recipe(self._model, name, recipe)
+        refresh(self._model)
         self._failures = Counter(state["failures"])
         self.switches = [dict(switch) for switch in state["switches"]]

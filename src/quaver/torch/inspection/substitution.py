@@ -7,7 +7,7 @@ from other operands, so that everything after it, forward and backward, sees tha
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 RecipeOrRules = str | Recipe | Rules | Mapping[str, Recipe | str | None]
 
 
-class Unit(NamedTuple):
+class GemmOperand(NamedTuple):
     """One operand of one GEMM of one layer."""
 
     layer: str
@@ -43,7 +43,7 @@ class GemmSubstitution(observer.Observer):
     Args:
         replacement: recipe of each layer for the operands that are replaced, or the name of the implementation that
             computes them; None is high precision.
-        unchanged: operands to use as they are; None is none.
+        unchanged: operands to use as they are; None is all, so that nothing is overwritten.
     """
 
     measures_gemms = sees_recomputation = True
@@ -51,57 +51,57 @@ class GemmSubstitution(observer.Observer):
     def __init__(
         self,
         replacement: Callable[[str], Recipe | str | None] = lambda layer: None,
-        unchanged: frozenset[Unit] | None = frozenset(),
+        unchanged: frozenset[GemmOperand] | None = frozenset(),
     ) -> None:
-        self._replacement, self._unchanged = replacement, unchanged
+        self.replacement, self._unchanged = replacement, unchanged
         #: Names of the layers and attention modules that are observed, by id; set by `run`.
         self.names: dict[int, str] = {}
         #: Operands that GEMMs have read, in the order of their first use.
-        self.units: dict[Unit, None] = {}
+        self.operands: dict[GemmOperand, None] = {}
 
     def observe_gemm(self, gemm: observer.ObservedGemm) -> None:
         """Overwrite one result; see `quaver.torch.state.observer.Observer`."""
         name = self.names.get(id(gemm.layer))
         if name is None or is_tracing() or gemm.quantized == (None, None):
             return
-        units = [Unit(name, gemm.name, operand) for operand in OPERANDS[gemm.name]]
-        self.units |= dict.fromkeys(units)
-        unchanged = [self._unchanged is None or unit in self._unchanged for unit in units]
+        operands = [GemmOperand(name, gemm.name, operand) for operand in OPERANDS[gemm.name]]
+        self.operands |= dict.fromkeys(operands)
+        unchanged = [self._unchanged is None or each in self._unchanged for each in operands]
         if all(unchanged):
             return
         used = [q if same else None for same, q in zip(unchanged, gemm.quantized, strict=True)]
         with torch.no_grad(), torch.autocast(gemm.a.device.type, enabled=False):
-            gemm.y.copy_(self._product(gemm, used, self._replacement(name)))
+            gemm.y.copy_(self.product(gemm, used, self.replacement(name)))
 
     def attention_recipe(self, core: nn.Module, recipe: Recipe | None) -> Recipe | None:
         """Return the recipe of an attention module; see `quaver.torch.state.observer.Observer`."""
         name = self.names.get(id(core))
         if name is None:
             return recipe
-        unit = Unit(name, ATTENTION, "")
-        self.units[unit] = None
-        if self._unchanged is None or unit in self._unchanged:
+        operand = GemmOperand(name, ATTENTION, "")
+        self.operands[operand] = None
+        if self._unchanged is None or operand in self._unchanged:
             return recipe
-        replacement = self._replacement(name)
+        replacement = self.replacement(name)
         return recipe if isinstance(replacement, str) else replacement
 
-    def _product(
+    def product(
         self, gemm: observer.ObservedGemm, used: list[Quantized | None], replacement: Recipe | str | None
     ) -> Tensor:
         """Return a @ b.T + bias in float32, from the operands in `used` and replacements for the others."""
         values, bias = (gemm.a, gemm.b), gemm.bias
-        if isinstance(replacement, str):
-            specs = [None if q is None else q.spec for q in gemm.quantized]
-            with ops.only(replacement):
-                qa, qb = _quantized(values, used, specs)
-                assert qa is not None and qb is not None
-                product = ops.MATMUL(qa, qb, torch.float32)
-        else:
-            if replacement is not None:
+        with ops.only(replacement) if isinstance(replacement, str) else nullcontext():
+            if isinstance(replacement, str):
+                used = _quantized(values, used, [None if q is None else q.spec for q in gemm.quantized])
+            elif replacement is not None:
                 spec = replacement.gemms[gemm.name]
                 used = _quantized(values, used, [spec.a, spec.b])
-            a, b = decoded_operands(values, used)
-            product = a @ b.t()
+            qa, qb = used
+            if isinstance(replacement, str) and qa is not None and qb is not None:
+                product = ops.MATMUL(qa, qb, torch.float32)
+            else:
+                a, b = decoded_operands(values, used)
+                product = a @ b.t()
         return product if bias is None else product.add_(bias)
 
 

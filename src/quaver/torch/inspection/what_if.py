@@ -15,12 +15,14 @@ from quaver import recipes as recipe_table
 from quaver.costs import hardware, ledger
 from quaver.costs.hardware import Gpu
 from quaver.inspection.rows import OPERANDS
+from quaver.inspection.statistics import ErrorStatistics
 from quaver.inspection.table import WHAT_IF_FILE
 from quaver.recipes.conversion import Rules, Skip
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance, html_lines, html_table
 from quaver.torch.conversion.convert import convert, revert
 from quaver.torch.inspection.inspector import unwrapped
+from quaver.torch.inspection.statistics import result_statistics
 from quaver.torch.inspection.substitution import (
     GemmSubstitution,
     LossFunction,
@@ -44,13 +46,13 @@ HEADER = ("recipe", "predicted KL", "worst gradient", "time / bf16", "real loss 
 
 @dataclass(eq=False)
 class CapturedGemms:
-    """Operands of one call of one matrix of a layer, in high precision."""
+    """Operands of one call of one weight of a layer, in high precision."""
 
     layer: str
     #: Input [T, K] and weight [N, K].
     x: Tensor
     weight: Tensor
-    #: True for one expert of several, whose rows are a part of the tokens.
+    #: True for one expert of several, which sees only the tokens routed to it.
     expert: bool
     #: grad_output [T, N]; None until backward.
     g: Tensor | None = None
@@ -71,25 +73,28 @@ class _Capture(GemmSubstitution):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[CapturedGemms] = []
-        self._open: dict[tuple[str, str, int | None], list[CapturedGemms]] = {}
+        self._by_weight: dict[tuple[str, str, int | None], list[CapturedGemms]] = {}
 
     def observe_gemm(self, gemm: observer.ObservedGemm) -> None:
         super().observe_gemm(gemm)
         name, a = self.names.get(id(gemm.layer)), gemm.a.detach()
         if name is None or a.numel() == 0:
             return
-        calls = self._open.setdefault((name, gemm.parameter, gemm.group), [])
+        calls = self._by_weight.setdefault((name, gemm.parameter, gemm.group), [])
         if gemm.name == "fprop":
             calls.append(CapturedGemms(name, a, gemm.b.detach(), gemm.group is not None))
             return
-        g = a if gemm.name == "dgrad" else a.t()
-        if any(call.g is not None and call.g.data_ptr() == g.data_ptr() for call in calls):
-            return  # dgrad has brought it
-        # Backward runs in the reverse order, and after the forward that a checkpoint recomputes.
-        call = next((call for call in reversed(calls) if call.g is None and call.x.shape[0] == g.shape[0]), None)
+        if gemm.name == "wgrad":
+            # The call with this input; dgrad may have brought grad_output already.
+            g, x = a.t(), gemm.b.detach().t()
+            call = next((call for call in reversed(calls) if call.x.data_ptr() == x.data_ptr()), None)
+        else:
+            # Backward runs in the reverse order, and after the forward that a checkpoint recomputes.
+            g, call = a, next((call for call in reversed(calls) if call.g is None and len(call.x) == len(a)), None)
         if call is not None:
+            if call.g is None:
+                self.calls.append(call)
             call.g = g
-            self.calls.append(call)
 
 
 # ---- evaluation ----
@@ -101,39 +106,37 @@ class LayerPrecision:
 
     #: Predicted KL divergence of the model's output, in nats per token, that fprop of this layer alone causes.
     kl: float = 0.0
-    #: By GEMM: sum over rows of the result of noise / signal, at most 1 each; rows; and the same of columns.
-    errors: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    #: Sums of squares of signal and noise by (GEMM, operand).
-    squares: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
+    #: Errors of results by (GEMM, "result"), and of operands by (GEMM, operand), of quantized GEMMs.
+    errors: dict[tuple[str, str], ErrorStatistics] = field(default_factory=dict)
 
     def snr(self, gemm: str) -> float:
-        """Return -10 log10 of the mean relative squared error of the result's rows or columns, whichever is larger.
-
-        Infinite if the GEMM is not quantized. A huge row or column does not hide the error of the others.
-        """
-        row_error, rows, column_error, columns = self.errors.get(gemm, (0.0, 1.0, 0.0, 1.0))
-        return _decibels(1.0, max(row_error / max(rows, 1), column_error / max(columns, 1)))
+        """Return -10 log10 of the `error` of a GEMM's result; infinite if it is exact, -inf if it is not finite."""
+        found = self.errors.get((gemm, "result"))
+        if found is not None and found.nonfinite:
+            return -math.inf
+        return _decibels(1.0, 0.0 if found is None else found.error)
 
     def operand_snr(self, gemm: str, operand: str) -> float:
         """Return the SNR of an operand in dB; infinite if it is exact."""
-        return _decibels(*self.squares.get((gemm, operand), (1.0, 0.0)))
+        found = self.errors.get((gemm, operand))
+        return math.inf if found is None else found.snr
 
     def add(self, other: "LayerPrecision") -> None:
         """Pool with another call of the layer."""
         self.kl += other.kl
-        _add_up(self.errors, other.errors)
-        _add_up(self.squares, other.squares)
-
-
-def _add_up(mine: dict[Any, tuple[float, ...]], theirs: Mapping[Any, tuple[float, ...]]) -> None:
-    for key, values in theirs.items():
-        before = mine.get(key, (0.0,) * len(values))
-        mine[key] = tuple(map(sum, zip(before, values, strict=True)))
+        for key, statistics in other.errors.items():
+            if key in self.errors:
+                self.errors[key].add(statistics)
+            else:
+                self.errors[key] = statistics
 
 
 def _decibels(signal: float, noise: float) -> float:
-    """Return the ratio of two sums of squares in dB; infinite without noise."""
-    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    """Return the ratio of two sums of squares in dB: infinite without noise, -inf if nothing is left."""
+    if noise == 0:
+        return math.inf
+    ratio = signal / noise
+    return 10 * math.log10(ratio) if ratio > 0 else -math.inf
 
 
 def _squares(x: Tensor) -> float:
@@ -142,34 +145,11 @@ def _squares(x: Tensor) -> float:
     return norm**2 if math.isfinite(norm) else float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
-class _ExactProduct:
-    """The result of a GEMM in high precision, to which others are compared."""
-
-    def __init__(self, a: Tensor, b: Tensor) -> None:
-        self.y = a @ b.t()
-        # Scaled so that no square over- or underflows; 2**126 is a float32.
-        self._scale = 2.0 ** min(-math.frexp(float(self.y.abs().amax()))[1], 126)
-        self._signals = self._sums(self.y)
-
-    def _sums(self, x: Tensor) -> list[Tensor]:
-        squares = (x * self._scale).square_()
-        return [squares.sum(1).double(), squares.sum(0).double()]
-
-    def errors(self, difference: Tensor) -> tuple[float, ...]:
-        """Return `LayerPrecision.errors` of a result that differs by this much."""
-        found: list[float] = []
-        for signal, noise in zip(self._signals, self._sums(difference), strict=True):
-            used = (signal > 0) | (noise > 0)
-            ratio = (noise / signal.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1.0)
-            found += [float(ratio.where(used, 0.0).sum()), float(used.sum())]
-        return tuple(found)
-
-
 def _evaluate(call: CapturedGemms, candidates: Sequence[Recipe], tokens: int) -> Iterator[LayerPrecision]:
     """Yield the precision of one call under each recipe."""
     assert call.g is not None
     values = {gemm: (a.float(), b.float()) for gemm, (a, b) in call.operands().items()}
-    exact = {gemm: _ExactProduct(*pair) for gemm, pair in values.items()}
+    exact = {gemm: a @ b.t() for gemm, (a, b) in values.items()}
     for recipe in candidates:
         precision = LayerPrecision()
         for gemm, originals in call.operands().items():
@@ -186,11 +166,13 @@ def _evaluate(call: CapturedGemms, candidates: Sequence[Recipe], tokens: int) ->
             for operand, x, q, value in zip(OPERANDS[gemm], values[gemm], pair, decoded, strict=True):
                 if q is not None:
                     x = rotate(x) if q.spec.hadamard else x
-                    precision.squares[gemm, operand] = _squares(x), _squares(value - x)
-            difference = (decoded[0] @ decoded[1].t()).sub_(exact[gemm].y)
-            precision.errors[gemm] = exact[gemm].errors(difference)
+                    precision.errors[gemm, operand] = result_statistics(x, value)
+            y = decoded[0] @ decoded[1].t()
+            precision.errors[gemm, "result"] = result_statistics(exact[gemm], y)
             if gemm == "fprop":
-                precision.kl = 0.5 * tokens * _squares(difference.mul_(call.g).sum(1))
+                # The formula of `max_kl` in `what_if`; the gradient of a token's own loss is `tokens` times g.
+                kl = 0.5 * tokens * _squares(y.sub_(exact[gemm]).mul_(call.g).sum(1))
+                precision.kl = kl if math.isfinite(kl) else math.inf
         yield precision
 
 
@@ -285,7 +267,7 @@ class WhatIf:
     rules: dict[str, Recipe | None]
     #: The same as Python code.
     code: str
-    #: Description of the predicted times, or why no rules are within the budgets.
+    #: Description of the predicted times.
     note: str
 
     def save(self, folder: str | Path) -> None:
@@ -306,8 +288,7 @@ class WhatIf:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    worst = "exact" if row["grad_snr"] is None else f"{row['grad_snr']:.1f} dB"
-    real = "exact" if row["real_grad_snr"] is None else f"{row['real_grad_snr']:.1f} dB"
+    worst, real = ("exact" if row[key] == math.inf else f"{row[key]:.1f} dB" for key in ("grad_snr", "real_grad_snr"))
     return (row["recipe"], f"{row['kl']:.2g}", worst, f"{row['time']:.2f}", f"{row['loss_difference']:+.2g}", real)
 
 
@@ -364,25 +345,27 @@ def what_if(
     if not exact.finite:
         raise ValueError("what_if: loss or gradients are not finite in high precision: quantization is not the cause")
     calls = _captured(original, batch, loss_fn, skip)
-    rows_seen = max(call.x.shape[0] for call in calls if not call.expert or all(c.expert for c in calls))
+    rows_seen = _tokens(calls)
     table: dict[str, list[LayerPrecision]] = {}
     for call in calls:
         pooled = table.setdefault(call.layer, [LayerPrecision() for _ in candidates])
         for into, precision in zip(pooled, _evaluate(call, [r for r, _ in candidates], rows_seen), strict=True):
             into.add(precision)
     prices = _Prices(calls, card, tokens / rows_seen, widen)
-    whole = {layer: _candidates(layer, each, candidates, -math.inf, prices) for layer, each in table.items()}
-    choices = {layer: _candidates(layer, each, candidates, min_grad_snr, prices) for layer, each in table.items()}
-    chosen = _choose(choices, max_kl)
-    patterns = _patterns(chosen)
+    unfiltered = {layer: _candidates(layer, each, candidates, -math.inf, prices) for layer, each in table.items()}
+    options = {layer: _candidates(layer, each, candidates, min_grad_snr, prices) for layer, each in table.items()}
+    chosen = _choose(options, max_kl)
+    skipped = dict.fromkeys(_skipped(original, skip), Candidate(None, "None", 0.0, math.inf, 0.0))
+    patterns = _patterns(chosen | skipped)
     rules = {pattern: candidate.recipe for pattern, candidate in patterns.items()}
-    high = sum(prices.seconds(layer, None) for layer in table)
+    bf16_seconds = sum(prices.seconds(layer, None) for layer in table)
     summary = []
     for number, (recipe, _) in enumerate(candidates):
-        row = _summary_row(str(recipe), [each[1 + number] for each in whole.values()], high)
-        summary.append(row | _checked(original, batch, loss_fn, recipe, skip, exact))
-    row = _summary_row("rules", chosen.values(), high)
-    summary.append(row | _checked(original, batch, loss_fn, rules, skip, exact))
+        # The first option of a layer is high precision.
+        row = _summary_row(str(recipe), [each[1 + number] for each in unfiltered.values()], bf16_seconds)
+        summary.append(row | _real_errors(original, batch, loss_fn, recipe, skip, exact))
+    row = _summary_row("rules", chosen.values(), bf16_seconds)
+    summary.append(row | _real_errors(original, batch, loss_fn, rules, skip, exact))
     code = "{" + ", ".join(f"{pattern!r}: {candidate.code}" for pattern, candidate in patterns.items()) + "}"
     note = f"time: of the layers' GEMMs and quantizations, predicted for {card.about} and {tokens} tokens"
     note += f", features times {widen}" if widen > 1 else ""
@@ -400,6 +383,23 @@ def _recipes(given: Sequence[str | Recipe]) -> list[tuple[Recipe, str]]:
         if not recipe.quantizes:
             raise ValueError(f"what_if: {code} quantizes nothing; high precision is always considered")
     return found
+
+
+def _tokens(calls: Sequence[CapturedGemms]) -> int:
+    """Return the number of tokens: the most rows of any layer, of all experts together if all layers are experts."""
+    rows: Counter[str] = Counter()
+    for call in calls:
+        rows[call.layer] = rows[call.layer] + len(call.x) if call.expert else max(rows[call.layer], len(call.x))
+    experts = {call.layer for call in calls if call.expert}
+    return max([count for layer, count in rows.items() if layer not in experts] or rows.values())
+
+
+def _skipped(original: nn.Module, skip: Skip) -> list[str]:
+    """Return the names of the layers that `convert` would convert without `skip`."""
+    if not callable(skip) and not list(skip):
+        return []
+    every, rest = (convert(copied(original), CAPTURE, skip=each).converted for each in ((), skip))
+    return [name for name in every if name not in rest]
 
 
 def _captured(original: nn.Module, batch: Any, loss_fn: LossFunction, skip: Skip) -> list[CapturedGemms]:
@@ -463,22 +463,22 @@ def _candidates(
     return found
 
 
-def _summary_row(name: str, layers: Iterable[Candidate], high_precision_seconds: float) -> dict[str, Any]:
+def _summary_row(name: str, layers: Iterable[Candidate], bf16_seconds: float) -> dict[str, Any]:
     layers = list(layers)
     return {
         "recipe": name,
         "kl": sum(c.kl for c in layers),
-        "grad_snr": _number(min(c.grad_snr for c in layers)),
-        "time": sum(c.seconds for c in layers) / high_precision_seconds,
+        "grad_snr": min(c.grad_snr for c in layers),
+        "time": sum(c.seconds for c in layers) / bf16_seconds,
     }
 
 
-def _checked(
+def _real_errors(
     original: nn.Module, batch: Any, loss_fn: LossFunction, recipe: Any, skip: Skip, exact: Run
-) -> dict[str, float | None]:
+) -> dict[str, float]:
     """Return the change of the loss and the SNR of all gradients together in a real forward and backward."""
     if isinstance(recipe, Mapping) and not any(recipe.values()):
-        return {"loss_difference": 0.0, "real_grad_snr": None}
+        return {"loss_difference": 0.0, "real_grad_snr": math.inf}
     model = copied(original)
     convert(model, recipe, skip=skip)
     found = run(model, batch, loss_fn)
@@ -486,7 +486,7 @@ def _checked(
     for name, g in exact.gradients.items():
         signal += _squares(g.float())
         noise += _squares(found.gradients[name].float() - g.float())
-    return {"loss_difference": found.loss - exact.loss, "real_grad_snr": _number(_decibels(signal, noise))}
+    return {"loss_difference": found.loss - exact.loss, "real_grad_snr": _decibels(signal, noise)}
 
 
 def _rows(
@@ -494,13 +494,8 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     for layer, precisions in table.items():
         for precision, (recipe, _) in zip(precisions, candidates, strict=True):
-            for gemm in precision.errors:
+            for gemm in dict.fromkeys(gemm for gemm, _ in precision.errors):
                 row: dict[str, Any] = {"layer": layer or "(root)", "recipe": str(recipe), "gemm": gemm}
-                row |= {"snr": _number(precision.snr(gemm)), "kl": precision.kl if gemm == "fprop" else None}
-                row |= {f"{operand}_snr": _number(precision.operand_snr(gemm, operand)) for operand in OPERANDS[gemm]}
+                row |= {"snr": precision.snr(gemm), "kl": precision.kl if gemm == "fprop" else None}
+                row |= {f"{operand}_snr": precision.operand_snr(gemm, operand) for operand in OPERANDS[gemm]}
                 yield row
-
-
-def _number(value: float) -> float | None:
-    """Return a finite number, or None."""
-    return value if abs(value) < math.inf else None

@@ -58,8 +58,8 @@ def _unsqueezed(blocks: Tensor, dims: list[int]) -> Tensor:
 
 # ---- codes of bf16 numbers, by their bits and the block's factor ----
 
-#: Numbers in a table for one mantissa, and where +0 lies in it. Bits are those of an int16, so negative numbers lie
-#: 32768 below positive ones, and both move by p × 128.
+#: Numbers in a table for one mantissa, and the index of +0. Bits are those of an int16, so negative numbers are 32768
+#: below positive ones, and both move by p × 128.
 SIZE, ZERO = 67584, 49152
 #: Bounds of the float32 bits of an amax, 2**-80 and 2**100, between which no p leaves a table: p is from -105 to 100.
 NORMAL_AMAX = (127 - 80) << 23, (127 + 100) << 23
