@@ -40,6 +40,16 @@ def test_files_of_several_seeds_are_paired_in_their_order(tmp_path: Path) -> Non
     ]
 
 
+def test_a_file_may_end_in_the_middle_of_a_character_or_without_a_line_end(tmp_path: Path) -> None:
+    whole, torn, open_ended = (tmp_path / name for name in ("whole", "torn", "open"))
+    lines = b'{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}'
+    whole.write_bytes(b"\xef\xbb\xbf" + lines + b"\n")
+    torn.write_bytes(lines + b'\n{"step": 2, "note": "\xe2\x82')
+    open_ended.write_bytes(lines)
+    comparison = compare_files({"whole": whole, "torn": torn, "open": open_ended})
+    assert comparison.losses["whole"] == comparison.losses["torn"] == comparison.losses["open"] == {0: [2.0, 1.0]}
+
+
 def test_a_run_with_a_loss_that_is_not_finite_has_diverged(tmp_path: Path) -> None:
     good = written(tmp_path / "good.jsonl", [2.0, 1.9, 1.8])
     bad = written(tmp_path / "bad.jsonl", [2.0, float("nan")])
@@ -53,7 +63,11 @@ def test_a_run_with_a_loss_that_is_not_finite_has_diverged(tmp_path: Path) -> No
         ("", "has no line with a loss"),
         ('{"step": 1, "lr": 2}\n', "has no line with a loss"),
         ('{"step": 1, "loss": 2}\nloss 3\n', "line 2 of .* is 'loss 3'; write one JSON object per line"),
-        ("[1, 2]\n[3]\n", "has no line with a loss"),
+        ("[1, 2]\n[3]\n", "line 1 of .* write one JSON object"),
+        ('{"step": 1.5, "loss": 2}\n', "line 1 of .* write one JSON object"),
+        ('{"step": Infinity, "loss": 2}\n', "line 1 of .* write one JSON object"),
+        (f'{{"step": 1, "loss": {10**400}}}\n', "line 1 of .* write one JSON object"),
+        ('{"step": 1, "loss": null}\n', "has no line with a loss"),
         ('{"loss": 2}\n', "line 1 of .* write one JSON object"),
         ('{"step": 1, "loss": "low"}\n', "line 1 of .* write one JSON object"),
         ('{"step": 0, "loss": 2}\n{"step": 2, "loss": 2}\n', "only runs of the same steps can be compared"),

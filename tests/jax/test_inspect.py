@@ -214,3 +214,22 @@ def test_bad_input_is_one_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)), qj.inspect(**options) as inspector:
         jax.jit(lambda x, w: qj.linear(x, w, recipe=recipe, name="layer"))(INPUT, WEIGHTS[0])
         inspector.step()
+
+
+def test_one_inspector_is_open_at_a_time_and_a_step_is_not_paused() -> None:
+    step = jax.jit(jax.grad(loss_of("tensorwise")))
+    arguments = INPUT, WEIGHTS, [states.init("tensorwise")] * 2
+    with qj.inspect(every=1) as inspector:
+        with pytest.raises(RuntimeError, match="another inspector is open"):
+            qj.inspect(every=1).start()
+        with inspector.pause(), inspector.pause(), pytest.raises(RuntimeError, match="within pause"):
+            inspector.step()
+        step(*arguments)
+        inspector.step()
+    assert inspector.rows
+    with pytest.raises(ZeroDivisionError), qj.inspect(every=1):
+        raise ZeroDivisionError
+    with qj.inspect(every=1) as other:
+        step(*arguments)
+        other.step()
+    assert other.rows

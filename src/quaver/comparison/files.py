@@ -1,30 +1,38 @@
 """Losses of runs in files: one JSON object per line with the step and the loss, as trackers and scripts write them."""
 
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from quaver.comparison.report import check_plotting, save
 from quaver.comparison.results import ComparedRun, Comparison, check_margin, last_tenth
 from quaver.recipes.text import shown
 
+#: Losses above this, the largest float32, are those of a run that has diverged.
+LARGEST = 3.4e38
+
 
 def read_losses(path: Path) -> dict[int, float]:
     """Return the losses of a file by step.
 
-    Every line is a JSON object; other keys than "step" and "loss", lines without a loss and an unfinished last line are
-    ignored. A later line replaces an earlier one of the same step, as in a resumed run.
+    Every line is a JSON object; other keys than "step" and "loss", lines without a loss or with null, and an unfinished
+    last line are ignored. A later line replaces an earlier one of the same step, as in a resumed run.
 
     Raises: ValueError with the line number, for a line of another form, or if there is no loss; OSError.
     """
     losses: dict[int, float] = {}
-    complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    for number, line in enumerate(complete.split("\n"), 1):
+    lines = path.read_text(encoding="utf-8-sig", errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line) if line.strip() else {}
-            if "loss" in record:
-                losses[int(record["step"])] = float(record["loss"])
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            record: dict[str, Any] = json.loads(line) if line.strip() else {}
+            loss, step = record.get("loss"), record.get("step")
+            if loss is not None:
+                losses[operator.index(step)] = float(loss)  # type: ignore[arg-type]
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            if number == len(lines):
+                break  # a line that is still being written
             raise ValueError(
                 f'line {number} of {path} is {shown(line)}; write one JSON object per line, such as {{"step": 1, '
                 '"loss": 2.5}'
@@ -68,7 +76,7 @@ def compare_files(
     for name, each in paths.items():
         for seed, path in enumerate(each):
             losses = read_losses(path)
-            diverged = next((step for step, loss in losses.items() if not abs(loss) < float("inf")), None)
+            diverged = next((step for step, loss in losses.items() if not abs(loss) < LARGEST), None)
             runs.append(finished_run(name, seed, losses, diverged))
     check_steps(runs)
     comparison = Comparison(runs=tuple(runs), margin=margin, baseline=next(iter(paths)))

@@ -154,6 +154,9 @@ def test_weights_stored_quantized_are_rejected() -> None:
     [
         ({"recipes": []}, "give a list"),
         ({"recipes": "bf16"}, "give a list"),
+        ({"recipes": iter(["bf16"])}, "give a list"),
+        ({"recipes": ["rowwise", "bf16", "rowwise"]}, "each recipe once"),
+        ({"error": "large"}, "give a share"),
         ({"recipes": ["bf17"]}, "bf17"),
         ({"error": 0}, "give a share"),
         ({"flushed": 1.5}, "give a share"),

@@ -88,6 +88,12 @@ def all_ranks_fall_back_together(rank: int) -> None:
         assert [(s["step"], s["layer"]) for s in inspector.switches] == [(0, "0")], kind
         layer = model.module[0] if kind == "ddp" else model[0]
         assert str(layer.recipe) == "blockwise"
+    # Recipes without state take the last buffers away.
+    parallel = DistributedDataParallel(model_of("nvfp4"))
+    with qt.inspect(parallel, every=1, fallback=qt.Fallback(steps=1, error=0.001)) as inspector:
+        for _ in range(4):
+            one_step(parallel, inspector, torch.randn(8, 32))
+    assert inspector.switches
     model = model_of("tensorwise")
     gather_quantized(model, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -124,6 +124,18 @@ def test_two_calls_of_a_layer_with_one_gradient_both_count() -> None:
     assert both == pytest.approx(one + other, rel=1e-3)
 
 
+def test_only_gemms_that_ran_are_judged() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model[1:].requires_grad_(False)
+    result = qt.what_if(model, torch.randn(32, 64), lambda model, x: model(x).square().mean() * 1e-22, ["nvfp4"])
+    assert {(row["layer"], row["gemm"]) for row in result.rows} == {
+        ("0", "fprop"), ("0", "wgrad"), ("2", "fprop"), ("2", "dgrad")
+    }  # fmt: skip
+    # Tiny gradients are not exact.
+    assert 5 < result.summary[0]["real_grad_snr"] < 20
+
+
 def test_a_converted_model_is_evaluated_as_if_reverted_and_does_not_change() -> None:
     model = MODEL_KINDS["llama"]()
     plain = qt.what_if(model, TOKENS, loss_of, ["mxfp8"])

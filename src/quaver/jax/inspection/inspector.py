@@ -174,6 +174,9 @@ class Inspector(InspectionTable):
         rows: one dict per sampled step, layer, GEMM and tensor; `pandas.DataFrame(inspector.rows)` is a table.
     """
 
+    #: The inspector that was started and not closed.
+    _open: "Inspector | None" = None
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._recorder = Recorder(self._patterns)
@@ -181,6 +184,8 @@ class Inspector(InspectionTable):
         self._closed = False
         #: True if `pause` was entered in this step, which may then have no layers.
         self._paused = False
+        #: Number of `pause` contexts that are open.
+        self._pauses = 0
         self._sampling = ExitStack()
 
     def __enter__(self) -> "Inspector":
@@ -198,11 +203,14 @@ class Inspector(InspectionTable):
         """
         if self._step is not None or self._closed:
             raise RuntimeError("inspect: this inspector was used before; make another one")
+        if Inspector._open is not None:
+            raise RuntimeError("inspect: another inspector is open; close it first, as one program has one recorder")
         if jax.process_index() != 0:
             self._path = None
         error = self._create_file()
         if error:
             raise ValueError(f"inspect: {error}")
+        Inspector._open = self
         self._step = self._resumed or 0
         self._begin_step()
 
@@ -213,6 +221,8 @@ class Inspector(InspectionTable):
         """
         if self._step is None or self._closed:
             raise RuntimeError("inspect: step() outside of the context; use `with qj.inspect() as inspector:`")
+        if self._pauses:
+            raise RuntimeError("inspect: step() within pause(); call it after the paused part")
         if self._samples(self._step):
             self._sampling.close()
             seen = self._recorder.take()
@@ -229,13 +239,19 @@ class Inspector(InspectionTable):
         """Stop; statistics of a step that has not ended are dropped."""
         self._sampling.close()
         self._closed = True
+        if Inspector._open is self:
+            Inspector._open = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Context in which nothing is measured, such as that of a validation."""
         self._paused = True
-        with _context(None):
-            yield
+        self._pauses += 1
+        try:
+            with _context(None):
+                yield
+        finally:
+            self._pauses -= 1
 
     def _begin_step(self) -> None:
         self._paused = False

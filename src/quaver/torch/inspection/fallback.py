@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.convert import set_recipe
 from quaver.torch.linear.linear import Quantizable
+from quaver.torch.state.buffers import STATE
 from quaver.torch.state.weight_cache import refresh
 
 logger = logging.getLogger("quaver")
@@ -31,12 +33,14 @@ class Fallback:
     steps: int = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.recipes, str) or not self.recipes:
+        if not isinstance(self.recipes, list | tuple) or not self.recipes:
             raise ValueError(f"Fallback.recipes is {self.recipes!r}; give a list, such as ['rowwise', 'bf16']")
-        for recipe in self.recipes:
-            recipes.get(recipe)
+        ladder = [recipes.get(recipe) for recipe in self.recipes]
+        if len(set(ladder)) < len(ladder):
+            raise ValueError(f"Fallback.recipes is {self.recipes!r}; give each recipe once")
         for name in ("error", "flushed"):
-            if not 0 < getattr(self, name) <= 1:
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value <= 1:
                 raise ValueError(f"Fallback.{name} is {getattr(self, name)!r}; give a share, above 0 and at most 1")
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
             raise ValueError(f"Fallback.steps is {self.steps!r}; give a whole number, 1 or more")
@@ -55,8 +59,9 @@ class Fallback:
 class FallbackState:
     """Failures and switches of the layers of one model."""
 
-    def __init__(self, fallback: Fallback, model: nn.Module) -> None:
-        self._fallback, self._model = fallback, model
+    def __init__(self, fallback: Fallback, model: nn.Module, parallel: Sequence[DistributedDataParallel]) -> None:
+        #: `parallel`: modules that wrap the model and broadcast its buffers.
+        self._fallback, self._model, self._parallel = fallback, model, parallel
         self._failures: Counter[str] = Counter()
         #: One dict per switch: step, layer, the recipes before and after, and the tensor that failed.
         self.switches: list[dict[str, Any]] = []
@@ -118,6 +123,11 @@ class FallbackState:
         del self._failures[name]
         set_recipe(self._model, name, after)
         refresh(self._model)
+        # DistributedDataParallel fails if all buffers that it broadcasts are removed. Those of recipes are equal on all
+        # ranks.
+        if all(buffer.rpartition(".")[2] in STATE for buffer, _ in self._model.named_buffers()):
+            for module in self._parallel:
+                module.broadcast_buffers = False
         switch = {"step": step, "layer": name, "before": str(before), "after": str(after), "tensor": tensor}
         self.switches.append(switch)
         logger.warning("step %d: %s falls back from %s to %s (%s)", step, name or "(root)", before, after, tensor)

@@ -60,7 +60,9 @@ class Inspector(InspectionTable, observer.Observer):
         self._check()
         if fallback is not None:
             check_instance("inspect", "fallback", fallback, Fallback, "qt.Fallback(recipes=['rowwise', 'bf16'])")
-        self._fallback = None if fallback is None else FallbackState(fallback, self._model)
+        # A DistributedDataParallel may be inside of a compiled module.
+        parallel = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self._fallback = None if fallback is None else FallbackState(fallback, self._model, parallel)
 
     # ---- steps ----
 
@@ -115,12 +117,12 @@ class Inspector(InspectionTable, observer.Observer):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Context in which nothing is measured, such as that of a validation."""
-        self._paused = True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = False
-            if self._step is not None and self._samples(self._step) and not self._seen:
+            self._paused = before
+            if not before and self._step is not None and self._samples(self._step) and not self._seen:
                 # Weights that were quantized meanwhile are quantized again, so that they are seen.
                 refresh(self._model)
 
@@ -231,7 +233,8 @@ class Inspector(InspectionTable, observer.Observer):
     def state_dict(self) -> dict[str, Any]:
         """Return the number of ended steps and the state of the fallback, for a checkpoint."""
         fallback = None if self._fallback is None else self._fallback.state_dict()
-        return {"step": self._step or 0, "fallback": fallback}
+        step = self._resumed if self._step is None else self._step
+        return {"step": step or 0, "fallback": fallback}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a saved run: call it before `start` or `with`, and before the model's state is loaded.

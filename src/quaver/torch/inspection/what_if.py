@@ -56,15 +56,8 @@ class CapturedGemms:
     expert: bool
     #: grad_output [T, N]; None until backward.
     g: Tensor | None = None
-
-    def operands(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return both operands of each GEMM, [m, k] and [n, k]."""
-        assert self.g is not None
-        return {
-            "fprop": (self.x, self.weight),
-            "dgrad": (self.g, self.weight.t()),
-            "wgrad": (self.g.t(), self.x.t()),
-        }
+    #: Operands of each GEMM that ran, [m, k] and [n, k].
+    operands: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class _Capture(GemmSubstitution):
@@ -82,7 +75,8 @@ class _Capture(GemmSubstitution):
             return
         calls = self._by_weight.setdefault((name, gemm.parameter, gemm.group), [])
         if gemm.name == "fprop":
-            calls.append(CapturedGemms(name, a, gemm.b.detach(), gemm.group is not None))
+            operands = {"fprop": (a, gemm.b.detach())}
+            calls.append(CapturedGemms(name, a, gemm.b.detach(), gemm.group is not None, operands=operands))
             return
         if gemm.name == "wgrad":
             # The call with this input; dgrad may have brought grad_output already.
@@ -95,6 +89,7 @@ class _Capture(GemmSubstitution):
             if call.g is None:
                 self.calls.append(call)
             call.g = g
+            call.operands[gemm.name] = a, gemm.b.detach()
 
 
 # ---- evaluation ----
@@ -140,19 +135,19 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def _squares(x: Tensor) -> float:
-    """Return the sum of squares; float32 values whose squares overflow are summed in float64."""
+    """Return the sum of squares; float32 values whose squares over- or underflow are summed in float64."""
     norm = float(torch.linalg.vector_norm(x))
-    return norm**2 if math.isfinite(norm) else float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+    return norm**2 if 1e-15 < norm < math.inf else float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def _evaluate(call: CapturedGemms, candidates: Sequence[Recipe], tokens: int) -> Iterator[LayerPrecision]:
     """Yield the precision of one call under each recipe."""
     assert call.g is not None
-    values = {gemm: (a.float(), b.float()) for gemm, (a, b) in call.operands().items()}
+    values = {gemm: (a.float(), b.float()) for gemm, (a, b) in call.operands.items()}
     exact = {gemm: a @ b.t() for gemm, (a, b) in values.items()}
     for recipe in candidates:
         precision = LayerPrecision()
-        for gemm, originals in call.operands().items():
+        for gemm, originals in call.operands.items():
             specs = recipe.gemms[gemm].a, recipe.gemms[gemm].b
             pair: list[Quantized | None] = [
                 None if spec is None else ops.QUANTIZE(x, spec, None, None, (0, number, 0))
