@@ -368,7 +368,7 @@ def gradients(
         if callable(saved_input):
             saved_input = saved_input(grad_input)
         gt, scale = plan.transpose_grad(call, g, operands)
-        # Kept for a weight gradient that is computed later only while it is observed.
+        # Saved for a weight gradient that is computed later only while it is observed.
         observed_g = general.matrix(g) if observed else None
         run_wgrad = partial(_weight_gradient, call, gt, scale, *saved_input, dtype=weight_dtype, observed=observed_g)
         grad_weight = run_wgrad if needs[1] is general.LATER else run_wgrad()

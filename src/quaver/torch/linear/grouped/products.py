@@ -109,7 +109,7 @@ def backward(
         if observer.active.observers:
             _observe_gemms(run, "dgrad", g, weight, None, grad_x, rows)
     if need_weight:
-        # Kept for a weight gradient that is computed later only while it is observed.
+        # Saved for a weight gradient that is computed later only while it is observed.
         observed = g if observer.active.observers else None
         transposed: Any = g
         if c is not None:
