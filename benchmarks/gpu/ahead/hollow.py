@@ -73,7 +73,7 @@ class Hollow(TorchDispatchMode):
         schema = func._schema
         name = schema.name.rpartition("::")[2]
         if name.startswith(PRODUCTS):
-            return product(args)
+            return product(args, tensors)
         aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         if aliased or name in READS or name in PLACES:
             return func(*args, **kwargs)
@@ -117,11 +117,17 @@ def created(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(filled, func(*args, **kwargs))
 
 
-def product(args: Any) -> Tensor:
-    """Return the result of a scaled GEMM: zeros [m, n] of the requested dtype."""
+def product(args: Any, tensors: list[Tensor]) -> Tensor:
+    """Return the result of a scaled GEMM: zeros [m, n] of the requested dtype, or [groups, m, n] of sums over groups.
+
+    Args:
+        tensors: all tensors among the arguments.
+    """
     a, b = args[:2]
     dtype = next((value for value in args if isinstance(value, torch.dtype)), torch.bfloat16)
-    return zeros(torch.empty((a.shape[0], b.shape[-1]), dtype=dtype, device="meta"))
+    offsets = [t for t in tensors if t.dtype is torch.int32]
+    groups = offsets[0].shape if offsets and b.dim() == 2 else ()
+    return zeros(torch.empty((*groups, a.shape[0], b.shape[-1]), dtype=dtype, device="meta"))
 
 
 class OnCard(TorchFunctionMode):

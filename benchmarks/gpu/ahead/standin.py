@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from benchmarks.gpu.ahead.cards import CARDS
 from benchmarks.gpu.ahead.hollow import CARD, Hollow, OnCard
 from benchmarks.measuring.stub_driver import Driver
-from quaver.torch.backends.gpu import capture, device, launch, scaled_mm
+from quaver.torch.backends.gpu import capture, device, grouped_mm, launch, scaled_mm
 from quaver.torch.state.history import roll_gpu
 
 
@@ -91,6 +91,7 @@ def become(arch: int) -> None:
     replace_driver_queries()
     device._architecture = lambda _: arch  # type: ignore[assignment]
     scaled_mm._probe = accepting(scaled_mm._probe)  # type: ignore[assignment]
+    grouped_mm._probe = accepting(grouped_mm._probe)  # type: ignore[assignment]
     roll_gpu.LayerStack._look = mark_factors_set  # type: ignore[method-assign]
     BackwardCFunction.apply = in_card_mode(BackwardCFunction.apply)  # type: ignore[method-assign]
     for mode in (OnCard(), Hollow()):
