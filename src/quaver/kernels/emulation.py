@@ -298,9 +298,10 @@ def sum_groups(
             b = tl.load(ws + i[:, None], (i < end)[:, None] & (c < n)[None, :], 0.0)
             sums = tl.dot(a, b, sums, input_precision="ieee")
     if of_rows is not None:
-        sums *= tl.load(of_rows + group * m + r, r < m, 0.0)[:, None]
+        # Nothing has written the scales of a group without slots.
+        sums *= tl.load(of_rows + group * m + r, (r < m) & (end > start), 0.0)[:, None]
     if of_columns is not None:
-        sums *= tl.load(of_columns + group * n + c, c < n, 0.0)[None, :]
+        sums *= tl.load(of_columns + group * n + c, (c < n) & (end > start), 0.0)[None, :]
     at = y + (group.to(tl.int64) * m + r[:, None]) * n + c[None, :]
     tl.store(at, sums.to(y.dtype.element_ty), (r < m)[:, None] & (c < n)[None, :])
 

@@ -168,6 +168,8 @@ class GroupedOperand:
     k: int
     #: Amax of each group, float32 [groups], if one scale serves a group.
     amax: Tensor | None = None
+    #: The transposes of these rows, summed over slots, if the same launch has written them.
+    transpose: "GroupedOperand | None" = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -260,6 +262,20 @@ def quantize(
     return GroupedOperand(data, scale, factor, spec, for_wgrad, slots, k, top)
 
 
+def quantize_both(
+    x: Tensor,
+    spec: QuantSpec | None,
+    other: QuantSpec | None,
+    offsets: GroupOffsets,
+    factors: Tensor | None = None,
+    draw: GroupedNoise | None = None,
+    other_draw: GroupedNoise | None = None,
+) -> tuple[GroupedOperand | None, GroupedOperand | None]:
+    """Quantize rows x [T, k] by `spec`, and their transposes by `other`; either may be None."""
+    rows = None if spec is None else quantize(x, spec, offsets, False, factors, draw)
+    return rows, None if other is None else quantize(x, other, offsets, True, factors, other_draw)
+
+
 def transposed(operand: GroupedOperand, offsets: GroupOffsets) -> GroupedOperand:
     """Transpose rows quantized in square blocks: same codes and scales."""
     spec = operand.spec
@@ -289,6 +305,8 @@ def from_quantized(q: Quantized, offsets: GroupOffsets) -> GroupedOperand:
 def row_scales(operand: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Tensor | None]:
     """Return the stored scales of rows, [T, blocks of k], and the factors of two-level scales, [T, 1] or None."""
     assert not operand.for_wgrad
+    if operand.spec.block[0] == 1 and operand.factor is None:
+        return operand.scale, None
     segments = _segments(offsets, operand.slots, operand.spec, False)
     factor = None if operand.factor is None else gather_groups(operand.factor, operand.slots.group)
     return _along(operand.scale, segments), factor

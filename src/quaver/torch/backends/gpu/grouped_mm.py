@@ -25,7 +25,7 @@ from quaver.torch.backends.gpu import capture, scaled_mm
 from quaver.torch.backends.gpu.device import architecture, why_no_kernels
 from quaver.torch.backends.gpu.scaled_mm import matrix, role, wide
 from quaver.torch.numerics import grouped, reference
-from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, gather_groups, in_lines
+from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, GroupSlots, gather_groups, in_lines
 from quaver.torch.numerics.quantized import BLOCKS, ROWS, Quantized, spread, swizzle
 
 # ---- grouped GEMMs of decoded operands ----
@@ -40,10 +40,23 @@ MAJORS, MOST_GROUPS = (9, 10), 1023
 
 def finished_rows(y: Tensor, bias: Tensor | None, offsets: GroupOffsets) -> Tensor:
     """Add the bias, and zero the rows of tokens that belong to no group, which the GEMM leaves uninitialized."""
+    if not why_no_kernels(y.device) and y.numel() and offsets.groups:
+        from quaver.torch.backends.gpu.grouped_quantize import finish_rows
+
+        return finish_rows(y, bias, offsets.ends)
     group = offsets.slots(1).group
     if bias is not None:
         y = y.add_(gather_groups(bias, group).to(y.dtype))
     return y.masked_fill_((group == offsets.groups).unsqueeze(1), 0.0)
+
+
+def finished_sums(y: Tensor, slots: GroupSlots) -> Tensor:
+    """Zero the sums over groups without rows, which the GEMM leaves uninitialized."""
+    if not why_no_kernels(y.device) and y.numel():
+        from quaver.torch.backends.gpu.grouped_quantize import finish_groups
+
+        return finish_groups(y, slots.ends)
+    return y.masked_fill_((slots.sizes == 0).view(-1, 1, 1), 0.0)
 
 
 def values_of_rows(a: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Tensor | None]:
@@ -57,7 +70,7 @@ def values_of_rows(a: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Te
 
 
 def _plain(a: GroupedOperand) -> Tensor:
-    return grouped.values(a).to(torch.bfloat16)
+    return a.data.to(torch.bfloat16) if a.data.is_floating_point() else grouped.values(a).to(torch.bfloat16)
 
 
 def values_of_sums(a: GroupedOperand) -> tuple[Tensor, Tensor | None]:
@@ -162,7 +175,7 @@ def bf16_sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, *_: Any)
         None if column_scales is None else column_scales.unsqueeze(1),
     ):
         y = y if scale is None else y * scale.to(torch.bfloat16)
-    return y.masked_fill_((a.slots.sizes == 0).view(-1, 1, 1), 0.0)
+    return finished_sums(y, a.slots)
 
 
 # ---- decoded operands by Triton kernels ----
@@ -355,8 +368,7 @@ def sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: b
     name = kind_of(a.spec, b.spec)
     left, right = _packed(a), _packed(b).t()
     y = _run(name, left, right, _scales_of_sums(name, a), _scales_of_sums(name, b), a.slots.ends, fast_accum)
-    # The GEMM leaves sums over empty groups uninitialized.
-    return y.masked_fill_((a.slots.sizes == 0).view(-1, 1, 1), 0.0)
+    return finished_sums(y, a.slots)
 
 
 def _run(
@@ -514,8 +526,7 @@ def high_matmul(x: Tensor, w: Tensor, offsets: GroupOffsets, dtype: torch.dtype,
 
 def high_sums(a: Tensor, b: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> Tensor:
     """Multiply transposed a [T, n] by b [T, k], summed over each group's rows; returns bf16 [groups, n, k]."""
-    y = F.grouped_mm(a.t(), b, offs=offsets.ends)
-    return y.masked_fill_((offsets.slots(1).sizes == 0).view(-1, 1, 1), 0.0)
+    return finished_sums(F.grouped_mm(a.t(), b, offs=offsets.ends), offsets.slots(1))
 
 
 def reason_kernel_high(x: Tensor, w: Tensor, *_: Any) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.device import why_no_fp8
+from quaver.torch.numerics import grouped
 from quaver.torch.numerics.grouped import GroupedOperand
 from quaver.torch.numerics.quantized import Quantized, rebuild_operand, split_operand
 from quaver.torch.operations import ops
@@ -108,9 +109,9 @@ def given_rows(x: Tensor | Quantized, dtype: torch.dtype) -> tuple[RowInputOp, S
     return PrequantizedRows(layout), tensors
 
 
-# ---- grouped products on a GPU ----
+# ---- quantization and products of all groups on a GPU ----
 
-_MODULE = f"{ops.GPU}.grouped_mm"
+_MODULE, _QUANTIZE = f"{ops.GPU}.grouped_mm", f"{ops.GPU}.grouped_quantize"
 
 
 def _no_gemms(a: GroupedOperand, *_: Any) -> str:
@@ -129,6 +130,28 @@ def _of(name: str, function: str, reason: str = "", place: Any = None) -> Implem
     return Implementation(name, f"{_MODULE}:{function}", *([f"{_MODULE}:{reason}", place] if reason else ()))
 
 
+def _no_quantize_kernels(x: Tensor, *_: Any) -> str:
+    return ops.no_kernels(x)
+
+
+#: (rows [T, k], spec or None, spec of the transposes or None, offsets, factors, noise, noise of the transposes) -> the
+#: operands of all groups, None where the spec is None.
+GROUPED_QUANTIZE: Operation[tuple[GroupedOperand | None, GroupedOperand | None]] = Operation(
+    "grouped_quantize",
+    [
+        Implementation("triton", f"{_QUANTIZE}:quantize", f"{_QUANTIZE}:reason", _no_quantize_kernels),
+        Implementation("reference", grouped.quantize_both),
+    ],
+)
+#: (weights [groups, n, k], spec or None, spec of the transposes or None, factors) -> operands [groups · n, k] and
+#: [groups · k, n], each row with its scales; None if no kernel supports them.
+GROUPED_WEIGHTS: Operation[tuple[Quantized | None, Quantized | None] | None] = Operation(
+    "grouped_weights",
+    [
+        Implementation("triton", f"{_QUANTIZE}:quantize_weights", f"{_QUANTIZE}:reason_weights", _no_quantize_kernels),
+        Implementation("reference", lambda *_: None),
+    ],
+)
 #: Tokens of each group times its matrix: (tokens, matrices, offsets, n, dtype, bias, fast_accum) -> [T, n].
 GROUPED_MATMUL: Operation[Tensor] = Operation(
     "grouped_matmul",

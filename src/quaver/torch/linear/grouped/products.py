@@ -23,7 +23,14 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.cpu import gemm
 from quaver.torch.linear.general import LATER, high_precision, plain
 from quaver.torch.linear.grouped.call import GroupedCall, LayerGroups, outside_inference, weights
-from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_WGRAD, HIGH_MATMUL, HIGH_WGRAD
+from quaver.torch.linear.grouped.operands import (
+    GROUPED_MATMUL,
+    GROUPED_QUANTIZE,
+    GROUPED_WEIGHTS,
+    GROUPED_WGRAD,
+    HIGH_MATMUL,
+    HIGH_WGRAD,
+)
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, by_rows, in_lines, rows_of
 from quaver.torch.numerics.quantized import Quantized, pack
@@ -52,7 +59,7 @@ def forward(
         bias: [groups, N].
     """
     run = backend(call)
-    a = _operand(run, x, "input")
+    a = _operand(run, x, "input", call.recipe.wgrad.b if save else None)
     y = run.multiply(a, weight, "fprop", bias)
     if observer.active.observers:
         call.observed_input = x if isinstance(x, Tensor) else high
@@ -67,12 +74,14 @@ def recomputed(call: GroupedCall, x: Tensor | Quantized, high: Tensor | None) ->
     return _saved(run, x, high, _operand(run, x, "") if reads_a else None, "")
 
 
-def _operand(run: "HostGroups | DeviceGroups", x: Tensor | Quantized, name: str) -> Any:
-    """Return the operand of fprop, or x itself if it is not quantized; `name` as in `HostGroups.quantize`."""
+def _operand(
+    run: "HostGroups | DeviceGroups", x: Tensor | Quantized, name: str, other: QuantSpec | None = None
+) -> Any:
+    """Return the operand of fprop, or x itself if it is not quantized; `name` and `other` as in `quantize`."""
     if isinstance(x, Quantized):
         return run.split(x)
     spec = run.call.recipe.fprop.a
-    return x if spec is None else run.quantize(amax.INPUT, name, x, spec)
+    return x if spec is None else run.quantize(amax.INPUT, name, x, spec, other=other)
 
 
 def _saved(run: "HostGroups | DeviceGroups", x: Tensor | Quantized, high: Tensor | None, a: Any, name: str) -> Any:
@@ -80,6 +89,8 @@ def _saved(run: "HostGroups | DeviceGroups", x: Tensor | Quantized, high: Tensor
     recipe, c, values = run.call.recipe, run.call.recipe.wgrad.b, x if isinstance(x, Tensor) else high
     if recipe.saved_input is None:
         return x if values is None else values
+    if isinstance(a, GroupedOperand) and a.transpose is not None:
+        return a.transpose
     if c is None or recipe.reuse.input:
         return a if c is None else run.transpose(a)
     values = plain(x, run.call.dtype) if values is None else values
@@ -99,7 +110,7 @@ def backward(
     a, c, reuses_grad = recipe.dgrad.a, recipe.wgrad.a, recipe.reuse.grad_output
     rows: Any = g
     if a is not None and (need_input or (need_weight and reuses_grad)):
-        rows = run.quantize(amax.GRAD_OUTPUT, "grad_output", g, a)
+        rows = run.quantize(amax.GRAD_OUTPUT, "grad_output", g, a, other=c if need_weight else None)
     # A gradient that is computed later may be requested in float32.
     grad_b: Any = run.bias_gradient(g, torch.float32 if need_bias is LATER else call.bias_dtype) if need_bias else None
     grad_x = grad_w = None
@@ -112,7 +123,9 @@ def backward(
         # Saved for a weight gradient that is computed later only while it is observed.
         observed = g if observer.active.observers else None
         transposed: Any = g
-        if c is not None:
+        if isinstance(rows, GroupedOperand) and rows.transpose is not None:
+            transposed = rows.transpose
+        elif c is not None:
             transposed = (
                 run.transpose(rows) if reuses_grad else run.quantize(amax.GRAD_OUTPUT, "grad_output.T", g, c, True)
             )
@@ -223,13 +236,15 @@ class HostGroups:
         self._quantize, self._matmul = call.operations.quantize, call.operations.matmul
 
     def quantize(
-        self, column: int, operand: str, x: Tensor, spec: QuantSpec, for_wgrad: bool = False
-    ) -> list[Quantized | None]:
+        self, column: int, operand: str, x: Tensor, spec: QuantSpec, for_wgrad: bool = False,
+        other: QuantSpec | None = None,
+    ) -> list[Quantized | None]:  # fmt: skip
         """Quantize rows x [T, k] of each group, or their transposes [k, rows] if `for_wgrad`, and record their amaxes.
 
         Args:
             column: column of the operand in the scaling history.
             operand: name of the operand; "" records nothing.
+            other: spec of the transposes if they are needed later; `DeviceGroups` may write them at once.
         """
         call, last, x = self.call, self.bounds[-1][1] if self.bounds else 0, _in_rows(x)
         noise = call.noise(operand, spec)
@@ -417,17 +432,24 @@ class DeviceGroups:
         self.call = call
 
     def quantize(
-        self, column: int, operand: str, x: Tensor, spec: QuantSpec, for_wgrad: bool = False
-    ) -> GroupedOperand:
-        """Quantize the rows of all groups; see `HostGroups.quantize`."""
+        self, column: int, operand: str, x: Tensor, spec: QuantSpec, for_wgrad: bool = False,
+        other: QuantSpec | None = None,
+    ) -> GroupedOperand:  # fmt: skip
+        """Quantize the rows of all groups, with their `transpose` if one launch writes both; see `HostGroups`."""
         call, noise = self.call, self.call.noise(operand, spec)
         if operand and observer.active.observers:
             # Each group by itself has the same codes, and counting may wait for the sizes of the groups.
             _quantize_each(call, column, operand, _in_rows(x), spec, for_wgrad, noise, ops.QUANTIZE)
-        if by_rows(spec) and not for_wgrad and x.numel():
-            return self.split(ops.QUANTIZE(x if x.stride(-1) == 1 else x.contiguous(), spec))
+            other = None
         factors = None if call.factors is None else call.factors[:, column]
-        q = grouped.quantize(x, spec, call.offsets, for_wgrad, factors, noise)
+        specs = (None, spec) if for_wgrad else (spec, other)
+        if GROUPED_QUANTIZE.pick(x, *specs) == grouped.quantize_both:
+            if by_rows(spec) and not for_wgrad and x.numel():
+                return self.split(ops.QUANTIZE(x if x.stride(-1) == 1 else x.contiguous(), spec))
+            specs = (None, spec) if for_wgrad else (spec, None)
+        rows, columns = GROUPED_QUANTIZE(x, *specs, call.offsets, factors, noise, noise)
+        q = columns if rows is None else rows
+        assert q is not None
         call.record(operand, column, q.amax)
         return q
 
@@ -482,8 +504,15 @@ class DeviceGroups:
         call, groups, fprop = self.call, weight.shape[0], self.call.stacks.get("fprop")
         shared, spec = side == "dgrad" and call.recipe.reuse.weight, call.recipe.gemms[side].b
         assert spec is not None
-        if shared and fprop is not None and fprop.quantized is not None:
-            return _transpose_stack(fprop.quantized, groups, spec)
+        if fprop is not None and fprop.quantized is not None:
+            if fprop.quantized.cached_transpose is not None:
+                return fprop.quantized.cached_transpose
+            if shared:
+                return _transpose_stack(fprop.quantized, groups, spec)
+        if call.stored is None and not observer.active.observers:
+            q = self._by_kernel(weight.detach(), side)
+            if q is not None:
+                return q
         w, name = weight, ""
         if call.stored is None and not shared:
             w, name = (weight.detach(), "weight") if side == "fprop" else (weight.detach().transpose(1, 2), "weight.T")
@@ -500,6 +529,25 @@ class DeviceGroups:
             each = [torch.as_tensor(q.amax, dtype=torch.float32, device=weight.device) for q in operands]
             matrices.amax = torch.cat([top.reshape(1) for top in each])
         return matrices
+
+    def _by_kernel(self, weight: Tensor, side: str) -> Quantized | None:
+        """Quantize weights in one launch, with their transposes while training; None if no kernel supports them."""
+        call, recipe = self.call, self.call.recipe
+        spec, other = recipe.fprop.b, recipe.dgrad.b
+        one = (spec, None) if side == "fprop" else (None, other)
+        both = (spec, other) if side == "fprop" and call.training else one
+        for specs in (both, one):
+            # A layer in the layout [groups, K, N] stores the transposes.
+            swapped = not weight.is_contiguous()
+            w, wanted = (weight.transpose(1, 2), specs[::-1]) if swapped else (weight, specs)
+            factors = None if call.factors is None else call.factors[:, amax.WEIGHT]
+            pair = None if specs == (None, None) else GROUPED_WEIGHTS(w, *wanted, factors)
+            if pair is not None:
+                fprop, dgrad = pair[::-1] if swapped else pair
+                if fprop is not None:
+                    fprop.cached_transpose = dgrad
+                return fprop if side == "fprop" else dgrad
+        return None
 
 
 def stacked(operands: Sequence[Quantized]) -> Quantized | None:

@@ -1,0 +1,206 @@
+"""Quantize rows of several groups in one launch: a program finds its group and quantizes a block of its rows.
+
+The groups' ends are on the device, so that the host need not know the sizes. Rows of an operand that a GEMM sums over k
+stay where they are. An operand that a GEMM sums over rows has its rows in slots: each group begins at a multiple of
+`unit` slots, and zeros fill its last unit. The blocks themselves are those of the kernels for one matrix.
+"""
+
+import triton
+import triton.language as tl
+
+from quaver.kernels.numerics import (
+    decode_scale,
+    encode4,
+    encode_factor,
+    flushed,
+    load_tile,
+    magnitude_bits,
+    packed_codes,
+    store_tile,
+)
+from quaver.kernels.rowwise import rows_at
+from quaver.kernels.tensorwise import load4, store4
+
+
+@triton.jit
+def group_at(tile, ends, groups, BM: tl.constexpr, unit: tl.constexpr):
+    """Find the group of a tile of BM rows; tiles are counted through all groups.
+
+    ends: int32 [groups]. Returns the group, or -1 behind the last; its first row and its number of rows; the index of
+    the tile within the group; and the number of units of slots before the group.
+    """
+    start, tiles, units = 0, 0, 0
+    group, first, rows, own_tile, before = -1, 0, 0, 0, 0
+    for g in range(groups):
+        size = tl.load(ends + g) - start
+        here = (tile >= tiles) & (tile < tiles + tl.cdiv(size, BM))
+        group = tl.where(here, g, group)
+        first = tl.where(here, start, first)
+        rows = tl.where(here, size, rows)
+        own_tile = tl.where(here, tile - tiles, own_tile)
+        before = tl.where(here, units, before)
+        tiles += tl.cdiv(size, BM)
+        units += tl.cdiv(size, unit)
+        start += size
+    return group, first.to(tl.int64), rows, own_tile, before.to(tl.int64)
+
+
+# ---- amaxes ----
+
+
+@triton.jit
+def group_amaxes(
+    x, amaxes, ends, groups, columns, stride, across,
+    BM: tl.constexpr, BN: tl.constexpr, EACH_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Compute the amax bits of each group of rows of x into amaxes, int32 [groups], zero before.
+
+    EACH_COLUMN: of each column of each group, int32 [groups, columns]. across: number of blocks side by side. Exact.
+    """
+    p = tl.program_id(0)
+    group, first, rows, pm, _ = group_at(p // across, ends, groups, BM, BM)
+    if group >= 0:
+        r = pm * BM + tl.arange(0, BM)
+        c = (p % across) * BN + tl.arange(0, BN)
+        m = magnitude_bits(load_tile(x + first * stride, r, c, rows, columns, stride, False))
+        if EACH_COLUMN:
+            at = amaxes + group.to(tl.int64) * columns + c
+            tl.atomic_max(at, tl.max(m, 0), mask=c < columns, sem="relaxed")
+        else:
+            tl.atomic_max(amaxes + group, flushed(tl.max(m, None)), sem="relaxed")
+
+
+# ---- one scale per group, or one per column of a group ----
+
+
+@triton.jit
+def group_cast(
+    x, q, qt, scale, transposed_scale, amaxes, factors, ends,
+    groups, columns, stride, q_stride, qt_lines, qt_group_lines, factor_step, across,
+    BM: tl.constexpr, BN: tl.constexpr, EACH_COLUMN: tl.constexpr, STACKED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
+    INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Cast rows of x to q of the same shape, and to the transposes qt, as int32; q or qt may be None.
+
+    amaxes: int32 bits, as `group_amaxes` writes them. factors: encode factors of the groups, `factor_step` apart, each
+    used unless it is 0; or None.
+    scale: float32 [rows], and transposed_scale: float32 [groups, columns], as GEMMs with a scale per row read them.
+    qt: [columns, slots] in units of 16 slots, or [groups, columns, slots of a group] if STACKED, where all groups are
+    equal; lines of 16 bytes. across: number of blocks side by side. Exact.
+    """
+    p = tl.program_id(0)
+    pn = p % across
+    group, first, rows, pm, before = group_at(p // across, ends, groups, BM, 16)
+    if group >= 0:
+        r = pm * BM + 4 * tl.arange(0, BM // 4)
+        c = pn * BN + tl.arange(0, BN)
+        inside = c < columns
+        if EACH_COLUMN:
+            bits = flushed(tl.load(amaxes + group.to(tl.int64) * columns + c, mask=inside, other=0))
+        else:
+            bits = tl.load(amaxes + group)
+        e = encode_factor(bits, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX)
+        if factors is not None:
+            known = tl.load(factors + group * factor_step)
+            e = tl.where(known == 0.0, e, known)
+        s = decode_scale(bits, e, POWER_OF_TWO)
+        x0, x1, x2, x3 = load4(x + first * stride, r, c, rows, columns, stride, False)
+        e4 = e[None, :] if EACH_COLUMN else e
+        y0, y1, y2, y3 = x0 * e4, x1 * e4, x2 * e4, x3 * e4
+        c0, c1, c2, c3 = encode4(y0, y1, y2, y3, dtype, INTEGERS)
+        if q is not None:
+            store4(q + first * q_stride, r, c, rows, q_stride, c0, c1, c2, c3, False)
+            if pn == 0:
+                line = pm * BM + tl.arange(0, BM)
+                tl.store(scale + first + line, s, mask=line < rows)
+        if qt is not None:
+            if pm == 0:
+                tl.store(transposed_scale + group.to(tl.int64) * columns + c, s, mask=inside)
+            packed = packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
+            store_in_slots(qt, packed, group, before, pm * (BM // 4), c, rows, columns, qt_lines, qt_group_lines, STACKED)
+
+
+@triton.jit
+def store_in_slots(
+    qt, packed, group, before, first4, c, rows, columns, qt_lines, qt_group_lines, STACKED: tl.constexpr
+):
+    """Store packed codes of four rows each, [BM / 4, BN], in a group's slots of the transposes, with zeros after its
+    rows.
+
+    first4: row of the first packed element in its group, divided by four.
+    """
+    r4 = first4 + tl.arange(0, packed.shape[0])
+    if STACKED:
+        line = group.to(tl.int64) * qt_group_lines
+    else:
+        line = before
+    store_tile(qt + 4 * line, tl.trans(packed), c, r4, columns, 4 * tl.cdiv(rows, 16), 4 * qt_lines, False)
+
+
+@triton.jit
+def group_rows(
+    x, q, scale, amaxes, ends, groups, columns, stride, q_stride,
+    BM: tl.constexpr, BN: tl.constexpr, STEPS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Quantize x by rows to q and scale float32 [rows], and measure the columns of each group as `group_amaxes` does.
+
+    A program processes BM rows, STEPS times. Exact.
+    """
+    group, first, rows, p, _ = group_at(tl.program_id(0), ends, groups, BM * STEPS, BM * STEPS)
+    if group >= 0:
+        rows_at(
+            p, x + first * stride, q + first * q_stride, scale + first, amaxes + group.to(tl.int64) * columns, None,
+            rows, columns, stride, q_stride, BM, BN, STEPS, False, True, False,
+            POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip
+
+
+# ---- finishing products ----
+
+
+@triton.jit
+def finish_rows(y, bias, ends, groups, rows, columns, across, BM: tl.constexpr, BN: tl.constexpr):
+    """Zero the rows of y [rows, columns] that belong to no group, and add each group's bias [groups, columns] or None.
+
+    The sum with a bias is rounded to y's dtype, from a bias rounded to it.
+    """
+    p = tl.program_id(0)
+    r = (p // across) * BM + tl.arange(0, BM)
+    c = (p % across) * BN + tl.arange(0, BN)
+    end = tl.load(ends + groups - 1)
+    at = y + r[:, None].to(tl.int64) * columns + c[None, :]
+    inside = (r[:, None] < rows) & (c[None, :] < columns)
+    if bias is not None:
+        group = tl.zeros([BM], tl.int32)
+        for g in range(groups):
+            group += (r >= tl.load(ends + g)).to(tl.int32)
+        mask = inside & (r[:, None] < end)
+        own = tl.load(bias + group[:, None].to(tl.int64) * columns + c[None, :], mask=mask, other=0.0)
+        own = own.to(y.dtype.element_ty).to(tl.float32)
+        tl.store(at, (tl.load(at, mask=mask, other=0.0).to(tl.float32) + own).to(y.dtype.element_ty), mask=mask)
+    if (p // across + 1) * BM > end:
+        tl.store(at, tl.zeros([BM, BN], y.dtype.element_ty), mask=inside & (r[:, None] >= end))
+
+
+@triton.jit
+def finish_groups(y, ends, size, B: tl.constexpr):
+    """Zero the matrices of y [groups, size] whose groups have no rows."""
+    group = tl.program_id(1)
+    start = tl.load(ends + tl.maximum(group - 1, 0))
+    start = tl.where(group == 0, 0, start)
+    if tl.load(ends + group) == start:
+        at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+        tl.store(y + group.to(tl.int64) * size + at, tl.zeros([B], y.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def slot_ends(ends, out, groups, unit):
+    """Compute the end of each group's slots in units of `unit`, int32 [groups]."""
+    start, end = 0, 0
+    for g in range(groups):
+        last = tl.load(ends + g)
+        end += tl.cdiv(last - start, unit) * unit
+        tl.store(out + g, end)
+        start = last

@@ -1,0 +1,286 @@
+"""Launches that quantize the rows of several groups, or the weights of all groups, without copying sizes to the host.
+
+One launch writes both operands of a matrix: rows as they are, summed over k, and transposes in slots, summed over rows
+(see `quaver.torch.numerics.grouped`). A scale per group or per column of a group takes another launch for the amaxes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from quaver.kernels import grouped as kernels
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu.buffers import BufferSpec, in_words, row_major, whole
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, multiprocessors
+from quaver.torch.backends.gpu.quantize import LONGEST_SIDE, READ
+from quaver.torch.backends.gpu.rowwise import LONGEST, REGISTER_ELEMENTS
+from quaver.torch.backends.gpu.tensorwise import DTYPES, format_constants, padded
+from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, GroupSlots
+from quaver.torch.numerics.quantized import FLOAT8, Quantized
+
+#: Rows and columns of a program's block, and its warps.
+AMAX_BLOCK, CAST_BLOCK, FINISH_BLOCK = (32, 512, 4), (128, 64, 4), (32, 256, 4)
+#: Slots of a group are a multiple of this if one scale serves a row of the transpose.
+UNIT = 16
+#: Elements of a program that zeroes matrices.
+FLAT = 4096
+
+
+def reason(x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, *_: Any) -> str:
+    """Return why no kernel quantizes rows x by `spec` and their transposes by `other`, or ""."""
+    if x.dtype not in READ:
+        return f"its kernels read float32, bfloat16 and float16, not {x.dtype}"
+    if x.numel() == 0 or max(x.shape) > LONGEST_SIDE:
+        return f"a matrix of shape {tuple(x.shape)} is empty or too long for its kernels"
+    return "" if _kind(spec, other) and x.shape[1] % UNIT == 0 else f"it has no kernel for {spec} and {other}"
+
+
+def reason_weights(weight: Tensor, spec: QuantSpec | None, other: QuantSpec | None, *_: Any) -> str:
+    """Return why no kernel quantizes matrices [groups, n, k] by `spec` and their transposes by `other`, or ""."""
+    if not weight.is_contiguous():
+        return "the weights are not contiguous"
+    if weight.numel() and weight.shape[1] % UNIT:
+        return f"rows of the transposes have {weight.shape[1]} codes; its kernels write multiples of {UNIT}"
+    return reason(weight.flatten(0, 1), spec, other)
+
+
+def _kind(spec: QuantSpec | None, other: QuantSpec | None) -> str:
+    """Return "tensor" for one scale per group, "row" for one per row and per row of the transposes, or ""."""
+    specs = [one for one in (spec, other) if one is not None]
+    if not specs or any(s.format.name not in FLOAT8 or s.rounding != "nearest" or s.hadamard for s in specs):
+        return ""
+    if any(s.scale not in ("fp32", "power_of_two") for s in specs):
+        return ""
+    if all(s.per_tensor for s in specs) and specs[0] == specs[-1]:
+        return "tensor"
+    return "row" if all(s.block == (1, None) for s in specs) and other is not None else ""
+
+
+# ---- rows of groups ----
+
+
+def quantize(
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, offsets: GroupOffsets, factors: Tensor | None = None,
+    *_: Any,
+) -> tuple[GroupedOperand | None, GroupedOperand | None]:  # fmt: skip
+    """Quantize rows x [T, k] of all groups by `spec`, and their transposes by `other`; either may be None.
+
+    Args:
+        factors: encode factors of delayed scaling, float32 [groups] with any stride; 0 is unset.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    slots = offsets.slots(UNIT)
+    if other is not None and "ends" not in vars(slots):
+        # One launch instead of several operations.
+        slots.ends = slot_ends(offsets.ends, UNIT)
+    count = slots.count if other is not None else 0
+    q, scale, qt, transposed_scale, amax = _launch(x, spec, other, offsets.ends, factors, count, stacked=False)
+    rows = columns = None
+    if spec is not None:
+        row_spec, places = replace(spec, block=(1, None)), offsets.slots(1)
+        rows = GroupedOperand(q, scale, None, row_spec, False, places, x.shape[1], amax)
+    if other is not None:
+        row_spec = replace(other, block=(1, None))
+        columns = GroupedOperand(qt, transposed_scale, None, row_spec, True, slots, slots.count, amax)
+        if rows is not None:
+            rows.transpose = columns
+    return rows, columns
+
+
+def quantize_weights(
+    weight: Tensor, spec: QuantSpec | None, other: QuantSpec | None, factors: Tensor | None = None
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantize matrices [groups, n, k] by `spec`, and their transposes by `other`; either may be None.
+
+    Returns:
+        Operands [groups · n, k] and [groups · k, n], each row with its own scale.
+    """
+    groups, n, k = weight.shape
+    x = weight.detach().view(groups * n, k)
+    ends = equal_ends(groups, n, weight.device)
+    q, scale, qt, transposed_scale, amax = _launch(x, spec, other, ends, factors, n, stacked=True)
+    fprop = dgrad = None
+    if spec is not None:
+        row_spec = replace(spec, block=(1, None))
+        fprop = Quantized(q, scale, row_spec, (groups * n, k), amax=amax)
+    if other is not None:
+        row_spec = replace(other, block=(1, None))
+        dgrad = Quantized(qt.view(groups * k, n), transposed_scale.view(-1, 1), row_spec, (groups * k, n), amax=amax)
+    return fprop, dgrad
+
+
+@lru_cache(1024)
+def equal_ends(groups: int, n: int, device: torch.device) -> Tensor:
+    """Return the ends of groups of n rows each, int32 [groups], cached."""
+    with torch.inference_mode(False):
+        return torch.arange(n, n * groups + 1, n, dtype=torch.int32, device=device)
+
+
+def _launch(
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, ends: Tensor, factors: Tensor | None, slots: int,
+    *, stacked: bool,
+) -> Sequence[Any]:  # fmt: skip
+    """Return codes, scales, transposed codes, their scales [groups, k], and the groups' amaxes; absent ones are None."""
+    if _kind(spec, other) == "tensor":
+        *operands, amax = _with_one_scale((x, ends), spec, other, slots, stacked, own=(factors,))
+        return *operands, amax.view(torch.float32)
+    return *_with_row_scales((x, ends), spec, other, slots, stacked), None
+
+
+@LaunchPlanCache
+def _with_one_scale(
+    tensors_in: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None, slots: int, stacked: bool
+) -> LaunchPlan:
+    x, ends, factors = tensors_in
+    one = spec or other
+    assert one is not None
+    amaxes = whole((ends.shape[0],), torch.int32)._replace(zeros=True)
+    rows, columns = _buffers(x, spec), _transposed_buffers(x, other, slots, ends.shape[0], stacked)
+    launches = [
+        _amaxes(x, amaxes, ends, each_column=False),
+        _cast((x, rows, columns, amaxes, factors, ends), one, slots, each_column=False, stacked=stacked),
+    ]
+    return LaunchPlan(tensors_in, (*rows, *columns, amaxes), launches)
+
+
+@LaunchPlanCache
+def _with_row_scales(
+    tensors_in: Sequence[Any], spec: QuantSpec | None, other: QuantSpec, slots: int, stacked: bool
+) -> LaunchPlan:
+    x, ends = tensors_in
+    amaxes = whole((ends.shape[0], x.shape[1]), torch.int32)._replace(zeros=True)
+    rows, columns = _buffers(x, spec), _transposed_buffers(x, other, slots, ends.shape[0], stacked)
+    if spec is None or x.shape[1] > LONGEST:
+        launches = [_amaxes(x, amaxes, ends, each_column=True)]
+    else:
+        launches = [_rows((x, *rows, amaxes, ends), spec)]
+    launches.append(_cast((x, NONE, columns, amaxes, None, ends), other, slots, each_column=True, stacked=stacked))
+    return LaunchPlan(tensors_in, (*rows, *columns), launches)
+
+
+#: Buffers of an operand that is not requested.
+NONE: tuple[None, None] = None, None
+Buffers = tuple[BufferSpec | None, BufferSpec | None]
+
+
+def _buffers(x: Tensor, spec: QuantSpec | None) -> Buffers:
+    """Return the specs of the codes and scales of rows."""
+    if spec is None:
+        return NONE
+    return row_major((x.shape[0], x.shape[1]), FLOAT8[spec.format.name]), whole((x.shape[0], 1), torch.float32)
+
+
+def _transposed_buffers(x: Tensor, spec: QuantSpec | None, slots: int, groups: int, stacked: bool) -> Buffers:
+    """Return the specs of the codes of transposes, written as int32, and of their scales."""
+    if spec is None:
+        return NONE
+    k = x.shape[1]
+    codes = row_major((groups * k if stacked else k, slots), FLOAT8[spec.format.name])
+    return in_words(codes), whole((groups, k), torch.float32)
+
+
+def _programs(x: Tensor, groups: int, bm: int, bn: int) -> tuple[tuple[int], int]:
+    """Return a grid that suffices for any sizes of the groups, and the number of blocks side by side."""
+    across = -(-x.shape[1] // bn)
+    return ((-(-x.shape[0] // bm) + groups) * across,), across
+
+
+def _amaxes(x: Tensor, amaxes: BufferSpec, ends: Tensor, *, each_column: bool) -> LaunchSpec:
+    (bm, bn, warps), groups = AMAX_BLOCK, ends.shape[0]
+    grid, across = _programs(x, groups, bm, bn)
+    numbers = (groups, x.shape[1], x.stride(0), across)
+    constants = {"BM": bm, "BN": bn, "EACH_COLUMN": each_column}
+    return LaunchSpec(kernels.group_amaxes, grid, (x, amaxes, ends), numbers, constants, warps)
+
+
+def _cast(tensors: tuple[Any, ...], spec: QuantSpec, slots: int, *, each_column: bool, stacked: bool) -> LaunchSpec:
+    """Return the launch that casts with known amaxes.
+
+    Tensors are x, buffers of rows, buffers of transposes, amaxes, factors or None, and ends.
+    """
+    x, (q, scale), (qt, transposed_scale), amaxes, factors, ends = tensors
+    (bm, bn, warps), groups, k = CAST_BLOCK, ends.shape[0], x.shape[1]
+    grid, across = _programs(x, groups, bm, bn)
+    lines = slots // UNIT
+    numbers = (groups, k, x.stride(0), k, lines, lines * k, 0 if factors is None else factors.stride(0), across)
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "EACH_COLUMN": each_column,
+        "STACKED": stacked,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    arguments = (x, q, qt, scale, transposed_scale, amaxes, factors, ends)
+    return LaunchSpec(kernels.group_cast, grid, arguments, numbers, constants, warps)
+
+
+def _rows(tensors: tuple[Any, ...], spec: QuantSpec) -> LaunchSpec:
+    """Return the launch that quantizes rows and measures columns; tensors are x, codes, scales, amaxes, ends."""
+    x, *_, ends = tensors
+    (rows, k), groups = x.shape, ends.shape[0]
+    bn = max(triton.next_power_of_2(k), 16)
+    bm = max(REGISTER_ELEMENTS // bn, 1)
+    # Fewer programs send fewer column maxima, but every multiprocessor must have some.
+    steps = triton.next_power_of_2(max(rows // (bm * 4 * multiprocessors(x.device)), 1))
+    constants = {
+        "BM": bm,
+        "BN": bn,
+        "STEPS": steps,
+        "dtype": DTYPES[spec.format.name],
+        **format_constants(spec, x.device),
+    }
+    numbers = (groups, k, x.stride(0), k)
+    grid = (-(-rows // (bm * steps)) + groups,)
+    return LaunchSpec(kernels.group_rows, grid, tensors, numbers, constants, 8 if bn < LONGEST else 32)
+
+
+# ---- finishing products ----
+
+
+def finish_rows(y: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """Zero the rows of y [T, n] that belong to no group, and add each group's bias [groups, n] if given, in place."""
+    _finish_rows((y, None if bias is None else bias.contiguous(), ends))
+    return y
+
+
+@LaunchPlanCache
+def _finish_rows(tensors_in: Sequence[Any]) -> LaunchPlan:
+    y, bias, ends = tensors_in
+    bm, bn, warps = FINISH_BLOCK
+    grid, across = _programs(y, 0, bm, bn)
+    numbers = (ends.shape[0], *y.shape, across)
+    launch = LaunchSpec(kernels.finish_rows, grid, (y, bias, ends), numbers, {"BM": bm, "BN": bn}, warps)
+    return LaunchPlan(tensors_in, (), [launch])
+
+
+def finish_groups(y: Tensor, ends: Tensor) -> Tensor:
+    """Zero the matrices of y [groups, n, k] whose groups have no rows, in place."""
+    _finish_groups((y, ends))
+    return y
+
+
+@LaunchPlanCache
+def _finish_groups(tensors_in: Sequence[Any]) -> LaunchPlan:
+    y, ends = tensors_in
+    size = y[0].numel()
+    grid = (-(-size // FLAT), y.shape[0])
+    return LaunchPlan(tensors_in, (), [LaunchSpec(kernels.finish_groups, grid, (y, ends), (size,), {"B": FLAT}, 4)])
+
+
+def slot_ends(ends: Tensor, unit: int) -> Tensor:
+    """Return the end of each group's slots, a multiple of `unit`, int32 [groups]."""
+    out: Tensor = _slot_ends((ends,), unit)[0]
+    return out
+
+
+@LaunchPlanCache
+def _slot_ends(tensors_in: Sequence[Any], unit: int) -> LaunchPlan:
+    (ends,) = tensors_in
+    out = whole(tuple(ends.shape), torch.int32)
+    return LaunchPlan(tensors_in, (out,), [LaunchSpec(kernels.slot_ends, (1,), (ends, out), (ends.shape[0], unit), {}, 1)])

@@ -1,0 +1,118 @@
+"""Rows of groups, quantized in one launch, have the codes and scales of each group alone, on difficult values."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from quaver.recipes.formats import E4M3, E5M2
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu import grouped_quantize
+from quaver.torch.numerics import reference
+from quaver.torch.numerics.grouped import GroupOffsets
+from tests.close import assert_bitwise
+from tests.kernels.compare import DEVICE
+
+ROWS = 150
+#: Ends of groups: ragged with an empty one, all rows in one, one row more than a block, and none.
+ENDS = [(5, 5, 70, 150), (150, 150, 150, 150), (129, 130, 130, 140), (0, 0, 0, 0)]
+TENSOR, ROW = QuantSpec(E4M3), QuantSpec(E4M3, (1, None))
+SPECS = [TENSOR, QuantSpec(E5M2), QuantSpec(E4M3, scale="fp32"), ROW, QuantSpec(E5M2, (1, None), "fp32")]
+
+
+def difficult(rows: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Return values of many magnitudes, with a NaN row, infinities, zeros and subnormals."""
+    generator = torch.Generator().manual_seed(rows + k)
+    x = torch.randn(rows, k, generator=generator) * torch.exp2(torch.randint(-20, 20, (rows, 1), generator=generator))
+    x[3], x[rows // 2, 5], x[rows - 1, k - 1] = torch.nan, torch.inf, -torch.inf
+    x[2], x[8, :7], x[6, 2] = 0.0, 1e-40, 3e38
+    return x.to(dtype).to(DEVICE)
+
+
+def bounds(ends: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(pairwise((0, *ends)))
+
+
+def as_codes(data: Tensor) -> Tensor:
+    return data.view(torch.uint8)
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(("k", "dtype"), [(144, torch.bfloat16), (16, torch.float32)])
+def test_groups_have_the_codes_of_each_alone(
+    spec: QuantSpec, ends: tuple[int, ...], k: int, dtype: torch.dtype
+) -> None:
+    x = difficult(ROWS, k, dtype)
+    offsets = GroupOffsets(torch.tensor(ends, dtype=torch.int32, device=DEVICE), ROWS)
+    rows, columns = grouped_quantize.quantize(x, spec, spec, offsets)
+    only_columns = grouped_quantize.quantize(x, None, spec, offsets)[1]
+    assert rows is not None and columns is not None and only_columns is not None
+    slot = 0
+    for group, (start, end) in enumerate(bounds(ends)):
+        slots = -(-(end - start) // 16) * 16
+        if end > start:
+            own = reference.quantize(x[start:end], spec)
+            assert_bitwise(as_codes(rows.data[start:end]), as_codes(own.data))
+            assert_bitwise(rows.scale[start:end], own.plain_scale().expand(end - start, 1))
+            own = reference.quantize(x[start:end].t(), spec)
+            padding = as_codes(own.data).new_zeros((k, slots - (end - start)))
+            for one in (columns, only_columns):
+                expected = torch.cat([as_codes(own.data), padding], 1)
+                assert_bitwise(as_codes(one.data[:, slot : slot + slots].contiguous()), expected)
+                assert_bitwise(one.scale[group], own.plain_scale().expand(k, 1)[:, 0])
+            if spec.per_tensor:
+                assert rows.amax is not None and own.amax is not None
+                assert_bitwise(rows.amax[group], torch.as_tensor(own.amax).reshape(()))
+        slot += slots
+
+
+@pytest.mark.parametrize("spec", [TENSOR, QuantSpec(E5M2, scale="fp32")], ids=str)
+def test_known_factors_are_used_unless_they_are_zero(spec: QuantSpec) -> None:
+    x = difficult(ROWS, 32, torch.bfloat16)
+    factors = torch.tensor([[0.0, 1.0], [2.0, 1.0], [0.25, 1.0], [0.0, 1.0]], device=DEVICE)[:, 0]
+    offsets = GroupOffsets(torch.tensor(ENDS[0], dtype=torch.int32, device=DEVICE), ROWS)
+    rows, _ = grouped_quantize.quantize(x, spec, spec, offsets, factors)
+    assert rows is not None
+    for group, (start, end) in enumerate(bounds(ENDS[0])):
+        if end > start:
+            own = reference.quantize(x[start:end], spec, None, factors[group] if factors[group] else None)
+            assert_bitwise(as_codes(rows.data[start:end]), as_codes(own.data))
+            assert_bitwise(rows.scale[start:end], own.plain_scale().expand(end - start, 1))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(48, 80), (144, 16)])
+def test_weights_of_all_groups_have_the_codes_of_each(spec: QuantSpec, n: int, k: int) -> None:
+    weight = difficult(3 * n, k, torch.bfloat16).view(3, n, k)
+    fprop, dgrad = grouped_quantize.quantize_weights(weight, spec, spec)
+    assert fprop is not None and dgrad is not None
+    for group in range(3):
+        for stacked, matrix in ((fprop, weight[group]), (dgrad, weight[group].t())):
+            own, lines = reference.quantize(matrix, spec), matrix.shape[0]
+            part = slice(group * lines, (group + 1) * lines)
+            assert_bitwise(as_codes(stacked.data[part]), as_codes(own.data))
+            assert_bitwise(stacked.plain_scale()[part], own.plain_scale().expand(lines, 1))
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_products_are_finished_in_place(ends: tuple[int, ...]) -> None:
+    y = torch.full((ROWS, 40), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    y[: ends[-1]] = torch.randn(ends[-1], 40)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    bias, plain = torch.randn(4, 40, device=DEVICE), y.clone()
+    grouped_quantize.finish_rows(plain, None, offsets)
+    expected = y.clone()
+    expected[ends[-1] :] = 0.0
+    assert_bitwise(plain, expected)
+    grouped_quantize.finish_rows(y, bias, offsets)
+    for group, (start, end) in enumerate(bounds(ends)):
+        expected[start:end] += bias[group].to(torch.bfloat16)
+    assert_bitwise(y, expected)
+    sums = torch.randn(4, 33, 40, device=DEVICE)
+    has_rows = torch.tensor([end > start for start, end in bounds(ends)], device=DEVICE)
+    expected = torch.where(has_rows.view(-1, 1, 1), sums, 0.0)
+    assert_bitwise(grouped_quantize.finish_groups(sums, offsets), expected)
+    slots = [-(-(end - start) // 32) * 32 for start, end in bounds(ends)]
+    assert grouped_quantize.slot_ends(offsets, 32).tolist() == torch.tensor(slots).cumsum(0).tolist()
