@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from quaver import recipes
 from quaver.recipes.formats import E4M3, E5M2
 from quaver.recipes.spec import QuantSpec
-from quaver.torch.backends.gpu import grouped_quantize
+from quaver.torch.backends.gpu import emulation, grouped_quantize, grouped_values
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.grouped import GroupOffsets
+from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
 
-ROWS = 150
+ROWS, BF16 = 150, torch.finfo(torch.bfloat16).max
 #: Ends of groups: ragged with an empty one, all rows in one, one row more than a block, and none.
 ENDS = [(5, 5, 70, 150), (150, 150, 150, 150), (129, 130, 130, 140), (0, 0, 0, 0)]
 TENSOR, ROW = QuantSpec(E4M3), QuantSpec(E4M3, (1, None))
@@ -116,3 +117,67 @@ def test_products_are_finished_in_place(ends: tuple[int, ...]) -> None:
     assert_bitwise(grouped_quantize.finish_groups(sums, offsets), expected)
     slots = [-(-(end - start) // 32) * 32 for start, end in bounds(ends)]
     assert grouped_quantize.slot_ends(offsets, 32).tolist() == torch.tensor(slots).cumsum(0).tolist()
+
+
+# ---- bf16 values of codes ----
+
+BLOCKS = [QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (1, 128)), QuantSpec(recipes.get("mxfp6").fprop.a.format, (1, 16), "e8m0")]  # type: ignore[union-attr]
+NVFP4 = recipes.get("nvfp4")
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize("spec", BLOCKS, ids=str)
+def test_values_of_groups_are_those_of_each_alone(spec: QuantSpec, ends: tuple[int, ...]) -> None:
+    x = difficult(ROWS, 144, torch.bfloat16)
+    offsets = GroupOffsets(torch.tensor(ends, dtype=torch.int32, device=DEVICE), ROWS)
+    along, down, _ = grouped_values.values(x, spec, spec, offsets)
+    _, _, saved = grouped_values.values(x, spec, spec, offsets, saves=True)
+    assert along is not None and down is not None and saved is not None
+    shapes, dtypes = grouped_values.saved_shapes(spec, ROWS, 4, 144)
+    assert [(tuple(t.shape), t.dtype) for t in saved] == list(zip(shapes, dtypes, strict=True))
+    decoded = grouped_values.saved_values(*saved, spec)
+    slot, unit = 0, grouped_values.unit(spec)
+    for start, end in bounds(ends):
+        if end > start:
+            own_along, own_down, _ = emulation.values(x[start:end].contiguous(), spec, False)
+            assert own_along is not None and own_down is not None
+            assert_bitwise(along[start:end], own_along)
+            for one in (down, decoded):
+                assert_bitwise(one[slot : slot + end - start], own_down)
+                padding = one[slot + end - start : slot + -(-(end - start) // unit) * unit]
+                # A block that is not finite makes its padding NaN in both operands of a GEMM.
+                assert not padding.nan_to_num(0.0).any()
+        slot += -(-(end - start) // unit) * unit
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+def test_two_level_values_of_groups_are_those_of_the_reference(operand: str, ends: tuple[int, ...]) -> None:
+    x = difficult(ROWS, 96, torch.bfloat16)
+    offsets = GroupOffsets(torch.tensor(ends, dtype=torch.int32, device=DEVICE), ROWS)
+    spec, other = {
+        "input": (NVFP4.fprop.a, NVFP4.wgrad.b),
+        "weight": (NVFP4.fprop.b, NVFP4.dgrad.b),
+        "grad_output": (NVFP4.dgrad.a, NVFP4.wgrad.a),
+    }[operand]
+    assert spec is not None and other is not None and grouped_values.serves(spec, other)
+    if operand == "weight":
+        ends = tuple(end // 16 * 16 for end in ends)
+        offsets = GroupOffsets(torch.tensor(ends, dtype=torch.int32, device=DEVICE), ROWS)
+    draws = [GroupedNoise(7, [3 * g + t for g in range(4)], [g + t for g in range(4)]) for t in range(2)]
+    noise = {"noise": draws[0], "other_noise": draws[1]} if operand == "grad_output" else {}
+    along, down, _ = grouped_values.values(x, spec, other, offsets, **noise)  # type: ignore[arg-type]
+    _, _, saved = grouped_values.values(x, spec, other, offsets, straight=False, saves=True, **noise)  # type: ignore[arg-type]
+    assert along is not None and (down is None) is (saved is None) is (operand == "weight")
+    downs = [] if saved is None else [down, grouped_values.saved_values(*saved, other)]
+    slot = 0
+    for group, (start, end) in enumerate(bounds(ends)):
+        if end > start:
+            own = reference.quantize(x[start:end], spec, None, None, draws[0].of(group))
+            assert_bitwise(along[start:end], own.dequantize().clamp(-BF16, BF16).to(torch.bfloat16))
+            own = reference.quantize(x[start:end].t(), other, None, None, draws[1].of(group))
+            expected = own.dequantize().clamp(-BF16, BF16).to(torch.bfloat16).t()
+            for one in downs:
+                assert one is not None
+                assert_bitwise(one[slot : slot + expected.shape[0]].contiguous(), expected.contiguous())
+        slot += -(-(end - start) // 16) * 16

@@ -88,6 +88,20 @@ def values_of_blocks(
     becomes its largest number.
     """
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    block_of_values(
+        pm, pn, x, along, down, codes, scales, rows, rows, columns, stride, BM, BN, EVEN, WIDTH, SQUARE, CODES, INTEGERS,
+        MANTISSA, EMIN, EMAX, TOP_MANTISSA,
+    )  # fmt: skip
+
+
+@triton.jit
+def block_of_values(
+    pm, pn, x, along, down, codes, scales, rows, slots, columns, stride,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr, SQUARE: tl.constexpr,
+    CODES: tl.constexpr, INTEGERS: tl.constexpr,
+    MANTISSA: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
+):  # fmt: skip
+    """Run the program of block (pm, pn) of `values_of_blocks`; down and codes have `slots` rows, zeros after `rows`."""
     r = pm * BM + tl.arange(0, BM)
     c = pn * BN + tl.arange(0, BN)
     v = load_tile(x, r, c, rows, columns, stride, EVEN)
@@ -113,12 +127,12 @@ def values_of_blocks(
             s = decode_scale(top, e, True)
             z = tl.minimum(z, (e * LARGEST)[:, None, :]) * s[:, None, :]
             z = tl.reshape(signed(z, y), [BM, BN]).to(tl.bfloat16)
-            store_tile(down, z, r, c, rows, columns, columns, EVEN)
+            store_tile(down, z, r, c, slots, columns, columns, EVEN)
         if codes is not None:
             q = encode(tl.reshape(signed(z, y), [BM, BN]), CODES, INTEGERS)
-            store_tile(codes, q.to(codes.dtype.element_ty, bitcast=True), r, c, rows, columns, columns, EVEN)
+            store_tile(codes, q.to(codes.dtype.element_ty, bitcast=True), r, c, slots, columns, columns, EVEN)
             blocks = pm * (BM // WIDTH) + tl.arange(0, BM // WIDTH)
-            store_tile(scales, code.to(tl.uint8), blocks, c, tl.cdiv(rows, WIDTH), columns, columns, EVEN)
+            store_tile(scales, code.to(tl.uint8), blocks, c, tl.cdiv(slots, WIDTH), columns, columns, EVEN)
 
 
 @triton.jit
@@ -352,7 +366,12 @@ def move_on(count, drawn, FIRST: tl.constexpr, SECOND: tl.constexpr):
 @triton.jit
 def level(top):
     """Return the tensor factor from its amax, float32 [1], and its reciprocal, NaN if the amax is not finite."""
-    bits = flushed(tl.load(top).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return level_of(flushed(tl.load(top).to(tl.int32, bitcast=True) & 0x7FFFFFFF))
+
+
+@triton.jit
+def level_of(bits):
+    """Run `level` on the bits of an amax."""
     big = tensor_factor(bits, True)
     small = tl.where(bits < INFINITY_BITS, inverse(big).to(tl.int32, bitcast=True), NAN_BITS)
     return big, small.to(tl.float32, bitcast=True)
@@ -416,74 +435,112 @@ def values_in_two_levels(
     """
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     if along is not None:
-        BG: tl.constexpr = BN // 16
-        r = pm * BM + tl.arange(0, BM)
-        g = pn * BG + tl.arange(0, BG)
         big, small = level(top)
-        v = load_along(x, r, g, rows, columns, stride, BM, BG, EVEN)
-        bits = largest(v)
-        if SQUARE:
-            shared = tl.max(tl.reshape(bits, [BM // 16, 16, BG]), 1)[:, None, :]
-            bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
-        place = r[:, None].to(tl.int64) * columns + 16 * g[None, :]
         key, upper = stream_at(drawn, a0, a1, seed0, seed1, seed2, seed3, STOCHASTIC)
-        out = values_of(v, bits, big, small, place, upper, key, STOCHASTIC, False, INTEGERS)
-        line = along + r[:, None, None].to(tl.int64) * columns
-        for part in tl.static_range(2):
-            c = (16 * g + 8 * part)[None, :, None] + tl.arange(0, 8)[None, None, :]
-            eight = join8(out, 8 * part, BM, BG)
-            if EVEN:
-                tl.store(line + c, eight)
-            else:
-                tl.store(line + c, eight, mask=(r[:, None, None] < rows) & (c < columns))
+        block_of_values_along(
+            pm, pn, x, along, rows, columns, stride, big, small, key, upper, BM, BN, EVEN, SQUARE, STOCHASTIC, INTEGERS
+        )
     if down is not None or codes is not None:
-        BD: tl.constexpr = BM // 16
-        g = pm * BD + tl.arange(0, BD)
-        c = pn * BN + tl.arange(0, BN)
         big, small = level(transposed_top)
-        v = load_down(x, g, c, rows, columns, stride, EVEN, True)
-        FOUR: tl.constexpr = HADAMARD and not TRANSPOSED_STOCHASTIC
-        if HADAMARD:
-            v, bits = rotation(v, FOUR)
-        else:
-            bits = largest(v)
-        place = c[None, :].to(tl.int64) * rows + 16 * g[:, None]
         count = drawn
         if TRANSPOSED_STOCHASTIC:
             count = drawn + 1
         key, upper = stream_at(count, b0, b1, seed0, seed1, seed2, seed3, TRANSPOSED_STOCHASTIC)
-        inside = (16 * g[:, None] < rows) & (c[None, :] < columns)
-        if down is not None:
-            out = values_of(v, bits, big, small, place, upper, key, TRANSPOSED_STOCHASTIC, FOUR, INTEGERS)
-            for j in tl.static_range(16):
-                at = down + (16 * g[:, None] + j).to(tl.int64) * columns + c[None, :]
-                if EVEN:
-                    tl.store(at, out[j])
-                else:
-                    tl.store(at, out[j], mask=inside)
+        block_of_values_down(
+            pm, pn, x, down, codes, scales, rows, rows, columns, stride, big, small, key, upper,
+            BM, BN, EVEN, True, HADAMARD, TRANSPOSED_STOCHASTIC, INTEGERS,
+        )  # fmt: skip
         if codes is not None:
-            scale, w0, w1 = quantized(v, bits, big, place, upper, key, TRANSPOSED_STOCHASTIC, FOUR, True, INTEGERS)
-            at = codes + g[:, None].to(tl.int64) * (2 * columns) + c[None, :]
-            of_blocks = scales + g[:, None].to(tl.int64) * columns + c[None, :]
-            if EVEN:
-                tl.store(at, w0)
-                tl.store(at + columns, w1)
-                tl.store(of_blocks, scale)
-            else:
-                tl.store(at, w0, mask=inside)
-                tl.store(at + columns, w1, mask=inside)
-                tl.store(of_blocks, scale, mask=inside)
             if (pm == 0) & (pn == 0):
-                exponent = tl.minimum(small.to(tl.int32, bitcast=True) >> 23, 255)
-                tl.store(scales + (rows // 16).to(tl.int64) * columns, exponent.to(tl.uint8))
+                tl.store(scales + (rows // 16).to(tl.int64) * columns, exponent_of(small))
+
+
+@triton.jit
+def exponent_of(small):
+    """Return the E8M0 code of a power of two, 255 for NaN."""
+    return tl.minimum(small.to(tl.int32, bitcast=True) >> 23, 255).to(tl.uint8)
+
+
+@triton.jit
+def block_of_values_along(
+    pm, pn, x, along, rows, columns, stride, big, small, key, upper,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, SQUARE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """Write the block (pm, pn) of `values_in_two_levels` that has its scales along the rows."""
+    BG: tl.constexpr = BN // 16
+    r = pm * BM + tl.arange(0, BM)
+    g = pn * BG + tl.arange(0, BG)
+    v = load_along(x, r, g, rows, columns, stride, BM, BG, EVEN)
+    bits = largest(v)
+    if SQUARE:
+        shared = tl.max(tl.reshape(bits, [BM // 16, 16, BG]), 1)[:, None, :]
+        bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
+    place = r[:, None].to(tl.int64) * columns + 16 * g[None, :]
+    out = values_of(v, bits, big, small, place, upper, key, STOCHASTIC, False, INTEGERS)
+    line = along + r[:, None, None].to(tl.int64) * columns
+    for part in tl.static_range(2):
+        c = (16 * g + 8 * part)[None, :, None] + tl.arange(0, 8)[None, None, :]
+        eight = join8(out, 8 * part, BM, BG)
+        if EVEN:
+            tl.store(line + c, eight)
+        else:
+            tl.store(line + c, eight, mask=(r[:, None, None] < rows) & (c < columns))
+
+
+@triton.jit
+def block_of_values_down(
+    pm, pn, x, down, codes, scales, rows, slots, columns, stride, big, small, key, upper,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
+    HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """Write the block (pm, pn) of `values_in_two_levels` that has its scales along the columns.
+
+    slots: rows of the results, a multiple of 16; from `rows` on x counts as zeros. WHOLE: rows are a multiple of 16.
+    """
+    BD: tl.constexpr = BM // 16
+    g = pm * BD + tl.arange(0, BD)
+    c = pn * BN + tl.arange(0, BN)
+    v = load_down(x, g, c, rows, columns, stride, EVEN, WHOLE)
+    FOUR: tl.constexpr = HADAMARD and not STOCHASTIC
+    if HADAMARD:
+        v, bits = rotation(v, FOUR)
+    else:
+        bits = largest(v)
+    place = c[None, :].to(tl.int64) * slots + 16 * g[:, None]
+    inside = (16 * g[:, None] < slots) & (c[None, :] < columns)
+    if down is not None:
+        out = values_of(v, bits, big, small, place, upper, key, STOCHASTIC, FOUR, INTEGERS)
+        for j in tl.static_range(16):
+            at = down + (16 * g[:, None] + j).to(tl.int64) * columns + c[None, :]
+            if EVEN:
+                tl.store(at, out[j])
+            else:
+                tl.store(at, out[j], mask=inside)
+    if codes is not None:
+        scale, w0, w1 = quantized(v, bits, big, place, upper, key, STOCHASTIC, FOUR, True, INTEGERS)
+        at = codes + g[:, None].to(tl.int64) * (2 * columns) + c[None, :]
+        of_blocks = scales + g[:, None].to(tl.int64) * columns + c[None, :]
+        if EVEN:
+            tl.store(at, w0)
+            tl.store(at + columns, w1)
+            tl.store(of_blocks, scale)
+        else:
+            tl.store(at, w0, mask=inside)
+            tl.store(at + columns, w1, mask=inside)
+            tl.store(of_blocks, scale, mask=inside)
 
 
 @triton.jit
 def cached_values_in_two_levels(
     codes, scales, out, rows, columns,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr, INTEGERS: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
-    """Decode codes and scales written by `values_in_two_levels` to its `down`, bf16 [rows, columns]. Exact."""
+    """Decode codes and scales written by `values_in_two_levels` to its `down`, bf16 [rows, columns]. Exact.
+
+    EACH: an exponent of the tensor factor for each block of rows follows the scales, instead of one.
+    """
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     g = pm * (BM // 16) + tl.arange(0, BM // 16)
     c = pn * BN + tl.arange(0, BN)
@@ -496,7 +553,11 @@ def cached_values_in_two_levels(
     else:
         words = tl.load(at, mask=inside, other=0), tl.load(at + columns, mask=inside, other=0)
         scale = tl.load(of_blocks, mask=inside, other=0)
-    code = tl.load(scales + (rows // 16).to(tl.int64) * columns).to(tl.int32)
+    exponents = scales + (rows // 16).to(tl.int64) * columns
+    if EACH:
+        code = tl.load(exponents + g, mask=16 * g < rows, other=0).to(tl.int32)[:, None]
+    else:
+        code = tl.load(exponents).to(tl.int32)
     small = tl.where(code == 255, NAN_BITS, code << 23).to(tl.float32, bitcast=True)
     s = decoded(scale, tl.float8e4nv, INTEGERS) * small
     for j in tl.static_range(16):

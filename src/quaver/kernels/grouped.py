@@ -8,6 +8,13 @@ stay where they are. An operand that a GEMM sums over rows has its rows in slots
 import triton
 import triton.language as tl
 
+from quaver.kernels.emulation import (
+    block_of_values,
+    block_of_values_along,
+    block_of_values_down,
+    exponent_of,
+    level_of,
+)
 from quaver.kernels.numerics import (
     decode_scale,
     encode4,
@@ -15,9 +22,12 @@ from quaver.kernels.numerics import (
     flushed,
     load_tile,
     magnitude_bits,
+    noise_stream,
     packed_codes,
     store_tile,
+    whole_word,
 )
+from quaver.kernels.nvfp4 import largest, load_down, quarter, transposed
 from quaver.kernels.rowwise import rows_at
 from quaver.kernels.tensorwise import load4, store4
 
@@ -155,6 +165,120 @@ def group_rows(
             rows, columns, stride, q_stride, BM, BN, STEPS, False, True, False,
             POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
         )  # fmt: skip
+
+
+# ---- bf16 values of codes, for GEMMs that the GPU lacks ----
+
+
+@triton.jit
+def group_values_of_blocks(
+    x, along, down, codes, scales, ends, groups, columns, stride, across,
+    BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, SQUARE: tl.constexpr, CODES: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    MANTISSA: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr,
+):  # fmt: skip
+    """Run `quaver.kernels.emulation.values_of_blocks` on each group of rows of x; each result may be None.
+
+    along: bf16 [rows, columns]. down, codes: [slots, columns] in units of WIDTH slots. scales: [slots / WIDTH, columns].
+    """
+    p = tl.program_id(0)
+    group, first, rows, pm, before = group_at(p // across, ends, groups, BM, WIDTH)
+    if group >= 0:
+        slot = before * WIDTH * columns
+        own_along, own_down, own_codes, own_scales = along, down, codes, scales
+        if along is not None:
+            own_along = along + first * columns
+        if down is not None:
+            own_down = down + slot
+        if codes is not None:
+            own_codes = codes + slot
+            own_scales = scales + before * columns
+        slots = tl.cdiv(rows, WIDTH) * WIDTH
+        block_of_values(
+            pm, p % across, x + first * stride, own_along, own_down, own_codes, own_scales, rows, slots, columns, stride,
+            BM, BN, False, WIDTH, SQUARE, CODES, INTEGERS, MANTISSA, EMIN, EMAX, TOP_MANTISSA,
+        )  # fmt: skip
+
+
+@triton.jit
+def group_two_level_amaxes(
+    x, amaxes, rotated_amaxes, ends, groups, columns, stride, across, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Compute the amax bits of each group of rows of x, and those after rotating groups of sixteen rows.
+
+    amaxes, rotated_amaxes: int32 [groups], zero before; either may be None. Exact.
+    """
+    p = tl.program_id(0)
+    group, first, rows, pm, _ = group_at(p // across, ends, groups, BM, BM)
+    if group >= 0:
+        g = pm * (BM // 16) + tl.arange(0, BM // 16)
+        c = (p % across) * BN + tl.arange(0, BN)
+        v = load_down(x + first * stride, g, c, rows, columns, stride, False, False)
+        if amaxes is not None:
+            tl.atomic_max(amaxes + group, flushed(tl.max(largest(v), None)), sem="relaxed")
+        if rotated_amaxes is not None:
+            bits = flushed(quarter(tl.max(largest(transposed(v)), None)))
+            tl.atomic_max(rotated_amaxes + group, bits, sem="relaxed")
+
+
+@triton.jit
+def group_stream(ids, counts, group, seed0, seed1, seed2, seed3, STOCHASTIC: tl.constexpr):
+    """Return the key and upper counter word of a group's noise, from its id and count in memory; zeros unless
+    STOCHASTIC.
+    """
+    if STOCHASTIC:
+        low, high = whole_word(seed0, seed1), whole_word(seed2, seed3)
+        key, upper = noise_stream(tl.load(ids + group), tl.load(counts + group), low, high)
+    else:
+        key, upper = group * 0, group * 0
+    return key, upper
+
+
+@triton.jit
+def group_values_in_two_levels(
+    x, along, down, codes, scales, amaxes, rotated_amaxes, ids, counts, transposed_ids, transposed_counts, ends,
+    groups, columns, stride, slot_blocks, across, seed0, seed1, seed2, seed3,
+    BM: tl.constexpr, BN: tl.constexpr, SQUARE: tl.constexpr, HADAMARD: tl.constexpr,
+    STOCHASTIC: tl.constexpr, TRANSPOSED_STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """Run `quaver.kernels.emulation.values_in_two_levels` on each group of rows of x; each result may be None.
+
+    along: bf16 [rows, columns]. down: bf16 [slots, columns] in units of sixteen slots. codes: int32 [slot_blocks, 2,
+    columns]; scales: uint8 [slot_blocks, columns], followed by the exponent of each block's group. amaxes: bits of the
+    groups' amaxes, and rotated_amaxes: of the transposes. ids, counts: int64 [groups], noise of the rows and of the
+    transposes.
+    """
+    p = tl.program_id(0)
+    pn = p % across
+    group, first, rows, pm, before = group_at(p // across, ends, groups, BM, 16)
+    if group >= 0:
+        own = x + first * stride
+        if along is not None:
+            big, small = level_of(tl.load(amaxes + group))
+            key, upper = group_stream(ids, counts, group, seed0, seed1, seed2, seed3, STOCHASTIC)
+            block_of_values_along(
+                pm, pn, own, along + first * columns, rows, columns, stride, big, small, key, upper,
+                BM, BN, False, SQUARE, STOCHASTIC, INTEGERS,
+            )  # fmt: skip
+        if down is not None or codes is not None:
+            big, small = level_of(tl.load(rotated_amaxes + group))
+            key, upper = group_stream(
+                transposed_ids, transposed_counts, group, seed0, seed1, seed2, seed3, TRANSPOSED_STOCHASTIC
+            )
+            own_down, own_codes, own_scales = down, codes, scales
+            if down is not None:
+                own_down = down + before * 16 * columns
+            if codes is not None:
+                own_codes = codes + before * 2 * columns
+                own_scales = scales + before * columns
+                if pn == 0:
+                    block = pm * (BM // 16) + tl.arange(0, BM // 16)
+                    at = scales + slot_blocks.to(tl.int64) * columns + before + block
+                    tl.store(at, exponent_of(small) + tl.zeros([BM // 16], tl.uint8), mask=16 * block < rows)
+            block_of_values_down(
+                pm, pn, own, own_down, own_codes, own_scales, rows, tl.cdiv(rows, 16) * 16, columns, stride,
+                big, small, key, upper, BM, BN, False, False, HADAMARD, TRANSPOSED_STOCHASTIC, INTEGERS,
+            )  # fmt: skip
 
 
 # ---- finishing products ----

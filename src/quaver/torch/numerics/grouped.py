@@ -432,7 +432,7 @@ def _along(values: Tensor, segments: BlockSegments) -> Tensor:
 def _uniform(draw: GroupedNoise, slots: GroupSlots, k: int, spec: QuantSpec, for_wgrad: bool) -> Tensor:
     """Return the uniform number in (0, 1) for each element's stochastic rounding, float32 [slots, k]."""
     device = slots.group.device
-    stream = noise_stream(draw.seed, _numbers(draw.streams, device), _numbers(draw.counts, device), device)
+    stream = noise_stream(draw.seed, numbers_on(draw.streams, device), numbers_on(draw.counts, device), device)
     key, upper = (gather_groups(word.view(-1), slots.group).unsqueeze(1) for word in stream)
     columns = torch.arange(k, dtype=torch.int64, device=device)
     if for_wgrad:
@@ -445,12 +445,13 @@ def _uniform(draw: GroupedNoise, slots: GroupSlots, k: int, spec: QuantSpec, for
     return unit_interval(drawn.to(torch.float32))
 
 
-def _numbers(values: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    return values.to(device) if isinstance(values, Tensor) else _numbers_on(tuple(values), device)
+def numbers_on(values: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """Return streams or counts as contiguous int64 on a device."""
+    return values.to(device).contiguous() if isinstance(values, Tensor) else _cached_numbers(tuple(values), device)
 
 
 @lru_cache(1024)
-def _numbers_on(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def _cached_numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return host numbers as a cached device tensor, for numbers that stay the same, such as streams."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int64, device=device)

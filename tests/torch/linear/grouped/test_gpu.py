@@ -8,8 +8,10 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.linear.grouped.emulated import EmulatedGroups
 from quaver.torch.linear.grouped.products import DeviceGroups
 from quaver.torch.numerics.grouped import GroupOffsets
+from quaver.torch.state.noise import name_streams
 from tests.close import assert_bitwise, assert_close
 from tests.torch.linear.grouped.test_function import STEPS, Permuted, ends, layer_of, rows, steps_of
 from tests.torch.linear.grouped.test_matmul import RECIPES
@@ -45,14 +47,14 @@ def test_it_trains_as_one_group_after_the_other(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", EVERY)
 def test_it_counts_what_one_group_after_the_other_counts(name: str) -> None:
     tables = []
-    for implementation in ("reference", "decoded"):
+    for implementation in ("reference", "decoded", "triton"):
         layer, (x, g) = layer_of(EVERY[name]), rows(0)
         with torch.no_grad():
             x[3, 2], x[40, 5] = float("inf"), 1e-30
         with qt.only(implementation), qt.count(layer) as counters:
             layer(x, ends((5, 3, 40, 19))).backward(g)
         tables.append({operand: counts for operands in counters.table.values() for operand, counts in operands.items()})
-    assert tables[0] == tables[1]
+    assert tables[0] == tables[1] == tables[2]
     assert bool(tables[0]) is EVERY[name].quantizes
 
 
@@ -68,7 +70,7 @@ def test_bf16_layers_do_not_synchronize_with_the_host(name: str, monkeypatch: py
             assert (tensor.float() - wanted.float()).norm() <= 4e-3 * wanted.float().norm()
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "mxfp8", "nvfp4", "rowwise_bf16_wgrad", "bf16"])
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise", "mxfp8", "nvfp4", "rowwise_bf16_wgrad", "bf16"])
 def test_float32_layers_do_not_synchronize_where_kernels_exist(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [layer_of(name) for _ in range(2)]
     with qt.only("reference"):
@@ -100,13 +102,97 @@ def test_computed_codes_and_rows_take_the_same_path(recipe: str, recomputes_inpu
         assert_close(recipe, ours, expected, 1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["decoded", "triton"])
 @pytest.mark.parametrize(
     "recipe", ["tensorwise", "mxfp8", "nvfp4", RECIPES["mxfp8, dequantized"], RECIPES["squares of 1"]], ids=str
 )
-def test_compiled_layers_have_eager_bits_there_too(recipe: Any) -> None:
+def test_compiled_layers_have_eager_bits_there_too(recipe: Any, implementation: str) -> None:
     torch._dynamo.reset()
     eager, compiled = layer_of(recipe), layer_of(recipe)
     run = torch.compile(lambda x, offsets: compiled(x, offsets), backend="aot_eager", fullgraph=True, dynamic=True)
-    with qt.only("decoded"):
+    with qt.only(implementation):
         for ours, expected in zip(steps_of(compiled, run), steps_of(eager, eager), strict=True):
             assert_bitwise(ours.contiguous(), expected.contiguous())
+
+
+# ---- emulated GEMMs: values of codes ----
+
+#: Sides of which every block width is a divisor.
+SIDE = 128
+
+
+def emulated_steps(recipe: str, layout: str, how: str, implementation: str) -> list[Tensor]:
+    """Train a layer of four experts for three steps; the groups are ragged, empty, and all rows in one."""
+    torch.manual_seed(0)
+    layer = qt.GroupedLinear(4, SIDE, SIDE, recipe=recipe, layout=layout, dtype=torch.bfloat16)
+    layer.__dict__["qualified_name"] = "experts"
+    name_streams(layer)
+    run: Any = layer
+    if how == "compiled":
+        torch._dynamo.reset()
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    results: list[Tensor] = []
+    with qt.only(implementation):
+        for count, sizes in STEPS:
+            x = (torch.randn(count, SIDE) * torch.logspace(-3, 3, count)[:, None]).bfloat16().requires_grad_()
+            rows_in: Any = x
+            if how == "codes":
+                spec = recipes.get(recipe).fprop.a
+                assert spec is not None
+                rows_in = qt.quantize(x, spec)
+            y = run(rows_in, ends(sizes))
+            layer.zero_grad()
+            y.backward(torch.randn(count, SIDE).bfloat16())
+            results += [y.detach(), *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+            results += [] if x.grad is None else [x.grad]
+            with torch.no_grad():
+                layer.weight.add_(0.01)
+    return results
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "blockwise", "mxfp4"])
+@pytest.mark.parametrize("how", ["eager", "codes", "compiled"])
+def test_emulated_layers_train_as_one_group_after_the_other(
+    recipe: str, layout: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "codes" and recipes.get(recipe).fprop.a.two_level:  # type: ignore[union-attr]
+        pytest.skip("a tensor's factor would be shared by all groups")
+    expected = emulated_steps(recipe, layout, "eager" if how == "compiled" else how, "reference")
+    calls: list[Any] = []
+    multiply = EmulatedGroups.multiply
+    monkeypatch.setattr(EmulatedGroups, "multiply", lambda *args: calls.append(args) or multiply(*args))
+    without_bounds(monkeypatch)
+    ours = emulated_steps(recipe, layout, how, "triton")
+    assert len(calls) == (3 if how == "codes" else 6)
+    for i, (tensor, wanted) in enumerate(zip(ours, expected, strict=True)):
+        assert_close(f"{i}", tensor, wanted, 4e-3)
+
+
+def test_emulated_layers_quantize_weights_once_per_optimizer_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quaver.torch.backends.gpu import grouped_values
+
+    shapes: list[int] = []
+    original = grouped_values.values
+    monkeypatch.setattr(grouped_values, "values", lambda x, *a, **k: shapes.append(len(x)) or original(x, *a, **k))
+    layer = qt.GroupedLinear(4, SIDE, SIDE, recipe="mxfp8", dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    with qt.only("triton"):
+        for _ in range(2):
+            for _ in range(3):
+                x = torch.randn(40, SIDE).bfloat16().requires_grad_()
+                layer(x, ends((5, 0, 16, 19))).sum().backward()
+            optimizer.step()
+    assert shapes.count(4 * SIDE) == 2
+
+
+def test_emulated_layers_are_counted_as_one_group_after_the_other() -> None:
+    tables = []
+    for implementation in ("reference", "triton"):
+        torch.manual_seed(0)
+        layer = qt.GroupedLinear(4, SIDE, SIDE, recipe="nvfp4", dtype=torch.bfloat16)
+        x = torch.randn(67, SIDE).bfloat16().requires_grad_()
+        with qt.only(implementation), qt.count(layer) as counters:
+            layer(x, ends((5, 3, 40, 19))).backward(torch.randn(67, SIDE).bfloat16())
+        tables.append({operand: counts for operands in counters.table.values() for operand, counts in operands.items()})
+    assert tables[0] == tables[1] and tables[0]

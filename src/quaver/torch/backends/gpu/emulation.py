@@ -328,7 +328,7 @@ def two_level_values(
 
 def cached_two_level_values(codes: Tensor, scales: Tensor) -> Tensor:
     """Decode the saved codes of a transpose to bf16 values, in the layout of the matrix."""
-    out: Tensor = _cached_two_level((codes, scales))[0]
+    out: Tensor = cached_two_level((codes, scales), False)[0]
     return out
 
 
@@ -378,12 +378,13 @@ def _two_level_passes(
 
 
 @LaunchPlanCache
-def _cached_two_level(tensors_in: Sequence[Any]) -> LaunchPlan:
+def cached_two_level(tensors_in: Sequence[Any], each: bool) -> LaunchPlan:
+    """Plan `cached_two_level_values`; each: every block of rows has its own tensor factor."""
     codes, _ = tensors_in
     blocks, _, columns = codes.shape
     shape = (blocks * WIDTH, columns)
     out = whole(shape, torch.bfloat16)
     programs, constants, warps = tiles(shape, TWO_LEVEL_BLOCK)
-    constants["INTEGERS"] = integers(codes.device)
+    constants |= {"INTEGERS": integers(codes.device), "EACH": each}
     launch = LaunchSpec(cached_values_in_two_levels, programs, (*tensors_in, out), shape, constants, warps)
     return LaunchPlan(tensors_in, (out,), [launch])

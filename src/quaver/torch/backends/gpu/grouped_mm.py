@@ -282,6 +282,14 @@ KINDS = {
 _probes: dict[tuple[torch.device, str, bool, bool], str] = {}
 
 
+def is_lacking(a: QuantSpec | None, b: QuantSpec | None, device: torch.device) -> bool:
+    """Return True if both operands are quantized and torch has no grouped GEMM for them on this device."""
+    if a is None or b is None:
+        return False
+    name = kind_of(a, b)
+    return not name or architecture(device) // 10 not in KINDS[name].majors
+
+
 def kind_of(a: QuantSpec, b: QuantSpec) -> str:
     """Return the key of `KINDS` that multiplies operands of these specs, or ""."""
     kinds = {_kind(a), _kind(b)}

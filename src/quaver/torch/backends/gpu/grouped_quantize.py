@@ -184,7 +184,7 @@ def _transposed_buffers(x: Tensor, spec: QuantSpec | None, slots: int, groups: i
     return in_words(codes), whole((groups, k), torch.float32)
 
 
-def _programs(x: Tensor, groups: int, bm: int, bn: int) -> tuple[tuple[int], int]:
+def programs(x: Tensor, groups: int, bm: int, bn: int) -> tuple[tuple[int], int]:
     """Return a grid that suffices for any sizes of the groups, and the number of blocks side by side."""
     across = -(-x.shape[1] // bn)
     return ((-(-x.shape[0] // bm) + groups) * across,), across
@@ -192,7 +192,7 @@ def _programs(x: Tensor, groups: int, bm: int, bn: int) -> tuple[tuple[int], int
 
 def _amaxes(x: Tensor, amaxes: BufferSpec, ends: Tensor, *, each_column: bool) -> LaunchSpec:
     (bm, bn, warps), groups = AMAX_BLOCK, ends.shape[0]
-    grid, across = _programs(x, groups, bm, bn)
+    grid, across = programs(x, groups, bm, bn)
     numbers = (groups, x.shape[1], x.stride(0), across)
     constants = {"BM": bm, "BN": bn, "EACH_COLUMN": each_column}
     return LaunchSpec(kernels.group_amaxes, grid, (x, amaxes, ends), numbers, constants, warps)
@@ -205,7 +205,7 @@ def _cast(tensors: tuple[Any, ...], spec: QuantSpec, slots: int, *, each_column:
     """
     x, (q, scale), (qt, transposed_scale), amaxes, factors, ends = tensors
     (bm, bn, warps), groups, k = CAST_BLOCK, ends.shape[0], x.shape[1]
-    grid, across = _programs(x, groups, bm, bn)
+    grid, across = programs(x, groups, bm, bn)
     lines = slots // UNIT
     numbers = (groups, k, x.stride(0), k, lines, lines * k, 0 if factors is None else factors.stride(0), across)
     constants = {
@@ -253,7 +253,7 @@ def finish_rows(y: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
 def _finish_rows(tensors_in: Sequence[Any]) -> LaunchPlan:
     y, bias, ends = tensors_in
     bm, bn, warps = FINISH_BLOCK
-    grid, across = _programs(y, 0, bm, bn)
+    grid, across = programs(y, 0, bm, bn)
     numbers = (ends.shape[0], *y.shape, across)
     launch = LaunchSpec(kernels.finish_rows, grid, (y, bias, ends), numbers, {"BM": bm, "BN": bn}, warps)
     return LaunchPlan(tensors_in, (), [launch])

@@ -166,7 +166,7 @@ class GroupedCall(LinearCall):
 # ---- weight operands ----
 
 
-def weights(call: GroupedCall, weight: Tensor, side: str, quantize: Callable[[], Any]) -> Any:
+def weights(call: GroupedCall, weight: Tensor, side: str, quantize: Callable[[], Any], kind: str = "") -> Any:
     """Return the weight operands for a side, from `quaver.torch.state.weight_cache` if valid.
 
     On a CPU they are a list with the operand of each group, None until it is needed, since a group without rows needs
@@ -176,18 +176,23 @@ def weights(call: GroupedCall, weight: Tensor, side: str, quantize: Callable[[],
     Args:
         side: "fprop" or "dgrad".
         quantize: makes the operands if none are cached.
+        kind: prefix of the cache key for operands of another kind.
     """
     entry = call.stacks.get(side)
     if entry is None or entry.quantized is None:
-        entry = call.stacks[side] = _entry(call, weight, side, partial(outside_inference, call, weight, quantize))
+        entry = call.stacks[side] = _entry(
+            call, weight, side, partial(outside_inference, call, weight, quantize), kind
+        )
     return entry.quantized
 
 
-def _entry(call: GroupedCall, weight: Tensor, side: str, quantize: Callable[[], Any]) -> weight_cache.CachedWeight:
+def _entry(
+    call: GroupedCall, weight: Tensor, side: str, quantize: Callable[[], Any], kind: str
+) -> weight_cache.CachedWeight:
     owner, gemm = call.owner, call.recipe.gemms[side]
     if not isinstance(owner, LayerGroups) or call.stored is not None or general.capturing(weight):
         return weight_cache.CachedWeight(quantize())
-    key = f"{side} {owner.name}", weight, gemm.b, call.host_factors or general.factor_key(call)
+    key = f"{kind}{side} {owner.name}", weight, gemm.b, call.host_factors or general.factor_key(call)
     entry = weight_cache.lookup(owner.layer, *key, call.training)  # type: ignore[arg-type]
     if entry is not None and entry.quantized is not None:
         return entry

@@ -23,6 +23,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.cpu import gemm
 from quaver.torch.linear.general import LATER, high_precision, plain
 from quaver.torch.linear.grouped.call import GroupedCall, LayerGroups, outside_inference, weights
+from quaver.torch.linear.grouped.emulated import EmulatedGroups, EmulatedRows, SavedValues, runs_emulated
 from quaver.torch.linear.grouped.operands import (
     GROUPED_MATMUL,
     GROUPED_QUANTIZE,
@@ -42,7 +43,7 @@ from quaver.torch.state.history import amax
 
 #: Operand of wgrad that forward saves: rows in high precision or as codes that backward decodes, else the operand of
 #: all groups, [K, rows] each, or as fprop read them if backward decodes them.
-SavedRows = Tensor | Quantized | list[Quantized | None] | GroupedOperand
+SavedRows = Tensor | Quantized | list[Quantized | None] | GroupedOperand | SavedValues
 #: Largest number of elements that torch operations quantize within the CPU cache.
 CACHED = 1 << 18
 
@@ -75,7 +76,7 @@ def recomputed(call: GroupedCall, x: Tensor | Quantized, high: Tensor | None) ->
 
 
 def _operand(
-    run: "HostGroups | DeviceGroups", x: Tensor | Quantized, name: str, other: QuantSpec | None = None
+    run: "HostGroups | DeviceGroups | EmulatedGroups", x: Tensor | Quantized, name: str, other: QuantSpec | None = None
 ) -> Any:
     """Return the operand of fprop, or x itself if it is not quantized; `name` and `other` as in `quantize`."""
     if isinstance(x, Quantized):
@@ -84,12 +85,12 @@ def _operand(
     return x if spec is None else run.quantize(amax.INPUT, name, x, spec, other=other)
 
 
-def _saved(run: "HostGroups | DeviceGroups", x: Tensor | Quantized, high: Tensor | None, a: Any, name: str) -> Any:
+def _saved(run: "HostGroups | DeviceGroups | EmulatedGroups", x: Tensor | Quantized, high: Tensor | None, a: Any, name: str) -> Any:
     """Return the operand of wgrad, from fprop's operand `a` if the recipe says so."""
     recipe, c, values = run.call.recipe, run.call.recipe.wgrad.b, x if isinstance(x, Tensor) else high
     if recipe.saved_input is None:
         return x if values is None else values
-    if isinstance(a, GroupedOperand) and a.transpose is not None:
+    if isinstance(a, GroupedOperand | EmulatedRows) and a.transpose is not None:
         return a.transpose
     if c is None or recipe.reuse.input:
         return a if c is None else run.transpose(a)
@@ -123,7 +124,7 @@ def backward(
         # Saved for a weight gradient that is computed later only while it is observed.
         observed = g if observer.active.observers else None
         transposed: Any = g
-        if isinstance(rows, GroupedOperand) and rows.transpose is not None:
+        if isinstance(rows, GroupedOperand | EmulatedRows) and rows.transpose is not None:
             transposed = rows.transpose
         elif c is not None:
             transposed = (
@@ -136,7 +137,7 @@ def backward(
 
 
 def _weight_gradient(
-    run: "HostGroups | DeviceGroups", g: Any, saved: Any, observed: Tensor | None, *, dtype: torch.dtype
+    run: "HostGroups | DeviceGroups | EmulatedGroups", g: Any, saved: Any, observed: Tensor | None, *, dtype: torch.dtype
 ) -> Tensor:
     """Run wgrad; returns the gradient in the layout of the parameter."""
     y = run.wgrad(g, saved, dtype)
@@ -148,7 +149,7 @@ def _weight_gradient(
 
 
 def _observe_gemms(
-    run: "HostGroups | DeviceGroups", gemm: str, a: Tensor | None, b: Any, bias: Tensor | None, y: Tensor,
+    run: "HostGroups | DeviceGroups | EmulatedGroups", gemm: str, a: Tensor | None, b: Any, bias: Tensor | None, y: Tensor,
     a_operand: Any, b_operand: Any = None,
 ) -> None:  # fmt: skip
     """Report the result of each group's GEMM to the active observers.
@@ -183,9 +184,11 @@ def _observe_gemms(
             each.observe_gemm(observed)
 
 
-def backend(call: GroupedCall) -> "HostGroups | DeviceGroups":
-    """Return the functions that run a call: `HostGroups` if the host knows the offsets, else `DeviceGroups`."""
-    return HostGroups(call) if ops.on_host(call.offsets.ends) else DeviceGroups(call)
+def backend(call: GroupedCall) -> "HostGroups | DeviceGroups | EmulatedGroups":
+    """Return the functions that run a call: `HostGroups` if the host knows the offsets, else those of a GPU."""
+    if ops.on_host(call.offsets.ends):
+        return HostGroups(call)
+    return EmulatedGroups(call) if runs_emulated(call) else DeviceGroups(call)
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -440,7 +443,8 @@ class DeviceGroups:
         if operand and observer.active.observers:
             # Each group by itself has the same codes, and counting may wait for the sizes of the groups.
             _quantize_each(call, column, operand, _in_rows(x), spec, for_wgrad, noise, ops.QUANTIZE)
-            other = None
+            # Transposes with codes of their own are reported when they are quantized alone.
+            other = other if other == spec and spec.transposable else None
         factors = None if call.factors is None else call.factors[:, column]
         specs = (None, spec) if for_wgrad else (spec, other)
         if GROUPED_QUANTIZE.pick(x, *specs) == grouped.quantize_both:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.linear.grouped.call import GroupedCall
+from quaver.torch.linear.grouped.emulated import SavedValues, runs_emulated
 from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, multiple, slots
 from quaver.torch.numerics.quantized import Quantized, storage
 from quaver.torch.operations import ops
@@ -45,16 +46,19 @@ class SavedLayout(NamedTuple):
     rows: Any
     groups: Any
     k: Any
+    #: True for `emulated.SavedValues`: codes and scales, whose layouts are those of `gpu.grouped_values`.
+    emulated: bool = False
 
     @staticmethod
     def of(call: GroupedCall) -> "SavedLayout":
-        return SavedLayout.by(call.recipe, call.offsets.rows, call.offsets.groups, call.weight_shape[2])
+        emulated = not ops.on_host(call.offsets.ends) and runs_emulated(call)
+        return SavedLayout.by(call.recipe, call.offsets.rows, call.offsets.groups, call.weight_shape[2], emulated)
 
     @staticmethod
-    def by(recipe: Recipe, rows: Any, groups: Any, k: Any) -> "SavedLayout":
+    def by(recipe: Recipe, rows: Any, groups: Any, k: Any, emulated: bool) -> "SavedLayout":
         spec, fprop_rows = recipe.saved_input, recipe.wgrad.b is None
         assert spec is not None
-        return SavedLayout(spec, fprop_rows, recipe.reuse.input or fprop_rows, rows, groups, k)
+        return SavedLayout(spec, fprop_rows, recipe.reuse.input or fprop_rows, rows, groups, k, emulated)
 
     def sizes(self) -> tuple[Any, Any]:
         """Return the numbers of bytes of codes and scales that suffice for any sizes of the groups, on a CPU."""
@@ -75,6 +79,11 @@ class SavedLayout(NamedTuple):
             data, scales = self.sizes()
             shapes = ((data,), (scales,), (groups if spec.two_level else 0,), (groups,))
             return shapes, (torch.uint8, torch.uint8, torch.float32, torch.uint8)
+        if self.emulated:
+            from quaver.torch.backends.gpu.grouped_values import saved_shapes
+
+            shapes, dtypes = saved_shapes(spec, self.rows, groups, k)
+            return (*shapes, (0,), (0,)), (*dtypes, torch.float32, torch.uint8)
         count = slots(self.rows, groups, multiple(spec))
         lines, deep = (self.rows, k) if self.fprop_rows else (k, count)
         height, width = spec.block if self.fprop_rows else spec.block[::-1]
@@ -87,8 +96,12 @@ class SavedLayout(NamedTuple):
             (0,),
         ), (storage(spec.format), narrow, torch.float32, torch.uint8)
 
-    def flat(self, saved: Sequence[Quantized | None] | GroupedOperand, padded: bool = False) -> tuple[Tensor, ...]:
+    def flat(
+        self, saved: Sequence[Quantized | None] | GroupedOperand | SavedValues, padded: bool = False
+    ) -> tuple[Tensor, ...]:
         """Return the four tensors of an operand; `padded` to the sizes of `shapes`."""
+        if isinstance(saved, SavedValues):
+            return *saved, *(saved.codes.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.uint8))
         if isinstance(saved, GroupedOperand):
             none = saved.data.new_empty(0, dtype=torch.float32)
             factor = none if saved.factor is None else saved.factor.contiguous()
@@ -109,9 +122,13 @@ class SavedLayout(NamedTuple):
         flags = torch.tensor([q is not None and q.transposed for q in saved], dtype=torch.uint8, device="cpu")
         return data, scale, factors, flags
 
-    def operand(self, tensors: Sequence[Tensor], offsets: GroupOffsets) -> list[Quantized | None] | GroupedOperand:
+    def operand(
+        self, tensors: Sequence[Tensor], offsets: GroupOffsets
+    ) -> list[Quantized | None] | GroupedOperand | SavedValues:
         """Rebuild the operand from its four tensors."""
         data, scales, factors, flags = tensors
+        if self.emulated:
+            return SavedValues(data, scales)
         spec, kind = self.spec, dtype_of_scales(self.spec)
         if not ops.on_host(offsets.ends):
             places = offsets.slots(1 if self.fprop_rows else multiple(spec))

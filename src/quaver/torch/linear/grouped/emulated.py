@@ -1,0 +1,201 @@
+"""Grouped GEMMs on a GPU without native ones: bf16 grouped GEMMs multiply the values that the codes would have.
+
+The counterpart of `quaver.torch.linear.plan_emulated`. One kernel rounds the rows of all groups to the values of their
+codes, along rows and along columns. Backward saves codes and scales of the rows, and decodes them in one launch. A
+cached weight holds values.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu.device import why_no_kernels
+from quaver.torch.linear.grouped.call import GroupedCall, weights
+from quaver.torch.linear.grouped.operands import HIGH_MATMUL, HIGH_WGRAD
+from quaver.torch.numerics.grouped import GroupOffsets
+from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
+from quaver.torch.state import observer
+from quaver.torch.state.history import amax
+
+
+class EmulatedRows(NamedTuple):
+    """Rows of all groups as bf16 values, and their transposes: values [slots, k], or codes and scales to be decoded."""
+
+    values: Tensor
+    transpose: Any = None
+
+
+def runs_emulated(call: GroupedCall) -> bool:
+    """Return `is_emulated` for a call; False for weights stored as codes."""
+    device = call.offsets.ends.device
+    return call.stored is None and is_emulated(call.recipe, device, call.weight_shape, call.dtype, call.weight_dtype)
+
+
+class SavedValues(NamedTuple):
+    """Codes and scales of transposes, which `gpu.grouped_values.saved_values` decodes."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+#: Answers of `is_emulated`, cleared by `only`.
+_answers: dict[Any, bool] = {}
+ops.resolved_caches.append(_answers)
+
+
+def is_emulated(recipe: Recipe, device: torch.device, weight_shape: Sequence[Any], *dtypes: torch.dtype) -> bool:
+    """Return True if the GEMMs of a layer with weights [groups, N, K] run on values.
+
+    Depends on nothing that changes between forward and backward, eager or compiled.
+
+    Args:
+        dtypes: of rows and weights.
+    """
+    key = recipe.text, device, *map(int, weight_shape), *dtypes
+    answer = _answers.get(key)
+    if answer is None:
+        answer = _answers[key] = _is_emulated(recipe, device, dtypes, *map(int, weight_shape))
+    return answer
+
+
+def _is_emulated(
+    recipe: Recipe, device: torch.device, dtypes: Sequence[torch.dtype], groups: int, n: int, k: int
+) -> bool:
+    if not recipe.quantizes or recipe.delayed is not None or recipe.dequantized_backward or why_no_kernels(device):
+        return False
+    from quaver.torch.backends.gpu import grouped_mm, grouped_values
+    from quaver.torch.backends.gpu.quantize import READ
+
+    if any(dtype not in READ for dtype in dtypes):
+        return False
+    if any(not grouped_mm.is_lacking(gemm.a, gemm.b, device) for gemm in recipe.gemms.values()):
+        return False
+    tokens = (recipe.fprop.a, recipe.wgrad.b), (recipe.dgrad.a, recipe.wgrad.a)
+    matrix = recipe.fprop.b, recipe.dgrad.b
+    if not all(grouped_values.serves(*pair) for pair in (*tokens, matrix, matrix[::-1])):
+        return False
+    assert recipe.wgrad.a is not None and recipe.wgrad.b is not None and recipe.dgrad.b is not None
+    lines = all(spec is not None and spec.block[0] == 1 for pair in tokens for spec in pair)
+    nearest = all(spec is not None and spec.rounding == "nearest" for spec in (*tokens[0], *matrix))
+    same_slots = grouped_values.unit(recipe.wgrad.a) == grouped_values.unit(recipe.wgrad.b)
+    unit = grouped_values.unit(recipe.dgrad.b)
+    return lines and nearest and same_slots and grouped_values.fits(groups * n, n, k) and not (n % unit or k % unit)
+
+
+class EmulatedGroups:
+    """Rounding and bf16 GEMMs of one call whose group sizes only the device knows."""
+
+    def __init__(self, call: GroupedCall) -> None:
+        self.call = call
+
+    def quantize(
+        self, column: int, operand: str, x: Tensor, spec: QuantSpec, for_wgrad: bool = False,
+        other: QuantSpec | None = None,
+    ) -> Any:  # fmt: skip
+        """Return `EmulatedRows` of rows x [T, k], or only their transposes if `for_wgrad`; see `HostGroups`."""
+        from quaver.torch.backends.gpu import grouped_values
+
+        call, recipe = self.call, self.call.recipe
+        is_input = column == amax.INPUT
+        spec, transposed = (recipe.fprop.a, recipe.wgrad.b) if is_input else (recipe.dgrad.a, recipe.wgrad.a)  # type: ignore[assignment]
+        assert transposed is not None
+        name = operand.removesuffix(".T")
+        names = ("" if for_wgrad else name), (f"{name}.T" if name and (for_wgrad or other is not None) else "")
+        draws = [call.noise(one, each) for one, each in zip(names, (spec, transposed), strict=True)]
+        for one, each, draw in zip(names, (spec, transposed), draws, strict=True):
+            if one and observer.active.observers:
+                self._report(one, x, each, draw)
+        along, down, saved = grouped_values.values(
+            x.detach(),
+            spec,
+            transposed,
+            call.offsets,
+            straight=not for_wgrad,
+            transposed=for_wgrad or other is not None,
+            saves=is_input,
+            noise=draws[0],
+            other_noise=draws[1],
+        )
+        columns = down if saved is None else SavedValues(*saved)
+        return columns if for_wgrad else EmulatedRows(along, columns)  # type: ignore[arg-type]
+
+    def _report(self, name: str, x: Tensor, spec: QuantSpec, draw: Any) -> None:
+        """Report the operand of each group to the observers; each by itself has the same codes."""
+        for group, (start, end) in enumerate(self.call.offsets.bounds()):
+            if end > start:
+                part = x[start:end].t() if name.endswith(".T") else x[start:end]
+                noise = ops.NO_NOISE if draw is None else draw.of(group)
+                self.call.note(name, part, ops.QUANTIZE(part, spec, None, None, noise))
+
+    def split(self, q: Quantized) -> EmulatedRows:
+        """Return the values of rows that the caller has quantized."""
+        return EmulatedRows(q.dequantize().to(torch.bfloat16))
+
+    def multiply(self, a: EmulatedRows, weight: Tensor, side: str, bias: Tensor | None) -> Tensor:
+        """Compute fprop or dgrad."""
+        call = self.call
+        q = weights(call, weight, side, partial(self._weights, weight, side), "values of ")
+        groups, n, k = call.weight_shape
+        matrices = q.data.view(groups, n, k) if weight.is_contiguous() else q.data.view(groups, k, n).transpose(1, 2)
+        return HIGH_MATMUL(
+            a.values, matrices if side == "fprop" else matrices.transpose(1, 2), call.offsets, call.dtype, bias
+        )
+
+    def wgrad(self, g: Tensor, x: SavedValues, dtype: torch.dtype) -> Tensor:
+        """Compute wgrad of values g [slots, N] and saved values of rows [slots, K]."""
+        from quaver.torch.backends.gpu import grouped_values
+
+        spec = self.call.recipe.wgrad.b
+        assert spec is not None
+        values = grouped_values.saved_values(x.codes, x.scales, spec)
+        slots = self.call.offsets.slots(grouped_values.unit(spec))
+        one, other = (values, g) if self.call.transposed else (g, values)
+        return HIGH_WGRAD(one, other, GroupOffsets(slots.ends, slots.count), dtype)
+
+    def bias_gradient(self, g: Tensor, dtype: torch.dtype) -> Tensor:
+        from quaver.torch.linear.grouped.products import DeviceGroups
+
+        return DeviceGroups(self.call).bias_gradient(g, dtype)
+
+    def _weights(self, weight: Tensor, side: str) -> Quantized:
+        """Return the values of the weights in storage order, while training with those of the transposes."""
+        from quaver.torch.backends.gpu import grouped_quantize, grouped_values
+
+        call, recipe = self.call, self.call.recipe
+        fprop = call.stacks.get("fprop")
+        if side == "dgrad" and fprop is not None and fprop.quantized is not None:
+            cached: Quantized = fprop.quantized.cached_transpose
+            if cached is not None:
+                return cached
+        specs: Any = recipe.fprop.b, recipe.dgrad.b
+        if observer.active.observers:
+            for matrix in weight.detach():
+                transposed = side == "dgrad"
+                part = matrix.t() if transposed else matrix
+                call.note("weight.T" if transposed else "weight", part, ops.QUANTIZE(part, specs[transposed]))
+        straight = weight.is_contiguous()
+        x = weight.detach() if straight else weight.detach().transpose(1, 2)
+        groups, rows, columns = x.shape
+        wanted = (side == "fprop" or call.training, side == "dgrad" or call.training)
+        along_wanted, down_wanted = wanted if straight else wanted[::-1]
+        offsets = GroupOffsets(grouped_quantize.equal_ends(groups, rows, x.device), groups * rows)
+        spec, other = specs if straight else specs[::-1]
+        along, down, _ = grouped_values.values(
+            x.reshape(groups * rows, columns), spec, other, offsets, straight=along_wanted, transposed=down_wanted
+        )
+        down = along if spec.block[0] != 1 else None if down is None else down[: groups * rows]
+        # Values stored in the data field: the cache tracks the tensors of a `Quantized`.
+        operands = [
+            None if values is None else Quantized(values, 1.0, each, (groups * rows, columns))
+            for values, each in zip((along, down) if straight else (down, along), specs, strict=True)
+        ]
+        if operands[0] is not None:
+            operands[0].cached_transpose = operands[1]
+        q = operands[side == "dgrad"]
+        assert q is not None
+        return q
