@@ -22,6 +22,9 @@ from quaver.torch.backends.gpu import (
     cross_entropy,
     decode,
     emulation,
+    grouped_gemm,
+    grouped_quantize,
+    grouped_values,
     norm,
     quantize,
     ssm,
@@ -31,6 +34,7 @@ from quaver.torch.backends.gpu import optim as optimizing
 from quaver.torch.backends.gpu.launch import LaunchSpec
 from quaver.torch.backends.gpu.optim import MomentFormat
 from quaver.torch.backends.gpu.quantize_launch import RequestedOperands, combine_launches
+from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, GroupOffsets
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 from quaver.torch.state.history import roll_gpu
 
@@ -709,6 +713,103 @@ def _groups() -> list[Case]:
     ]
 
 
+def _experts() -> list[Case]:
+    """Rows of eight groups, quantized and multiplied as codes."""
+    experts, features = 8, 2048
+    nvfp4 = recipes.get("nvfp4")
+
+    def offsets() -> GroupOffsets:
+        return GroupOffsets(torch.empty(experts, dtype=torch.int32, device="meta"), ROWS)
+
+    def codes(spec: QuantSpec | None, other: QuantSpec | None) -> Callable[[], object]:
+        return lambda: grouped_quantize.quantize(matrix(), spec, other, offsets())
+
+    def weights(spec: QuantSpec) -> Callable[[], object]:
+        weight = torch.empty(experts, features, COLUMNS, dtype=BF16, device="meta")
+        return lambda: grouped_quantize.quantize_weights(weight, spec, spec)
+
+    def values(spec: QuantSpec | None, other: QuantSpec | None, **how: Any) -> Callable[[], object]:
+        assert spec is not None and other is not None
+        return lambda: grouped_values.values(matrix(), spec, other, offsets(), **how)
+
+    def saved() -> object:
+        shapes, dtypes = grouped_values.saved_shapes(nvfp4.wgrad.b, ROWS, experts, COLUMNS)  # type: ignore[arg-type]
+        tensors = (
+            torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+        return grouped_values.saved_values(*tensors, nvfp4.wgrad.b)  # type: ignore[arg-type, misc]
+
+    def operand(spec: QuantSpec, columns: int, for_wgrad: bool) -> GroupedOperand:
+        places = offsets().slots(128 if spec.block[1] else 16) if for_wgrad else offsets().slots(1)
+        places.ends = torch.empty(experts, dtype=torch.int32, device="meta")
+        shape = (columns, places.count) if for_wgrad else (ROWS, columns)
+        blocks = spec.block[1]
+        scales = (experts, columns) if for_wgrad else (ROWS, 1)
+        if blocks is not None:
+            scales = (places.count // blocks, columns) if for_wgrad else (ROWS, columns // blocks)
+        data = torch.empty(shape, dtype=FLOAT8[spec.format.name], device="meta")
+        k = places.count if for_wgrad else columns
+        return GroupedOperand(data, torch.empty(scales, device="meta"), None, spec, for_wgrad, places, k)
+
+    def products(spec: QuantSpec, other: QuantSpec, fast: bool = False) -> Callable[[], object]:
+        square = other.block[1] is not None
+        rows = experts * features
+        scale = torch.empty(rows // 128 if square else rows, COLUMNS // 128 if square else 1, device="meta")
+        w = Quantized(matrix(rows, COLUMNS, FLOAT8[other.format.name]), scale, other, (rows, COLUMNS))
+        return lambda: grouped_gemm.matmul(operand(spec, COLUMNS, False), w, offsets(), features, BF16, None, fast)
+
+    def sums(spec: QuantSpec, other: QuantSpec) -> Callable[[], object]:
+        return lambda: grouped_gemm.sums(operand(spec, features, True), operand(other, COLUMNS, True), BF16)
+
+    row, gradient, line = QuantSpec(E4M3, (1, None)), QuantSpec(E5M2, (1, None)), QuantSpec(E4M3, (1, 128))
+    mxfp8, square = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (128, 128))
+    multiply_adds = ROWS * COLUMNS * features
+    small = {"wide stores": "it writes a number for each group"}
+    noise = GroupedNoise(1, range(experts), range(experts))
+    searched: dict[str, Any] = {"trips": (experts,)}
+    tiles = (ROWS // 128 + experts) * (features // 256) // 132
+    multiplied: dict[str, Any] = {
+        "trips": (tiles, (experts, COLUMNS // 128)),
+        "products": {"multiply_codes": multiply_adds},
+    }
+    summed: dict[str, Any] = {
+        "trips": (experts * (features // 128) * (COLUMNS // 256) // 132, ROWS // experts // 128),
+        "products": {"sum_codes": multiply_adds},
+    }
+    return [
+        Case(name="experts: a scale per group", launch=codes(POWER, POWER), **searched),
+        Case(name="experts: a scale per row", launch=codes(row, row), **searched),
+        Case(name="experts: transposes alone", launch=codes(None, row), **searched),
+        Case(name="experts: weights", launch=weights(POWER), **searched),
+        Case(name="experts: values 1x32", launch=values(mxfp8, mxfp8), **searched),
+        Case(name="experts: values 1x32 saved", launch=values(mxfp8, mxfp8, saves=True), **searched),
+        Case(name="experts: values 1x16 saved", launch=values(nvfp4.fprop.a, nvfp4.wgrad.b, saves=True), **searched),
+        Case(
+            name="experts: values 1x16 stochastic",
+            launch=values(nvfp4.dgrad.a, nvfp4.wgrad.a, noise=noise, other_noise=noise),
+            **searched,
+        ),
+        Case(name="experts: saved values 1x16", launch=saved),
+        Case(name="experts: products of codes", launch=products(row, row, True), since=89, **multiplied),
+        Case(name="experts: products of E5M2 codes", launch=products(gradient, row), since=89, **multiplied),
+        Case(name="experts: products in blocks", launch=products(line, square), since=89, **multiplied),
+        Case(name="experts: sums of codes", launch=sums(gradient, row), since=89, **summed),
+        Case(name="experts: sums in blocks", launch=sums(line, line), since=89, **summed),
+        Case(
+            name="experts: finished",
+            launch=lambda: grouped_quantize.finish_groups(
+                torch.empty(experts, features, COLUMNS, dtype=BF16, device="meta"), offsets().ends
+            ),
+        ),
+        Case(
+            name="experts: finished rows",
+            launch=lambda: grouped_quantize.finish_rows(matrix(), None, offsets().ends),
+            trips=(experts,),
+            exceptions=small,
+        ),
+    ]
+
+
 #: Attention that only `make slow` compiles: name, recipe, whether backward, and other options.
 RARE: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("by heads, 64 features", "tensorwise", False, {"features": 64}),
@@ -899,6 +1000,7 @@ CASES: list[Case] = [
     *_decoded(),
     *_emulated(),
     *_groups(),
+    *_experts(),
     *_training_steps(),
     *_optimizers(),
     *_attention(),

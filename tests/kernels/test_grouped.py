@@ -181,3 +181,46 @@ def test_two_level_values_of_groups_are_those_of_the_reference(operand: str, end
                 assert one is not None
                 assert_bitwise(one[slot : slot + expected.shape[0]].contiguous(), expected.contiguous())
         slot += -(-(end - start) // 16) * 16
+
+
+# ---- codes in blocks of 128 ----
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize("k", [144, 256])
+def test_groups_in_blocks_have_the_codes_of_each_alone(k: int, ends: tuple[int, ...]) -> None:
+    spec = QuantSpec(E4M3, (1, 128))
+    x = difficult(ROWS, k, torch.bfloat16)
+    offsets = GroupOffsets(torch.tensor(ends, dtype=torch.int32, device=DEVICE), ROWS)
+    rows, columns = grouped_quantize.quantize(x, spec, spec, offsets)
+    assert rows is not None and columns is not None and rows.transpose is columns
+    slot = 0
+    for start, end in bounds(ends):
+        slots = -(-(end - start) // 128) * 128
+        if end > start:
+            own = reference.quantize(x[start:end], spec)
+            assert_bitwise(as_codes(rows.data[start:end]), as_codes(own.data))
+            assert_bitwise(rows.scale[start:end], own.plain_scale())
+            own = reference.quantize(x[start:end].t(), spec)
+            padding = as_codes(own.data).new_zeros((k, slots - (end - start)))
+            expected = torch.cat([as_codes(own.data), padding], 1)
+            assert_bitwise(as_codes(columns.data[:, slot : slot + slots].contiguous()), expected)
+            assert_bitwise(columns.scale[slot // 128 : (slot + slots) // 128], own.plain_scale().t())
+        slot += slots
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_weights_in_squares_have_the_codes_of_each(both: bool) -> None:
+    spec = QuantSpec(E4M3, (128, 128))
+    weight = difficult(3 * 256, 128, torch.bfloat16).view(3, 256, 128)
+    assert grouped_quantize.reason_weights(weight, spec, spec) == ""
+    assert "multiples of 128" in grouped_quantize.reason_weights(weight[:, :144].contiguous(), spec, spec)
+    fprop, dgrad = grouped_quantize.quantize_weights(weight, spec if both else None, spec)
+    assert dgrad is not None and (fprop is not None) is both
+    for group in range(3):
+        for stacked, matrix in ((fprop, weight[group]), (dgrad, weight[group].t())):
+            if stacked is not None:
+                own, lines = reference.quantize(matrix, spec), matrix.shape[0]
+                assert_bitwise(as_codes(stacked.data[group * lines : (group + 1) * lines]), as_codes(own.data))
+                squares = slice(group * lines // 128, (group + 1) * lines // 128)
+                assert_bitwise(stacked.plain_scale()[squares], own.plain_scale())

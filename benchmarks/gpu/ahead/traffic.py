@@ -23,7 +23,7 @@ SHAPE = 8, 16_384, 4096, 14_336
 RECIPES = ("bf16", "tensorwise", "tensorwise-e4m3", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 #: torch's GEMMs, and our kernels that are GEMMs.
 TORCH_GEMMS = "mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"
-KERNEL_GEMMS = "multiply_groups", "sum_groups"
+KERNEL_GEMMS = "multiply_groups", "sum_groups", "multiply_codes", "sum_codes"
 #: Kernels that write only rows or groups without tokens, of which this layer has none.
 ONLY_EMPTY = "finish_rows", "finish_groups"
 #: Operations that copy nothing: they allocate, or view.

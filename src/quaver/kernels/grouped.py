@@ -28,7 +28,7 @@ from quaver.kernels.numerics import (
     whole_word,
 )
 from quaver.kernels.nvfp4 import largest, load_down, quarter, transposed
-from quaver.kernels.rowwise import rows_at
+from quaver.kernels.rowwise import blockwise_at, rows_at, squares_at
 from quaver.kernels.tensorwise import load4, store4
 
 
@@ -165,6 +165,62 @@ def group_rows(
             rows, columns, stride, q_stride, BM, BN, STEPS, False, True, False,
             POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
         )  # fmt: skip
+
+
+@triton.jit
+def group_blocks(
+    x, q, qt, scale, transposed_scale, ends,
+    groups, columns, stride, q_stride, qt_lines, scale_stride, across,
+    BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Run `quaver.kernels.rowwise.blockwise` on each group of rows of x, which one read quantizes in both directions.
+
+    scale: float32 [blocks of columns, rows]. qt: [columns, slots] in units of BM slots; transposed_scale: float32 [slots
+    / BM, columns]. Exact.
+    """
+    p = tl.program_id(0)
+    group, first, rows, pm, before = group_at(p // across, ends, groups, BM, BM)
+    if group >= 0:
+        own_q, own_qt, own_scale, own_transposed = q, qt, scale, transposed_scale
+        if ROWS:
+            own_q = q + first * q_stride
+            own_scale = scale + first
+        if COLUMNS:
+            own_qt = qt + before * (BM // 4)
+            own_transposed = transposed_scale + before * columns
+        blockwise_at(
+            pm, p % across, x + first * stride, own_q, own_qt, own_scale, own_transposed, None,
+            rows, columns, stride, q_stride, qt_lines, scale_stride, columns,
+            BM, BN, False, ROWS, COLUMNS, False, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+        )  # fmt: skip
+
+
+@triton.jit
+def stacked_squares(
+    x, q, qt, scale, transposed_scale, rows, columns, stride, down, across,
+    BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Run `quaver.kernels.rowwise.squares` on matrices x [groups, rows, columns], sides whole squares.
+
+    qt: [groups, columns, rows]. scale: float32 [groups, down, across]; transposed_scale: [groups, across, down]. Exact.
+    """
+    p = tl.program_id(0)
+    group = (p // (down * across)).to(tl.int64)
+    pm, pn = p % (down * across) // across, p % across
+    own_q, own_qt, own_scale, own_transposed = q, qt, scale, transposed_scale
+    if ROWS:
+        own_q = q + group * rows * columns
+        own_scale = scale + group * down * across
+    if COLUMNS:
+        own_qt = qt + group * (rows // 4) * columns
+        own_transposed = transposed_scale + group * down * across
+    squares_at(
+        pm, pn, x + group * rows * stride, own_q, own_qt, own_scale, own_transposed, None,
+        rows, columns, stride, columns, rows // 16, across, down,
+        BM, BN, True, ROWS, COLUMNS, False, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+    )  # fmt: skip
 
 
 # ---- bf16 values of codes, for GEMMs that the GPU lacks ----

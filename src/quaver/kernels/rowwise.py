@@ -57,8 +57,23 @@ def blockwise(
     the grid's first axis. With both directions x is read again for each, from the L1 cache, because registers hold
     only x as loaded. Exact. A block whose amax is not finite has factor 1 and scale NaN.
     """
-    pm = tl.program_id(0 if TALL else 1)
-    pn = tl.program_id(1 if TALL else 0)
+    blockwise_at(
+        tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),
+        x, q, qt, scale, transposed_scale, known_amax,
+        rows, columns, stride, q_stride, qt_lines, scale_stride, transposed_stride,
+        BM, BN, EVEN, ROWS, COLUMNS, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+    )  # fmt: skip
+
+
+@triton.jit
+def blockwise_at(
+    pm, pn, x, q, qt, scale, transposed_scale, known_amax,
+    rows, columns, stride, q_stride, qt_lines, scale_stride, transposed_stride,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KNOWN_AMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Run the program of block (pm, pn) of `blockwise`."""
     r = pm * BM + 4 * tl.arange(0, BM // 4)
     c = pn * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)
@@ -120,8 +135,23 @@ def squares(
     scale [blocks of rows, blocks of columns] with row stride `scale_stride`; transposed_scale is its transpose. given
     has the layout of scale, or of transposed_scale if only that is written.
     """
-    pm = tl.program_id(0 if TALL else 1)
-    pn = tl.program_id(1 if TALL else 0)
+    squares_at(
+        tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),
+        x, q, qt, scale, transposed_scale, known_amax,
+        rows, columns, stride, q_stride, qt_lines, scale_stride, transposed_stride,
+        BM, BN, EVEN, ROWS, COLUMNS, KNOWN_AMAX, POWER_OF_TWO, EMAX, TOP_MANTISSA, MAX, INTEGERS, dtype,
+    )  # fmt: skip
+
+
+@triton.jit
+def squares_at(
+    pm, pn, x, q, qt, scale, transposed_scale, known_amax,
+    rows, columns, stride, q_stride, qt_lines, scale_stride, transposed_stride,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KNOWN_AMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Run the program of block (pm, pn) of `squares`."""
     r = pm * BM + 4 * tl.arange(0, BM // 4)
     c = pn * BN + tl.arange(0, BN)
     x0, x1, x2, x3 = load4(x, r, c, rows, columns, stride, EVEN)

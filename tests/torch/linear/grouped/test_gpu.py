@@ -153,7 +153,7 @@ def emulated_steps(recipe: str, layout: str, how: str, implementation: str) -> l
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "blockwise", "mxfp4"])
 @pytest.mark.parametrize("how", ["eager", "codes", "compiled"])
-def test_emulated_layers_train_as_one_group_after_the_other(
+def test_layers_of_large_experts_train_as_one_group_after_the_other(
     recipe: str, layout: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "codes" and recipes.get(recipe).fprop.a.two_level:  # type: ignore[union-attr]
@@ -164,7 +164,8 @@ def test_emulated_layers_train_as_one_group_after_the_other(
     monkeypatch.setattr(EmulatedGroups, "multiply", lambda *args: calls.append(args) or multiply(*args))
     without_bounds(monkeypatch)
     ours = emulated_steps(recipe, layout, how, "triton")
-    assert len(calls) == (3 if how == "codes" else 6)
+    # Codes in blocks of 128 have a GEMM of their own.
+    assert len(calls) == (0 if recipe == "blockwise" else 3 if how == "codes" else 6)
     for i, (tensor, wanted) in enumerate(zip(ours, expected, strict=True)):
         assert_close(f"{i}", tensor, wanted, 4e-3)
 

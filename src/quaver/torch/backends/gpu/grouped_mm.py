@@ -282,12 +282,10 @@ KINDS = {
 _probes: dict[tuple[torch.device, str, bool, bool], str] = {}
 
 
-def is_lacking(a: QuantSpec | None, b: QuantSpec | None, device: torch.device) -> bool:
-    """Return True if both operands are quantized and torch has no grouped GEMM for them on this device."""
-    if a is None or b is None:
-        return False
+def has(a: QuantSpec, b: QuantSpec, device: torch.device) -> bool:
+    """Return True if torch has a grouped GEMM of such operands on this device."""
     name = kind_of(a, b)
-    return not name or architecture(device) // 10 not in KINDS[name].majors
+    return bool(name) and architecture(device) // 10 in KINDS[name].majors
 
 
 def kind_of(a: QuantSpec, b: QuantSpec) -> str:

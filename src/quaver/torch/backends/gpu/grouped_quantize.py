@@ -18,7 +18,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import BufferSpec, in_words, row_major, whole
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, multiprocessors
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE, READ
-from quaver.torch.backends.gpu.rowwise import LONGEST, REGISTER_ELEMENTS
+from quaver.torch.backends.gpu.rowwise import BLOCK, LONGEST, REGISTER_ELEMENTS, ROW_WARPS, WARPS
 from quaver.torch.backends.gpu.tensorwise import DTYPES, format_constants, padded
 from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, GroupSlots
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
@@ -46,11 +46,23 @@ def reason_weights(weight: Tensor, spec: QuantSpec | None, other: QuantSpec | No
         return "the weights are not contiguous"
     if weight.numel() and weight.shape[1] % UNIT:
         return f"rows of the transposes have {weight.shape[1]} codes; its kernels write multiples of {UNIT}"
+    if _in_squares(spec, other):
+        whole_squares = weight.shape[1] % BLOCK == weight.shape[2] % BLOCK == 0
+        return "" if whole_squares else f"sides of {tuple(weight.shape)} are no multiples of {BLOCK}"
+    if _kind(spec, other) == "block":
+        return f"it has no kernel for weights by {spec} and {other}"
     return reason(weight.flatten(0, 1), spec, other)
 
 
+def _in_squares(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
+    """Return True if both operands, or the one that is not None, have a scale for each 128 × 128 elements."""
+    specs = [one for one in (spec, other) if one is not None]
+    square = all(s.block == (BLOCK, BLOCK) and s.scale in ("fp32", "power_of_two") for s in specs)
+    return square and all(s.format.name in FLOAT8 and s.rounding == "nearest" and not s.hadamard for s in specs)
+
+
 def _kind(spec: QuantSpec | None, other: QuantSpec | None) -> str:
-    """Return "tensor" for one scale per group, "row" for one per row and per row of the transposes, or ""."""
+    """Return "tensor" for a scale per group, "row" for one per row, "block" for one per 128 of a row, or ""."""
     specs = [one for one in (spec, other) if one is not None]
     if not specs or any(s.format.name not in FLOAT8 or s.rounding != "nearest" or s.hadamard for s in specs):
         return ""
@@ -58,6 +70,8 @@ def _kind(spec: QuantSpec | None, other: QuantSpec | None) -> str:
         return ""
     if all(s.per_tensor for s in specs) and specs[0] == specs[-1]:
         return "tensor"
+    if all(s.block == (1, BLOCK) for s in specs) and specs[0] == specs[-1]:
+        return "block"
     return "row" if all(s.block == (1, None) for s in specs) and other is not None else ""
 
 
@@ -74,10 +88,9 @@ def quantize(
         factors: encode factors of delayed scaling, float32 [groups] with any stride; 0 is unset.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    slots = offsets.slots(UNIT)
-    if other is not None and "ends" not in vars(slots):
-        # One launch instead of several operations.
-        slots.ends = slot_ends(offsets.ends, UNIT)
+    if _kind(spec, other) == "block":
+        return _in_blocks(x, spec, other, offsets)
+    slots = padded_slots(offsets, UNIT) if other is not None else offsets.slots(UNIT)
     count = slots.count if other is not None else 0
     q, scale, qt, transposed_scale, amax = _launch(x, spec, other, offsets.ends, factors, count, stacked=False)
     rows = columns = None
@@ -92,15 +105,45 @@ def quantize(
     return rows, columns
 
 
+def _in_blocks(
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, offsets: GroupOffsets
+) -> tuple[GroupedOperand | None, GroupedOperand | None]:
+    slots = padded_slots(offsets, BLOCK) if other is not None else offsets.slots(BLOCK)
+    count = slots.count if other is not None else 0
+    q, scale, qt, transposed_scale = _with_block_scales((x, offsets.ends), spec, other, count)
+    rows = columns = None
+    if spec is not None:
+        rows = GroupedOperand(q, scale.t(), None, spec, False, offsets.slots(1), x.shape[1])
+    if other is not None:
+        columns = GroupedOperand(qt, transposed_scale, None, other, True, slots, slots.count)
+        if rows is not None:
+            rows.transpose = columns
+    return rows, columns
+
+
+def padded_slots(offsets: GroupOffsets, unit: int) -> GroupSlots:
+    """Return `offsets.slots`, whose ends one launch computes instead of several operations."""
+    slots = offsets.slots(unit)
+    if "ends" not in vars(slots):
+        slots.ends = slot_ends(offsets.ends, unit)
+    return slots
+
+
 def quantize_weights(
     weight: Tensor, spec: QuantSpec | None, other: QuantSpec | None, factors: Tensor | None = None
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantize matrices [groups, n, k] by `spec`, and their transposes by `other`; either may be None.
 
     Returns:
-        Operands [groups · n, k] and [groups · k, n], each row with its own scale.
+        Operands [groups · n, k] and [groups · k, n], each row with its own scale, or each 128 × 128 elements.
     """
     groups, n, k = weight.shape
+    if _in_squares(spec, other):
+        q, scale, qt, transposed_scale = _with_square_scales((weight.detach(),), spec, other)
+        return (
+            None if spec is None else Quantized(q, scale, spec, (groups * n, k)),
+            None if other is None else Quantized(qt, transposed_scale, other, (groups * k, n)),
+        )
     x = weight.detach().view(groups * n, k)
     ends = equal_ends(groups, n, weight.device)
     q, scale, qt, transposed_scale, amax = _launch(x, spec, other, ends, factors, n, stacked=True)
@@ -161,6 +204,51 @@ def _with_row_scales(
         launches = [_rows((x, *rows, amaxes, ends), spec)]
     launches.append(_cast((x, NONE, columns, amaxes, None, ends), other, slots, each_column=True, stacked=stacked))
     return LaunchPlan(tensors_in, (*rows, *columns), launches)
+
+
+@LaunchPlanCache
+def _with_block_scales(
+    tensors_in: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None, slots: int
+) -> LaunchPlan:
+    x, ends = tensors_in
+    (rows, k), groups, one = x.shape, ends.shape[0], spec or other
+    assert one is not None
+    q, scale = _buffers(x, spec)[0], None if spec is None else whole((-(-k // BLOCK), rows), torch.float32)
+    qt = _transposed_buffers(x, other, slots, groups, stacked=False)[0]
+    transposed_scale = None if other is None else whole((slots // BLOCK, k), torch.float32)
+    grid, across = programs(x, groups, BLOCK, BLOCK)
+    numbers = (groups, k, x.stride(0), k, slots // UNIT, rows, across)
+    tensors = (x, q, qt, scale, transposed_scale, ends)
+    constants = _block_constants(spec, other, x.device)
+    warps = ROW_WARPS if qt is None else WARPS
+    launch = LaunchSpec(kernels.group_blocks, grid, tensors, numbers, constants, warps)
+    return LaunchPlan(tensors_in, (q, scale, qt, transposed_scale), [launch])
+
+
+@LaunchPlanCache
+def _with_square_scales(tensors_in: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None) -> LaunchPlan:
+    (weight,) = tensors_in
+    groups, n, k = weight.shape
+    down, across = n // BLOCK, k // BLOCK
+    q = qt = scale = transposed_scale = None
+    if spec is not None:
+        q = row_major((groups * n, k), FLOAT8[spec.format.name])
+        scale = whole((groups * down, across), torch.float32)
+    if other is not None:
+        qt = in_words(row_major((groups * k, n), FLOAT8[other.format.name]))
+        transposed_scale = whole((groups * across, down), torch.float32)
+    tensors, numbers = (weight, q, qt, scale, transposed_scale), (n, k, k, down, across)
+    constants = _block_constants(spec, other, weight.device)
+    grid = (groups * down * across,)
+    launch = LaunchSpec(kernels.stacked_squares, grid, tensors, numbers, constants, ROW_WARPS if qt is None else WARPS)
+    return LaunchPlan(tensors_in, (q, scale, qt, transposed_scale), [launch])
+
+
+def _block_constants(spec: QuantSpec | None, other: QuantSpec | None, device: torch.device) -> dict[str, Any]:
+    one = spec or other
+    assert one is not None
+    wanted = {"BM": BLOCK, "BN": BLOCK, "ROWS": spec is not None, "COLUMNS": other is not None}
+    return {**wanted, "dtype": DTYPES[one.format.name], **format_constants(one, device)}
 
 
 #: Buffers of an operand that is not requested.

@@ -16,7 +16,7 @@ from quaver.torch.backends.gpu import emulation
 from quaver.torch.backends.gpu.block_scaled import halves
 from quaver.torch.backends.gpu.buffers import BufferSpec, whole
 from quaver.torch.backends.gpu.emulation import WIDTH, saved_format
-from quaver.torch.backends.gpu.grouped_quantize import programs, slot_ends
+from quaver.torch.backends.gpu.grouped_quantize import padded_slots, programs
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE
 from quaver.torch.backends.gpu.tensorwise import DTYPES, integers
@@ -76,10 +76,8 @@ def values(
     x = x if x.stride(-1) == 1 else x.contiguous()
     square = spec.block[0] != 1
     wanted = straight or square, transposed and not square, saves
-    places = offsets.slots(unit(other))
-    if wanted[1] and "ends" not in vars(places):
-        # One launch instead of several operations.
-        places.ends = slot_ends(offsets.ends, unit(other))
+    if wanted[1]:
+        padded_slots(offsets, unit(other))
     if not spec.two_level:
         along, down, codes, scales = _values_of_blocks((x, offsets.ends), spec, wanted)
     else:

@@ -68,13 +68,16 @@ def _is_emulated(
 ) -> bool:
     if not recipe.quantizes or recipe.delayed is not None or recipe.dequantized_backward or why_no_kernels(device):
         return False
-    from quaver.torch.backends.gpu import grouped_mm, grouped_values
+    from quaver.torch.backends.gpu import grouped_gemm, grouped_mm, grouped_values
     from quaver.torch.backends.gpu.quantize import READ
 
     if any(dtype not in READ for dtype in dtypes):
         return False
-    if any(not grouped_mm.is_lacking(gemm.a, gemm.b, device) for gemm in recipe.gemms.values()):
-        return False
+    for gemm in recipe.gemms.values():
+        if gemm.a is None or gemm.b is None:
+            return False
+        if grouped_mm.has(gemm.a, gemm.b, device) or grouped_gemm.kind(gemm.a, gemm.b, device):
+            return False
     tokens = (recipe.fprop.a, recipe.wgrad.b), (recipe.dgrad.a, recipe.wgrad.a)
     matrix = recipe.fprop.b, recipe.dgrad.b
     if not all(grouped_values.serves(*pair) for pair in (*tokens, matrix, matrix[::-1])):

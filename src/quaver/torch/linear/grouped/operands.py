@@ -111,7 +111,7 @@ def given_rows(x: Tensor | Quantized, dtype: torch.dtype) -> tuple[RowInputOp, S
 
 # ---- quantization and products of all groups on a GPU ----
 
-_MODULE, _QUANTIZE = f"{ops.GPU}.grouped_mm", f"{ops.GPU}.grouped_quantize"
+_MODULE, _QUANTIZE, _CODES = (f"{ops.GPU}.{name}" for name in ("grouped_mm", "grouped_quantize", "grouped_gemm"))
 
 
 def _no_gemms(a: GroupedOperand, *_: Any) -> str:
@@ -157,6 +157,7 @@ GROUPED_MATMUL: Operation[Tensor] = Operation(
     "grouped_matmul",
     [
         _of("native", "matmul", "reason", _no_gemms),
+        Implementation("triton", f"{_CODES}:matmul", f"{_CODES}:reason", _no_kernels),
         _of("decoded", "bf16_matmul", "reason_decoded", _no_values),
         _of("triton", "kernel_matmul", "reason_kernel", _no_kernels),
         _of("group by group", "group_by_group"),
@@ -169,6 +170,7 @@ GROUPED_WGRAD: Operation[Tensor] = Operation(
     "grouped_sums",
     [
         _of("native", "sums", "reason_sums", _no_gemms),
+        Implementation("triton", f"{_CODES}:sums", f"{_CODES}:reason_sums", _no_kernels),
         _of("decoded", "bf16_sums", "reason_decoded_sums", _no_values),
         _of("triton", "kernel_sums", "reason_kernel", _no_kernels),
         _of("group by group", "sums_group_by_group"),
