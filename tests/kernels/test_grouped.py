@@ -9,8 +9,8 @@ from torch import Tensor
 from quaver import recipes
 from quaver.recipes.formats import E4M3, E5M2
 from quaver.recipes.spec import QuantSpec
-from quaver.torch.backends.gpu import emulation, grouped_quantize, grouped_values
-from quaver.torch.numerics import reference
+from quaver.torch.backends.gpu import emulation, grouped_narrow, grouped_quantize, grouped_values
+from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
@@ -224,3 +224,67 @@ def test_weights_in_squares_have_the_codes_of_each(both: bool) -> None:
                 assert_bitwise(as_codes(stacked.data[group * lines : (group + 1) * lines]), as_codes(own.data))
                 squares = slice(group * lines // 128, (group + 1) * lines // 128)
                 assert_bitwise(stacked.plain_scale()[squares], own.plain_scale())
+
+
+# ---- codes in narrow blocks, with swizzled scales ----
+
+MXFP8 = QuantSpec(E4M3, (1, 32), "e8m0")
+NARROW = {
+    "mxfp8": (MXFP8, MXFP8),
+    "input": (NVFP4.fprop.a, NVFP4.wgrad.b),
+    "grad_output": (NVFP4.dgrad.a, NVFP4.wgrad.a),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize("name", NARROW)
+def test_groups_in_narrow_blocks_have_the_codes_of_each_alone(name: str, ends: tuple[int, ...]) -> None:
+    spec, other = NARROW[name]
+    assert spec is not None and other is not None
+    x = difficult(ROWS, 160, torch.bfloat16)
+    offsets = GroupOffsets(torch.tensor(ends, dtype=torch.int32, device=DEVICE), ROWS)
+    draws = [GroupedNoise(7, [3 * g + t for g in range(4)], [g + t for g in range(4)]) for t in range(2)]
+    results = grouped_narrow.quantize(x, spec, other, offsets, None, *draws)
+    alone = grouped_narrow.quantize(x, None, other, offsets, None, *draws)[1]
+    reference_operands = grouped.quantize_both(x, spec, other, offsets, None, *draws)
+    for ours, expected in zip((*results, alone), (*reference_operands, reference_operands[1]), strict=True):
+        assert ours is not None and expected is not None and ours.swizzled
+        plain = grouped.unswizzled(ours, offsets)
+        assert plain.data.shape == expected.data.shape and plain.scale.shape == expected.scale.shape
+        if ours.for_wgrad:
+            used = int(ours.slots.ends[-1])
+            codes, width = used // (2 if spec.two_level else 1), other.block[1]
+            assert width is not None
+            assert_bitwise(as_codes(plain.data)[:, :codes].contiguous(), as_codes(expected.data)[:, :codes].contiguous())
+            assert_bitwise(plain.scale[: used // width], expected.scale[: used // width])
+        else:
+            assert_bitwise(as_codes(plain.data)[: ends[-1]], as_codes(expected.data)[: ends[-1]])
+            assert_bitwise(plain.scale[: ends[-1]], expected.scale[: ends[-1]])
+        if expected.factor is not None:
+            has_rows = torch.tensor([end > start for start, end in bounds(ends)])
+            assert ours.factor is not None
+            assert_bitwise(ours.factor[has_rows], expected.factor[has_rows])
+
+
+@pytest.mark.parametrize(
+    ("spec", "other"),
+    [(MXFP8, MXFP8), (QuantSpec(E4M3, (32, 32), "e8m0"),) * 2, (NVFP4.fprop.b, NVFP4.dgrad.b)],
+    ids=str,
+)
+def test_weights_in_narrow_blocks_have_the_codes_of_each(spec: QuantSpec, other: QuantSpec) -> None:
+    weight = difficult(3 * 128, 256, torch.bfloat16).view(3, 128, 256)
+    stacks = grouped_narrow.quantize_weights(weight, spec, other)
+    for group in range(3):
+        pairs = zip(stacks, (spec, other), (weight[group], weight[group].t()), strict=True)
+        for stacked, one, matrix in pairs:
+            assert stacked is not None
+            own, lines = reference.quantize(matrix, one), matrix.shape[0]
+            part = slice(group * lines, (group + 1) * lines)
+            assert_bitwise(as_codes(stacked.data[part]), as_codes(own.data))
+            height = one.block[0]
+            assert height is not None
+            blocks = slice(group * lines // height, (group + 1) * lines // height)
+            assert_bitwise(stacked.plain_scale()[blocks], own.plain_scale())
+            if own.tensor_factor is not None:
+                assert stacked.tensor_factor is not None
+                assert_bitwise(stacked.tensor_factor[part], own.tensor_factor.expand(lines, 1))

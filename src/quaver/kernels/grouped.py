@@ -15,6 +15,7 @@ from quaver.kernels.emulation import (
     exponent_of,
     level_of,
 )
+from quaver.kernels.mxfp8 import mxfp8_columns_at
 from quaver.kernels.numerics import (
     decode_scale,
     encode4,
@@ -27,7 +28,7 @@ from quaver.kernels.numerics import (
     store_tile,
     whole_word,
 )
-from quaver.kernels.nvfp4 import largest, load_down, quarter, transposed
+from quaver.kernels.nvfp4 import block_along, block_down, largest, load_down, quarter, transposed
 from quaver.kernels.rowwise import blockwise_at, rows_at, squares_at
 from quaver.kernels.tensorwise import load4, store4
 
@@ -223,6 +224,105 @@ def stacked_squares(
     )  # fmt: skip
 
 
+@triton.jit
+def group_stream(ids, counts, group, seed0, seed1, seed2, seed3, STOCHASTIC: tl.constexpr):
+    """Return the key and upper counter word of a group's noise, from its id and count in memory; zeros unless
+    STOCHASTIC.
+    """
+    if STOCHASTIC:
+        low, high = whole_word(seed0, seed1), whole_word(seed2, seed3)
+        key, upper = noise_stream(tl.load(ids + group), tl.load(counts + group), low, high)
+    else:
+        key, upper = group * 0, group * 0
+    return key, upper
+
+
+# ---- narrow blocks: codes with swizzled scales, those of each group by themselves ----
+# A group's rows begin at a tile of 128 rows of scales, and its slots at a tile of four blocks.
+
+
+@triton.jit
+def group_mxfp8(
+    x, q, s, qt, st, ends,
+    groups, columns, stride, q_stride, qt_lines, qt_group_lines, across, programs_across,
+    BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, SQUARE: tl.constexpr, STACKED: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Run `quaver.kernels.mxfp8.mxfp8_columns` on each group of rows of x; BM is 128.
+
+    qt: [columns, slots] in units of BM slots, or [groups, columns, slots of a group] if STACKED; lines of 16 bytes.
+    across: tiles of s side by side. programs_across: number of blocks side by side. Exact.
+    """
+    p = tl.program_id(0)
+    group, first, rows, pm, before = group_at(p // programs_across, ends, groups, BM, BM)
+    if group >= 0:
+        own_q, own_s = q, s
+        if ROWS:
+            own_q = q + first * q_stride
+            own_s = s + before * across * 512
+        line = before * (BM // 16)
+        if STACKED:
+            line = group.to(tl.int64) * qt_group_lines
+        mxfp8_columns_at(
+            pm, p % programs_across, x + first * stride, own_q, own_s, qt + 4 * line,
+            st + before * tl.cdiv(columns, 128) * 512,
+            rows, columns, stride, q_stride, 4 * qt_lines, across, tl.cdiv(rows, BM),
+            BM, BN, False, ROWS, SQUARE, EMAX, TOP_MANTISSA, INTEGERS, dtype,
+        )  # fmt: skip
+
+
+@triton.jit
+def group_nvfp4_along(
+    x, q, s, factor, amaxes, ids, counts, ends,
+    groups, columns, stride, q_lines, across, programs_across, seed0, seed1, seed2, seed3,
+    BM: tl.constexpr, BN: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
+    HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """Run `quaver.kernels.nvfp4.nvfp4_along` on each group of rows of x; BM is 128.
+
+    amaxes: int32 [groups], bits of the groups' amaxes. factor: float32 [groups], tensor factors. ids, counts: int64
+    [groups], noise, or None. q_lines: lines of 16 bytes of a row of q. Exact.
+    """
+    p = tl.program_id(0)
+    group, first, rows, pm, before = group_at(p // programs_across, ends, groups, BM, 128)
+    if group >= 0:
+        key, upper = group_stream(ids, counts, group, seed0, seed1, seed2, seed3, STOCHASTIC)
+        block_along(
+            x + first * stride, q + first * 4 * q_lines, s + before * across * 512, factor + group, amaxes + group,
+            pm, p % programs_across, rows, columns, stride, columns, 4 * q_lines, across, key, upper,
+            BM, BN, False, False, POWER_OF_TWO, SQUARE, HADAMARD, STOCHASTIC, INTEGERS,
+        )  # fmt: skip
+
+
+@triton.jit
+def group_nvfp4_down(
+    x, qt, st, factor, amaxes, ids, counts, ends,
+    groups, columns, stride, qt_lines, qt_group_lines, programs_across, seed0, seed1, seed2, seed3,
+    BM: tl.constexpr, BN: tl.constexpr, STACKED: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
+    HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
+):  # fmt: skip
+    """Run `quaver.kernels.nvfp4.nvfp4_down` on each group of rows of x, with slots in units of 64; BM is 64 or 128.
+
+    qt: as in `group_mxfp8`, with two codes to a byte. Exact.
+    """
+    p = tl.program_id(0)
+    group, first, rows, pm, before = group_at(p // programs_across, ends, groups, BM, 64)
+    if group >= 0:
+        key, upper = group_stream(ids, counts, group, seed0, seed1, seed2, seed3, STOCHASTIC)
+        line = before * 2
+        if STACKED:
+            line = group.to(tl.int64) * qt_group_lines
+        own = tl.cdiv(rows, 64)
+        k = rows
+        if HADAMARD:
+            k = tl.cdiv(rows, 16) * 16
+        block_down(
+            x + first * stride, qt + 4 * line, st + before * tl.cdiv(columns, 128) * 512, factor + group,
+            amaxes + group, pm, p % programs_across, rows, columns, stride, k, 4 * qt_lines, own, key, upper, 8 * own,
+            BM, BN, False, False, POWER_OF_TWO, SQUARE, HADAMARD, STOCHASTIC, INTEGERS,
+        )  # fmt: skip
+
+
 # ---- bf16 values of codes, for GEMMs that the GPU lacks ----
 
 
@@ -275,19 +375,6 @@ def group_two_level_amaxes(
         if rotated_amaxes is not None:
             bits = flushed(quarter(tl.max(largest(transposed(v)), None)))
             tl.atomic_max(rotated_amaxes + group, bits, sem="relaxed")
-
-
-@triton.jit
-def group_stream(ids, counts, group, seed0, seed1, seed2, seed3, STOCHASTIC: tl.constexpr):
-    """Return the key and upper counter word of a group's noise, from its id and count in memory; zeros unless
-    STOCHASTIC.
-    """
-    if STOCHASTIC:
-        low, high = whole_word(seed0, seed1), whole_word(seed2, seed3)
-        key, upper = noise_stream(tl.load(ids + group), tl.load(counts + group), low, high)
-    else:
-        key, upper = group * 0, group * 0
-    return key, upper
 
 
 @triton.jit

@@ -127,7 +127,21 @@ def mxfp8_columns(
     SQUARE: blocks are 32 × 32, so that both have the same codes. q, across: as in `mxfp8_rows`. s: swizzled bytes; st,
     across_t: the same of the transpose. qt_stride4: int32 per row of qt. dtype: of the codes. Exact.
     """
-    down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    mxfp8_columns_at(
+        tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0),
+        x, q, s, qt, st, rows, columns, stride, q_stride, qt_stride4, across, across_t,
+        BM, BN, EVEN, ROWS, SQUARE, EMAX, TOP_MANTISSA, INTEGERS, dtype,
+    )  # fmt: skip
+
+
+@triton.jit
+def mxfp8_columns_at(
+    down, right, x, q, s, qt, st,
+    rows, columns, stride, q_stride, qt_stride4, across, across_t,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, SQUARE: tl.constexpr,
+    EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, INTEGERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Run the program of block (down, right) of `mxfp8_columns`."""
     BR: tl.constexpr = BM // 4
     BK: tl.constexpr = BN // 32
     r = down * BM + 4 * tl.arange(0, BR)

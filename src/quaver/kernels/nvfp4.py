@@ -304,13 +304,15 @@ def whole(n):
 
 @triton.jit
 def block_along(
-    x, q, s, factor, top, count, down, right, rows, columns, stride, k, q_stride4, across,
-    id0, id1, seed0, seed1, seed2, seed3,
+    x, q, s, factor, top, down, right, rows, columns, stride, k, q_stride4, across, key, upper,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, INVERSE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """Run the program of block (down, right) of `nvfp4_along`; INVERSE: store the reciprocal of the factor."""
+    """Run the program of block (down, right) of `nvfp4_along`; INVERSE: store the reciprocal of the factor.
+
+    key, upper: from `stream_at`.
+    """
     BG: tl.constexpr = BN // 16
     r = down * BM + tl.arange(0, BM)
     g = right * BG + tl.arange(0, BG)
@@ -325,7 +327,6 @@ def block_along(
         shared = tl.max(tl.reshape(bits, [BM // 16, 16, BG]), 1)[:, None, :]
         bits = tl.reshape(tl.broadcast_to(shared, [BM // 16, 16, BG]), [BM, BG])
     place = r[:, None].to(tl.int64) * k + 16 * g[None, :]
-    key, upper = stream_at(count, id0, id1, seed0, seed1, seed2, seed3, STOCHASTIC)
     scale, w0, w1 = quantized(v, bits, big, place, upper, key, STOCHASTIC, FOUR, POWER_OF_TWO, INTEGERS)
     c4 = right * (2 * BG) + tl.arange(0, 2 * BG)
     at = q + r[:, None].to(tl.int64) * q_stride4 + c4[None, :]
@@ -343,13 +344,15 @@ def block_along(
 
 @triton.jit
 def block_down(
-    x, qt, st, factor, top, count, down, right, rows, columns, stride, k, qt_stride4, across,
-    id0, id1, seed0, seed1, seed2, seed3,
+    x, qt, st, factor, top, down, right, rows, columns, stride, k, qt_stride4, across, key, upper, words,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, INVERSE: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SQUARE: tl.constexpr,
     HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, INTEGERS: tl.constexpr,
 ):  # fmt: skip
-    """Run the program of block (down, right) of `nvfp4_down`; INVERSE: store the reciprocal of the factor."""
+    """Run the program of block (down, right) of `nvfp4_down`; INVERSE: store the reciprocal of the factor.
+
+    key, upper: from `stream_at`. words: int32 to write of each row of qt, of `qt_stride4`.
+    """
     BG: tl.constexpr = BM // 16
     g = down * BG + tl.arange(0, BG)
     c = right * BN + tl.arange(0, BN)
@@ -364,7 +367,6 @@ def block_down(
         shared = tl.max(tl.reshape(bits, [BG, BN // 16, 16]), 2)[:, :, None]
         bits = tl.reshape(tl.broadcast_to(shared, [BG, BN // 16, 16]), [BG, BN])
     place = c[None, :].to(tl.int64) * k + 16 * g[:, None]
-    key, upper = stream_at(count, id0, id1, seed0, seed1, seed2, seed3, STOCHASTIC)
     scale, w0, w1 = quantized(v, bits, big, place, upper, key, STOCHASTIC, FOUR, POWER_OF_TWO, INTEGERS)
     r4 = down * (2 * BG) + tl.arange(0, 2 * BG)
     at = qt + c[:, None].to(tl.int64) * qt_stride4 + r4[None, :]
@@ -377,7 +379,7 @@ def block_down(
         tl.store(st + swizzled(c, g, across), tl.trans(scale), mask=(g < 4 * across)[None, :] & (c >= 0)[:, None])
         w0, w1 = inside(g[:, None], (w0, w1), k)
         both = tl.reshape(tl.join(tl.trans(w0), tl.trans(w1)), [BN, 2 * BG])
-        tl.store(at, both, mask=(c[:, None] < columns) & (r4[None, :] < qt_stride4))
+        tl.store(at, both, mask=(c[:, None] < columns) & (r4[None, :] < words))
 
 
 @triton.jit
@@ -397,9 +399,9 @@ def nvfp4_along(
     id and of the seed, low ones first, for `whole_word`. Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    key, upper = stream_at(count, id0, id1, seed0, seed1, seed2, seed3, STOCHASTIC)
     block_along(
-        x, q, s, factor, top, count, down, right, rows, columns, stride, k, q_stride4, across,
-        id0, id1, seed0, seed1, seed2, seed3,
+        x, q, s, factor, top, down, right, rows, columns, stride, k, q_stride4, across, key, upper,
         BM, BN, EVEN, False, POWER_OF_TWO, SQUARE, HADAMARD, STOCHASTIC, INTEGERS,
     )  # fmt: skip
 
@@ -416,9 +418,9 @@ def nvfp4_down(
     Exact.
     """
     down, right = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
+    key, upper = stream_at(count, id0, id1, seed0, seed1, seed2, seed3, STOCHASTIC)
     block_down(
-        x, qt, st, factor, top, count, down, right, rows, columns, stride, k, qt_stride4, across,
-        id0, id1, seed0, seed1, seed2, seed3,
+        x, qt, st, factor, top, down, right, rows, columns, stride, k, qt_stride4, across, key, upper, qt_stride4,
         BM, BN, EVEN, False, POWER_OF_TWO, SQUARE, HADAMARD, STOCHASTIC, INTEGERS,
     )  # fmt: skip
 
@@ -444,9 +446,10 @@ def nvfp4_both(
     # Written so that the compiler knows that rows of codes are multiples of 16 bytes.
     if p < first:
         across = tl.cdiv(columns, BN)
+        key, upper = stream_at(drawn, a0, a1, seed0, seed1, seed2, seed3, STOCHASTIC)
         block_along(
-            x, q, s, inverse, top, drawn, p // across, p % across, rows, columns, columns, columns,
-            tl.cdiv(columns, 32) * 4, tl.cdiv(columns, 64), a0, a1, seed0, seed1, seed2, seed3,
+            x, q, s, inverse, top, p // across, p % across, rows, columns, columns, columns,
+            tl.cdiv(columns, 32) * 4, tl.cdiv(columns, 64), key, upper,
             BM, BN, EVEN, True, POWER_OF_TWO, False, False, STOCHASTIC, INTEGERS,
         )  # fmt: skip
     else:
@@ -454,8 +457,10 @@ def nvfp4_both(
         if TRANSPOSED_STOCHASTIC:
             count = drawn + 1
         across_2 = tl.cdiv(columns, BN_2)
+        key, upper = stream_at(count, b0, b1, seed0, seed1, seed2, seed3, TRANSPOSED_STOCHASTIC)
+        words = tl.cdiv(rows, 32) * 4
         block_down(
-            x, qt, st, transposed_inverse, transposed_top, count, (p - first) // across_2, (p - first) % across_2,
-            rows, columns, columns, rows, tl.cdiv(rows, 32) * 4, tl.cdiv(rows, 64), b0, b1, seed0, seed1, seed2, seed3,
+            x, qt, st, transposed_inverse, transposed_top, (p - first) // across_2, (p - first) % across_2,
+            rows, columns, columns, rows, words, tl.cdiv(rows, 64), key, upper, words,
             BM_2, BN_2, EVEN_2, True, POWER_OF_TWO, False, HADAMARD, TRANSPOSED_STOCHASTIC, INTEGERS,
         )  # fmt: skip

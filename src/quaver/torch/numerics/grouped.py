@@ -6,7 +6,7 @@ Block positions, amaxes and noise are computed on the device from the groups' en
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -16,7 +16,17 @@ from torch.nn.functional import pad
 
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics import reference
-from quaver.torch.numerics.quantized import Quantized, decode_scales, pack, spread, unpack, values_of
+from quaver.torch.numerics.quantized import (
+    BLOCKS,
+    ROWS,
+    Quantized,
+    decode_scales,
+    pack,
+    spread,
+    unpack,
+    unswizzle,
+    values_of,
+)
 from quaver.torch.numerics.rounding import (
     INFINITY_BITS,
     SMALLEST_NORMAL_BITS,
@@ -170,6 +180,8 @@ class GroupedOperand:
     amax: Tensor | None = None
     #: The transposes of these rows, summed over slots, if the same launch has written them.
     transpose: "GroupedOperand | None" = None
+    #: True if the uint8 scales are in the order of `swizzle`, whole tiles for each group: [rows of all tiles, blocks].
+    swizzled: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -262,6 +274,43 @@ def quantize(
     return GroupedOperand(data, scale, factor, spec, for_wgrad, slots, k, top)
 
 
+def unswizzled(operand: GroupedOperand, offsets: GroupOffsets) -> GroupedOperand:
+    """Return an operand with plain scales."""
+    if not operand.swizzled:
+        return operand
+    spec, flat = operand.spec, operand.scale
+    if operand.for_wgrad:
+        width = spec.block[1]
+        assert width is not None
+        rows, blocks = operand.data.shape[0], operand.slots.count // width
+        tall, across = -(-rows // ROWS), -(-blocks // BLOCKS)
+        tiles = flat.reshape(tall * across, -1)[tile_places(operand.slots, width, tall).reshape(-1)]
+        scale = unswizzle(tiles.reshape(-1), rows, blocks).t().contiguous()
+    else:
+        filled, own = offsets.slots(ROWS), offsets.slots(1)
+        first = gather_groups(filled.ends - filled.filled, own.group)
+        at = (first + own.place).clamp(0, max(filled.count - 1, 0))
+        blocks = -(-operand.k // (spec.block[1] or 1))
+        scale = unswizzle(flat.reshape(-1), flat.shape[0], blocks).index_select(0, at)
+    return replace(operand, scale=scale, swizzled=False, transpose=None)
+
+
+def tile_places(slots: GroupSlots, width: int, tall: int) -> Tensor:
+    """Return where each tile of transposes' swizzled scales is stored, int64 [tall, tiles side by side].
+
+    All tiles of a group precede those of the next group, ordered by rows within the group; tiles of no group come last.
+    """
+    group = slots.group[:: width * BLOCKS]
+    group_tiles = slots.filled // (width * BLOCKS)
+    first = group_tiles.cumsum(0) - group_tiles
+    before, own = gather_groups(first, group), gather_groups(group_tiles, group)
+    column = torch.arange(group.shape[0], dtype=torch.int64, device=group.device)
+    row = torch.arange(tall, dtype=torch.int64, device=group.device).unsqueeze(1)
+    none = group == slots.groups
+    behind = group_tiles.sum() * tall + row * none.sum() + none.cumsum(0) - 1
+    return torch.where(none, behind, before * tall + row * own + column - before)
+
+
 def quantize_both(
     x: Tensor,
     spec: QuantSpec | None,
@@ -322,6 +371,7 @@ def slot_scales(operand: GroupedOperand) -> Tensor:
 
 def dequantized(operand: GroupedOperand, offsets: GroupOffsets) -> Tensor:
     """Return the dequantized rows, float32 [slots, k]."""
+    operand = unswizzled(operand, offsets)
     stored, factor = row_scales(operand, offsets)
     scales = decode_scales(stored, operand.spec, factor)
     return values(operand) * spread(scales, (1, operand.spec.block[1]), (len(scales), operand.k))

@@ -11,13 +11,14 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 import quaver.torch as qt
 from quaver import E4M3, E5M2, QuantSpec, recipes
-from quaver.torch.backends.gpu import device, grouped_mm
-from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_WGRAD
+from quaver.torch.backends.gpu import device, grouped_gemm, grouped_mm, grouped_narrow
+from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_QUANTIZE, GROUPED_WEIGHTS, GROUPED_WGRAD
 from quaver.torch.linear.grouped.products import stacked
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets
 from quaver.torch.numerics.quantized import Quantized, decode_scales, unpack, unswizzle, values_of
 from quaver.torch.operations import ops
+from quaver.torch.state.noise import name_streams
 from tests.torch.backends.gpu.cublaslt import torchs_own
 
 SPECS = grouped_mm.SPECS
@@ -249,6 +250,44 @@ def test_a_layers_gemms_take_it(recipe: str, calls: list[Call], monkeypatch: pyt
         runs.append([y.detach(), x.grad, layer.weight.grad, layer.bias.grad])
     kind = {"rowwise": "row", "mxfp8": "mx", "nvfp4": "nv"}[recipe]
     assert sorted({call[:2] for call in calls}) == [(kind, False), (kind, True)], "fprop and dgrad, and wgrad"
+    for ours, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2.0**-6, atol=2.0**-5)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "refused"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_blackwells_gemms_take_what_kernels_write(
+    recipe: str, how: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes and swizzled scales straight from the kernels; decoded if torch's GEMM is refused after all."""
+    monkeypatch.setattr(grouped_narrow, "architecture", lambda _: 100)
+    monkeypatch.setattr(grouped_gemm, "architecture", lambda _: 100)
+    written: list[Any] = []
+    quantize = grouped_narrow.quantize
+    monkeypatch.setattr(grouped_narrow, "quantize", lambda *args: written.append(args) or quantize(*args))
+    for operation in (GROUPED_QUANTIZE, GROUPED_WEIGHTS):
+        for impl in operation.implementations:
+            impl.__dict__.pop("run", None)
+    if how == "refused":
+        monkeypatch.setattr(grouped_mm, "_probe", lambda *_: "it is refused")
+    runs: list[list[Tensor]] = []
+    for kernels in (True, False):
+        torch.manual_seed(0)
+        layer = qt.GroupedLinear(G, 128, 256, recipe=recipe, dtype=torch.bfloat16)
+        layer.__dict__["qualified_name"] = "experts"
+        name_streams(layer)
+        run: Any = layer
+        if how == "compiled":
+            torch._dynamo.reset()
+            run = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+        x = torch.randn(T, 128).bfloat16().requires_grad_()
+        with qt.only("native"), device.asking("triton" if kernels else ""):
+            y = run(x, ENDS)
+            y.backward(torch.randn(T, 256).bfloat16())
+        assert x.grad is not None and layer.weight.grad is not None and layer.bias is not None
+        runs.append([y.detach(), x.grad, layer.weight.grad, layer.bias.grad])
+    assert len(written) == 2, "forward and backward"
+    assert bool(calls) is (how != "refused")
     for ours, expected in zip(*runs, strict=True):
         torch.testing.assert_close(ours, expected, rtol=2.0**-6, atol=2.0**-5)
 

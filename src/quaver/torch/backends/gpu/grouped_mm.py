@@ -61,6 +61,7 @@ def finished_sums(y: Tensor, slots: GroupSlots) -> Tensor:
 
 def values_of_rows(a: GroupedOperand, offsets: GroupOffsets) -> tuple[Tensor, Tensor | None]:
     """Decode tokens to bf16 values [T, k] (float32 if needed), and return the row factors float32 [T, 1] or None."""
+    a = grouped.unswizzled(a, offsets)
     scale, factor = grouped.row_scales(a, offsets)
     spec = replace(a.spec, block=(1, a.spec.block[1]), rounding="nearest")
     if spec.block[1] is None and spec.scale == "e8m0":
@@ -78,6 +79,7 @@ def values_of_sums(a: GroupedOperand) -> tuple[Tensor, Tensor | None]:
 
     Factors are float32 [groups, rows or 1].
     """
+    a = grouped.unswizzled(a, GroupOffsets(a.slots.ends, a.slots.count))
     spec, outer = a.spec, None
     if spec.two_level:
         assert a.factor is not None
@@ -359,9 +361,11 @@ def matmul(
     Tokens of no group give zeros. Fast accumulation on Hopper keeps 13 bits of a sum; a bias adds a second rounding.
     """
     name, groups = kind_of(a.spec, b.spec), offsets.groups
-    rows, factor = grouped.row_scales(a, offsets)
     left, right = _rows(a), matrix(b).view(groups, n, -1).transpose(1, 2)
-    left_scales = _scales_of_rows(name, rows, None if factor is None else a.factor, offsets)
+    if a.swizzled:
+        left_scales = _with_factor(name, a.scale, a.factor)
+    else:
+        left_scales = _scales_of_rows(name, grouped.row_scales(a, offsets)[0], a.factor, offsets)
     y = _run(name, left, right, left_scales, _scales_of_matrices(name, b, groups, n), offsets.ends, fast_accum)
     return finished_rows(y, bias, offsets)
 
@@ -417,11 +421,15 @@ def _scales_of_rows(name: str, scale: Tensor, factor: Tensor | None, offsets: Gr
 
 def _scales_of_matrices(name: str, b: Quantized, groups: int, n: int) -> list[Tensor]:
     """Return the scales of the groups' matrices, [groups, ...]."""
-    scale = b.plain_scale()
-    if name == "row":
-        return [scale.reshape(groups, n).contiguous()]
-    tall = pad(scale.view(groups, n, -1), (0, 0, 0, -n % ROWS))
-    blocks = swizzle(tall.reshape(-1, tall.shape[2])).view(groups, -1)
+    if b.swizzled and n % ROWS == 0:
+        assert isinstance(b.scale, Tensor)
+        blocks = b.scale.view(torch.uint8).view(groups, -1)
+    else:
+        scale = b.plain_scale()
+        if name == "row":
+            return [scale.reshape(groups, n).contiguous()]
+        tall = pad(scale.view(groups, n, -1), (0, 0, 0, -n % ROWS))
+        blocks = swizzle(tall.reshape(-1, tall.shape[2])).view(groups, -1)
     factor = None if b.tensor_factor is None else b.tensor_factor.view(groups, n)[:, :1]
     return _with_factor(name, blocks, factor)
 
@@ -439,26 +447,18 @@ def _swizzled(a: GroupedOperand) -> Tensor:
 
     All tiles of a group precede those of the next group, ordered by rows within the group.
     """
+    if a.swizzled:
+        return a.scale
     rows = a.data.shape[0]
     scale = a.scale.t()
     height = a.spec.block[0]
     assert height is not None
     scale = scale if height == 1 else scale.repeat_interleave(height, 0)[:rows]
     tall, across = -(-rows // ROWS), -(-scale.shape[1] // BLOCKS)
-    tiles = swizzle(scale).view(tall, across, ROWS * BLOCKS)
     width = a.spec.block[1]
     assert width is not None
-    # Group of each column of tiles, number of columns of each group, and number of columns before it.
-    group = a.slots.group[:: width * BLOCKS]
-    group_blocks = a.slots.filled // (width * BLOCKS)
-    first = group_blocks.cumsum(0) - group_blocks
-    before, own = gather_groups(first, group), gather_groups(group_blocks, group)
-    column = torch.arange(across, dtype=torch.int64, device=scale.device)
-    row = torch.arange(tall, dtype=torch.int64, device=scale.device).unsqueeze(1)
-    none = group == a.slots.groups
-    # Tiles that belong to no group come last.
-    behind = group_blocks.sum() * tall + row * none.sum() + none.cumsum(0) - 1
-    place = torch.where(none, behind, before * tall + row * own + column - before)
+    tiles = swizzle(scale).view(tall, across, ROWS * BLOCKS)
+    place = grouped.tile_places(a.slots, width, tall)
     out = torch.empty_like(tiles).view(tall * across, -1)
     out[place.reshape(-1)] = tiles.reshape(tall * across, -1)
     return out.view(tall * ROWS, -1)

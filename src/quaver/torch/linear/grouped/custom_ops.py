@@ -14,8 +14,7 @@ from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.backends.gpu import device as gpu
 from quaver.torch.linear.grouped import products
 from quaver.torch.linear.grouped.call import GroupedCall, NoiseSource
-from quaver.torch.linear.grouped.emulated import is_emulated
-from quaver.torch.linear.grouped.saved import SavedLayout
+from quaver.torch.linear.grouped.saved import SavedLayout, form_of
 from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, storage
 from quaver.torch.operations import ops
@@ -189,10 +188,9 @@ def _forward_fake(
     shapes, dtypes = NO_OPERAND
     if keeps and recipe.saved_input is not None:
         on_host = x.device.type == "cpu" and not gpu.forced_implementations
-        emulated = not args.weight_spec and is_emulated(
-            recipe, x.device, (groups, n, k), args.dtype, args.weight.dtype
-        )
-        shapes, dtypes = SavedLayout.by(recipe, rows, groups, k, emulated).shapes(on_host)
+        of = (args.dtype,) if args.weight_spec else (args.dtype, args.weight.dtype)
+        form = "" if on_host else form_of(recipe, x.device, (groups, n, k), *of)
+        shapes, dtypes = SavedLayout.by(recipe, rows, groups, k, form).shapes(on_host)
     saved = [x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     return x.new_empty((rows, n), dtype=args.dtype), *saved, x.new_empty((2, groups), dtype=torch.float32)
 

@@ -111,7 +111,9 @@ def given_rows(x: Tensor | Quantized, dtype: torch.dtype) -> tuple[RowInputOp, S
 
 # ---- quantization and products of all groups on a GPU ----
 
-_MODULE, _QUANTIZE, _CODES = (f"{ops.GPU}.{name}" for name in ("grouped_mm", "grouped_quantize", "grouped_gemm"))
+_MODULE, _QUANTIZE, _NARROW, _CODES = (
+    f"{ops.GPU}.{name}" for name in ("grouped_mm", "grouped_quantize", "grouped_narrow", "grouped_gemm")
+)
 
 
 def _no_gemms(a: GroupedOperand, *_: Any) -> str:
@@ -140,6 +142,7 @@ GROUPED_QUANTIZE: Operation[tuple[GroupedOperand | None, GroupedOperand | None]]
     "grouped_quantize",
     [
         Implementation("triton", f"{_QUANTIZE}:quantize", f"{_QUANTIZE}:reason", _no_quantize_kernels),
+        Implementation("triton", f"{_NARROW}:quantize", f"{_NARROW}:reason", _no_quantize_kernels),
         Implementation("reference", grouped.quantize_both),
     ],
 )
@@ -149,6 +152,7 @@ GROUPED_WEIGHTS: Operation[tuple[Quantized | None, Quantized | None] | None] = O
     "grouped_weights",
     [
         Implementation("triton", f"{_QUANTIZE}:quantize_weights", f"{_QUANTIZE}:reason_weights", _no_quantize_kernels),
+        Implementation("triton", f"{_NARROW}:quantize_weights", f"{_NARROW}:reason_weights", _no_quantize_kernels),
         Implementation("reference", lambda *_: None),
     ],
 )

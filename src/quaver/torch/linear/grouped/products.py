@@ -451,7 +451,10 @@ class DeviceGroups:
             if by_rows(spec) and not for_wgrad and x.numel():
                 return self.split(ops.QUANTIZE(x if x.stride(-1) == 1 else x.contiguous(), spec))
             specs = (None, spec) if for_wgrad else (spec, None)
-        rows, columns = GROUPED_QUANTIZE(x, *specs, call.offsets, factors, noise, noise)
+        second, transposed = noise, specs[1]
+        if not for_wgrad and transposed is not None and not (transposed == spec and spec.transposable):
+            second = call.noise(f"{operand}.T" * bool(operand), transposed)
+        rows, columns = GROUPED_QUANTIZE(x, *specs, call.offsets, factors, noise, second)
         q = columns if rows is None else rows
         assert q is not None
         call.record(operand, column, q.amax)

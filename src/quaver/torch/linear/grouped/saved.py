@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu.device import why_no_kernels
 from quaver.torch.linear.grouped.call import GroupedCall
-from quaver.torch.linear.grouped.emulated import SavedValues, runs_emulated
+from quaver.torch.linear.grouped.emulated import SavedValues, is_emulated
 from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, multiple, slots
 from quaver.torch.numerics.quantized import Quantized, storage
 from quaver.torch.operations import ops
@@ -35,6 +36,25 @@ def dtype_of_scales(spec: QuantSpec) -> torch.dtype:
     return torch.uint8 if spec.scale == "e8m0" or spec.two_level else torch.float32
 
 
+def form_of(recipe: Recipe, device: torch.device, weight_shape: Sequence[Any], *dtypes: torch.dtype) -> str:
+    """Return the form of a layer's saved operand on a GPU, eager or compiled: "values" for `emulated.SavedValues`, whose
+    layouts are those of `gpu.grouped_values`; "swizzled" for `gpu.grouped_narrow`; or "".
+
+    Args:
+        weight_shape: [groups, N, K].
+        dtypes: of rows and weights, without the latter if the weights are stored as codes.
+    """
+    if len(dtypes) == 2 and is_emulated(recipe, device, weight_shape, *dtypes):
+        return "values"
+    if why_no_kernels(device) or recipe.wgrad.b is None:
+        return ""
+    from quaver.torch.backends.gpu import grouped_narrow
+    from quaver.torch.backends.gpu.quantize import READ
+
+    served = dtypes[0] in READ and grouped_narrow.serves(None, recipe.wgrad.b, device, int(weight_shape[2]))
+    return "swizzled" if served and recipe.wgrad.b.block[0] == 1 else ""
+
+
 class SavedLayout(NamedTuple):
     """Layout of the four tensors for rows [T, K]."""
 
@@ -46,19 +66,22 @@ class SavedLayout(NamedTuple):
     rows: Any
     groups: Any
     k: Any
-    #: True for `emulated.SavedValues`: codes and scales, whose layouts are those of `gpu.grouped_values`.
-    emulated: bool = False
+    #: Layout on a GPU: see `form_of`.
+    form: str = ""
 
     @staticmethod
     def of(call: GroupedCall) -> "SavedLayout":
-        emulated = not ops.on_host(call.offsets.ends) and runs_emulated(call)
-        return SavedLayout.by(call.recipe, call.offsets.rows, call.offsets.groups, call.weight_shape[2], emulated)
+        form, ends = "", call.offsets.ends
+        if not ops.on_host(ends):
+            dtypes = (call.dtype, call.weight_dtype) if call.stored is None else (call.dtype,)
+            form = form_of(call.recipe, ends.device, call.weight_shape, *dtypes)
+        return SavedLayout.by(call.recipe, call.offsets.rows, call.offsets.groups, call.weight_shape[2], form)
 
     @staticmethod
-    def by(recipe: Recipe, rows: Any, groups: Any, k: Any, emulated: bool) -> "SavedLayout":
+    def by(recipe: Recipe, rows: Any, groups: Any, k: Any, form: str) -> "SavedLayout":
         spec, fprop_rows = recipe.saved_input, recipe.wgrad.b is None
         assert spec is not None
-        return SavedLayout(spec, fprop_rows, recipe.reuse.input or fprop_rows, rows, groups, k, emulated)
+        return SavedLayout(spec, fprop_rows, recipe.reuse.input or fprop_rows, rows, groups, k, form)
 
     def sizes(self) -> tuple[Any, Any]:
         """Return the numbers of bytes of codes and scales that suffice for any sizes of the groups, on a CPU."""
@@ -79,7 +102,7 @@ class SavedLayout(NamedTuple):
             data, scales = self.sizes()
             shapes = ((data,), (scales,), (groups if spec.two_level else 0,), (groups,))
             return shapes, (torch.uint8, torch.uint8, torch.float32, torch.uint8)
-        if self.emulated:
+        if self.form == "values":
             from quaver.torch.backends.gpu.grouped_values import saved_shapes
 
             shapes, dtypes = saved_shapes(spec, self.rows, groups, k)
@@ -87,12 +110,19 @@ class SavedLayout(NamedTuple):
         count = slots(self.rows, groups, multiple(spec))
         lines, deep = (self.rows, k) if self.fprop_rows else (k, count)
         height, width = spec.block if self.fprop_rows else spec.block[::-1]
+        factor_shape = (groups, 1) if spec.two_level else (0,)
+        if self.form == "swizzled":
+            from quaver.torch.backends.gpu.grouped_narrow import scale_shapes
+
+            codes = (k, (count + 1) // 2 if spec.format.packed else count)
+            swizzled = codes, scale_shapes(spec, self.rows, groups, k), factor_shape, (0,)
+            return swizzled, (storage(spec.format), torch.uint8, torch.float32, torch.uint8)
         segments = groups if height is None else self.rows if self.fprop_rows and height == 1 else count // height
         narrow = torch.uint8 if spec.scale == "e8m0" or spec.two_level else torch.float32
         return (
             (lines, (deep + 1) // 2 if spec.format.packed else deep),
             (segments, 1 if width is None else -(-k // width)),
-            (groups, 1) if spec.two_level else (0,),
+            factor_shape,
             (0,),
         ), (storage(spec.format), narrow, torch.float32, torch.uint8)
 
@@ -127,13 +157,14 @@ class SavedLayout(NamedTuple):
     ) -> list[Quantized | None] | GroupedOperand | SavedValues:
         """Rebuild the operand from its four tensors."""
         data, scales, factors, flags = tensors
-        if self.emulated:
+        if self.form == "values":
             return SavedValues(data, scales)
         spec, kind = self.spec, dtype_of_scales(self.spec)
         if not ops.on_host(offsets.ends):
             places = offsets.slots(1 if self.fprop_rows else multiple(spec))
             deep, factor = self.k if self.fprop_rows else places.count, factors if spec.two_level else None
-            return GroupedOperand(data, scales, factor, spec, not self.fprop_rows, places, deep)
+            swizzled = self.form == "swizzled"
+            return GroupedOperand(data, scales, factor, spec, not self.fprop_rows, places, deep, swizzled=swizzled)
         scales = scales.view(kind)
         scales = scales.to(torch.float32) if kind is torch.float8_e8m0fnu else scales
         at, after, parts = 0, 0, list[Quantized | None]()
