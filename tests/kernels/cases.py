@@ -23,6 +23,7 @@ from quaver.torch.backends.gpu import (
     decode,
     emulation,
     grouped_gemm,
+    grouped_narrow,
     grouped_quantize,
     grouped_values,
     norm,
@@ -70,6 +71,8 @@ class Case:
     rare: bool = False
     #: The first architecture on which a step launches it: 100 if the GEMM that reads its result needs Blackwell.
     since: int = 80
+    #: The first architecture for which it compiles.
+    compiles_from: int = 80
 
 
 def matrix(rows: int = ROWS, columns: int = COLUMNS, dtype: torch.dtype = BF16) -> Tensor:
@@ -724,6 +727,9 @@ def _experts() -> list[Case]:
     def codes(spec: QuantSpec | None, other: QuantSpec | None) -> Callable[[], object]:
         return lambda: grouped_quantize.quantize(matrix(), spec, other, offsets())
 
+    def narrow_codes(spec: QuantSpec | None, other: QuantSpec | None, *noise: Any) -> Callable[[], object]:
+        return lambda: grouped_narrow.quantize(matrix(), spec, other, offsets(), None, *noise)
+
     def weights(spec: QuantSpec) -> Callable[[], object]:
         weight = torch.empty(experts, features, COLUMNS, dtype=BF16, device="meta")
         return lambda: grouped_quantize.quantize_weights(weight, spec, spec)
@@ -764,48 +770,83 @@ def _experts() -> list[Case]:
     row, gradient, line = QuantSpec(E4M3, (1, None)), QuantSpec(E5M2, (1, None)), QuantSpec(E4M3, (1, 128))
     mxfp8, square = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (128, 128))
     multiply_adds = ROWS * COLUMNS * features
-    small = {"wide stores": "it writes a number for each group"}
     noise = GroupedNoise(1, range(experts), range(experts))
-    searched: dict[str, Any] = {"trips": (experts,)}
+    single = dict.fromkeys(("wide loads", "wide stores"), "ends of groups and scales of rows are single numbers")
+    halves = dict.fromkeys(("sectors loaded", "sectors stored"), "not fixed: a thread moves 16 bytes of 32")
+    found = {"instructions": "a program finds its group, and masks its last rows"}
+    byte = {"shared bytes": "one byte a thread on sm_100, of no tile", **single, **found}
+    byte |= {"overlap": "a tile of sums takes a multiprocessor's registers; tensor cores run beside loads"}
+    drawn = {"instructions": "ten rounds of two-word Philox for four elements", **halves, **single}
+    searched: dict[str, Any] = {"trips": (experts,), "exceptions": {**single, **found}}
     tiles = (ROWS // 128 + experts) * (features // 256) // 132
     multiplied: dict[str, Any] = {
         "trips": (tiles, (experts, COLUMNS // 128)),
         "products": {"multiply_codes": multiply_adds},
+        "exceptions": byte,
+        "compiles_from": grouped_gemm.FIRST,
     }
     summed: dict[str, Any] = {
         "trips": (experts * (features // 128) * (COLUMNS // 256) // 132, ROWS // experts // 128),
         "products": {"sum_codes": multiply_adds},
+        "exceptions": byte,
+        "compiles_from": grouped_gemm.FIRST,
     }
+    narrow: dict[str, Any] = {"trips": (experts,), "since": 100}
+    shared = {**SCALE_BYTES, **single, **found}
     return [
         Case(name="experts: a scale per group", launch=codes(POWER, POWER), **searched),
         Case(name="experts: a scale per row", launch=codes(row, row), **searched),
         Case(name="experts: transposes alone", launch=codes(None, row), **searched),
+        Case(name="experts: blocks 1x128", launch=codes(line, line), **searched),
         Case(name="experts: weights", launch=weights(POWER), **searched),
+        Case(name="experts: weights 128x128", launch=weights(square)),
+        Case(name="experts: mxfp8", launch=narrow_codes(mxfp8, mxfp8), **narrow, exceptions=shared),
+        Case(
+            name="experts: nvfp4", launch=narrow_codes(nvfp4.fprop.a, nvfp4.wgrad.b), **narrow,
+            exceptions={**shared, **halves},
+        ),
+        Case(
+            name="experts: nvfp4 stochastic",
+            launch=narrow_codes(nvfp4.dgrad.a, nvfp4.wgrad.a, noise, noise),
+            **narrow,
+            exceptions={**shared, **drawn},
+        ),
         Case(name="experts: values 1x32", launch=values(mxfp8, mxfp8), **searched),
         Case(name="experts: values 1x32 saved", launch=values(mxfp8, mxfp8, saves=True), **searched),
-        Case(name="experts: values 1x16 saved", launch=values(nvfp4.fprop.a, nvfp4.wgrad.b, saves=True), **searched),
+        Case(
+            name="experts: values 1x16 saved",
+            launch=values(nvfp4.fprop.a, nvfp4.wgrad.b, saves=True),
+            trips=(experts,),
+            exceptions={**single, **halves, **found},
+        ),
         Case(
             name="experts: values 1x16 stochastic",
             launch=values(nvfp4.dgrad.a, nvfp4.wgrad.a, noise=noise, other_noise=noise),
-            **searched,
+            trips=(experts,),
+            exceptions=drawn,
         ),
-        Case(name="experts: saved values 1x16", launch=saved),
-        Case(name="experts: products of codes", launch=products(row, row, True), since=89, **multiplied),
-        Case(name="experts: products of E5M2 codes", launch=products(gradient, row), since=89, **multiplied),
-        Case(name="experts: products in blocks", launch=products(line, square), since=89, **multiplied),
-        Case(name="experts: sums of codes", launch=sums(gradient, row), since=89, **summed),
-        Case(name="experts: sums in blocks", launch=sums(line, line), since=89, **summed),
+        Case(name="experts: saved values 1x16", launch=saved, exceptions=single),
+        Case(name="experts: products of codes", launch=products(row, row, True), **multiplied),
+        Case(name="experts: products of E5M2 codes", launch=products(gradient, row), **multiplied),
+        Case(name="experts: products in blocks", launch=products(line, square), **multiplied),
+        Case(name="experts: sums of codes", launch=sums(gradient, row), **summed),
+        Case(
+            name="experts: sums in blocks",
+            launch=sums(line, line),
+            **{**summed, "exceptions": {**byte, "local memory": "32 bytes a thread on sm_90"}},
+        ),
         Case(
             name="experts: finished",
             launch=lambda: grouped_quantize.finish_groups(
                 torch.empty(experts, features, COLUMNS, dtype=BF16, device="meta"), offsets().ends
             ),
+            exceptions=single,
         ),
         Case(
             name="experts: finished rows",
-            launch=lambda: grouped_quantize.finish_rows(matrix(), None, offsets().ends),
+            launch=lambda: grouped_quantize.finish_rows(matrix(), matrix(experts), offsets().ends),
             trips=(experts,),
-            exceptions=small,
+            exceptions={**single, **found},
         ),
     ]
 

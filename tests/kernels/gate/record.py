@@ -69,7 +69,7 @@ def record(cases: Sequence[Case], arch: int) -> list[Recorded]:
     recorded: list[Recorded] = []
     seen: set[str] = set()
     names: set[str] = set()
-    for case in cases:
+    for case in (case for case in cases if case.compiles_from <= arch):
         with launching.recording(arch) as launches:
             case.launch()
         if not launches:

@@ -21,6 +21,8 @@ from quaver.torch.numerics.quantized import FLOAT8, Quantized
 #: Rows, columns and depth of a program's tile, and its warps. Sums that are added apart need registers of their own;
 #: outside of Hopper and datacenter Blackwell there is less shared memory.
 WIDE, PRECISE_TILE, NARROW = (128, 256, 128, 8), (128, 128, 128, 8), (128, 128, 64, 8)
+#: For sums in blocks, whose scales also need registers, but on Hopper.
+SMALL = 64, 128, 128, 4
 #: Width of a block.
 WIDTH = 128
 #: Rows of tiles in a band that shares its columns in the L2 cache.
@@ -114,7 +116,7 @@ def _multiplies(
 def _sums(tensors_in: Sequence[Any], unit: int, dtype: torch.dtype, blocks: bool, fast_accum: bool) -> LaunchPlan:
     x, w, of_rows, of_columns, ends = tensors_in
     m, n, groups = x.shape[0], w.shape[0], ends.shape[0]
-    bm, bn, bk, warps = _tile(x.device, blocks, fast_accum)
+    bm, bn, bk, warps = SMALL if blocks and architecture(x.device) != 90 else _tile(x.device, blocks, fast_accum)
     down, across = -(-m // bm), -(-n // bn)
     y = whole((groups, m, n), dtype)
     constants = _constants(bm, bn, bk, unit % bk == 0, blocks, fast_accum)

@@ -33,8 +33,8 @@ from quaver.torch.numerics.quantized import BLOCKS, FLOAT8, ROWS, Quantized
 COLUMNS = 32
 #: Bytes of a tile of scales.
 TILE = ROWS * BLOCKS
-#: Block width by kind.
-WIDTHS = {"mx": 32, "nv": 16}
+#: Registers per thread with which two programs share a multiprocessor.
+MX_REGISTERS = 128
 
 
 def kind(spec: QuantSpec | None, other: QuantSpec | None) -> str:
@@ -186,7 +186,8 @@ def _mx(
         "INTEGERS": integers(x.device),
         "dtype": DTYPES[spec.format.name],
     }
-    launch = LaunchSpec(kernels.group_mxfp8, grid, (x, q, s, qt, st, ends), numbers, constants, warps)
+    tensors, registers = (x, q, s, qt, st, ends), MX_REGISTERS if architecture(x.device) >= 90 else None
+    launch = LaunchSpec(kernels.group_mxfp8, grid, tensors, numbers, constants, warps, registers)
     return LaunchPlan(tensors_in, (q, s, qt, st), [launch])
 
 
