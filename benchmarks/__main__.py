@@ -146,6 +146,19 @@ def optimizers() -> None:
 
 
 @app.command()
+def ledger(
+    moe: Annotated[bool, typer.Option("--moe", help="Of a grouped layer, from recorded launches.")] = False,
+) -> None:
+    """Write the predicted tables of docs/performance.md and of its design page, or only that of grouped layers."""
+    from benchmarks.pages import experts, performance
+
+    if moe:
+        Console().print(experts.write())
+    else:
+        performance.write()
+
+
+@app.command()
 def families(
     steps: Steps = 100,
     seeds: Seeds = 2,

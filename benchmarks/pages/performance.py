@@ -206,6 +206,11 @@ def filled(text: str, names: Iterable[str]) -> str:
     return text
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Write all tables into their pages."""
     for page, names in PAGES.items():
         page.write_text(filled(page.read_text(encoding="utf-8"), names), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

@@ -65,14 +65,17 @@ class Traffic(TorchDispatchMode):
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if views or name in FREE or any(t.is_meta for t in (*read, *written)):
+        same = len(read) == len(written) == 1 and read[0] is written[0]
+        if views or same or name in FREE or any(t.is_meta for t in (*read, *written)):
             return result
         if name.removesuffix("_v2") in TORCH_GEMMS:
             operands = " by ".join(str(t.dtype).removeprefix("torch.") for t in read[:2])
             self.recorded.append(Recorded(name, False, operands, 0))
             return result
         reads = written if name in ("index_select", "gather") else read
-        self.recorded.append(Recorded(name, False, "", sum(map(size, reads)) + sum(map(size, written))))
+        moved = sum(map(size, reads)) + sum(map(size, written))
+        if moved:
+            self.recorded.append(Recorded(name, False, "", moved))
         return result
 
 

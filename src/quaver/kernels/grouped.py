@@ -30,7 +30,7 @@ from quaver.kernels.numerics import (
 )
 from quaver.kernels.nvfp4 import block_along, block_down, largest, load_down, quarter, transposed
 from quaver.kernels.rowwise import blockwise_at, rows_at, squares_at
-from quaver.kernels.tensorwise import load4, store4
+from quaver.kernels.tensorwise import keep_newest, load4, store4
 
 
 @triton.jit
@@ -86,8 +86,8 @@ def group_amaxes(
 
 @triton.jit
 def group_cast(
-    x, q, qt, scale, transposed_scale, amaxes, factors, ends,
-    groups, columns, stride, q_stride, qt_lines, qt_group_lines, factor_step, across,
+    x, q, qt, scale, transposed_scale, amaxes, factors, newest, ends,
+    groups, columns, stride, q_stride, qt_lines, qt_group_lines, factor_step, newest_step, across,
     BM: tl.constexpr, BN: tl.constexpr, EACH_COLUMN: tl.constexpr, STACKED: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, EMAX: tl.constexpr, TOP_MANTISSA: tl.constexpr, MAX: tl.constexpr,
     INTEGERS: tl.constexpr, dtype: tl.constexpr,
@@ -95,7 +95,8 @@ def group_cast(
     """Cast rows of x to q of the same shape, and to the transposes qt, as int32; q or qt may be None.
 
     amaxes: int32 bits, as `group_amaxes` writes them. factors: encode factors of the groups, `factor_step` apart, each
-    used unless it is 0; or None.
+    used unless it is 0; or None. newest: newest amaxes of the groups' histories, `newest_step` apart, raised to these
+    if they are finite; or None.
     scale: float32 [rows], and transposed_scale: float32 [groups, columns], as GEMMs with a scale per row read them.
     qt: [columns, slots] in units of 16 slots, or [groups, columns, slots of a group] if STACKED, where all groups are
     equal; lines of 16 bytes. across: number of blocks side by side. Exact.
@@ -116,6 +117,9 @@ def group_cast(
             known = tl.load(factors + group * factor_step)
             e = tl.where(known == 0.0, e, known)
         s = decode_scale(bits, e, POWER_OF_TWO)
+        if newest is not None:
+            if (pm == 0) & (pn == 0):
+                keep_newest(newest + group * newest_step, bits)
         x0, x1, x2, x3 = load4(x + first * stride, r, c, rows, columns, stride, False)
         e4 = e[None, :] if EACH_COLUMN else e
         y0, y1, y2, y3 = x0 * e4, x1 * e4, x2 * e4, x3 * e4
@@ -460,6 +464,19 @@ def finish_groups(y, ends, size, B: tl.constexpr):
     if tl.load(ends + group) == start:
         at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
         tl.store(y + group.to(tl.int64) * size + at, tl.zeros([B], y.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def note_groups(newest, amaxes, ends, newest_step):
+    """Raise the newest amax of a group's history to its amax, float32 [groups], if it is finite and the group has rows.
+
+    A program for each group.
+    """
+    group = tl.program_id(0)
+    start = tl.load(ends + tl.maximum(group - 1, 0))
+    start = tl.where(group == 0, 0, start)
+    if tl.load(ends + group) > start:
+        keep_newest(newest + group * newest_step, magnitude_bits(tl.load(amaxes + group)))
 
 
 @triton.jit

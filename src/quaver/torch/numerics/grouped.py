@@ -319,6 +319,7 @@ def quantize_both(
     factors: Tensor | None = None,
     draw: GroupedNoise | None = None,
     other_draw: GroupedNoise | None = None,
+    _: Tensor | None = None,
 ) -> tuple[GroupedOperand | None, GroupedOperand | None]:
     """Quantize rows x [T, k] by `spec`, and their transposes by `other`; either may be None."""
     rows = None if spec is None else quantize(x, spec, offsets, False, factors, draw)

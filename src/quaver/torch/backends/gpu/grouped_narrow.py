@@ -83,7 +83,7 @@ def reason_weights(weight: Tensor, spec: QuantSpec | None, other: QuantSpec | No
 
 def quantize(
     x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, offsets: GroupOffsets, _: None = None,
-    noise: GroupedNoise | None = None, other_noise: GroupedNoise | None = None,
+    noise: GroupedNoise | None = None, other_noise: GroupedNoise | None = None, __: None = None,
 ) -> tuple[GroupedOperand | None, GroupedOperand | None]:  # fmt: skip
     """Quantize rows x [T, k] of all groups by `spec`, and their transposes by `other`; either may be None."""
     x = x if x.stride(-1) == 1 else x.contiguous()

@@ -80,19 +80,23 @@ def _kind(spec: QuantSpec | None, other: QuantSpec | None) -> str:
 
 def quantize(
     x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, offsets: GroupOffsets, factors: Tensor | None = None,
-    *_: Any,
+    _: None = None, __: None = None, newest: Tensor | None = None,
 ) -> tuple[GroupedOperand | None, GroupedOperand | None]:  # fmt: skip
     """Quantize rows x [T, k] of all groups by `spec`, and their transposes by `other`; either may be None.
 
     Args:
         factors: encode factors of delayed scaling, float32 [groups] with any stride; 0 is unset.
+        newest: newest amaxes of the groups' histories, float32 [groups] with any stride, to raise to these amaxes; the
+            operands then have none to record.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     if _kind(spec, other) == "block":
         return _in_blocks(x, spec, other, offsets)
     slots = padded_slots(offsets, UNIT) if other is not None else offsets.slots(UNIT)
     count = slots.count if other is not None else 0
-    q, scale, qt, transposed_scale, amax = _launch(x, spec, other, offsets.ends, factors, count, stacked=False)
+    launched = _launch(x, spec, other, offsets.ends, (factors, newest), count, stacked=False)
+    q, scale, qt, transposed_scale, amax = launched
+    amax = amax if newest is None else None
     rows = columns = None
     if spec is not None:
         row_spec, places = replace(spec, block=(1, None)), offsets.slots(1)
@@ -146,7 +150,7 @@ def quantize_weights(
         )
     x = weight.detach().view(groups * n, k)
     ends = equal_ends(groups, n, weight.device)
-    q, scale, qt, transposed_scale, amax = _launch(x, spec, other, ends, factors, n, stacked=True)
+    q, scale, qt, transposed_scale, amax = _launch(x, spec, other, ends, (factors, None), n, stacked=True)
     fprop = dgrad = None
     if spec is not None:
         row_spec = replace(spec, block=(1, None))
@@ -165,28 +169,34 @@ def equal_ends(groups: int, n: int, device: torch.device) -> Tensor:
 
 
 def _launch(
-    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, ends: Tensor, factors: Tensor | None, slots: int,
-    *, stacked: bool,
+    x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, ends: Tensor,
+    history: tuple[Tensor | None, Tensor | None], slots: int, *, stacked: bool,
 ) -> Sequence[Any]:  # fmt: skip
-    """Return codes, scales, transposed codes, their scales [groups, k], and the groups' amaxes; absent ones are None."""
+    """Return codes, scales, transposed codes, their scales [groups, k], and the groups' amaxes; absent ones are None.
+
+    Args:
+        history: encode factors, and newest amaxes.
+    """
     if _kind(spec, other) == "tensor":
-        *operands, amax = _with_one_scale((x, ends), spec, other, slots, stacked, own=(factors,))
+        steps = tuple(0 if t is None else t.stride(0) for t in history)
+        *operands, amax = _with_one_scale((x, ends), spec, other, slots, stacked, steps, own=history)
         return *operands, amax.view(torch.float32)
     return *_with_row_scales((x, ends), spec, other, slots, stacked), None
 
 
 @LaunchPlanCache
 def _with_one_scale(
-    tensors_in: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None, slots: int, stacked: bool
-) -> LaunchPlan:
-    x, ends, factors = tensors_in
+    tensors_in: Sequence[Any], spec: QuantSpec | None, other: QuantSpec | None, slots: int, stacked: bool,
+    steps: tuple[int, int],
+) -> LaunchPlan:  # fmt: skip
+    x, ends, *history = tensors_in
     one = spec or other
     assert one is not None
     amaxes = whole((ends.shape[0],), torch.int32)._replace(zeros=True)
     rows, columns = _buffers(x, spec), _transposed_buffers(x, other, slots, ends.shape[0], stacked)
     launches = [
         _amaxes(x, amaxes, ends, each_column=False),
-        _cast((x, rows, columns, amaxes, factors, ends), one, slots, each_column=False, stacked=stacked),
+        _cast((x, rows, columns, amaxes, history, ends), one, slots, steps, each_column=False, stacked=stacked),
     ]
     return LaunchPlan(tensors_in, (*rows, *columns, amaxes), launches)
 
@@ -202,7 +212,8 @@ def _with_row_scales(
         launches = [_amaxes(x, amaxes, ends, each_column=True)]
     else:
         launches = [_rows((x, *rows, amaxes, ends), spec)]
-    launches.append(_cast((x, NONE, columns, amaxes, None, ends), other, slots, each_column=True, stacked=stacked))
+    tensors = (x, NONE, columns, amaxes, NONE, ends)
+    launches.append(_cast(tensors, other, slots, (0, 0), each_column=True, stacked=stacked))
     return LaunchPlan(tensors_in, (*rows, *columns), launches)
 
 
@@ -286,16 +297,19 @@ def _amaxes(x: Tensor, amaxes: BufferSpec, ends: Tensor, *, each_column: bool) -
     return LaunchSpec(kernels.group_amaxes, grid, (x, amaxes, ends), numbers, constants, warps)
 
 
-def _cast(tensors: tuple[Any, ...], spec: QuantSpec, slots: int, *, each_column: bool, stacked: bool) -> LaunchSpec:
+def _cast(
+    tensors: tuple[Any, ...], spec: QuantSpec, slots: int, steps: tuple[int, int], *, each_column: bool, stacked: bool
+) -> LaunchSpec:
     """Return the launch that casts with known amaxes.
 
-    Tensors are x, buffers of rows, buffers of transposes, amaxes, factors or None, and ends.
+    Tensors are x, buffers of rows, buffers of transposes, amaxes, factors and newest amaxes or None, and ends; `steps`
+    are the strides of factors and newest amaxes.
     """
-    x, (q, scale), (qt, transposed_scale), amaxes, factors, ends = tensors
+    x, (q, scale), (qt, transposed_scale), amaxes, (factors, newest), ends = tensors
     (bm, bn, warps), groups, k = CAST_BLOCK, ends.shape[0], x.shape[1]
     grid, across = programs(x, groups, bm, bn)
     lines = slots // UNIT
-    numbers = (groups, k, x.stride(0), k, lines, lines * k, 0 if factors is None else factors.stride(0), across)
+    numbers = (groups, k, x.stride(0), k, lines, lines * k, *steps, across)
     constants = {
         "BM": bm,
         "BN": bn,
@@ -304,7 +318,7 @@ def _cast(tensors: tuple[Any, ...], spec: QuantSpec, slots: int, *, each_column:
         "dtype": DTYPES[spec.format.name],
         **format_constants(spec, x.device),
     }
-    arguments = (x, q, qt, scale, transposed_scale, amaxes, factors, ends)
+    arguments = (x, q, qt, scale, transposed_scale, amaxes, factors, newest, ends)
     return LaunchSpec(kernels.group_cast, grid, arguments, numbers, constants, warps)
 
 
@@ -359,6 +373,18 @@ def _finish_groups(tensors_in: Sequence[Any]) -> LaunchPlan:
     size = y[0].numel()
     grid = (-(-size // FLAT), y.shape[0])
     return LaunchPlan(tensors_in, (), [LaunchSpec(kernels.finish_groups, grid, (y, ends), (size,), {"B": FLAT}, 4)])
+
+
+def record_amaxes(newest: Tensor, amaxes: Tensor, ends: Tensor) -> None:
+    """Raise the newest amaxes of the groups' histories, float32 [groups], to these, of groups that have rows."""
+    _records((amaxes, ends), newest.stride(0), own=(newest,))
+
+
+@LaunchPlanCache
+def _records(tensors_in: Sequence[Any], step: int) -> LaunchPlan:
+    amaxes, ends, newest = tensors_in
+    launch = LaunchSpec(kernels.note_groups, ends.shape, (newest, amaxes, ends), (step,), {}, 1)
+    return LaunchPlan(tensors_in, (), [launch])
 
 
 def slot_ends(ends: Tensor, unit: int) -> Tensor:

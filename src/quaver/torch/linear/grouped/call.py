@@ -145,6 +145,16 @@ class GroupedCall(LinearCall):
             for each in observer.active.observers:
                 each.observe_operand(owner.layer, self.recipe, operand, x, q, owner.name)
 
+    def newest(self, operand: str, column: int, x: Tensor) -> Tensor | None:
+        """Return the newest amaxes of the groups' histories, to which a kernel may write those of an operand.
+
+        None if `record` must do it.
+        """
+        owner = self.owner
+        if not operand or not self.training or self.factors is None or not isinstance(owner, LayerGroups):
+            return None
+        return amax.newest_each(owner.layer, column, x, owner.first, self.offsets.groups)
+
     def record(self, operand: str, column: int, amaxes: Any) -> None:
         """Record the amaxes of an operand's groups under delayed scaling; "" is not recorded."""
         if operand and amaxes is not None and self.training and self.factors is not None:

@@ -156,6 +156,10 @@ GROUPED_WEIGHTS: Operation[tuple[Quantized | None, Quantized | None] | None] = O
         Implementation("reference", lambda *_: None),
     ],
 )
+#: (newest amaxes of histories, amaxes [groups], ends) -> None: raises the newest amaxes of groups that have rows.
+RECORD_AMAXES: Operation[None] = Operation(
+    "grouped_record", [Implementation("triton", f"{_QUANTIZE}:record_amaxes", lambda *_: "")]
+)
 #: Tokens of each group times its matrix: (tokens, matrices, offsets, n, dtype, bias, fast_accum) -> [T, n].
 GROUPED_MATMUL: Operation[Tensor] = Operation(
     "grouped_matmul",

@@ -31,6 +31,7 @@ from quaver.torch.linear.grouped.operands import (
     GROUPED_WGRAD,
     HIGH_MATMUL,
     HIGH_WGRAD,
+    RECORD_AMAXES,
 )
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, by_rows, in_lines, rows_of
@@ -454,7 +455,8 @@ class DeviceGroups:
         second, transposed = noise, specs[1]
         if not for_wgrad and transposed is not None and not (transposed == spec and spec.transposable):
             second = call.noise(f"{operand}.T" * bool(operand), transposed)
-        rows, columns = GROUPED_QUANTIZE(x, *specs, call.offsets, factors, noise, second)
+        newest = call.newest(operand, column, x)
+        rows, columns = GROUPED_QUANTIZE(x, *specs, call.offsets, factors, noise, second, newest)
         q = columns if rows is None else rows
         assert q is not None
         call.record(operand, column, q.amax)
@@ -479,7 +481,11 @@ class DeviceGroups:
         b, columns = self._weights(weight, side), call.weight_shape[2 if side == "dgrad" else 1]
         y = GROUPED_MATMUL(a, b, offsets, columns, call.dtype, bias, call.recipe.gemms[side].fast_accum)
         if side == "fprop" and call.factors is not None and b.amax is not None:
-            call.record("weight", amax.WEIGHT, b.amax.where(offsets.has_rows(), 0.0))
+            newest = call.newest("weight", amax.WEIGHT, b.data)
+            if newest is None:
+                call.record("weight", amax.WEIGHT, b.amax.where(offsets.has_rows(), 0.0))
+            else:
+                RECORD_AMAXES(newest, b.amax, offsets.ends)
         return y
 
     def wgrad(self, g: Any, x: Any, dtype: torch.dtype) -> Tensor:

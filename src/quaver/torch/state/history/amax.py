@@ -182,6 +182,17 @@ def newest(layer: nn.Module, column: int, x: Tensor) -> Tensor | None:
     return entry
 
 
+def newest_each(layer: nn.Module, column: int, x: Tensor, first: int, count: int) -> Tensor | None:
+    """Return the view of history[first : first + count, 0, column] of members, or None as in `newest`."""
+    history = layer._buffers["history"]
+    assert history is not None
+    if is_tracing() or layer_state.replaying() or history.device != x.device:
+        return None
+    if history.dtype is not torch.float32 or not has_kernels(history):
+        return None
+    return history.detach()[first : first + count, 0, column]
+
+
 def record(layer: nn.Module, column: int, amax: Tensor | float | None) -> None:
     """Raise row 0 to an amax; infinities and NaN are ignored, so that one overflow does not freeze the scale."""
     if layer_state.replaying():
