@@ -95,3 +95,12 @@ def test_an_invalid_skip_gives_a_clear_error(entry: object) -> None:
 def test_a_filter_without_a_reason_gives_a_clear_error() -> None:
     with pytest.raises(ValueError, match="returned True for 'a'; it must return the reason"):
         ConversionRules("mxfp8", lambda *_: True).refused("a", 8, 8, get("mxfp8"))  # type: ignore[arg-type, return-value]
+
+
+def test_experts_are_judged_by_the_grouped_gemms_of_the_gpu() -> None:
+    skip = quaver.rules.unprofitable("h200", tokens=16_384)
+    mxfp8, rowwise = quaver.recipes.get("mxfp8"), quaver.recipes.get("rowwise")
+    assert "less than 1" in skip("experts", 4096, 14_336, mxfp8, experts=8)  # type: ignore[call-arg]
+    assert skip("experts", 4096, 14_336, rowwise, experts=8) == ""  # type: ignore[call-arg]
+    few = quaver.rules.unprofitable("h200", tokens=256)
+    assert few("experts", 4096, 14_336, rowwise, experts=64), "all weights are quantized for few tokens"  # type: ignore[call-arg]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quaver import recipes
+from quaver.costs import experts as grouped
 from quaver.costs import hardware, ledger
 from quaver.costs.hardware import Gpu
 from quaver.recipes.conversion import SkipFilter
@@ -32,11 +33,15 @@ class _Unprofitable:
     recipe: Recipe | None
     least: float
 
-    def __call__(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
+    def __call__(self, name: str, in_features: int, out_features: int, recipe: Recipe, experts: int = 0) -> str:
         recipe = self.recipe or recipe
         if not recipe.quantizes or not in_features or not out_features:
             return ""
-        gain = ledger.layer(recipe, self.tokens, in_features, out_features, self.gpu).speedup
+        if experts:
+            cost = grouped.layer(recipe, experts, self.tokens, in_features, out_features, self.gpu)
+        else:
+            cost = ledger.layer(recipe, self.tokens, in_features, out_features, self.gpu)
+        gain = cost.speedup
         if gain >= self.least:
             return ""
         return (
@@ -52,7 +57,7 @@ def unprofitable(
 
     Args:
         gpu: a name from `quaver.costs.hardware.GPUS`, or a Gpu with your own rates.
-        tokens: number of tokens that the layer processes at a time.
+        tokens: number of tokens that the layer processes at a time; for experts, of all experts together.
         recipe: recipe of the prediction; None uses the one that the layer would get.
         least: minimum predicted speed-up over bf16.
 

@@ -15,7 +15,10 @@ from quaver.recipes.text import html_lines, html_table, suggest
 
 
 class SkipFilter(Protocol):
-    """Function of a layer's name, sizes and recipe that decides if `convert` skips the layer."""
+    """Function of a layer's name, sizes and recipe that decides if `convert` skips the layer.
+
+    One that also takes `experts` gets by that name the number of weights that a layer stacks, 0 for other layers.
+    """
 
     def __call__(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
         """Return the reason to skip this layer, or "" to convert it."""
@@ -213,6 +216,14 @@ def _check_signature(entry: Callable[..., Any]) -> None:
         ) from error
 
 
+def _parameters(entry: Callable[..., Any]) -> Iterable[str]:
+    """Return the names of a filter's parameters; none without a signature."""
+    try:
+        return inspect.signature(entry).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
 class ConversionRules:
     """Rules and skip patterns, with a record of which were used.
 
@@ -271,10 +282,11 @@ class ConversionRules:
         rule = self.rules.match(name, in_features, out_features)
         return any(matches(pattern, name) for pattern in self.skip) or rule is None or rule.recipe is None
 
-    def refused(self, name: str, in_features: int, out_features: int, recipe: Recipe) -> str:
+    def refused(self, name: str, in_features: int, out_features: int, recipe: Recipe, experts: int = 0) -> str:
         """Return a filter's reason to skip a linear layer that would get this recipe, or ""."""
         for skips in self.filters:
-            why = skips(name, in_features, out_features, recipe)
+            own = {"experts": experts} if experts and "experts" in _parameters(skips) else {}
+            why = skips(name, in_features, out_features, recipe, **own)
             if not isinstance(why, str):
                 raise ValueError(
                     f"the skip filter {skips!r} returned {why!r} for {name!r}; it must return the reason to skip the "

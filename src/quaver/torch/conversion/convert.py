@@ -259,7 +259,7 @@ class _ModuleConverter:
         why = why or linears.reason_unsupported(module, kind, self.probed)
         if why:
             return None, why, False
-        why = self.choice.refused(names[0], *sizes, recipe)
+        why = self.choice.refused(names[0], *sizes, recipe, kind.experts(module))
         return (None, why, True) if why else (recipe, "", False)
 
     def _row(
