@@ -1,7 +1,7 @@
 """The table of grouped layers in docs/performance.md, from recorded launches: `python -m benchmarks ledger --moe`.
 
-A stand-in GPU trains the layer, and what it launches is counted. A GEMM takes its FLOPs over the rate of its kind; other
-launches take their bytes over the copy rate, and `ledger.LAUNCH` each.
+A stand-in GPU trains the layer, and what it launches is counted. A GEMM takes its FLOPs over the rate of its kind;
+other launches take their bytes over the copy rate, and `ledger.LAUNCH` each.
 """
 
 import json
@@ -28,9 +28,7 @@ def recorded(gpu: str) -> dict[str, Any]:
     """Return what a training step launches on a GPU, by recipe."""
     with tempfile.TemporaryDirectory() as folder, building.environment(Path(folder), compilers=True) as environment:
         command = [sys.executable, "-m", "benchmarks.gpu.ahead.traffic", str(CARDS[gpu])]
-        done = subprocess.run(
-            command, cwd=building.ROOT, env=environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=building.ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"recording for {gpu} ended with code {done.returncode}:\n{done.stderr[-3000:]}")
     counted: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -60,8 +58,8 @@ def table() -> str:
         for name, counted in counts.items():
             took, kinds = milliseconds(counted, card), [kind(one, card) for one in counted["gemms"]]
             shown = kinds[0] if len(set(kinds)) == 1 else ", ".join(kinds)
-            launches = str(counted["kernels"] + counted["operations"])
-            rows.append([gpu, name, launches, f"{counted['bytes'] / 1e9:.1f}", shown, f"{took:.1f}", f"{base / took:.2f}"])
+            launches, gigabytes = str(counted["kernels"] + counted["operations"]), f"{counted['bytes'] / 1e9:.1f}"
+            rows.append([gpu, name, launches, gigabytes, shown, f"{took:.1f}", f"{base / took:.2f}"])
     head = ["GPU", "recipe", "launches", "GB", "GEMMs", "ms", "over bf16"]
     return markdown(head, rows)
 

@@ -740,9 +740,7 @@ def _experts() -> list[Case]:
 
     def saved() -> object:
         shapes, dtypes = grouped_values.saved_shapes(nvfp4.wgrad.b, ROWS, experts, COLUMNS)  # type: ignore[arg-type]
-        tensors = (
-            torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True)
-        )
+        tensors = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True))
         return grouped_values.saved_values(*tensors, nvfp4.wgrad.b)  # type: ignore[arg-type, misc]
 
     def operand(spec: QuantSpec, columns: int, for_wgrad: bool) -> GroupedOperand:
@@ -802,7 +800,9 @@ def _experts() -> list[Case]:
         Case(name="experts: weights 128x128", launch=weights(square)),
         Case(name="experts: mxfp8", launch=narrow_codes(mxfp8, mxfp8), **narrow, exceptions=shared),
         Case(
-            name="experts: nvfp4", launch=narrow_codes(nvfp4.fprop.a, nvfp4.wgrad.b), **narrow,
+            name="experts: nvfp4",
+            launch=narrow_codes(nvfp4.fprop.a, nvfp4.wgrad.b),
+            **narrow,
             exceptions={**shared, **halves},
         ),
         Case(

@@ -121,7 +121,9 @@ def test_products_are_finished_in_place(ends: tuple[int, ...]) -> None:
 
 # ---- bf16 values of codes ----
 
-BLOCKS = [QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (1, 128)), QuantSpec(recipes.get("mxfp6").fprop.a.format, (1, 16), "e8m0")]  # type: ignore[union-attr]
+MXFP6 = recipes.get("mxfp6").fprop.a
+assert MXFP6 is not None
+BLOCKS = [QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (1, 128)), QuantSpec(MXFP6.format, (1, 16), "e8m0")]
 NVFP4 = recipes.get("nvfp4")
 
 
@@ -255,7 +257,8 @@ def test_groups_in_narrow_blocks_have_the_codes_of_each_alone(name: str, ends: t
             used = int(ours.slots.ends[-1])
             codes, width = used // (2 if spec.two_level else 1), other.block[1]
             assert width is not None
-            assert_bitwise(as_codes(plain.data)[:, :codes].contiguous(), as_codes(expected.data)[:, :codes].contiguous())
+            own, wanted = (as_codes(one.data)[:, :codes].contiguous() for one in (plain, expected))
+            assert_bitwise(own, wanted)
             assert_bitwise(plain.scale[: used // width], expected.scale[: used // width])
         else:
             assert_bitwise(as_codes(plain.data)[: ends[-1]], as_codes(expected.data)[: ends[-1]])

@@ -14,8 +14,8 @@ from quaver.costs.ledger import LAUNCH, Cost, GemmCost, LinearCost, moving
 from quaver.recipes.formats import E4M3
 from quaver.recipes.spec import GemmSpec, Recipe
 
-#: Fraction of the tensorwise rate that the Triton kernel reaches. Its instructions alone allow 0.75 on an H200; tiles of
-#: 128 × 128 read two bytes from the L2 cache for every 256 operations, which no measurement covers yet.
+#: Fraction of the tensorwise rate that the Triton kernel is assumed to reach. Its instructions allow 0.75 on an H200;
+#: tiles of 128 × 128 also read a byte from the L2 cache for every 128 operations. Not measured.
 CODES = 0.6
 
 
@@ -44,9 +44,7 @@ def _gemm(spec: GemmSpec, flops: float, moved: float, gpu: Gpu) -> GemmCost:
     return GemmCost(chosen, chosen != "bf16" or spec.a is None, flops, seconds, Cost())
 
 
-def layer(
-    recipe: Recipe, groups: int, tokens: int, in_features: int, out_features: int, gpu: str | Gpu
-) -> LinearCost:
+def layer(recipe: Recipe, groups: int, tokens: int, in_features: int, out_features: int, gpu: str | Gpu) -> LinearCost:
     """Predict the cost of a grouped linear layer's forward and backward under a recipe, without its bias.
 
     Args:

@@ -89,8 +89,8 @@ def values_of_blocks(
     """
     pm, pn = tl.program_id(0 if TALL else 1), tl.program_id(1 if TALL else 0)
     block_of_values(
-        pm, pn, x, along, down, codes, scales, rows, rows, columns, stride, BM, BN, EVEN, WIDTH, SQUARE, CODES, INTEGERS,
-        MANTISSA, EMIN, EMAX, TOP_MANTISSA,
+        pm, pn, x, along, down, codes, scales, rows, rows, columns, stride,
+        BM, BN, EVEN, WIDTH, SQUARE, CODES, INTEGERS, MANTISSA, EMIN, EMAX, TOP_MANTISSA,
     )  # fmt: skip
 
 
@@ -451,8 +451,8 @@ def values_in_two_levels(
             BM, BN, EVEN, True, HADAMARD, TRANSPOSED_STOCHASTIC, INTEGERS,
         )  # fmt: skip
         if codes is not None:
-            if (pm == 0) & (pn == 0):
-                tl.store(scales + (rows // 16).to(tl.int64) * columns, exponent_of(small))
+            at = scales + (rows // 16).to(tl.int64) * columns
+            tl.store(at, exponent_of(small), mask=(pm == 0) & (pn == 0))
 
 
 @triton.jit

@@ -26,9 +26,10 @@ from quaver.kernels.numerics import (
     noise_stream,
     packed_codes,
     store_tile,
+    transposed,
     whole_word,
 )
-from quaver.kernels.nvfp4 import block_along, block_down, largest, load_down, quarter, transposed
+from quaver.kernels.nvfp4 import block_along, block_down, largest, load_down, quarter
 from quaver.kernels.rowwise import blockwise_at, rows_at, squares_at
 from quaver.kernels.tensorwise import keep_newest, load4, store4
 
@@ -53,7 +54,7 @@ def group_at(tile, ends, groups, BM: tl.constexpr, unit: tl.constexpr):
         tiles += tl.cdiv(size, BM)
         units += tl.cdiv(size, unit)
         start += size
-    return group, first.to(tl.int64), rows, own_tile, before.to(tl.int64)
+    return group, tl.cast(first, tl.int64), rows, own_tile, tl.cast(before, tl.int64)
 
 
 # ---- amaxes ----
@@ -117,7 +118,7 @@ def group_cast(
             known = tl.load(factors + group * factor_step)
             e = tl.where(known == 0.0, e, known)
         s = decode_scale(bits, e, POWER_OF_TWO)
-        if newest is not None:
+        if newest is not None:  # noqa: SIM102
             if (pm == 0) & (pn == 0):
                 keep_newest(newest + group * newest_step, bits)
         x0, x1, x2, x3 = load4(x + first * stride, r, c, rows, columns, stride, False)
@@ -133,7 +134,9 @@ def group_cast(
             if pm == 0:
                 tl.store(transposed_scale + group.to(tl.int64) * columns + c, s, mask=inside)
             packed = packed_codes(y0, y1, y2, y3, c0, c1, c2, c3, dtype, INTEGERS)
-            store_in_slots(qt, packed, group, before, pm * (BM // 4), c, rows, columns, qt_lines, qt_group_lines, STACKED)
+            store_in_slots(
+                qt, packed, group, before, pm * (BM // 4), c, rows, columns, qt_lines, qt_group_lines, STACKED
+            )
 
 
 @triton.jit
@@ -181,8 +184,8 @@ def group_blocks(
 ):  # fmt: skip
     """Run `quaver.kernels.rowwise.blockwise` on each group of rows of x, which one read quantizes in both directions.
 
-    scale: float32 [blocks of columns, rows]. qt: [columns, slots] in units of BM slots; transposed_scale: float32 [slots
-    / BM, columns]. Exact.
+    scale: float32 [blocks of columns, rows]. qt: [columns, slots] in units of BM slots. transposed_scale: float32
+    [slots / BM, columns]. Exact.
     """
     p = tl.program_id(0)
     group, first, rows, pm, before = group_at(p // across, ends, groups, BM, BM)
@@ -339,7 +342,8 @@ def group_values_of_blocks(
 ):  # fmt: skip
     """Run `quaver.kernels.emulation.values_of_blocks` on each group of rows of x; each result may be None.
 
-    along: bf16 [rows, columns]. down, codes: [slots, columns] in units of WIDTH slots. scales: [slots / WIDTH, columns].
+    along: bf16 [rows, columns]. down, codes: [slots, columns] in units of WIDTH slots. scales: [slots / WIDTH,
+    columns].
     """
     p = tl.program_id(0)
     group, first, rows, pm, before = group_at(p // across, ends, groups, BM, WIDTH)
@@ -355,7 +359,8 @@ def group_values_of_blocks(
             own_scales = scales + before * columns
         slots = tl.cdiv(rows, WIDTH) * WIDTH
         block_of_values(
-            pm, p % across, x + first * stride, own_along, own_down, own_codes, own_scales, rows, slots, columns, stride,
+            pm, p % across, x + first * stride, own_along, own_down, own_codes, own_scales,
+            rows, slots, columns, stride,
             BM, BN, False, WIDTH, SQUARE, CODES, INTEGERS, MANTISSA, EMIN, EMAX, TOP_MANTISSA,
         )  # fmt: skip
 

@@ -82,9 +82,7 @@ def matmul(
 def sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """Multiply a [n, slots] by transposed b [k, slots], summed over each group's slots; returns [groups, n, k]."""
     blocks, groups = a.spec.block[1] is not None, a.slots.groups
-    scales = [
-        one.scale if blocks else one.scale.expand(groups, one.shape[0]).contiguous() for one in (a, b)
-    ]
+    scales = [one.scale if blocks else one.scale.expand(groups, one.shape[0]).contiguous() for one in (a, b)]
     y: Tensor = _sums((a.data, b.data, *scales, a.slots.ends), a.slots.multiple, dtype, blocks, fast_accum)[0]
     return y
 
@@ -95,9 +93,7 @@ def _tile(device: torch.device, blocks: bool, fast_accum: bool) -> tuple[int, in
 
 
 @LaunchPlanCache
-def _multiplies(
-    tensors_in: Sequence[Any], n: int, dtype: torch.dtype, blocks: bool, fast_accum: bool
-) -> LaunchPlan:
+def _multiplies(tensors_in: Sequence[Any], n: int, dtype: torch.dtype, blocks: bool, fast_accum: bool) -> LaunchPlan:
     x, w, of_rows, of_columns, bias, ends = tensors_in
     (rows, k), groups = x.shape, ends.shape[0]
     bm, bn, bk, warps = _tile(x.device, blocks, fast_accum)

@@ -93,8 +93,10 @@ def quantize(
     height = slots(x.shape[0], offsets.groups, ROWS)
     one = spec or other
     assert one is not None
+    operands: Sequence[Any]
+    factors: Sequence[Tensor | None] = None, None
     if which == "mx":
-        *operands, factors = *_mx((x, offsets.ends), one, height, count, spec is not None, False), (None, None)
+        operands = _mx((x, offsets.ends), one, height, count, spec is not None, False)
     else:
         operands, factors = _nv_operands(x, offsets.ends, (spec, other), (noise, other_noise), height, count, False)
     q, s, qt, st = operands
@@ -120,8 +122,10 @@ def quantize_weights(
     groups, n, k = weight.shape
     x, ends, one = weight.detach().view(groups * n, k), equal_ends(groups, n, weight.device), spec or other
     assert one is not None
+    operands: Sequence[Any]
+    factors: Sequence[Tensor | None] = None, None
     if kind(spec, other) == "mx":
-        *operands, factors = *_mx((x, ends), one, groups * n, n, spec is not None, True), (None, None)
+        operands = _mx((x, ends), one, groups * n, n, spec is not None, True)
     else:
         operands, factors = _nv_operands(x, ends, (spec, other), (None, None), groups * n, n, True)
     q, s, qt, st = operands
@@ -226,9 +230,7 @@ def _nv(
     numbers = (groups, k, x.stride(0))
     measured = (x, plain, rotated, ends)
     constants: dict[str, Any] = {"BM": bm, "BN": bn}
-    launches = [
-        LaunchSpec(kernels.group_two_level_amaxes, grid, measured, (*numbers, side_by_side), constants, warps)
-    ]
+    launches = [LaunchSpec(kernels.group_two_level_amaxes, grid, measured, (*numbers, side_by_side), constants, warps)]
     q = s = factor = qt = st = transposed_factor = None
     if spec is not None:
         q, s = in_words(whole((rows, k // 2), torch.uint8)), _scales(height, k // 16)

@@ -19,7 +19,7 @@ from quaver.torch.backends.gpu.buffers import BufferSpec, in_words, row_major, w
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, multiprocessors
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE, READ
 from quaver.torch.backends.gpu.rowwise import BLOCK, LONGEST, REGISTER_ELEMENTS, ROW_WARPS, WARPS
-from quaver.torch.backends.gpu.tensorwise import DTYPES, format_constants, padded
+from quaver.torch.backends.gpu.tensorwise import DTYPES, format_constants
 from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, GroupSlots
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
@@ -397,4 +397,6 @@ def slot_ends(ends: Tensor, unit: int) -> Tensor:
 def _slot_ends(tensors_in: Sequence[Any], unit: int) -> LaunchPlan:
     (ends,) = tensors_in
     out = whole(tuple(ends.shape), torch.int32)
-    return LaunchPlan(tensors_in, (out,), [LaunchSpec(kernels.slot_ends, (1,), (ends, out), (ends.shape[0], unit), {}, 1)])
+    return LaunchPlan(
+        tensors_in, (out,), [LaunchSpec(kernels.slot_ends, (1,), (ends, out), (ends.shape[0], unit), {}, 1)]
+    )

@@ -46,7 +46,7 @@ def unit(spec: QuantSpec) -> int:
 
 def fits(*sides: int) -> bool:
     """Return True if the kernels support matrices of these sides."""
-    return 0 < min(sides) and max(sides) <= LONGEST_SIDE and all(side % WIDTH == 0 for side in sides[1:])
+    return min(sides) > 0 and max(sides) <= LONGEST_SIDE and all(side % WIDTH == 0 for side in sides[1:])
 
 
 def values(
@@ -111,9 +111,7 @@ def saved_shapes(spec: QuantSpec, rows: Any, groups: Any, k: Any) -> tuple[tuple
     return ((count, k), (blocks, k)), (FLOAT8[stored.name], torch.uint8)
 
 
-def _buffers(
-    x: Tensor, groups: int, spec: QuantSpec, wanted: tuple[bool, bool, bool]
-) -> tuple[BufferSpec | None, ...]:
+def _buffers(x: Tensor, groups: int, spec: QuantSpec, wanted: tuple[bool, bool, bool]) -> tuple[BufferSpec | None, ...]:
     """Return the buffers of values along, values down, codes and scales; None if not wanted."""
     straight, transposed, saves = wanted
     rows, columns = x.shape

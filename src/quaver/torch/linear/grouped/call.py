@@ -190,9 +190,7 @@ def weights(call: GroupedCall, weight: Tensor, side: str, quantize: Callable[[],
     """
     entry = call.stacks.get(side)
     if entry is None or entry.quantized is None:
-        entry = call.stacks[side] = _entry(
-            call, weight, side, partial(outside_inference, call, weight, quantize), kind
-        )
+        entry = call.stacks[side] = _entry(call, weight, side, partial(outside_inference, call, weight, quantize), kind)
     return entry.quantized
 
 

@@ -18,6 +18,7 @@ from quaver.torch.linear.grouped.call import GroupedCall, weights
 from quaver.torch.linear.grouped.operands import HIGH_MATMUL, HIGH_WGRAD
 from quaver.torch.numerics.grouped import GroupOffsets
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.numerics.rounding import NO_NOISE
 from quaver.torch.operations import ops
 from quaver.torch.state import observer
 from quaver.torch.state.history import amax
@@ -132,7 +133,7 @@ class EmulatedGroups:
         for group, (start, end) in enumerate(self.call.offsets.bounds()):
             if end > start:
                 part = x[start:end].t() if name.endswith(".T") else x[start:end]
-                noise = ops.NO_NOISE if draw is None else draw.of(group)
+                noise = NO_NOISE if draw is None else draw.of(group)
                 self.call.note(name, part, ops.QUANTIZE(part, spec, None, None, noise))
 
     def split(self, q: Quantized) -> EmulatedRows:
@@ -159,6 +160,9 @@ class EmulatedGroups:
         slots = self.call.offsets.slots(grouped_values.unit(spec))
         one, other = (values, g) if self.call.transposed else (g, values)
         return HIGH_WGRAD(one, other, GroupOffsets(slots.ends, slots.count), dtype)
+
+    def transpose(self, a: EmulatedRows) -> Any:
+        return a.transpose
 
     def bias_gradient(self, g: Tensor, dtype: torch.dtype) -> Tensor:
         from quaver.torch.linear.grouped.products import DeviceGroups

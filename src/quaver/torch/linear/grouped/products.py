@@ -13,7 +13,7 @@ GEMM.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ from quaver.torch.state.history import amax
 #: Operand of wgrad that forward saves: rows in high precision or as codes that backward decodes, else the operand of
 #: all groups, [K, rows] each, or as fprop read them if backward decodes them.
 SavedRows = Tensor | Quantized | list[Quantized | None] | GroupedOperand | SavedValues
+#: Functions that run a call.
+Groups = Union["HostGroups", "DeviceGroups", EmulatedGroups]
 #: Largest number of elements that torch operations quantize within the CPU cache.
 CACHED = 1 << 18
 
@@ -76,9 +78,7 @@ def recomputed(call: GroupedCall, x: Tensor | Quantized, high: Tensor | None) ->
     return _saved(run, x, high, _operand(run, x, "") if reads_a else None, "")
 
 
-def _operand(
-    run: "HostGroups | DeviceGroups | EmulatedGroups", x: Tensor | Quantized, name: str, other: QuantSpec | None = None
-) -> Any:
+def _operand(run: "Groups", x: Tensor | Quantized, name: str, other: QuantSpec | None = None) -> Any:
     """Return the operand of fprop, or x itself if it is not quantized; `name` and `other` as in `quantize`."""
     if isinstance(x, Quantized):
         return run.split(x)
@@ -86,7 +86,7 @@ def _operand(
     return x if spec is None else run.quantize(amax.INPUT, name, x, spec, other=other)
 
 
-def _saved(run: "HostGroups | DeviceGroups | EmulatedGroups", x: Tensor | Quantized, high: Tensor | None, a: Any, name: str) -> Any:
+def _saved(run: "Groups", x: Tensor | Quantized, high: Tensor | None, a: Any, name: str) -> Any:
     """Return the operand of wgrad, from fprop's operand `a` if the recipe says so."""
     recipe, c, values = run.call.recipe, run.call.recipe.wgrad.b, x if isinstance(x, Tensor) else high
     if recipe.saved_input is None:
@@ -138,7 +138,12 @@ def backward(
 
 
 def _weight_gradient(
-    run: "HostGroups | DeviceGroups | EmulatedGroups", g: Any, saved: Any, observed: Tensor | None, *, dtype: torch.dtype
+    run: "Groups",
+    g: Any,
+    saved: Any,
+    observed: Tensor | None,
+    *,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Run wgrad; returns the gradient in the layout of the parameter."""
     y = run.wgrad(g, saved, dtype)
@@ -150,7 +155,7 @@ def _weight_gradient(
 
 
 def _observe_gemms(
-    run: "HostGroups | DeviceGroups | EmulatedGroups", gemm: str, a: Tensor | None, b: Any, bias: Tensor | None, y: Tensor,
+    run: "Groups", gemm: str, a: Tensor | None, b: Any, bias: Tensor | None, y: Tensor,
     a_operand: Any, b_operand: Any = None,
 ) -> None:  # fmt: skip
     """Report the result of each group's GEMM to the active observers.
@@ -185,7 +190,7 @@ def _observe_gemms(
             each.observe_gemm(observed)
 
 
-def backend(call: GroupedCall) -> "HostGroups | DeviceGroups | EmulatedGroups":
+def backend(call: GroupedCall) -> "Groups":
     """Return the functions that run a call: `HostGroups` if the host knows the offsets, else those of a GPU."""
     if ops.on_host(call.offsets.ends):
         return HostGroups(call)

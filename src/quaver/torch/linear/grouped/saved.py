@@ -37,8 +37,10 @@ def dtype_of_scales(spec: QuantSpec) -> torch.dtype:
 
 
 def form_of(recipe: Recipe, device: torch.device, weight_shape: Sequence[Any], *dtypes: torch.dtype) -> str:
-    """Return the form of a layer's saved operand on a GPU, eager or compiled: "values" for `emulated.SavedValues`, whose
-    layouts are those of `gpu.grouped_values`; "swizzled" for `gpu.grouped_narrow`; or "".
+    """Return the form of a layer's saved operand on a GPU, eager or compiled.
+
+    It is "values" for `emulated.SavedValues`, with the layouts of `gpu.grouped_values`; "swizzled" for
+    `gpu.grouped_narrow`; or "".
 
     Args:
         weight_shape: [groups, N, K].
