@@ -18,7 +18,7 @@ import quaver
 from quaver.torch.numerics import versions
 from quaver.torch.operations import autograd, ops
 from quaver.torch.operations.autograd import forward_level
-from quaver.torch.parallel.tensor import overlap
+from quaver.torch.parallel.tensor import symmetric_memory
 from quaver.torch.state import layer_state, weight_cache
 from quaver.torch.state.history import sync
 
@@ -58,17 +58,18 @@ def test_torch_has_them() -> None:
     assert hasattr(torch.autograd, "_get_sequence_nr") and hasattr(torch.cpu, "_is_avx512_bf16_supported")
     assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     assert hasattr(torch.distributed.distributed_c10d, "_set_pg_timeout")
-    memory = overlap.symmetric_memory()._SymmetricMemory
+    memory = symmetric_memory.symmetric_memory()._SymmetricMemory
     assert callable(memory.has_multicast_support) and hasattr(torch.autograd.DeviceType, "CUDA")
 
 
 def test_tokens_travel_beside_gemms_where_torch_has_no_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert overlap.operation(overlap.GATHER) is not None is not overlap.operation(overlap.SCATTER)
-    assert overlap.operation("gather_and_think") is None
+    names = symmetric_memory.GATHER, symmetric_memory.SCATTER
+    assert all(symmetric_memory.operation(name) is not None for name in names)
+    assert symmetric_memory.operation("gather_and_think") is None
     monkeypatch.delattr(torch.distributed, "_symmetric_memory")
     monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", None)
-    assert overlap.operation(overlap.GATHER) is None
-    assert "has no torch.ops.symm_mem.fused_all_gather_matmul" in overlap._own_reason("cuda")
+    assert symmetric_memory.operation(symmetric_memory.GATHER) is None
+    assert not symmetric_memory._is_supported_here()
 
 
 def test_new_groups_wait_as_long_as_the_default_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

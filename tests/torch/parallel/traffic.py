@@ -9,12 +9,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: torch's names of collectives, and the names used here.
-KINDS = {"allgather": "gather", "reduce_scatter": "scatter", "allreduce": "reduce", "alltoall": "exchange"}
+KINDS = {
+    "allgather": "gather",
+    "reduce_scatter": "scatter",
+    "allreduce": "reduce",
+    "alltoall": "exchange",
+    "send": "send",
+}
 
 
 class Traffic(TorchDispatchMode):
-    """Count calls and bytes of each kind of collective and dtype while entered: the results of all-gathers, and the
-    inputs of reductions."""
+    """Count calls and bytes of each kind of collective and dtype while entered: the results of all-gathers, the
+    inputs of reductions, and what is sent to single ranks."""
 
     def __init__(self) -> None:
         super().__init__()

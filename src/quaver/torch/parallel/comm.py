@@ -4,7 +4,7 @@ Codes are never summed. torch's collectives add bytes without complaint, and the
 sum.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations.functional import quantize
-from quaver.torch.parallel.comm_counter import Kind, count_async, count_collective
+from quaver.torch.parallel.comm_counter import Kind, active, count, count_async, count_collective, waiting
 
 #: torch 2.13 renamed these collectives and warns about the earlier names.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,13 +62,15 @@ def gather(x: Tensor, dim: int, group: Any = None, batches: int = 1, kind: Kind 
 
     def finish() -> Tensor:
         wait()
-        each = whole.view(ranks, *part.shape)
-        if dim == 0 and batches == 1:
-            return whole
-        each = each.unflatten(dim + 1, (batches, part.shape[dim] // batches)).movedim(0, dim + 1)
-        return each.flatten(dim, dim + 2)
+        return whole if dim == 0 and batches == 1 else in_token_order(whole.view(ranks, *part.shape), dim, batches)
 
     return finish
+
+
+def in_token_order(x: Tensor, dim: int, batches: int) -> Tensor:
+    """Join the shards of all ranks, x [ranks, ...], along the dimension `dim` of a shard with `batches` sequences."""
+    x = x.unflatten(dim + 1, (batches, x.shape[dim + 1] // batches)).movedim(0, dim + 1)
+    return x.flatten(dim, dim + 2)
 
 
 def gather_operand(q: Quantized, axis: int, group: Any = None, batches: int = 1) -> Pending:
@@ -118,7 +120,7 @@ def sum_parts(x: Tensor, group: Any = None, kind: Kind = "activations") -> Pendi
 
 
 def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
-    """Start a reduce-scatter (sum) of x [batches × tokens, n], float32 or float64, over tokens.
+    """Start a reduce-scatter (sum) of x [batches × tokens, n], float32 or float64, over tokens, in the order of ranks.
 
     Args:
         batches: number of sequences stacked in x; each rank gets its shard of every sequence.
@@ -127,14 +129,78 @@ def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
     Raises:
         ValueError: x has another dtype.
     """
-    _summable(x)
     ranks = dist.get_world_size(group)
+    parts = by_rank(x, ranks, batches).unflatten(0, (ranks, x.shape[0] // ranks))
+    sums = SumsInRankOrder(parts[0], group)
+    for step in range(1, ranks):
+        sums.exchange(step, 0, parts[(sums.rank + step) % ranks])
+    return lambda: sums.finish(parts[sums.rank])
+
+
+def by_rank(x: Tensor, ranks: int, batches: int) -> Tensor:
+    """Reorder the rows of x, `batches` stacked sequences, so that each rank's tokens are contiguous."""
     if batches > 1:
-        x = x.unflatten(0, (batches, ranks, -1)).movedim(1, 0)
-    x = x.contiguous().view(-1, x.shape[-1])
-    part = x.new_empty((x.shape[0] // ranks, x.shape[1]))
-    work = reduce_scatter(part, x, dist.ReduceOp.SUM, group, async_op=True)
-    return count_async("activations", "scatter", x, group, work, part)
+        x = x.unflatten(0, (batches, ranks, -1)).movedim(1, 0).flatten(0, 2)
+    return x.contiguous()
+
+
+class SumsInRankOrder:
+    """Reduce-scatter (sum) by point-to-point messages: each rank adds the parts of ranks 0, 1, ... in this order.
+
+    The bits do not depend on the backend's algorithm, nor on the number of messages. The traffic is that of a
+    reduce-scatter; the parts of other ranks take its memory.
+
+    Args:
+        like: a tensor with the shape and dtype of one rank's part, [tokens, n] in float32 or float64.
+        group: process group; None is the default one.
+    Raises:
+        ValueError: another dtype.
+    """
+
+    def __init__(self, like: Tensor, group: Any = None) -> None:
+        _summable(like)
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        #: The parts that other ranks have computed for this one; entry s - 1 is of rank `self.rank - s`.
+        self.received = like.new_empty((self.ranks - 1, *like.shape))
+        self.works: list[Any] = []
+        count("activations", "send", self.received, group, active.all)
+
+    def exchange(self, step: int, start: int, part: Tensor) -> None:
+        """Send rows of the part of rank `self.rank + step`, and receive the same rows of this rank's part.
+
+        Args:
+            start: index of the first row.
+            part: [rows, n], contiguous.
+        """
+        own = self.received[step - 1, start : start + part.shape[0]]
+        self.works += exchange(step, [part], [own], self.group)
+
+    def finish(self, own: Tensor) -> Tensor:
+        """Wait for the parts of other ranks and return the sum, given this rank's own part."""
+        if self.works:
+            with waiting(own):
+                for work in self.works:
+                    work.wait()
+            self.works.clear()
+        steps = [(self.rank - rank) % self.ranks for rank in range(self.ranks)]
+        parts = [self.received[step - 1] if step else own for step in steps]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+
+def exchange(step: int, sent: Sequence[Tensor], received: Sequence[Tensor], group: Any = None) -> list[Any]:
+    """Start to send contiguous tensors to rank `own + step`, and to receive others from rank `own - step`.
+
+    All ranks of the group call it with the same step and the same shapes. Returns torch's work handles.
+    """
+    group = group or dist.group.WORLD
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    to, source = (dist.get_global_rank(group, (rank + by) % ranks) for by in (step, -step))
+    sends = [dist.P2POp(dist.isend, x, to, group) for x in sent if x.numel()]
+    receipts = [dist.P2POp(dist.irecv, x, source, group) for x in received if x.numel()]
+    return dist.batch_isend_irecv([*sends, *receipts]) if sends else []
 
 
 def merge_disjoint(x: Tensor, group: Any = None, dim: int | None = None) -> Pending:

@@ -82,7 +82,7 @@ def tensors_in_parts(rank: int) -> None:
         ours, torchs = counted(lambda net=net, x=x: net(x).sum().backward())
         others = ours.bytes["gradients"] + ours.bytes["control"]
         assert ours.bytes["amaxes"] == torchs["reduce"] - others, "a row's bias is summed, and shapes are compared"
-        assert ours.bytes["activations"] == torchs["gather"] + torchs["scatter"], name
+        assert ours.bytes["activations"] == torchs["gather"] + torchs["send"], name
 
 
 def rows_and_words(rank: int) -> None:

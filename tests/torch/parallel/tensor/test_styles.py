@@ -20,7 +20,7 @@ from quaver.recipes.spec import Recipe
 from quaver.torch.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from tests import two_ranks
 from tests.close import assert_bitwise
-from tests.torch.parallel.tensor import overlapping, page
+from tests.torch.parallel.tensor import page
 from tests.torch.parallel.tensor.split import SplitLinear, tokens
 from tests.torch.parallel.traffic import Traffic
 from tests.two_ranks import RANKS
@@ -219,7 +219,7 @@ def tokens_are_sent_in_eight_bits(rank: int) -> None:
         parallelize_module(model, mesh(), {"0": ColwiseParallel(sequence=True), "1": RowwiseParallel(sequence=True)})
         with Traffic() as traffic:
             model(torch.randn(256, 256).bfloat16().requires_grad_()).sum().backward()
-        assert traffic.total("scatter") == 2 * 512 * 256 * 4, "of fprop's sums and dgrad's"
+        assert traffic.total("send") == 2 * 256 * 256 * 4, "parts of fprop's sums and dgrad's for the other rank"
         return traffic.total("gather")
 
     whole = gathered("bf16")
@@ -346,7 +346,6 @@ CASES = [
     under_a_compiler,
     reverted_pickled_and_parametrized,
     bad_input,
-    *overlapping.CASES,
 ]
 
 

@@ -14,6 +14,7 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.nn.attention.inputs import alibi
 from quaver.torch.numerics.quantized import Quantized, storage
 from quaver.torch.operations.functional import quantize
+from quaver.torch.parallel.comm import exchange
 from quaver.torch.parallel.comm_counter import Kind, count_async, count_collective
 
 # ---- chunks and masks ----
@@ -201,17 +202,11 @@ def scatter_in_order(parts: Tensor, group: Group, kind: Kind = "keys_values") ->
 
 def send_to_next(tensors: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
     """Start to send tensors to the next rank. Returns a function that waits for those of the previous rank."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
     fresh = [torch.empty_like(x) for x in tensors]
-    waits: list[Callable[[], object]] = []
+    works = exchange(1, tensors, fresh, group)
+    # The first wait waits for all operations.
     full = [x for x in tensors if x.numel()]
-    if full:
-        sends = [dist.P2POp(dist.isend, x, after, group) for x in full]
-        receipts = [dist.P2POp(dist.irecv, x, before, group) for x in fresh if x.numel()]
-        works = dist.batch_isend_irecv([*sends, *receipts])
-        # The first wait waits for all operations.
-        waits = [count_async("keys_values", "send", x, group, [] if i else works) for i, x in enumerate(full)]
+    waits = [count_async("keys_values", "send", x, group, [] if i else works) for i, x in enumerate(full)]
 
     def finish() -> list[Tensor]:
         for wait in waits:

@@ -7,6 +7,7 @@ lie within one rank, which is checked. Stochastic rounding uses the noise of an 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import Noise, magnitude_bits, part_of_uniform, rotate, rows_of_uniform
 from quaver.torch.parallel import comm
+from quaver.torch.parallel.tensor.overlap import ChunkedGather, Rows, chunk_rows, has_independent_rows
 from quaver.torch.state import observer
 
 # ---- layouts ----
@@ -40,8 +42,10 @@ class ShardLayout:
     column: bool
     #: True if the tokens of a column layer's input, or of a row layer's output, are sharded.
     sequence: bool
-    #: True if communication overlaps with GEMMs of high-precision operands, see `TensorParallelComm.overlaps`.
-    overlap: bool = False
+    #: Chunks in which a rank's tokens are sent while GEMMs run; 0 communicates before or after a GEMM.
+    overlap: int = 0
+    #: True if GEMMs of unquantized operands communicate through symmetric memory, see `TensorParallelComm.is_fused`.
+    symmetric: bool = False
 
     @property
     def name(self) -> str:
@@ -72,7 +76,7 @@ class ShardLayout:
 
 # ---- operands ----
 
-#: Dtypes for overlapped GEMMs: wider sums would be rounded to them, or GPUs have no fast GEMM for wider ones.
+#: Dtypes for GEMMs on symmetric memory: wider sums would be rounded to them, or GPUs have no fast GEMM for wider ones.
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -218,10 +222,26 @@ class TensorParallelComm:
             before += part
         return torch.cat(places)
 
-    def overlaps(self, x: Tensor, weight: Tensor, gemm: GemmSpec) -> bool:
-        """True if the tokens of x are communicated inside a GEMM that quantizes neither operand."""
+    def is_fused(self, x: Tensor, weight: Tensor, gemm: GemmSpec) -> bool:
+        """True if the tokens of x are communicated inside a GEMM on symmetric memory, which quantizes no operand."""
         plain = gemm.a is None and gemm.b is None and x.dtype is weight.dtype and x.dtype in NARROW
-        return self.layout.overlap and plain and not self.recipe.dequantized_backward and x.numel() > 0
+        return self.layout.symmetric and plain and not self.recipe.dequantized_backward and x.numel() > 0
+
+    def chunks(self, tokens: int, operand: Tensor | Quantized, features: int, dtype: torch.dtype) -> list[Rows]:
+        """Return the ranges of a rank's tokens that are sent one by one, or [] to communicate them at once.
+
+        Args:
+            tokens: tokens of one rank.
+            operand: left operand of the GEMM, with tokens as rows.
+            features, dtype: columns and dtype of the GEMM's output.
+        """
+        block = operand.spec.block[0] if isinstance(operand, Quantized) else None
+        in_rows = not (isinstance(operand, Quantized) and operand.transposed)
+        # A chunk of blocks must not end within the tokens that a rank has of a sequence.
+        whole = not tokens // self.batches % (block or 1)
+        if not (self.layout.overlap and in_rows and whole and has_independent_rows(operand.device, features, dtype)):
+            return []
+        return chunk_rows(tokens, self.layout.overlap, block)
 
     @property
     def is_quantizable(self) -> bool:
@@ -243,6 +263,15 @@ class TensorParallelComm:
         if isinstance(x, Quantized):
             return comm.gather_operand(x, axis, self.group, self.batches)
         return comm.gather(x, axis, self.group, self.batches)
+
+    def gather_for_gemm(self, operand: str, x: Tensor | Quantized, features: int, dtype: torch.dtype) -> comm.Pending:
+        """Start an all-gather like `gather` of the left operand of a GEMM, in chunks with overlap.
+
+        Args:
+            features, dtype: columns and dtype of the GEMM's output.
+        """
+        chunks = self.chunks(x.shape[0], x, features, dtype) if self.layout.of_tokens(operand) else []
+        return ChunkedGather(x, chunks, self.group, self.batches) if chunks else cache(self.gather(operand, x))
 
     def sum(self, partial: Tensor) -> comm.Pending:
         """Start an all-reduce of partial sums [T, n] in float32, or a reduce-scatter with sequence=True."""
@@ -269,7 +298,7 @@ class TensorParallelComm:
             "wgrad": ("grad_output.T", "input.T"),
         }
         if gemm == ("dgrad" if self.layout.column else "fprop"):
-            if partial is None:  # summed by an overlapped GEMM, whose operands are not quantized
+            if partial is None:  # summed by a GEMM on symmetric memory, whose operands are not quantized
                 return None
             y, bias = partial, None
         a, b = (self.gather(name, x)() for name, x in zip(names[gemm], (a, b), strict=True))

@@ -162,6 +162,7 @@ def _prepare_call(layer: Any, input: Tensor) -> ShardedLayerCall:
     training, name = torch.is_grad_enabled(), name_of(layer)
     what = {
         "style": layout.name,
+        "chunks of overlap": layout.overlap,
         "input": describe_tensor(input),
         "input in GEMMs": x.dtype,
         "weights": [describe_tensor(each) for each in weights],

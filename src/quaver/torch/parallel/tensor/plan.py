@@ -4,8 +4,9 @@
     Row      y = sum over ranks (x @ weight.T) + bias   grad_x = gather(g) @ weight
 
 All-gathers send codes and scales, or values that the recipe does not quantize; they begin as soon as an operand is
-quantized, and the GEMM that reads it waits for them: an operand is a function that waits. A tensor in its place means
-that the GEMM itself communicates (`overlap`). Sums are in float32 and rounded once, except with overlap. The forward
+quantized, and the GEMM that reads it waits for them: an operand is a function that waits. With overlap it may be a
+`ChunkedGather`, which a GEMM reads in chunks, and sums are sent in chunks. A tensor in its place means that the GEMM
+itself communicates (symmetric memory). Sums are in float32 and rounded once, except with symmetric memory. The forward
 saves only this rank's shard of the wgrad input, and backward gathers it again. Codes, scales and noise are those of a
 single process. So are the GEMM results, except for the order of sums over ranks.
 """
@@ -25,7 +26,8 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.operations import ops
 from quaver.torch.parallel import comm
 from quaver.torch.parallel.tensor.gemms import TensorParallelComm
-from quaver.torch.parallel.tensor.overlap import gathered_product, scattered_product
+from quaver.torch.parallel.tensor.overlap import gemm_of_gathered, scatter_products
+from quaver.torch.parallel.tensor.symmetric_memory import gathered_product, scattered_product
 from quaver.torch.state import observer, selective_checkpoint
 
 
@@ -58,7 +60,7 @@ def plan_for(recipe: Recipe, x: Tensor) -> LinearPlan:
 def quantize_input(call: LinearCall, x: Tensor, save: bool) -> Operands:
     """Quantize this rank's shard of the input and start its all-gather."""
     ranks: TensorParallelComm = call.comm
-    if ranks.overlaps(x, ranks.local_weight, call.recipe.fprop):
+    if ranks.is_fused(x, ranks.local_weight, call.recipe.fprop):
         # The GEMM gathers the input itself, separately for each layer.
         return x, None, x if save else None, GatheredWgradInput(), None
     return gather_input(call, x, general.quantize_input(call, x, False), save)
@@ -67,7 +69,9 @@ def quantize_input(call: LinearCall, x: Tensor, save: bool) -> Operands:
 def gather_input(call: LinearCall, x: Tensor | None, operands: Operands, save: bool) -> Operands:
     """Start the all-gather of a quantized shard, and return it with the shard of the wgrad operand."""
     transposed = general.transpose_input(call, x, operands)[0] if save else None
-    return cache(call.comm.gather("input", operands[0])), None, transposed, GatheredWgradInput(), operands[4]
+    ranks: TensorParallelComm = call.comm
+    pending = ranks.gather_for_gemm("input", operands[0], ranks.local_weight.shape[0], call.dtype)
+    return pending, None, transposed, GatheredWgradInput(), operands[4]
 
 
 def transpose_input(call: LinearCall, x: Tensor, operands: Operands) -> tuple[Any, None]:
@@ -115,19 +119,21 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
     ranks: TensorParallelComm = call.comm
     recipe, whole = call.recipe, None
     dgrad_operand: Any = None
-    if need_input and ranks.overlaps(g, ranks.local_weight, recipe.dgrad):
+    if need_input and ranks.is_fused(g, ranks.local_weight, recipe.dgrad):
         dgrad_operand = g
         if not ranks.layout.column:
             whole, dgrad_operand = gathered_product(g, ranks.local_weight.t(), ranks.group, ranks.batches)
     q: Any = general.quantize_grad(call, g, (need_input, need_weight, False), None)[0]
-    codes = plain = transposed = None
+    codes: Any = None
+    plain: Any = None
+    transposed: Any = None
     if isinstance(q, Quantized):
-        codes = cache(ranks.gather("grad_output", q))
+        codes = ranks.gather_for_gemm("grad_output", q, ranks.local_weight.shape[1], call.dtype)
     if whole is not None:
         # dgrad has gathered it already.
         plain = cache(lambda: whole)
     elif (need_weight and recipe.wgrad.a is None) or (need_input and dgrad_operand is None and codes is None):
-        plain = cache(ranks.gather("grad_output", g))
+        plain = ranks.gather_for_gemm("grad_output", g, ranks.local_weight.shape[1], call.dtype)
     if need_weight and recipe.wgrad.a is None:
         transposed = _transposed(plain)
     elif need_weight and recipe.reuse.grad_output:
@@ -164,7 +170,7 @@ def _bias_gradient(ranks: TensorParallelComm, g: Tensor, dtype: torch.dtype) -> 
 
 
 def fprop(call: LinearCall, x: Any, _: None, weight: Any, __: None, bias: Tensor | None) -> Tensor:
-    """Compute y from the pending input; x is a tensor if its communication overlaps with the GEMM."""
+    """Compute y from the pending input; x is a tensor if the GEMM itself communicates."""
     ranks: TensorParallelComm = call.comm
     column = ranks.layout.column
     if isinstance(x, Tensor):
@@ -174,22 +180,24 @@ def fprop(call: LinearCall, x: Any, _: None, weight: Any, __: None, bias: Tensor
             y = scattered_product(x, weight, ranks.group, ranks.batches)
         return y if bias is None else y + bias
     if column:
-        return general.fprop(call, x(), None, weight, None, bias)
-    total = ranks.sum(_partial_product(call, call.recipe.fprop, x(), weight))()
+        return gemm_of_gathered(x, lambda rows: general.fprop(call, rows, None, weight, None, bias))
+    total = _sum_of_products(call, call.recipe.fprop, x(), weight)()
     return (total if bias is None else total + bias).to(call.dtype)
 
 
 def dgrad(call: LinearCall, g: Any, _: None, weight: Any, __: None, bias: None) -> Any:
     """Return grad_input, for a column layer its pending sum over ranks.
 
-    g is a tensor if its communication overlaps with the GEMM: of a row layer the product itself.
+    g is a tensor if the GEMM itself communicates: of a row layer the product itself.
     """
     ranks: TensorParallelComm = call.comm
     if not ranks.layout.column:
-        return g if isinstance(g, Tensor) else _product(call, call.recipe.dgrad, g(), weight, call.dtype)
+        if isinstance(g, Tensor):
+            return g
+        return gemm_of_gathered(g, lambda rows: _product(call, call.recipe.dgrad, rows, weight, call.dtype))
     if isinstance(g, Tensor):
         return scattered_product(g, ranks.local_weight.t(), ranks.group, ranks.batches)
-    return ranks.sum(_partial_product(call, call.recipe.dgrad, g(), weight))
+    return _sum_of_products(call, call.recipe.dgrad, g(), weight)
 
 
 def wgrad(call: LinearCall, g: comm.Pending, _: None, x: comm.Pending, __: None, dtype: torch.dtype) -> Tensor:
@@ -208,12 +216,19 @@ def finish(grad_input: Any, grad_weight: Tensor | None) -> tuple[Tensor | None, 
     return grad_input() if callable(grad_input) else grad_input, grad_weight
 
 
-def _partial_product(call: LinearCall, gemm: GemmSpec, a: Any, b: Any) -> Tensor:
-    """Return this rank's part of a product that is summed over ranks, and save a copy of it for observers."""
-    y = _product(call, gemm, a, b, accumulation_dtype(call.dtype))
-    if observer.measures_gemms():
-        call.comm.partial = y.clone()
-    return y
+def _sum_of_products(call: LinearCall, gemm: GemmSpec, a: Any, b: Any) -> comm.Pending:
+    """Compute this rank's part of a product and start the sum over ranks, with overlap chunk by chunk."""
+    ranks: TensorParallelComm = call.comm
+    dtype, chunks, measured = accumulation_dtype(call.dtype), list[Any](), observer.measures_gemms()
+    if ranks.layout.sequence and not measured:
+        chunks = ranks.chunks(a.shape[0] // ranks.number, a, b.shape[0], dtype)
+    if chunks:
+        return scatter_products(
+            a, chunks, lambda rows: _product(call, gemm, rows, b, dtype), ranks.group, ranks.batches
+        )
+    y = _product(call, gemm, a, b, dtype)
+    ranks.partial = y.clone() if measured else None
+    return ranks.sum(y)
 
 
 def _product(call: LinearCall, gemm: GemmSpec, a: Any, b: Any, dtype: torch.dtype) -> Tensor:

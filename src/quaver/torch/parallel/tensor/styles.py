@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -14,9 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.linear import Quantizable
 from quaver.torch.nn.attention.multihead import MultiheadAttention
-from quaver.torch.parallel.tensor import joined, overlap
+from quaver.torch.parallel.tensor import joined, symmetric_memory
 from quaver.torch.parallel.tensor.gemms import ShardLayout
 from quaver.torch.parallel.tensor.layers import TensorParallelLinear, layout_of, name_of
+from quaver.torch.parallel.tensor.overlap import check_mesh
 from quaver.torch.parallel.tensor.sequence import OTHER_DROPOUTS, SequenceLayout, TokenShardedModule
 from quaver.torch.parallel.tensor.sharded_module import shard
 from quaver.torch.parallel.tensor.vocab import VocabShard, VocabShardedEmbedding
@@ -29,7 +29,9 @@ class _ShardedLinear(ParallelStyle):
     layout: ShardLayout
     #: Rows of each joined matrix, each of which is sharded over all ranks; empty for a single matrix.
     parts: tuple[int, ...] = ()
-    #: True once ranks have checked that GEMMs can overlap with communication.
+    #: True lets the style choose between symmetric memory and one chunk; a number of chunks; False without overlap.
+    overlap: bool | int = False
+    #: True once ranks have checked that they can send tokens point to point.
     _overlap_checked = False
     #: True if `HeadParallel` applies this style and shards the heads too.
     of_heads = False
@@ -51,23 +53,26 @@ class _ShardedLinear(ParallelStyle):
         return module
 
     def _settle(self, mesh: Any) -> None:
-        """Check once that GEMMs can overlap with communication; warn and disable overlap if they cannot."""
-        reason = overlap.reason_unsupported(mesh) if self.layout.overlap and not self._overlap_checked else ""
+        """Check once that ranks can send tokens point to point, and whether they have symmetric memory."""
+        if self._overlap_checked:
+            return
+        check_mesh(mesh, type(self).__name__, self.layout.overlap)
+        self.layout = replace(self.layout, symmetric=self.overlap is True and symmetric_memory.is_supported(mesh))
         self._overlap_checked = True
-        if reason:
-            if mesh.get_local_rank() == 0:
-                warnings.warn(f"{self!r} with overlap=True gathers before it multiplies: {reason}", stacklevel=6)
-            self.layout = replace(self.layout, overlap=False)
 
     def __repr__(self) -> str:
         options = ["sequence=True"] * self.layout.sequence + [f"parts={self.parts}"] * bool(self.parts)
         return f"{type(self).__name__}({', '.join(options)})"
 
 
-def _layout(column: bool, sequence: bool, overlap: bool) -> ShardLayout:
+def _layout(column: bool, sequence: bool, overlap: bool | int) -> ShardLayout:
+    if not isinstance(overlap, int) or (overlap is not False and overlap < 1):
+        raise ValueError(
+            f"overlap is {overlap!r}: give True, or the number of chunks of a rank's tokens, 1 or more; or leave it out"
+        )
     if overlap and not sequence:
         raise ValueError("overlap applies to sharded tokens: give sequence=True with it, or leave it out")
-    return ShardLayout(column, sequence, overlap)
+    return ShardLayout(column, sequence, int(overlap))
 
 
 class ColwiseParallel(_ShardedLinear):
@@ -88,17 +93,19 @@ class ColwiseParallel(_ShardedLinear):
             k and v of Phi-3's `qkv_proj`. Each matrix is sharded and becomes a parameter of its own, `weight.0`,
             `weight.1` and so on. A single number, that of all rows, declares that consecutive rows are right. A layer
             whose name suggests joined matrices raises an error without `parts`.
-        overlap: with sequence=True, overlap the all-gather with GEMMs whose operands are bfloat16 or float16, by
-            torch's operations on symmetric memory. Each layer then gathers its input itself, and the input's gradient
-            is rounded to its dtype on each rank before the sum. Without symmetric memory it warns with the reason and
-            does not overlap. Not tested on GPUs.
+        overlap: with sequence=True, communicate while GEMMs run: number of chunks in which each rank's tokens are sent
+            point to point, as codes if the recipe quantizes them. A chunk has at least 32 tokens. True is one chunk,
+            and uses torch's operations on symmetric memory for GEMMs of bfloat16 or float16 operands on GPUs behind an
+            NVLink switch; these round the input's gradient to its dtype on each rank before the sum. Not tested on
+            GPUs.
     Raises:
-        ValueError: on application, if the layer does not fit; overlap without sequence.
+        ValueError: on application, if the layer does not fit or ranks cannot overlap; overlap without sequence, or
+            with fewer than one chunk.
     Exact: codes and scales are those of one process. Bounded: the order of sums over ranks.
     """
 
-    def __init__(self, *, sequence: bool = False, parts: Iterable[int] = (), overlap: bool = False) -> None:
-        self.layout = _layout(True, sequence, overlap)
+    def __init__(self, *, sequence: bool = False, parts: Iterable[int] = (), overlap: bool | int = False) -> None:
+        self.layout, self.overlap = _layout(True, sequence, overlap), overlap
         self.parts = tuple(parts)
 
 
@@ -112,14 +119,14 @@ class RowwiseParallel(_ShardedLinear):
     Args:
         sequence: True leaves each rank some tokens of the output, its shard of the second-last axis. Their gradients
             are all-gathered as codes.
-        overlap: as for `ColwiseParallel`; each rank's output is rounded to its dtype before the sum.
+        overlap: as for `ColwiseParallel`; symmetric memory rounds each rank's output to its dtype before the sum.
     Raises:
-        ValueError: on application, if the layer does not fit; overlap without sequence.
+        ValueError: as for `ColwiseParallel`.
     Exact: codes and scales are those of one process. Bounded: the order of sums over ranks.
     """
 
-    def __init__(self, *, sequence: bool = False, overlap: bool = False) -> None:
-        self.layout = _layout(False, sequence, overlap)
+    def __init__(self, *, sequence: bool = False, overlap: bool | int = False) -> None:
+        self.layout, self.overlap = _layout(False, sequence, overlap), overlap
 
 
 class HeadParallel(ParallelStyle):
