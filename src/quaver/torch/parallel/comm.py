@@ -34,15 +34,20 @@ def all_reduce_amax(bits: Tensor, group: Any = None) -> Tensor:
         ValueError: bits is not int32.
     Exact.
     """
+    agreed: Tensor = start_all_reduce_amax(bits, group)()
+    return agreed
+
+
+def start_all_reduce_amax(bits: Tensor, group: Any = None) -> Pending:
+    """Start `all_reduce_amax`; returns a function that waits and returns the amaxes."""
     if bits.dtype is not torch.int32:
         raise ValueError(
             f"agree expects amaxes as the bits of float32 in int32, and got {bits.dtype}: pass "
             "x.abs().amax().float().view(torch.int32), whose integer order puts NaN above infinity above "
             "numbers"
         )
-    with count_collective("amaxes", "reduce", bits, group):
-        dist.all_reduce(bits, dist.ReduceOp.MAX, group)
-    return bits
+    work = dist.all_reduce(bits, dist.ReduceOp.MAX, group, async_op=True)
+    return count_async("amaxes", "reduce", bits, group, work, bits)
 
 
 def gather(x: Tensor, dim: int, group: Any = None, batches: int = 1, kind: Kind = "activations") -> Pending:

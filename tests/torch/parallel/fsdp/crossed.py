@@ -44,17 +44,17 @@ class Net(nn.Module):
 @contextmanager
 def agreements() -> Iterator[list[int]]:
     """Count the all-reduces of weight amaxes, without those of activations."""
-    count, all_reduce_amax = [0], scales.all_reduce_amax
+    count, all_reduce_amax = [0], scales.start_all_reduce_amax
 
     def counting(bits: Tensor, group: Any = None) -> Tensor:
         count[0] += 1
         return all_reduce_amax(bits, group)
 
-    scales.all_reduce_amax = counting
+    scales.start_all_reduce_amax = counting
     try:
         yield count
     finally:
-        scales.all_reduce_amax = all_reduce_amax
+        scales.start_all_reduce_amax = all_reduce_amax
 
 
 def sizes_of(block: int) -> tuple[int, int, int]:
@@ -140,7 +140,9 @@ def assert_same(recipe: Recipe, steps: int, **options: Any) -> Run:
     assert all(same), f"{where}: {first_difference(codes.losses, plain.losses)}"
     for (name, p), q in zip(codes.net.named_parameters(), plain.net.parameters(), strict=True):
         assert torch.equal(p.to_local().nan_to_num(77.0), q.to_local().nan_to_num(77.0)), f"{where}: {name}"
-    assert count[0] <= 2 * steps, f"{where}: {count[0]} all-reduces of amaxes, one a step over each of fsdp and tp"
+    # One a step over each of fsdp and tp, again where weights are written after it, and one that the last step starts.
+    most = (4 if "before" in options else 2) * steps + 1
+    assert count[0] <= most, f"{where}: {count[0]} all-reduces of amaxes"
     return codes
 
 

@@ -390,6 +390,56 @@ def scales_computed_once(rank: int) -> None:
         equal(0, "precompute_scales after a write without a trace")
 
 
+def scales_start_after_the_optimizers(rank: int) -> None:
+    """The all-reduce begins in the step of the last optimizer, and the next forward waits for it.
+
+    A rank that has not made the step joins there; a later write repeats it.
+    """
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
+    for name in ("tensorwise", "rowwise"):
+        net: Any = converted(name)
+        gather_quantized(net)
+        plain, net = sharded(converted(name)), sharded(net)
+        first, second = (torch.optim.SGD([net[i].weight, net[i].bias], lr=0.5) for i in (0, 2))
+
+        def step(optimizer: torch.optim.Optimizer, agreements: int, net: Any = net) -> None:
+            with counted() as traffic:
+                optimizer.step()
+            assert traffic.agreements == agreements
+
+        def forward(agreements: int, label: str, net: Any = net, plain: Any = plain) -> None:
+            net[0].reshard()
+            with torch.no_grad():
+                for p, q in zip(plain.parameters(), net.parameters(), strict=True):
+                    p.to_local().copy_(layout.local(q))
+            with counted() as traffic:
+                y = net(x)
+            assert traffic.agreements == agreements, f"{label}: {traffic.agreements}"
+            assert torch.equal(y, plain(x)), label
+            y.sum().backward()
+
+        forward(1, f"{name}, the first forward")
+        step(first, 0)
+        step(second, 1)
+        forward(0, "both have stepped")
+        step(first, 0)
+        forward(1, "one has stepped")
+        step(second, 0)
+        step(first, 1)
+        step(first, 0)
+        forward(1, "a step after all have stepped")
+        if rank:
+            step(first, 0)
+            step(second, 1)
+        forward(0 if rank else 1, "one rank alone has stepped")
+        step(first, 0)
+        step(second, 1)
+        if rank:
+            with torch.no_grad():
+                net[0].weight.to_local().mul_(3.0)
+        forward(1, "one rank has written after the step")
+
+
 def compiled_blocks(rank: int) -> None:
     """Blocks compiled around the layers give eager mode's losses and weights."""
 
@@ -653,7 +703,7 @@ OPTIONS: list[Callable[[int], None]] = [
         blocks,
     ),
     *(checkpoints, models_made_on_meta, other_recipes_than_the_weights, ranks_that_differ, too_late),
-    *(recipes_of_an_autocast, compiled, scales_computed_once),
+    *(recipes_of_an_autocast, compiled, scales_computed_once, scales_start_after_the_optimizers),
     *(
         weights_written_or_moved_before_sharding,
         parts_without_a_common_root,

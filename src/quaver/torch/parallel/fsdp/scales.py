@@ -1,13 +1,15 @@
 """Amaxes and codes of a rank's rows of the weights that fully_shard gathers as codes.
 
 A rank quantizes its own rows, made of whole blocks. If a scale covers rows or columns of other ranks, ranks first agree
-on its amax: `precompute_scales` computes the amaxes of all weights of a model and all-reduces them. They, and the codes
-made with them, are valid until the weight is written. Then the next forward or gather computes them again.
+on its amax. The amaxes of all weights of a model are all-reduced together: started as soon as optimizers have stepped
+all of them, by `precompute_scales`, or by the next forward. They, and the codes made with them, are valid until the
+weight is written.
 """
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -17,17 +19,18 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.torch.backends.gpu import capture
 from quaver.torch.backends.gpu.buffers import CrossStream
 from quaver.torch.conversion.convert import RollHistories
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized, ScalarOverride, pack
 from quaver.torch.numerics.rounding import SMALLEST_NORMAL_BITS, magnitude_bits, rotate
 from quaver.torch.operations.functional import quantize
-from quaver.torch.parallel.comm import all_reduce_amax
+from quaver.torch.parallel.comm import start_all_reduce_amax
 from quaver.torch.parallel.fsdp.torch_internals import FsdpParameter, local, managed_parameters
 from quaver.torch.state.context import active_context
 from quaver.torch.state.history import amax
-from quaver.torch.state.history.sync import check_agreement
+from quaver.torch.state.history.sync import check_agreement, companion
 from quaver.torch.state.layer_state import graph_task_id
 
 # ---- one operand of a rank's rows ----
@@ -335,6 +338,10 @@ class GatheredModelState:
         self.groups: tuple[Any, ...] = ()
         #: Handle of the root's forward pre-hook.
         self.hook: Any = None
+        #: Waits for the agreement that a step has started; None if there is none.
+        self.started: Callable[[], None] | None = None
+        #: True once the user calls `precompute_scales`; steps then start no agreement.
+        self.explicit = False
 
     def ensure_amaxes(self, weight: GatheredWeightState, mesh: Any) -> None:
         """Make sure that ranks have agreed on amaxes of the present values before a weight is gathered.
@@ -350,6 +357,8 @@ class GatheredModelState:
         for each in self.weights if weight.mesh is None else ():
             # This torch has other internals.
             each.mesh = mesh
+        if self.started is not None:
+            self.agree()
         if not weight.why_high_precision and weight.is_stale():
             self.agree()
 
@@ -403,28 +412,62 @@ class GatheredModelState:
             ValueError: on all ranks, if one runs under another recipe or dtype, or with other gradient settings.
         """
         stale = any(not weight.why_high_precision and weight.is_stale() for weight in self.weights)
-        any_stale = check_agreement("a forward after gather_quantized", self._facts(), *self.groups, flag=stale)
-        if any_stale:
+        needed = check_agreement(
+            "a forward after gather_quantized", self._facts(), *self.groups, flag=self.agreements_needed(stale)
+        )
+        for _ in range(needed):
             self.agree()
 
+    def agreements_needed(self, again: bool) -> int:
+        """Return how many agreements this rank needs: to complete the one that a step has started, and one `again`.
+
+        Every rank then makes as many as any of them needs, so that those that have started one agree with the others.
+        """
+        return (self.started is not None) + again
+
+    def stepped(self) -> None:
+        """Start an agreement if optimizers have stepped all weights that can be trained; the next forward waits for it.
+
+        Its collectives have process groups of their own, so a rank that has not made this step joins in the forward.
+        """
+        if not self.groups or self.explicit or self.started is not None:
+            return
+        trained = (w for w in self.weights if not w.why_high_precision and getattr(w.parameter, "requires_grad", False))
+        if all(weight.is_stale() for weight in trained) and not capture.capturing(self._device()):
+            self.started = self._start()
+
     def agree(self) -> None:
-        """Compute the amaxes of all weights, with one all-reduce for each mesh dimension over which they differ."""
-        reductions = [each for weight in self.weights for each in weight.measure()]
-        for group in dict.fromkeys(group for _, groups in reductions for group in groups):
-            members = [bits for bits, groups in reductions if group in groups]
-            flat = torch.cat([bits.reshape(-1) for bits in members])
-            try:
-                all_reduce_amax(flat, group)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"the all-reduce of weight amaxes failed on this rank ({error}); a rank that has written no "
-                    "weights, or has run other forwards, does not call it: write weights on all ranks or on none, "
-                    "and skip a step by an all-reduce of the condition"
-                ) from error
-            for bits, agreed in zip(members, flat.split([bits.numel() for bits in members]), strict=True):
-                bits.copy_(agreed.view_as(bits))
-        written = [bits for bits, _ in reductions]
-        self.agreed = CrossStream(written, written[0].device if written else torch.device("cpu"))
+        """Compute the amaxes of all weights, or wait for those that a step has started to compute."""
+        wait, self.started = self.started or self._start(), None
+        wait()
+
+    def _start(self) -> Callable[[], None]:
+        """Start to compute the amaxes of all weights, with one all-reduce for each mesh dimension they differ over.
+
+        Returns:
+            A function that waits. On a GPU all work is queued on a stream of its own, and `agreed` waits for it.
+        """
+        device = self._device()
+        with _side_stream(device):
+            reductions = [each for weight in self.weights for each in weight.measure()]
+            groups = list(dict.fromkeys(group for _, groups in reductions for group in groups))
+            first = _reduce(reductions, groups[0]) if groups else None
+
+            def finish() -> None:
+                if first is not None:
+                    first()
+                for group in groups[1:]:
+                    _reduce(reductions, group)()
+                self.agreed = CrossStream([bits for bits, _ in reductions], device)
+
+            if device.type == "cpu":
+                return finish
+            finish()
+        return lambda: None
+
+    def _device(self) -> torch.device:
+        shards: Iterator[Any] = (local(weight.sharded()) for weight in self.weights)
+        return next((shard.plain.device for shard in shards if shard is not None), torch.device("cpu"))
 
     def _facts(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks in a forward."""
@@ -447,6 +490,43 @@ class GatheredModelState:
         }
 
 
+def _reduce(reductions: Sequence[tuple[Tensor, list[Any]]], group: Any) -> Callable[[], None]:
+    """Start to all-reduce the amaxes that ranks of a process group share; returns a function that waits."""
+    members = [bits for bits, groups in reductions if group in groups]
+    wait = start_all_reduce_amax(torch.cat([bits.reshape(-1) for bits in members]), companion(group, "weight amaxes"))
+
+    def finish() -> None:
+        try:
+            flat = wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the all-reduce of weight amaxes failed on this rank ({error}); a rank that has written no "
+                "weights, or has run other forwards, does not call it: write weights on all ranks or on none, "
+                "and skip a step by an all-reduce of the condition"
+            ) from error
+        for bits, agreed in zip(members, flat.split([bits.numel() for bits in members]), strict=True):
+            bits.copy_(agreed.view_as(bits))
+
+    return finish
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Queue the work of a block on another CUDA stream, after the work of the current one; nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream_for_amaxes(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+@cache
+def _stream_for_amaxes(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
 @torch.compiler.disable
 def _begin_forward(model: "weakref.ref[GatheredModelState]", *_: object) -> None:
     """Forward pre-hook of the root module that calls `GatheredModelState.begin_forward`, but not in recomputation."""
@@ -465,15 +545,17 @@ def _watch_optimizers() -> None:
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
-    """Invalidate the weights that an optimizer has stepped; the next forward computes their amaxes.
-
-    A collective here would hang if a rank skipped the step.
-    """
+    """Invalidate the weights that an optimizer has stepped, and start to compute their amaxes once all are stepped."""
+    models: dict[GatheredModelState, None] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = getattr(local(parameter), "weight_state", None)
             if state is not None:
                 state.invalidate()
+                if state.model is not None:
+                    models[state.model] = None
+    for model in models:
+        model.stepped()
 
 
 def precompute_scales(model: nn.Module) -> None:
@@ -482,10 +564,11 @@ def precompute_scales(model: nn.Module) -> None:
         optimizer.step()
         precompute_scales(model)
 
-    Call it on all ranks, after weights were written. Without it the next forward does the same for weights that an
-    optimizer has stepped or that were written through the model's parameters, `.data` and `to_local()` included. It is
-    needed after other writes, for instance through `.data` of a tensor of the state dict. Scales and codes are reused
-    until a weight is written.
+    Call it on all ranks, after weights were written. Without it, the last optimizer that steps these weights starts the
+    same, beside other work, and the next forward waits for it; once called, it replaces that for the model. A forward
+    does the same for weights that were written through the model's parameters, `.data` and `to_local()` included. It
+    is needed after other writes, for instance through `.data` of a tensor of the state dict. Scales and codes are
+    reused until a weight is written.
 
     Args:
         model: model after `gather_quantized` and fully_shard; without weights gathered as codes nothing happens.
@@ -495,7 +578,11 @@ def precompute_scales(model: nn.Module) -> None:
     """
     shards: list[Any] = [local(p) for p in model.parameters()]
     for state in dict.fromkeys(shard.weight_state.model for shard in shards if hasattr(shard, "weight_state")):
+        if state is None:
+            continue
+        state.explicit = True
         # Before its first forward fully_shard may still replace shards; the first gather computes the scales.
-        if state is not None and state.groups:
-            check_agreement("precompute_scales", {}, *state.groups)
-            state.agree()
+        if state.groups:
+            needed = check_agreement("precompute_scales", {}, *state.groups, flag=state.agreements_needed(True))
+            for _ in range(needed):
+                state.agree()

@@ -79,13 +79,33 @@ class _TrafficHook:
 watched = _TrafficHook()
 
 
-class _GlooGroups:
-    """Gloo groups with the ranks of groups whose backend has no CPU tensors (NCCL)."""
+class _Companions:
+    """Further groups with the ranks of a group."""
 
     #: Default group under which they were made; a new one after `init_process_group` drops them.
     world: Any = None
-    #: By the name of the group with the same ranks.
-    by_name: dict[str, Any] = {}  # noqa: RUF012
+    #: By their purpose and the name of the group with the same ranks.
+    by_name: dict[tuple[str, str], Any] = {}  # noqa: RUF012
+
+
+def companion(group: Any, purpose: str, **options: Any) -> Any:
+    """Return another group with the same ranks, whose collectives need no order among those of the first.
+
+    All ranks of the group must call it, because the first call for a purpose creates the group.
+
+    Args:
+        group: process group; None is the default one.
+        purpose: what the group is for; calls with the same purpose share it.
+        options: further arguments of torch's `new_group`.
+    """
+    world: Any = dist.group.WORLD
+    if _Companions.world is not world:
+        _Companions.world, _Companions.by_name = world, {}
+    key = purpose, str((group or world).group_name)
+    if key not in _Companions.by_name:
+        ranks = dist.get_process_group_ranks(group or world)
+        _Companions.by_name[key] = new_group(ranks, use_local_synchronization=group is not None, **options)
+    return _Companions.by_name[key]
 
 
 def check_agreement(
@@ -93,10 +113,10 @@ def check_agreement(
     what: Mapping[str, Any],
     *groups: Any,
     error: str | Exception = "",
-    flag: bool = False,
+    flag: int = False,
     advice: str = "",
     forward: bool = False,
-) -> bool:
+) -> int:
     """Raise the same ValueError on all ranks if their values differ, or if one of them has an error.
 
     All ranks of the groups must call it. With one rank, or without `torch.distributed`, it only raises `error`.
@@ -107,12 +127,12 @@ def check_agreement(
         groups: process groups; all ranks that they connect are compared. For a DeviceMesh, one group per dimension.
             Without any, the default group.
         error: error of this rank, or "". If all ranks have the same error and it is an exception, that is raised.
-        flag: bool that is or-ed over the ranks.
+        flag: bool or number, of which the largest over the ranks is returned.
         advice: end of the error message: what to do about a difference.
         forward: the call is in a layer's forward; its recomputation in a backward was compared and only raises `error`.
 
     Returns:
-        True if `flag` is True on any rank.
+        The largest `flag` of all ranks.
 
     Raises:
         ValueError: on all ranks, with the values of each.
@@ -142,9 +162,9 @@ def describe_tensor(x: Tensor | None) -> str:
 
 
 def exchange(
-    where: str, text: str, shown: Any, groups: tuple[Any, ...], flag: bool = False, error: str = ""
-) -> tuple[dict[int, tuple[Any, str]] | None, bool]:
-    """Compare a text between ranks, and or a flag over them.
+    where: str, text: str, shown: Any, groups: tuple[Any, ...], flag: int = False, error: str = ""
+) -> tuple[dict[int, tuple[Any, str]] | None, int]:
+    """Compare a text between ranks, and return the largest flag.
 
     Args:
         where: name of the call, for errors.
@@ -156,7 +176,7 @@ def exchange(
 
     Returns:
         None if all texts are equal, else a dict from each rank of the default group to its (`shown`, `error`); and
-        whether any rank has the flag.
+        the largest flag.
 
     Raises:
         ValueError: on all ranks, if they make different calls.
@@ -176,9 +196,9 @@ def exchange(
                     f"this rank waited at {where} for the other ranks ({failed}): one of them has ended or makes other "
                     "calls; see its error, and make the call on all ranks"
                 ) from failed
-    largest, negated_smallest, any_flag = header.tolist()
+    largest, negated_smallest, largest_flag = header.tolist()
     if largest == -negated_smallest:
-        return None, bool(any_flag)
+        return None, largest_flag
     by_rank = {dist.get_rank(): (where, shown, error)}
     for group in cpu_groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -187,24 +207,14 @@ def exchange(
     if len({call for call, _, _ in by_rank.values()}) > 1:
         lines = "; ".join(f"rank {rank}: {by_rank[rank][2] or by_rank[rank][0]}" for rank in sorted(by_rank))
         raise ValueError(f"ranks make different calls: {lines}; have all ranks make the same calls in one order")
-    return {rank: (facts, why) for rank, (_, facts, why) in by_rank.items()}, bool(any_flag)
+    return {rank: (facts, why) for rank, (_, facts, why) in by_rank.items()}, largest_flag
 
 
 def _cpu_group(group: Any) -> Any:
-    """Return a group of the same ranks that accepts CPU tensors: the group itself, or a gloo group.
-
-    All ranks of the group must call it, because the first call creates the gloo group.
-    """
+    """Return a group of the same ranks that accepts CPU tensors: the group itself, or a gloo group beside NCCL."""
     if "cpu:" in dist.get_backend_config(group) or not dist.is_gloo_available():
         return group
-    world: Any = dist.group.WORLD
-    if _GlooGroups.world is not world:
-        _GlooGroups.world, _GlooGroups.by_name = world, {}
-    name = str((group or world).group_name)
-    if name not in _GlooGroups.by_name:
-        ranks = dist.get_process_group_ranks(group or world)
-        _GlooGroups.by_name[name] = new_group(ranks, backend="gloo", use_local_synchronization=group is not None)
-    return _GlooGroups.by_name[name]
+    return companion(group, "CPU tensors", backend="gloo")
 
 
 def _message(where: str, by_rank: Mapping[int, tuple[Mapping[str, str], str]], advice: str) -> str:
