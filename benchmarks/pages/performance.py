@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.pages import curves, runs
 from benchmarks.pages.published import Forecast, of_torchao, of_transformer_engine, other_cards, seven
 from quaver import recipes
-from quaver.costs import decoder, ledger
+from quaver.costs import decoder, hardware, ledger, steps
 from quaver.costs.hardware import GPUS, Gpu, GpuRate
 from quaver.train.commands.plan import plan
 
@@ -166,6 +166,29 @@ def curves_table() -> str:
     return markdown(["bf16, tokens/s a GPU (tensorwise)", *(f"{gpus:,}" for gpus in curves.COUNTS)], curves.cells())
 
 
+def overlap_table() -> str:
+    """Return a table of what overlap gains with tensor parallelism over eight H100, by links."""
+    head, rows = ["model, recipe"], []
+    links = {name: hardware.get_interconnect(link) for name, link in (("NVLink 4", "hgx-h100"), ("PCIe 5.0", "pcie"))}
+    for name in links:
+        head += [f"{name}: communication of a step", "hidden", "gain in tokens/s"]
+    for model in ("8B", "70B"):
+        for recipe in ("bf16", "tensorwise"):
+            row = [f"{model}, {recipe}"]
+            for link in links.values():
+                apart, beside = (
+                    steps.predict(
+                        runs.MODELS[model], recipes.get(recipe), "h100", hardware.over(8, tp=8), link, overlapped=each
+                    )
+                    for each in (False, True)
+                )
+                sent, shown = apart.parts["tensor"], beside.parts["tensor"]
+                gain = beside.tokens_per_second / apart.tokens_per_second - 1
+                row += [f"{sent / apart.seconds:.0%}", f"{1 - shown / sent:.0%}", f"{gain:+.0%}"]
+            rows.append([cell.replace("%", " %") for cell in row])
+    return markdown(head, rows)
+
+
 TABLES = {
     "rates": rates,
     "bytes": moved,
@@ -178,13 +201,14 @@ TABLES = {
     "models": models,
     "attention": attention_table,
     "runs": runs_table,
+    "overlap": overlap_table,
     "curves": curves_table,
 }
 
 
 #: The page of each table.
 PAGES = {
-    PAGE: ("models", "floors on an H200", "floors on a B200", "attention", "runs", "curves", "emulated"),
+    PAGE: ("models", "floors on an H200", "floors on a B200", "attention", "runs", "overlap", "curves", "emulated"),
     DESIGN: ("bytes", "rates", "forecasts", "cards", "more forecasts"),
 }
 

@@ -117,13 +117,31 @@ def test_every_recipe_has_a_price(recipe: str) -> None:
     assert one.wire["weights"] <= step(recipe="bf16", axes={"tp": 2, "cp": 2, "fsdp": 4}, tokens=4096).wire["weights"]
 
 
+def test_overlap_hides_no_more_than_gemms_take() -> None:
+    assert steps.hidden_seconds(1.0, 10.0, 8) == steps.HIDDEN
+    assert steps.hidden_seconds(10.0, 1.0, 8) == 7 / 8 and steps.hidden_seconds(10.0, 1.0, 2) == 1 / 2
+
+    def shown(name: str) -> float:
+        """Seconds of tensor parallelism's communication with overlap over those without."""
+        mesh, link = hardware.over(8, tp=8), hardware.get_interconnect(name)
+        one, other = (
+            predict(SMALL, recipes.get("tensorwise"), "h100", mesh, link, overlapped=each).parts["tensor"]
+            for each in (True, False)
+        )
+        return one / other
+
+    assert shown("nvl72") < shown("hgx-h100") < shown("pcie") < 1
+    # On the fastest links GEMMs take long enough to hide all that may be hidden.
+    assert shown("nvl72") >= 1 - steps.HIDDEN - 1e-12
+
+
 def test_slower_networks_are_slower() -> None:
     def on(name: str) -> float:
         mesh = hardware.over(64, tp=8)
         how: Any = {"sequences": 1, "checkpoints": "none"}
         return predict(SMALL, recipes.get("bf16"), "h100", mesh, hardware.get_interconnect(name), **how).seconds
 
-    assert on("nvl72") < on("hgx-b200") < on("hgx-h100") < on("ethernet")
+    assert on("nvl72") < on("hgx-b200") < on("hgx-h100") < on("ethernet") < on("pcie")
 
 
 @pytest.mark.parametrize(

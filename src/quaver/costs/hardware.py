@@ -354,6 +354,15 @@ INTERCONNECTS = {
             inside=NVLINK4,
             outside=_card(100, "Ethernet"),
         ),
+        Interconnect(
+            name="pcie",
+            full_name="nodes of 8 GPUs on PCIe 5.0 without NVLink, Ethernet of 100 Gb/s a GPU",
+            node=8,
+            inside=GpuRate(
+                PCIE_5.value * 1e3, "derived", f"a GPU sends to another as fast as to the host ({PCIE_5.source})"
+            ),
+            outside=_card(100, "Ethernet"),
+        ),
     )
 }
 

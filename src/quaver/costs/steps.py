@@ -22,7 +22,8 @@ from quaver.recipes.spec import Recipe
 
 #: Fraction of the kernels' own rates that a training step reaches. Fitted: see benchmarks/pages/runs.py.
 REACHED = 0.848
-#: Fraction of tensor parallelism's communication that asynchronous tensor parallelism hides. Fitted in the same way.
+#: Largest fraction of tensor parallelism's communication that asynchronous tensor parallelism hides. Fitted in the same
+#: way, on NVLink.
 HIDDEN = 0.42
 #: Fraction of the rate of large bf16 GEMMs that attention reaches: 333 of 788 TFLOP/s (FlashAttention-2, causal, 128
 #: features, 8192 tokens, H100 SXM5: arXiv:2407.08608, figure 5).
@@ -73,7 +74,7 @@ class TrainingSetup:
     checkpoints: Checkpoints = "selective"
     #: True sends weights and activations in the recipe's format if it has per-tensor scales or square blocks.
     narrow_wire: bool = True
-    #: True hides tensor-parallel communication behind GEMMs up to `HIDDEN`, and the all-to-all of experts behind
+    #: True hides tensor-parallel communication behind GEMMs (`hidden_seconds`), and the all-to-all of experts behind
     #: another micro-batch.
     overlapped: bool = False
     #: Number of interleaved parts per stage, which divides the pipeline's idle time.
@@ -165,7 +166,7 @@ def elementwise(plan: TrainingSetup, block: DecoderBlock) -> float:
 
 
 def tensor_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:
-    """Return seconds and bytes of tensor-parallel communication in forward.
+    """Return seconds and bytes of tensor-parallel communication in forward; with overlap, what GEMMs do not hide.
 
     Token shards are all-gathered before attention and MLP, and sums reduce-scattered after them. With several
     sequences, their shards must also be copied into order.
@@ -176,10 +177,35 @@ def tensor_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, fl
     size = plan.rows * block.dim
     itemsize = plan.on_the_wire(1.0) if plan.narrow else float(WIDE)
     gathered, summed = size * itemsize, size * WIDE
-    seconds = 2 * (plan.interconnect.gather(gathered, mesh.tp, 1) + plan.interconnect.gather(summed, mesh.tp, 1))
+    seconds = 0.0
+    for sent, cut in ((gathered, "column"), (summed, "row")):
+        each = 2 * plan.interconnect.gather(sent, mesh.tp, 1)
+        if plan.overlapped:
+            each -= hidden_seconds(each, _fprop_seconds(plan, block, cut), mesh.tp)
+        seconds += each
     if plan.sequences > 1:
-        seconds += 2 * 2 * (gathered + summed) / (plan.gpu.copy.value * 1e12)
-    return seconds * (1 - HIDDEN * plan.overlapped), 2 * (gathered + summed) * (mesh.tp - 1) / mesh.tp
+        copied = 2 * 2 * (gathered + summed) / (plan.gpu.copy.value * 1e12)
+        seconds += copied * (1 - HIDDEN * plan.overlapped)
+    return seconds, 2 * (gathered + summed) * (mesh.tp - 1) / mesh.tp
+
+
+def hidden_seconds(communication: float, gemms: float, ranks: int) -> float:
+    """Return the seconds of communication that run beside GEMMs, if each rank's tokens are one chunk.
+
+    A rank multiplies its own tokens while others arrive, and computes the sums of others before its own. So the GEMMs
+    of all chunks but one run beside the communication, of which at most `HIDDEN` is hidden.
+    """
+    return min(HIDDEN * communication, gemms * (ranks - 1) / ranks)
+
+
+def _fprop_seconds(plan: TrainingSetup, block: DecoderBlock, cut: str) -> float:
+    """Return seconds of fprop of a block's matrices of one cut ("column" or "row")."""
+    seconds = 0.0
+    for matrix in block.matrices:
+        if matrix.cut == cut:
+            cost, count = _layer(plan, matrix)
+            seconds += count * cost.gemms["fprop"].seconds / REACHED
+    return seconds
 
 
 def context_parallel(plan: TrainingSetup, block: DecoderBlock) -> tuple[float, float]:

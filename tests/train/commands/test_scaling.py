@@ -37,6 +37,7 @@ def test_the_table_shows_times_and_traffic() -> None:
     assert result.exit_code == 0, result.output
     for text in ("fsdp 64 x tp 8", "2 sequences of 8192", "tensor parallelism, shown", "weights on the wire", "memory"):
         assert text in result.stdout
+    assert "--overlap would make it 1." in result.stdout
     assert "predicted, not measured" in result.stdout and "pipeline" not in result.stdout
 
 

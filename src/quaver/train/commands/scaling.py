@@ -49,7 +49,7 @@ class Cluster:
     cp: Annotated[int, "ranks of context parallelism"] = 1
     pp: Annotated[int, "stages of the pipeline"] = 1
     ep: Annotated[int, "ranks of expert parallelism"] = 1
-    interconnect: Annotated[str, "hgx-h100, hgx-a100, hgx-b200, nvl72, ethernet"] = "hgx-h100"
+    interconnect: Annotated[str, "hgx-h100, hgx-a100, hgx-b200, nvl72, ethernet, pcie"] = "hgx-h100"
     sequence: Annotated[int, "tokens of a sequence"] = 8192
     checkpoints: Annotated[str, "what backward computes again: none, selective, full"] = "selective"
     overlap: Annotated[bool, "tensor parallelism beside GEMMs, experts' tokens beside other work"] = False
@@ -73,6 +73,12 @@ class Scaling:
     @property
     def speedup(self) -> float:
         return self.recipe.tokens_per_second / self.bf16.tokens_per_second
+
+    @property
+    def overlap_gain(self) -> float:
+        """Tokens a second with `--overlap` over those without."""
+        overlapped, apart = (steps.step(replace(self.recipe.plan, overlapped=each)) for each in (True, False))
+        return overlapped.tokens_per_second / apart.tokens_per_second
 
 
 def decoder(model: str) -> DecoderShape:
@@ -236,9 +242,14 @@ def notes(planned: Scaling) -> list[str]:
     """Return sentences that interpret the table."""
     plan = planned.recipe.plan
     kind = "in the recipe's bits" if plan.narrow else "in bf16"
+    overlap = [
+        f"--overlap {'makes it' if plan.overlapped else 'would make it'} {planned.overlap_gain:.2f} times as fast as "
+        "communication before and after GEMMs."
+    ]
     return [
         f"{planned.speedup:.2f} times bf16's tokens a second. Weights are gathered {kind}; gradients are summed in "
         "float32.",
+        *(overlap if plan.mesh.tp > 1 or plan.mesh.ep > 1 else []),
         memory_text(planned),
         '"Shown" is what the work beside it does not hide. A roofline: no stragglers, no failures, no data loading; '
         "docs/performance.md compares it with published runs.",
@@ -269,6 +280,7 @@ def as_json(planned: Scaling) -> dict[str, Any]:
         "interconnect": link.name,
         "optimizer": planned.optimizer,
         "speedup": planned.speedup,
+        "overlap_gain": planned.overlap_gain,
         **{name: _step(step) for name, step in (("bf16", planned.bf16), ("predicted", planned.recipe))},
         "rates": {
             name: {"value": f.value, "unit": "GB/s", "how": f.how, "source": f.source} for name, f in rates.items()

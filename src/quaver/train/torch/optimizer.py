@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from quaver.torch import optim
 from quaver.torch.optim import Optimizer
-from quaver.torch.parallel import precompute_scales
 from quaver.train import config as optimizer_name
 from quaver.train.config import TrainConfig
 from quaver.train.torch.decoder import Balance, Decoder, Routings, loss_and_routings, loss_of
@@ -182,8 +181,6 @@ class TrainStep:
         if self.balance is not None:
             self.balance.begin()
         total = torch.zeros((), dtype=torch.float32, device=ids.device)
-        if self.group is not None:
-            precompute_scales(self.model)
         if self.group is not None and self.group.pipeline is not None:
             total = self.group.pipeline.step(ids)
         else:

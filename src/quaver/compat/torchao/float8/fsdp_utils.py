@@ -9,7 +9,7 @@ from quaver.torch.parallel.fsdp.scales import precompute_scales
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """Compute the scales of all weights that fully_shard gathers as codes, with one all-reduce.
 
-    Unlike in torchao it is optional, and serves every recipe: without it the next forward does the same.
+    Unlike in torchao it is optional, and serves every recipe: without it the same begins in the optimizer's step.
 
     Args:
         module: a model sharded by fully_shard.
