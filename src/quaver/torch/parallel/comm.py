@@ -135,10 +135,19 @@ def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
         ValueError: x has another dtype.
     """
     ranks = dist.get_world_size(group)
-    parts = by_rank(x, ranks, batches).unflatten(0, (ranks, x.shape[0] // ranks))
-    sums = SumsInRankOrder(parts[0], group)
-    for step in range(1, ranks):
-        sums.exchange(step, 0, parts[(sums.rank + step) % ranks])
+    return sum_for_ranks(by_rank(x, ranks, batches).unflatten(0, (ranks, x.shape[0] // ranks)), group)
+
+
+def sum_for_ranks(parts: Tensor, group: Any = None, kind: Kind = "activations") -> Pending:
+    """Start a reduce-scatter (sum) of parts [ranks, ...], float32 or float64, in the order of ranks.
+
+    Returns:
+        A function that waits and returns this rank's part of the sum, [...].
+    """
+    parts = parts.contiguous()
+    sums = SumsInRankOrder(parts[0], group, kind)
+    for step in range(1, sums.ranks):
+        sums.exchange(step, 0, parts[(sums.rank + step) % sums.ranks])
     return lambda: sums.finish(parts[sums.rank])
 
 
@@ -156,26 +165,27 @@ class SumsInRankOrder:
     reduce-scatter; the parts of other ranks take its memory.
 
     Args:
-        like: a tensor with the shape and dtype of one rank's part, [tokens, n] in float32 or float64.
+        like: a tensor with the shape and dtype of one rank's part, float32 or float64.
         group: process group; None is the default one.
+        kind: kind of traffic, for the byte counters.
     Raises:
         ValueError: another dtype.
     """
 
-    def __init__(self, like: Tensor, group: Any = None) -> None:
+    def __init__(self, like: Tensor, group: Any = None, kind: Kind = "activations") -> None:
         _summable(like)
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         #: The parts that other ranks have computed for this one; entry s - 1 is of rank `self.rank - s`.
         self.received = like.new_empty((self.ranks - 1, *like.shape))
         self.works: list[Any] = []
-        count("activations", "send", self.received, group, active.all)
+        count(kind, "send", self.received, group, active.all)
 
     def exchange(self, step: int, start: int, part: Tensor) -> None:
         """Send rows of the part of rank `self.rank + step`, and receive the same rows of this rank's part.
 
         Args:
             start: index of the first row.
-            part: [rows, n], contiguous.
+            part: rows of the part, contiguous.
         """
         own = self.received[step - 1, start : start + part.shape[0]]
         self.works += exchange(step, [part], [own], self.group)

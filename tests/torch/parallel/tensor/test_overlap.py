@@ -14,11 +14,12 @@ from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import quaver.torch as qt
 from quaver import recipes
 from quaver.recipes.spec import Recipe
-from quaver.torch.parallel import ColwiseParallel, CommCounter, RowwiseParallel, comm
+from quaver.torch.parallel import ColwiseParallel, CommCounter, HeadParallel, RowwiseParallel, comm
 from quaver.torch.parallel.tensor import symmetric_memory
 from tests import two_ranks
 from tests.close import assert_bitwise, assert_close
@@ -87,6 +88,41 @@ def chunked(names: Sequence[str], chunks: Sequence[int], dtype: torch.dtype, of_
 
     case.__name__ = f"chunked {dtype}, {of_blocks} tokens"
     return case
+
+
+def hard_values(rank: int) -> None:
+    """Values that only one rank has, recomputed activations, and no tokens.
+
+    A CPU multiplies by other code where scales differ so much, also the rows of other tokens.
+    """
+    shape = 2, 64 * two_ranks.world(), 64
+    for name in ("tensorwise", "mxfp8", "nvfp4"):
+        plain, other = (model_of(name, torch.float32, overlap) for overlap in (False, 2))
+        for value in (0.0, 1e-40, 3e38, torch.inf, torch.nan):
+            x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+            x[1, 70, 5] = value
+            inputs = [tokens(x, rank, two_ranks.world()).clone().requires_grad_() for _ in range(2)]
+            outputs = [plain(inputs[0]), checkpoint(other, inputs[1], use_reentrant=False)]
+            for y in outputs:
+                y.sum().backward()
+            assert_bitwise(outputs[1].detach(), outputs[0].detach(), f"{name}: output for {value}")
+            assert_bitwise(inputs[1].grad, inputs[0].grad, f"{name}: gradient for {value}")
+        empty = torch.zeros(2, 0, 64, requires_grad=True)
+        other(empty).sum().backward()
+        assert empty.grad is not None and empty.grad.shape == empty.shape
+
+
+def heads(rank: int) -> None:
+    """Attention whose queries, keys and values are one matrix."""
+    results = []
+    for overlap in (False, 2):
+        torch.manual_seed(0)
+        attention = qt.MultiheadAttention(64, 4, fused=True)
+        qt.convert(attention, "mxfp8")
+        parallelize_module(attention, mesh(), HeadParallel(sequence=True, overlap=overlap))
+        results.append(trained(attention, (2, 128, 64), torch.float32)[0])
+    for number, (one, other) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(other, one, f"result {number}")
 
 
 class Calls(TorchDispatchMode):
@@ -259,7 +295,7 @@ CASES = [
 SLOW = [
     chunked(NAMES, (1, 2, 3, 5, 7, 1000), dtype, own) for dtype in (torch.float32, torch.bfloat16) for own in (33, 256)
 ]
-OF_TWO = [fused_products_equal_separate_operations, layers_with_fused_communication]
+OF_TWO = [hard_values, heads, fused_products_equal_separate_operations, layers_with_fused_communication]
 
 
 @pytest.mark.ranks

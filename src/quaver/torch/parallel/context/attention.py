@@ -27,7 +27,7 @@ from quaver.torch.nn.attention.inputs import (
 )
 from quaver.torch.nn.attention.op import OFF_BY_ONE, attention, check_numbers
 from quaver.torch.operations import ops
-from quaver.torch.parallel.comm import gather
+from quaver.torch.parallel.comm import gather, sum_for_ranks
 from quaver.torch.parallel.context import comm
 from quaver.torch.parallel.context.comm import (
     CausalWindow,
@@ -36,7 +36,6 @@ from quaver.torch.parallel.context.comm import (
     SequenceGroup,
     all_to_all_parts,
     pack,
-    scatter_in_order,
     send_to_next,
     spec_of,
     unpack,
@@ -132,7 +131,8 @@ def _own_sums(ctx: Any, which: int, grads: tuple[Tensor | None, ...]) -> Tensor:
     for g, (a, b) in gradients:
         sums.narrow(dim, a, b - a).add_(g)
     parts = torch.stack([order.cut(sums, dim, rank) for rank in range(order.ranks)])
-    return scatter_in_order(parts, across.group).to(dtype)
+    total: Tensor = sum_for_ranks(parts, across.group, "keys_values")()
+    return total.to(dtype)
 
 
 # ---- all_to_all ----

@@ -186,20 +186,6 @@ def all_to_all_parts(parts: Tensor, group: Group, kind: Kind = "keys_values") ->
     return received
 
 
-def scatter_in_order(parts: Tensor, group: Group, kind: Kind = "keys_values") -> Tensor:
-    """Reduce-scatter (sum) of float32 parts [ranks, ...] in rank order; returns this rank's part [...].
-
-    Ranks are added one after the other, independent of the backend's reduction. The result has the bits of one process
-    that adds in this order, and the traffic is that of a reduce-scatter.
-    """
-    assert parts.dtype in (torch.float32, torch.float64)
-    received = all_to_all_parts(parts, group, kind)
-    total = received[0].clone()
-    for part in received[1:]:
-        total += part
-    return total
-
-
 def send_to_next(tensors: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
     """Start to send tensors to the next rank. Returns a function that waits for those of the previous rank."""
     fresh = [torch.empty_like(x) for x in tensors]

@@ -25,7 +25,7 @@ from quaver.torch.nn.attention.rope import positions_of
 from quaver.torch.nn.ssm.mamba2 import Mamba2
 from quaver.torch.nn.transformer import TransformerLayer
 from quaver.torch.numerics.versions import has_reliable_version
-from quaver.torch.parallel.comm import gather
+from quaver.torch.parallel.comm import gather, sum_for_ranks
 from quaver.torch.parallel.context.attention import (
     WAYS,
     check_heads_divide,
@@ -33,7 +33,7 @@ from quaver.torch.parallel.context.attention import (
     group_of,
     refuse,
 )
-from quaver.torch.parallel.context.comm import ChunkOrder, Group, scatter_in_order, spec_of
+from quaver.torch.parallel.context.comm import ChunkOrder, Group, spec_of
 from quaver.torch.parallel.tensor import joined
 from quaver.torch.parallel.tensor.layers import layout_of
 from quaver.torch.state.history.sync import check_agreement, describe_tensor
@@ -130,7 +130,7 @@ class ContextParallel:
         values = [(torch.zeros_like(x) if p.grad is None else x) for p, x in zip(every, own, strict=True)]
         flat = torch.cat([*(x.flatten().float() for x in values), there])
         padded = nn.functional.pad(flat, (0, -flat.numel() % ranks)).view(ranks, -1)
-        part = scatter_in_order(padded, self.group, "gradients")
+        part = sum_for_ranks(padded, self.group, "gradients")()
         total = gather(part, 0, self.group, kind="gradients")()[: flat.numel()]
         *sums, anywhere = total.split([*(x.numel() for x in values), len(every)])
         lacking = [i for i, p in enumerate(every) if p.grad is None]

@@ -340,6 +340,8 @@ class GatheredModelState:
         self.hook: Any = None
         #: Waits for the agreement that a step has started; None if there is none.
         self.started: Callable[[], None] | None = None
+        #: CUDA stream of the agreements; None before the first, and on a CPU.
+        self.stream: Any = None
         #: True once the user calls `precompute_scales`; steps then start no agreement.
         self.explicit = False
 
@@ -448,7 +450,7 @@ class GatheredModelState:
             A function that waits. On a GPU all work is queued on a stream of its own, and `agreed` waits for it.
         """
         device = self._device()
-        with _side_stream(device):
+        with self._side_stream(device):
             reductions = [each for weight in self.weights for each in weight.measure()]
             groups = list(dict.fromkeys(group for _, groups in reductions for group in groups))
             first = _reduce(reductions, groups[0]) if groups else None
@@ -464,6 +466,17 @@ class GatheredModelState:
                 return finish
             finish()
         return lambda: None
+
+    @contextmanager
+    def _side_stream(self, device: torch.device) -> Iterator[None]:
+        """Queue the work of a block on another CUDA stream, after the work of the current one; nothing on a CPU."""
+        if device.type != "cuda":
+            yield
+            return
+        self.stream = self.stream or torch.cuda.Stream(device)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self.stream):
+            yield
 
     def _device(self) -> torch.device:
         shards: Iterator[Any] = (local(weight.sharded()) for weight in self.weights)
@@ -508,23 +521,6 @@ def _reduce(reductions: Sequence[tuple[Tensor, list[Any]]], group: Any) -> Calla
             bits.copy_(agreed.view_as(bits))
 
     return finish
-
-
-@contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    """Queue the work of a block on another CUDA stream, after the work of the current one; nothing on a CPU."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = _stream_for_amaxes(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-@cache
-def _stream_for_amaxes(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
 
 
 @torch.compiler.disable

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quaver.torch.backends.cpu.decode import decode
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.parallel import comm
 from quaver.torch.parallel.comm_counter import count_async
@@ -45,6 +46,14 @@ def has_independent_rows(device: torch.device, features: int, dtype: torch.dtype
     On CPUs the sums of bfloat16 GEMMs, and of a few columns, depend on the number of rows. Not measured on GPUs.
     """
     return device.type != "cpu" or (features > NARROW_OUTPUT and dtype in (torch.float32, torch.float64))
+
+
+def _needs_whole(x: Any) -> bool:
+    """Return True if a CPU multiplies x by the reference, because of scales of any row that float32 cannot represent.
+
+    A chunk without that row would be multiplied in float32, with other bits.
+    """
+    return isinstance(x, Quantized) and x.data.is_cpu and decode(x, as_bf16=False, tiny=True, slot="left") is None
 
 
 def rows_of(x: Any, start: int, stop: int) -> Any:
@@ -93,6 +102,7 @@ class ChunkedGather:
     def __init__(self, x: Any, chunks: Sequence[Rows], group: Any, batches: int) -> None:
         self.x, self.batches = x.contiguous() if isinstance(x, Tensor) else x.plain(), batches
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.on_cpu = self.x.device.type == "cpu"
         self.stored = [(own.new_empty((self.ranks, *own.shape)), block) for own, block in _stored(self.x)]
         for (own, _), (whole, _) in zip(_stored(self.x), self.stored, strict=True):
             whole[self.rank].copy_(own)
@@ -132,6 +142,8 @@ def gemm_of_gathered(x: Any, multiply: Callable[[Any], Tensor]) -> Tensor:
     if not isinstance(x, ChunkedGather):
         return multiply(x())
     products = {(rank, start): multiply(rows) for rank, start, rows in x.chunks()}
+    if x.on_cpu and _needs_whole(x()):
+        return multiply(x())
     y = torch.cat([products[place] for place in sorted(products)])
     return comm.in_token_order(y.unflatten(0, (x.ranks, -1)), 0, x.batches)
 
@@ -156,6 +168,9 @@ def scatter_products(
     ranks, t = dist.get_world_size(group), x.shape[0] // dist.get_world_size(group)
     x = x if isinstance(x, Tensor) else x.plain()
     x = _rebuilt(x, [comm.by_rank(tensor, ranks, batches) for tensor, _ in _stored(x)])
+    if _needs_whole(x):
+        # The chunks are then rows of the product.
+        x, multiply = multiply(x), Tensor.contiguous
     rank, sums = dist.get_rank(group), None
     for step in range(1, ranks):
         first = (rank + step) % ranks * t

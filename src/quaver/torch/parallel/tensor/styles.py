@@ -62,17 +62,18 @@ class _ShardedLinear(ParallelStyle):
 
     def __repr__(self) -> str:
         options = ["sequence=True"] * self.layout.sequence + [f"parts={self.parts}"] * bool(self.parts)
+        options += [f"overlap={self.overlap}"] * bool(self.overlap)
         return f"{type(self).__name__}({', '.join(options)})"
 
 
-def _layout(column: bool, sequence: bool, overlap: bool | int) -> ShardLayout:
+def _check_overlap(sequence: bool, overlap: bool | int) -> None:
+    """Raise a ValueError unless `overlap` is a bool or a number of chunks, and tokens are sharded with it."""
     if not isinstance(overlap, int) or (overlap is not False and overlap < 1):
         raise ValueError(
             f"overlap is {overlap!r}: give True, or the number of chunks of a rank's tokens, 1 or more; or leave it out"
         )
     if overlap and not sequence:
         raise ValueError("overlap applies to sharded tokens: give sequence=True with it, or leave it out")
-    return ShardLayout(column, sequence, int(overlap))
 
 
 class ColwiseParallel(_ShardedLinear):
@@ -105,7 +106,8 @@ class ColwiseParallel(_ShardedLinear):
     """
 
     def __init__(self, *, sequence: bool = False, parts: Iterable[int] = (), overlap: bool | int = False) -> None:
-        self.layout, self.overlap = _layout(True, sequence, overlap), overlap
+        _check_overlap(sequence, overlap)
+        self.layout, self.overlap = ShardLayout(True, sequence, int(overlap)), overlap
         self.parts = tuple(parts)
 
 
@@ -126,7 +128,8 @@ class RowwiseParallel(_ShardedLinear):
     """
 
     def __init__(self, *, sequence: bool = False, overlap: bool | int = False) -> None:
-        self.layout, self.overlap = _layout(False, sequence, overlap), overlap
+        _check_overlap(sequence, overlap)
+        self.layout, self.overlap = ShardLayout(False, sequence, int(overlap)), overlap
 
 
 class HeadParallel(ParallelStyle):
@@ -138,18 +141,21 @@ class HeadParallel(ParallelStyle):
 
     Args:
         sequence: shard tokens at the input and output of the four layers; the attention itself sees all tokens.
+        overlap: as for `ColwiseParallel`, of the four layers.
     """
 
-    def __init__(self, *, sequence: bool = False) -> None:
-        self.sequence = sequence
+    def __init__(self, *, sequence: bool = False, overlap: bool | int = False) -> None:
+        _check_overlap(sequence, overlap)
+        self.sequence, self.overlap = sequence, overlap
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         attention: Any = module
         _check_heads(attention, self, device_mesh)
+        options: dict[str, Any] = {"sequence": self.sequence, "overlap": self.overlap}
         for name in (*attention._parts, "o_proj", "q_norm", "k_norm"):
             part, style = attention._modules[name], RowwiseParallel if name == "o_proj" else ColwiseParallel
             if part is not None:
-                each: Any = SequenceParallel() if name.endswith("norm") else style(sequence=self.sequence)
+                each: Any = SequenceParallel() if name.endswith("norm") else style(**options)
                 each.of_heads = True
                 each.src_data_rank = self.src_data_rank
                 each._apply(part, device_mesh)
@@ -160,7 +166,8 @@ class HeadParallel(ParallelStyle):
         return module
 
     def __repr__(self) -> str:
-        return f"HeadParallel({'sequence=True' if self.sequence else ''})"
+        options = ["sequence=True"] * self.sequence + [f"overlap={self.overlap}"] * bool(self.overlap)
+        return f"HeadParallel({', '.join(options)})"
 
 
 class SequenceParallel(ParallelStyle):
