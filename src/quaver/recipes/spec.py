@@ -461,6 +461,11 @@ def intern(recipe: Recipe) -> Recipe:
     return first
 
 
+def interned(text: str) -> Recipe:
+    """Return the recipe that `intern` has returned for this text, which compiled graphs pass."""
+    return _interned[text]
+
+
 def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
     """Decorate a recipe function: an unknown option raises with the nearest one, and equal results are one object."""
     known = list(inspect.signature(function).parameters)

@@ -15,6 +15,7 @@ from quaver.torch.conversion.export.export import export
 from quaver.torch.conversion.huggingface.layer import from_huggingface
 from quaver.torch.conversion.onnx import onnx_export
 from quaver.torch.conversion.quantized_weights import (
+    cache_compiled_weights,
     dequantize_weights,
     drop_initial_value,
     frozen,
@@ -105,6 +106,7 @@ __all__ = [
     "autocast",
     "balance_loss",
     "bisect",
+    "cache_compiled_weights",
     "causal_conv1d",
     "checkpoint",
     "compare",

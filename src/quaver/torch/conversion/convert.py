@@ -178,7 +178,7 @@ def revert(model: nn.Module) -> list[str]:
 
 
 #: Attributes that `convert` adds to a layer, and "linear_mm_config", which torchao's conversion adds.
-ADDED_ATTRIBUTES = ("recipe", "seed", "qualified_name", "_state", "linear_mm_config")
+ADDED_ATTRIBUTES = ("recipe", "seed", "qualified_name", "cache_compiled_weight", "_state", "linear_mm_config")
 
 
 REACHES_LITTLE = (

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quaver import recipes
 from quaver.recipes.conversion import Rules, Skip
-from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.recipes.spec import QuantSpec, Recipe, check_flags
 from quaver.recipes.text import check_instance
 from quaver.torch.conversion.convert import convert
 from quaver.torch.conversion.matchers.linears import wrappers
@@ -202,6 +202,49 @@ def _bytes(layer: nn.Module) -> int:
     weight: Any = layer._parameters["weight"]
     tensors = weight.tensors() if isinstance(weight, QuantizedTensor) else [weight]
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# ---- compiled layers: weights quantized once per optimizer step ----
+
+
+def cache_compiled_weights(model: nn.Module, enabled: bool = True) -> list[str]:
+    """Let compiled training graphs quantize each weight once per optimizer step, as eager layers do.
+
+        qt.convert(model, "tensorwise")
+        qt.cache_compiled_weights(model)
+        step = torch.compile(model)
+
+    By default a compiled graph quantizes every weight in each forward and again in each backward. With this option its
+    GEMMs find the codes in the layers' weight cache, which stay in memory from step to step: one or two bytes an
+    element (half of it in four bits). Results are the same bits. Call it before or after `torch.compile`; the layers
+    are compiled again. It has no effect under delayed scaling and on `GroupedLinear`, in forwards without gradients, in
+    exported programs, and in a `CapturedStep`, which quantizes in each replay.
+
+    A weight without a gradient is quantized again in each forward, so a write between `zero_grad()` and the first
+    micro-batch needs no trace. Steps of optimizers, in-place writes, loads and new memory are noticed at any time.
+    After any other write, such as through `.data` between two micro-batches, call `quaver.torch.refresh(model)`.
+
+    Args:
+        model: any module.
+        enabled: False turns the option off again.
+    Returns:
+        The names of the layers concerned.
+    Raises:
+        ValueError: the model has no layer that can cache its weight.
+    """
+    check_instance("cache_compiled_weights", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
+    check_flags(enabled=enabled)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Quantizable) and not isinstance(m, GroupedLinear)}
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no quantizable linear layer, so no compiled graph would cache a weight; call "
+            "quaver.torch.convert(model, recipe) first"
+        )
+    for layer in layers.values():
+        layer.cache_compiled_weight = enabled
+        if not enabled:
+            weight_cache.drop(layer)
+    return list(layers)
 
 
 # ---- frozen weights: quantized once for many forwards ----

@@ -211,9 +211,12 @@ def plain_weight(call: LinearCall, weight: Tensor, dtype: torch.dtype) -> Tensor
     return stored_weight.plain_values(weight, dtype)
 
 
-def quantized_weight(call: LinearCall, weight: Tensor, side: str, spec: QuantSpec) -> Quantized:
+def quantized_weight(call: LinearCall, weight: Tensor, side: str, spec: QuantSpec) -> Any:
     """Return the weight [N, K] for fprop or its transpose [K, N] for dgrad, from `quaver.torch.state.weight_cache` if
     valid.
+
+    A traced call of a layer with `cache_compiled_weight` returns a `WeightReference`, from which the GEMM's operator
+    gets the operand.
     """
     layer = call.layer
     if weight.__class__ is not nn.Parameter and is_prequantized(weight):
@@ -229,6 +232,10 @@ def quantized_weight(call: LinearCall, weight: Tensor, side: str, spec: QuantSpe
     if isinstance(weight, QuantizedTensor):
         return stored_weight.operand(weight, side == "dgrad", call.recipe.reuse.weight, spec, call)
     if call.traced:
+        if _cached_by_operator(call, spec):
+            number = state_of(layer).number
+            assert number is not None
+            return ops.WeightReference(weight, number, call.recipe, side == "dgrad")
         if shared:
             factor = None if call.factors is None else call.factors[amax.WEIGHT]
             return call.quantize_unrecorded(weight, spec, False, factor, ops.NO_NOISE_ID).T
@@ -261,6 +268,50 @@ def quantized_weight(call: LinearCall, weight: Tensor, side: str, spec: QuantSpe
     if call.recipe.reuse.weight:
         call.entry = entry
     return q.T if shared else q
+
+
+def _cached_by_operator(call: LinearCall, spec: QuantSpec) -> bool:
+    """Return True if the operators of a compiled graph find the weight in the weight cache.
+
+    Not under delayed scaling, whose graph records the weight's amax; nor for what another process may run.
+    """
+    recipe, layer = call.recipe, call.layer
+    return (
+        layer.cache_compiled_weight  # type: ignore[return-value]
+        and call.training
+        and call.comm is None
+        and recipe.delayed is None
+        and not recipe.dequantized_backward
+        and spec.rounding == "nearest"
+        and not torch.compiler.is_exporting()
+    )
+
+
+def cached_operand(layer: nn.Module, weight: Tensor, recipe: Recipe, transposed: bool) -> Quantized | None:
+    """Return a weight's operand for an operator of a compiled graph, from the weight cache if valid.
+
+    None if `weight` is not the layer's parameter, such as a parametrized weight or the transpose that Conv1D multiplies
+    by: a view that an operator makes has no base whose changes could be seen.
+
+    Args:
+        weight: [N, K], as the operator got it: the parameter, or a detached alias of it.
+        transposed: True for dgrad.
+    """
+    parameter = layer._parameters.get("weight")
+    if parameter is None or _layout(parameter) != _layout(weight):
+        return None
+    spec = recipe.dgrad.b if transposed else recipe.fprop.b
+    assert spec is not None
+    with torch.no_grad():
+        call = begin(layer, recipe, parameter, parameter.dtype, True)
+        call.in_operator = True
+        weight_cache.expire_without_gradient(layer, parameter)
+        q: Quantized = quantized_weight(call, parameter, "dgrad" if transposed else "fprop", spec)
+    return q
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 def _quantize_weight(

@@ -24,6 +24,7 @@ from quaver.torch.linear import general, plan_cpu, stored_weight
 from quaver.torch.linear.autograd import IDENTITY_INPUT, LinearFunction, LinearSetup, apply, eager_apply
 from quaver.torch.linear.general import is_prequantized
 from quaver.torch.linear.plan import LinearCall, LinearPlan
+from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import operation, ops
 from quaver.torch.operations.autograd import forward_level, refuse_transforms, transforms_active
@@ -87,6 +88,8 @@ class Quantizable(nn.Module):
     weight_spec: QuantSpec | None = None
     #: dtype that a stored quantized weight dequantizes to.
     weight_dtype: torch.dtype | None = None
+    #: True if compiled training graphs read the weight cache: see `quaver.torch.cache_compiled_weights`.
+    cache_compiled_weight: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -104,6 +107,10 @@ class Quantizable(nn.Module):
             warnings.warn(stored_weight.ADAPTED, stacklevel=2)
         dtype: torch.dtype = self.__dict__["weight_dtype"]
         return dtype
+
+    def cached_operand(self, weight: Tensor, recipe: Recipe, transposed: bool) -> Quantized | None:
+        """Return the weight's operand for an operator of a compiled graph; see `general.cached_operand`."""
+        return general.cached_operand(self, weight, recipe, transposed)
 
     def __getattr__(self, name: str) -> Any:
         # torch.distributed.checkpoint looks up each key of a state dict as an attribute.

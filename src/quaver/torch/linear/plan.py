@@ -141,6 +141,8 @@ class LinearCall:
     observed_input: Tensor | None = None
     #: True once the call's backward has begun; set only while an observer is active.
     began_backward: bool = False
+    #: True in an operator of a compiled graph, which observers do not see.
+    in_operator: bool = False
 
     def __init__(
         self, plan: LinearPlan, layer: nn.Module, training: bool, dtype: torch.dtype, traced: bool = False
@@ -157,7 +159,11 @@ class LinearCall:
 
     @property
     def is_observable(self) -> bool:
-        """False in a forward that checkpointing recomputes, if observers need only the first one."""
+        """False in compiled graphs, and in a forward that checkpointing recomputes, if observers need only the first
+        one.
+        """
+        if self.in_operator:
+            return False
         repeats = layer_state.replaying() or layer_state.recomputing()
         return self.began_backward or not repeats or observer.active.sees_recomputation
 

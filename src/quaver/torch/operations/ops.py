@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.recipes.spec import QuantSpec, Recipe
+from quaver.recipes.spec import QuantSpec, Recipe, interned
 from quaver.torch.backends.cpu import few_bits, gemm
 from quaver.torch.backends.cpu import quantize as fp8
 from quaver.torch.backends.gpu import device, fused_quantize
@@ -152,17 +152,55 @@ def _reason_not_on_gpu(a: Quantized, *_: Any) -> str:
     return "the operands are not on a GPU"
 
 
+class WeightReference(NamedTuple):
+    """Operand of a compiled GEMM: a layer's weight, which the operator quantizes or finds in the weight cache.
+
+    A graph that had the codes as tensors would compute them, or be compiled again when they change.
+    """
+
+    weight: Tensor
+    #: Number of the layer, int64: see `quaver.torch.state.history.amax`.
+    number: Tensor
+    recipe: Recipe
+    #: True for dgrad, which reads the transpose.
+    transposed: bool = False
+
+    def flat(self) -> tuple[Tensor, Tensor, Tensor, str, bool, int, bool]:
+        """Flatten to the arguments of the `matmul` operator, which tells references by the dtype of the number."""
+        weight = self.weight
+        return weight, self.number, weight.new_empty(0), self.recipe.text, self.transposed, weight.shape[1], False
+
+
 def _matmul_traced(
-    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False
+    a: Quantized,
+    b: Quantized | WeightReference,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
 ) -> Tensor:
-    y: Tensor = MATMUL.operator(*flat(a), *flat(b), dtype, bias, fast_accum)
+    right = b.flat() if isinstance(b, WeightReference) else flat(b)
+    y: Tensor = MATMUL.operator(*flat(a), *right, dtype, bias, fast_accum)
     return y
+
+
+def _right_operand(data: Tensor, scale: Tensor, factor: Tensor, text: str, transposed: bool, *rest: Any) -> Quantized:
+    """Rebuild the right operand of a compiled GEMM, which may be a `WeightReference`."""
+    if scale.dtype is not torch.int64:
+        return restored(data, scale, factor, text, transposed, *rest)
+    recipe, layer = interned(text), amax_state.layer_of(scale)
+    q: Quantized | None = None if layer is None else layer.cached_operand(data, recipe, transposed)  # type: ignore[operator]
+    if q is not None:
+        return q
+    if transposed and not recipe.reuse.weight:
+        return QUANTIZE.eager(data.t(), recipe.dgrad.b)
+    q = QUANTIZE.eager(data, recipe.fprop.b)
+    return q.T if transposed else q
 
 
 def _matmul_kernel(*args: Any) -> Tensor:
     active_context.compiled = True
     with without_autocast(args[0].device.type), selective_checkpoint.inside():
-        return MATMUL.eager(restored(*args[:7]), restored(*args[7:14]), *args[14:])
+        return MATMUL.eager(restored(*args[:7]), _right_operand(*args[7:14]), *args[14:])
 
 
 def _matmul_fake(*args: Any) -> Tensor:

@@ -296,6 +296,18 @@ def expire(layer: nn.Module, weight: Tensor) -> None:
             entry.parameter_version.is_unchanged(weight)
 
 
+def expire_without_gradient(layer: nn.Module, weight: Tensor) -> None:
+    """End the layer's window in a forward whose backward is not recorded, unless a gradient shows that it has run.
+
+    Operators of compiled graphs do this: without a gradient any code may have written the weight. Inside backward the
+    gradient may not be accumulated yet.
+    """
+    layer_cache: _LayerCache | None = state_of(layer).weights
+    parameter = _parameter(weight)
+    if layer_cache is not None and graph_task_id() == -1 and parameter.requires_grad and parameter.grad is None:
+        layer_cache.entries.clear()
+
+
 def refresh(model: nn.Module) -> None:
     """Drop the cached weights of a model.
 

@@ -93,6 +93,12 @@ def number_of(layer: nn.Module) -> int:
     return _numbers[layer]
 
 
+def layer_of(number: Tensor) -> nn.Module | None:
+    """Return the layer of a number that a compiled graph passes, or None if it has been deleted."""
+    ref = _layers.get(int(number))
+    return None if ref is None else ref()
+
+
 def _forget(number: int, known: dict[int, Any], _: object) -> None:
     known.pop(number, None)
 
@@ -243,8 +249,7 @@ def record_gradient(number: Tensor, amax: Tensor, first: int = 0) -> None:
     Args:
         first: first member, if the layer has members.
     """
-    ref = _layers.get(int(number))
-    layer = None if ref is None else ref()
+    layer = layer_of(number)
     if layer is not None and layer._buffers.get("history") is not None:
         # Compiled layers belong to no step: see `quaver.torch.state.history.scaling_step`.
         state = state_of(layer)
