@@ -513,6 +513,8 @@ def share_conditions(call: LinearCall, source: Tensor, y: Tensor) -> tuple[Any, 
         return None
     if general_plan and not _may_share(call, y):
         return None
+    if not call.plan.training_only and general.capturing(y):
+        return None
     factor = 0.0 if factors is None else factors[amax.INPUT]
     conditions = source._version, source.data_ptr(), factor, stream_of(source), source.shape, y.dtype
     key = None if call.comm is None else call.comm.key

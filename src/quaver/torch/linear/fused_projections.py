@@ -37,10 +37,12 @@ def project(
     recipe = _shared_recipe(layers)
     fast = None
     if recipe is not None and not is_tracing():
-        if not torch.is_grad_enabled():
+        training = torch.is_grad_enabled()
+        may_be_fast = training or (x[0] is not None and linear.may_have_kernels(x[0]))
+        if may_be_fast and not linear.needs_general_plan(layers[0]):
+            fast = _begin_fast_calls(op, x, layers, recipe, training, return_input)
+        if not training:
             layers[0]._state.is_observed = None
-        elif not linear.needs_general_plan(layers[0]):
-            fast = _begin_fast_calls(op, x, layers, recipe, return_input)
     if fast is None:
         return _run_general(op, x, layers, recipe, return_input)
     run = eager_apply()
@@ -161,6 +163,7 @@ def _begin_fast_calls(
     x: Sequence[Tensor | None],
     layers: Sequence[Linear],
     recipe: Recipe,
+    training: bool,
     return_input: bool = False,
 ) -> tuple[LinearSetup, Sequence[Tensor | None]] | None:
     """Return setup and tensors for `LinearFunction` if every layer has a fast plan in this call.
@@ -171,33 +174,35 @@ def _begin_fast_calls(
     first = x[0]
     if first is None or first.dtype not in ops.DTYPES:
         return None
-    if not first.requires_grad and not any(t is not None and t.requires_grad for t in x):
-        return None
+    differentiated = training and any(t is not None and t.requires_grad for t in x)
     a, shape, features = recipe.fprop.a, first.shape, layers[0].in_features
     assert a is not None
     if shape[-1] != features:
         shape = torch.Size((*shape[:-1], features))
     if shape.numel() > (ON_HOST if first.is_cpu and not device.forced_implementations else LAUNCHES):
-        recomputes = op.recomputes_input and can_recompute(recipe)
+        recomputes = differentiated and op.recomputes_input and can_recompute(recipe)
         if recomputes or (a.per_tensor and may_fuse(first.dtype, first)):
             return None
     calls, weights, biases = [], [], []
     for layer in layers:
         weight, bias = weight_and_bias(layer)
-        if not weight.requires_grad or weight.dtype is not first.dtype or not weight.is_contiguous():
+        if weight.dtype is not first.dtype or not weight.is_contiguous():
             return None
         if weight.__class__ is not nn.Parameter and weight.__class__ is not Tensor:
             return None
-        if layer._state.buffers_recipe is not recipe:
+        if training and layer._state.buffers_recipe is not recipe:
             create_state_buffers(layer, recipe)
         chosen = linear.fast_plan(shape, first, weight, bias, recipe, layer)
-        if chosen is None or (chosen.aligned and capture.is_captured_or_rehearsed(first.device)):
+        if chosen is None:
             return None
-        call = linear.begin_call(chosen, layer, first)
+        captured = chosen.aligned and capture.is_captured_or_rehearsed(first.device)
+        if chosen.training_only and (captured or not (differentiated and weight.requires_grad)):
+            return None
+        call = linear.begin_call(chosen, layer, first, training)
         if call is None:
             return None
         calls.append(call)
         weights.append(weight)
         biases.append(bias)
-    setup = LinearSetup(op, tuple(layers), recipe, first.dtype, True, len(x), return_input, calls)
+    setup = LinearSetup(op, tuple(layers), recipe, first.dtype, training, len(x), return_input, calls)
     return setup, (*x, *weights, *biases)

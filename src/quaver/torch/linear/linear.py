@@ -301,14 +301,15 @@ class Linear(Quantizable, nn.Linear):
             check_weight(self, weight)
         plan: LinearPlan | None = None
         plannable = not prequantized and self.weight_spec is None
-        if training and not compiling and plannable:
+        plannable = plannable and not compiling and (training or may_have_kernels(input))
+        if plannable:
             key = plan_key(input.shape, input, weight, bias, recipe)
             plan = plans.get(key)
-            call = begin_fast_call(plan, input, weight, self)
-            if call is not None:
-                return _run_one(call, input, weight, bias)
-        elif not compiling:
+            call = begin_fast_call(plan, input, weight, self, training)
+        if not compiling and not (training and plannable):
             self._state.is_observed = None
+        if plannable and call is not None:
+            return _run_one(call, input, weight, bias)
         if training and self._state.buffers_recipe is not recipe:
             create_state_buffers(self, recipe)
         x, casting = input, False
@@ -333,9 +334,11 @@ class Linear(Quantizable, nn.Linear):
         if transforms_active() or forward_level() >= 0:
             refuse_transforms(x, weight, bias)
         # Inputs cast by autocast and weights stored as codes have no plan of their own.
-        if training and plan is None and plannable and not casting and x.dtype is weight.dtype:
+        if plan is None and plannable and not casting and x.dtype is weight.dtype:
             plan = make_plan(key, x, weight, bias, recipe, self)
-            call = begin_fast_call(plan, x, weight, self)
+            call = begin_fast_call(plan, x, weight, self, training)
+            if not training:
+                self._state.is_observed = None
             if call is not None:
                 return _run_one(call, x, weight, bias)
         call = general.begin(self, recipe, x, x.dtype, training)
@@ -459,9 +462,11 @@ def make_plan(
     key: PlanKey, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, layer: nn.Module
 ) -> LinearPlan | None:
     """Choose a plan for inputs like x [..., k] and cache the choice; None if it cannot be made now."""
-    if needs_general_plan(layer) or capture.is_captured_or_rehearsed(x.device):
+    if needs_general_plan(layer) or capture.capturing(x.device):
         return None
     plan = _build(x, weight, bias, recipe) or general.plan_for(recipe, x)
+    if plan.training_only and capture.is_captured_or_rehearsed(x.device):
+        return None
     for oldest in list(plans)[: max(0, len(plans) + 1 - MAX_PLANS)]:
         # Another thread may have removed it already.
         plans.pop(oldest, None)
@@ -499,9 +504,14 @@ def fast_plan(
     return None if plan is None or plan.operations is not None else plan
 
 
-def begin_call(plan: LinearPlan, layer: nn.Module, x: Tensor) -> LinearCall | None:
+def may_have_kernels(x: Tensor) -> bool:
+    """Return True unless x is on a CPU, where no plan runs forwards without gradients."""
+    return not x.is_cpu or bool(gpu.forced_implementations)
+
+
+def begin_call(plan: LinearPlan, layer: nn.Module, x: Tensor, training: bool = True) -> LinearCall | None:
     """Begin a call by a fast plan, or return None if the layer's scaling state requires the general plan."""
-    call = LinearCall(plan, layer, True, x.dtype)
+    call = LinearCall(plan, layer, training, x.dtype)
     if plan.factors is not None:
         if layer._state.buffers_recipe is not plan.recipe:  # type: ignore[union-attr]
             return None
@@ -512,19 +522,23 @@ def begin_call(plan: LinearPlan, layer: nn.Module, x: Tensor) -> LinearCall | No
     return call
 
 
-def begin_fast_call(plan: LinearPlan | None, x: Tensor, weight: Tensor, layer: nn.Module) -> LinearCall | None:
+def begin_fast_call(
+    plan: LinearPlan | None, x: Tensor, weight: Tensor, layer: nn.Module, training: bool
+) -> LinearCall | None:
     """Begin a call by a fast plan on an unchecked input, or return None if it needs the general plan."""
     if (
         plan is None
         or plan.operations is not None
-        or not (x.requires_grad and weight.requires_grad and x.is_contiguous() and weight.is_contiguous())
+        or (plan.training_only and not (training and x.requires_grad and weight.requires_grad))
+        or not (x.is_contiguous() and weight.is_contiguous())
         or needs_general_plan(layer)
         # The recipe was set after construction, so the noise counter is missing; `create_state_buffers` creates it.
         or (plan.recipe.stochastic and layer._buffers.get("count") is None)
-        or (plan.aligned and (x.data_ptr() & 15 or capture.is_captured_or_rehearsed(x.device)))
+        or (plan.aligned and x.data_ptr() & 15)
+        or (plan.aligned and plan.training_only and capture.is_captured_or_rehearsed(x.device))
     ):
         return None
-    return begin_call(plan, layer, x)
+    return begin_call(plan, layer, x, training)
 
 
 def needs_general_plan(layer: nn.Module) -> bool:

@@ -95,6 +95,8 @@ class LinearPlan:
     #: (grad_input, grad_weight) as the GEMMs gave them -> both in the dtype of the gradients, sums over ranks awaited;
     #: None if they are.
     finish: Callable[..., Sequence[Any]] | None = None
+    #: True if the plan runs only steps that compute gradients of input and weight, and no CUDA-graph capture.
+    training_only: bool = True
     #: Index in `Operation.implementations` of the one that a fused input operation uses with this plan, -1 for plain
     #: torch; None chooses by tensor.
     implementation: int | None = None
@@ -203,7 +205,8 @@ def cached_operands(call: LinearCall, weight: Tensor, factor_key: Any) -> Weight
         factor_key: changes with the weight's encode factor; 0.0 without delayed scaling.
     """
     plan = call.plan
-    entry = weight_cache.lookup(call.layer, plan.cache_name, weight, plan.recipe.fprop.b, factor_key)  # type: ignore[arg-type]
+    spec: Any = plan.recipe.fprop.b
+    entry = weight_cache.lookup(call.layer, plan.cache_name, weight, spec, factor_key, call.training)
     if entry is None:
         return None
     operands: WeightOperands | None = entry.fast_operands

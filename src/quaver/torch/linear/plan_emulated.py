@@ -17,6 +17,7 @@ from quaver.torch.backends.gpu import emulation, fused_quantize
 from quaver.torch.backends.gpu.emulation import round_two
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE
 from quaver.torch.backends.gpu.scaled_mm import fills, finished, narrow, why_not_native, wide
+from quaver.torch.linear.general import capturing
 from quaver.torch.linear.plan import (
     LinearCall,
     LinearPlan,
@@ -72,7 +73,7 @@ def kernels(spec: QuantSpec | None, other: QuantSpec | None) -> Kernels | None:
         return None
     if emulation.serves(spec, other):
         return Kernels(
-            lambda x, saves_values, *_: emulation.values(x, spec, saves_values),
+            lambda x, saves_values, noise, *needs: emulation.values(x, spec, saves_values, *needs),
             lambda codes, scales: emulation.saved_values(codes, scales, spec),
         )
     if emulation.serves_two_level(spec, other):
@@ -123,16 +124,18 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
     assert input_kernels is not None and grad_kernels is not None and weight_kernels is not None
 
     def quantize_input(call: LinearCall, x: Tensor, save: bool) -> Operands:
-        along, down, saved_values = input_kernels.values(x.detach().view(-1, x.shape[-1]), True)
+        along, down, saved_values = input_kernels.values(x.detach().view(-1, x.shape[-1]), True, None, True, save)
         codes, scales = saved_values or (along if down is None else down, None)
         return along, None, codes, scales, None
 
     def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
+        if capturing(weight):
+            return _uncached_weight(call, weight, weight_kernels)
         return cached_operands(call, weight, 0.0) or _weight(call, weight, weight_kernels)
 
     def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Any, None]:
         w = saved_operands(call)
-        if w is not None:
+        if w is not None and w.dgrad is not None:
             return w.dgrad, None
         along, down, _ = weight_kernels.values(weight.detach(), False, None, False, True)
         return along if down is None else down, None
@@ -170,6 +173,7 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         finish=lambda *products: _finished(products, dtype),
         cache_name=VALUES,
         aligned=True,
+        training_only=False,
         implementation=0,
     )
 
@@ -188,22 +192,42 @@ def _quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], grad_kerne
 
 
 def _weight(call: LinearCall, weight: Tensor, weight_kernels: Kernels) -> WeightOperands:
-    """Return the weight's values, and cache them."""
+    """Return the weight's values, and cache them; without gradients only under `frozen`, and those for fprop alone."""
     layer, spec, other = call.layer, call.recipe.fprop.b, call.recipe.dgrad.b
     assert spec is not None and other is not None
-    entry = weight_cache.lookup(layer, VALUES, weight, spec, 0.0)
+    entry = weight_cache.lookup(layer, VALUES, weight, spec, 0.0, call.training)
     q = None if entry is None else entry.quantized
-    if entry is None or q is None or (q.cached_transpose or q).spec != other:
-        window = weight_cache.begin(layer, weight)
-        along, down, _ = weight_kernels.values(weight.detach(), False)
+    if entry is None or q is None or (call.training and (q.cached_transpose or q).spec != other):
+        window = weight_cache.begin(layer, weight, call.training)
+        if window is None and not call.training:
+            weight_cache.count_uncached_forward(layer, weight)
+            return _uncached_weight(call, weight, weight_kernels)
+        # Cached tensors must not be inference tensors, because other modes read them too.
+        with torch.inference_mode(False), torch.no_grad():
+            along, down, _ = weight_kernels.values(weight.detach(), False, None, True, call.training)
         assert along is not None
         # Values stored in the data field: the cache tracks the tensors of a `Quantized`.
         q = Quantized(along, 1.0, spec, (along.shape[0], along.shape[1]))
         q.cached_transpose = None if down is None else Quantized(down, 1.0, other, (down.shape[0], down.shape[1]))
         entry = weight_cache.store(layer, VALUES, weight, spec, 0.0, q, window) or weight_cache.CachedWeight(q)
-    w = entry.fast_operands = WeightOperands(q.data.t(), None, (q.cached_transpose or q).data, None, call.recipe)
+    w = entry.fast_operands = WeightOperands(q.data.t(), None, _for_dgrad(q, other), None, call.recipe)
     call.entry = entry
     return w
+
+
+def _for_dgrad(q: Quantized, other: QuantSpec) -> Tensor | None:
+    """Return the values that dgrad reads, or None if a forward without gradients has not made them."""
+    if q.cached_transpose is not None:
+        return q.cached_transpose.data
+    return q.data if q.spec == other and q.spec.block[0] == q.spec.block[1] else None
+
+
+def _uncached_weight(call: LinearCall, weight: Tensor, weight_kernels: Kernels) -> WeightOperands:
+    """Return the values that fprop reads, for this call alone; backward computes those of dgrad."""
+    along, _, _ = weight_kernels.values(weight.detach(), False, None, True, False)
+    assert along is not None
+    call.entry = weight_cache.CachedWeight(None)
+    return WeightOperands(along.t())
 
 
 def _finished(products: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor | None, ...]:

@@ -42,8 +42,8 @@ def serves(spec: QuantSpec, other: QuantSpec) -> bool:
 
 
 def values(
-    x: Tensor, spec: QuantSpec, saves_values: bool
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+    x: Tensor, spec: QuantSpec, saves_values: bool, straight: bool = True, transposed: bool = True
+) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]:
     """Round a contiguous matrix [rows, columns] to the bf16 values of its codes.
 
     Equals `Quantized.dequantize`, except that values of 2**128 and more become bf16's largest number.
@@ -51,12 +51,15 @@ def values(
     Args:
         spec: spec of the matrix and of its transpose, supported by `serves`.
         saves_values: True to save codes of the transpose for backward instead of returning its values.
+        straight, transposed: which of the two results are needed.
 
     Returns:
-        The values of the matrix; those of its transpose in the layout of x (None if saved as codes, or if blocks are
+        The values of the matrix, or None; those of its transpose in the layout of x (None if saved as codes, or if blocks are
         square, so that both are the same); and the saved codes and scales for `saved_values`, or None.
     """
-    along, down, codes, scales = _passes((x,), spec, saves_values)
+    square = spec.block[0] == spec.block[1]
+    straight, transposed = straight or square, transposed and not square
+    along, down, codes, scales = _passes((x,), spec, saves_values, straight, transposed)
     return along, down, None if codes is None else (codes, scales)
 
 
@@ -77,24 +80,25 @@ def _holds(wide: Format, fmt: Format) -> bool:
 
 
 @LaunchPlanCache
-def _passes(tensors_in: Sequence[Any], spec: QuantSpec, saves_values: bool) -> LaunchPlan:
+def _passes(
+    tensors_in: Sequence[Any], spec: QuantSpec, saves_values: bool, straight: bool, transposed: bool
+) -> LaunchPlan:
     (x,) = tensors_in
     rows, columns = x.shape
     width, fmt = spec.block[1], spec.format
     assert width is not None
     stored_format = saved_format(fmt) if saves_values else None
-    square = spec.block[0] == width
-    along = whole((rows, columns), torch.bfloat16)
+    along = whole((rows, columns), torch.bfloat16) if straight else None
     down = codes = scales = None
-    if stored_format is not None and not square:
+    if stored_format is not None and transposed:
         codes = whole((rows, columns), FLOAT8[stored_format.name])
         scales = whole((-(-rows // width), columns), torch.uint8)
-    elif not square:
+    elif transposed:
         down = whole((rows, columns), torch.bfloat16)
     programs, constants, warps = tiles(x.shape, TALL_BLOCK if width == TALL_BLOCK[0] else BLOCK)
     constants |= {
         "WIDTH": width,
-        "SQUARE": square,
+        "SQUARE": spec.block[0] == width,
         "MANTISSA": fmt.mantissa_bits,
         "EMIN": fmt.emin,
         "EMAX": fmt.emax,
