@@ -14,7 +14,7 @@ from quaver import recipes
 from quaver.costs import ledger
 from quaver.costs.hardware import GPUS
 from quaver.recipes.spec import Recipe
-from quaver.torch.backends.gpu import launch, scaled_mm
+from quaver.torch.backends.gpu import capture, emulation, launch, scaled_mm
 from quaver.torch.linear import plan_emulated
 from quaver.torch.state import weight_cache
 from tests.close import assert_bitwise, assert_close
@@ -139,6 +139,55 @@ def test_backward_recomputes_the_values_of_a_weight_that_was_freed(recipe: str, 
             weight_cache.free(layer)
         grads.append(torch.autograd.grad(y.sum(), leaf)[0])
     assert_bitwise(*grads)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_other_forwards_and_captures_have_the_bits_of_training(recipe: str, on_ada: None) -> None:
+    (layer, other), x = layers(recipe, torch.bfloat16), torch.randn(2, T // 2, K).bfloat16()
+    expected = results(layer, x)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_bitwise(layer(x), expected[0], mode.__name__)
+    with capture.rehearsing(torch.device("cpu")):
+        for name, ours, trained in zip(("y", "x", "w", "b"), results(other, x), expected, strict=True):
+            assert_bitwise(ours, trained, f"captured: {name}")
+    if "count" in layer._buffers:
+        assert torch.equal(layer.count, other.count)
+    assert not capture.rehearsed
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4(stochastic_rounding=False)"])
+def test_a_frozen_weight_is_rounded_once_and_serves_training_too(
+    recipe: str, on_ada: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (layer, other), x = layers(recipe, torch.bfloat16), torch.randn(T, K).bfloat16()
+    expected = results(other, x)
+    rounded: list[tuple[int, ...]] = []
+    for name in ("values", "two_level_values"):
+        run = getattr(emulation, name)
+        monkeypatch.setattr(emulation, name, lambda m, *a, run=run: rounded.append(tuple(m.shape)) or run(m, *a))
+    with qt.frozen(layer):
+        for mode in (torch.inference_mode, torch.no_grad, torch.no_grad):
+            with mode():
+                assert_bitwise(layer(x), expected[0])
+        assert rounded.count((N, K)) == 1
+        for ours, trained in zip(results(layer, x), expected, strict=True):
+            assert_bitwise(ours, trained)
+        # Square blocks have one result for both GEMMs; other transposes were not made without gradients.
+        assert rounded.count((N, K)) == (1 if "nvfp4" in recipe else 2)
+
+
+def test_layers_whose_input_or_weight_needs_no_gradient_have_a_plan(on_ada: None) -> None:
+    (layer, other), x = layers("mxfp6", torch.bfloat16), torch.randn(T, K).bfloat16()
+    _, grad_input, grad_weight, _ = results(other, x)
+    layer(x).float().mul(torch.linspace(-1, 1, N)).square().sum().backward()
+    assert_bitwise(layer.weight.grad, grad_weight)  # type: ignore[arg-type]
+    layer.weight.requires_grad_(False)
+    leaf = x.clone().requires_grad_()
+    y: Any = layer(leaf)
+    assert y.grad_fn.constants[0].plan.cache_name == plan_emulated.VALUES
+    y.float().mul(torch.linspace(-1, 1, N)).square().sum().backward()
+    assert_bitwise(leaf.grad, grad_input)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

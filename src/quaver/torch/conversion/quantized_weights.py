@@ -217,8 +217,8 @@ def cache_compiled_weights(model: nn.Module, enabled: bool = True) -> list[str]:
     By default a compiled graph quantizes every weight in each forward and again in each backward. With this option its
     GEMMs find the codes in the layers' weight cache, which stay in memory from step to step: one or two bytes an
     element (half of it in four bits). Results are the same bits. Call it before or after `torch.compile`; the layers
-    are compiled again. It has no effect under delayed scaling and on `GroupedLinear`, in forwards without gradients, in
-    exported programs, and in a `CapturedStep`, which quantizes in each replay.
+    are compiled again. It has no effect under delayed scaling and recipes that the GPU emulates, on `GroupedLinear`, in
+    forwards without gradients, in exported programs, and in a `CapturedStep`, which quantizes in each replay.
 
     A weight without a gradient is quantized again in each forward, so a write between `zero_grad()` and the first
     micro-batch needs no trace. Steps of optimizers, in-place writes, loads and new memory are noticed at any time.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quaver.recipes.spec import Recipe
 from quaver.torch.backends.gpu import capture, device, fused_quantize
 from quaver.torch.backends.gpu.device import out_of_memory
-from quaver.torch.linear import general, stored_weight
+from quaver.torch.linear import general, plan_traced, stored_weight
 from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands
 from quaver.torch.numerics.quantized import Quantized, of_host, rebuild_operand, split_operand
 from quaver.torch.numerics.rounding import is_tracing
@@ -225,7 +225,7 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     recomputes = not setup.calls and setup.op.recomputes_input and differentiated
     recomputes = recomputes and general.can_recompute(setup.recipe)
     save = setup.training and not recomputes and any(needs[1 + count : 1 + count + n])
-    inputs = _quantized_input(setup, tensors[:count], weights[0], save)
+    inputs = _quantized_input(setup, tensors[:count], weights, save)
     calls, operands, outputs = inputs.calls, inputs.operands, [inputs.output] if setup.return_input else []
     traced, w, lead = is_tracing(), inputs.weight, inputs.shape[:-1]
     values = weights
@@ -251,7 +251,8 @@ def _forward(ctx: Any, setup: LinearSetup, tensors: Sequence[Any]) -> Any:
     codes = stored_weight.saved_codes(weights, setup.layers) if differentiated else ()
     ctx.save_for_backward(*(values if differentiated else (None,) * n), *saved, *codes, *rest)
     dtypes = [stored_weight.gradient_dtype(w) for w in weights], [None if b is None else b.dtype for b in biases]
-    context = setup, None if traced else calls, inputs.shape, inputs.dtype, *dtypes
+    emulated = calls[0].plan.quantize_input is plan_traced.quantize_input
+    context = setup, None if traced else calls, emulated, inputs.shape, inputs.dtype, *dtypes
     ctx.constants = context, len(saved), len(codes), layout, layouts
     return tuple(outputs)
 
@@ -261,11 +262,11 @@ _forward_hidden = selective_checkpoint.hide_from_policies(_forward)
 
 
 def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
-    (setup, calls, shape, dtype, weight_dtypes, bias_dtypes), size, skipped, layout, layouts = ctx.constants
+    (setup, calls, emulated, shape, dtype, weight_dtypes, bias_dtypes), size, skipped, layout, layouts = ctx.constants
     n, count, needs = len(setup.layers), setup.input_count, ctx.needs_input_grad[1:]
     layer_grads, weights, saved = gs[-n:], tensors[:n], unpack(tensors[n + size + skipped :], layouts)
     if calls is None:
-        calls, saved = _rebuild_calls(setup, layer_grads, saved[:n]), saved[n:]
+        calls, saved = _rebuild_calls(setup, layer_grads, saved[:n], emulated), saved[n:]
     elif observer.active.observers:
         for call in calls:
             call.began_backward = True
@@ -308,11 +309,18 @@ def _backward(ctx: Any, tensors: Sequence[Any], *gs: Any) -> tuple[Any, ...]:
     return None, *grad_inputs, *grad_weights, *grad_biases
 
 
-def _rebuild_calls(setup: LinearSetup, gs: Sequence[Tensor], factors: Sequence[Any]) -> list[LinearCall]:
-    """Rebuild the calls of the layers in a backward that torch.compile traces."""
+def _rebuild_calls(
+    setup: LinearSetup, gs: Sequence[Tensor], factors: Sequence[Any], emulated: bool
+) -> list[LinearCall]:
+    """Rebuild the calls of the layers in a backward that torch.compile traces.
+
+    Args:
+        emulated: True if their forward ran by `plan_traced`.
+    """
     calls = []
     for layer, g, layer_factors in zip(setup.layers, gs, factors, strict=True):
-        call = LinearCall(general.plan_for(setup.recipe, g), layer, setup.training, setup.dtype, True)
+        plan = plan_traced.plan_of(setup.recipe) if emulated else general.plan_for(setup.recipe, g)
+        call = LinearCall(plan, layer, setup.training, setup.dtype, True)
         call.factors = layer_factors
         calls.append(call)
     return calls
@@ -567,7 +575,7 @@ class QuantizedInput(NamedTuple):
     shared: functional.Quantization | None = None
 
 
-def _quantized_input(setup: LinearSetup, x: Sequence[Any], weight: Tensor, save: bool) -> QuantizedInput:
+def _quantized_input(setup: LinearSetup, x: Sequence[Any], weights: Sequence[Any], save: bool) -> QuantizedInput:
     """Compute the layers' input and quantize it, in one kernel if there is one, else in two."""
     calls = setup.calls
     general_plan = not calls or calls[0].plan.operations is not None
@@ -590,22 +598,22 @@ def _quantized_input(setup: LinearSetup, x: Sequence[Any], weight: Tensor, save:
             f"must be {first.in_features}"
         )
     y = output if dtype is setup.dtype else output.to(setup.dtype)
-    calls = calls or _begin_all(setup, y)
+    calls = calls or _begin_all(setup, y, weights)
     y = readable(calls[0].plan, y)
     source = x[0] if setup.op is IDENTITY_INPUT else None
     try:
         if source is None or source.is_leaf:
-            shared, (operands, w) = None, _quantize(calls[0], y, weight, save)
+            shared, (operands, w) = None, _quantize(calls[0], y, weights[0], save)
         else:
-            operands, w, shared = _quantize_shared(calls[0], source, y, weight, save)
+            operands, w, shared = _quantize_shared(calls[0], source, y, weights[0], save)
     except torch.OutOfMemoryError as error:
         raise out_of_memory(output, 2) from error
     record_input(calls[1:], operands[4])
     return QuantizedInput(calls, output, y, shape, dtype, operands, saved, w, shared)
 
 
-def _begin_all(setup: LinearSetup, y: Tensor) -> list[LinearCall]:
-    return [general.begin(layer, setup.recipe, y, setup.dtype, setup.training) for layer in setup.layers]
+def _begin_all(setup: LinearSetup, y: Tensor, weights: Sequence[Any] = ()) -> list[LinearCall]:
+    return [general.begin(layer, setup.recipe, y, setup.dtype, setup.training, weights) for layer in setup.layers]
 
 
 def may_fuse(dtype: torch.dtype, x: Tensor) -> bool:
@@ -663,7 +671,9 @@ def recompute(setup: LinearSetup, saved: Sequence[Any], call: LinearCall, g: Ten
         if q is not None:
             return (q, None), None
     y, grads = setup.op.recompute_input(saved, g)
-    return general.recomputed_input(call, general.matrix(y.to(setup.dtype))), grads
+    recomputed_input = call.plan.recomputed_input
+    assert recomputed_input is not None
+    return recomputed_input(call, general.matrix(y.to(setup.dtype))), grads
 
 
 class RecomputedInput:

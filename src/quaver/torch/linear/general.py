@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu import capture, device
-from quaver.torch.linear import stored_weight
+from quaver.torch.linear import plan_traced, stored_weight
 from quaver.torch.linear.plan import LinearCall, LinearPlan, Operands, WeightOperands
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import NO_NOISE, Noise, is_tracing
@@ -41,9 +41,15 @@ _plans: dict[Any, LinearPlan] = {}
 ops.resolved_caches.append(_plans)
 
 
-def plan_for(recipe: Recipe, x: Tensor) -> LinearPlan:
-    """Return the general plan for inputs like x; one for torch.compile while a compiler traces."""
+def plan_for(recipe: Recipe, x: Tensor, weights: Sequence[Any] = ()) -> LinearPlan:
+    """Return the general plan for inputs like x; one for torch.compile while a compiler traces.
+
+    Args:
+        weights: while a compiler traces, those of all layers, if another plan for them may be chosen.
+    """
     if is_tracing():
+        if weights and plan_traced.emulates_layers(recipe, x, weights):
+            return plan_traced.plan_of(recipe)
         both = ops.QUANTIZE_BOTH if x.is_cuda else None
         return _plan(ops.ResolvedOperations(recipe, ops.QUANTIZE, ops.MATMUL, both))
     key = id(recipe) if x.is_cpu else (id(recipe), x.device, x.dtype)
@@ -67,6 +73,7 @@ def _plan(operations: ops.ResolvedOperations) -> LinearPlan:
         dgrad=dgrad,
         wgrad=wgrad,
         record_amax=record_amax,
+        recomputed_input=recomputed_input,
         operations=operations,
     )
 
@@ -76,15 +83,23 @@ def record_amax(call: LinearCall, column: int, top: Any) -> None:
     amax.record(call.layer, column, top)
 
 
-def begin(layer: nn.Module, recipe: Recipe, x: Tensor, dtype: torch.dtype, training: bool) -> LinearCall:
+def begin(
+    layer: nn.Module,
+    recipe: Recipe,
+    x: Tensor,
+    dtype: torch.dtype,
+    training: bool,
+    weights: Sequence[Any] = (),
+) -> LinearCall:
     """Begin a call of a layer and join the current step of delayed scaling.
 
     Args:
         x: tensor whose device selects the implementations.
         dtype: dtype of the GEMMs' inputs and outputs.
+        weights: as in `plan_for`.
     """
     traced = is_tracing()
-    call = LinearCall(plan_for(recipe, x), layer, training, dtype, traced)
+    call = LinearCall(plan_for(recipe, x, weights), layer, training, dtype, traced)
     if recipe.delayed is not None:
         call.factors = scaling_step.factors(layer, training)
         if training and not traced:

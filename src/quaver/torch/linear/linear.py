@@ -533,7 +533,7 @@ def begin_fast_call(
         or not (x.is_contiguous() and weight.is_contiguous())
         or needs_general_plan(layer)
         # The recipe was set after construction, so the noise counter is missing; `create_state_buffers` creates it.
-        or (plan.recipe.stochastic and layer._buffers.get("count") is None)
+        or (training and plan.recipe.stochastic and layer._buffers.get("count") is None)
         or (plan.aligned and x.data_ptr() & 15)
         or (plan.aligned and plan.training_only and capture.is_captured_or_rehearsed(x.device))
     ):

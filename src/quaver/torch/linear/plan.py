@@ -100,6 +100,9 @@ class LinearPlan:
     #: Index in `Operation.implementations` of the one that a fused input operation uses with this plan, -1 for plain
     #: torch; None chooses by tensor.
     implementation: int | None = None
+    #: (call, x [T, K]) -> what `transpose_input` returns, of an input that backward has recomputed; None in fast plans,
+    #: which save it.
+    recomputed_input: Callable[..., tuple[Operand, Scale]] | None = None
     #: Implementations of quantization and GEMM that the general plan calls; `both` quantizes a matrix and its transpose
     #: in one call, or is None. None in fast plans.
     operations: ops.ResolvedOperations | None = None

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from quaver.recipes.spec import QuantSpec, Recipe
-from quaver.torch.backends.gpu import emulation, fused_quantize
+from quaver.torch.backends.gpu import capture, emulation, fused_quantize
 from quaver.torch.backends.gpu.emulation import round_two
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE
 from quaver.torch.backends.gpu.scaled_mm import fills, finished, narrow, why_not_native, wide
-from quaver.torch.linear.general import capturing
 from quaver.torch.linear.plan import (
     LinearCall,
     LinearPlan,
@@ -84,12 +83,16 @@ def kernels(spec: QuantSpec | None, other: QuantSpec | None) -> Kernels | None:
     return None
 
 
-def reason_unsupported(recipe: Recipe, device: torch.device) -> str:
-    """Return why a recipe has no emulated plan on this device, or "" if it has one; independent of shapes."""
+def reason_unsupported(recipe: Recipe, device: torch.device, why_no_gemm: Callable[..., str] = why_not_native) -> str:
+    """Return why a recipe has no emulated plan on this device, or "" if it has one; independent of shapes.
+
+    Args:
+        why_no_gemm: (spec, spec, device) -> why the GPU has no GEMM for these specs, or "".
+    """
     for name, gemm in recipe.gemms.items():
         if gemm.a is None or gemm.b is None:
             return f"{name} is not quantized"
-        if not why_not_native(gemm.a, gemm.b, device):
+        if not why_no_gemm(gemm.a, gemm.b, device):
             return f"the GPU has {name}'s GEMM"
     pairs = {
         "input": (recipe.fprop.a, recipe.wgrad.b),
@@ -129,7 +132,7 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
         return along, None, codes, scales, None
 
     def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
-        if capturing(weight):
+        if capture.is_captured_or_rehearsed(weight.device):
             return _uncached_weight(call, weight, weight_kernels)
         return cached_operands(call, weight, 0.0) or _weight(call, weight, weight_kernels)
 

@@ -167,19 +167,39 @@ class WeightReference(NamedTuple):
 
     def flat(self) -> tuple[Tensor, Tensor, Tensor, str, bool, int, bool]:
         """Flatten to the arguments of the `matmul` operator, which tells references by the dtype of the number."""
-        weight = self.weight
-        return weight, self.number, weight.new_empty(0), self.recipe.text, self.transposed, weight.shape[1], False
+        number = self.number
+        return self.weight, number, number, self.recipe.text, self.transposed, self.weight.shape[1], False
+
+
+#: Text in place of a spec for operands that are `ValuesOperand`.
+VALUES = "values"
+
+
+class ValuesOperand(NamedTuple):
+    """Operand of a compiled GEMM that a GPU does not have: bf16 values of codes, stored transposed or not."""
+
+    values: Tensor
+    transposed: bool = False
+
+    def flat(self) -> tuple[Tensor, Tensor, Tensor, str, bool, int, bool]:
+        """Flatten to the arguments of the `matmul` operator.
+
+        The values stand for scales too: an empty tensor made from those of backward would be made in forward, with
+        them.
+        """
+        x = self.values
+        return x, x, x, VALUES, self.transposed, x.shape[1], False
 
 
 def _matmul_traced(
-    a: Quantized,
-    b: Quantized | WeightReference,
+    a: Quantized | ValuesOperand,
+    b: Quantized | ValuesOperand | WeightReference,
     dtype: torch.dtype,
     bias: Tensor | None = None,
     fast_accum: bool = False,
 ) -> Tensor:
-    right = b.flat() if isinstance(b, WeightReference) else flat(b)
-    y: Tensor = MATMUL.operator(*flat(a), *right, dtype, bias, fast_accum)
+    left, right = (flat(x) if isinstance(x, Quantized) else x.flat() for x in (a, b))
+    y: Tensor = MATMUL.operator(*left, *right, dtype, bias, fast_accum)
     return y
 
 
@@ -200,6 +220,11 @@ def _right_operand(data: Tensor, scale: Tensor, factor: Tensor, text: str, trans
 def _matmul_kernel(*args: Any) -> Tensor:
     active_context.compiled = True
     with without_autocast(args[0].device.type), selective_checkpoint.inside():
+        if args[3] == VALUES:
+            from quaver.torch.backends.gpu.scaled_mm import product
+
+            x, y = args[0], args[7]
+            return product(x.t() if args[4] else x, y if args[11] else y.t(), *args[14:16])
         return MATMUL.eager(restored(*args[:7]), _right_operand(*args[7:14]), *args[14:])
 
 

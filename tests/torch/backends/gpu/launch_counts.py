@@ -8,6 +8,7 @@ computes, counts as one launch forward and one backward.
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.backends.gpu import capture, scaled_mm
 from quaver.torch.backends.gpu.scaled_mm import wide
 from quaver.torch.linear import plan_emulated
 from quaver.torch.state.history import amax
@@ -33,6 +37,9 @@ NATIVE = {
 }
 #: Recipes where their GEMMs are emulated, by architecture; their steps are decided beforehand too.
 EMULATED = {89: ("blockwise", "mxfp8", "nvfp4"), 90: ("mxfp8", "mxfp6", "nvfp4")}
+#: How a layer of an emulated recipe runs besides: forward alone, in a CUDA graph, under torch.compile.
+MODES = ("training", "no gradients", "captured", "compiled")
+MODES_OF = ("mxfp8", "mxfp6", "mxfp4", "nvfp4")
 #: Operations of torch that launch nothing: they make room, or look at what is there in another way.
 FREE = {
     *("_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "expand", "permute", "reshape", "resize_"),
@@ -68,6 +75,10 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
+        if function.namespace == "quaver":
+            # An operator of a compiled graph: its kernels are launched inside.
+            with self:
+                return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **(kwargs or {}))
         if name not in FREE:
             self.launched.append("attention" if "scaled_dot_product" in name else f"torch.{name}")
         return function(*args, **(kwargs or {}))
@@ -83,13 +94,17 @@ def llama_layer() -> tuple[nn.Module, torch.Tensor]:
     return layer, torch.randn(1, 32, 64)
 
 
-def launches(arch: int, name: str, module: nn.Module, x: torch.Tensor, changing: bool = True) -> list[str]:
+def launches(
+    arch: int, name: str, module: nn.Module, x: torch.Tensor, changing: bool = True, mode: str = "training"
+) -> list[str]:
     """What the last of some steps launches, forward and backward, in order: kernels, "GEMM" and torch's operations.
 
     Args:
         changing: whether the weight changes before it; else it is that of the step before, whose gradients are there.
+        mode: one of `MODES`; the recipe of a compiled layer must be emulated.
     """
     launched: list[str] = []
+    graphs = CompiledGraphs()
     with pytest.MonkeyPatch.context() as patch, as_on_a_gpu(patch):
         become(arch, patch)
         recipe = recipes.delayed(history=4) if name == "delayed" else recipes.get(name)
@@ -104,30 +119,57 @@ def launches(arch: int, name: str, module: nn.Module, x: torch.Tensor, changing:
 
         patch.setattr(torch, "_scaled_mm_v2", gemm)
         for of_values in ("wide", "narrow"):
-            patch.setattr(
-                plan_emulated, of_values, _recorded_amax(getattr(plan_emulated, of_values), launched, lambda: counting)
-            )
+            recorded_product = _recorded_amax(getattr(plan_emulated, of_values), launched, lambda: counting)
+            patch.setattr(plan_emulated, of_values, recorded_product)
+            if mode == "compiled":
+                patch.setattr(scaled_mm, of_values, recorded_product)
         # Another test's layers, which a cycle keeps alive, would roll here too.
         alive, ours = amax.layers, set(module.modules())
         patch.setattr(amax, "layers", lambda: [layer for layer in alive() if layer in ours])
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        run: Any = module
+        if mode == "compiled":
+            # Dynamo would ask a GPU that is not there for its random state.
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            run = torch.compile(module, fullgraph=True, backend=graphs.backend)
         for number in range(STEPS):
             counting = number == STEPS - 1
             given = x.bfloat16().requires_grad_()
             if counting:
                 driver.launched, driver.runs = _Kernels(launched), False
             recorded = launched if counting else []
-            with _Operations(recorded), qt.autocast(recipe):
-                y = module(given)
-            g = torch.ones_like(y)
-            with _Operations(recorded):
-                y.backward(g)
+            # A mode around a compiled function would keep it from running: its graphs enter it.
+            graphs.operations = _Operations(recorded)
+            around = nullcontext() if mode == "compiled" else graphs.operations
+            with capture.rehearsing(torch.device("cpu")) if mode == "captured" else nullcontext():
+                with around, torch.set_grad_enabled(mode != "no gradients"), qt.autocast(recipe):
+                    y = run(given)
+                if mode != "no gradients":
+                    g = torch.ones_like(y)
+                    with around:
+                        y.backward(g)
             # A copy of delayed scaling's factors arrives at the host.
             driver._wait()
             if changing:
                 optimizer.step()
                 optimizer.zero_grad()
     return launched
+
+
+class CompiledGraphs:
+    """A backend of torch.compile whose graphs run under a mode, and what is inside of operators too."""
+
+    operations: Any = nullcontext()
+
+    def backend(self, *args: Any) -> Any:
+        return aot_autograd(fw_compiler=self._compiled, bw_compiler=self._compiled)(*args)
+
+    def _compiled(self, graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with self.operations:
+                return graph(*args)
+
+        return make_boxed_func(run)
 
 
 def _recorded_amax(multiply: Any, launched: list[str], counting: Any) -> Any:
@@ -164,11 +206,29 @@ def counted(arch: int, name: str) -> tuple[int, ...]:
     return (*counts, len(cached))
 
 
+def by_mode(arch: int, name: str) -> tuple[int, ...]:
+    """Count launches of a Linear in each of `MODES`."""
+    counts = []
+    for mode in MODES:
+        torch._dynamo.reset()
+        # Of no launch: the stream of noise is read on the host, where it is.
+        counts.append(sum(one != "torch.item" for one in launches(arch, name, *linear(), mode=mode)))
+    torch._dynamo.reset()
+    return tuple(counts)
+
+
 def rows() -> dict[str, tuple[str, ...]]:
     """The cells of the table as the page has them, by recipe and architecture."""
-    lines = PAGE.read_text().split(BEGIN)[1].split(END)[0].splitlines()
+    lines = PAGE.read_text().split(BEGIN)[1].split("Those of a Linear")[0].splitlines()
     cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if "| sm_" in line]
     return {f"{row[0].removesuffix(', emulated')} {row[1]}": row[2:] for row in cells}
+
+
+def rows_by_mode() -> dict[str, tuple[str, ...]]:
+    """The cells of the table of modes as the page has them, by recipe."""
+    lines = PAGE.read_text().split("Those of a Linear")[1].split("Those of the Llama")[0].splitlines()
+    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if "| sm_" in line]
+    return {row[0]: row[2:] for row in cells}
 
 
 def table() -> str:
@@ -182,6 +242,10 @@ def table() -> str:
             cells = (*counted(arch, name), layer.total())
             how = ", emulated" * (name in EMULATED.get(arch, ()))
             lines.append(f"| {name}{how} | sm_{arch} | {' | '.join(map(str, cells))} |")
+    lines += ["", "Those of a Linear whose GEMMs are emulated, by how it runs:", ""]
+    lines += [f"| emulated | GPU | {' | '.join(MODES)} |", f"| --- | --- |{' ---: |' * len(MODES)}"]
+    for name in MODES_OF:
+        lines.append(f"| {name} | sm_90 | {' | '.join(map(str, by_mode(90, name)))} |")
     lines += [
         "",
         "Those of the Llama layer on sm_90:",

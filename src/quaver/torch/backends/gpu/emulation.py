@@ -54,8 +54,8 @@ def values(
         straight, transposed: which of the two results are needed.
 
     Returns:
-        The values of the matrix, or None; those of its transpose in the layout of x (None if saved as codes, or if blocks are
-        square, so that both are the same); and the saved codes and scales for `saved_values`, or None.
+        The values of the matrix, or None; those of its transpose in the layout of x (None if saved as codes, or if
+        blocks are square, so that both are the same); and the saved codes and scales for `saved_values`, or None.
     """
     square = spec.block[0] == spec.block[1]
     straight, transposed = straight or square, transposed and not square

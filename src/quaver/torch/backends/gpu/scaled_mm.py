@@ -214,10 +214,17 @@ def matmul(
     if 0 in (a.shape[0], *b.shape):
         return reference.matmul(a, b, dtype, bias)
     (x, row_scales), (y, column_scales) = decode(a), decode(b)
-    half = x.dtype is y.dtype is dtype is torch.bfloat16 and (bias is None or bias.dtype is dtype)
-    if row_scales is None and column_scales is None and half and fills(a.shape[0], b.shape[0]):
-        return narrow(x, y.t(), bias)
+    if row_scales is None and column_scales is None:
+        return product(x, y.t(), dtype, bias)
     return finished(wide(x, y.t()), dtype, bias, row_scales, column_scales)
+
+
+def product(x: Tensor, y: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """Compute x @ y + bias of decoded operands, with float32 sums, rounded once to `dtype`."""
+    half = x.dtype is y.dtype is dtype is torch.bfloat16 and (bias is None or bias.dtype is dtype)
+    if half and fills(x.shape[0], y.shape[1]):
+        return narrow(x, y, bias)
+    return finished(wide(x, y), dtype, bias)
 
 
 def finished(
