@@ -50,24 +50,27 @@ def milliseconds(counted: Mapping[str, Any], gpu: Gpu) -> float:
     return 1e3 * (gemms + counted["bytes"] / (gpu.copy.value * 1e12) + launches * ledger.LAUNCH)
 
 
+def lines(gpu: str) -> list[list[str]]:
+    """Return the rows of the table for a GPU."""
+    counts, card = recorded(gpu), GPUS[gpu]
+    base, rows = milliseconds(counts["bf16"], card), []
+    for name, counted in counts.items():
+        took, kinds = milliseconds(counted, card), [kind(one, card) for one in counted["gemms"]]
+        shown = kinds[0] if len(set(kinds)) == 1 else ", ".join(kinds)
+        launches, gigabytes = str(counted["kernels"] + counted["operations"]), f"{counted['bytes'] / 1e9:.1f}"
+        rows.append([gpu, name, launches, gigabytes, shown, f"{took:.1f}", f"{base / took:.2f}"])
+    return rows
+
+
 def table() -> str:
-    rows = []
-    for gpu in CARDS:
-        counts, card = recorded(gpu), GPUS[gpu]
-        base = milliseconds(counts["bf16"], card)
-        for name, counted in counts.items():
-            took, kinds = milliseconds(counted, card), [kind(one, card) for one in counted["gemms"]]
-            shown = kinds[0] if len(set(kinds)) == 1 else ", ".join(kinds)
-            launches, gigabytes = str(counted["kernels"] + counted["operations"]), f"{counted['bytes'] / 1e9:.1f}"
-            rows.append([gpu, name, launches, gigabytes, shown, f"{took:.1f}", f"{base / took:.2f}"])
     head = ["GPU", "recipe", "launches", "GB", "GEMMs", "ms", "over bf16"]
-    return markdown(head, rows)
+    return markdown(head, [row for gpu in CARDS for row in lines(gpu)])
 
 
 def write() -> str:
     """Write the table into the page, and return it."""
-    text, lines = PAGE.read_text(encoding="utf-8"), table()
+    text, written = PAGE.read_text(encoding="utf-8"), table()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{after}", encoding="utf-8")
-    return lines
+    PAGE.write_text(f"{before}{BEGIN}\n{written}\n{END}{after}", encoding="utf-8")
+    return written

@@ -1,0 +1,25 @@
+"""The table of experts in docs/performance.md is that of the launches that a stand-in GPU records."""
+
+import pytest
+
+from benchmarks.measuring import stub_driver
+from benchmarks.pages import experts
+from benchmarks.pages.performance import PAGE
+
+pytestmark = pytest.mark.skipif(stub_driver.compiler() is None, reason="the stand-in's driver needs a C compiler")
+
+
+@pytest.mark.parametrize("gpu", ["h200", pytest.param("b200", marks=pytest.mark.slow)])
+def test_the_page_has_what_the_launches_say(gpu: str) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = experts.lines(gpu)
+    for row in rows:
+        assert "| " + " | ".join(row) + " |" in text, "write it by `python -m benchmarks ledger --moe`"
+    four_bits = "nvfp4"
+    for _, name, launches, gigabytes, _, _, gain in rows[1:]:
+        assert float(gigabytes) <= (8.0 if name == four_bits else 6.5)
+        assert name == four_bits or int(launches) <= 14
+        if (gpu, name) in (("h200", "rowwise"), ("h200", "tensorwise-e4m3")):
+            assert float(gain) >= 1.4
+        if (gpu, name) in (("b200", "mxfp8"), ("b200", "nvfp4")):
+            assert float(gain) >= 1.2
