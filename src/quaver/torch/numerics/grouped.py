@@ -156,6 +156,12 @@ def gather_groups(numbers: Tensor, group: Tensor) -> Tensor:
     return torch.cat([numbers, none]).index_select(0, group)
 
 
+def sum_rows(g: Tensor, offsets: GroupOffsets, dtype: torch.dtype) -> Tensor:
+    """Sum g [T, N] over each group's rows in float32; returns [groups, N]."""
+    total = torch.zeros((offsets.groups + 1, g.shape[1]), dtype=torch.float32, device=g.device)
+    return total.index_add_(0, offsets.slots(1).group, g.float())[:-1].to(dtype)
+
+
 @dataclass(slots=True, eq=False)
 class GroupedOperand:
     """Operands of all groups in one tensor on a device, with group sizes known to the device only.

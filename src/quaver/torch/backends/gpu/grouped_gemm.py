@@ -13,7 +13,7 @@ from torch import Tensor
 from quaver.kernels import grouped_gemm as kernels
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu.buffers import whole
-from quaver.torch.backends.gpu.device import architecture
+from quaver.torch.backends.gpu.device import architecture, traits
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, multiprocessors
 from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, row_scales
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
@@ -87,8 +87,12 @@ def sums(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype, fast_accum: b
     return y
 
 
+def on_hopper(device: torch.device) -> bool:
+    return traits(device).groups and architecture(device) < 100
+
+
 def _tile(device: torch.device, blocks: bool, fast_accum: bool) -> tuple[int, int, int, int]:
-    large = architecture(device) in (90, 100)
+    large = traits(device).groups
     return PRECISE_TILE if blocks or (large and not fast_accum) else WIDE if large else NARROW
 
 
@@ -112,7 +116,7 @@ def _multiplies(tensors_in: Sequence[Any], n: int, dtype: torch.dtype, blocks: b
 def _sums(tensors_in: Sequence[Any], unit: int, dtype: torch.dtype, blocks: bool, fast_accum: bool) -> LaunchPlan:
     x, w, of_rows, of_columns, ends = tensors_in
     m, n, groups = x.shape[0], w.shape[0], ends.shape[0]
-    bm, bn, bk, warps = SMALL if blocks and architecture(x.device) != 90 else _tile(x.device, blocks, fast_accum)
+    bm, bn, bk, warps = SMALL if blocks and not on_hopper(x.device) else _tile(x.device, blocks, fast_accum)
     down, across = -(-m // bm), -(-n // bn)
     y = whole((groups, m, n), dtype)
     constants = _constants(bm, bn, bk, unit % bk == 0, blocks, fast_accum)

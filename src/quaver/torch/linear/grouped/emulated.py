@@ -16,7 +16,7 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.device import why_no_kernels
 from quaver.torch.linear.grouped.call import GroupedCall, weights
 from quaver.torch.linear.grouped.operands import HIGH_MATMUL, HIGH_WGRAD
-from quaver.torch.numerics.grouped import GroupOffsets
+from quaver.torch.numerics.grouped import GroupOffsets, sum_rows
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import NO_NOISE
 from quaver.torch.operations import ops
@@ -165,9 +165,7 @@ class EmulatedGroups:
         return a.transpose
 
     def bias_gradient(self, g: Tensor, dtype: torch.dtype) -> Tensor:
-        from quaver.torch.linear.grouped.products import DeviceGroups
-
-        return DeviceGroups(self.call).bias_gradient(g, dtype)
+        return sum_rows(g, self.call.offsets, dtype)
 
     def _weights(self, weight: Tensor, side: str) -> Quantized:
         """Return the values of the weights in storage order, while training with those of the transposes."""

@@ -507,10 +507,7 @@ class DeviceGroups:
         return GROUPED_WGRAD(one, other, dtype, self.call.recipe.wgrad.fast_accum)
 
     def bias_gradient(self, g: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum g [T, N] over each group's rows in float32; returns [groups, N]."""
-        offsets = self.call.offsets
-        total = torch.zeros((offsets.groups + 1, g.shape[1]), dtype=torch.float32, device=g.device)
-        return total.index_add_(0, offsets.slots(1).group, g.float())[:-1].to(dtype)
+        return grouped.sum_rows(g, self.call.offsets, dtype)
 
     # ---- weights ----
 
