@@ -45,6 +45,10 @@ PROGRAM = optimizing.BLOCKS * optimizing.ROUNDS * optimizing.BLOCK
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 
 
+#: Iterations of loops, the outermost first, or of each loop at the same depth.
+Trips = tuple[int | tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One row."""
@@ -56,9 +60,10 @@ class Case:
     elements: int | None = None
     #: Iterations of a program's loops, the outermost first, or of each loop at the same depth; a fourth of them where
     #: the compiler unrolls a loop four times.
-    trips: tuple[int | tuple[int, ...], ...] = ()
-    #: The same for a kernel of its own, if the row launches several; "kernel #2" is the second launch of one kernel.
-    trips_by_kernel: Mapping[str, tuple[int | tuple[int, ...], ...]] = field(default_factory=dict)
+    trips: Trips = ()
+    #: The same for a kernel of its own, if the row launches several; "kernel #2" is the second launch of one kernel. Or
+    #: a function of the launch's constants.
+    trips_by_kernel: Mapping[str, Trips | Callable[[Mapping[str, Any]], Trips]] = field(default_factory=dict)
     #: Multiply-adds of a launch by kernel, if these bound it instead of memory.
     products: Mapping[str, float] = field(default_factory=dict)
     #: Bytes moved through addresses in a table, in addition to those of the arguments.
@@ -901,22 +906,23 @@ def _attention() -> list[Case]:
         total = torch.empty(batch, heads, tokens, dtype=torch.float64, device="meta")
         return lambda: attention.backward(operands, runs, hidden, total, spec, 0.125, BF16)
 
-    tiles = {"attention": tokens // 64, "attention_rows": tokens // 64, "attention_columns": tokens // 32}
     few = {
         "local memory": "128 features a head: registers do not suffice up to sm_89, where codes are made of bits",
         "shared bytes": "one byte a thread on sm_100, of no tile",
         "wide loads": "each row of codes has a scale, and each query its run of keys, its sum and its Δ",
         "wide stores": "what only finds Δ writes two numbers a query",
         "overlap": "its sums of products fill the registers of a multiprocessor",
-        "instructions": "backward decodes tiles of eight bits again for every 64 queries or keys",
+        "instructions": "dK and dV add two sums of 128 features for each tile of 64 queries",
     }
     # Multiply-adds of all queries with all keys, over 128 features.
     one = batch * heads * tokens**2 * 128
     back = {"attention_rows": 4 * one, "attention_rows #2": 3 * one, "attention_columns": 4 * one}
+    # Each sweep has a loop over tiles that need no mask, here all of them, and one over the others.
     trips = {
-        "attention_rows": ((tiles["attention_rows"], 1), tiles["attention_rows"]),
-        "attention_rows #2": (1, tiles["attention_rows"]),
-        "attention_columns": (4, 1, tiles["attention_columns"]),
+        "attention": lambda constants: ((tokens // constants["BN"], 0) * 2,),
+        "attention_rows": lambda constants: ((tokens // constants["BN"], 0, 1), (tokens // constants["BN"], 0)),
+        "attention_rows #2": lambda constants: (1, (tokens // constants["BN"], 0)),
+        "attention_columns": lambda constants: (4, 1, (tokens // constants["BM"], 0)),
     }
     # Of rows whose loop counts are unknown.
     uncounted = {
@@ -928,7 +934,7 @@ def _attention() -> list[Case]:
         Case(
             name="attention by heads",
             launch=launch("tensorwise", False),
-            trips=(tiles["attention"],),
+            trips_by_kernel=trips,
             products={"attention": 3 * one},
             exceptions=few,
         ),
@@ -937,7 +943,7 @@ def _attention() -> list[Case]:
             launch=launch("tensorwise", True),
             trips_by_kernel=trips,
             products=back,
-            exceptions={**few, "trips": "on Ampere Δ takes 32 keys at a time: twice the rounds"},
+            exceptions={**few, "trips": "before Hopper the sweep for Δ has its loops in another order"},
         ),
         *(
             Case(name=f"attention {title}", launch=launch(recipe, back, **how), exceptions=uncounted, rare=True)

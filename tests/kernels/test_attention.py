@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
+import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
 import quaver.torch as qt
-from quaver import E4M3
+from quaver import E4M3, E5M2
 from quaver.recipes import get
 from quaver.recipes.spec import AttentionSpec, QuantSpec
 from quaver.reference import attention as specification
@@ -25,8 +27,11 @@ from tests.kernels.compare import DEVICE
 from tests.pairs import pairs
 from tests.torch.nn.attention.quantized import attention_fp8
 
-#: Relative RMS of the specification: float32's rounding moves a few codes over a tie.
-BOUND = 1e-3
+#: Relative RMS of the specification: float32's rounding moves a few codes over a tie. The same where tensor cores sum
+#: 32 FP8 products and the sum before with 13 bits below the largest of them, as Ada's and Hopper's do.
+BOUND_OF_FLOAT32, BOUND_OF_13_BITS = 1e-3, 2e-2
+SUMS_OF_13_BITS = DEVICE.type == "cuda" and torch.cuda.get_device_capability() in ((8, 9), (9, 0))
+BOUND = BOUND_OF_13_BITS if SUMS_OF_13_BITS else BOUND_OF_FLOAT32
 NAMES = ("out", "q", "k", "v", "sinks")
 
 
@@ -82,35 +87,81 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert calls, "no kernel ran"
 
 
-@every_spec
-def test_output_and_gradients_are_the_specifications(spec: AttentionSpec) -> None:
-    arrays = operands(1, 2, 1, 131, 150, 32, 64)
-    ours, want = by_kernels(arrays, spec, scale=0.3), specified(arrays, spec, scale=0.3)
-    for name, got, exact in zip(NAMES, ours, want, strict=False):
-        assert_close(name, got, exact, BOUND)
+#: Rows of the forward kernel's tile and their width, the same of the kernels for dQ and for dK with dV, by recipe.
+TILES = {
+    80: {"tensorwise": [(128, 64), (64, 32), (64, 64), (64, 64)], "rowwise": [(128, 64), (32, 64), (32, 64)]},
+    89: {"tensorwise": [(128, 64), (128, 64), (128, 64), (64, 128)], "rowwise": [(128, 64), (128, 64), (32, 64)]},
+    90: {"tensorwise": [(128, 128), (128, 128), (128, 64), (64, 128)], "rowwise": [(128, 128), (128, 64), (32, 64)]},
+}
 
 
-@every_spec
-def test_ampere_tiles_with_bitwise_codes_give_the_same_results(
-    spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiles: list[tuple[int, int, int]] = []
+@pytest.mark.parametrize(("arch", "name"), [(arch, name) for arch in TILES for name in SPECS])
+def test_output_and_gradients_are_the_specifications(arch: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles: list[tuple[int, int]] = []
 
     def recorded(*args: Any) -> Any:
-        constants = args[4]
-        tiles.append((constants["BM"], constants["BN"], constants["INTEGERS"]))
+        tiles.append((args[4]["BM"], args[4]["BN"]))
         return launch.LaunchSpec(*args)
 
-    monkeypatch.setattr(device, "_architecture", lambda _: 80)
+    monkeypatch.setattr(device, "_architecture", lambda _: arch)
     monkeypatch.setattr(gpu, "LaunchSpec", recorded)
     for one in (gpu._forward, gpu._backward):
         monkeypatch.setattr(one, "plans", {})
-    arrays = operands(1, 2, 1, 70, 150, 32, 64)
+    # Some tiles are whole, which need no mask.
+    arrays = operands(1, 2, 1, 131, 150, 32, 64)
+    ours, want = by_kernels(arrays, SPECS[name], scale=0.3), specified(arrays, SPECS[name], scale=0.3)
+    for label, got, exact in zip(NAMES, ours, want, strict=False):
+        assert_close(label, got, exact, BOUND)
+    if name in TILES[arch]:
+        assert tiles == TILES[arch][name]
+
+
+#: Scales of heads beside scales of rows, and blocks that are narrower than the widest tiles.
+OTHER_SPECS = {
+    "heads and rows": AttentionSpec(QuantSpec(E4M3), QuantSpec(E5M2, (1, None))),
+    "rows and heads": AttentionSpec(QuantSpec(E4M3, (1, None)), QuantSpec(E5M2)),
+    "1x64": AttentionSpec(QuantSpec(E4M3, (1, 64)), QuantSpec(E4M3, (1, 64))),
+}
+
+
+@pytest.mark.parametrize("spec", OTHER_SPECS.values(), ids=OTHER_SPECS)
+def test_mixed_scales_give_the_specification(spec: AttentionSpec) -> None:
+    arrays = operands(1, 2, 1, 131, 150, 64, 64)
     ours, want = by_kernels(arrays, spec, scale=0.3), specified(arrays, spec, scale=0.3)
     for name, got, exact in zip(NAMES, ours, want, strict=False):
         assert_close(name, got, exact, BOUND)
-    row_tiles = [(64, 32, 2), (64, 64, 2)] if spec.input.per_tensor else [(32, 64, 2)]
-    assert tiles == [(128, 64, 2), *row_tiles, (32, 64, 2)]
+
+
+def _dot_of_13_bits(plain: Any) -> Any:
+    """Return the interpreter's product with sums as on Hopper and Ada: each term cut off below the largest."""
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        if a.dtype.scalar not in (tl.float8e4nv, tl.float8e5):
+            return plain(self, a, b, d, *rest)
+        wide = [interpreter._convert_float(x.data, x.dtype.scalar, tl.float32, None).view(np.float32) for x in (a, b)]
+        left, right = (x.astype(np.float64) for x in wide)
+        total = d.data.astype(np.float64)
+        for k in range(0, left.shape[1], 32):
+            products = left[:, k : k + 32, None] * right[None, k : k + 32]
+            terms = np.concatenate([products, total[:, None]], 1)
+            unit = np.ldexp(1.0, np.frexp(np.abs(terms).max(1, keepdims=True))[1] - 14)
+            total = (np.trunc(terms / unit) * unit).sum(1)
+        return interpreter.TensorHandle(total.astype(np.float32), tl.float32)
+
+    return dot
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="it replaces products of the interpreter")
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_tensor_cores_that_sum_with_13_bits_stay_within_their_bound(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = operands(1, 1, 1, 40, 150, 64, 64)
+    exact = by_kernels(arrays, SPECS[name])
+    plain = interpreter.InterpreterBuilder.create_dot
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_of_13_bits(plain))
+    ours, want = by_kernels(arrays, SPECS[name]), specified(arrays, SPECS[name])
+    assert not torch.equal(ours[0], exact[0]), "no FP8 product ran"
+    for label, got, wanted in zip(NAMES, ours, want, strict=False):
+        assert_close(label, got, wanted, BOUND_OF_13_BITS)
 
 
 @every_spec

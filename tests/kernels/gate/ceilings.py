@@ -17,7 +17,7 @@ HEADER = """\
 # instructions: of the listing, padding included; per_element: these times threads, over the elements of a program.
 # loads, stores: of global memory, as count x bytes of a thread; shared: bytes of a program.
 # bytes: that the launch cannot but move; a_byte: instructions executed by all its threads, over these bytes;
-# products: multiply-adds of a kernel that they bound, not memory;
+# products: multiply-adds of a kernel that they bound, not memory; rate: theirs in quaver.costs.hardware, if not bf16's;
 # programs: that a multiprocessor runs side by side, the more the better.
 # They hold for the versions below; with others only the rules (rules.py) are checked.
 """
@@ -46,6 +46,8 @@ def figures(recorded: Recorded, code: Code) -> Row:
         row["a_byte"] = instructions_a_byte(recorded, code)
     if recorded.products:
         row["products"] = recorded.products
+        if recorded.rate != "bf16":
+            row["rate"] = recorded.rate
     row["programs"] = programs(code.registers, code.shared, recorded.launch.warps, code.arch)
     return row | {"loads": _text(code.loads), "stores": _text(code.stores)}
 

@@ -60,15 +60,15 @@ def share(a_byte: float, card: str) -> float:
     return CARDS[card].multiprocessors * ISSUED * CLOCK / a_byte / copy_rate(card)
 
 
-def product_rate(card: str) -> float:
-    """Multiply-adds of bf16 a second."""
-    return GPUS[CARDS[card].name].rates["bf16"].value * 1e12 / 2
+def product_rate(card: str, rate: str) -> float:
+    """Multiply-adds a second, at the bf16 or the FP8 rate."""
+    return GPUS[CARDS[card].name].rates[rate].value * 1e12 / 2
 
 
 def share_of_products(row: ceilings.Row, card: str) -> float:
     """The highest part of a card's rate of products at which a kernel can run by its instructions."""
     issued = CARDS[card].multiprocessors * ISSUED * CLOCK
-    return row["products"] / product_rate(card) / (row["a_byte"] * row["bytes"] / issued)
+    return row["products"] / product_rate(card, row.get("rate", "bf16")) / (row["a_byte"] * row["bytes"] / issued)
 
 
 def table_of_products(rows: ceilings.Table) -> str:
@@ -91,7 +91,7 @@ def _line_of_products(name: str, row: dict[str, ceilings.Row]) -> list[str]:
     return [
         name,
         f"{2 * hopper['products'] / 1e9:.4g}",
-        *(f"{at['products'] / product_rate(card) * 1e3:.3g}" for card, at in by_card.items()),
+        *(f"{at['products'] / product_rate(card, at.get('rate', 'bf16')) * 1e3:.3g}" for card, at in by_card.items()),
         ", ".join(f"{one:.3g}" for one in dense),
         f"{hopper['programs']}, {blackwell['programs']}",
         *(f"{100 * share_of_products(at, card):.0f}" for card, at in by_card.items()),

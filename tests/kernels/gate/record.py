@@ -34,7 +34,15 @@ class Recorded:
         steps = self.launch.constants.get("STEPS")
         by_kernel = self.case.trips_by_kernel
         trips = by_kernel.get(self.kernel, by_kernel.get(self.launch.fn.__name__, self.case.trips))
+        if callable(trips):
+            return trips(self.launch.constants)
         return trips or (() if steps is None else (steps,))
+
+    @property
+    def rate(self) -> str:
+        """The rate of the launch's products, in `quaver.costs.hardware`."""
+        constants = self.launch.constants
+        return "tensor" if constants.get("SCALES", "block") != "block" and constants["INTEGERS"] != 2 else "bf16"
 
     @property
     def kernel(self) -> str:
