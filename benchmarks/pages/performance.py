@@ -148,7 +148,10 @@ def attention_table() -> str:
     rows, specs = [], {name: recipes.get(name, attention=True).attention for name in ATTENTION_RECIPES}
     for gpu in ("a100", "h100", "h200", "b200"):
         costs = [decoder.cost(spec, *ATTENTION, gpu) for spec in specs.values() if spec is not None]
-        cells = [f"{cost.seconds * 1e3:.3g} ({cost.speedup:.2f})" for cost in costs]
+        cells = [
+            f"{cost.seconds * 1e3:.3g} ({cost.speedup:.2f}): {cost.forward * 1e3:.3g} + {cost.backward * 1e3:.3g}"
+            for cost in costs
+        ]
         rows.append([gpu, f"{costs[0].bf16_seconds * 1e3:.3g}", *cells])
     counts = [" + ".join(map(str, decoder.products(spec))) for spec in specs.values() if spec is not None]
     rows.append(["products", " + ".join(map(str, decoder.PLAIN)), *counts])

@@ -1,11 +1,12 @@
 """Cost model of quantized attention and state-space scans, and the shape of a decoder.
 
-    attention    GEMMs of all queries with their visible keys / bf16's rate, and the quantization of its operands
+    attention    max(GEMMs of all queries with their visible keys / their rate, exponentials / theirs) for each kernel,
+                 and the quantization of its operands
 
-The kernels multiply with bf16's precision, and so at its rate. They round P after its sum is known and dS after its
-amax is known, and recompute the scores for each. Forward takes 3 GEMMs instead of bf16's 2, backward 9 to 13 instead of
-bf16's 5 (Dao, arXiv:2307.08691). Like that of a layer this is a roofline model: it ignores exponentials, decoding,
-partial waves, and the masked part of tiles.
+Where one scale covers a row or a head, the kernels multiply FP8 codes on GPUs with FP8 GEMMs; otherwise bf16 values.
+They round P after its sum is known and dS after its amax is known, and recompute the scores for each. Forward takes 3
+GEMMs instead of bf16's 2, backward 9 to 13 instead of bf16's 5 (Dao, arXiv:2307.08691). Like that of a layer this is a
+roofline model: it ignores all other instructions, partial waves, and the masked part of tiles.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from quaver.recipes.spec import AttentionSpec, QuantSpec
 KEYS, QUERIES = 64, 32
 #: Number of GEMMs forward and backward in bf16.
 PLAIN = 2, 5
+#: Oldest compute capability with FP8 products of attention, as in `quaver.torch.backends.gpu.device`.
+FP8_SINCE = 8, 9
 
 
 class AttentionGemms(NamedTuple):
@@ -37,15 +40,40 @@ class Attention(NamedTuple):
     """Cost of attention, forward and backward."""
 
     products: AttentionGemms
+    #: Kind of their rate, in `Gpu.rates`.
+    kind: str
     #: Bytes moved to quantize the operands.
     bytes: float
     seconds: float
     bf16_seconds: float
+    #: Seconds of the kernels forward and backward, without quantization.
+    forward: float
+    backward: float
 
     @property
     def speedup(self) -> float:
         """Speed relative to the same attention in bf16."""
         return self.bf16_seconds / self.seconds
+
+
+def kind(spec: AttentionSpec, features: int, gpu: Gpu) -> str:
+    """Return the kind of rate of the products, in `Gpu.rates`, for heads of this width."""
+    both = spec.input, spec.grad_output
+    if gpu.capability < FP8_SINCE:
+        return "bf16"
+    if all(one.per_tensor for one in both):
+        return "tensor"
+    wide = all(one.block[1] is None or one.block[1] >= max(features, KEYS) for one in both)
+    return "row" if wide else "bf16"
+
+
+def sweeps(counts: AttentionGemms) -> AttentionGemms:
+    """Return the number of exponentials per score of each kernel.
+
+    A sweep that only measures sums or amaxes takes one GEMM forward and two backward; the last sweep takes two forward,
+    three for dQ, and four for dK and dV.
+    """
+    return AttentionGemms(counts.forward - 1, (counts.rows - 1) // 2, (counts.columns - 2) // 2)
 
 
 def products(spec: AttentionSpec) -> AttentionGemms:
@@ -93,19 +121,36 @@ def cost(
         raise ValueError(f"{heads} heads are no multiple of {groups} groups of keys; give a divisor of {heads}")
     card = hardware.get(gpu)
     seen = tokens * (tokens + 1) / 2 if causal else tokens**2
-    each = 2.0 * batch * heads * features * seen / (card.rates["bf16"].value * 1e12)
-    counts = products(spec)
+    scores = batch * heads * seen
+    counts, rate = products(spec), kind(spec, features, card)
+
+    def seconds(gemms: int, exponentials: int, rate: str) -> float:
+        bound = 2.0 * gemms * features * scores / (card.rates[rate].value * 1e12)
+        if card.exponentials is not None:
+            bound = max(bound, exponentials * scores / (card.exponentials.value * 1e12))
+        return bound
+
+    times = [seconds(gemms, sweep, rate) for gemms, sweep in zip(counts, sweeps(counts), strict=True)]
+    plain = [seconds(gemms, 1, "bf16") for gemms in PLAIN]
     queries, keys = (batch * n * tokens * features for n in (heads, groups))
     # q, k and v are quantized, and the gradient of the output.
     moved = _moved(spec.input, queries, 2 * keys) + _moved(spec.grad_output, queries)
-    quantizing = moving(moved, 4, card)
+    copies = 4
+    if rate == "tensor":
+        # Sums over tokens take transposed codes of q, k, v and the gradient.
+        moved += 2 * (queries + 2 * keys + queries)
+        copies += 4
+    quantizing = moving(moved, copies, card)
     # An amax per head needs another launch, because all programs must finish first.
     launches = 3 + spec.grad_output.per_tensor
     return Attention(
         counts,
+        rate,
         moved,
-        each * sum(counts) + launches * LAUNCH + quantizing.seconds,
-        each * sum(PLAIN) + len(PLAIN) * LAUNCH,
+        sum(times) + launches * LAUNCH + quantizing.seconds,
+        sum(plain) + len(PLAIN) * LAUNCH,
+        times[0],
+        sum(times[1:]),
     )
 
 

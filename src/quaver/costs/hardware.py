@@ -41,6 +41,8 @@ class Gpu:
     copy: GpuRate
     #: Rates of large GEMMs by kind (`quaver.costs.ledger.kind`): bf16, and the natively supported kinds of scaling.
     rates: Mapping[str, GpuRate]
+    #: 10^12 exponentials a second; None: unknown, and not counted.
+    exponentials: GpuRate | None = None
 
     @property
     def host(self) -> GpuRate:
@@ -100,6 +102,15 @@ def _copy(published: float, sheet: str) -> GpuRate:
     return GpuRate(published * FRACTION_COPY, "derived", source)
 
 
+def _exponentials(multiprocessors: int, gigahertz: float) -> GpuRate:
+    return GpuRate(
+        16 * multiprocessors * gigahertz / 1000,
+        "derived",
+        f"16 a cycle on each of {multiprocessors} multiprocessors (CUDA C++ Programming Guide, throughput of native "
+        f"arithmetic instructions) at {gigahertz} GHz",
+    )
+
+
 def _b300(milliseconds: float, what: str) -> GpuRate:
     return GpuRate(TE_FLOPS / milliseconds / 1e9, "measured", f"{TE}, B300: {milliseconds} ms {what}")
 
@@ -124,6 +135,7 @@ GPUS = {
             driver="NVIDIA A100-SXM4-80GB",
             capability=(8, 0),
             copy=_copy(2.039, "A100 data sheet"),
+            exponentials=_exponentials(108, 1.41),
             rates={
                 "bf16": GpuRate(271.2, "measured", "stas00/ml-engineering, maximum achievable matmul FLOPS, torch 2.6")
             },
@@ -133,6 +145,7 @@ GPUS = {
             about="NVIDIA GeForce RTX 3090",
             capability=(8, 6),
             copy=_copy(0.936, "GA102 architecture paper"),
+            exponentials=_exponentials(82, 1.695),
             rates={
                 "bf16": GpuRate(
                     71,
@@ -147,6 +160,7 @@ GPUS = {
             about="NVIDIA L4",
             capability=(8, 9),
             copy=_copy(0.3, "L4 data sheet"),
+            exponentials=_exponentials(58, 2.04),
             rates=_sheet(121, 242.5, "the L4 data sheet"),
         ),
         Gpu(
@@ -154,6 +168,7 @@ GPUS = {
             about="NVIDIA L40S",
             capability=(8, 9),
             copy=_copy(0.864, "L40S data sheet"),
+            exponentials=_exponentials(142, 2.52),
             rates=_sheet(362.05, 733, "the L40S data sheet"),
         ),
         Gpu(
@@ -161,6 +176,7 @@ GPUS = {
             about="NVIDIA GeForce RTX 4090",
             capability=(8, 9),
             copy=_copy(1.008, "Ada architecture paper"),
+            exponentials=_exponentials(128, 2.52),
             rates=_sheet(165.2, 330.3, "the Ada architecture paper (float32 accumulation)"),
         ),
         Gpu(
@@ -169,6 +185,7 @@ GPUS = {
             driver="NVIDIA H100 80GB HBM3",
             capability=(9, 0),
             copy=GpuRate(3.01, "measured", "QuACK's reductions, 90 % of the published 3.35 (its blog of July 2025)"),
+            exponentials=_exponentials(132, 1.755),
             rates=_hopper(H200_BF16.times(*SAME_CHIP), H200_BF16.times(*NVL_TO_H200)),
         ),
         Gpu(
@@ -176,6 +193,7 @@ GPUS = {
             about="NVIDIA H100 with 2.4 TB/s of memory, which torchao's published figures come from",
             capability=(9, 0),
             copy=GpuRate(2.4 * 0.92, "measured", "2.4 TB/s, 92 % reached: torchao testing/training/roofline_utils.py"),
+            exponentials=_exponentials(132, 1.755),
             rates=_hopper(NVL_BF16.times(*NVL_CHIP), NVL_TENSOR.times(*NVL_CHIP)),
         ),
         Gpu(
@@ -184,6 +202,7 @@ GPUS = {
             driver="NVIDIA H200",
             capability=(9, 0),
             copy=H200_COPY,
+            exponentials=_exponentials(132, 1.755),
             rates=_hopper(H200_BF16, H200_BF16.times(*NVL_TO_H200)),
         ),
         Gpu(
@@ -191,6 +210,7 @@ GPUS = {
             about="NVIDIA H200 NVL",
             capability=(9, 0),
             copy=H200_COPY.times(1.0, "as measured on the H200 SXM: the same memory"),
+            exponentials=_exponentials(132, 1.755),
             rates=_hopper(NVL_BF16, NVL_TENSOR),
         ),
         Gpu(
@@ -198,6 +218,7 @@ GPUS = {
             about="NVIDIA B200",
             capability=(10, 0),
             copy=_copy(7.7, "NVIDIA's HGX page"),
+            exponentials=_exponentials(148, 1.755),
             rates={
                 **{kind: rate.times(*SAME_PEAK) for kind, rate in B300_RATES.items()},
                 "nvfp4": B300_RATES["nvfp4"].times(
@@ -218,6 +239,7 @@ GPUS = {
             about="NVIDIA GeForce RTX 5090",
             capability=(12, 0),
             copy=_copy(1.792, "RTX Blackwell architecture paper"),
+            exponentials=_exponentials(170, 2.407),
             rates=_sheet(209.5, 419, "the RTX Blackwell architecture paper (float32 accumulation)", nvfp4=1676),
         ),
     )
