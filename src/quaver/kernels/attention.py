@@ -214,13 +214,13 @@ def run_of(runs, i, tokens, others):
 
 
 @triton.jit
-def inner_tiles(low, high, start, stop, hidden, BLOCK: tl.constexpr):
+def inner_tiles(low, high, start, stop, hidden, BLOCK: tl.constexpr, INTEGERS: tl.constexpr):
     """Return the first token of the tiles of BLOCK tokens that need no mask, and one past their last.
 
     All rows see tokens from `low` up to `high`, some see those from `start` up to `stop`. hidden: further mask, or
-    None.
+    None. Before Ada there are none: with a second loop the registers do not suffice.
     """
-    if hidden is None:
+    if hidden is None and INTEGERS != 2:
         first = tl.maximum(start, tl.cdiv(tl.minimum(low, stop), BLOCK) * BLOCK)
         last = tl.maximum(first, high // BLOCK * BLOCK)
     else:
@@ -422,11 +422,11 @@ def attention_rows(
         start = start // span * span
     else:
         span = (stop + BN) // BN * BN
-    a, z = inner_tiles(tl.max(first, 0), tl.min(last, 0), start, stop, hidden, BN)
+    a, z = inner_tiles(tl.max(first, 0), tl.min(last, 0), start, stop, hidden, BN, INTEGERS)
     first, last = first[:, None], last[:, None]
     if SUMS:
         sums = tl.zeros([BM, BN], tl.float32)
-        for EDGE in tl.static_range(2):
+        for EDGE in tl.static_range(1 if INTEGERS == 2 else 0, 2):
             base, count, hole, skipped = tiles_of(start, stop, a, z, BN, EDGE)
             for t in tl.range(0, count, num_stages=STAGES):
                 n = base + t * BN
@@ -467,7 +467,7 @@ def attention_rows(
         for WRITES in tl.static_range(0 if SPANS else 1, 2 if GRADIENT else 1):
             if not WRITES:
                 bits = tl.zeros([BM], tl.int32)
-            for EDGE in tl.static_range(2):
+            for EDGE in tl.static_range(1 if INTEGERS == 2 else 0, 2):
                 base, count, hole, skipped = tiles_of(begin, tl.minimum(begin + span, stop), a, z, BN, EDGE)
                 for t in tl.range(0, count, num_stages=STAGES):
                     n = base + t * BN
@@ -554,7 +554,7 @@ def attention_columns(
     else:
         span = (stop + BM) // BM * BM
         start = start // BM * BM
-    a, z = inner_tiles(low, high, start, stop, hidden, BM)
+    a, z = inner_tiles(low, high, start, stop, hidden, BM, INTEGERS)
     dx, dy = tl.zeros([BN, D], tl.float32), tl.zeros([BN, DV], tl.float32)
     # The operand of P is divided by P's factor, before or after the product; a dP from that operand is multiplied by it
     # again, in the same rounding that subtracts Δ.
@@ -580,7 +580,7 @@ def attention_columns(
                     e = encode_factor(top, True, EMAX, TOP_MANTISSA, MAX)
                     of_ds = decode_scale(top, e, True)
             for WRITES in tl.static_range(0 if SPANS else 1, 2):
-                for EDGE in tl.static_range(2):
+                for EDGE in tl.static_range(1 if INTEGERS == 2 else 0, 2):
                     base, count, hole, skipped = tiles_of(begin, tl.minimum(begin + span, stop), a, z, BM, EDGE)
                     for t in tl.range(0, count, num_stages=STAGES):
                         m = base + t * BM
@@ -689,11 +689,11 @@ def attention(
         hidden += b * hidden_batch + h * hidden_head
     first, last = run_of(runs, i, queries, keys)
     start, stop = tl.min(first, 0) // BN * BN, tl.max(last, 0)
-    a, z = inner_tiles(tl.max(first, 0), tl.min(last, 0), start, stop, hidden, BN)
+    a, z = inner_tiles(tl.max(first, 0), tl.min(last, 0), start, stop, hidden, BN, INTEGERS)
     first, last = first[:, None], last[:, None]
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    for EDGE in tl.static_range(2):
+    for EDGE in tl.static_range(1 if INTEGERS == 2 else 0, 2):
         base, count, hole, skipped = tiles_of(start, stop, a, z, BN, EDGE)
         for t in tl.range(0, count, num_stages=STAGES):
             n = base + t * BN
@@ -720,7 +720,7 @@ def attention(
     # A scale of a whole row of vᵀ is that of the sum.
     LATE: tl.constexpr = SCALES == "row" and WIDTH == UNBOUNDED
     y = tl.zeros([BM, DV], tl.float32)
-    for EDGE in tl.static_range(2):
+    for EDGE in tl.static_range(1 if INTEGERS == 2 else 0, 2):
         base, count, hole, skipped = tiles_of(start, stop, a, z, BN, EDGE)
         for t in tl.range(0, count, num_stages=STAGES):
             n = base + t * BN
