@@ -125,7 +125,9 @@ def sum_parts(x: Tensor, group: Any = None, kind: Kind = "activations") -> Pendi
 
 
 def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
-    """Start a reduce-scatter (sum) of x [batches × tokens, n], float32 or float64, over tokens, in the order of ranks.
+    """Start a reduce-scatter (sum) of x [batches × tokens, n], float32 or float64, over tokens.
+
+    On CPUs sums are in the order of ranks, on GPUs in that of the backend: NCCL may add in the network.
 
     Args:
         batches: number of sequences stacked in x; each rank gets its shard of every sequence.
@@ -134,8 +136,14 @@ def scatter_sums(x: Tensor, group: Any = None, batches: int = 1) -> Pending:
     Raises:
         ValueError: x has another dtype.
     """
+    _summable(x)
     ranks = dist.get_world_size(group)
-    return sum_for_ranks(by_rank(x, ranks, batches).unflatten(0, (ranks, x.shape[0] // ranks)), group)
+    x = by_rank(x, ranks, batches)
+    if not x.is_cuda:
+        return sum_for_ranks(x.unflatten(0, (ranks, x.shape[0] // ranks)), group)
+    part = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
+    work = reduce_scatter(part, x, dist.ReduceOp.SUM, group, async_op=True)
+    return count_async("activations", "scatter", x, group, work, part)
 
 
 def sum_for_ranks(parts: Tensor, group: Any = None, kind: Kind = "activations") -> Pending:
