@@ -11,6 +11,7 @@ are the tensors of a `GroupedOperand`.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.backends.gpu.device import why_no_kernels
 from quaver.torch.linear.grouped.call import GroupedCall
 from quaver.torch.linear.grouped.emulated import SavedValues, is_emulated
-from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, multiple, slots
+from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, multiple, row_scales, slots
 from quaver.torch.numerics.quantized import Quantized, storage
 from quaver.torch.operations import ops
 
@@ -121,9 +122,12 @@ class SavedLayout(NamedTuple):
             return swizzled, (storage(spec.format), torch.uint8, torch.float32, torch.uint8)
         segments = groups if height is None else self.rows if self.fprop_rows and height == 1 else count // height
         narrow = torch.uint8 if spec.scale == "e8m0" or spec.two_level else torch.float32
+        scale_shape = segments, 1 if width is None else -(-k // width)
+        if spec.per_tensor:
+            scale_shape = (self.rows, 1) if self.fprop_rows else (groups, k)
         return (
             (lines, (deep + 1) // 2 if spec.format.packed else deep),
-            (segments, 1 if width is None else -(-k // width)),
+            scale_shape,
             factor_shape,
             (0,),
         ), (storage(spec.format), narrow, torch.float32, torch.uint8)
@@ -136,8 +140,12 @@ class SavedLayout(NamedTuple):
             return *saved, *(saved.codes.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.uint8))
         if isinstance(saved, GroupedOperand):
             none = saved.data.new_empty(0, dtype=torch.float32)
-            factor = none if saved.factor is None else saved.factor.contiguous()
-            return saved.data, saved.scale.contiguous(), factor, none.to(torch.uint8)
+            factor, scale = none if saved.factor is None else saved.factor.contiguous(), saved.scale
+            if self.spec.per_tensor:
+                # One for each row of the operand, as kernels write them.
+                offsets = GroupOffsets(saved.slots.ends, self.rows)
+                scale = row_scales(saved, offsets)[0] if self.fprop_rows else scale.expand(self.groups, self.k)
+            return saved.data, scale.contiguous(), factor, none.to(torch.uint8)
         full, spec = [q for q in saved if q is not None], self.spec
         scales = [
             q.scale if isinstance(q.scale, Tensor) else q.data.new_full((1,), q.scale, dtype=torch.float32)
@@ -166,6 +174,7 @@ class SavedLayout(NamedTuple):
             places = offsets.slots(1 if self.fprop_rows else multiple(spec))
             deep, factor = self.k if self.fprop_rows else places.count, factors if spec.two_level else None
             swizzled = self.form == "swizzled"
+            spec = replace(spec, block=(1, None)) if spec.per_tensor else spec
             return GroupedOperand(data, scales, factor, spec, not self.fprop_rows, places, deep, swizzled=swizzled)
         scales = scales.view(kind)
         scales = scales.to(torch.float32) if kind is torch.float8_e8m0fnu else scales
