@@ -9,12 +9,14 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.recipes.formats import E5M2
+from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.linear.grouped.emulated import EmulatedGroups
 from quaver.torch.linear.grouped.products import DeviceGroups
 from quaver.torch.numerics.grouped import GroupOffsets
 from quaver.torch.state.noise import name_streams
 from tests.close import assert_bitwise, assert_close
-from tests.torch.linear.grouped.test_function import STEPS, Permuted, ends, layer_of, rows, steps_of
+from tests.torch.linear.grouped.test_function import STEPS, K, Permuted, ends, layer_of, rows, steps_of
 from tests.torch.linear.grouped.test_matmul import RECIPES
 
 EVERY = RECIPES | {"delayed": recipes.get("delayed")}
@@ -87,6 +89,24 @@ def test_float32_layers_do_not_synchronize_where_kernels_exist(name: Any, monkey
     for i, (tensor, wanted) in enumerate(zip(ours, expected, strict=True)):
         if tensor.is_floating_point():
             assert_close(f"{i}", tensor, wanted, 1e-6)
+
+
+def test_recipes_that_share_operands_of_fprop_do_not_share_those_of_dgrad() -> None:
+    one = recipes.get("tensorwise")
+    rough = QuantSpec(E5M2, (1, None))
+    other = Recipe("rough dgrad", one.fprop, GemmSpec(rough, rough), one.wgrad)
+    grads: list[Tensor] = []
+    for implementation in ("reference", "triton"):
+        torch.manual_seed(0)
+        layer, g = qt.GroupedLinear(4, K, K), rows(1)[0].detach()
+        with qt.only(implementation):
+            for recipe in (one, other):
+                x = rows(0)[0]
+                with qt.autocast(recipe):
+                    layer(x, ends(STEPS[0][1])).backward(g)
+        assert x.grad is not None
+        grads.append(x.grad)
+    assert_close("grad_x", grads[1], grads[0], 1e-6)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "rowwise", "blockwise"])

@@ -200,7 +200,9 @@ def _entry(
     owner, gemm = call.owner, call.recipe.gemms[side]
     if not isinstance(owner, LayerGroups) or call.stored is not None or general.capturing(weight):
         return weight_cache.CachedWeight(quantize())
-    key = f"{kind}{side} {owner.name}", weight, gemm.b, call.host_factors or general.factor_key(call)
+    # An operand of fprop may have that of dgrad as its `cached_transpose`, whose spec another recipe may not share.
+    factors = call.host_factors or general.factor_key(call), call.recipe.dgrad.b
+    key = f"{kind}{side} {owner.name}", weight, gemm.b, factors
     entry = weight_cache.lookup(owner.layer, *key, call.training)  # type: ignore[arg-type]
     if entry is not None and entry.quantized is not None:
         return entry
