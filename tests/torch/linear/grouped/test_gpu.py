@@ -1,5 +1,6 @@
 """What a GPU does with groups, on a CPU that passes for one: the numbers of one group after the other."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 from quaver.torch.linear.grouped.emulated import EmulatedGroups
 from quaver.torch.linear.grouped.products import DeviceGroups
 from quaver.torch.numerics.grouped import GroupOffsets
+from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.state.noise import name_streams
 from tests.close import assert_bitwise, assert_close
 from tests.torch.linear.grouped.test_function import STEPS, K, Permuted, ends, layer_of, rows, steps_of
@@ -107,6 +109,32 @@ def test_recipes_that_share_operands_of_fprop_do_not_share_those_of_dgrad() -> N
         assert x.grad is not None
         grads.append(x.grad)
     assert_close("grad_x", grads[1], grads[0], 1e-6)
+
+
+class RecomputedValues(Permuted):
+    """Rows in high precision, which are quantized for each group."""
+
+    def forward(self, *x: Tensor | None, spec: QuantSpec | None) -> tuple[Tensor | Quantized, Sequence[Any]]:
+        return super().forward(*x, spec=None)
+
+    def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
+        return super().recompute_input(saved, None)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_recomputed_rows_are_quantized_as_in_forward(recipe: str) -> None:
+    places = torch.randint(0, 24, (70,), generator=torch.Generator().manual_seed(3))
+    results: list[list[Tensor]] = []
+    for recomputes_input in (False, True):
+        layer, tokens = layer_of(recipe), rows(1, 24)[0]
+        with qt.only("triton"):
+            y = layer.project(RecomputedValues(recomputes_input), (tokens, places), ends(STEPS[0][1]))
+            y.backward(rows(0)[1])
+        assert tokens.grad is not None and layer.weight.grad is not None
+        state = [tensor.clone() for tensor in layer.state_dict().values()]
+        results.append([y.detach(), tokens.grad, layer.weight.grad, *state])
+    for ours, expected in zip(*reversed(results), strict=True):
+        assert_bitwise(ours.contiguous(), expected.contiguous())
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "rowwise", "blockwise"])

@@ -75,7 +75,7 @@ def recomputed(call: GroupedCall, x: Tensor | Quantized, high: Tensor | None) ->
     """Return the operand of wgrad for rows that backward has recomputed, without recording or counting them again."""
     run, recipe = backend(call), call.recipe
     reads_a = recipe.reuse.input or (recipe.wgrad.b is None and recipe.saved_input is not None)
-    return _saved(run, x, high, _operand(run, x, "") if reads_a else None, "")
+    return _saved(run, x, high, _operand(run, x, "", recipe.wgrad.b) if reads_a else None, "")
 
 
 def _operand(run: "Groups", x: Tensor | Quantized, name: str, other: QuantSpec | None = None) -> Any:
