@@ -77,8 +77,16 @@ def test_bf16_layers_do_not_synchronize_with_the_host(name: str, monkeypatch: py
 
 @pytest.mark.parametrize(
     "name",
-    ["tensorwise", RECIPES["tensorwise, dequantized"], "delayed", "rowwise", "mxfp8", "nvfp4", "rowwise_bf16_wgrad"]
-    + ["bf16"],
+    [
+        "tensorwise",
+        RECIPES["tensorwise, dequantized"],
+        "delayed",
+        "rowwise",
+        "mxfp8",
+        "nvfp4",
+        "rowwise_bf16_wgrad",
+        "bf16",
+    ],
     ids=str,
 )
 def test_float32_layers_do_not_synchronize_where_kernels_exist(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
