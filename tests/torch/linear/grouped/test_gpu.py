@@ -119,6 +119,18 @@ def test_recipes_that_share_operands_of_fprop_do_not_share_those_of_dgrad() -> N
     assert_close("grad_x", grads[1], grads[0], 1e-6)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_a_batch_without_tokens_does_not_synchronize(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = qt.GroupedLinear(3, 32, 64, recipe=recipe)
+    x = torch.zeros(0, 32, requires_grad=True)
+    without_bounds(monkeypatch)
+    with qt.only("triton"):
+        y = layer(x, ends((0, 0, 0)))
+        y.sum().backward()
+    assert y.shape == (0, 64) and x.grad is not None and x.grad.shape == x.shape
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
 class RecomputedValues(Permuted):
     """Rows in high precision, which are quantized for each group."""
 

@@ -190,7 +190,7 @@ HIGH_MATMUL: Operation[Tensor] = Operation(
     "grouped_high",
     [
         _of("torch", "high_matmul", "reason_high"),
-        _of("triton", "kernel_high", "reason_kernel_high", _no_kernels),
+        _of("triton", "kernel_high", "reason_kernel", _no_kernels),
         _of("group by group", "high_group_by_group"),
     ],
 )
@@ -199,7 +199,7 @@ HIGH_WGRAD: Operation[Tensor] = Operation(
     "grouped_high_sums",
     [
         _of("torch", "high_sums", "reason_high_sums"),
-        _of("triton", "kernel_high_sums", "reason_kernel_high", _no_kernels),
+        _of("triton", "kernel_high_sums", "reason_kernel", _no_kernels),
         _of("group by group", "high_sums_group_by_group"),
     ],
 )
