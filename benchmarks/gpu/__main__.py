@@ -21,7 +21,11 @@ def parser() -> argparse.ArgumentParser:
         "--processes", type=int, default=1, metavar="N", help="with --dry-run: that many cases at a time"
     )
     argument_parser.add_argument(
-        "--only", action="append", default=[], metavar="SECTION", help="this section; may be repeated"
+        "--only",
+        action="append",
+        default=[],
+        metavar="SECTION",
+        help="this section; repeat it for several, in their order",
     )
     argument_parser.add_argument("--seconds", type=float, default=480.0, help="of the whole run")
     argument_parser.add_argument("--no-write", action="store_true", help="keep no results")
@@ -36,8 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="with --compile: launch all again from a copy, which must compile nothing"
     )
     argument_parser.add_argument("--cache", type=Path, metavar="DIR", help="of compiled kernels, made by --compile")
-    argument_parser.add_argument("--section", help=argparse.SUPPRESS)
-    argument_parser.add_argument("--skip", action="append", default=[], help=argparse.SUPPRESS)
+    argument_parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return argument_parser
 
 
@@ -66,8 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder=folder,
         commit=given.commit,
     )
-    if given.section:
-        return run.serve(given.section, options, tuple(given.skip))
+    if given.serve:
+        return run.serve(options)
     try:
         done = run.run(options)
     except ValueError as error:

@@ -28,6 +28,17 @@ class Options:
     commit: str = ""
 
     @property
+    def worthless(self) -> bool:
+        """True if no GPU measures anything."""
+        return self.dry or self.setting.hollow
+
+    @property
+    def words(self) -> list[str]:
+        """Words of the results' file names that tell runs with different options apart."""
+        chosen = {"dry": self.worthless, "quick": self.quick}
+        return [*(word for word, true in chosen.items() if true), *dict.fromkeys(self.only)]
+
+    @property
     def setting(self) -> Setting:
         cuda = torch.cuda.is_available() and not self.dry
         return Setting(device=torch.device("cuda" if cuda else "cpu"), toy=self.dry, quick=self.quick)

@@ -12,7 +12,7 @@ from benchmarks.measuring import results
 from benchmarks.measuring.figure import Result
 
 #: Note on every figure of a dry run.
-WORTHLESS = "dry run: toy sizes, kernels interpreted on a CPU; every figure is worthless"
+WORTHLESS = "dry run: no GPU was there, every figure is worthless"
 
 
 def facts(machine: Mapping[str, str]) -> list[str]:
@@ -44,15 +44,15 @@ def write(done: Sequence[Result], machine: Mapping[str, str], options: Options) 
     folders = [folder for folder in (options.folder, Path(out) if out else None) if folder is not None]
     if not folders:
         return []
-    name = f"gpu-{card.slug(machine['card'])}" + ("-dry" if options.dry else "") + ("-quick" if options.quick else "")
+    name = "-".join(["gpu", card.slug(machine["card"]), *options.words])
     rows = targets.judge(done, machine["card"])
     lines = ["# Benchmarks on an NVIDIA GPU" + (", quick" if options.quick else ""), ""]
-    lines += [*([f"**{WORTHLESS}**", ""] if options.dry else []), "## Targets", ""]
+    lines += [*([f"**{WORTHLESS}**", ""] if options.worthless else []), "## Targets", ""]
     lines += results.table(targets.COLUMNS, [row.cells for row in rows])
     lines += [line for result in done for line in results.case_markdown(result)]
     data = {
         "quick": options.quick,
-        "dry": options.dry,
+        "dry": options.worthless,
         "targets": [dict(zip(targets.COLUMNS, row.cells, strict=True)) for row in rows],
         "sections": [results.case_data(result) for result in done],
     }

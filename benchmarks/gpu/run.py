@@ -1,9 +1,10 @@
-"""The sections one after another, each in a process of its own, as far as time allows; then the report.
+"""The sections one after another, in a process beside this one, as far as time allows; then the report.
 
-A kernel that never returns is killed with its section's process, one that breaks the GPU's context ends it; either is
-named, and a new process goes on with the next case.
+A kernel that never returns is killed with that process, one that breaks the GPU's context ends it; either is named, and
+a new process goes on with the next case.
 """
 
+import json
 import math
 import os
 import queue
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO
 
@@ -30,14 +32,16 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 GRACE = 15.0
 #: Begins the lines of a process that are meant for this one; libraries print too.
 MARK = "benchmarks.gpu: "
+#: After MARK: the section has ended.
+END = "end"
 
 
 def chosen(names: Iterable[str]) -> list[Section]:
-    """Return the sections with these names, or all if none is given. Raises: ValueError for an unknown one."""
+    """Return the sections with these names, in this order, or all. Raises: ValueError for an unknown one."""
     for name in names:
         if name not in SECTIONS:
             raise ValueError(f"no section {name!r}; {suggest(name, SECTIONS)}")
-    return [section for name, section in SECTIONS.items() if not names or name in names]
+    return [SECTIONS[name] for name in dict.fromkeys(names) or SECTIONS]
 
 
 def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
@@ -51,7 +55,8 @@ def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
     begun = time.monotonic()
     # A budget is a share of the remaining time, so that sections share what earlier ones did not use.
     done: list[Result] = []
-    with child.walked(sections, options.setting, options.processes if options.dry else 1) as ahead:
+    processes = options.processes if options.dry else 1
+    with closing(Worker(options)) as worker, child.walked(sections, options.setting, processes) as ahead:
         for number, section in enumerate(sections):
             left = options.seconds - (time.monotonic() - begun)
             share = section.seconds / sum(other.seconds for other in sections[number:])
@@ -64,12 +69,13 @@ def run(options: Options, say: Callable[[str], None] = print) -> list[Result]:
                     options,
                     seconds,
                     say,
+                    worker,
                     lambda part: report.write([*done, part], setting, options),
                     ahead.get(section.name),
                 )
             )
             report.write(done, setting, options)
-    for line in report.summary(done, setting, options.dry):
+    for line in report.summary(done, setting, options.worthless):
         say(line)
     say(f"\n{covered(sections, options, done)}")
     for path in report.write(done, setting, options):
@@ -97,13 +103,15 @@ def measure(
     options: Options,
     seconds: float,
     say: Callable[[str], None],
+    worker: "Worker",
     keep: Callable[[Result], object] = lambda part: None,
     ahead: Iterable[Done] | None = None,
 ) -> Result:
     """Return the table of one section.
 
     Args:
-        keep: called with the table so far after each case.
+        worker: measures, unless this is a dry run.
+        keep: called with the table so far after each case, before the case is printed.
         ahead: finished cases, if other processes measure them.
     """
     begun = time.monotonic()
@@ -113,9 +121,9 @@ def measure(
         if case.begins:
             return
         finished.append(case)
+        keep(table(section, finished, begun))
         for line in report.case_lines(case):
             say(line)
-        keep(table(section, finished, begun))
 
     if ahead is not None:
         for case in ahead:
@@ -123,7 +131,7 @@ def measure(
     elif options.dry:
         here(section, options, begun + seconds, tell)
     else:
-        elsewhere(section, options, seconds, tell)
+        elsewhere(section, worker, seconds, tell)
     return table(section, finished, begun)
 
 
@@ -144,15 +152,18 @@ def here(section: Section, options: Options, deadline: float, tell: Callable[[Do
         tell(Done(section.name, 0.0, [], [f"{section.name}: the rest is not measured: {error}"]))
 
 
-def elsewhere(section: Section, options: Options, seconds: float, tell: Callable[[Done], None]) -> None:
-    """Measure in a separate process; start another one whenever one breaks, while there is time."""
+def elsewhere(section: Section, worker: "Worker", seconds: float, tell: Callable[[Done], None]) -> None:
+    """Measure in the worker's process; start another one whenever one breaks, while there is time."""
     deadline = time.monotonic() + seconds
     finished: list[str] = []
+    if section.alone:
+        worker.close()
     while True:
-        current, code = one_process(section, options, deadline, finished, tell)
-        if code == 0:
+        current, why = worker.measure(section, deadline, finished, tell)
+        if why or section.alone:
+            worker.close()
+        if not why:
             return
-        why = "was killed: it did not end in time" if code is None else f"its process ended with code {code}"
         stuck = current or section.name
         if stuck not in finished:
             finished.append(stuck)
@@ -161,40 +172,71 @@ def elsewhere(section: Section, options: Options, seconds: float, tell: Callable
             return
 
 
-def one_process(
-    section: Section, options: Options, deadline: float, finished: list[str], tell: Callable[[Done], None]
-) -> tuple[str | None, int | None]:
-    """Run a section's process; return the case running at its end, if any, and its exit code, None if it was killed."""
-    command = command_of(section, options, deadline - time.monotonic(), finished)
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment())
-    with process:
-        assert process.stdout is not None
-        lines: queue.Queue[str | None] = queue.Queue()
-        reader = threading.Thread(target=pump, args=(process.stdout, lines))
-        reader.start()
+class Worker:
+    """A process that measures sections, started when it is needed."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str | None]
+        self._reader: threading.Thread
+
+    def measure(
+        self, section: Section, deadline: float, finished: list[str], tell: Callable[[Done], None]
+    ) -> tuple[str | None, str]:
+        """Measure a section's cases that are not finished.
+
+        Returns:
+            The case that was running when the process broke, if any, and why it broke, or "" if the section ended.
+        """
+        process = self._process if self._process and self._process.poll() is None else self._start()
+        assert process.stdin is not None
+        order = {"section": section.name, "seconds": deadline - time.monotonic(), "skip": finished}
         current: str | None = None
         try:
-            while (line := lines.get(timeout=max(0.1, deadline + GRACE - time.monotonic()))) is not None:
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            while (line := self._lines.get(timeout=max(0.1, deadline + GRACE - time.monotonic()))) is not None:
                 if not line.startswith(MARK):
                     continue
-                case = child.read(line.removeprefix(MARK))
+                text = line.removeprefix(MARK).strip()
+                if text == END:
+                    return None, ""
+                case = child.read(text)
                 current = case.case if case.begins else None
                 if not case.begins:
                     finished.append(case.case)
                     tell(case)
-            return current, process.wait()
         except queue.Empty:
-            return current, None
-        finally:
-            process.kill()
-            reader.join()
+            return current, "was killed: it did not end in time"
+        except BrokenPipeError:
+            pass
+        return current, f"its process ended with code {process.wait()}"
+
+    def _start(self) -> "subprocess.Popen[str]":
+        self.close()
+        pipe = subprocess.PIPE
+        command = command_of(self.options)
+        process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=environment())
+        assert process.stdout is not None
+        self._process, self._lines = process, queue.Queue()
+        self._reader = threading.Thread(target=pump, args=(process.stdout, self._lines))
+        self._reader.start()
+        return process
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._reader.join()
+        with suppress(BrokenPipeError), self._process:
+            self._process = None
 
 
-def command_of(section: Section, options: Options, seconds: float, finished: Iterable[str]) -> list[str]:
-    """Return the command of a section's process, which skips finished cases."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--section", section.name, "--seconds", str(seconds)]
-    command += ["--quick"] if options.quick else []
-    return command + [word for name in finished for word in ("--skip", name)]
+def command_of(options: Options) -> list[str]:
+    """Return the command of a worker's process."""
+    return [sys.executable, "-m", "benchmarks.gpu", "--serve", *(["--quick"] if options.quick else [])]
 
 
 def pump(stream: IO[str], lines: "queue.Queue[str | None]") -> None:
@@ -210,16 +252,20 @@ def environment() -> Mapping[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": "0"}
 
 
-def serve(name: str, options: Options, skip: tuple[str, ...]) -> int:
-    """Main function of a section's process; returns its exit code."""
+def serve(options: Options) -> int:
+    """Main function of a worker's process: measure each section that a line of stdin names; returns the exit code."""
 
     def tell(case: Done) -> None:
         print(MARK + case.line(), flush=True)
 
-    try:
-        child.run(SECTIONS[name], options.setting, time.monotonic() + options.seconds, skip, tell)
-    except GpuLost:
-        return child.LOST
+    for line in sys.stdin:
+        order = json.loads(line)
+        deadline = time.monotonic() + order["seconds"]
+        try:
+            child.run(SECTIONS[order["section"]], options.setting, deadline, order["skip"], tell)
+        except GpuLost:
+            return child.LOST
+        print(MARK + END, flush=True)
     return 0
 
 

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,8 @@ def broken(setting: Setting, findings: Findings) -> None:
 def test_a_case_that_breaks_is_named_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
     options = Options(dry=True, folder=None)
-    done = run.measure(section(GpuCase("broken", broken), GpuCase("good", good)), options, 60, lines.append)
+    toys = section(GpuCase("broken", broken), GpuCase("good", good))
+    done = run.measure(toys, options, 60, lines.append, run.Worker(options))
     assert [figure.subject for figure in done.figures] == ["broken", "good"], "figures before the failure remain"
     assert done.reason == "broken: failed: ValueError: it broke"
     assert "  ! broken: failed: ValueError: it broke" in lines and "Traceback" in capsys.readouterr().err
@@ -82,16 +85,18 @@ def test_a_broken_context_ends_the_process_after_its_case(monkeypatch: pytest.Mo
     assert results[-1].case == "good" and "broke the GPU's context: an illegal memory access" in results[-1].failures[0]
 
 
-#: A section's process: cases "one", "two" and "three"; the second crashes or hangs unless it is left out.
+#: A worker's process: cases "one", "two" and "three" of a section; the second crashes or hangs unless it is skipped.
 SCRIPT = """
-import sys, time
-for name in ("one", "two", "three"):
-    if name not in sys.argv:
-        print("a library's words")
-        print({begins!r}.replace("NAME", name), flush=True)
-        if name == "two":
-            {what}
-        print({done!r}.replace("NAME", name), flush=True)
+import json, sys, time
+for line in sys.stdin:
+    for name in ("one", "two", "three"):
+        if name not in json.loads(line)["skip"]:
+            print("a library's words")
+            print({begins!r}.replace("NAME", name), flush=True)
+            if name == "two":
+                {what}
+            print({done!r}.replace("NAME", name), flush=True)
+    print({ends!r}, flush=True)
 """
 
 
@@ -103,9 +108,8 @@ for name in ("one", "two", "three"):
 def test_a_process_that_dies_or_hangs_costs_one_case(
     what: str, message: str, continues: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def command(section: Section, options: Options, seconds: float, finished: list[str]) -> list[str]:
-        script = SCRIPT.format(what=what, begins=begins, done=done)
-        return [sys.executable, "-c", script, *finished]
+    def command(options: Options) -> list[str]:
+        return [sys.executable, "-c", SCRIPT.format(what=what, begins=begins, done=done, ends=run.MARK + run.END)]
 
     begins = run.MARK + Done("NAME").line()
     done = run.MARK + Done("NAME", 1.0, [Figure("NAME", "time", 1.0, "ms")]).line()
@@ -113,10 +117,29 @@ def test_a_process_that_dies_or_hangs_costs_one_case(
     monkeypatch.setattr(run, "command_of", command)
     monkeypatch.setattr(run, "GRACE", 0.0)
     results: list[Done] = []
-    run.elsewhere(section(), Options(), 60 if continues else 1.5, results.append)
+    with closing(run.Worker(Options())) as worker:
+        run.elsewhere(section(), worker, 60 if continues else 1.5, results.append)
     assert [figure.subject for case in results for figure in case.figures] == ["one", *(["three"] if continues else [])]
     (failure,) = [failure for case in results for failure in case.failures]
     assert failure.startswith(message)
+
+
+@pytest.mark.parametrize(("alone", "processes"), [(False, 1), (True, 3)])
+def test_sections_share_a_process_unless_they_run_alone(
+    alone: bool, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(options: Options) -> list[str]:
+        starts.append(SCRIPT.format(what="pass", begins=begins, done=done, ends=run.MARK + run.END))
+        return [sys.executable, "-c", starts[-1]]
+
+    starts: list[str] = []
+    begins, done = run.MARK + Done("NAME").line(), run.MARK + Done("NAME", 1.0).line()
+    monkeypatch.setattr(run, "command_of", command)
+    results: list[Done] = []
+    with closing(run.Worker(Options())) as worker:
+        for each in (section(), replace(section(), alone=alone), section()):
+            run.elsewhere(each, worker, 60, results.append)
+    assert [case.case for case in results] == 3 * ["one", "two", "three"] and len(starts) == processes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

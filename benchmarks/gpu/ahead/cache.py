@@ -2,20 +2,25 @@
 
 Otherwise a moved cache would count as empty, because Triton drops every file whose path does not exist.
 
-    python -m benchmarks.gpu.ahead.cache --pack DIR    write DIR.tar.xz, a tenth of the folder's bytes
-    python -m benchmarks.gpu.ahead.cache DIR           unpack DIR.tar.xz where DIR is missing, and settle DIR
+    python -m benchmarks.gpu.ahead.cache --pack DIR [FILE]    write FILE, or DIR.tar.xz: a tenth of the folder's bytes
+    python -m benchmarks.gpu.ahead.cache DIR [FILE]           unpack FILE where DIR is missing, and settle DIR
 
 The second command prepares whatever is to run with TRITON_CACHE_DIR=DIR.
 """
 
+import argparse
 import json
+import lzma
 import os
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 #: Prefix of the name of the list of files in each kernel's folder.
 GROUP = "__grp__"
+#: Maximum bytes of an archive: it is carried to the GPU's machine together with the working tree.
+LARGEST = 15 * 2**20
 
 
 def settle(folder: Path) -> int:
@@ -50,28 +55,52 @@ def archive_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.tar.xz")
 
 
-def pack(folder: Path) -> Path:
-    """Write a lightened cache as an archive next to its folder."""
+def pack(folder: Path, archive: Path) -> None:
+    """Write a lightened cache as an archive. Raises: ValueError if it is too large, or there are no kernels."""
+    if not any(folder.glob(f"*/{GROUP}*")):
+        raise ValueError(f"{folder} has no compiled kernels; python -m benchmarks.gpu --compile sm_90 --cache fills it")
     lighten(folder)
-    archive = archive_of(folder)
-    with tarfile.open(archive, "w:xz") as tar:
+    partial = archive.with_name(f"{archive.name}.partial")
+    with tarfile.open(partial, "w:xz") as tar:
         tar.add(folder, arcname=".")
-    return archive
+    if partial.stat().st_size > LARGEST:
+        packed = f"{partial.stat().st_size / 2**20:.1f} MiB packed"
+        partial.unlink()
+        raise ValueError(f"{folder} is {packed}, more than {LARGEST >> 20}; compile one architecture, from empty")
+    os.replace(partial, archive)
 
 
-def unpack(folder: Path) -> None:
-    """Unpack the archive of a folder if the folder is missing."""
-    if folder.exists() or not archive_of(folder).exists():
-        return
-    with tarfile.open(archive_of(folder)) as tar:
-        tar.extractall(folder, filter="data")
+def unpack(folder: Path, archive: Path) -> None:
+    """Unpack an archive, whole or not at all, if the folder is missing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as partial, tarfile.open(archive) as tar:
+        tar.extractall(Path(partial, "cache"), filter="data")
+        os.replace(Path(partial, "cache"), folder)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.ahead.cache")
+    parser.add_argument("--pack", action="store_true", help="write the archive")
+    parser.add_argument("folder", type=Path, help="of the cache")
+    parser.add_argument("archive", type=Path, nargs="?", help="FOLDER.tar.xz unless given")
+    given = parser.parse_args(arguments)
+    archive = given.archive or archive_of(given.folder)
+    try:
+        if given.pack:
+            pack(given.folder, archive)
+            print(f"{archive}: {archive.stat().st_size / 2**20:.1f} MiB of {size(given.folder) / 2**20:.1f}")
+            return 0
+        if not given.folder.exists() and (given.archive or archive.exists()):
+            unpack(given.folder, archive)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (OSError, EOFError, tarfile.TarError, lzma.LZMAError) as error:
+        print(f"{archive} cannot be {'written' if given.pack else 'unpacked'}: {error}", file=sys.stderr)
+        return 2
+    print(f"{given.folder}: {settle(given.folder)} kernels")
+    return 0
 
 
 if __name__ == "__main__":
-    given = Path(sys.argv[-1])
-    if "--pack" in sys.argv[1:]:
-        packed = pack(given)
-        print(f"{packed}: {packed.stat().st_size / 2**20:.1f} MiB of {size(given) / 2**20:.1f}")
-    else:
-        unpack(given)
-        print(f"{given}: {settle(given)} kernels")
+    sys.exit(main())

@@ -16,11 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.ahead import standin
 from benchmarks.gpu.ahead.hollow import CARD
+from benchmarks.gpu.sections.layers.experts import RECIPES, SHAPE, recipe_of
 from quaver.torch.backends.gpu import launch
 
-#: Experts, tokens, and features of the input and output.
-SHAPE = 8, 16_384, 4096, 14_336
-RECIPES = ("bf16", "tensorwise", "tensorwise-e4m3", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 #: torch's GEMMs, and our kernels that are GEMMs.
 TORCH_GEMMS = "mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"
 KERNEL_GEMMS = "multiply_groups", "sum_groups", "multiply_codes", "sum_codes"
@@ -87,11 +85,9 @@ def size(t: Tensor) -> int:
 def step(name: str, traffic: Traffic) -> list[Recorded]:
     """Return the launches of one training step, after a step that plans and probes."""
     import quaver.torch as qt
-    from quaver import recipes
 
     groups, tokens, k, n = SHAPE
-    plain, _, option = name.partition("-")
-    recipe = recipes.get(plain, format=option) if option else recipes.get(plain)
+    recipe = recipe_of(name)
     layer = qt.GroupedLinear(groups, k, n, bias=False, dtype=torch.bfloat16, device=CARD, recipe=recipe)
     x = torch.zeros(tokens, k, dtype=torch.bfloat16, device=CARD, requires_grad=True)
     g = torch.zeros(tokens, n, dtype=torch.bfloat16, device=CARD)

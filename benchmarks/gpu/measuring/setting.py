@@ -84,6 +84,8 @@ class Section:
     #: Maximum seconds of all its cases, to which unused time of other sections is added.
     seconds: float
     cases: Callable[[Setting], list[Case]]
+    #: True for a process of its own: the section may break the GPU's context, or changes what others measure.
+    alone: bool = False
 
 
 class GpuLost(RuntimeError):

@@ -6,7 +6,7 @@ judged by; single kernels explain that, and training is slow to say little.
 
 from benchmarks.gpu.measuring.setting import Section
 from benchmarks.gpu.sections.kernels import ceilings, gemms, optimizers, producers, quantizing
-from benchmarks.gpu.sections.layers import attention, host, layer, linears, memory, state_space
+from benchmarks.gpu.sections.layers import attention, experts, host, layer, linears, memory, state_space
 from benchmarks.gpu.sections.training import graph, runs
 
 SECTIONS: dict[str, Section] = {
@@ -18,6 +18,7 @@ SECTIONS: dict[str, Section] = {
         linears,
         quantizing,
         layer,
+        experts,
         producers,
         attention,
         state_space,

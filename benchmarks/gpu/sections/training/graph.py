@@ -70,6 +70,8 @@ SECTION = Section(
         "after them, in deterministic mode. Steps are timed by the wall clock outside it, their loss read."
     ),
     seconds=30,
+    # cuBLAS reads its workspace's size at the first GEMM of a process.
+    alone=True,
     cases=lambda setting: [
         Case(name, lambda s, findings, name=name: measure(name, s, findings)) for name in ("bf16", *some(setting))
     ],
