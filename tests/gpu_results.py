@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-#: Tests by outcome, and the last line of what each failed one said.
+#: Tests by outcome, and the error of each failed one.
 outcomes: dict[str, dict[str, str]] = {}
 
 
@@ -13,8 +13,9 @@ def pytest_runtest_logreport(report: Any) -> None:
     # An xdist worker sends its reports to the controller, which writes them.
     if "PYTEST_XDIST_WORKER" in os.environ or not (report.when == "call" or report.failed or report.skipped):
         return
-    said = str(report.longrepr).strip().splitlines()[-1][:300] if report.failed else ""
-    outcomes.setdefault(report.outcome, {})[report.nodeid] = said
+    crash = getattr(report.longrepr, "reprcrash", None)
+    error = str(crash.message if crash else report.longrepr)[:300] if report.failed else ""
+    outcomes.setdefault(report.outcome, {})[report.nodeid] = error
     path = Path(os.environ.get("OUT", "."), "tests.json")
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(outcomes, indent=1), encoding="utf-8")

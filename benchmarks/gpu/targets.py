@@ -60,6 +60,7 @@ LINEAR = {
 }
 #: Emulated, where bf16 is 1.
 EMULATED = ("mxfp8", "nvfp4")
+EXPERTS = at_least(1.4), {H100: at_least(1.28)}
 LLAMA = at_least(1.45), {H100: at_least(1.38)}
 GOALS = (
     *(
@@ -95,6 +96,8 @@ GOALS = (
         )
         for name in EMULATED
     ),
+    Goal("GroupedLinear of 8 experts, rowwise, over bf16", "experts", "rowwise", "speed-up", *EXPERTS),
+    Goal("GroupedLinear with an empty expert, wrong elements", "experts", "*", "wrong", Target(0, 0)),
     Goal("Llama-8B layer, delayed, over bf16", "layer", "quaver delayed", "speed-up", *LLAMA),
     Goal("Host time of Linear forward over nn.Linear", "host", "quaver tensorwise", "forward, ratio", at_most(1.5)),
     Goal("Captured training steps that differ from eager ones", "graph", "*", "differing", Target(0, 0)),

@@ -225,3 +225,13 @@ def test_the_script_runs_on_the_stand_in(which: tuple[str, ...], tmp_path: Path)
         results = json.loads(path.read_text(encoding="utf-8"))
         assert [section["name"] for section in results["sections"]] == sections
         assert all(section["figures"] for section in results["sections"])
+
+
+def test_outcomes_of_tests_are_written_after_each(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-c", os.devnull, "-p", "tests.gpu_results"]
+    own = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, str(tmp_path)], env=own, cwd=tmp_path, capture_output=True, text=True, check=False)
+    outcomes = json.loads((tmp_path / "tests.json").read_text(encoding="utf-8"))
+    assert done.returncode == 1 and list(outcomes["passed"]) == ["test_it.py::test_good"], done.stdout
+    assert "assert 1 == 2" in outcomes["failed"]["test_it.py::test_bad"]

@@ -19,10 +19,11 @@ from benchmarks.gpu.measuring.setting import Case as GpuCase
 from benchmarks.gpu.measuring.setting import Findings, GpuLost, Section, Setting
 from benchmarks.gpu.options import Options
 from benchmarks.gpu.sections.kernels.quantizing import differing
+from benchmarks.gpu.sections.layers.experts import SHAPE
 from benchmarks.gpu.sections.registry import SECTIONS
 from benchmarks.measuring.figure import DECIMALS, Case, Figure, Result
 from quaver import E4M3, QuantSpec, recipes
-from quaver.costs import hardware, ledger
+from quaver.costs import experts, hardware, ledger
 from quaver.torch.numerics import reference
 
 ROOT = Path(__file__).parents[2]
@@ -234,6 +235,9 @@ def test_h100_targets_are_scaled_from_h200_targets_by_predictions() -> None:
             ledger.layer(recipes.get(name), 8192, 4096, 4096, hardware.get(gpu)).speedup for gpu in ("h100", "h200")
         ]
         assert h100 == pytest.approx(h200 * predicted[0] / predicted[1], abs=0.005), name
+    target, others = targets.EXPERTS
+    predicted = [experts.layer(recipes.get("rowwise"), *SHAPE, gpu).speedup for gpu in ("h100", "h200")]
+    assert others[targets.H100].low == pytest.approx(target.low * predicted[0] / predicted[1], abs=0.005)
 
 
 def test_a_dry_run_leaves_nothing_out_and_counts_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +261,7 @@ def test_a_killed_run_leaves_its_measurements(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with process:
         assert process.stdout is not None
-        # A case is written to the file right after its line is printed.
+        # A case is written to the file before its line is printed.
         lines = iter(process.stdout.readline, "")
         assert any("(graph)" in line for line in lines), "its second section did not begin"
         process.kill()
