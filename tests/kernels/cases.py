@@ -803,7 +803,12 @@ def _experts() -> list[Case]:
         Case(name="experts: blocks 1x128", launch=codes(line, line), **searched),
         Case(name="experts: weights", launch=weights(POWER), **searched),
         Case(name="experts: weights 128x128", launch=weights(square)),
-        Case(name="experts: mxfp8", launch=narrow_codes(mxfp8, mxfp8), **narrow, exceptions=shared),
+        Case(
+            name="experts: mxfp8",
+            launch=narrow_codes(mxfp8, mxfp8),
+            **narrow,
+            exceptions={**shared, "overlap": "sm_120 has too few registers, and no GEMM that would read it"},
+        ),
         Case(
             name="experts: nvfp4",
             launch=narrow_codes(nvfp4.fprop.a, nvfp4.wgrad.b),

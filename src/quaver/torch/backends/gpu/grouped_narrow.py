@@ -21,7 +21,7 @@ from quaver.torch.backends.gpu.block_scaled import (
     halves,
 )
 from quaver.torch.backends.gpu.buffers import BufferSpec, in_words, whole
-from quaver.torch.backends.gpu.device import architecture
+from quaver.torch.backends.gpu.device import architecture, traits
 from quaver.torch.backends.gpu.grouped_quantize import equal_ends, padded_slots, programs
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE, READ
@@ -190,7 +190,7 @@ def _mx(
         "INTEGERS": integers(x.device),
         "dtype": DTYPES[spec.format.name],
     }
-    tensors, registers = (x, q, s, qt, st, ends), MX_REGISTERS if architecture(x.device) >= 90 else None
+    tensors, registers = (x, q, s, qt, st, ends), MX_REGISTERS if traits(x.device).groups else None
     launch = LaunchSpec(kernels.group_mxfp8, grid, tensors, numbers, constants, warps, registers)
     return LaunchPlan(tensors_in, (q, s, qt, st), [launch])
 
