@@ -68,7 +68,8 @@ def sampled(table: Table, cases: Sequence[Case]) -> dict[int, set[str]]:
     selected: dict[int, set[str]] = {arch: set() for arch in ARCHITECTURES}
     for row, launches in rows.items():
         if all(length(by_arch) <= SHORT for by_arch in launches.values()):
-            selected[SIDES[order[row] % 2][order[row] // 2 % 3]] |= set(launches)
+            there = compiled_on(SIDES[order[row] % 2], launches.values())
+            selected[there[order[row] // 2 % len(there)]] |= set(launches)
     selected[ARCHITECTURE] |= (BEST | BEHIND).keys() & table.keys()
     long = 0
     for at, (kernel, launches) in enumerate(kernels.items()):
@@ -81,8 +82,14 @@ def sampled(table: Table, cases: Sequence[Case]) -> dict[int, set[str]]:
             sides = SIDES[1:]
         for side in sides:
             if kernel not in {split_name(name)[1] for arch in side for name in selected[arch]}:
-                selected[side[at % 3]].add(shortest)
+                there = compiled_on(side, [launches[shortest]])
+                selected[there[at % len(there)]].add(shortest)
     return selected
+
+
+def compiled_on(side: Sequence[int], launches: Collection[Mapping[str, Row]]) -> list[int]:
+    """The architectures of a side for which these launches compile."""
+    return [arch for arch in side if all(f"sm_{arch}" in by_arch for by_arch in launches)]
 
 
 def split_name(name: str) -> tuple[str, str]:
