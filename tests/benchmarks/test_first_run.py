@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -173,7 +174,10 @@ def survivors(folder: Path, moment: float | None) -> int:
     """Return the number of cases in the results of a run killed after so many seconds, all checked."""
     folder.mkdir()
     process = multiprocessing.get_context("fork").Process(target=measure, args=(folder,))
-    process.start()
+    with warnings.catch_warnings():
+        # JAX, if another test has imported it, warns of its threads, which this process does not use.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        process.start()
     process.join(moment)
     if moment is not None and process.pid is not None:
         with suppress(ProcessLookupError):
@@ -231,6 +235,7 @@ def test_outcomes_of_tests_are_written_after_each(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2\n")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-c", os.devnull, "-p", "tests.gpu_results"]
     own = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    own.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run([*command, str(tmp_path)], env=own, cwd=tmp_path, capture_output=True, text=True, check=False)
     outcomes = json.loads((tmp_path / "tests.json").read_text(encoding="utf-8"))
     assert done.returncode == 1 and list(outcomes["passed"]) == ["test_it.py::test_good"], done.stdout

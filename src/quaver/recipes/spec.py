@@ -461,9 +461,9 @@ def intern(recipe: Recipe) -> Recipe:
     return first
 
 
-def interned(text: str) -> Recipe:
-    """Return the recipe that `intern` has returned for this text, which compiled graphs pass."""
-    return _interned[text]
+def interned(text: str) -> Recipe | None:
+    """Return the recipe that `intern` has returned for this text, which compiled graphs pass; None for other texts."""
+    return _interned.get(text)
 
 
 def recipe(function: Callable[P, Recipe]) -> Callable[P, Recipe]:

@@ -128,9 +128,9 @@ def test_layers_of_one_input_have_the_bits_of_the_general_path(
     become(arch, monkeypatch)
     begun, begin = [], linear_module.begin_call
 
-    def recorded(plan: LinearPlan, layer: Any, x: Tensor) -> Any:
+    def recorded(plan: LinearPlan, *args: Any) -> Any:
         begun.append(plan)
-        return begin(plan, layer, x)
+        return begin(plan, *args)
 
     monkeypatch.setattr(linear_module, "begin_call", recorded)
     first = qt.LayerNormMLP(K, N, "swiglu", fused=False, dtype=torch.bfloat16, recipe=recipe)

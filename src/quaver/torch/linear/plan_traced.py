@@ -132,7 +132,8 @@ def emulates(text: str, device: torch.device) -> bool:
     Asks the table of GEMMs alone, since nothing can be probed while a compiler traces.
     """
     recipe = interned(text)
-    if device.type == "cpu" and not gpu.forced_implementations:
+    if recipe is None or (device.type == "cpu" and not gpu.forced_implementations):
+        # A recipe that the compiled code itself builds is not known by its text.
         return False
     if ops.QUANTIZE.enabled is not ops.QUANTIZE.implementations or gpu.why_no_kernels(device):
         return False

@@ -208,6 +208,7 @@ def _right_operand(data: Tensor, scale: Tensor, factor: Tensor, text: str, trans
     if scale.dtype is not torch.int64:
         return restored(data, scale, factor, text, transposed, *rest)
     recipe, layer = interned(text), amax_state.layer_of(scale)
+    assert recipe is not None
     q: Quantized | None = None if layer is None else layer.cached_operand(data, recipe, transposed)  # type: ignore[operator]
     if q is not None:
         return q
