@@ -22,8 +22,8 @@ from quaver.torch.backends.gpu import (
     cross_entropy,
     decode,
     emulation,
+    grouped_block_scaled,
     grouped_gemm,
-    grouped_narrow,
     grouped_quantize,
     grouped_values,
     norm,
@@ -733,7 +733,7 @@ def _experts() -> list[Case]:
         return lambda: grouped_quantize.quantize(matrix(), spec, other, offsets())
 
     def narrow_codes(spec: QuantSpec | None, other: QuantSpec | None, *noise: Any) -> Callable[[], object]:
-        return lambda: grouped_narrow.quantize(matrix(), spec, other, offsets(), None, *noise)
+        return lambda: grouped_block_scaled.quantize(matrix(), spec, other, offsets(), None, *noise)
 
     def weights(spec: QuantSpec) -> Callable[[], object]:
         weight = torch.empty(experts, features, COLUMNS, dtype=BF16, device="meta")
@@ -838,7 +838,11 @@ def _experts() -> list[Case]:
         ),
         Case(name="experts, products of codes", launch=products(row, row, True), **multiplied),
         Case(name="experts, products of E5M2 codes", launch=products(gradient, row), **multiplied),
-        Case(name="experts, products in blocks", launch=products(line, square), **multiplied),
+        Case(
+            name="experts, products in blocks",
+            launch=products(line, square),
+            **{**multiplied, "trips": (2 * tiles, (experts, COLUMNS // 128))},
+        ),
         Case(name="experts, sums of codes", launch=sums(gradient, row), **summed),
         Case(
             name="experts, sums in blocks",

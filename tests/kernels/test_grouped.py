@@ -9,7 +9,7 @@ from torch import Tensor
 from quaver import recipes
 from quaver.recipes.formats import E4M3, E5M2
 from quaver.recipes.spec import QuantSpec
-from quaver.torch.backends.gpu import emulation, grouped_narrow, grouped_quantize, grouped_values
+from quaver.torch.backends.gpu import emulation, grouped_block_scaled, grouped_quantize, grouped_values
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets
 from tests.close import assert_bitwise
@@ -246,8 +246,8 @@ def test_groups_in_narrow_blocks_have_the_codes_of_each_alone(name: str, ends: t
     x = difficult(ROWS, 160, torch.bfloat16)
     offsets = GroupOffsets(torch.tensor(ends, dtype=torch.int32, device=DEVICE), ROWS)
     draws = [GroupedNoise(7, [3 * g + t for g in range(4)], [g + t for g in range(4)]) for t in range(2)]
-    results = grouped_narrow.quantize(x, spec, other, offsets, None, *draws)
-    alone = grouped_narrow.quantize(x, None, other, offsets, None, *draws)[1]
+    results = grouped_block_scaled.quantize(x, spec, other, offsets, None, *draws)
+    alone = grouped_block_scaled.quantize(x, None, other, offsets, None, *draws)[1]
     reference_operands = grouped.quantize_both(x, spec, other, offsets, None, *draws)
     for ours, expected in zip((*results, alone), (*reference_operands, reference_operands[1]), strict=True):
         assert ours is not None and expected is not None and ours.swizzled
@@ -276,7 +276,7 @@ def test_groups_in_narrow_blocks_have_the_codes_of_each_alone(name: str, ends: t
 )
 def test_weights_in_narrow_blocks_have_the_codes_of_each(spec: QuantSpec, other: QuantSpec) -> None:
     weight = difficult(3 * 128, 256, torch.bfloat16).view(3, 128, 256)
-    stacks = grouped_narrow.quantize_weights(weight, spec, other)
+    stacks = grouped_block_scaled.quantize_weights(weight, spec, other)
     for group in range(3):
         pairs = zip(stacks, (spec, other), (weight[group], weight[group].t()), strict=True)
         for stacked, one, matrix in pairs:

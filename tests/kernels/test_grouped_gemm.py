@@ -83,3 +83,12 @@ def test_operands_without_a_kernel_are_refused() -> None:
     assert "no kernel" in grouped_gemm.reason(a, reference.quantize(operand(96, 128), ROW[1]), offsets, 48)
     fp32 = grouped.quantize(operand(32, 128), QuantSpec(E4M3, (1, 128), "fp32"), offsets, True)
     assert "no kernel" in grouped_gemm.reason_sums(fp32, fp32)
+
+
+def test_zeros_stay_zeros_whatever_their_scales() -> None:
+    offsets = GroupOffsets(torch.tensor([16, 32], dtype=torch.int32, device=DEVICE), 32)
+    x, w = torch.zeros(32, 128, device=DEVICE), torch.zeros(2 * 128, 128, device=DEVICE)
+    x[:, 0], w[:, 1] = 3e38, 3e38
+    a = grouped.quantize(x, BLOCK[0], offsets, False)
+    y = grouped_gemm.matmul(a, reference.quantize(w, QuantSpec(E4M3, (128, 128))), offsets, 128, torch.float32, None)
+    assert not y.any()

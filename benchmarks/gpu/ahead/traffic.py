@@ -22,7 +22,7 @@ from quaver.torch.backends.gpu import launch
 #: torch's GEMMs, and our kernels that are GEMMs.
 TORCH_GEMMS = "mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"
 KERNEL_GEMMS = "multiply_groups", "sum_groups", "multiply_codes", "sum_codes"
-#: Kernels that write only rows or groups without tokens, of which this layer has none.
+#: Kernels that write only rows or groups without tokens; this layer has none.
 ONLY_EMPTY = "finish_rows", "finish_groups"
 #: Operations that copy nothing: they allocate, or view.
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias"}

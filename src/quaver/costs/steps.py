@@ -193,7 +193,7 @@ def hidden_seconds(communication: float, gemms: float, ranks: int) -> float:
     """Return the seconds of communication that run beside GEMMs, if each rank's tokens are one chunk.
 
     A rank multiplies its own tokens while others arrive, and computes the sums of others before its own. So the GEMMs
-    of all chunks but one run beside the communication, of which at most `HIDDEN` is hidden.
+    of all chunks but one run beside the communication; at most the fraction `HIDDEN` is hidden.
     """
     return min(HIDDEN * communication, gemms * (ranks - 1) / ranks)
 

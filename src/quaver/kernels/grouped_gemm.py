@@ -12,11 +12,11 @@ from quaver.kernels.grouped import group_at
 
 
 @triton.jit
-def tile_at(p, down, across, TALL: tl.constexpr):
-    """Return the row and column of tile p of `down` by `across`, ordered in bands of TALL rows of tiles."""
-    band = p // (TALL * across) * TALL
-    height = tl.minimum(down - band, TALL)
-    inside = p % (TALL * across)
+def tile_at(p, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Return the row and column of tile p of `tiles_m` by `tiles_n`, ordered in bands of GROUP_M rows of tiles."""
+    band = p // (GROUP_M * tiles_n) * GROUP_M
+    height = tl.minimum(tiles_m - band, GROUP_M)
+    inside = p % (GROUP_M * tiles_n)
     return band + inside % height, inside // height
 
 
@@ -33,23 +33,23 @@ def load_codes(at, i, end, EVEN: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def multiply_codes(
-    x, w, y, of_rows, of_columns, bias, ends,
-    groups, n, k, x_stride, w_stride, down, across, row_step, block_step,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
-    BLOCKS: tl.constexpr, IMPRECISE: tl.constexpr,
+    x, w, y, x_scale, w_scale, bias, ends,
+    groups, n, k, x_stride, w_stride, tiles_m, tiles_n, row_step, block_step,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr, MAX_IMPRECISE_ACC: tl.constexpr,
 ):  # fmt: skip
     """Compute y[r] = x[r] @ w[g].T for row r of group g, with scales and the group's bias or None.
 
-    x: FP8 codes [rows, k]; w: [groups · n, k]; y: [rows, n], not written for rows of no group. Unless BLOCKS, of_rows
-    float32 [rows] and of_columns [groups · n] are scales of rows. With BLOCKS, BK is the width of a block: of_rows are
-    scales [rows, blocks of k] with strides `row_step` and `block_step`, of_columns those of BN × BK squares [groups · n
-    / BN, blocks of k].
-    ends: int32 [groups]. down, across: numbers of tiles. IMPRECISE: products that tensor cores add with fewer bits.
-    Products are exact; a sum is float32, and rounded once.
+    x: FP8 codes [rows, k]; w: [groups · n, k]; y: [rows, n], not written for rows of no group. ends: int32 [groups].
+    x_scale, w_scale: float32 [rows] and [groups · n]; or if BLOCK_SCALES, with blocks of BK codes, [rows, blocks of k]
+    with strides `row_step` and `block_step`, and for squares of BN × BK [groups · n / BN, blocks of k].
+    tiles_m: tiles of rows for any sizes of the groups; tiles_n: tiles of columns.
+    MAX_IMPRECISE_ACC: as in `tl.dot`, the products after which sums in the tensor cores, which have fewer bits on
+    Hopper, are added in float32; None: never. The result is rounded once.
     """
     blocks = tl.cdiv(k, BK)
-    for p in range(tl.program_id(0), down * across, tl.num_programs(0)):
-        tile, pn = tile_at(p, down, across, TALL)
+    for p in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        tile, pn = tile_at(p, tiles_m, tiles_n, GROUP_M)
         group, first, rows, pm, _ = group_at(tile, ends, groups, BM, BM)
         if group >= 0:
             r = pm * BM + tl.arange(0, BM)
@@ -61,22 +61,24 @@ def multiply_codes(
             xs = x + row[:, None] * x_stride + i[None, :]
             ws = w + column[None, :] * w_stride + i[:, None]
             sums = tl.zeros([BM, BN], tl.float32)
-            if BLOCKS:
-                row_scales = of_rows + row * row_step
-                square_scales = of_columns + (group * (n // BN) + pn).to(tl.int64) * blocks
+            if BLOCK_SCALES:
+                row_scales = x_scale + row * row_step
+                square_scales = w_scale + (group * (n // BN) + pn).to(tl.int64) * blocks
             for block in range(blocks):
                 at = block * BK
                 a = load_codes(xs + at, at + i, k, EVEN, 1)
                 b = load_codes(ws + at, at + i, k, EVEN, 0)
-                if BLOCKS:
-                    scale = tl.load(row_scales + block * block_step) * tl.load(square_scales + block)
-                    # Scales are powers of two, so that the fused operation rounds as two would.
-                    sums = tl.fma(tl.dot(a, b, max_num_imprecise_acc=IMPRECISE), scale[:, None], sums)
+                if BLOCK_SCALES:
+                    part = tl.dot(a, b, max_num_imprecise_acc=MAX_IMPRECISE_ACC)
+                    # One after the other: the product of two large scales may overflow where the result is zero.
+                    part *= tl.load(row_scales + block * block_step)[:, None]
+                    # Multiplying by a power of two is exact, so this equals a multiplication and an addition.
+                    sums = tl.fma(part, tl.load(square_scales + block), sums)
                 else:
-                    sums = tl.dot(a, b, sums, max_num_imprecise_acc=IMPRECISE)
-            if not BLOCKS:
-                sums *= tl.load(of_rows + row)[:, None]
-                sums *= tl.load(of_columns + column)[None, :]
+                    sums = tl.dot(a, b, sums, max_num_imprecise_acc=MAX_IMPRECISE_ACC)
+            if not BLOCK_SCALES:
+                sums *= tl.load(x_scale + row)[:, None]
+                sums *= tl.load(w_scale + column)[None, :]
             if bias is not None:
                 sums += tl.load(bias + column).to(tl.float32)[None, :]
             to = y + (first + r)[:, None] * n + c[None, :]
@@ -85,21 +87,22 @@ def multiply_codes(
 
 @triton.jit
 def sum_codes(
-    x, w, y, of_rows, of_columns, ends,
-    groups, m, n, x_stride, w_stride, down, across,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TALL: tl.constexpr,
-    BLOCKS: tl.constexpr, IMPRECISE: tl.constexpr,
+    x, w, y, x_scale, w_scale, ends,
+    groups, m, n, x_stride, w_stride, tiles_m, tiles_n,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_SCALES: tl.constexpr, MAX_IMPRECISE_ACC: tl.constexpr,
 ):  # fmt: skip
     """Compute y[g] = x[:, slots of g] @ w[:, slots of g].T, with scales; zeros for a group without slots.
 
-    x: FP8 codes [m, slots]; w: [n, slots]; y: [groups, m, n]. Unless BLOCKS, of_rows float32 [groups, m] and of_columns
-    [groups, n] are scales of rows. With BLOCKS, BK is the width of a block, and they are [blocks of slots, m] and
-    [blocks of slots, n]. ends: int32 [groups], multiples of 16, or of BK if EVEN. Otherwise as `multiply_codes`.
+    x: FP8 codes [m, slots]; w: [n, slots]; y: [groups, m, n]. x_scale, w_scale: float32 [groups, m] and [groups, n]; or
+    if BLOCK_SCALES, with blocks of BK codes, [blocks of slots, m] and [blocks of slots, n]. ends: int32 [groups],
+    multiples of 16, and of BK if EVEN or BLOCK_SCALES. Otherwise as `multiply_codes`.
     """
-    tiles = down * across
+    tiles = tiles_m * tiles_n
     for p in range(tl.program_id(0), groups * tiles, tl.num_programs(0)):
         group = p // tiles
-        pm, pn = tile_at(p % tiles, down, across, TALL)
+        pm, pn = tile_at(p % tiles, tiles_m, tiles_n, GROUP_M)
+        # Ends are multiples of 16; said here, so that the compiler loads 16 bytes at once.
         start = tl.load(ends + tl.maximum(group - 1, 0)) // 16 * 16
         start = tl.where(group == 0, 0, start)
         end = tl.load(ends + group) // 16 * 16
@@ -113,16 +116,17 @@ def sum_codes(
         for at in range(0, end - start, BK):
             a = load_codes(xs + at, at + i, end - start, EVEN, 1)
             b = load_codes(ws + at, at + i, end - start, EVEN, 0)
-            if BLOCKS:
+            if BLOCK_SCALES:
                 block = ((start + at) // BK).to(tl.int64)
-                part = tl.dot(a, b, max_num_imprecise_acc=IMPRECISE) * tl.load(of_rows + block * m + row)[:, None]
-                sums = tl.fma(part, tl.load(of_columns + block * n + column)[None, :], sums)
+                part = tl.dot(a, b, max_num_imprecise_acc=MAX_IMPRECISE_ACC)
+                part *= tl.load(x_scale + block * m + row)[:, None]
+                sums = tl.fma(part, tl.load(w_scale + block * n + column)[None, :], sums)
             else:
-                sums = tl.dot(a, b, sums, max_num_imprecise_acc=IMPRECISE)
-        if not BLOCKS:
+                sums = tl.dot(a, b, sums, max_num_imprecise_acc=MAX_IMPRECISE_ACC)
+        if not BLOCK_SCALES:
             # Nothing has written the scales of a group without slots.
             has_slots = end > start
-            sums *= tl.load(of_rows + group * m + row, mask=has_slots, other=0.0)[:, None]
-            sums *= tl.load(of_columns + group * n + column, mask=has_slots, other=0.0)[None, :]
+            sums *= tl.load(x_scale + group * m + row, mask=has_slots, other=0.0)[:, None]
+            sums *= tl.load(w_scale + group * n + column, mask=has_slots, other=0.0)[None, :]
         to = y + (group.to(tl.int64) * m + r[:, None]) * n + c[None, :]
         tl.store(to, sums.to(y.dtype.element_ty), mask=(r < m)[:, None] & (c < n)[None, :])

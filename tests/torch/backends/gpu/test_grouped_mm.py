@@ -11,7 +11,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 import quaver.torch as qt
 from quaver import E4M3, E5M2, QuantSpec, recipes
-from quaver.torch.backends.gpu import device, grouped_gemm, grouped_mm, grouped_narrow
+from quaver.torch.backends.gpu import device, grouped_block_scaled, grouped_gemm, grouped_mm
 from quaver.torch.linear.grouped.operands import GROUPED_MATMUL, GROUPED_QUANTIZE, GROUPED_WEIGHTS, GROUPED_WGRAD
 from quaver.torch.linear.grouped.products import stacked
 from quaver.torch.numerics import grouped, reference
@@ -260,11 +260,11 @@ def test_blackwells_gemms_take_what_kernels_write(
     recipe: str, how: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes and swizzled scales straight from the kernels; decoded if torch's GEMM is refused after all."""
-    monkeypatch.setattr(grouped_narrow, "architecture", lambda _: 100)
+    monkeypatch.setattr(grouped_block_scaled, "architecture", lambda _: 100)
     monkeypatch.setattr(grouped_gemm, "architecture", lambda _: 100)
     written: list[Any] = []
-    quantize = grouped_narrow.quantize
-    monkeypatch.setattr(grouped_narrow, "quantize", lambda *args: written.append(args) or quantize(*args))
+    quantize = grouped_block_scaled.quantize
+    monkeypatch.setattr(grouped_block_scaled, "quantize", lambda *args: written.append(args) or quantize(*args))
     for operation in (GROUPED_QUANTIZE, GROUPED_WEIGHTS):
         for impl in operation.implementations:
             impl.__dict__.pop("run", None)

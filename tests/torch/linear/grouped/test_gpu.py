@@ -210,7 +210,7 @@ def test_inductor_finds_saved_operands_of_the_shapes_that_it_planned(
 
 # ---- emulated GEMMs: values of codes ----
 
-#: Sides of which every block width is a divisor.
+#: A multiple of every block width.
 SIDE = 128
 
 
@@ -280,11 +280,12 @@ def test_emulated_layers_quantize_weights_once_per_optimizer_step(monkeypatch: p
     assert shapes.count(4 * SIDE) == 2
 
 
-def test_emulated_layers_are_counted_as_one_group_after_the_other() -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_emulated_layers_are_counted_as_one_group_after_the_other(recipe: str) -> None:
     tables = []
     for implementation in ("reference", "triton"):
         torch.manual_seed(0)
-        layer = qt.GroupedLinear(4, SIDE, SIDE, recipe="nvfp4", dtype=torch.bfloat16)
+        layer = qt.GroupedLinear(4, SIDE, SIDE, recipe=recipe, dtype=torch.bfloat16)
         x = torch.randn(67, SIDE).bfloat16().requires_grad_()
         with qt.only(implementation), qt.count(layer) as counters:
             layer(x, ends((5, 3, 40, 19))).backward(torch.randn(67, SIDE).bfloat16())

@@ -96,21 +96,27 @@ def _passes(
     elif transposed:
         down = whole((rows, columns), torch.bfloat16)
     programs, constants, warps = tiles(x.shape, TALL_BLOCK if width == TALL_BLOCK[0] else BLOCK)
-    constants |= {
-        "WIDTH": width,
-        "SQUARE": spec.block[0] == width,
-        "MANTISSA": fmt.mantissa_bits,
-        "EMIN": fmt.emin,
-        "EMAX": fmt.emax,
-        "TOP_MANTISSA": fmt.max_mantissa,
-        "CODES": None if codes is None or stored_format is None else DTYPES[stored_format.name],
-        "INTEGERS": integers(x.device),
-    }
+    constants |= values_constants(spec, codes is not None, x.device)
     buffers: tuple[BufferSpec | None, ...] = (along, down, codes, scales)
     numbers = (rows, columns, x.stride(0))
     return LaunchPlan(
         tensors_in, buffers, [LaunchSpec(values_of_blocks, programs, (x, *buffers), numbers, constants, warps)]
     )
+
+
+def values_constants(spec: QuantSpec, saves_codes: bool, device: torch.device) -> dict[str, Any]:
+    """Return the constants of `values_of_blocks` that follow from a spec."""
+    fmt, stored = spec.format, saved_format(spec.format)
+    return {
+        "WIDTH": spec.block[1],
+        "SQUARE": spec.block[0] == spec.block[1],
+        "MANTISSA": fmt.mantissa_bits,
+        "EMIN": fmt.emin,
+        "EMAX": fmt.emax,
+        "TOP_MANTISSA": fmt.max_mantissa,
+        "CODES": DTYPES[stored.name] if saves_codes and stored is not None else None,
+        "INTEGERS": integers(device),
+    }
 
 
 @LaunchPlanCache

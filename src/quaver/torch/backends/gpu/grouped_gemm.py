@@ -26,7 +26,7 @@ SMALL = 64, 128, 128, 4
 #: Width of a block.
 WIDTH = 128
 #: Rows of tiles in a band that shares its columns in the L2 cache.
-TALL = 8
+GROUP_M = 8
 #: First architecture whose tensor cores multiply FP8 codes.
 FIRST = 89
 #: Products that are added with fewer bits before they are added in float32 (Hopper's tensor cores keep 13); None: all.
@@ -128,5 +128,5 @@ def _sums(tensors_in: Sequence[Any], unit: int, dtype: torch.dtype, blocks: bool
 
 def _constants(bm: int, bn: int, bk: int, even: bool, blocks: bool, fast_accum: bool) -> dict[str, Any]:
     imprecise = FAST if fast_accum and not blocks else min(PRECISE, bk)
-    tile = {"BM": bm, "BN": bn, "BK": bk, "EVEN": even, "TALL": TALL}
-    return {**tile, "BLOCKS": blocks, "IMPRECISE": imprecise}
+    tile = {"BM": bm, "BN": bn, "BK": bk, "EVEN": even, "GROUP_M": GROUP_M}
+    return {**tile, "BLOCK_SCALES": blocks, "MAX_IMPRECISE_ACC": imprecise}

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from quaver.kernels import grouped as kernels
 from quaver.recipes.spec import QuantSpec
+from quaver.torch.backends.gpu.block_scaled import halves
 from quaver.torch.backends.gpu.buffers import BufferSpec, in_words, row_major, whole
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, multiprocessors
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE, READ
 from quaver.torch.backends.gpu.rowwise import BLOCK, LONGEST, REGISTER_ELEMENTS, ROW_WARPS, WARPS
 from quaver.torch.backends.gpu.tensorwise import DTYPES, format_constants
-from quaver.torch.numerics.grouped import GroupedOperand, GroupOffsets, GroupSlots
+from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, GroupOffsets, GroupSlots, numbers_on
 from quaver.torch.numerics.quantized import FLOAT8, Quantized
 
 #: Rows and columns of a program's block, and its warps.
@@ -123,6 +124,26 @@ def _in_blocks(
         if rows is not None:
             rows.transpose = columns
     return rows, columns
+
+
+def noise_arguments(
+    specs: Sequence[QuantSpec | None], noise: Sequence[GroupedNoise | None], device: torch.device
+) -> tuple[list[Tensor | None], tuple[int, ...]]:
+    """Return the noise of rows and of transposes as kernels take it.
+
+    Returns:
+        Stream and count of each group of both, int64 [groups], None where nothing is drawn; and the halves of the seed,
+        which both share.
+    """
+    tensors: list[Tensor | None] = []
+    seed = 0
+    for spec, drawn in zip(specs, noise, strict=True):
+        if spec is None or drawn is None or spec.rounding == "nearest":
+            tensors += [None, None]
+        else:
+            tensors += [numbers_on(drawn.streams, device), numbers_on(drawn.counts, device)]
+            seed = drawn.seed
+    return tensors, (*halves(seed), *halves(seed >> 32))
 
 
 def padded_slots(offsets: GroupOffsets, unit: int) -> GroupSlots:

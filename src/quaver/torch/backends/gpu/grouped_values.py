@@ -13,14 +13,13 @@ from torch import Tensor
 from quaver.kernels import grouped as kernels
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu import emulation
-from quaver.torch.backends.gpu.block_scaled import halves
 from quaver.torch.backends.gpu.buffers import BufferSpec, whole
 from quaver.torch.backends.gpu.emulation import WIDTH, saved_format
-from quaver.torch.backends.gpu.grouped_quantize import padded_slots, programs
+from quaver.torch.backends.gpu.grouped_quantize import noise_arguments, padded_slots, programs
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE
-from quaver.torch.backends.gpu.tensorwise import DTYPES, integers
-from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets, numbers_on, slots
+from quaver.torch.backends.gpu.tensorwise import integers
+from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets, slots
 from quaver.torch.numerics.quantized import FLOAT8
 
 #: Along, down, and codes with scales for `saved_values`; each may be None.
@@ -32,7 +31,7 @@ def serves(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
     if spec is None or other is None:
         return False
     if emulation.serves_two_level(spec, other):
-        # The noise of a transpose is indexed in whole blocks, which only the rotation pads.
+        # Kernels draw noise for whole blocks of rows, and only a rotated transpose is padded to whole blocks.
         return other.rounding == "nearest" or other.hadamard
     return emulation.serves(spec, other) and saved_format(spec.format) is not None
 
@@ -81,13 +80,7 @@ def values(
     if not spec.two_level:
         along, down, codes, scales = _values_of_blocks((x, offsets.ends), spec, wanted)
     else:
-        own: list[Tensor | None] = []
-        key_words: tuple[int, ...] = (1,) * 4
-        for one, drawn in ((spec, noise), (other, other_noise)):
-            random = drawn is not None and one.rounding == "stochastic"
-            own += [numbers_on(n, x.device) for n in drawn[1:]] if random and drawn is not None else [None, None]
-            if drawn is not None:
-                key_words = *halves(drawn.seed), *halves(drawn.seed >> 32)
+        own, key_words = noise_arguments((spec, other), (noise, other_noise), x.device)
         along, down, codes, scales = _values_in_two_levels((x, offsets.ends), spec, other, wanted, key_words, own=own)
     return along, down, None if codes is None else (codes, scales)
 
@@ -127,24 +120,10 @@ def _buffers(x: Tensor, groups: int, spec: QuantSpec, wanted: tuple[bool, bool, 
 @LaunchPlanCache
 def _values_of_blocks(tensors_in: Sequence[Any], spec: QuantSpec, wanted: tuple[bool, bool, bool]) -> LaunchPlan:
     x, ends = tensors_in
-    width, fmt = unit(spec), spec.format
     buffers = _buffers(x, ends.shape[0], spec, wanted)
-    bm, bn, warps = emulation.TALL_BLOCK if width == emulation.TALL_BLOCK[0] else emulation.BLOCK
+    bm, bn, warps = emulation.TALL_BLOCK if unit(spec) == emulation.TALL_BLOCK[0] else emulation.BLOCK
     grid, across = programs(x, ends.shape[0], bm, bn)
-    stored = saved_format(fmt)
-    assert stored is not None
-    constants = {
-        "BM": bm,
-        "BN": bn,
-        "WIDTH": width,
-        "SQUARE": spec.block[0] == width,
-        "MANTISSA": fmt.mantissa_bits,
-        "EMIN": fmt.emin,
-        "EMAX": fmt.emax,
-        "TOP_MANTISSA": fmt.max_mantissa,
-        "CODES": None if buffers[2] is None else DTYPES[stored.name],
-        "INTEGERS": integers(x.device),
-    }
+    constants = {"BM": bm, "BN": bn, **emulation.values_constants(spec, buffers[2] is not None, x.device)}
     numbers = (ends.shape[0], x.shape[1], x.stride(0), across)
     launch = LaunchSpec(kernels.group_values_of_blocks, grid, (x, *buffers, ends), numbers, constants, warps)
     return LaunchPlan(tensors_in, buffers, [launch])

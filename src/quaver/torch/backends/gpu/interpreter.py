@@ -26,7 +26,7 @@ _DTYPES = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
 }
-_NARROW = {tl.bfloat16, tl.float16, tl.float8e4nv, tl.float8e5}
+_BLOCK_SCALED = {tl.bfloat16, tl.float16, tl.float8e4nv, tl.float8e5}
 _SATURATING = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
 _INTEGERS = {
     1: (torch.uint8, np.uint8),
@@ -66,7 +66,7 @@ def install_fixes() -> None:
 
     def _wide(x: Any) -> Any:
         # The interpreter multiplies bf16 bits as integers; float32 products are numpy's and right.
-        if x.dtype.scalar not in _NARROW:
+        if x.dtype.scalar not in _BLOCK_SCALED:
             return x
         return interpreter.TensorHandle(convert(x.data, x.dtype.scalar, tl.float32, None).view(np.float32), tl.float32)
 

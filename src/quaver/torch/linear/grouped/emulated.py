@@ -44,7 +44,7 @@ class SavedValues(NamedTuple):
     scales: Tensor
 
 
-#: Answers of `is_emulated`, cleared by `only`.
+#: Results of `is_emulated`, which `ops.only` clears.
 _answers: dict[Any, bool] = {}
 ops.resolved_caches.append(_answers)
 
@@ -52,7 +52,7 @@ ops.resolved_caches.append(_answers)
 def is_emulated(recipe: Recipe, device: torch.device, weight_shape: Sequence[Any], *dtypes: torch.dtype) -> bool:
     """Return True if the GEMMs of a layer with weights [groups, N, K] run on values.
 
-    Depends on nothing that changes between forward and backward, eager or compiled.
+    Depends on recipe, device, shapes and dtypes alone, so that forward and backward agree, eager or compiled.
 
     Args:
         dtypes: of rows and weights.
@@ -101,7 +101,10 @@ class EmulatedGroups:
         self, column: int, operand: str, x: Tensor, spec: QuantSpec, for_wgrad: bool = False,
         other: QuantSpec | None = None,
     ) -> Any:  # fmt: skip
-        """Return `EmulatedRows` of rows x [T, k], or only their transposes if `for_wgrad`; see `HostGroups`."""
+        """Return `EmulatedRows` of rows x [T, k], or only their transposes if `for_wgrad`; see `HostGroups`.
+
+        Both are rounded by the recipe's specs; `other` only says that transposes are needed.
+        """
         from quaver.torch.backends.gpu import grouped_values
 
         call, recipe = self.call, self.call.recipe
@@ -129,7 +132,7 @@ class EmulatedGroups:
         return columns if for_wgrad else EmulatedRows(along, columns)  # type: ignore[arg-type]
 
     def _report(self, name: str, x: Tensor, spec: QuantSpec, draw: Any) -> None:
-        """Report the operand of each group to the observers; each by itself has the same codes."""
+        """Report the operand of each group to the observers, which synchronizes; a group alone has the same codes."""
         for group, (start, end) in enumerate(self.call.offsets.bounds()):
             if end > start:
                 part = x[start:end].t() if name.endswith(".T") else x[start:end]
@@ -168,39 +171,53 @@ class EmulatedGroups:
         return sum_rows(g, self.call.offsets, dtype)
 
     def _weights(self, weight: Tensor, side: str) -> Quantized:
-        """Return the values of the weights in storage order, while training with those of the transposes."""
-        from quaver.torch.backends.gpu import grouped_quantize, grouped_values
-
+        """Return the values of the weights in storage order; in training, dgrad's are the transpose of fprop's."""
         call, recipe = self.call, self.call.recipe
         fprop = call.stacks.get("fprop")
         if side == "dgrad" and fprop is not None and fprop.quantized is not None:
-            cached: Quantized = fprop.quantized.cached_transpose
+            cached: Quantized | None = fprop.quantized.cached_transpose
             if cached is not None:
                 return cached
-        specs: Any = recipe.fprop.b, recipe.dgrad.b
+        wanted = side == "fprop", side == "dgrad" or call.training
         if observer.active.observers:
-            for matrix in weight.detach():
-                transposed = side == "dgrad"
-                part = matrix.t() if transposed else matrix
-                call.note("weight.T" if transposed else "weight", part, ops.QUANTIZE(part, specs[transposed]))
-        straight = weight.is_contiguous()
-        x = weight.detach() if straight else weight.detach().transpose(1, 2)
-        groups, rows, columns = x.shape
-        wanted = (side == "fprop" or call.training, side == "dgrad" or call.training)
-        along_wanted, down_wanted = wanted if straight else wanted[::-1]
-        offsets = GroupOffsets(grouped_quantize.equal_ends(groups, rows, x.device), groups * rows)
-        spec, other = specs if straight else specs[::-1]
-        along, down, _ = grouped_values.values(
-            x.reshape(groups * rows, columns), spec, other, offsets, straight=along_wanted, transposed=down_wanted
-        )
-        down = along if spec.block[0] != 1 else None if down is None else down[: groups * rows]
-        # Values stored in the data field: the cache tracks the tensors of a `Quantized`.
-        operands = [
-            None if values is None else Quantized(values, 1.0, each, (groups * rows, columns))
-            for values, each in zip((along, down) if straight else (down, along), specs, strict=True)
-        ]
-        if operands[0] is not None:
-            operands[0].cached_transpose = operands[1]
-        q = operands[side == "dgrad"]
-        assert q is not None
+            self._report_weights(weight.detach(), wanted)
+        specs, operands = (recipe.fprop.b, recipe.dgrad.b), list[Any]()
+        for spec, values in zip(specs, self._values_of_weights(weight.detach(), wanted), strict=True):
+            # Values stored in the data field: the cache tracks the tensors of a `Quantized`.
+            shape = None if values is None else tuple(values.shape)
+            operands.append(None if values is None else Quantized(values, 1.0, spec, shape))  # type: ignore[arg-type]
+        q, transposed = operands
+        if side == "dgrad":
+            return transposed
+        q.cached_transpose = transposed
         return q
+
+    def _report_weights(self, weight: Tensor, wanted: tuple[bool, bool]) -> None:
+        """Report the operands of fprop and dgrad that are quantized, of each group."""
+        recipe = self.call.recipe
+        for matrix in weight:
+            if wanted[0]:
+                self.call.note("weight", matrix, ops.QUANTIZE(matrix, recipe.fprop.b))
+            if wanted[1] and not recipe.reuse.weight:
+                self.call.note("weight.T", matrix.t(), ops.QUANTIZE(matrix.t(), recipe.dgrad.b))
+
+    def _values_of_weights(self, weight: Tensor, wanted: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the values for fprop and for dgrad, [groups · rows, columns] of the stored matrices, if wanted."""
+        from quaver.torch.backends.gpu import grouped_quantize, grouped_values
+
+        spec, other = self.call.recipe.fprop.b, self.call.recipe.dgrad.b
+        assert spec is not None and other is not None
+        is_transposed = not weight.is_contiguous()
+        if is_transposed:
+            weight, spec, other, wanted = weight.transpose(1, 2), other, spec, wanted[::-1]
+        groups, rows, columns = weight.shape
+        offsets = GroupOffsets(grouped_quantize.equal_ends(groups, rows, weight.device), groups * rows)
+        x = weight.reshape(groups * rows, columns)
+        along, down, _ = grouped_values.values(x, spec, other, offsets, straight=wanted[0], transposed=wanted[1])
+        if spec.block[0] != 1:
+            # Squares have the same values in both directions.
+            down = along
+        elif down is not None:
+            # Without the slots that only ragged groups would need.
+            down = down[: groups * rows]
+        return (down, along) if is_transposed else (along, down)

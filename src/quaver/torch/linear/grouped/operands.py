@@ -111,8 +111,8 @@ def given_rows(x: Tensor | Quantized, dtype: torch.dtype) -> tuple[RowInputOp, S
 
 # ---- quantization and products of all groups on a GPU ----
 
-_MODULE, _QUANTIZE, _NARROW, _CODES = (
-    f"{ops.GPU}.{name}" for name in ("grouped_mm", "grouped_quantize", "grouped_narrow", "grouped_gemm")
+_MODULE, _QUANTIZE, _BLOCK_SCALED, _CODES = (
+    f"{ops.GPU}.{name}" for name in ("grouped_mm", "grouped_quantize", "grouped_block_scaled", "grouped_gemm")
 )
 
 
@@ -142,7 +142,7 @@ GROUPED_QUANTIZE: Operation[tuple[GroupedOperand | None, GroupedOperand | None]]
     "grouped_quantize",
     [
         Implementation("triton", f"{_QUANTIZE}:quantize", f"{_QUANTIZE}:reason", _no_quantize_kernels),
-        Implementation("triton", f"{_NARROW}:quantize", f"{_NARROW}:reason", _no_quantize_kernels),
+        Implementation("triton", f"{_BLOCK_SCALED}:quantize", f"{_BLOCK_SCALED}:reason", _no_quantize_kernels),
         Implementation("reference", grouped.quantize_both),
     ],
 )
@@ -152,13 +152,11 @@ GROUPED_WEIGHTS: Operation[tuple[Quantized | None, Quantized | None] | None] = O
     "grouped_weights",
     [
         Implementation("triton", f"{_QUANTIZE}:quantize_weights", f"{_QUANTIZE}:reason_weights", _no_quantize_kernels),
-        Implementation("triton", f"{_NARROW}:quantize_weights", f"{_NARROW}:reason_weights", _no_quantize_kernels),
+        Implementation(
+            "triton", f"{_BLOCK_SCALED}:quantize_weights", f"{_BLOCK_SCALED}:reason_weights", _no_quantize_kernels
+        ),
         Implementation("reference", lambda *_: None),
     ],
-)
-#: (newest amaxes of histories, amaxes [groups], ends) -> None: raises the newest amaxes of groups that have rows.
-RECORD_AMAXES: Operation[None] = Operation(
-    "grouped_record", [Implementation("triton", f"{_QUANTIZE}:record_amaxes", lambda *_: "")]
 )
 #: Tokens of each group times its matrix: (tokens, matrices, offsets, n, dtype, bias, fast_accum) -> [T, n].
 GROUPED_MATMUL: Operation[Tensor] = Operation(

@@ -31,7 +31,6 @@ from quaver.torch.linear.grouped.operands import (
     GROUPED_WGRAD,
     HIGH_MATMUL,
     HIGH_WGRAD,
-    RECORD_AMAXES,
 )
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, by_rows, in_lines, rows_of
@@ -453,7 +452,8 @@ class DeviceGroups:
             other = other if other == spec and spec.transposable else None
         factors = None if call.factors is None else call.factors[:, column]
         specs = (None, spec) if for_wgrad else (spec, other)
-        if GROUPED_QUANTIZE.pick(x, *specs) == grouped.quantize_both:
+        has_kernel = GROUPED_QUANTIZE.pick(x, *specs) is not grouped.quantize_both
+        if not has_kernel:
             if by_rows(spec) and not for_wgrad and x.numel():
                 return self.split(ops.QUANTIZE(x if x.stride(-1) == 1 else x.contiguous(), spec))
             specs = (None, spec) if for_wgrad else (spec, None)
@@ -490,7 +490,9 @@ class DeviceGroups:
             if newest is None:
                 call.record("weight", amax.WEIGHT, b.amax.where(offsets.has_rows(), 0.0))
             else:
-                RECORD_AMAXES(newest, b.amax, offsets.ends)
+                from quaver.torch.backends.gpu.grouped_quantize import record_amaxes
+
+                record_amaxes(newest, b.amax, offsets.ends)
         return y
 
     def wgrad(self, g: Any, x: Any, dtype: torch.dtype) -> Tensor:

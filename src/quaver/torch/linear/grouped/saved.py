@@ -41,7 +41,7 @@ def form_of(recipe: Recipe, device: torch.device, weight_shape: Sequence[Any], *
     """Return the form of a layer's saved operand on a GPU, eager or compiled.
 
     It is "values" for `emulated.SavedValues`, with the layouts of `gpu.grouped_values`; "swizzled" for
-    `gpu.grouped_narrow`; or "".
+    `gpu.grouped_block_scaled`; or "".
 
     Args:
         weight_shape: [groups, N, K].
@@ -51,10 +51,10 @@ def form_of(recipe: Recipe, device: torch.device, weight_shape: Sequence[Any], *
         return "values"
     if why_no_kernels(device) or recipe.wgrad.b is None:
         return ""
-    from quaver.torch.backends.gpu import grouped_narrow
+    from quaver.torch.backends.gpu import grouped_block_scaled
     from quaver.torch.backends.gpu.quantize import READ
 
-    served = dtypes[0] in READ and grouped_narrow.serves(None, recipe.wgrad.b, device, int(weight_shape[2]))
+    served = dtypes[0] in READ and grouped_block_scaled.serves(None, recipe.wgrad.b, device, int(weight_shape[2]))
     return "swizzled" if served and recipe.wgrad.b.block[0] == 1 else ""
 
 
@@ -115,10 +115,10 @@ class SavedLayout(NamedTuple):
         height, width = spec.block if self.fprop_rows else spec.block[::-1]
         factor_shape = (groups, 1) if spec.two_level else (0,)
         if self.form == "swizzled":
-            from quaver.torch.backends.gpu.grouped_narrow import scale_shapes
+            from quaver.torch.backends.gpu.grouped_block_scaled import transposed_scale_shape
 
             codes = (k, (count + 1) // 2 if spec.format.packed else count)
-            swizzled = codes, scale_shapes(spec, self.rows, groups, k), factor_shape, (0,)
+            swizzled = codes, transposed_scale_shape(spec, self.rows, groups, k), factor_shape, (0,)
             return swizzled, (storage(spec.format), torch.uint8, torch.float32, torch.uint8)
         segments = groups if height is None else self.rows if self.fprop_rows and height == 1 else count // height
         narrow = torch.uint8 if spec.scale == "e8m0" or spec.two_level else torch.float32

@@ -1,7 +1,7 @@
-"""Launches that quantize groups in narrow blocks, MXFP8 and NVFP4, for Blackwell's grouped GEMMs.
+"""Launches that quantize groups to MXFP8 and NVFP4, for Blackwell's grouped GEMMs.
 
-Scales are swizzled for each group by itself, in whole tiles: its rows begin at a multiple of 128, and its slots at four
-blocks. `quaver.torch.numerics.grouped.unswizzled` undoes that for other GEMMs.
+Each group's scales are swizzled separately and padded to tiles of 128 rows by 4 blocks, as torch's GEMM reads them.
+`quaver.torch.numerics.grouped.unswizzled` returns plain scales for other GEMMs.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,19 @@ from quaver.torch.backends.gpu.block_scaled import (
     NV_BLOCK,
     NV_STOCHASTIC_BLOCKS,
     across,
-    halves,
 )
 from quaver.torch.backends.gpu.buffers import BufferSpec, in_words, whole
 from quaver.torch.backends.gpu.device import architecture, traits
-from quaver.torch.backends.gpu.grouped_quantize import equal_ends, padded_slots, programs
+from quaver.torch.backends.gpu.grouped_quantize import equal_ends, noise_arguments, padded_slots, programs
 from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec
 from quaver.torch.backends.gpu.quantize import LONGEST_SIDE, READ
 from quaver.torch.backends.gpu.tensorwise import DTYPES, integers
-from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, GroupOffsets, multiple, numbers_on, slots
+from quaver.torch.numerics.grouped import GroupedNoise, GroupedOperand, GroupOffsets, multiple, slots
 from quaver.torch.numerics.quantized import BLOCKS, FLOAT8, ROWS, Quantized
 
-#: Columns of a matrix must be a multiple of this: whole blocks of MXFP8, and whole lines of four-bit codes.
+#: Columns of a matrix must be a multiple of this: a block of MXFP8, or 16 bytes of four-bit codes.
 COLUMNS = 32
-#: Bytes of a tile of scales.
-TILE = ROWS * BLOCKS
-#: Registers per thread with which two programs share a multiprocessor.
+#: Maximum number of registers per thread, so that two programs fit on a multiprocessor.
 MX_REGISTERS = 128
 
 
@@ -46,14 +43,14 @@ def kind(spec: QuantSpec | None, other: QuantSpec | None) -> str:
         plain = all(s.rounding == "nearest" and not s.hadamard for s in specs)
         return "mx" if plain and specs[0] == specs[-1] else ""
     if all(s.two_level and s.block in ((1, 16), (16, 16)) for s in specs) and specs[0].scale == specs[-1].scale:
-        # The noise of a transpose is indexed in whole blocks, which only the rotation pads.
+        # Kernels draw noise for whole blocks of rows, and only a rotated transpose is padded to whole blocks.
         indexed = other is None or other.rounding == "nearest" or other.hadamard
         return "nv" if indexed and specs[0].block == specs[-1].block else ""
     return ""
 
 
 def serves(spec: QuantSpec | None, other: QuantSpec | None, device: torch.device, columns: Any) -> bool:
-    """Return True if rows with so many columns are quantized for a GEMM of this device; independent of probes."""
+    """Return True if this device has a GEMM for rows of so many columns by static tables, which no probe changes."""
     return bool(kind(spec, other)) and architecture(device) // 10 == 10 and columns % COLUMNS == 0
 
 
@@ -129,24 +126,24 @@ def quantize_weights(
     else:
         operands, factors = _nv_operands(x, ends, (spec, other), (None, None), groups * n, n, True)
     q, s, qt, st = operands
-    shapes = (groups * n, k), (groups * k, n)
-    return tuple(
-        None
-        if each is None
-        else Quantized(
-            data,
-            scale.view(-1),
-            each,
-            shape,
-            tensor_factor=None if factor is None else factor.repeat_interleave(shape[0] // groups, 0),
-            swizzled=True,
-        )
-        for each, data, scale, shape, factor in zip((spec, other), (q, qt), (s, st), shapes, factors, strict=True)
-    )  # type: ignore[return-value]
+    return (
+        _stacked(q, s, spec, (groups * n, k), factors[0], groups),
+        _stacked(qt, st, other, (groups * k, n), factors[1], groups),
+    )
 
 
-def scale_shapes(spec: QuantSpec, rows: Any, groups: Any, k: Any) -> tuple[Any, Any]:
-    """Return the shape of the scales of transposes [k, slots] of so many rows in groups."""
+def _stacked(
+    codes: Any, scales: Any, spec: QuantSpec | None, shape: tuple[int, int], factor: Tensor | None, groups: int
+) -> Quantized | None:
+    """Return the operand of all groups' matrices, stacked by rows; None without a spec."""
+    if spec is None:
+        return None
+    factors = None if factor is None else factor.repeat_interleave(shape[0] // groups, 0)
+    return Quantized(codes, scales.view(-1), spec, shape, tensor_factor=factors, swizzled=True)
+
+
+def transposed_scale_shape(spec: QuantSpec, rows: Any, groups: Any, k: Any) -> tuple[Any, Any]:
+    """Return the shape of the scales of transposes [k, slots] of so many rows in groups; sizes may be symbolic."""
     return -(-k // ROWS) * ROWS, slots(rows, groups, multiple(spec)) // (spec.block[1] or 1)
 
 
@@ -172,7 +169,7 @@ def _mx(
     (rows, k), groups = x.shape, ends.shape[0]
     dtype, wide = FLOAT8[spec.format.name], across(k, 32)
     count = count or slots(rows, groups, multiple(spec))
-    q, s = (whole((rows, k), dtype), _scales(height, wide * BLOCKS)) if straight else (None, None)
+    q, s = (whole((rows, k), dtype), _scales(height, k // 32)) if straight else (None, None)
     qt = in_words(whole((groups * k if stacked else k, count), dtype))
     st = _scales(groups * k if stacked else k, count // 32)
     bm, bn, warps = MX_COLUMNS_BLOCK
@@ -203,14 +200,7 @@ def _nv_operands(
     noise: tuple[GroupedNoise | None, GroupedNoise | None], height: int, count: int, stacked: bool,
 ) -> tuple[list[Any], list[Tensor | None]]:  # fmt: skip
     """Return codes, scales, transposed codes and their scales, and both tensor factors [groups, 1]."""
-    own: list[Tensor | None] = []
-    key_words: tuple[int, ...] = (1,) * 4
-    for one, drawn in zip(specs, noise, strict=True):
-        if one is None or drawn is None or one.rounding == "nearest":
-            own += [None, None]
-            continue
-        own += [numbers_on(n, x.device) for n in drawn[1:]]
-        key_words = *halves(drawn.seed), *halves(drawn.seed >> 32)
+    own, key_words = noise_arguments(specs, noise, x.device)
     *operands, factor, transposed_factor = _nv((x, ends), *specs, height, count, stacked, key_words, own=own)
     return operands, [None if f is None else f.view(-1, 1) for f in (factor, transposed_factor)]
 
