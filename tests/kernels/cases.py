@@ -27,6 +27,7 @@ from quaver.torch.backends.gpu import (
     grouped_quantize,
     grouped_values,
     norm,
+    permutation,
     quantize,
     ssm,
 )
@@ -721,6 +722,11 @@ def _groups() -> list[Case]:
     ]
 
 
+#: Choices per token of a mixture of experts, and tokens whose choices are ROWS rows.
+CHOICES = 2
+TOKENS = ROWS // CHOICES
+
+
 def _experts() -> list[Case]:
     """Rows of eight groups, quantized and multiplied as codes."""
     experts, features = 8, 2048
@@ -769,6 +775,15 @@ def _experts() -> list[Case]:
 
     def sums(spec: QuantSpec, other: QuantSpec) -> Callable[[], object]:
         return lambda: grouped_gemm.sums(operand(spec, features, True), operand(other, COLUMNS, True), BF16)
+
+    def choices() -> Tensor:
+        return torch.empty(ROWS, dtype=torch.int64, device="meta")
+
+    def router() -> Tensor:
+        return torch.empty(ROWS, dtype=BF16, device="meta")
+
+    def gathered(x: Tensor, weighted: bool) -> Callable[[], object]:
+        return lambda: permutation.gather(x, choices(), CHOICES, router() if weighted else None)
 
     row, gradient, line = QuantSpec(E4M3, (1, None)), QuantSpec(E5M2, (1, None)), QuantSpec(E4M3, (1, 128))
     mxfp8, square = QuantSpec(E4M3, (1, 32), "e8m0"), QuantSpec(E4M3, (128, 128))
@@ -848,6 +863,44 @@ def _experts() -> list[Case]:
             name="experts, sums in blocks",
             launch=sums(line, line),
             **{**summed, "exceptions": {**byte, "local memory": "32 bytes a thread on sm_90"}},
+        ),
+        Case(name="experts, gathered", launch=gathered(matrix(TOKENS), False), times={"x": CHOICES}, exceptions=single),
+        Case(
+            name="experts, gathered codes",
+            launch=gathered(matrix(TOKENS, COLUMNS, torch.uint8), False),
+            times={"x": CHOICES},
+            exceptions=single,
+        ),
+        Case(
+            name="experts, gathered gradients",
+            launch=gathered(matrix(TOKENS), True),
+            times={"x": CHOICES},
+            exceptions=single,
+        ),
+        Case(
+            name="experts, combined",
+            launch=lambda: permutation.combine(matrix(), choices(), CHOICES, router()),
+            trips=(CHOICES - 1,),
+            exceptions=single,
+        ),
+        Case(
+            name="experts, dots",
+            launch=lambda: permutation.dots(matrix(TOKENS), matrix(), choices(), CHOICES),
+            elements=4 * 512,
+            trips=(COLUMNS // 512,),
+            times={"x": CHOICES},
+            exceptions={**single, "sectors stored": "it writes one number for each choice"},
+        ),
+        Case(
+            name="experts, swizzled scales",
+            launch=lambda: grouped_block_scaled.swizzle_groups(matrix(ROWS, COLUMNS // 32, torch.uint8), offsets()),
+            elements=512,
+            trips=(experts,),
+            since=100,
+            exceptions={
+                **single,
+                **dict.fromkeys(("sectors loaded", "sectors stored"), "not fixed: four bytes a thread"),
+            },
         ),
         Case(
             name="experts, finished",

@@ -12,6 +12,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.backends.gpu import emulation, grouped_block_scaled, grouped_quantize, grouped_values
 from quaver.torch.numerics import grouped, reference
 from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets
+from quaver.torch.numerics.quantized import swizzle
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
 
@@ -291,3 +292,14 @@ def test_weights_in_narrow_blocks_have_the_codes_of_each(spec: QuantSpec, other:
             if own.tensor_factor is not None:
                 assert stacked.tensor_factor is not None
                 assert_bitwise(stacked.tensor_factor[part], own.tensor_factor.expand(lines, 1))
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_scales_of_rows_are_swizzled_per_group(ends: tuple[int, ...]) -> None:
+    scale = torch.randint(256, (ROWS, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    offsets = GroupOffsets(torch.tensor(ends, dtype=torch.int32, device=DEVICE), ROWS)
+    swizzled, slot = grouped_block_scaled.swizzle_groups(scale, offsets), 0
+    for start, end in bounds(ends):
+        slots = -(-(end - start) // 128) * 128
+        assert_bitwise(swizzled[slot : slot + slots].flatten(), swizzle(scale[start:end]))
+        slot += slots

@@ -26,6 +26,7 @@ from quaver.kernels.numerics import (
     noise_stream,
     packed_codes,
     store_tile,
+    swizzled,
     transposed,
     whole_word,
 )
@@ -276,6 +277,23 @@ def group_mxfp8(
             rows, columns, stride, q_stride, 4 * qt_lines, across, tl.cdiv(rows, BM),
             BM, BN, False, ROWS, SQUARE, EMAX, TOP_MANTISSA, INTEGERS, dtype,
         )  # fmt: skip
+
+
+@triton.jit
+def group_swizzle(scale, out, ends, groups, blocks, stride, across, BM: tl.constexpr):
+    """Reorder scale bytes [rows, blocks] of each group as `quaver.kernels.numerics.swizzled`, with zeros after its
+    rows; BM is 128, and a program reorders a tile of four blocks.
+
+    out: uint8 [tiles, 512], `across` of them side by side. Exact.
+    """
+    p = tl.program_id(0)
+    group, first, rows, pm, before = group_at(p // across, ends, groups, BM, BM)
+    if group >= 0:
+        r = pm * BM + tl.arange(0, BM)
+        c = (p % across) * 4 + tl.arange(0, 4)
+        at = scale + (first + r)[:, None] * stride + c[None, :]
+        v = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < blocks), other=0)
+        tl.store(out + before * across * 512 + swizzled(r, c, across), v)
 
 
 @triton.jit

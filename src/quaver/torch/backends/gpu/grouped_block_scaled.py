@@ -108,6 +108,24 @@ def quantize(
     return rows, columns
 
 
+def swizzle_groups(scale: Tensor, offsets: GroupOffsets) -> Tensor:
+    """Return scales uint8 [T, blocks of k] of rows swizzled per group, as `quantize` writes them: [slots, ...]."""
+    height = slots(scale.shape[0], offsets.groups, ROWS)
+    out: Tensor = _swizzled((scale, offsets.ends), height)[0]
+    return out.view(height, -1)
+
+
+@LaunchPlanCache
+def _swizzled(tensors_in: Sequence[Any], height: int) -> LaunchPlan:
+    scale, ends = tensors_in
+    groups, tiles = ends.shape[0], -(-scale.shape[1] // BLOCKS)
+    out = whole((height // ROWS * tiles, ROWS * BLOCKS), torch.uint8)
+    numbers = (groups, scale.shape[1], scale.stride(0), tiles)
+    grid = (height // ROWS * tiles,)
+    launch = LaunchSpec(kernels.group_swizzle, grid, (scale, out, ends), numbers, {"BM": ROWS}, 4)
+    return LaunchPlan(tensors_in, (out,), [launch])
+
+
 def quantize_weights(
     weight: Tensor, spec: QuantSpec | None, other: QuantSpec | None, _: None = None
 ) -> tuple[Quantized | None, Quantized | None]:

@@ -414,9 +414,12 @@ def _scales_of_rows(name: str, scale: Tensor, factor: Tensor | None, offsets: Gr
     """Return the scales of tokens: one each, or block scales swizzled per group."""
     if name == "row":
         return [scale.reshape(-1).contiguous()]
+    if not why_no_kernels(scale.device) and scale.numel() and offsets.groups:
+        from quaver.torch.backends.gpu.grouped_block_scaled import swizzle_groups
+
+        return _with_factor(name, swizzle_groups(scale.contiguous(), offsets), factor)
     filled = offsets.slots(ROWS)
-    blocks = swizzle(filled.take(scale)).view(filled.count, -1)
-    return _with_factor(name, blocks, factor)
+    return _with_factor(name, swizzle(filled.take(scale)).view(filled.count, -1), factor)
 
 
 def _scales_of_matrices(name: str, b: Quantized, groups: int, n: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from quaver.torch.linear.grouped.layer import GroupedLinear, Layout
 from quaver.torch.linear.grouped.operands import RowInputOp
 from quaver.torch.nn.activation import ActivationInputOp, get_activation, option_values
 from quaver.torch.nn.mlp import MLP, ComposedBlock, PartOptions
-from quaver.torch.nn.moe.permutation import ActivationRows, TokenRows, order, unpermute
+from quaver.torch.nn.moe.permutation import ActivationRows, TokenRows, order, sum_choices
 from quaver.torch.nn.moe.routing import Router, Routing, RoutingConfig
 from quaver.torch.operations import ops
 from quaver.torch.state.context import checkpoint
@@ -129,7 +129,7 @@ class Experts(ComposedBlock):
         x, k = self.checked(x, indices, capacity, self.experts), indices.shape[1]
         offsets, places, sources = order(indices, self.experts, self.pad, capacity)
         rows = self.on_rows(TokenRows(k, self.codes_alone), (x, sources, places), offsets)
-        y = unpermute(rows, places, k, weights)
+        y = sum_choices(rows, sources, places, k, weights)
         return y if meanwhile is None else (y, meanwhile())
 
     def checked(self, x: Tensor, indices: Tensor, capacity: int | None, experts: int) -> Tensor:

@@ -23,7 +23,7 @@ from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
 from quaver.torch.operations.autograd import refuse_transforms
-from quaver.torch.operations.functional import quantize
+from quaver.torch.operations.operation import Implementation, Operation
 from quaver.torch.operations.ops import on_host
 
 # ---- permute and unpermute ----
@@ -86,7 +86,7 @@ def permute(
     if isinstance(x, Quantized):
         return Permuted(take_quantized(x, sources, indices.shape[1]), offsets, places)
     _refuse_transforms(x)
-    rows: Tensor = GatherRows.apply(x, sources, places, indices.shape[1])
+    rows: Tensor = GatherRows.apply(x, None, sources, places, indices.shape[1])
     return Permuted(rows, offsets, places)
 
 
@@ -106,11 +106,16 @@ def unpermute(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = Non
     """
     check_instance("unpermute", "rows", rows, Tensor, "those of permute")
     check_instance("unpermute", "places", places, Tensor, "those of permute")
+    return sum_choices(rows, None, places, k, weights)
+
+
+def sum_choices(rows: Tensor, sources: Tensor | None, places: Tensor, k: int, weights: Tensor | None) -> Tensor:
+    """Run `unpermute`, with the choice of each row, as `order` returns it, if it is known."""
     weights_shape = None if weights is None else tuple(weights.shape)
     integers = places.dtype in (torch.int64, torch.int32)
     check_unpermute(tuple(rows.shape), tuple(places.shape), integers, k, weights_shape)
     _refuse_transforms(rows, weights)
-    y: Tensor = Combine.apply(rows, places, k, weights)
+    y: Tensor = CombineRows.apply(rows, None if weights is None else weights.reshape(-1), sources, places, k)
     return y
 
 
@@ -150,13 +155,19 @@ def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = No
     return ends.to(torch.int32), places, sources
 
 
-def take(x: Tensor, sources: Tensor, k: int) -> Tensor:
-    """Gather rows of x [T, n] by the choice of each row; empty rows are zero."""
+# ---- moves of rows: gathers, weighted sums and dot products, each derivative another of them ----
+
+
+def _gather(x: Tensor, sources: Tensor, k: int, weights: Tensor | None = None, fill: float = 0) -> Tensor:
     if not x.shape[0]:
-        return x.new_zeros((sources.shape[0], x.shape[1]))
-    rows = x.index_select(0, sources.clamp(min=0) // k)
-    none = sources < 0
-    return rows.masked_fill_(none.unsqueeze(1), 0) if _may_be(none) else rows
+        return x.new_full((sources.shape[0], x.shape[1]), fill)
+    choice = sources.clamp(min=0)
+    rows = x.index_select(0, choice // k)
+    if weights is not None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rows = (rows.to(wide) * weights.to(wide)[choice].unsqueeze(1)).to(x.dtype)
+    empty = sources < 0
+    return rows.masked_fill_(empty.unsqueeze(1), fill) if _may_be(empty) else rows
 
 
 def _may_be(mask: Tensor) -> bool:
@@ -166,8 +177,7 @@ def _may_be(mask: Tensor) -> bool:
     return not on_host(mask) or bool(mask.any())
 
 
-def combined(rows: Tensor, places: Tensor, k: int, weights: Tensor | None) -> Tensor:
-    """Return the weighted sum of each token's k rows."""
+def _combine(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
     each, total = places.view(-1, k), None
     if not rows.shape[0]:
@@ -177,7 +187,7 @@ def combined(rows: Tensor, places: Tensor, k: int, weights: Tensor | None) -> Te
     for choice in range(k):
         part = rows.index_select(0, each[:, choice].clamp(min=0)).to(wide)
         if weights is not None:
-            part = part * weights[:, choice, None].to(wide)
+            part = part * weights.view(-1, k)[:, choice, None].to(wide)
         if masked:
             part = part.masked_fill(dropped[:, choice], 0)
         total = part if total is None else total + part
@@ -185,44 +195,93 @@ def combined(rows: Tensor, places: Tensor, k: int, weights: Tensor | None) -> Te
     return total.to(rows.dtype)
 
 
+def _dots(x: Tensor, rows: Tensor, places: Tensor, k: int) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    each, tokens = places.view(-1, k), x.to(wide)
+    if not rows.shape[0]:
+        return tokens.new_zeros(each.shape)
+    parts = [(rows.index_select(0, each[:, j].clamp(min=0)).to(wide) * tokens).sum(1) for j in range(k)]
+    return torch.stack(parts, 1).masked_fill(each < 0, 0)
+
+
+def _move(name: str, gpu: str, plain: Any) -> Operation[Tensor]:
+    """Return an operation that a compiler sees as plain torch, which it fuses with its neighbours."""
+    triton = Implementation("triton", f"{ops.GPU}.permutation:{gpu}", f"{ops.GPU}.permutation:reason", ops.no_kernels)
+    return Operation(name, [triton, Implementation("reference", plain)], traced=plain)
+
+
+#: Gather rows: (x [T, n], choice of each row, -1 for an empty one, k, weights [T k] or None, fill) -> [rows, n]. Empty
+#: rows have `fill` in each element. The products with weights are computed in float32.
+GATHER_ROWS = _move("gather_rows", "gather", _gather)
+#: Weighted sum of each token's k rows: (rows, places, k, weights [T k] or None) -> [T, n], as `unpermute`.
+COMBINE_ROWS = _move("combine_rows", "combine", _combine)
+#: Dot products of x [T, n] and each token's k rows: (x, rows, places, k) -> float32 [T, k], 0 for a dropped choice.
+DOT_ROWS = _move("dot_rows", "dots", _dots)
+
+
 class GatherRows(torch.autograd.Function):
-    """Autograd function that gathers token rows; its derivative sums them per token."""
+    """Autograd function of `GATHER_ROWS`: (x, weights [T k] or None, sources, places, k) -> rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sources: Tensor, places: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(sources, places)
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor | None, sources: Tensor, places: Tensor, k: int
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x if weights is not None else None, weights, sources, places)
         ctx.k = k
-        return take(x, sources, k)
+        return GATHER_ROWS(x, sources, k, weights)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        _, places = ctx.saved_tensors
-        return Combine.apply(g, places, ctx.k, None), None, None, None
-
-
-class Combine(torch.autograd.Function):
-    """Autograd function of the weighted sum of rows; its derivatives are gathered rows and products of two rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, k: int, weights: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows if weights is not None else None, places, weights)
-        ctx.k, ctx.count = k, rows.shape[0]
-        return combined(rows, places, k, weights)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        rows, places, weights = ctx.saved_tensors
-        k, grad_rows, grad_weights = ctx.k, None, None
+        x, weights, sources, places = ctx.saved_tensors
+        grad_x = grad_weights = None
         if ctx.needs_input_grad[0]:
-            sources = inverse(places, ctx.count)
-            grad_rows = GatherRows.apply(g, sources, places, k)
-            if weights is not None:
-                wide = torch.promote_types(g.dtype, torch.float32)
-                factors = weights.to(wide).reshape(-1)[sources.clamp(min=0)].unsqueeze(1)
-                grad_rows = (grad_rows.to(wide) * factors).to(g.dtype)
-        if ctx.needs_input_grad[3]:
-            grad_weights = _products(g, rows, places, k).to(weights.dtype)
-        return grad_rows, None, None, grad_weights
+            grad_x = CombineRows.apply(g, weights, sources, places, ctx.k)
+        if ctx.needs_input_grad[1]:
+            grad_weights = DotRows.apply(x, g, sources, places, ctx.k).reshape(-1).to(weights.dtype)
+        return grad_x, grad_weights, None, None, None
+
+
+class CombineRows(torch.autograd.Function):
+    """Autograd function of `COMBINE_ROWS`: (rows, weights [T k] or None, sources, places, k) -> [T, n]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor | None, sources: Tensor | None, places: Tensor, k: int
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(rows if weights is not None else None, weights, sources, places)
+        ctx.k, ctx.count = k, rows.shape[0]
+        return COMBINE_ROWS(rows, places, k, weights)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        rows, weights, sources, places = ctx.saved_tensors
+        sources = inverse(places, ctx.count) if sources is None else sources
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = GatherRows.apply(g, weights, sources, places, ctx.k)
+        if ctx.needs_input_grad[1]:
+            grad_weights = DotRows.apply(g, rows, sources, places, ctx.k).reshape(-1).to(weights.dtype)
+        return grad_rows, grad_weights, None, None, None
+
+
+class DotRows(torch.autograd.Function):
+    """Autograd function of `DOT_ROWS`: (x [T, n], rows, sources, places, k) -> [T, k]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, sources: Tensor, places: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(x, rows, sources, places)
+        ctx.k = k
+        return DOT_ROWS(x, rows, places, k)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, rows, sources, places = ctx.saved_tensors
+        weights, grad_x, grad_rows = g.reshape(-1), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = CombineRows.apply(rows, weights, sources, places, ctx.k)
+        if ctx.needs_input_grad[1]:
+            grad_rows = GatherRows.apply(x, weights, sources, places, ctx.k)
+        return grad_x, grad_rows, None, None, None
 
 
 def inverse(places: Tensor, count: int) -> Tensor:
@@ -232,32 +291,15 @@ def inverse(places: Tensor, count: int) -> Tensor:
     return sources.scatter(0, torch.where(places < 0, count, places), numbers)[:count]
 
 
-def _products(g: Tensor, rows: Tensor, places: Tensor, k: int) -> Tensor:
-    """Return [T, k]: dot products of each token's g with its rows, in float32; 0 for a dropped choice."""
-    wide = torch.promote_types(g.dtype, torch.float32)
-    each, along = places.view(-1, k), g.to(wide)
-    if not rows.shape[0]:
-        return along.new_zeros(each.shape)
-    parts = [(rows.index_select(0, each[:, j].clamp(min=0)).to(wide) * along).sum(1) for j in range(k)]
-    return torch.stack(parts, 1).masked_fill(each < 0, 0)
-
-
 def take_quantized(q: Quantized, sources: Tensor, k: int) -> Quantized:
     """Gather codes and scales by the choice of each row; an empty row has the codes of zeros."""
     q = q.upright()
-    token, none = sources.clamp(min=0) // k, (sources < 0).unsqueeze(1)
-    zeros = quantize(torch.zeros((1, q.shape[1]), dtype=torch.float32, device=q.device), q.spec)
-
-    def gather(rows: Tensor, zero_row: Tensor) -> Tensor:
-        if not rows.shape[0]:
-            return zero_row.expand(sources.shape[0], -1).contiguous()
-        return torch.where(none, zero_row, rows.index_select(0, token))
-
-    data = gather(q.data.view(torch.uint8), zeros.data.view(torch.uint8)).view(q.data.dtype)
+    data = GATHER_ROWS(q.data.view(torch.uint8), sources, k).view(q.data.dtype)
     scale = q.scale
     if q.spec.block[0] is not None:
-        assert isinstance(scale, Tensor) and isinstance(zeros.scale, Tensor)
-        scale = gather(scale, zeros.scale)
+        assert isinstance(scale, Tensor)
+        # A block of zeros has the decode scale 1, or the code 0.
+        scale = GATHER_ROWS(scale, sources, k, None, int(scale.is_floating_point()))
     return Quantized(data, scale, q.spec, (sources.shape[0], q.shape[1]), False, q.tensor_factor, q.amax)
 
 
@@ -288,7 +330,7 @@ class TokenRows:
         tokens, sources, places = x
         assert tokens is not None and sources is not None
         if not moves(spec):
-            return take(tokens, sources, self.k), (tokens, None, sources, places)
+            return GATHER_ROWS(tokens, sources, self.k), (tokens, None, sources, places)
         q = ops.QUANTIZE(tokens if tokens.stride(1) == 1 else tokens.contiguous(), spec)
         saved_tokens = None if self.codes_alone else tokens
         return take_quantized(q, sources, self.k), (saved_tokens, q if saved_tokens is None else None, sources, places)
@@ -297,16 +339,16 @@ class TokenRows:
         tokens, q, sources, _ = saved
         if tokens is not None:
             # Operands that wgrad reuses from fprop are quantized per group; others wgrad quantizes itself.
-            return take(tokens, sources, self.k)
+            return GATHER_ROWS(tokens, sources, self.k)
         return take_quantized(q, sources, self.k)
 
     def high(self, saved: Sequence[Any]) -> Tensor | None:
         tokens, _, sources, _ = saved
-        return None if tokens is None else take(tokens, sources, self.k)
+        return None if tokens is None else GATHER_ROWS(tokens, sources, self.k)
 
     def backward(self, g: Tensor, saved: Sequence[Any], needs: Sequence[Any]) -> tuple[Tensor | None, ...]:
         *_, places = saved
-        return combined(g, places, self.k, None) if needs[0] else None, None, None
+        return COMBINE_ROWS(g, places, self.k) if needs[0] else None, None, None
 
 
 @dataclass(frozen=True)

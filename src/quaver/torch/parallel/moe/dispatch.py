@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.linear.grouped.operands import RowInputOp
-from quaver.torch.nn.moe.permutation import combined, order, take, take_quantized
+from quaver.torch.nn.moe.permutation import COMBINE_ROWS, GATHER_ROWS, order, take_quantized
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.operations.functional import quantize
@@ -338,8 +338,8 @@ class DispatchedRows(RowInputOp):
         assert tokens is not None
         plan = self.dispatch_plan
         if not isinstance(self.dispatch, QuantSpec):
-            came = begin(take(tokens, plan.sources, plan.k), self.dispatch, plan.splits, plan.group)()
-            return take(came.to(tokens.dtype), plan.by_expert, 1), ()
+            came = begin(GATHER_ROWS(tokens, plan.sources, plan.k), self.dispatch, plan.splits, plan.group)()
+            return GATHER_ROWS(came.to(tokens.dtype), plan.by_expert, 1), ()
         # Quantized once per token, before it is copied for its experts.
         q = take_quantized(quantize_rows(tokens, self.dispatch, plan.group), plan.sources, plan.k)
         rows = take_quantized(exchange_operand(q, plan.splits, plan.group)(), plan.by_expert, 1)
@@ -348,7 +348,7 @@ class DispatchedRows(RowInputOp):
     def backward(self, g: Tensor, saved: Sequence[Any], needs: Sequence[Any]) -> tuple[Tensor | None, ...]:
         plan = self.dispatch_plan
         back = begin(_select_rows(g, plan.back), self.gradients, plan.splits.back, plan.group)().to(g.dtype)
-        return (combined(back, plan.places, plan.k, None) if needs[0] else None,)
+        return (COMBINE_ROWS(back, plan.places, plan.k) if needs[0] else None,)
 
 
 def sent_back(
@@ -396,7 +396,7 @@ class _Send(torch.autograd.Function):
         dispatch_plan, travelling, dtype = ctx.facts
         came = travelling.pop()().to(dtype)
         # Padding rows were not sent and get index -1.
-        return take(came, dispatch_plan.by_expert, 1), None, None, None
+        return GATHER_ROWS(came, dispatch_plan.by_expert, 1), None, None, None
 
 
 class _Receive(torch.autograd.Function):

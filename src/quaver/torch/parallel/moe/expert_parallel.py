@@ -15,7 +15,7 @@ from quaver.recipes.spec import QuantSpec
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.linear import recipe_of
 from quaver.torch.nn.moe.layers import Experts, MoE
-from quaver.torch.nn.moe.permutation import moves, unpermute
+from quaver.torch.nn.moe.permutation import moves, sum_choices
 from quaver.torch.operations.ops import DTYPES
 from quaver.torch.parallel.moe.dispatch import DispatchedRows, DispatchPlan, WireFormat, sent_back, why_no_spec
 from quaver.torch.parallel.tensor.sharded_module import ShardedModule, shard
@@ -268,5 +268,5 @@ class _ShardedExperts(ShardedModule):
         arriving = DispatchedRows(dispatch_plan, dispatch, gradients)
         rows = experts.on_rows(arriving, (x,), dispatch_plan.offsets)
         came, other = sent_back(rows, dispatch_plan, combine, gradients, meanwhile)
-        y = unpermute(came, dispatch_plan.places, indices.shape[1], weights)
+        y = sum_choices(came, dispatch_plan.sources, dispatch_plan.places, indices.shape[1], weights)
         return y if meanwhile is None else (y, other)

@@ -1,0 +1,97 @@
+"""Launches that gather rows by expert, sum them per token, and multiply them with their token's row.
+
+The host reads neither the choices nor the sizes of the groups. Results equal those of `quaver.torch.nn.moe.permutation`
+in every bit, but for the order in which dot products are summed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.kernels import permutation as kernels
+from quaver.torch.backends.gpu.buffers import BufferSpec, whole
+from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, power_above
+
+#: Bytes of a row of a program's block, bytes of the block, most rows, and warps.
+BLOCK = 1024, 8192, 128, 4
+#: Rows and columns of a program of dot products, and its warps.
+DOT_BLOCK = 4, 512, 4
+#: Most elements of a tensor, so that a grid has a program for each block.
+MOST = 2**38
+
+
+def reason(rows: Tensor, *others: Any) -> str:
+    """Return why the kernels do not support these rows, or ""."""
+    if any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in (rows, *others)):
+        return "its kernels compute in float32"
+    if not rows.numel() or max(x.numel() for x in (rows, *others) if isinstance(x, Tensor)) > MOST:
+        return f"rows of shape {tuple(rows.shape)} are empty or too many"
+    return ""
+
+
+def gather(x: Tensor, sources: Tensor, k: int, weights: Tensor | None = None, fill: float = 0) -> Tensor:
+    """Gather rows of x; arguments and result as for `quaver.torch.nn.moe.permutation.GATHER_ROWS`."""
+    y: Tensor = _gather((_in_rows(x), weights, sources), k, fill)[0]
+    return y
+
+
+@LaunchPlanCache
+def _gather(tensors_in: Sequence[Any], k: int, fill: float) -> LaunchPlan:
+    x, weights, sources = tensors_in
+    y = whole((sources.shape[0], x.shape[1]), x.dtype)
+    grid, across, constants, warps = _blocks(y)
+    numbers = (*y.shape, x.stride(0), k, across)
+    tensors = (x, weights, sources, y)
+    launch = LaunchSpec(kernels.gather_rows, grid, tensors, numbers, {**constants, "FILL": fill}, warps)
+    return LaunchPlan(tensors_in, (y,), [launch])
+
+
+def combine(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
+    """Sum rows per token; arguments and result as for `quaver.torch.nn.moe.permutation.COMBINE_ROWS`."""
+    y: Tensor = _combine((_in_rows(rows), weights, places), k)[0]
+    return y
+
+
+@LaunchPlanCache
+def _combine(tensors_in: Sequence[Any], k: int) -> LaunchPlan:
+    rows, weights, places = tensors_in
+    y = whole((places.shape[0] // k, rows.shape[1]), rows.dtype)
+    grid, across, constants, warps = _blocks(y)
+    numbers = (*y.shape, rows.stride(0), k, across)
+    launch = LaunchSpec(kernels.combine_rows, grid, (rows, weights, places, y), numbers, constants, warps)
+    return LaunchPlan(tensors_in, (y,), [launch])
+
+
+def dots(x: Tensor, rows: Tensor, places: Tensor, k: int) -> Tensor:
+    """Multiply rows; arguments and result as for `quaver.torch.nn.moe.permutation.DOT_ROWS`."""
+    y: Tensor = _dots((_in_rows(x), _in_rows(rows), places), k)[0]
+    return y.view(-1, k)
+
+
+@LaunchPlanCache
+def _dots(tensors_in: Sequence[Any], k: int) -> LaunchPlan:
+    x, rows, places = tensors_in
+    y = whole(tuple(places.shape), torch.float32)
+    (bm, bn, warps), choices = DOT_BLOCK, places.shape[0]
+    numbers = (choices, x.shape[1], x.stride(0), rows.stride(0), k)
+    grid, constants = (-(-choices // bm),), {"BM": bm, "BN": bn}
+    return LaunchPlan(
+        tensors_in, (y,), [LaunchSpec(kernels.dot_rows, grid, (*tensors_in, y), numbers, constants, warps)]
+    )
+
+
+def _blocks(y: BufferSpec) -> tuple[tuple[int], int, dict[str, int], int]:
+    """Return the grid for a matrix, the number of blocks side by side, the size of a block, and its warps."""
+    (rows, columns), size = y.shape, y.dtype.itemsize
+    wide, total, most, warps = BLOCK
+    bn = min(wide // size, power_above(columns))
+    bm = min(total // size // bn, most)
+    across = -(-columns // bn)
+    return (-(-rows // bm) * across,), across, {"BM": bm, "BN": bn}, warps
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Return x with a contiguous last axis."""
+    return x if x.stride(-1) == 1 else x.contiguous()
