@@ -25,6 +25,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "swiglu MLP in two": lambda: qt.LayerNormMLP(DIM, HIDDEN, "swiglu", fused=False, zero_centered=True),
     "gelu MLP": lambda: qt.LayerNormMLP(DIM, HIDDEN, "gelu"),
     "eight-bit MLP": lambda: qt.LayerNormMLP(DIM, HIDDEN, "geglu", eight_bit_activations=True),
+    "experts": lambda: qt.MoE(DIM, HIDDEN, qt.MixtureConfig(experts=4, k=2)),
+    "interleaved experts": lambda: qt.MoE(DIM, HIDDEN, qt.MixtureConfig(experts=4, k=2, interleaved=True), bias=True),
     "recomputed MLP": lambda: qt.LayerNormMLP(DIM, HIDDEN, "relu", recompute=True),
 }
 RECIPES = {
@@ -83,6 +85,8 @@ PAIRS = [
     ("swiglu MLP", "mxfp8"),
     ("swiglu MLP in two", "delayed"),
     ("gelu MLP", "blockwise"),
+    ("experts", "rowwise"),
+    ("interleaved experts", "blockwise"),
     ("eight-bit MLP", "delayed"),
     ("recomputed MLP", "delayed"),
 ]

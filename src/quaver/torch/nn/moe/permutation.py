@@ -17,7 +17,9 @@ from torch import Tensor
 from quaver.recipes.spec import QuantSpec
 from quaver.recipes.text import check_instance
 from quaver.reference.moe import check_permute, check_unpermute, rows_of, why_not_rows
-from quaver.torch.nn.activation import ActivationInputOp
+from quaver.torch.backends.gpu import fused_quantize
+from quaver.torch.linear.autograd import may_fuse
+from quaver.torch.nn.activation import ActivationInputOp, get_activation
 from quaver.torch.numerics.grouped import by_rows
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import is_tracing
@@ -366,13 +368,21 @@ class ActivationRows:
         return self.op.recomputes_input
 
     def forward(self, *x: Tensor | None, spec: QuantSpec | None) -> tuple[Tensor | Quantized, Sequence[Any]]:
-        return self.op.forward(*self._parts(*x))
+        parts: Any = self._parts(*x)
+        # Scales per row or per 128 of a row need no group. Narrower ones are swizzled per group, or decoded to values.
+        if spec is not None and moves(spec) and spec.block[1] in (None, 128) and may_fuse(parts[0].dtype, parts[0]):
+            width = parts[0].shape[1] * len(parts) // get_activation(self.op.name).inputs
+            fused = fused_quantize.operand(self.op, parts, width, spec, None, False, False, False)
+            if fused is not None:
+                return fused[1], fused[0].saved
+        return self.op.forward(*parts)
 
     def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
         return self.op.recompute_input(saved)[0]
 
     def high(self, saved: Sequence[Any]) -> Tensor | None:
-        raise AssertionError("activations are made in high precision")
+        y: Tensor = self.op.recompute_input(saved)[0]
+        return y
 
     def backward(self, g: Tensor, saved: Sequence[Any], needs: Sequence[Any]) -> tuple[Tensor | None, ...]:
         gradients = self.op.backward(g, saved)
