@@ -1,6 +1,6 @@
-"""The table of grouped layers in docs/performance.md, from recorded launches: `python -m benchmarks ledger --moe`.
+"""The tables of experts in docs/performance.md, from recorded launches: `python -m benchmarks ledger --moe`.
 
-A stand-in GPU trains the layer, and what it launches is counted. A GEMM takes its FLOPs over the rate of its kind;
+A stand-in GPU trains a grouped layer and the experts of a mixture, and what it launches is counted. A GEMM takes its FLOPs over the rate of its kind;
 other launches take their bytes over the copy rate, and `ledger.LAUNCH` each.
 """
 
@@ -19,13 +19,20 @@ from quaver.costs.hardware import GPUS, Gpu
 
 #: Architectures by GPU.
 CARDS = {"h200": 90, "b200": 100}
-BEGIN, END = "<!-- experts -->", "<!-- end of experts -->"
+#: Markers of the table of each module.
+MARKERS = {
+    "layer": ("<!-- experts -->", "<!-- end of experts -->"),
+    "experts": ("<!-- experts with their permutation -->", "<!-- end of experts with their permutation -->"),
+}
+#: Multiply-adds of each GEMM of a step, in order, as multiples of those of the layer's GEMMs: gate and up are one
+#: matrix of twice the width.
+GEMMS = {"layer": (1, 1, 1), "experts": (2, 1, 1, 1, 2, 2)}
 #: Kinds of `experts.rate` by the operands of a GEMM of torch.
 KINDS = {"bfloat16 by bfloat16": "bf16", "float4_e2m1fn_x2 by float4_e2m1fn_x2": "nvfp4"}
 
 
 def recorded(gpu: str) -> dict[str, Any]:
-    """Return what a training step launches on a GPU, by recipe."""
+    """Return what a training step launches on a GPU, by module and recipe."""
     with tempfile.TemporaryDirectory() as folder, building.environment(Path(folder), compilers=True) as environment:
         command = [sys.executable, "-m", "benchmarks.gpu.ahead.traffic", str(CARDS[gpu])]
         done = subprocess.run(command, cwd=building.ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -42,35 +49,34 @@ def kind(operands: str, gpu: Gpu) -> str:
     return KINDS.get(operands) or ("row" if gpu.capability[0] == 9 else "mx")
 
 
-def milliseconds(counted: Mapping[str, Any], gpu: Gpu) -> float:
-    """Return the predicted time of a recorded step."""
+def milliseconds(module: str, counted: Mapping[str, Any], gpu: Gpu) -> float:
+    """Return the predicted time of a recorded step of a module."""
     _, tokens, k, n = traffic.SHAPE
-    gemms = sum(2.0 * tokens * k * n / (experts.rate(kind(one, gpu), gpu) * 1e12) for one in counted["gemms"])
+    products = zip(counted["gemms"], GEMMS[module], strict=True)
+    gemms = sum(2.0 * tokens * k * n * size / (experts.rate(kind(one, gpu), gpu) * 1e12) for one, size in products)
     launches = counted["kernels"] + counted["operations"] + len(counted["gemms"])
     return 1e3 * (gemms + counted["bytes"] / (gpu.copy.value * 1e12) + launches * ledger.LAUNCH)
 
 
-def lines(gpu: str) -> list[list[str]]:
-    """Return the rows of the table for a GPU."""
-    counts, card = recorded(gpu), GPUS[gpu]
-    base, rows = milliseconds(counts["bf16"], card), []
+def lines(gpu: str, module: str, counts: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of a module's table for a GPU, from what its step launches by recipe."""
+    card = GPUS[gpu]
+    base, rows = milliseconds(module, counts["bf16"], card), []
     for name, counted in counts.items():
-        took, kinds = milliseconds(counted, card), [kind(one, card) for one in counted["gemms"]]
-        shown = kinds[0] if len(set(kinds)) == 1 else ", ".join(kinds)
+        took, kinds = milliseconds(module, counted, card), [kind(one, card) for one in counted["gemms"]]
+        shown = kinds[0] if len(set(kinds)) == 1 else ", ".join(dict.fromkeys(kinds))
         launches, gigabytes = str(counted["kernels"] + counted["operations"]), f"{counted['bytes'] / 1e9:.1f}"
         rows.append([gpu, name, launches, gigabytes, shown, f"{took:.1f}", f"{base / took:.2f}"])
     return rows
 
 
-def table() -> str:
-    head = ["GPU", "recipe", "launches", "GB", "GEMMs", "ms", "over bf16"]
-    return markdown(head, [row for gpu in CARDS for row in lines(gpu)])
-
-
 def write() -> str:
-    """Write the table into the page, and return it."""
-    text, written = PAGE.read_text(encoding="utf-8"), table()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{written}\n{END}{after}", encoding="utf-8")
-    return written
+    """Write the tables into the page, and return them."""
+    text, head = PAGE.read_text(encoding="utf-8"), ["GPU", "recipe", "launches", "GB", "GEMMs", "ms", "over bf16"]
+    counts, tables = {gpu: recorded(gpu) for gpu in CARDS}, []
+    for module, (begin, end) in MARKERS.items():
+        tables.append(markdown(head, [row for gpu in CARDS for row in lines(gpu, module, counts[gpu][module])]))
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{tables[-1]}\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(text, encoding="utf-8")
+    return "\n\n".join(tables)

@@ -1,24 +1,29 @@
-"""Bytes that a grouped linear layer moves on a GPU, recorded without one.
+"""Bytes that a grouped linear layer, and the experts of a mixture, move on a GPU, recorded without one.
 
-Run as a child process in an environment of `stub_driver`: `python -m benchmarks.gpu.ahead.traffic 90`. It trains the
-layer of docs/performance.md under each recipe on a stand-in GPU and prints, as JSON, what a step launches.
+Run as a child process in an environment of `stub_driver`: `python -m benchmarks.gpu.ahead.traffic 90`. It trains both
+modules of docs/performance.md under each recipe on a stand-in GPU and prints, as JSON, what a step launches.
 """
 
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import quaver.torch as qt
 from benchmarks.gpu.ahead import standin
 from benchmarks.gpu.ahead.hollow import CARD
 from benchmarks.gpu.sections.layers.experts import RECIPES, SHAPE, recipe_of
+from quaver.recipes.spec import Recipe
 from quaver.torch.backends.gpu import launch
 
+#: Choices per token of the mixture, whose hidden features are the output features of the layer.
+CHOICES = 2
 #: torch's GEMMs, and our kernels that are GEMMs.
 TORCH_GEMMS = "mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"
 KERNEL_GEMMS = "multiply_groups", "sum_groups", "multiply_codes", "sum_codes"
@@ -82,43 +87,66 @@ def size(t: Tensor) -> int:
     return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
 
 
-def step(name: str, traffic: Traffic) -> list[Recorded]:
-    """Return the launches of one training step, after a step that plans and probes."""
-    import quaver.torch as qt
-
+def layer_step(recipe: Recipe, traffic: Traffic) -> list[Recorded]:
+    """Return the launches of a training step of a `GroupedLinear`."""
     groups, tokens, k, n = SHAPE
-    recipe = recipe_of(name)
-    layer = qt.GroupedLinear(groups, k, n, bias=False, dtype=torch.bfloat16, device=CARD, recipe=recipe)
-    x = torch.zeros(tokens, k, dtype=torch.bfloat16, device=CARD, requires_grad=True)
-    g = torch.zeros(tokens, n, dtype=torch.bfloat16, device=CARD)
+    layer = qt.GroupedLinear(groups, k, n, bias=False, dtype=torch.bfloat16, device=CARD)
     offsets = torch.arange(1, groups + 1, dtype=torch.int32, device=CARD) * (tokens // groups)
+    return _last_step(layer, lambda x: layer(x, offsets), (tokens, k), recipe, traffic)
+
+
+def experts_step(recipe: Recipe, traffic: Traffic) -> list[Recorded]:
+    """Return the launches of a training step of `Experts` with as many rows, which includes their permutation."""
+    groups, rows, k, n = SHAPE
+    experts = qt.Experts(groups, k, n, dtype=torch.bfloat16, device=CARD)
+    choices = rows // CHOICES, CHOICES
+    indices = torch.zeros(choices, dtype=torch.int64, device=CARD)
+    weights = torch.zeros(choices, dtype=torch.bfloat16, device=CARD, requires_grad=True)
+    return _last_step(experts, lambda x: experts(x, indices, weights), (choices[0], k), recipe, traffic)
+
+
+def _last_step(
+    module: nn.Module, run: Callable[[Tensor], Tensor], shape: tuple[int, int], recipe: Recipe, traffic: Traffic
+) -> list[Recorded]:
+    """Return the launches of a step after others that plan and probe."""
+    x = torch.zeros(shape, dtype=torch.bfloat16, device=CARD, requires_grad=True)
+    g: Tensor | None = None
     for _ in range(4):
         with torch.no_grad():
-            layer.weight.add_(0.0)
+            for p in module.parameters():
+                p.add_(0.0)
+        x.grad = None
+        module.zero_grad()
         traffic.recorded.clear()
         with qt.autocast(recipe=recipe):
-            y = layer(x, offsets)
-        x.grad = layer.weight.grad = None
+            y = run(x)
+        g = torch.zeros_like(y) if g is None else g
         y.backward(g)
     return list(traffic.recorded)
 
 
+def counted(recorded: Sequence[Recorded]) -> dict[str, Any]:
+    """Return the figures of a step."""
+    other = [one for one in recorded if not one.gemm]
+    return {
+        "kernels": sum(one.kernel for one in other),
+        "operations": sum(not one.kernel for one in other),
+        "bytes": sum(one.bytes for one in other),
+        "gemms": [one.gemm for one in recorded if one.gemm],
+        "launches": Counter(one.name for one in other),
+        "largest": sorted(([one.name, one.bytes] for one in other), key=lambda x: -x[1])[:12],
+    }
+
+
 def main(arch: int) -> None:
     standin.become(arch)
-    counted = {}
     with Traffic() as traffic:
-        for name in RECIPES:
-            recorded = step(name, traffic)
-            other = [one for one in recorded if not one.gemm]
-            counted[name] = {
-                "kernels": sum(one.kernel for one in other),
-                "operations": sum(not one.kernel for one in other),
-                "bytes": sum(one.bytes for one in other),
-                "gemms": [one.gemm for one in recorded if one.gemm],
-                "launches": Counter(one.name for one in other),
-                "largest": sorted(([one.name, one.bytes] for one in other), key=lambda x: -x[1])[:12],
-            }
-    print(json.dumps(counted))
+        steps = {"layer": layer_step, "experts": experts_step}
+        figures = {
+            module: {name: counted(step(recipe_of(name), traffic)) for name in RECIPES}
+            for module, step in steps.items()
+        }
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":
