@@ -48,6 +48,20 @@ def test_moved_rows_have_the_bits_of_plain_torch(
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-3, equal_nan=True)
 
 
+def test_weights_and_places_may_have_gaps() -> None:
+    x, places = torch.randn(4, 32), torch.tensor([2, 9, 0, 9, 3, 9, 1, 9])[::2].to(DEVICE)
+    weights = torch.randn(4, 2).to(DEVICE)[:, :1]
+    assert weights.reshape(-1).stride() == (2,)
+    ours = []
+    for name in ("triton", "reference"):
+        with ops.only(name):
+            rows = x.to(DEVICE).requires_grad_()
+            y = qt.unpermute(rows, places, 1, weights)
+            ours.append((y, *torch.autograd.grad(y.square().sum(), rows)))
+    for one, other in zip(*ours, strict=True):
+        assert_bitwise(one, other)
+
+
 def test_empty_rows_are_filled_in_any_dtype() -> None:
     sources = torch.tensor([3, -1, 0], device=DEVICE)
     for x, fill in ((torch.arange(40, dtype=torch.uint8).view(4, 10), 7), (torch.randn(4, 3), 1.0)):

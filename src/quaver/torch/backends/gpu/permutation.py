@@ -24,16 +24,17 @@ MOST = 2**38
 
 def reason(rows: Tensor, *others: Any) -> str:
     """Return why the kernels do not support these rows, or ""."""
-    if any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in (rows, *others)):
+    tensors = [x for x in (rows, *others) if isinstance(x, Tensor)]
+    if any(x.dtype is torch.float64 for x in tensors):
         return "its kernels compute in float32"
-    if not rows.numel() or max(x.numel() for x in (rows, *others) if isinstance(x, Tensor)) > MOST:
+    if not all(0 < x.numel() <= MOST for x in tensors):
         return f"rows of shape {tuple(rows.shape)} are empty or too many"
     return ""
 
 
 def gather(x: Tensor, sources: Tensor, k: int, weights: Tensor | None = None, fill: float = 0) -> Tensor:
     """Gather rows of x; arguments and result as for `quaver.torch.nn.moe.permutation.GATHER_ROWS`."""
-    y: Tensor = _gather((_in_rows(x), weights, sources), k, fill)[0]
+    y: Tensor = _gather((_in_rows(x), _packed(weights), _packed(sources)), k, fill)[0]
     return y
 
 
@@ -50,7 +51,7 @@ def _gather(tensors_in: Sequence[Any], k: int, fill: float) -> LaunchPlan:
 
 def combine(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
     """Sum rows per token; arguments and result as for `quaver.torch.nn.moe.permutation.COMBINE_ROWS`."""
-    y: Tensor = _combine((_in_rows(rows), weights, places), k)[0]
+    y: Tensor = _combine((_in_rows(rows), _packed(weights), _packed(places)), k)[0]
     return y
 
 
@@ -66,7 +67,7 @@ def _combine(tensors_in: Sequence[Any], k: int) -> LaunchPlan:
 
 def dots(x: Tensor, rows: Tensor, places: Tensor, k: int) -> Tensor:
     """Multiply rows; arguments and result as for `quaver.torch.nn.moe.permutation.DOT_ROWS`."""
-    y: Tensor = _dots((_in_rows(x), _in_rows(rows), places), k)[0]
+    y: Tensor = _dots((_in_rows(x), _in_rows(rows), _packed(places)), k)[0]
     return y.view(-1, k)
 
 
@@ -95,3 +96,7 @@ def _blocks(y: BufferSpec) -> tuple[tuple[int], int, dict[str, int], int]:
 def _in_rows(x: Tensor) -> Tensor:
     """Return x with a contiguous last axis."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _packed(x: Tensor | None) -> Tensor | None:
+    return x if x is None else x.contiguous()
