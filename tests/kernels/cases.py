@@ -892,6 +892,19 @@ def _experts() -> list[Case]:
             exceptions={**single, "sectors stored": "it writes one number for each choice"},
         ),
         Case(
+            name="experts, order",
+            launch=lambda: permutation.order(choices(), experts, 16, None, ROWS + experts * 15),
+            elements=128,
+            trips_by_kernel={"scan_counts": (1,), "expert_ends": (1,)},
+            exceptions={
+                **single,
+                **dict.fromkeys(
+                    ("sectors loaded", "sectors stored", "instructions", "overlap"),
+                    "it sorts integers: a part in 500 of the bytes of the rows",
+                ),
+            },
+        ),
+        Case(
             name="experts, swizzled scales",
             launch=lambda: grouped_block_scaled.swizzle_groups(matrix(ROWS, COLUMNS // 32, torch.uint8), offsets()),
             elements=512,

@@ -6,6 +6,7 @@ from torch import Tensor
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.reference.moe import rows_of
 from quaver.torch.backends.gpu import permutation as gpu
 from quaver.torch.nn.moe import permutation
 from quaver.torch.nn.moe.permutation import order, take_quantized
@@ -24,6 +25,25 @@ def difficult(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     x[0, :5] = torch.tensor([0.0, torch.nan, torch.inf, -0.0, 1e-40])
     x[rows // 2, 1:3] = torch.tensor([3e38, -torch.inf])
     return x.to(dtype).to(DEVICE)
+
+
+#: Choices, experts, padding, capacity: several blocks of choices and of experts, one of each, and all in one expert.
+ORDERS = [(700, 40, 1, None), (700, 40, 16, 9), (129, 1, 128, None), (1, 3, 16, 1), (300, 1100, 4, None)]
+
+
+@pytest.mark.parametrize("case", ORDERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_choices_are_sorted_as_by_plain_torch(case: tuple[int, int, int, int | None], dtype: torch.dtype) -> None:
+    choices, experts, pad, capacity = case
+    generator = torch.Generator().manual_seed(choices + experts)
+    # Some choices are of experts elsewhere.
+    ragged = torch.randint(-3, experts + 3, (choices,), generator=generator)
+    for indices in (ragged, torch.full((choices,), experts - 1), torch.full((choices,), experts), -ragged.abs()):
+        total = rows_of(choices, experts, pad, capacity)
+        ours = gpu.order(indices.to(DEVICE, dtype), experts, pad, capacity, total)
+        plain = permutation._order(indices.to(DEVICE, dtype), experts, pad, capacity, total)
+        for one, other in zip(ours, plain, strict=True):
+            assert one.dtype is other.dtype and torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])

@@ -1,4 +1,7 @@
-"""Move rows between the order of tokens and that of their experts: gather, weighted sum, and dot products.
+"""Sort the choices of tokens by expert, and move rows between both orders: gather, weighted sum, and dot products.
+
+The sort is a counting sort in four launches. Blocks of choices are counted by expert; the counts are summed over blocks
+and experts; then each choice knows its row.
 
 sources: int64 [rows], the choice (token · k + j) of each row, -1 for an empty row. places: integers [tokens · k], the
 row of each choice, -1 for a dropped one.
@@ -6,6 +9,85 @@ row of each choice, -1 for a dropped one.
 
 import triton
 import triton.language as tl
+
+# ---- sort by expert; rows of an expert follow the order of choices ----
+
+
+@triton.jit
+def count_choices(indices, ranks, counts, sources, choices, experts, total, B: tl.constexpr, FILL: tl.constexpr):
+    """Count the choices of each expert in each block of B, and set sources [total] to -1, FILL elements a program.
+
+    indices: integers [choices]. ranks: int32 [choices], number of earlier choices of the same expert in the block.
+    counts: int32 [blocks, experts], zero before. A number outside [0, experts) is not counted.
+    """
+    p = tl.program_id(0)
+    c = p * B + tl.arange(0, B)
+    inside = c < choices
+    expert = tl.load(indices + c, mask=inside, other=-1).to(tl.int64)
+    # The lanes after the last choice have no expert, nor an equal one.
+    column = tl.load(indices + c, mask=inside, other=-2).to(tl.int64)
+    same = (expert[:, None] == column[None, :]).to(tl.int32)  # [B, B]
+    lane = tl.arange(0, B)
+    rank = tl.sum(tl.where(lane[None, :] < lane[:, None], same, 0), 1)
+    later = tl.sum(tl.where(lane[None, :] > lane[:, None], same, 0), 1)
+    tl.store(ranks + c, rank, mask=inside)
+    last = inside & (later == 0) & (expert >= 0) & (expert < experts)
+    tl.store(counts + p.to(tl.int64) * experts + expert, rank + 1, mask=last)
+    row = p.to(tl.int64) * FILL + tl.arange(0, FILL)
+    tl.store(sources + row, tl.full([FILL], -1, tl.int64), mask=row < total)
+
+
+@triton.jit
+def scan_counts(counts, totals, blocks, experts, B: tl.constexpr, BE: tl.constexpr):
+    """Replace the counts of each expert by their sum over earlier blocks, and sum all to totals int32 [experts]."""
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    carried = tl.zeros([BE], tl.int32)
+    for start in range(0, blocks, B):
+        b = start + tl.arange(0, B)
+        at = counts + b[:, None].to(tl.int64) * experts + e[None, :]
+        mask = (b[:, None] < blocks) & (e[None, :] < experts)
+        n = tl.load(at, mask=mask, other=0)
+        tl.store(at, carried[None, :] + tl.cumsum(n, 0) - n, mask=mask)
+        carried += tl.sum(n, 0)
+    tl.store(totals + e, carried, mask=e < experts)
+
+
+@triton.jit
+def expert_ends(totals, starts, ends, experts, pad, capacity, BE: tl.constexpr):
+    """Compute the first row and the end of each expert, int32 [experts], padded to a multiple of `pad` rows.
+
+    capacity: maximum number of rows of an expert before padding. Runs in one program.
+    """
+    carried = tl.zeros([1], tl.int32)
+    for start in range(0, experts, BE):
+        e = start + tl.arange(0, BE)
+        n = tl.minimum(tl.load(totals + e, mask=e < experts, other=0), capacity)
+        size = tl.cdiv(n, pad) * pad
+        end = carried + tl.cumsum(size, 0)
+        tl.store(starts + e, end - size, mask=e < experts)
+        tl.store(ends + e, end, mask=e < experts)
+        carried += tl.sum(size, 0)
+
+
+@triton.jit
+def place_choices(
+    indices, ranks, counts, starts, places, sources, choices, experts, capacity, B: tl.constexpr
+):  # fmt: skip
+    """Write the row of each choice to places, and its number to that row of sources; arguments as above."""
+    p = tl.program_id(0)
+    c = p * B + tl.arange(0, B)
+    inside = c < choices
+    expert = tl.load(indices + c, mask=inside, other=-1).to(tl.int64)
+    there = (expert >= 0) & (expert < experts)
+    number = tl.load(ranks + c, mask=inside, other=0)
+    number += tl.load(counts + p.to(tl.int64) * experts + expert, mask=there, other=0)
+    there = there & (number < capacity)
+    row = (tl.load(starts + expert, mask=there, other=0) + number).to(tl.int64)
+    tl.store(places + c, tl.where(there, row, -1), mask=inside)
+    tl.store(sources + row, c.to(tl.int64), mask=there)
+
+
+# ---- rows ----
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Launches that gather rows by expert, sum them per token, and multiply them with their token's row.
+"""Launches that sort choices by expert, gather rows in that order, sum them per token, and multiply them with tokens.
 
 The host reads neither the choices nor the sizes of the groups. Results equal those of `quaver.torch.nn.moe.permutation`
 in every bit, but for the order in which dot products are summed.
@@ -18,6 +18,10 @@ from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, Launch
 BLOCK = 1024, 8192, 128, 4
 #: Rows and columns of a program of dot products, and its warps.
 DOT_BLOCK = 4, 512, 4
+#: Choices of a program that sorts them, and its warps; blocks and experts of a tile of counts.
+ORDER_BLOCK, SCAN_BLOCK = (128, 8), (64, 16)
+#: Most choices, whose rows int32 numbers.
+LONGEST = 2**30
 #: Most elements of a tensor, so that a grid has a program for each block.
 MOST = 2**38
 
@@ -30,6 +34,49 @@ def reason(rows: Tensor, *others: Any) -> str:
     if not all(0 < x.numel() <= MOST for x in tensors):
         return f"rows of shape {tuple(rows.shape)} are empty or too many"
     return ""
+
+
+def reason_order(indices: Tensor, *_: Any) -> str:
+    """Return why the kernels do not sort these choices, or ""."""
+    return "" if 0 < indices.numel() <= LONGEST else f"{indices.numel()} choices are none or too many"
+
+
+def order(
+    indices: Tensor, experts: int, pad: int, capacity: int | None, total: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sort choices by expert; arguments and results as for `quaver.torch.nn.moe.permutation.ORDER`."""
+    ends, places, sources, *_ = _order((indices.contiguous(),), experts, pad, capacity or LONGEST, total)
+    return ends, places, sources
+
+
+@LaunchPlanCache
+def _order(tensors_in: Sequence[Any], experts: int, pad: int, capacity: int, total: int) -> LaunchPlan:
+    (indices,) = tensors_in
+    choices = indices.shape[0]
+    blocks, (b, warps), (scan, chunk) = -(-choices // ORDER_BLOCK[0]), ORDER_BLOCK, SCAN_BLOCK
+    ends, starts, totals = (whole((experts,), torch.int32) for _ in range(3))
+    places, sources = whole((choices,), torch.int64), whole((total,), torch.int64)
+    ranks, counts = whole((choices,), torch.int32), whole((blocks, experts), torch.int32)._replace(zeros=True)
+    fill, numbers = power_above(-(-total // blocks)), (choices, experts)
+    launches = [
+        LaunchSpec(
+            kernels.count_choices, (blocks,), (indices, ranks, counts, sources), (*numbers, total),
+            {"B": b, "FILL": fill}, warps,
+        ),
+        LaunchSpec(
+            kernels.scan_counts, (-(-experts // chunk),), (counts, totals), (blocks, experts),
+            {"B": scan, "BE": chunk}, warps,
+        ),
+        LaunchSpec(
+            kernels.expert_ends, (1,), (totals, starts, ends), (experts, pad, capacity),
+            {"BE": min(power_above(experts), 1024)}, warps,
+        ),
+        LaunchSpec(
+            kernels.place_choices, (blocks,), (indices, ranks, counts, starts, places, sources), (*numbers, capacity),
+            {"B": b}, warps,
+        ),
+    ]  # fmt: skip
+    return LaunchPlan(tensors_in, (ends, places, sources, starts, totals, ranks, counts), launches)
 
 
 def gather(x: Tensor, sources: Tensor, k: int, weights: Tensor | None = None, fill: float = 0) -> Tensor:

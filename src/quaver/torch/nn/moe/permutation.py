@@ -131,7 +131,14 @@ def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = No
 
     Exact: `quaver.reference.moe.places`.
     """
-    flat = indices.reshape(-1).to(torch.int64)
+    flat = indices.reshape(-1)
+    return ORDER(flat, experts, pad, capacity, rows_of(flat.shape[0], experts, pad, capacity))
+
+
+def _order(
+    indices: Tensor, experts: int, pad: int, capacity: int | None, total: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    flat = indices.to(torch.int64)
     count, device = flat.shape[0], flat.device
     numbers = torch.arange(experts, dtype=torch.int64, device=device)
     ids, by_expert = torch.sort(flat, stable=True)
@@ -140,7 +147,6 @@ def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = No
     if capacity is not None:
         sizes = sizes.clamp(max=capacity)
     ends = torch.cumsum((sizes + (pad - 1)) // pad * pad, 0)
-    total = rows_of(count, experts, pad, capacity)
     # Difference between an expert's first row and the index of its first choice in sorted order.
     shift = ends - (sizes + (pad - 1)) // pad * pad - begin
     ours = ids.clamp(0, experts - 1)
@@ -156,6 +162,17 @@ def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = No
     sources = sources.scatter(0, torch.where(there, row, total), by_expert)[:total]
     return ends.to(torch.int32), places, sources
 
+
+_GPU = f"{ops.GPU}.permutation"
+#: Permutation of choices: (indices [T k], experts, pad, capacity or None, number of rows) -> as `order`.
+ORDER: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
+    "order_choices",
+    [
+        Implementation("triton", f"{_GPU}:order", f"{_GPU}:reason_order", ops.no_kernels),
+        Implementation("reference", _order),
+    ],
+    traced=_order,
+)
 
 # ---- moves of rows: gathers, weighted sums and dot products, each derivative another of them ----
 
@@ -208,7 +225,7 @@ def _dots(x: Tensor, rows: Tensor, places: Tensor, k: int) -> Tensor:
 
 def _move(name: str, gpu: str, plain: Any) -> Operation[Tensor]:
     """Return an operation that a compiler sees as plain torch, which it fuses with its neighbours."""
-    triton = Implementation("triton", f"{ops.GPU}.permutation:{gpu}", f"{ops.GPU}.permutation:reason", ops.no_kernels)
+    triton = Implementation("triton", f"{_GPU}:{gpu}", f"{_GPU}:reason", ops.no_kernels)
     return Operation(name, [triton, Implementation("reference", plain)], traced=plain)
 
 
