@@ -34,7 +34,7 @@ COLUMNS = 32
 MX_REGISTERS = 128
 
 
-def kind(spec: QuantSpec | None, other: QuantSpec | None) -> str:
+def family(spec: QuantSpec | None, other: QuantSpec | None) -> str:
     """Return "mx" or "nv" if a kernel writes such operands; either may be None."""
     specs = [one for one in (spec, other) if one is not None]
     if not specs:
@@ -51,7 +51,7 @@ def kind(spec: QuantSpec | None, other: QuantSpec | None) -> str:
 
 def serves(spec: QuantSpec | None, other: QuantSpec | None, device: torch.device, columns: Any) -> bool:
     """Return True if this device has a GEMM for rows of so many columns by static tables, which no probe changes."""
-    return bool(kind(spec, other)) and architecture(device) // 10 == 10 and columns % COLUMNS == 0
+    return bool(family(spec, other)) and architecture(device) // 10 == 10 and columns % COLUMNS == 0
 
 
 def reason(x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, *_: Any) -> str:
@@ -86,7 +86,7 @@ def quantize(
     x = x if x.stride(-1) == 1 else x.contiguous()
     places = padded_slots(offsets, multiple(other)) if other is not None else None
     count = 0 if places is None else places.count
-    which, k = kind(spec, other), x.shape[1]
+    which, k = family(spec, other), x.shape[1]
     height = slots(x.shape[0], offsets.groups, ROWS)
     one = spec or other
     assert one is not None
@@ -139,7 +139,7 @@ def quantize_weights(
     assert one is not None
     operands: Sequence[Any]
     factors: Sequence[Tensor | None] = None, None
-    if kind(spec, other) == "mx":
+    if family(spec, other) == "mx":
         operands = _mx((x, ends), one, groups * n, n, spec is not None, True)
     else:
         operands, factors = _nv_operands(x, ends, (spec, other), (None, None), groups * n, n, True)
@@ -175,7 +175,7 @@ def _scales(height: int, blocks: int) -> BufferSpec:
 
 @LaunchPlanCache
 def _mx(
-    tensors_in: Sequence[Any], spec: QuantSpec, height: int, count: int, straight: bool, stacked: bool
+    tensors_in: Sequence[Any], spec: QuantSpec, height: int, count: int, want_rows: bool, stacked: bool
 ) -> LaunchPlan:
     """Plan codes, scales, transposed codes and their scales; the transposes are written even if not requested.
 
@@ -187,7 +187,7 @@ def _mx(
     (rows, k), groups = x.shape, ends.shape[0]
     dtype, wide = FLOAT8[spec.format.name], across(k, 32)
     count = count or slots(rows, groups, multiple(spec))
-    q, s = (whole((rows, k), dtype), _scales(height, k // 32)) if straight else (None, None)
+    q, s = (whole((rows, k), dtype), _scales(height, k // 32)) if want_rows else (None, None)
     qt = in_words(whole((groups * k if stacked else k, count), dtype))
     st = _scales(groups * k if stacked else k, count // 32)
     bm, bn, warps = MX_COLUMNS_BLOCK
@@ -197,7 +197,7 @@ def _mx(
     constants = {
         "BM": bm,
         "BN": bn,
-        "ROWS": straight,
+        "ROWS": want_rows,
         "SQUARE": spec.block[0] == 32,
         "STACKED": stacked,
         "EMAX": spec.format.emax,

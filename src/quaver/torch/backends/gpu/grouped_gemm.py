@@ -33,7 +33,7 @@ FIRST = 89
 FAST, PRECISE = None, 128
 
 
-def kind(a: QuantSpec | None, b: QuantSpec | None, device: torch.device) -> str:
+def scale_kind(a: QuantSpec | None, b: QuantSpec | None, device: torch.device) -> str:
     """Return "row" for scales of rows or groups, "block" for blocks of 128, or "" if no kernel multiplies these."""
     if a is None or b is None or architecture(device) < FIRST:
         return ""
@@ -47,7 +47,7 @@ def kind(a: QuantSpec | None, b: QuantSpec | None, device: torch.device) -> str:
 
 def reason(a: GroupedOperand, b: Quantized, offsets: GroupOffsets, n: int, *_: Any) -> str:
     """Return why no kernel multiplies these codes, or ""; the caller has checked that the device runs kernels."""
-    which = kind(a.spec, b.spec, a.data.device)
+    which = scale_kind(a.spec, b.spec, a.data.device)
     if not which or (which == "block") is not (b.spec.block[0] == WIDTH):
         return f"no kernel multiplies codes of {a.spec} by {b.spec} on this GPU"
     if which == "block" and n % WIDTH:
@@ -57,7 +57,7 @@ def reason(a: GroupedOperand, b: Quantized, offsets: GroupOffsets, n: int, *_: A
 
 def reason_sums(a: GroupedOperand, b: GroupedOperand, *_: Any) -> str:
     """Return why no kernel sums these codes over the rows of groups, or ""."""
-    if not kind(a.spec, b.spec, a.data.device):
+    if not scale_kind(a.spec, b.spec, a.data.device):
         return f"no kernel multiplies codes of {a.spec} by {b.spec} on this GPU"
     return "there is nothing to add up" if 0 in (*a.shape, *b.shape) or not a.slots.groups else ""
 

@@ -27,7 +27,7 @@ from quaver.torch.numerics.quantized import FLOAT8, Quantized
 #: Rows and columns of a program's block, and its warps.
 AMAX_BLOCK, CAST_BLOCK, FINISH_BLOCK = (32, 512, 4), (128, 64, 4), (32, 256, 4)
 #: Slots of a group are a multiple of this if one scale serves a row of the transpose.
-UNIT = 16
+SLOT_MULTIPLE = 16
 #: Elements of a program that zeroes matrices.
 FLAT = 4096
 
@@ -38,19 +38,20 @@ def reason(x: Tensor, spec: QuantSpec | None, other: QuantSpec | None, *_: Any) 
         return f"its kernels read float32, bfloat16 and float16, not {x.dtype}"
     if x.numel() == 0 or max(x.shape) > LONGEST_SIDE:
         return f"a matrix of shape {tuple(x.shape)} is empty or too long for its kernels"
-    return "" if _kind(spec, other) and x.shape[1] % UNIT == 0 else f"it has no kernel for {spec} and {other}"
+    supported = _scale_kind(spec, other) and x.shape[1] % SLOT_MULTIPLE == 0
+    return "" if supported else f"it has no kernel for {spec} and {other}"
 
 
 def reason_weights(weight: Tensor, spec: QuantSpec | None, other: QuantSpec | None, *_: Any) -> str:
     """Return why no kernel quantizes matrices [groups, n, k] by `spec` and their transposes by `other`, or ""."""
     if not weight.is_contiguous():
         return "the weights are not contiguous"
-    if weight.numel() and weight.shape[1] % UNIT:
-        return f"rows of the transposes have {weight.shape[1]} codes; its kernels write multiples of {UNIT}"
+    if weight.numel() and weight.shape[1] % SLOT_MULTIPLE:
+        return f"rows of the transposes have {weight.shape[1]} codes; its kernels write multiples of {SLOT_MULTIPLE}"
     if _in_squares(spec, other):
         whole_squares = weight.shape[1] % BLOCK == weight.shape[2] % BLOCK == 0
         return "" if whole_squares else f"sides of {tuple(weight.shape)} are no multiples of {BLOCK}"
-    if _kind(spec, other) == "block":
+    if _scale_kind(spec, other) == "block":
         return f"it has no kernel for weights by {spec} and {other}"
     return reason(weight.flatten(0, 1), spec, other)
 
@@ -62,7 +63,7 @@ def _in_squares(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
     return square and all(s.format.name in FLOAT8 and s.rounding == "nearest" and not s.hadamard for s in specs)
 
 
-def _kind(spec: QuantSpec | None, other: QuantSpec | None) -> str:
+def _scale_kind(spec: QuantSpec | None, other: QuantSpec | None) -> str:
     """Return "tensor" for a scale per group, "row" for one per row, "block" for one per 128 of a row, or ""."""
     specs = [one for one in (spec, other) if one is not None]
     if not specs or any(s.format.name not in FLOAT8 or s.rounding != "nearest" or s.hadamard for s in specs):
@@ -91,9 +92,9 @@ def quantize(
             operands then have none to record.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
-    if _kind(spec, other) == "block":
+    if _scale_kind(spec, other) == "block":
         return _in_blocks(x, spec, other, offsets)
-    slots = padded_slots(offsets, UNIT) if other is not None else offsets.slots(UNIT)
+    slots = padded_slots(offsets, SLOT_MULTIPLE) if other is not None else offsets.slots(SLOT_MULTIPLE)
     count = slots.count if other is not None else 0
     launched = _launch(x, spec, other, offsets.ends, (factors, newest), count, stacked=False)
     q, scale, qt, transposed_scale, amax = launched
@@ -146,11 +147,11 @@ def noise_arguments(
     return tensors, (*halves(seed), *halves(seed >> 32))
 
 
-def padded_slots(offsets: GroupOffsets, unit: int) -> GroupSlots:
+def padded_slots(offsets: GroupOffsets, multiple: int) -> GroupSlots:
     """Return `offsets.slots`, whose ends one launch computes instead of several operations."""
-    slots = offsets.slots(unit)
+    slots = offsets.slots(multiple)
     if "ends" not in vars(slots):
-        slots.ends = slot_ends(offsets.ends, unit)
+        slots.ends = slot_ends(offsets.ends, multiple)
     return slots
 
 
@@ -198,7 +199,7 @@ def _launch(
     Args:
         history: encode factors, and newest amaxes.
     """
-    if _kind(spec, other) == "tensor":
+    if _scale_kind(spec, other) == "tensor":
         steps = tuple(0 if t is None else t.stride(0) for t in history)
         *operands, amax = _with_one_scale((x, ends), spec, other, slots, stacked, steps, own=history)
         return *operands, amax.view(torch.float32)
@@ -249,7 +250,7 @@ def _with_block_scales(
     qt = _transposed_buffers(x, other, slots, groups, stacked=False)[0]
     transposed_scale = None if other is None else whole((slots // BLOCK, k), torch.float32)
     grid, across = programs(x, groups, BLOCK, BLOCK)
-    numbers = (groups, k, x.stride(0), k, slots // UNIT, rows, across)
+    numbers = (groups, k, x.stride(0), k, slots // SLOT_MULTIPLE, rows, across)
     tensors = (x, q, qt, scale, transposed_scale, ends)
     constants = _block_constants(spec, other, x.device)
     warps = ROW_WARPS if qt is None else WARPS
@@ -329,7 +330,7 @@ def _cast(
     x, (q, scale), (qt, transposed_scale), amaxes, (factors, newest), ends = tensors
     (bm, bn, warps), groups, k = CAST_BLOCK, ends.shape[0], x.shape[1]
     grid, across = programs(x, groups, bm, bn)
-    lines = slots // UNIT
+    lines = slots // SLOT_MULTIPLE
     numbers = (groups, k, x.stride(0), k, lines, lines * k, *steps, across)
     constants = {
         "BM": bm,
@@ -408,16 +409,16 @@ def _records(tensors_in: Sequence[Any], step: int) -> LaunchPlan:
     return LaunchPlan(tensors_in, (), [launch])
 
 
-def slot_ends(ends: Tensor, unit: int) -> Tensor:
-    """Return the end of each group's slots, a multiple of `unit`, int32 [groups]."""
-    out: Tensor = _slot_ends((ends,), unit)[0]
+def slot_ends(ends: Tensor, multiple: int) -> Tensor:
+    """Return the end of each group's slots, a multiple of `multiple`, int32 [groups]."""
+    out: Tensor = _slot_ends((ends,), multiple)[0]
     return out
 
 
 @LaunchPlanCache
-def _slot_ends(tensors_in: Sequence[Any], unit: int) -> LaunchPlan:
+def _slot_ends(tensors_in: Sequence[Any], multiple: int) -> LaunchPlan:
     (ends,) = tensors_in
     out = whole(tuple(ends.shape), torch.int32)
     return LaunchPlan(
-        tensors_in, (out,), [LaunchSpec(kernels.slot_ends, (1,), (ends, out), (ends.shape[0], unit), {}, 1)]
+        tensors_in, (out,), [LaunchSpec(kernels.slot_ends, (1,), (ends, out), (ends.shape[0], multiple), {}, 1)]
     )

@@ -1,7 +1,7 @@
 """Emulated operands of groups: bf16 values of the codes that each group alone would have, without copying sizes.
 
-The counterpart of `emulation` for many matrices in one launch. Values along rows stay where the rows are. Values along
-columns, or their codes, are in slots: each group begins at a whole block of rows, and zeros follow its last row.
+The counterpart of `emulation` for many matrices in one launch. Values of rows stay where the rows are. Those of
+transposes, or their codes, are in slots: each group begins at a whole block of rows, and zeros follow its last row.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from quaver.torch.backends.gpu.tensorwise import integers
 from quaver.torch.numerics.grouped import GroupedNoise, GroupOffsets, slots
 from quaver.torch.numerics.quantized import FLOAT8
 
-#: Along, down, and codes with scales for `saved_values`; each may be None.
+#: Values of rows, values of transposes in slots, and codes with scales for `saved_values`; each may be None.
 Values = tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]
 
 
@@ -36,7 +36,7 @@ def serves(spec: QuantSpec | None, other: QuantSpec | None) -> bool:
     return emulation.serves(spec, other) and saved_format(spec.format) is not None
 
 
-def unit(spec: QuantSpec) -> int:
+def slot_multiple(spec: QuantSpec) -> int:
     """Return the number of rows to whose multiple slots of a group are padded."""
     width = spec.block[1]
     assert width is not None
@@ -54,9 +54,9 @@ def values(
     other: QuantSpec,
     offsets: GroupOffsets,
     *,
-    straight: bool = True,
-    transposed: bool = True,
-    saves: bool = False,
+    want_rows: bool = True,
+    want_transposes: bool = True,
+    save_codes: bool = False,
     noise: GroupedNoise | None = None,
     other_noise: GroupedNoise | None = None,
 ) -> Values:
@@ -64,8 +64,8 @@ def values(
 
     Args:
         spec, other: specs of the rows and of their transposes, which `serves` supports.
-        straight, transposed: which of the two are needed.
-        saves: True to return codes and scales of the transposes instead of values.
+        want_rows, want_transposes: which of the two are needed.
+        save_codes: True to return codes and scales of the transposes instead of values.
         noise, other_noise: for stochastic rounding.
 
     Returns:
@@ -74,15 +74,17 @@ def values(
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     square = spec.block[0] != 1
-    wanted = straight or square, transposed and not square, saves
+    wanted = want_rows or square, want_transposes and not square, save_codes
     if wanted[1]:
-        padded_slots(offsets, unit(other))
+        padded_slots(offsets, slot_multiple(other))
     if not spec.two_level:
-        along, down, codes, scales = _values_of_blocks((x, offsets.ends), spec, wanted)
+        row_values, slot_values, codes, scales = _values_of_blocks((x, offsets.ends), spec, wanted)
     else:
         own, key_words = noise_arguments((spec, other), (noise, other_noise), x.device)
-        along, down, codes, scales = _values_in_two_levels((x, offsets.ends), spec, other, wanted, key_words, own=own)
-    return along, down, None if codes is None else (codes, scales)
+        row_values, slot_values, codes, scales = _values_in_two_levels(
+            (x, offsets.ends), spec, other, wanted, key_words, own=own
+        )
+    return row_values, slot_values, None if codes is None else (codes, scales)
 
 
 def saved_values(codes: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
@@ -95,8 +97,8 @@ def saved_values(codes: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
 
 def saved_shapes(spec: QuantSpec, rows: Any, groups: Any, k: Any) -> tuple[tuple[Any, ...], tuple[torch.dtype, ...]]:
     """Return the shapes and dtypes of saved codes and scales; they depend only on these numbers."""
-    count = slots(rows, groups, unit(spec))
-    blocks = count // unit(spec)
+    count = slots(rows, groups, slot_multiple(spec))
+    blocks = count // slot_multiple(spec)
     if spec.two_level:
         return ((blocks, 2, k), (blocks + -(-blocks // k), k)), (torch.int32, torch.uint8)
     stored = saved_format(spec.format)
@@ -105,23 +107,23 @@ def saved_shapes(spec: QuantSpec, rows: Any, groups: Any, k: Any) -> tuple[tuple
 
 
 def _buffers(x: Tensor, groups: int, spec: QuantSpec, wanted: tuple[bool, bool, bool]) -> tuple[BufferSpec | None, ...]:
-    """Return the buffers of values along, values down, codes and scales; None if not wanted."""
-    straight, transposed, saves = wanted
+    """Return the buffers of both values, codes and scales; None if not wanted."""
+    want_rows, want_transposes, save_codes = wanted
     rows, columns = x.shape
-    along = whole((rows, columns), torch.bfloat16) if straight else None
-    if not transposed:
-        return along, None, None, None
-    if not saves:
-        return along, whole((slots(rows, groups, unit(spec)), columns), torch.bfloat16), None, None
+    row_values = whole((rows, columns), torch.bfloat16) if want_rows else None
+    if not want_transposes:
+        return row_values, None, None, None
+    if not save_codes:
+        return row_values, whole((slots(rows, groups, slot_multiple(spec)), columns), torch.bfloat16), None, None
     shapes, dtypes = saved_shapes(spec, rows, groups, columns)
-    return along, None, *(whole(*pair) for pair in zip(shapes, dtypes, strict=True))
+    return row_values, None, *(whole(*pair) for pair in zip(shapes, dtypes, strict=True))
 
 
 @LaunchPlanCache
 def _values_of_blocks(tensors_in: Sequence[Any], spec: QuantSpec, wanted: tuple[bool, bool, bool]) -> LaunchPlan:
     x, ends = tensors_in
     buffers = _buffers(x, ends.shape[0], spec, wanted)
-    bm, bn, warps = emulation.TALL_BLOCK if unit(spec) == emulation.TALL_BLOCK[0] else emulation.BLOCK
+    bm, bn, warps = emulation.TALL_BLOCK if slot_multiple(spec) == emulation.TALL_BLOCK[0] else emulation.BLOCK
     grid, across = programs(x, ends.shape[0], bm, bn)
     constants = {"BM": bm, "BN": bn, **emulation.values_constants(spec, buffers[2] is not None, x.device)}
     numbers = (ends.shape[0], x.shape[1], x.stride(0), across)

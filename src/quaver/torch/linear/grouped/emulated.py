@@ -77,7 +77,7 @@ def _is_emulated(
     for gemm in recipe.gemms.values():
         if gemm.a is None or gemm.b is None:
             return False
-        if grouped_mm.has(gemm.a, gemm.b, device) or grouped_gemm.kind(gemm.a, gemm.b, device):
+        if grouped_mm.has(gemm.a, gemm.b, device) or grouped_gemm.scale_kind(gemm.a, gemm.b, device):
             return False
     tokens = (recipe.fprop.a, recipe.wgrad.b), (recipe.dgrad.a, recipe.wgrad.a)
     matrix = recipe.fprop.b, recipe.dgrad.b
@@ -86,9 +86,15 @@ def _is_emulated(
     assert recipe.wgrad.a is not None and recipe.wgrad.b is not None and recipe.dgrad.b is not None
     lines = all(spec is not None and spec.block[0] == 1 for pair in tokens for spec in pair)
     nearest = all(spec is not None and spec.rounding == "nearest" for spec in (*tokens[0], *matrix))
-    same_slots = grouped_values.unit(recipe.wgrad.a) == grouped_values.unit(recipe.wgrad.b)
-    unit = grouped_values.unit(recipe.dgrad.b)
-    return lines and nearest and same_slots and grouped_values.fits(groups * n, n, k) and not (n % unit or k % unit)
+    same_slots = grouped_values.slot_multiple(recipe.wgrad.a) == grouped_values.slot_multiple(recipe.wgrad.b)
+    multiple = grouped_values.slot_multiple(recipe.dgrad.b)
+    return (
+        lines
+        and nearest
+        and same_slots
+        and grouped_values.fits(groups * n, n, k)
+        and not (n % multiple or k % multiple)
+    )
 
 
 class EmulatedGroups:
@@ -117,19 +123,19 @@ class EmulatedGroups:
         for one, each, draw in zip(names, (spec, transposed), draws, strict=True):
             if one and observer.active.observers:
                 self._report(one, x, each, draw)
-        along, down, saved = grouped_values.values(
+        row_values, slot_values, saved = grouped_values.values(
             x.detach(),
             spec,
             transposed,
             call.offsets,
-            straight=not for_wgrad,
-            transposed=for_wgrad or other is not None,
-            saves=is_input,
+            want_rows=not for_wgrad,
+            want_transposes=for_wgrad or other is not None,
+            save_codes=is_input,
             noise=draws[0],
             other_noise=draws[1],
         )
-        columns = down if saved is None else SavedValues(*saved)
-        return columns if for_wgrad else EmulatedRows(along, columns)  # type: ignore[arg-type]
+        columns = slot_values if saved is None else SavedValues(*saved)
+        return columns if for_wgrad else EmulatedRows(row_values, columns)  # type: ignore[arg-type]
 
     def _report(self, name: str, x: Tensor, spec: QuantSpec, draw: Any) -> None:
         """Report the operand of each group to the observers, which synchronizes; a group alone has the same codes."""
@@ -163,7 +169,7 @@ class EmulatedGroups:
         spec = self.call.recipe.wgrad.b
         assert spec is not None
         values = grouped_values.saved_values(x.codes, x.scales, spec)
-        slots = self.call.offsets.slots(grouped_values.unit(spec))
+        slots = self.call.offsets.slots(grouped_values.slot_multiple(spec))
         one, other = (values, g) if self.call.transposed else (g, values)
         return HIGH_WGRAD(one, other, GroupOffsets(slots.ends, slots.count), dtype)
 
@@ -216,11 +222,13 @@ class EmulatedGroups:
         groups, rows, columns = weight.shape
         offsets = GroupOffsets(grouped_quantize.equal_ends(groups, rows, weight.device), groups * rows)
         x = weight.reshape(groups * rows, columns)
-        along, down, _ = grouped_values.values(x, spec, other, offsets, straight=wanted[0], transposed=wanted[1])
+        row_values, slot_values, _ = grouped_values.values(
+            x, spec, other, offsets, want_rows=wanted[0], want_transposes=wanted[1]
+        )
         if spec.block[0] != 1:
             # Squares have the same values in both directions.
-            down = along
-        elif down is not None:
+            slot_values = row_values
+        elif slot_values is not None:
             # Without the slots that only ragged groups would need.
-            down = down[: groups * rows]
-        return (down, along) if is_transposed else (along, down)
+            slot_values = slot_values[: groups * rows]
+        return (slot_values, row_values) if is_transposed else (row_values, slot_values)
