@@ -10,6 +10,7 @@ from quaver import E4M3, QuantSpec
 from quaver.torch.backends.gpu.decode import decode, holds
 from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import FLOAT8, Quantized, spread, swizzle
+from quaver.torch.operations import ops
 from tests.kernels.compare import DEVICE
 from tests.operands import SPECS, nasty
 
@@ -88,3 +89,14 @@ def test_columns_between_others_are_found() -> None:
     buffer[:, :64] = q.data.view(torch.uint8)
     spaced = Quantized(buffer.view(q.data.dtype)[:, :64], q.scale, q.spec, q.shape)
     assert_equal(decode(spaced), q.dequantize())
+
+
+@pytest.mark.parametrize("label", SPECS)
+def test_dequantized_values_are_rounded_once_in_every_dtype(label: str) -> None:
+    x = torch.from_numpy(nasty((48, 96))["NaN"]).to(DEVICE)
+    for q in layouts(x, SPECS[label]):
+        with ops.only("triton"):
+            decoded = [ops.DEQUANTIZE(q, dtype) for dtype in (torch.float64, *ops.DTYPES)]
+        for values in decoded:
+            assert torch.equal(values.isnan(), q.dequantize().isnan())
+            torch.testing.assert_close(values, q.dequantize().to(values.dtype), rtol=0, atol=0, equal_nan=True)

@@ -373,8 +373,8 @@ def dequantized(weight: QuantizedTensor, dtype: torch.dtype | None = None) -> Te
     """Return the values as a plain tensor, in the dtype that the weight reports or in another one."""
     dtype = weight.dtype if dtype is None else dtype
     if weight.dim() == 2:
-        return unwrap(weight).dequantize().to(dtype)
-    values = [unwrap(weight, index).dequantize().to(dtype) for index in range(weight.shape[0])]
+        return ops.DEQUANTIZE(unwrap(weight), dtype)
+    values = [ops.DEQUANTIZE(unwrap(weight, index), dtype) for index in range(weight.shape[0])]
     if not values:
         return torch.empty(weight.shape, dtype=dtype, device=weight.device)
     stack = torch.stack(values)  # [G, N, K]

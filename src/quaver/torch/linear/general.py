@@ -465,7 +465,7 @@ def record_backward(call: LinearCall) -> None:
 
 def plain(x: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
     """Return an unquantized GEMM operand: the tensor itself, or a `Quantized` dequantized to `dtype`."""
-    return x if isinstance(x, Tensor) else x.dequantize().to(dtype)
+    return x if isinstance(x, Tensor) else ops.DEQUANTIZE(x, dtype)
 
 
 def matrix(x: Tensor) -> Tensor:

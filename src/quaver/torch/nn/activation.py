@@ -327,7 +327,7 @@ class ActivationInputOp:
 
 def _decoded(q: Quantized, g: Tensor) -> Tensor:
     """Dequantize a saved activation input to the dtype and shape of the gradient g."""
-    return q.dequantize().to(g.dtype).view(*g.shape[:-1], q.shape[1])
+    return ops.DEQUANTIZE(q, g.dtype).view(*g.shape[:-1], q.shape[1])
 
 
 def _rows(q: Quantized, start: int, end: int) -> Quantized:

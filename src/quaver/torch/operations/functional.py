@@ -70,7 +70,7 @@ def dequantize(q: Quantized) -> Tensor:
     uses.
     """
     check_instance("dequantize", "q", q, Quantized, "quaver.torch.quantize(x, spec)")
-    return q.dequantize()
+    return ops.DEQUANTIZE(q, torch.float32)
 
 
 def matmul(

@@ -152,6 +152,27 @@ def _reason_not_on_gpu(a: Quantized, *_: Any) -> str:
     return "the operands are not on a GPU"
 
 
+# ---- dequantize ----
+
+
+def _dequantized(q: Quantized, dtype: torch.dtype) -> Tensor:
+    return q.dequantize().to(dtype)
+
+
+#: Values of an operand times its scales, rounded once: (operand, dtype) -> [rows, k]. The kernel gives the largest
+#: number where a value is beyond the dtype.
+DEQUANTIZE: Operation[Tensor] = Operation(
+    "dequantize",
+    [
+        Implementation(
+            "triton", f"{GPU}.decode:dequantize", f"{GPU}.decode:reason_dequantize", lambda q, _: no_kernels(q.data)
+        ),
+        Implementation("reference", _dequantized),
+    ],
+    traced=_dequantized,
+)
+
+
 class WeightReference(NamedTuple):
     """Operand of a compiled GEMM: a layer's weight, which the operator quantizes or finds in the weight cache.
 

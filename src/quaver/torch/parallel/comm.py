@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.numerics.quantized import Quantized
+from quaver.torch.operations import ops
 from quaver.torch.operations.functional import quantize
 from quaver.torch.parallel.comm_counter import Kind, active, count, count_async, count_collective, waiting
 
@@ -287,7 +288,7 @@ def scatter_quantized_sums(x: Tensor, spec: QuantSpec, group: Any = None) -> Ten
     with count_collective("gradients", "exchange", sent, group):
         dist.all_to_all_single(received, sent, group=group)
     del sent
-    parts = unpack_rows(received, q).dequantize()
+    parts = ops.DEQUANTIZE(unpack_rows(received, q), torch.float32)
     total = parts[0].clone()
     for other in parts[1:]:
         total += other
@@ -304,7 +305,7 @@ def all_gather_quantized(x: Tensor, spec: QuantSpec, group: Any = None) -> Tenso
     """
     q = _quantized_rows(x.view(1, -1), spec)
     whole = gather(pack_rows(q), 0, group, kind="gradients")()
-    return unpack_rows(whole, q).dequantize()[:, : x.numel()].reshape(-1)
+    return ops.DEQUANTIZE(unpack_rows(whole, q), torch.float32)[:, : x.numel()].reshape(-1)
 
 
 def check_gradient_spec(spec: Any) -> int:

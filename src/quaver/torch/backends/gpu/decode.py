@@ -70,6 +70,19 @@ def decode(q: Quantized, dtype: torch.dtype = torch.bfloat16, outer: bool = True
     return out.t() if q.transposed else out
 
 
+def reason_dequantize(q: Quantized, dtype: torch.dtype) -> str:
+    """Return why `dequantize` does not support an operand, or ""."""
+    return (
+        reason(q, torch.float32) if dtype.is_floating_point and dtype.itemsize <= 4 else f"it has no kernel for {dtype}"
+    )
+
+
+def dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return data times scales, rounded once; arguments as for `quaver.torch.operations.ops.DEQUANTIZE`."""
+    exact = dtype is torch.bfloat16 and holds(q.spec, dtype)
+    return decode(q, dtype if exact else torch.float32).to(dtype)
+
+
 def _scale(q: Quantized, outer: bool) -> Tensor | None:
     """Return the stored scales to apply, or None."""
     if q.spec.scale == "unit" or (not outer and q.spec.block[1] is None):

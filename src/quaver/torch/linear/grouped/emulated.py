@@ -147,10 +147,7 @@ class EmulatedGroups:
 
     def split(self, q: Quantized) -> EmulatedRows:
         """Return the values of rows that the caller has quantized."""
-        from quaver.torch.backends.gpu import decode
-
-        supported = not decode.reason(q, torch.bfloat16)
-        return EmulatedRows(decode.decode(q) if supported else q.dequantize().to(torch.bfloat16))
+        return EmulatedRows(ops.DEQUANTIZE(q, torch.bfloat16))
 
     def multiply(self, a: EmulatedRows, weight: Tensor, side: str, bias: Tensor | None) -> Tensor:
         """Compute fprop or dgrad."""

@@ -479,9 +479,9 @@ class DeviceGroups:
         if isinstance(a, Tensor):
             if side == "dgrad" and call.recipe.dequantized_backward:
                 q = self._weights(weight, "fprop")
-                w = q.dequantize().view(weight.shape[0], -1, q.shape[1]).to(a.dtype)
+                w = ops.DEQUANTIZE(q, a.dtype).view(weight.shape[0], -1, q.shape[1])
             elif call.stored is not None:
-                w = torch.stack([unwrap(call.stored, group).dequantize().to(a.dtype) for group in range(w.shape[0])])
+                w = torch.stack([ops.DEQUANTIZE(unwrap(call.stored, group), a.dtype) for group in range(w.shape[0])])
             return HIGH_MATMUL(a, w.transpose(1, 2) if side == "dgrad" else w, offsets, call.dtype, bias)
         b, columns = self._weights(weight, side), call.weight_shape[2 if side == "dgrad" else 1]
         y = GROUPED_MATMUL(a, b, offsets, columns, call.dtype, bias, call.recipe.gemms[side].fast_accum)

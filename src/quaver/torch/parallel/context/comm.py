@@ -13,6 +13,7 @@ from quaver import recipes
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.torch.nn.attention.inputs import alibi
 from quaver.torch.numerics.quantized import Quantized, storage
+from quaver.torch.operations import ops
 from quaver.torch.operations.functional import quantize
 from quaver.torch.parallel.comm import exchange
 from quaver.torch.parallel.comm_counter import Kind, count_async, count_collective
@@ -258,7 +259,7 @@ def unpack(payload: list[Tensor], spec: QuantSpec | None, dtype: torch.dtype) ->
     shape = (codes.shape[:-1].numel(), codes.shape[-1])
     data = codes.reshape(shape).view(storage(spec.format))
     scale = scale.view(1, 1) if spec.per_tensor else scale.view(shape[0], -1)
-    return Quantized(data, scale, spec, shape).dequantize().to(dtype).view(codes.shape)
+    return ops.DEQUANTIZE(Quantized(data, scale, spec, shape), dtype).view(codes.shape)
 
 
 # ---- blockwise softmax ----

@@ -23,7 +23,7 @@ from quaver.torch.nn.moe.permutation import COMBINE_ROWS, GATHER_ROWS, order, ta
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.operations.functional import quantize
-from quaver.torch.operations.ops import DTYPES
+from quaver.torch.operations.ops import DEQUANTIZE, DTYPES
 from quaver.torch.parallel.comm import Pending, all_reduce_amax, pack_rows, unpack_rows
 from quaver.torch.parallel.comm_counter import count_async, count_collective
 from quaver.torch.state.history.sync import check_agreement
@@ -318,7 +318,7 @@ def begin(rows: Tensor, way: WireFormat, splits: AllToAllSplits, group: Any) -> 
     if not isinstance(way, QuantSpec):
         return exchange_rows(rows.to(way), splits, group)
     finish = exchange_operand(quantize_rows(rows, way, group), splits, group)
-    return lambda: finish().dequantize()
+    return lambda: DEQUANTIZE(finish(), rows.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,7 +343,7 @@ class DispatchedRows(RowInputOp):
         # Quantized once per token, before it is copied for its experts.
         q = take_quantized(quantize_rows(tokens, self.dispatch, plan.group), plan.sources, plan.k)
         rows = take_quantized(exchange_operand(q, plan.splits, plan.group)(), plan.by_expert, 1)
-        return rows if self.dispatch == spec else rows.dequantize().to(tokens.dtype), ()
+        return rows if self.dispatch == spec else DEQUANTIZE(rows, tokens.dtype), ()
 
     def backward(self, g: Tensor, saved: Sequence[Any], needs: Sequence[Any]) -> tuple[Tensor | None, ...]:
         plan = self.dispatch_plan
