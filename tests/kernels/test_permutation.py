@@ -28,7 +28,7 @@ def difficult(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 #: Choices, experts, padding, capacity: several blocks of choices and of experts, one of each, and all in one expert.
-ORDERS = [(700, 40, 1, None), (700, 40, 16, 9), (129, 1, 128, None), (1, 3, 16, 1), (300, 1100, 4, None)]
+ORDERS = [(700, 40, 1, None), (700, 40, 16, 9), (129, 1, 128, 2**40), (1, 3, 16, 1), (300, 1100, 4, None)]
 
 
 @pytest.mark.parametrize("case", ORDERS, ids=str)
@@ -101,3 +101,11 @@ def test_operands_that_kernels_wrote_can_be_moved(name: str) -> None:
     expected = qt.quantize(permutation._gather(x, sources, 1), spec)
     assert_bitwise(moved.codes(), expected.codes())
     assert_bitwise(moved.scales(), expected.scales())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_rows_that_kernels_do_not_read_are_moved_by_torch(dtype: torch.dtype) -> None:
+    x, indices = torch.ones(3, 8, dtype=dtype, device=DEVICE), torch.tensor([[0, 1], [1, 0], [2, 1]], device=DEVICE)
+    with ops.only("triton"):
+        rows, _, places = qt.permute(x, indices, 3, pad=4)
+        assert_bitwise(qt.unpermute(rows, places, 2), 2 * x)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quaver.kernels import permutation as kernels
 from quaver.torch.backends.gpu.buffers import BufferSpec, whole
-from quaver.torch.backends.gpu.launch import LaunchPlan, LaunchPlanCache, LaunchSpec, power_above
+from quaver.torch.backends.gpu.launch import FP8, TYPES, LaunchPlan, LaunchPlanCache, LaunchSpec, power_above
 
 #: Bytes of a row of a program's block, bytes of the block, most rows, and warps.
 BLOCK = 1024, 8192, 128, 4
@@ -24,13 +24,16 @@ ORDER_BLOCK, SCAN_BLOCK = (128, 8), (64, 16)
 LONGEST = 2**30
 #: Most elements of a tensor, so that a grid has a program for each block.
 MOST = 2**38
+#: dtypes that the kernels read.
+DTYPES = set(TYPES) - {torch.float64, *FP8}
 
 
 def reason(rows: Tensor, *others: Any) -> str:
     """Return why the kernels do not support these rows, or ""."""
     tensors = [x for x in (rows, *others) if isinstance(x, Tensor)]
-    if any(x.dtype is torch.float64 for x in tensors):
-        return "its kernels compute in float32"
+    unsupported = next((x.dtype for x in tensors if x.dtype not in DTYPES), None)
+    if unsupported is not None:
+        return f"its kernels compute in float32 and do not take {unsupported}"
     if not all(0 < x.numel() <= MOST for x in tensors):
         return f"rows of shape {tuple(rows.shape)} are empty or too many"
     return ""
@@ -45,7 +48,8 @@ def order(
     indices: Tensor, experts: int, pad: int, capacity: int | None, total: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sort choices by expert; arguments and results as for `quaver.torch.nn.moe.permutation.ORDER`."""
-    ends, places, sources, *_ = _order((indices.contiguous(),), experts, pad, capacity or LONGEST, total)
+    most = LONGEST if capacity is None else min(capacity, LONGEST)
+    ends, places, sources, *_ = _order((indices.contiguous(),), experts, pad, most, total)
     return ends, places, sources
 
 
