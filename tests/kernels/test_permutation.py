@@ -109,3 +109,13 @@ def test_rows_that_kernels_do_not_read_are_moved_by_torch(dtype: torch.dtype) ->
     with ops.only("triton"):
         rows, _, places = qt.permute(x, indices, 3, pad=4)
         assert_bitwise(qt.unpermute(rows, places, 2), 2 * x)
+
+
+def test_transforms_give_a_clear_error_before_a_kernel_runs() -> None:
+    x, indices = torch.randn(1, 5, 16).to(DEVICE), torch.zeros(1, 5, 2, dtype=torch.int64, device=DEVICE)
+    mixture = qt.MoE(16, 16, qt.MixtureConfig(experts=4, k=2), device=DEVICE)
+    with ops.only("triton"):
+        with pytest.raises(NotImplementedError, match="permute and unpermute do not run under torch.func"):
+            torch.vmap(lambda t, i: qt.permute(t, i, 4).rows)(x, indices)
+        with pytest.raises(NotImplementedError, match="grouped products, .* do not run under torch.func"):
+            torch.func.grad(lambda t: mixture(t).sum())(x)

@@ -17,13 +17,15 @@ from quaver.options import takes
 from quaver.recipes.spec import Recipe
 from quaver.reference.moe import check_permute
 from quaver.torch.linear import stored_weight
-from quaver.torch.linear.grouped.layer import GroupedLinear, Layout
+from quaver.torch.linear.grouped.layer import NO_TRANSFORMS, GroupedLinear, Layout
 from quaver.torch.linear.grouped.operands import RowInputOp
 from quaver.torch.nn.activation import ActivationInputOp, get_activation, option_values
 from quaver.torch.nn.mlp import MLP, ComposedBlock, PartOptions
 from quaver.torch.nn.moe.permutation import ActivationRows, TokenRows, order, sum_choices
 from quaver.torch.nn.moe.routing import Router, Routing, RoutingConfig
+from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.operations import ops
+from quaver.torch.operations.autograd import refuse_transforms
 from quaver.torch.state.context import checkpoint
 
 # ---- experts: MLPs stacked in two grouped linear layers ----
@@ -142,7 +144,11 @@ class Experts(ComposedBlock):
             experts: number of experts that may be chosen.
         Raises:
             ValueError: shapes, dtypes or options that do not fit.
+            NotImplementedError: a torch.func transform, or forward mode.
         """
+        if not is_tracing():
+            # Before the choices are sorted by a kernel, which would fail on a batched tensor.
+            refuse_transforms(x, sentence=NO_TRANSFORMS)
         integers = indices.dtype in (torch.int64, torch.int32)
         check_permute(tuple(indices.shape), integers, experts, self.pad, capacity)
         if x.dim() != 2 or x.shape[1] != self.dim or x.shape[0] != indices.shape[0]:

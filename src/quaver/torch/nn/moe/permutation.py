@@ -84,10 +84,10 @@ def permute(
         raise ValueError(
             f"x is [T, H] and indices [T, k] of the same tokens; these are {tuple(x.shape)}, {tuple(indices.shape)}"
         )
+    _refuse_transforms(x if isinstance(x, Tensor) else None)
     offsets, places, sources = order(indices, experts, pad, capacity)
     if isinstance(x, Quantized):
         return Permuted(take_quantized(x, sources, indices.shape[1]), offsets, places)
-    _refuse_transforms(x)
     rows: Tensor = GatherRows.apply(x, None, sources, places, indices.shape[1])
     return Permuted(rows, offsets, places)
 
