@@ -136,9 +136,10 @@ def saved_bytes(run: Any) -> int:
     return sum(storages.values())
 
 
-def test_tokens_are_saved_once_and_not_per_expert() -> None:
+@pytest.mark.parametrize("frozen", [False, True], ids=["router", "frozen router"])
+def test_tokens_are_saved_once_and_not_per_expert(frozen: bool) -> None:
     tokens, k, dim, hidden = 512, 8, 64, 32
-    routing = qt.route(torch.randn(tokens, 16), k)
+    routing = qt.route(torch.randn(tokens, 16).requires_grad_(not frozen), k)
     x = torch.randn(tokens, dim).bfloat16()
     sizes = {}
     for name, options in {"bf16": {}, "mxfp8": {}, "codes": {"codes_alone": True}}.items():
@@ -148,7 +149,7 @@ def test_tokens_are_saved_once_and_not_per_expert() -> None:
             lambda experts=experts: experts(x.clone().requires_grad_(), routing.indices, routing.weights)
         )
     # Inputs of the activation, and outputs of the experts, which the gradients of the routing weights need.
-    between = 2 * tokens * k * (2 * hidden + dim)
+    between = 2 * tokens * k * (2 * hidden + (0 if frozen else dim))
     weights = 2 * 16 * 3 * hidden * dim
     assert sizes["codes"] <= between + tokens * dim * (1 + 1 / 32) + weights + 4 * tokens * k + 4096, sizes
     assert sizes["mxfp8"] <= between + 2 * tokens * dim + weights + 4 * tokens * k + 4096, sizes

@@ -245,7 +245,8 @@ class GatherRows(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor | None, sources: Tensor, places: Tensor, k: int
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x if weights is not None else None, weights, sources, places)
+        # Only the gradient of the weights reads x.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weights, sources, places)
         ctx.k = k
         return GATHER_ROWS(x, sources, k, weights)
 
@@ -267,7 +268,8 @@ class CombineRows(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weights: Tensor | None, sources: Tensor | None, places: Tensor, k: int
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(rows if weights is not None else None, weights, sources, places)
+        # Only the gradient of the weights reads the rows.
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights, sources, places)
         ctx.k, ctx.count = k, rows.shape[0]
         return COMBINE_ROWS(rows, places, k, weights)
 
