@@ -1,7 +1,8 @@
 """The tables of experts in docs/performance.md, from recorded launches: `python -m benchmarks ledger --moe`.
 
-A stand-in GPU trains a grouped layer and the experts of a mixture, and what it launches is counted. A GEMM takes its FLOPs over the rate of its kind;
-other launches take their bytes over the copy rate, and `ledger.LAUNCH` each.
+A stand-in GPU trains a grouped layer and the experts of a mixture, and its launches are counted. The predicted time of
+a GEMM is its FLOPs over the rate of its kind; that of another launch is its bytes over the copy rate. Each launch adds
+`ledger.LAUNCH`.
 """
 
 import json

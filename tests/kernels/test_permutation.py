@@ -9,7 +9,7 @@ from quaver import recipes
 from quaver.reference.moe import rows_of
 from quaver.torch.backends.gpu import permutation as gpu
 from quaver.torch.nn.moe import permutation
-from quaver.torch.nn.moe.permutation import order, take_quantized
+from quaver.torch.nn.moe.permutation import gather_quantized, order
 from quaver.torch.operations import ops
 from tests.close import assert_bitwise
 from tests.kernels.compare import DEVICE
@@ -97,7 +97,7 @@ def test_operands_that_kernels_wrote_can_be_moved(name: str) -> None:
     assert spec is not None
     x, sources = difficult(9, 160, torch.bfloat16), torch.tensor([4, -1, 8, 0, 0, -1], device=DEVICE)
     with ops.only("triton"):
-        moved = take_quantized(ops.QUANTIZE(x, spec), sources, 1)
+        moved = gather_quantized(ops.QUANTIZE(x, spec), sources, 1)
     expected = qt.quantize(permutation._gather(x, sources, 1), spec)
     assert_bitwise(moved.codes(), expected.codes())
     assert_bitwise(moved.scales(), expected.scales())
@@ -115,7 +115,7 @@ def test_transforms_give_a_clear_error_before_a_kernel_runs() -> None:
     x, indices = torch.randn(1, 5, 16).to(DEVICE), torch.zeros(1, 5, 2, dtype=torch.int64, device=DEVICE)
     mixture = qt.MoE(16, 16, qt.MixtureConfig(experts=4, k=2), device=DEVICE)
     with ops.only("triton"):
-        with pytest.raises(NotImplementedError, match="permute and unpermute do not run under torch.func"):
+        with pytest.raises(NotImplementedError, match=r"permute and unpermute do not run under torch.func"):
             torch.vmap(lambda t, i: qt.permute(t, i, 4).rows)(x, indices)
-        with pytest.raises(NotImplementedError, match="grouped products, .* do not run under torch.func"):
+        with pytest.raises(NotImplementedError, match=r"grouped products, .* do not run under torch.func"):
             torch.func.grad(lambda t: mixture(t).sum())(x)

@@ -67,7 +67,7 @@ def quantize(
 
 def dequantize(q: Quantized) -> Tensor:
     """Return data × scale, float32 [rows, k]; after a Hadamard rotation these are the rotated values that the GEMM
-    uses.
+    uses. A product beyond float32 is infinite on a CPU, and the largest float32 on a GPU.
     """
     check_instance("dequantize", "q", q, Quantized, "quaver.torch.quantize(x, spec)")
     return ops.DEQUANTIZE(q, torch.float32)

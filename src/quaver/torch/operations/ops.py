@@ -159,8 +159,8 @@ def _dequantized(q: Quantized, dtype: torch.dtype) -> Tensor:
     return q.dequantize().to(dtype)
 
 
-#: Values of an operand times its scales, rounded once: (operand, dtype) -> [rows, k]. The kernel gives the largest
-#: number where a value is beyond the dtype.
+#: Data of an operand times its scales, rounded once: (operand, dtype) -> [rows, k]. Where a product overflows, the
+#: kernel may return the largest number, and the reference returns infinity.
 DEQUANTIZE: Operation[Tensor] = Operation(
     "dequantize",
     [

@@ -1,7 +1,7 @@
 """Launches that sort choices by expert, gather rows in that order, sum them per token, and multiply them with tokens.
 
-The host reads neither the choices nor the sizes of the groups. Results equal those of `quaver.torch.nn.moe.permutation`
-in every bit, but for the order in which dot products are summed.
+The host reads neither the choices nor the sizes of the groups. Results are bitwise those of plain torch in
+`quaver.torch.nn.moe.permutation`, except that dot products are summed in another order.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from quaver.kernels import permutation as kernels
 from quaver.torch.backends.gpu.buffers import BufferSpec, whole
 from quaver.torch.backends.gpu.launch import FP8, TYPES, LaunchPlan, LaunchPlanCache, LaunchSpec, power_above
 
-#: Bytes of a row of a program's block, bytes of the block, most rows, and warps.
+#: Bytes of a row of a program's block, bytes of the block, maximum number of rows, and warps.
 BLOCK = 1024, 8192, 128, 4
-#: Rows and columns of a program of dot products, and its warps.
+#: Rows and columns of a block of dot products, and warps of a program.
 DOT_BLOCK = 4, 512, 4
-#: Choices of a program that sorts them, and its warps; blocks and experts of a tile of counts.
+#: Choices per block of the sort, and warps of a program; blocks and experts per tile of counts.
 ORDER_BLOCK, SCAN_BLOCK = (128, 8), (64, 16)
-#: Most choices, whose rows int32 numbers.
+#: Maximum number of choices; ranks and counts of choices are int32.
 LONGEST = 2**30
-#: Most elements of a tensor, so that a grid has a program for each block.
+#: Maximum number of elements of a tensor, so that the number of programs fits a grid.
 MOST = 2**38
 #: dtypes that the kernels read.
 DTYPES = set(TYPES) - {torch.float64, *FP8}
@@ -85,7 +85,7 @@ def _order(tensors_in: Sequence[Any], experts: int, pad: int, capacity: int, tot
 
 def gather(x: Tensor, sources: Tensor, k: int, weights: Tensor | None = None, fill: float = 0) -> Tensor:
     """Gather rows of x; arguments and result as for `quaver.torch.nn.moe.permutation.GATHER_ROWS`."""
-    y: Tensor = _gather((_in_rows(x), _packed(weights), _packed(sources)), k, fill)[0]
+    y: Tensor = _gather((_in_rows(x), _contiguous(weights), _contiguous(sources)), k, fill)[0]
     return y
 
 
@@ -102,7 +102,7 @@ def _gather(tensors_in: Sequence[Any], k: int, fill: float) -> LaunchPlan:
 
 def combine(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
     """Sum rows per token; arguments and result as for `quaver.torch.nn.moe.permutation.COMBINE_ROWS`."""
-    y: Tensor = _combine((_in_rows(rows), _packed(weights), _packed(places)), k)[0]
+    y: Tensor = _combine((_in_rows(rows), _contiguous(weights), _contiguous(places)), k)[0]
     return y
 
 
@@ -117,8 +117,8 @@ def _combine(tensors_in: Sequence[Any], k: int) -> LaunchPlan:
 
 
 def dots(x: Tensor, rows: Tensor, places: Tensor, k: int) -> Tensor:
-    """Multiply rows; arguments and result as for `quaver.torch.nn.moe.permutation.DOT_ROWS`."""
-    y: Tensor = _dots((_in_rows(x), _in_rows(rows), _packed(places)), k)[0]
+    """Compute dot products of rows; arguments and result as for `quaver.torch.nn.moe.permutation.DOT_ROWS`."""
+    y: Tensor = _dots((_in_rows(x), _in_rows(rows), _contiguous(places)), k)[0]
     return y.view(-1, k)
 
 
@@ -137,9 +137,9 @@ def _dots(tensors_in: Sequence[Any], k: int) -> LaunchPlan:
 def _blocks(y: BufferSpec) -> tuple[tuple[int], int, dict[str, int], int]:
     """Return the grid for a matrix, the number of blocks side by side, the size of a block, and its warps."""
     (rows, columns), size = y.shape, y.dtype.itemsize
-    wide, total, most, warps = BLOCK
-    bn = min(wide // size, power_above(columns))
-    bm = min(total // size // bn, most)
+    row_bytes, block_bytes, max_rows, warps = BLOCK
+    bn = min(row_bytes // size, power_above(columns))
+    bm = min(block_bytes // size // bn, max_rows)
     across = -(-columns // bn)
     return (-(-rows // bm) * across,), across, {"BM": bm, "BN": bn}, warps
 
@@ -149,5 +149,5 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _packed(x: Tensor | None) -> Tensor | None:
+def _contiguous(x: Tensor | None) -> Tensor | None:
     return x if x is None else x.contiguous()

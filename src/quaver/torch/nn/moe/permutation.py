@@ -57,7 +57,8 @@ def permute(
         x: [T, H], differentiable; or `Quantized` with blocks within a row or one scale per tensor, whose codes and
             scales are copied as bytes. That equals quantizing the permuted rows, at 1/k of the work and of the bytes
             read.
-        indices: int64 [T, k], from `route`. A number outside [0, experts) is a choice of an expert on another rank.
+        indices: int64 or int32 [T, k], from `route`. A number outside [0, experts) is a choice of an expert on another
+            rank.
         experts: number of experts.
         pad: each expert's rows are padded with zeros to a multiple of it.
         capacity: maximum number of choices per expert; the first tokens have priority, the rest is dropped. None drops
@@ -87,7 +88,7 @@ def permute(
     _refuse_transforms(x if isinstance(x, Tensor) else None)
     offsets, places, sources = order(indices, experts, pad, capacity)
     if isinstance(x, Quantized):
-        return Permuted(take_quantized(x, sources, indices.shape[1]), offsets, places)
+        return Permuted(gather_quantized(x, sources, indices.shape[1]), offsets, places)
     rows: Tensor = GatherRows.apply(x, None, sources, places, indices.shape[1])
     return Permuted(rows, offsets, places)
 
@@ -112,7 +113,7 @@ def unpermute(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = Non
 
 
 def sum_choices(rows: Tensor, sources: Tensor | None, places: Tensor, k: int, weights: Tensor | None) -> Tensor:
-    """Run `unpermute`, with the choice of each row, as `order` returns it, if it is known."""
+    """Run `unpermute`; sources, the choice of each row, are computed in backward if they are None."""
     weights_shape = None if weights is None else tuple(weights.shape)
     integers = places.dtype in (torch.int64, torch.int32)
     check_unpermute(tuple(rows.shape), tuple(places.shape), integers, k, weights_shape)
@@ -164,7 +165,7 @@ def _order(
 
 
 _GPU = f"{ops.GPU}.permutation"
-#: Permutation of choices: (indices [T k], experts, pad, capacity or None, number of rows) -> as `order`.
+#: Permutation of choices: (indices [T k], experts, pad, capacity or None, number of rows) -> results of `order`.
 ORDER: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
     "order_choices",
     [
@@ -174,7 +175,7 @@ ORDER: Operation[tuple[Tensor, Tensor, Tensor]] = Operation(
     traced=_order,
 )
 
-# ---- moves of rows: gathers, weighted sums and dot products, each derivative another of them ----
+# ---- gather, weighted sum and dot products of rows; the derivatives of each are others of them ----
 
 
 def _gather(x: Tensor, sources: Tensor, k: int, weights: Tensor | None = None, fill: float = 0) -> Tensor:
@@ -223,7 +224,7 @@ def _dots(x: Tensor, rows: Tensor, places: Tensor, k: int) -> Tensor:
     return torch.stack(parts, 1).masked_fill(each < 0, 0)
 
 
-def _move(name: str, gpu: str, plain: Any) -> Operation[Tensor]:
+def _row_operation(name: str, gpu: str, plain: Any) -> Operation[Tensor]:
     """Return an operation that a compiler sees as plain torch, which it fuses with its neighbours."""
     triton = Implementation("triton", f"{_GPU}:{gpu}", f"{_GPU}:reason", ops.no_kernels)
     return Operation(name, [triton, Implementation("reference", plain)], traced=plain)
@@ -231,11 +232,11 @@ def _move(name: str, gpu: str, plain: Any) -> Operation[Tensor]:
 
 #: Gather rows: (x [T, n], choice of each row, -1 for an empty one, k, weights [T k] or None, fill) -> [rows, n]. Empty
 #: rows have `fill` in each element. The products with weights are computed in float32.
-GATHER_ROWS = _move("gather_rows", "gather", _gather)
+GATHER_ROWS = _row_operation("gather_rows", "gather", _gather)
 #: Weighted sum of each token's k rows: (rows, places, k, weights [T k] or None) -> [T, n], as `unpermute`.
-COMBINE_ROWS = _move("combine_rows", "combine", _combine)
+COMBINE_ROWS = _row_operation("combine_rows", "combine", _combine)
 #: Dot products of x [T, n] and each token's k rows: (x, rows, places, k) -> float32 [T, k], 0 for a dropped choice.
-DOT_ROWS = _move("dot_rows", "dots", _dots)
+DOT_ROWS = _row_operation("dot_rows", "dots", _dots)
 
 
 class GatherRows(torch.autograd.Function):
@@ -312,7 +313,7 @@ def inverse(places: Tensor, count: int) -> Tensor:
     return sources.scatter(0, torch.where(places < 0, count, places), numbers)[:count]
 
 
-def take_quantized(q: Quantized, sources: Tensor, k: int) -> Quantized:
+def gather_quantized(q: Quantized, sources: Tensor, k: int) -> Quantized:
     """Gather codes and scales by the choice of each row; an empty row has the codes of zeros."""
     q = q.upright()
     data = GATHER_ROWS(q.data.view(torch.uint8), sources, k).view(q.data.dtype)
@@ -353,15 +354,15 @@ class TokenRows:
         if not moves(spec):
             return GATHER_ROWS(tokens, sources, self.k), (tokens, None, sources, places)
         q = ops.QUANTIZE(tokens if tokens.stride(1) == 1 else tokens.contiguous(), spec)
-        saved_tokens = None if self.codes_alone else tokens
-        return take_quantized(q, sources, self.k), (saved_tokens, q if saved_tokens is None else None, sources, places)
+        saved = (None, q) if self.codes_alone else (tokens, None)
+        return gather_quantized(q, sources, self.k), (*saved, sources, places)
 
     def recompute_input(self, saved: Sequence[Any], spec: QuantSpec | None) -> Tensor | Quantized:
         tokens, q, sources, _ = saved
         if tokens is not None:
             # Operands that wgrad reuses from fprop are quantized per group; others wgrad quantizes itself.
             return GATHER_ROWS(tokens, sources, self.k)
-        return take_quantized(q, sources, self.k)
+        return gather_quantized(q, sources, self.k)
 
     def high(self, saved: Sequence[Any]) -> Tensor | None:
         tokens, _, sources, _ = saved

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.linear.grouped.operands import RowInputOp
-from quaver.torch.nn.moe.permutation import COMBINE_ROWS, GATHER_ROWS, order, take_quantized
+from quaver.torch.nn.moe.permutation import COMBINE_ROWS, GATHER_ROWS, gather_quantized, order
 from quaver.torch.numerics.quantized import Quantized
 from quaver.torch.numerics.rounding import magnitude_bits
 from quaver.torch.operations.functional import quantize
@@ -341,8 +341,8 @@ class DispatchedRows(RowInputOp):
             came = begin(GATHER_ROWS(tokens, plan.sources, plan.k), self.dispatch, plan.splits, plan.group)()
             return GATHER_ROWS(came.to(tokens.dtype), plan.by_expert, 1), ()
         # Quantized once per token, before it is copied for its experts.
-        q = take_quantized(quantize_rows(tokens, self.dispatch, plan.group), plan.sources, plan.k)
-        rows = take_quantized(exchange_operand(q, plan.splits, plan.group)(), plan.by_expert, 1)
+        q = gather_quantized(quantize_rows(tokens, self.dispatch, plan.group), plan.sources, plan.k)
+        rows = gather_quantized(exchange_operand(q, plan.splits, plan.group)(), plan.by_expert, 1)
         return rows if self.dispatch == spec else DEQUANTIZE(rows, tokens.dtype), ()
 
     def backward(self, g: Tensor, saved: Sequence[Any], needs: Sequence[Any]) -> tuple[Tensor | None, ...]:
