@@ -1,7 +1,7 @@
 """Sort the choices of tokens by expert, and move rows between both orders: gather, weighted sum, and dot products.
 
-The sort is a counting sort in four launches. Blocks of choices are counted by expert; the counts are summed over blocks
-and experts; then each choice knows its row.
+The sort is a counting sort in four launches, after zeroing the counts. Blocks of choices are counted by expert; the
+counts are summed over blocks and experts; then each choice knows its row.
 
 sources: int64 [rows], the choice (token · k + j) of each row, -1 for an empty row. places: integers [tokens · k], the
 row of each choice, -1 for a dropped one.
@@ -14,8 +14,8 @@ import triton.language as tl
 
 
 @triton.jit
-def count_choices(indices, ranks, counts, sources, choices, experts, total, B: tl.constexpr, FILL: tl.constexpr):
-    """Count the choices of each expert in each block of B, and set sources [total] to -1, FILL elements a program.
+def count_choices(indices, ranks, counts, sources, choices, experts, total, B: tl.constexpr, CHUNK: tl.constexpr):
+    """Count the choices of each expert in each block of B, and set sources [total] to -1, CHUNK elements a program.
 
     indices: integers [choices]. ranks: int32 [choices], number of earlier choices of the same expert in the block.
     counts: int32 [blocks, experts], zero before. A number outside [0, experts) is not counted.
@@ -24,7 +24,7 @@ def count_choices(indices, ranks, counts, sources, choices, experts, total, B: t
     c = p * B + tl.arange(0, B)
     inside = c < choices
     expert = tl.load(indices + c, mask=inside, other=-1).to(tl.int64)
-    # The lanes after the last choice have no expert, nor an equal one.
+    # Lanes past the last choice match no lane.
     column = tl.load(indices + c, mask=inside, other=-2).to(tl.int64)
     same = (expert[:, None] == column[None, :]).to(tl.int32)  # [B, B]
     lane = tl.arange(0, B)
@@ -33,8 +33,8 @@ def count_choices(indices, ranks, counts, sources, choices, experts, total, B: t
     tl.store(ranks + c, rank, mask=inside)
     last = inside & (later == 0) & (expert >= 0) & (expert < experts)
     tl.store(counts + p.to(tl.int64) * experts + expert, rank + 1, mask=last)
-    row = p.to(tl.int64) * FILL + tl.arange(0, FILL)
-    tl.store(sources + row, tl.full([FILL], -1, tl.int64), mask=row < total)
+    row = p.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    tl.store(sources + row, tl.full([CHUNK], -1, tl.int64), mask=row < total)
 
 
 @triton.jit
@@ -96,7 +96,8 @@ def gather_rows(
 ):
     """Copy row sources[r] // k of x to row r of y, multiplied by weights[sources[r]] in float32 if given.
 
-    Empty rows get FILL. across: number of blocks side by side. Exact, with a weight rounded once.
+    Empty rows get FILL. across: number of blocks side by side. Exact; products with weights are computed in float32 and
+    rounded once.
     """
     p = tl.program_id(0)
     r = (p // across) * BM + tl.arange(0, BM)
@@ -113,10 +114,11 @@ def gather_rows(
 
 
 @triton.jit
-def choice_rows(rows, weights, places, choice, c, inside, columns, stride):
-    """Load the rows of choices [BM] as float32 [BM, BN], times their weights if given; zeros for dropped ones."""
+def choice_rows(rows, weights, places, choice, c, inside, count, columns, stride):
+    """Load the rows of choices [BM] as float32 [BM, BN], times their weights if given; zeros for dropped ones and
+    for numbers beyond the `count` rows."""
     row = tl.load(places + choice, mask=inside, other=-1).to(tl.int64)
-    there = row >= 0
+    there = (row >= 0) & (row < count)
     mask = there[:, None] & (c[None, :] < columns)
     v = tl.load(rows + row[:, None] * stride + c[None, :], mask=mask, other=0.0).to(tl.float32)
     if weights is not None:
@@ -127,7 +129,7 @@ def choice_rows(rows, weights, places, choice, c, inside, columns, stride):
 
 @triton.jit
 def combine_rows(
-    rows, weights, places, y, tokens, columns, stride, k, across, BM: tl.constexpr, BN: tl.constexpr
+    rows, weights, places, y, count, tokens, columns, stride, k, across, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """Sum each token's k rows, times weights [tokens · k] if given, in float32 in the order of choices, rounded once.
 
@@ -138,15 +140,15 @@ def combine_rows(
     c = (p % across) * BN + tl.arange(0, BN)
     inside = t < tokens
     # The sum begins with the first row, because 0 + -0 would lose the sign.
-    total = choice_rows(rows, weights, places, t * k, c, inside, columns, stride)
+    total = choice_rows(rows, weights, places, t * k, c, inside, count, columns, stride)
     for j in range(1, k):
-        total += choice_rows(rows, weights, places, t * k + j, c, inside, columns, stride)
+        total += choice_rows(rows, weights, places, t * k + j, c, inside, count, columns, stride)
     at = y + t[:, None] * columns + c[None, :]
     tl.store(at, total.to(y.dtype.element_ty), mask=inside[:, None] & (c[None, :] < columns))
 
 
 @triton.jit
-def dot_rows(x, rows, places, y, choices, columns, x_stride, stride, k, BM: tl.constexpr, BN: tl.constexpr):
+def dot_rows(x, rows, places, y, count, choices, columns, x_stride, stride, k, BM: tl.constexpr, BN: tl.constexpr):
     """Compute the dot product of row choice // k of x and the choice's row, float32 [choices]; 0 for a dropped choice.
 
     Bounded: the sum over columns is computed in float32, in blocks of BN.
@@ -154,7 +156,7 @@ def dot_rows(x, rows, places, y, choices, columns, x_stride, stride, k, BM: tl.c
     choice = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inside = choice < choices
     row = tl.load(places + choice, mask=inside, other=-1).to(tl.int64)
-    there = (row >= 0)[:, None]
+    there = ((row >= 0) & (row < count))[:, None]
     total = tl.zeros([BM, BN], tl.float32)
     for start in range(0, columns, BN):
         c = start + tl.arange(0, BN)

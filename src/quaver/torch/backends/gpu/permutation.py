@@ -61,11 +61,11 @@ def _order(tensors_in: Sequence[Any], experts: int, pad: int, capacity: int, tot
     ends, starts, totals = (whole((experts,), torch.int32) for _ in range(3))
     places, sources = whole((choices,), torch.int64), whole((total,), torch.int64)
     ranks, counts = whole((choices,), torch.int32), whole((blocks, experts), torch.int32)._replace(zeros=True)
-    fill, numbers = power_above(-(-total // blocks)), (choices, experts)
+    chunk_rows, numbers = power_above(-(-total // blocks)), (choices, experts)
     launches = [
         LaunchSpec(
             kernels.count_choices, (blocks,), (indices, ranks, counts, sources), (*numbers, total),
-            {"B": b, "FILL": fill}, warps,
+            {"B": b, "CHUNK": chunk_rows}, warps,
         ),
         LaunchSpec(
             kernels.scan_counts, (-(-experts // chunk),), (counts, totals), (blocks, experts),
@@ -111,7 +111,7 @@ def _combine(tensors_in: Sequence[Any], k: int) -> LaunchPlan:
     rows, weights, places = tensors_in
     y = whole((places.shape[0] // k, rows.shape[1]), rows.dtype)
     grid, across, constants, warps = _blocks(y)
-    numbers = (*y.shape, rows.stride(0), k, across)
+    numbers = (rows.shape[0], *y.shape, rows.stride(0), k, across)
     launch = LaunchSpec(kernels.combine_rows, grid, (rows, weights, places, y), numbers, constants, warps)
     return LaunchPlan(tensors_in, (y,), [launch])
 
@@ -127,7 +127,7 @@ def _dots(tensors_in: Sequence[Any], k: int) -> LaunchPlan:
     x, rows, places = tensors_in
     y = whole(tuple(places.shape), torch.float32)
     (bm, bn, warps), choices = DOT_BLOCK, places.shape[0]
-    numbers = (choices, x.shape[1], x.stride(0), rows.stride(0), k)
+    numbers = (rows.shape[0], choices, x.shape[1], x.stride(0), rows.stride(0), k)
     grid, constants = (-(-choices // bm),), {"BM": bm, "BN": bn}
     return LaunchPlan(
         tensors_in, (y,), [LaunchSpec(kernels.dot_rows, grid, (*tensors_in, y), numbers, constants, warps)]
