@@ -1,7 +1,6 @@
 """The script of the first run on a GPU: order, limits, and what a run that is killed leaves behind."""
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -9,22 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu import report, run
 from benchmarks.gpu.__main__ import parser
 from benchmarks.gpu.ahead import cache
-from benchmarks.gpu.child import Done
-from benchmarks.gpu.measuring.setting import Case, Section, Setting
-from benchmarks.gpu.options import Options
 from benchmarks.gpu.sections.registry import SECTIONS
 from benchmarks.measuring import stub_driver
-from benchmarks.measuring.figure import Figure
+from tests.benchmarks import first_run_stand_in as stand_in
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "first_run.sh"
@@ -125,92 +119,116 @@ def test_a_missing_archive_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2 and "bad.tar.xz cannot be unpacked" in done.stderr
 
 
-#: Cases of a section, figures of a case, and seconds of a case.
-CASES, FIGURES, SECONDS = 10, 10, 0.005
-#: A worker's process that measures them.
-WORKER = f"""
-import json, sys, time
-for line in sys.stdin:
-    section = json.loads(line)["section"]
-    for case in range({CASES}):
-        name = f"{{section}}{{case}}"
-        print({run.MARK + Done("NAME").line()!r}.replace("NAME", name), flush=True)
-        time.sleep({SECONDS})
-        line = {run.MARK + Done("NAME", 1.0, [Figure("NAME", f"c{i}", 1.0, "ms") for i in range(FIGURES)]).line()!r}
-        print(line.replace("NAME", name), flush=True)
-    print({run.MARK + run.END!r}, flush=True)
-"""
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """A packed cache of one kernel."""
+    kernel = tmp_path / "cache" / "KEY"
+    kernel.mkdir(parents=True)
+    (kernel / f"{cache.GROUP}k.json").write_text(json.dumps({"child_paths": {}}))
+    cache.pack(tmp_path / "cache", tmp_path / "kernels.tar.xz")
+    return tmp_path / "kernels.tar.xz"
 
 
-def toy(name: str) -> Section:
-    cases = [Case(f"{name}{number}", lambda setting, findings: None) for number in range(CASES)]
-    return Section(name=name, title=name, notes="Of a test.", seconds=10, cases=lambda setting: cases)
+#: Results of each step on the stand-in, in order.
+RESULTS = {
+    which: {name: len(sections) * stand_in.CASES or stand_in.TESTS for name, _, sections in steps}
+    for which, steps in STEPS.items()
+}
 
 
-def measure(folder: Path) -> None:
-    """Run two toy sections in a process group of their own; printed lines go to a file."""
-    os.setpgrp()
-    with (folder / "printed").open("w", buffering=1) as printed:
-        run.run(Options(folder=folder, only=("a", "b")), lambda line: print(line, file=printed))
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_leaves_every_case_that_ended(
-    kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("which", "kills"), [(("--second",), 3), pytest.param((), 20, marks=pytest.mark.slow)])
+def test_a_script_that_is_killed_leaves_every_result_that_ended(
+    which: tuple[str, ...], kills: int, tmp_path: Path, archive: Path
 ) -> None:
-    setting = Setting(device=torch.device("cuda"), hollow=True)
-    monkeypatch.setattr(Options, "setting", setting)
-    monkeypatch.setattr(run, "chosen", lambda names: [toy(name) for name in names])
-    monkeypatch.setattr(run, "command_of", lambda options: [sys.executable, "-c", WORKER])
-    monkeypatch.setattr(run.card, "describe", lambda commit: {"card": "NVIDIA H200", "date": "2026-01-01"})
-    begun = time.monotonic()
-    assert survivors(tmp_path / "whole", None) == 2 * CASES
-    whole, moments = time.monotonic() - begun, random.Random(0)
-    left = [survivors(tmp_path / str(number), moments.uniform(0, whole)) for number in range(kills)]
-    assert any(0 < cases < 2 * CASES for cases in left), left
+    python = executable(tmp_path / "bin" / "python", f'exec {sys.executable} {stand_in.__file__} "$@"')
+    moments = random.Random(0)
+    for number in range(kills):
+        results = moments.randrange(sum(RESULTS[which].values()))
+        run_and_kill(which, archive, tmp_path / str(number), python, results, moments.uniform(0, 0.03))
 
 
-def survivors(folder: Path, moment: float | None) -> int:
-    """Return the number of cases in the results of a run killed after so many seconds, all checked."""
-    folder.mkdir()
-    process = multiprocessing.get_context("fork").Process(target=measure, args=(folder,))
-    with warnings.catch_warnings():
-        # JAX, if another test has imported it, warns of its threads, which this process does not use.
-        warnings.simplefilter("ignore", RuntimeWarning)
-        process.start()
-    process.join(moment)
-    if moment is not None and process.pid is not None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-    printed = [line.split()[0] for line in (folder / "printed").read_text().splitlines() if " c0 " in line]
-    ended = [name for name in printed if name[1:].isdigit()]
-    for path in folder.glob("*.md"):
-        text = path.read_text(encoding="utf-8")
-        assert report.WORTHLESS in text and text.endswith("\n") and all(f"| {name} |" in text for name in ended)
-    saved: list[str] = []
-    for path in folder.glob("*.json"):
-        assert path.name == "gpu-h200-dry-a-b-2026-01-01.json"
-        sections = json.loads(path.read_text(encoding="utf-8"))["sections"]
-        figures = [figure for section in sections for figure in section["figures"]]
-        saved = list(dict.fromkeys(figure["subject"] for figure in figures))
-        assert len(figures) == FIGURES * len(saved), "a case is there in part"
-    assert set(ended) <= set(saved) and len(saved) <= len(ended) + 1
-    return len(saved)
+def run_and_kill(which: tuple[str, ...], archive: Path, out: Path, python: Path, results: int, seconds: float) -> None:
+    """Kill a script so many seconds after it has so many results, with all its processes, and check what is left.
+
+    Results are also read while the script writes them.
+    """
+    out.mkdir()
+    own = {**os.environ, "OUT": str(out), "TMPDIR": str(out), "PYTHON": str(python)}
+    command = ["bash", str(SCRIPT), *which, str(archive)]
+    with (out / "printed").open("w") as printed:
+        # A session, because `timeout` makes a process group of its own.
+        script = subprocess.Popen(command, env=own, stdout=printed, stderr=printed, start_new_session=True)
+    try:
+        while sum(map(len, saved(which, out).values())) < results:
+            assert script.poll() is None, (out / "printed").read_text()
+            time.sleep(0.01)
+        time.sleep(seconds)
+    finally:
+        kill_session(script.pid)
+        script.wait()
+    left = saved(which, out)
+    assert sum(map(len, left.values())) >= results
+    for name, ended in printed_results(which, out).items():
+        assert set(ended) <= set(left[name]), "a result that was printed is missing"
+    # Steps run one after another, so that all before the last one are complete.
+    *complete, _ = [name for name in left if (out / name).exists()] or [""]
+    assert all(len(left[name]) == RESULTS[which][name] for name in complete)
+    for path in out.glob("quaver-kernels-*"):
+        assert (path / "KEY" / f"{cache.GROUP}k.json").exists(), "half a cache"
+
+
+def kill_session(leader: int) -> None:
+    """Kill all processes of a session, the leader first, so that it begins nothing else."""
+    members = [leader]
+    while members:
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        members = [pid for pid in pids if running(pid) and session(pid) == leader]
+
+
+def session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def saved(which: tuple[str, ...], out: Path) -> dict[str, list[str]]:
+    """Return the cases and tests of each step in its files, all of which must be complete."""
+    left: dict[str, list[str]] = {name: [] for name in RESULTS[which]}
+    for name, names in left.items():
+        for path in (out / name).glob("*.json"):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if path.name == "tests.json":
+                assert list(data) == ["passed"]
+                names += data["passed"]
+                continue
+            figures = [figure["subject"] for section in data["sections"] for figure in section["figures"]]
+            names += dict.fromkeys(figures)
+            assert len(figures) == stand_in.FIGURES * len(names), "a case is there in part"
+        for path in (out / name).glob("*.md"):
+            text = path.read_text(encoding="utf-8")
+            assert report.WORTHLESS in text and text.endswith("\n")
+    return left
+
+
+def printed_results(which: tuple[str, ...], out: Path) -> dict[str, list[str]]:
+    """Return the cases of each step that its log reports; a case is saved before it is reported."""
+    logs = {name: out / name / "log.txt" for name in RESULTS[which]}
+    lines = {name: path.read_text().splitlines() for name, path in logs.items() if path.exists()}
+    return {name: [line.split()[0] for line in log if " c0 " in line] for name, log in lines.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(stub_driver.compiler() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("which", STEPS, ids=str)
-def test_the_script_runs_on_the_stand_in(which: tuple[str, ...], tmp_path: Path) -> None:
-    kernel = tmp_path / "cache" / "KEY"
-    kernel.mkdir(parents=True)
-    (kernel / f"{cache.GROUP}k.json").write_text(json.dumps({"child_paths": {}}))
-    cache.pack(tmp_path / "cache", tmp_path / "kernels.tar.xz")
+def test_the_script_runs_on_the_stand_in(which: tuple[str, ...], tmp_path: Path, archive: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.ahead.rehearsal", "90", "bash", str(SCRIPT), *which]
     own = {"OUT": str(tmp_path / "out"), "TMPDIR": str(tmp_path), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     done = subprocess.run(
-        [*command, str(tmp_path / "kernels.tar.xz")],
+        [*command, str(archive)],
         env={**os.environ, **own},
         cwd=ROOT,
         capture_output=True,
