@@ -63,8 +63,7 @@ if [ $second = no ]; then
     # Alone, because an empty expert may lose the context.
     tests 2-gemms 40 -n 0 --timeout 30 -k 'not compiled' tests/kernels/test_gemms_on_a_gpu.py \
         tests/torch/backends/gpu/test_grouped_mm.py
-    tests 3-kernels 150 -n 8 --dist worksteal --maxfail 40 --timeout 45 tests/kernels tests/gpu \
-        tests/torch/backends/gpu/test_capture.py
+    tests 3-kernels 150 -n 8 --dist worksteal --maxfail 40 --timeout 45 tests/kernels tests/gpu
     sections 4-layers 195 kernels linears layer producers attention
 else
     tests 5-cuda-graphs 45 -n 0 --timeout 40 tests/gpu/test_graph.py -k compiled_to_cuda_graphs

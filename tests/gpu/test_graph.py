@@ -162,6 +162,7 @@ def test_steps_compiled_to_cuda_graphs_equal_the_eager_ones(recipe: str) -> None
 
 @pytest.mark.parametrize("preset", ["lean", "balanced", "exact", "float32"])
 @pytest.mark.parametrize("rule", [optim.AdamW, optim.Lion])
+@pytest.mark.filterwarnings("ignore:.*stepped by plain torch operations:UserWarning")
 def test_captured_steps_of_an_optimizer_equal_the_eager_ones(preset: str, rule: Any) -> None:
     """A learning rate that changes, clipping, noise by the step's count, and a gradient of NaN that is skipped."""
 

@@ -359,6 +359,7 @@ def test_explain_names_it(calls: list[Call]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*decoded operands:UserWarning")
 def test_on_a_gpu_it_runs_or_explain_says_why_not() -> None:
     ends = ENDS.cuda()
     x = torch.randn(T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
