@@ -56,7 +56,7 @@ INTERPRETED = (
     "tests/kernels/test_interpreter.py",
 )
 #: The static gate needs neither.
-ANYWHERE = ("tests/kernels/test_gate.py",)
+ANYWHERE = ("tests/kernels/test_gate.py", "tests/kernels/gate/")
 #: Files of single cases that take long: they begin first, for one that began last would leave the other worker idle.
 #: mypy's two stand side by side, since the second reads the cache of the first.
 LONGEST = (

@@ -14,6 +14,7 @@ from tests.conftest import ROOT, place_on_a_machine
         ("tests/kernels/test_cast.py", False, False, True, None),
         ("tests/kernels/test_cast.py", False, True, False, "gpu"),
         ("tests/kernels/test_gate.py", False, True, False, None),
+        ("tests/kernels/gate/test_keys.py", False, True, False, None),
         ("tests/torch/backends/gpu/test_layers.py", False, False, True, None),
         ("tests/torch/backends/gpu/test_layers.py", False, True, False, "skip"),
         ("tests/torch/backends/gpu/test_layers.py", False, True, True, None),
