@@ -37,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
         "--compile", nargs="+", default=[], metavar="sm_90", help="no measuring: fill --cache for these architectures"
     )
     argument_parser.add_argument(
-        "--check", action="store_true", help="with --compile: launch all again from a copy, which must compile nothing"
+        "--check",
+        action="store_true",
+        help="with --compile: check the machine code, and launch from a copy, which must compile nothing",
     )
     argument_parser.add_argument("--cache", type=Path, metavar="DIR", help="of compiled kernels, made by --compile")
     argument_parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -90,7 +92,7 @@ def use(folder: Path) -> None:
 
 
 def compile_ahead(given: argparse.Namespace) -> int:
-    """Returns: 0 where all was built, and under --check where nothing was left to compile."""
+    """Returns: 0 where all was built, and under --check where no machine code is wrong and nothing left to compile."""
     from benchmarks.gpu.ahead import building, cards
 
     try:
@@ -103,9 +105,10 @@ def compile_ahead(given: argparse.Namespace) -> int:
     building.build(archs, given.cache.resolve())
     if not given.check:
         return 0
+    wrong = building.check_machine_code(archs, given.cache.resolve())
     left = building.check(archs, given.cache.resolve())
     print(f"compiled in a second process: {left['kernels compiled']} kernels, {left['launchers compiled']} launchers")
-    return 1 if left["kernels compiled"] or left["launchers compiled"] else 0
+    return 1 if wrong or left["kernels compiled"] or left["launchers compiled"] else 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import triton
 
-from benchmarks.gpu.ahead.cards import architecture
 from quaver.torch.backends.gpu.device import KERNELS, TRAITS
 from tests.kernels.cases import CASES
 from tests.kernels.gate import bad, ceilings, floors, measured
@@ -25,8 +24,6 @@ from tests.kernels.gate.record import ARCHITECTURES, SIBLINGS
 from tests.kernels.gate.selection import LONG, SHORT, SIDES, length, sampled, split_name
 
 ROOT = Path(__file__).parents[2]
-#: Architectures ("sm_90") whose launches are all compiled, slow tests or not.
-PREPARED = {architecture(text) for text in os.environ.get("QUAVER_TEST_GATE", "").split()}
 #: Variables that would change the machine code, or keep Triton from compiling.
 FOREIGN = "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_DEFAULT_FP_FUSION", "DISABLE_PTXAS_OPT", "TRITON_KERNEL_DUMP"
 
@@ -45,10 +42,8 @@ def test_compiled_kernels_keep_the_rules_and_their_ceilings() -> None:
 
 
 # Seven tenths of a second for each of 159 launches on each of six architectures.
-@pytest.mark.parametrize(
-    "arch",
-    [pytest.param(arch, marks=() if arch in PREPARED else pytest.mark.slow) for arch in ARCHITECTURES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_all_kernels_keep_them_on_every_architecture(arch: int) -> None:
     done = compiling("-m", "tests.kernels.gate", "--arch", str(arch))
     assert done.returncode == 0, done.stdout + done.stderr

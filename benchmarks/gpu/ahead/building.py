@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[3]
 TESTS = ("tests/gpu", "tests/kernels", "tests/torch/nn/attention", "tests/torch/backends/gpu")
 #: Walks, and the paths of tests; the longest come first, because two run at a time.
 WALKS = ("tests", TESTS[:1]), ("benchmark", ()), ("tests", TESTS[1:]), ("rows", ())
+#: Walks that a check repeats: tests launch the same functions as the rows, and take most of the time.
+CHECKED = ("benchmark", ()), ("rows", ())
 #: Number of concurrent walks.
 PROCESSES = 2
 #: Compilers that Triton searches for its launchers.
@@ -34,20 +36,26 @@ def build(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print
     folder.mkdir(parents=True, exist_ok=True)
     cache.settle(folder)
     with environment(folder, compilers=True) as own:
-        total = sum((walk_all(arch, own, say, failures=True) for arch in archs), Counter[str]())
-    cache.lighten(folder)
+        total = sum((walk_all(arch, own, say, WALKS, failures=True) for arch in archs), Counter[str]())
     say(f"{folder}: {cache.settle(folder)} kernels, {cache.size(folder) / 2**20:.0f} MiB")
     return total
 
 
 def check(archs: Sequence[int], folder: Path, say: Callable[[str], None] = print) -> Counter[str]:
-    """Repeat the launches in new processes, with a copy of the cache in another folder and without a C compiler."""
+    """Repeat `CHECKED` in new processes, with a copy of the cache in another folder and without a C compiler."""
     with tempfile.TemporaryDirectory() as elsewhere:
         copy = Path(elsewhere) / "carried"
-        shutil.copytree(folder, copy)
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*cache.UNUSED))
         cache.settle(copy)
         with environment(copy, compilers=False) as own:
-            return sum((walk_all(arch, own, say, failures=False) for arch in archs), Counter[str]())
+            return sum((walk_all(arch, own, say, CHECKED, failures=False) for arch in archs), Counter[str]())
+
+
+def check_machine_code(archs: Sequence[int], folder: Path) -> int:
+    """Run the gate on the kernels of its rows in a cache; returns its exit code."""
+    command = [sys.executable, "-m", "tests.kernels.gate", "--arch", *map(str, archs)]
+    with environment(folder, compilers=False) as own:
+        return subprocess.run(command, cwd=ROOT, env=own, check=False).returncode
 
 
 @contextmanager
@@ -62,8 +70,14 @@ def environment(folder: Path, compilers: bool) -> Iterator[dict[str, str]]:
         yield own
 
 
-def walk_all(arch: int, environment: dict[str, str], say: Callable[[str], None], failures: bool) -> Counter[str]:
-    """Run all walks; returns how many kernels they found in the cache, and how many they compiled.
+def walk_all(
+    arch: int,
+    environment: dict[str, str],
+    say: Callable[[str], None],
+    walks: Sequence[tuple[str, Sequence[str]]],
+    failures: bool,
+) -> Counter[str]:
+    """Run walks; returns how many kernels they found in the cache, and how many they compiled.
 
     Args:
         failures: say which tests and cases fail, instead of what is compiled.
@@ -84,7 +98,7 @@ def walk_all(arch: int, environment: dict[str, str], say: Callable[[str], None],
         return Counter(counts)
 
     with ThreadPoolExecutor(PROCESSES) as pool:
-        return sum(pool.map(walk, *zip(*WALKS, strict=True)), Counter[str]())
+        return sum(pool.map(walk, *zip(*walks, strict=True)), Counter[str]())
 
 
 @contextmanager
