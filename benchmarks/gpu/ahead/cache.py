@@ -19,7 +19,7 @@ from pathlib import Path
 
 #: Prefix of the name of the list of files in each kernel's folder.
 GROUP = "__grp__"
-#: Files of a cache that its user does not need: code before machine code, and what the gate has read (`tests.kernels`).
+#: Files of a cache that its user does not need: code before machine code, and what `tests.kernels.gate` has read.
 UNUSED = "*.ttir", "*.ttgir", "*.llir", "*.ptx", "*.source", "code.json"
 #: Compression with a window of 128 MiB, two thirds of the bytes that the usual one of 8 MiB gives.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 2**27}]
