@@ -99,6 +99,11 @@ def compile_ahead(given: argparse.Namespace) -> int:
         archs = [cards.architecture(text) for text in given.compile]
         if given.cache is None or not archs:
             raise ValueError("name architectures by --compile sm_90 and the cache's folder by --cache DIR")
+        if given.check and any(not list(path.parent.glob("*.ttgir")) for path in given.cache.glob("*/*.cubin")):
+            raise ValueError(
+                f"{given.cache} has kernels without the intermediate code that --check reads, as an unpacked archive: "
+                "give --cache an empty folder"
+            )
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

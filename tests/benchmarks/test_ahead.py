@@ -116,3 +116,10 @@ def test_an_architecture_is_written_as_compilers_do(capsys: pytest.CaptureFixtur
     assert tuple(cards.CARDS) == ARCHITECTURES
     assert main(["--compile", "sm_90"]) == 2
     assert "--cache DIR" in capsys.readouterr().err
+
+
+def test_an_unpacked_cache_cannot_be_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "KEY").mkdir()
+    (tmp_path / "KEY" / "cast.cubin").touch()
+    assert main(["--compile", "sm_90", "--cache", str(tmp_path), "--check"]) == 2
+    assert "give --cache an empty folder" in capsys.readouterr().err
