@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import quaver.torch as qt
 from quaver import recipes
+from quaver.torch.parallel import ColwiseParallel, gather_quantized
 from tests import two_ranks
 from tests.torch.parallel.fsdp import crossed
 from tests.torch.parallel.fsdp.test_gather import MOST, MOST_OF_MX_AND_ROWS
@@ -91,13 +95,34 @@ def crossed_refusals(rank: int) -> None:
     assert gathers.in_high_precision == {"up": why, "down": why}
 
 
+def written_on_one_rank_of_tensor_parallelism(rank: int) -> None:
+    """The other ranks agree with it, also if the first weight of the model is not sharded by tensor parallelism."""
+    mesh = two_ranks.mesh(crossed.RANKS, crossed.RANKS, names=("dp", "tp"))
+    outputs = []
+    for as_codes in (False, True):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64))
+        qt.convert(net, "tensorwise")
+        parallelize_module(net, mesh["tp"], {"1": ColwiseParallel()})
+        if as_codes:
+            gather_quantized(net)
+        fully_shard(net, mesh=mesh["dp"], reshard_after_forward=True)
+        x = torch.randn(8, 32)
+        net(x)
+        if mesh["tp"].get_local_rank():
+            with torch.no_grad():
+                net[1].weight.to_local().mul_(9)
+        outputs.append(net(x))
+    assert torch.equal(*outputs)
+
+
 CASES: list[Case] = [
     *(crossed_of(name, STEPS[name]) for name in _OWN),
     *(crossed_of(name, 5, before=crossed.hostile) for name in ("tensorwise", "rowwise", "nvfp4")),
     *(crossed_of("mxfp8", 2, **{name: True}) for name in ("sequence", "in_bf16", "replicas")),
     crossed_of("mxfp8", 2, after_forward=False),
     *(crossed_of(name, 2, micro=2) for name in ("tensorwise", "delayed")),
-    *(crossed_bytes, crossed_checkpoints, crossed_refusals),
+    *(crossed_bytes, crossed_checkpoints, crossed_refusals, written_on_one_rank_of_tensor_parallelism),
 ]
 
 

@@ -333,8 +333,7 @@ class GatheredModelState:
         self.weights: list[GatheredWeightState] = []
         #: The agreed amaxes, with the CUDA stream that wrote them.
         self.agreed = CrossStream((), torch.device("cpu"))
-        #: Process groups of all ranks, including replicas, that hold shards of the first weight; () before the first
-        #: gather.
+        #: Process groups of all ranks, including replicas, that hold shards of the weights; () before the first gather.
         self.groups: tuple[Any, ...] = ()
         #: Handle of the root's forward pre-hook.
         self.hook: Any = None
@@ -377,8 +376,8 @@ class GatheredModelState:
         for weight in self.weights:
             if weight.fsdp_parameter is not None:
                 weight.fsdp_parameter.initialize()
-        mesh = next(p for p in (weight.sharded() for weight in self.weights) if p is not None).device_mesh
-        groups = tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
+        meshes = dict.fromkeys(p.device_mesh for p in (weight.sharded() for weight in self.weights) if p is not None)
+        groups = tuple(dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)))
         offloaded = next(
             (w.name for w in self.weights if w.fsdp_parameter is not None and w.fsdp_parameter.offloads), ""
         )
