@@ -819,10 +819,10 @@ def _experts() -> list[Case]:
         Case(name="experts, weights", launch=weights(POWER), **searched),
         Case(name="experts, weights 128x128", launch=weights(square)),
         Case(name="experts, values 1x32", launch=values(mxfp8, mxfp8), **searched),
-        Case(name="experts, values 1x32 saved", launch=values(mxfp8, mxfp8, save_codes=True), **searched),
+        Case(name="experts, values 1x32 saved", launch=values(mxfp8, mxfp8, saves_codes=True), **searched),
         Case(
             name="experts, values 1x16 saved",
-            launch=values(nvfp4.fprop.a, nvfp4.wgrad.b, save_codes=True),
+            launch=values(nvfp4.fprop.a, nvfp4.wgrad.b, saves_codes=True),
             trips=(experts,),
             exceptions={**single, **halves, **found},
         ),

@@ -134,7 +134,7 @@ def test_values_of_groups_are_those_of_each_alone(spec: QuantSpec, ends: tuple[i
     x = difficult(ROWS, 144, torch.bfloat16)
     offsets = GroupOffsets(torch.tensor(ends, dtype=torch.int32, device=DEVICE), ROWS)
     along, down, _ = grouped_values.values(x, spec, spec, offsets)
-    _, _, saved = grouped_values.values(x, spec, spec, offsets, save_codes=True)
+    _, _, saved = grouped_values.values(x, spec, spec, offsets, saves_codes=True)
     assert along is not None and down is not None and saved is not None
     shapes, dtypes = grouped_values.saved_shapes(spec, ROWS, 4, 144)
     assert [(tuple(t.shape), t.dtype) for t in saved] == list(zip(shapes, dtypes, strict=True))
@@ -170,7 +170,7 @@ def test_two_level_values_of_groups_are_those_of_the_reference(operand: str, end
     draws = [GroupedNoise(7, [3 * g + t for g in range(4)], [g + t for g in range(4)]) for t in range(2)]
     noise = {"noise": draws[0], "other_noise": draws[1]} if operand == "grad_output" else {}
     along, down, _ = grouped_values.values(x, spec, other, offsets, **noise)  # type: ignore[arg-type]
-    _, _, saved = grouped_values.values(x, spec, other, offsets, want_rows=False, save_codes=True, **noise)  # type: ignore[arg-type]
+    _, _, saved = grouped_values.values(x, spec, other, offsets, want_rows=False, saves_codes=True, **noise)  # type: ignore[arg-type]
     assert along is not None and (down is None) is (saved is None) is (operand == "weight")
     downs = [] if saved is None else [down, grouped_values.saved_values(*saved, other)]
     slot = 0

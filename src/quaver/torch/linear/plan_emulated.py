@@ -72,12 +72,12 @@ def kernels(spec: QuantSpec | None, other: QuantSpec | None) -> Kernels | None:
         return None
     if emulation.serves(spec, other):
         return Kernels(
-            lambda x, saves_values, noise, *needs: emulation.values(x, spec, saves_values, *needs),
+            lambda x, saves_codes, noise, *needs: emulation.values(x, spec, saves_codes, *needs),
             lambda codes, scales: emulation.saved_values(codes, scales, spec),
         )
     if emulation.serves_two_level(spec, other):
         return Kernels(
-            lambda x, saves_values, *rest: emulation.two_level_values(x, spec, other, saves_values, *rest),
+            lambda x, saves_codes, *rest: emulation.two_level_values(x, spec, other, saves_codes, *rest),
             emulation.cached_two_level_values,
         )
     return None
@@ -127,8 +127,8 @@ def build(x: Tensor, weight: Tensor, recipe: Recipe) -> LinearPlan | None:
     assert input_kernels is not None and grad_kernels is not None and weight_kernels is not None
 
     def quantize_input(call: LinearCall, x: Tensor, save: bool) -> Operands:
-        along, down, saved_values = input_kernels.values(x.detach().view(-1, x.shape[-1]), True, None, True, save)
-        codes, scales = saved_values or (along if down is None else down, None)
+        along, down, saved = input_kernels.values(x.detach().view(-1, x.shape[-1]), True, None, True, save)
+        codes, scales = saved or (along if down is None else down, None)
         return along, None, codes, scales, None
 
     def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:

@@ -1,7 +1,7 @@
 """Plan that torch.compile traces for a GPU without native GEMMs: bf16 values of the codes, as in `plan_emulated`.
 
-Each launch of that plan is an opaque operator, so a graph takes as few launches as eager mode and has its bits. A graph
-saves nothing for a step, so backward computes the values of the weight again.
+Each launch of that plan is an opaque operator, so a graph takes as few launches as eager mode and has its bits. A
+compiled graph has no weight cache, so backward quantizes the weight again.
 """
 
 from collections.abc import Sequence
@@ -126,16 +126,21 @@ SAVED_VALUES: Operation[Tensor] = Operation(
 
 
 @called_while_traced
-def emulates(text: str, device: torch.device) -> bool:
+def supports_recipe(text: str, device: torch.device) -> bool:
     """Return True if values of a recipe's operands take fewer launches than codes; `text` is the recipe's.
 
     Asks the table of GEMMs alone, since nothing can be probed while a compiler traces.
     """
     recipe = interned(text)
-    if recipe is None or (device.type == "cpu" and not gpu.forced_implementations):
-        # A recipe that the compiled code itself builds is not known by its text.
+    if recipe is None:
+        # The compiled code itself builds the recipe.
         return False
-    if ops.QUANTIZE.enabled is not ops.QUANTIZE.implementations or gpu.why_no_kernels(device):
+    if device.type == "cpu" and not gpu.forced_implementations:
+        return False
+    if ops.QUANTIZE.enabled is not ops.QUANTIZE.implementations:
+        # Inside `quaver.torch.only`.
+        return False
+    if gpu.why_no_kernels(device):
         return False
     from quaver.torch.backends.gpu.scaled_mm import unavailable
     from quaver.torch.linear.plan_emulated import reason_unsupported
@@ -148,7 +153,7 @@ def emulates_layers(recipe: Recipe, x: Tensor, weights: Sequence[Any]) -> bool:
 
     A graph is compiled for numbers of tokens that are multiples of 16, and another for others.
     """
-    if not recipe.quantizes or torch.compiler.is_exporting() or not emulates(recipe.text, x.device):
+    if not recipe.quantizes or torch.compiler.is_exporting() or not supports_recipe(recipe.text, x.device):
         return False
     if any(isinstance(w, QuantizedTensor) or w.shape[0] % 16 or w.shape[1] % 16 for w in weights):
         return False
@@ -174,9 +179,10 @@ def plan_of(recipe: Recipe) -> LinearPlan:
     )
 
 
-#: Noise of an operand that is not drawn, and of one that forward has rounded too: otherwise a compiler would merge the
-#: two and save values for backward.
-NO_NOISE, AGAIN = (0, None, None, None), (1, None, None, None)
+#: Noise arguments of `VALUES` for rounding to nearest, in forward and in backward. They differ in the seed, which is
+#: not used: otherwise a compiler's common subexpression elimination would replace backward's call by forward's, and
+#: save its values.
+NO_NOISE_ARGS, RECOMPUTE_ARGS = (0, None, None, None), (1, None, None, None)
 
 
 def _values(
@@ -185,7 +191,7 @@ def _values(
     saves_codes: bool,
     straight: bool,
     transposed: bool,
-    noise: Sequence[Any] = NO_NOISE,
+    noise: Sequence[Any] = NO_NOISE_ARGS,
 ) -> tuple[Any, Any, Any]:
     """Return the values of x, those of the transpose (or its saved codes), and the scales of codes; None if not
     needed.
@@ -210,7 +216,7 @@ def quantize_input(call: LinearCall, x: Tensor, save: bool) -> Operands:
 
 def recomputed_input(call: LinearCall, x: Tensor) -> tuple[Tensor, None]:
     """Return the values of the transpose of an input that backward has recomputed."""
-    return _values(x, (call.recipe.fprop.a, call.recipe.wgrad.b), False, False, True, AGAIN)[1], None
+    return _values(x, (call.recipe.fprop.a, call.recipe.wgrad.b), False, False, True, RECOMPUTE_ARGS)[1], None
 
 
 def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
@@ -221,7 +227,7 @@ def quantize_weight(call: LinearCall, weight: Tensor) -> WeightOperands:
 def transpose_weight(call: LinearCall, weight: Tensor) -> tuple[Tensor, None]:
     """Round the transpose of the weight to values for dgrad."""
     specs = call.recipe.fprop.b, call.recipe.dgrad.b
-    return _values(weight, specs, False, False, True, AGAIN)[1], None
+    return _values(weight, specs, False, False, True, RECOMPUTE_ARGS)[1], None
 
 
 def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype: Any) -> Operands:
@@ -230,19 +236,15 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
     if not (straight or transposed):
         return (None,) * 5
     layer, recipe = call.layer, call.recipe
-    noise: Sequence[Any] = NO_NOISE
-    count: Any = layer._buffers.get("count")
+    noise: Sequence[Any] = NO_NOISE_ARGS
     if recipe.stochastic:
-        numbers = streams(layer)
-        noise = layer.__dict__.get("seed", 0), numbers["grad_output"], numbers["grad_output.T"], count.clone()
-    along, down, _ = _values(g, (recipe.dgrad.a, recipe.wgrad.a), False, straight, transposed, noise)
-    specs = (recipe.dgrad.a, straight), (recipe.wgrad.a, transposed)
-    drawn = [needed and spec is not None and spec.rounding != "nearest" for spec, needed in specs]
-    if all(drawn):
-        # One write of both.
-        count[:2] += 1
-    elif any(drawn):
-        advance_count(layer, "grad_output" if drawn[0] else "grad_output.T")
+        numbers, count = streams(layer), layer._buffers.get("count")
+        noise = layer.__dict__.get("seed", 0), numbers["grad_output"], numbers["grad_output.T"], count
+    specs: tuple[Any, Any] = recipe.dgrad.a, recipe.wgrad.a
+    along, down, _ = _values(g, specs, False, straight, transposed, noise)
+    for operand, spec, needed in zip(("grad_output", "grad_output.T"), specs, (straight, transposed), strict=True):
+        if needed and spec.rounding != "nearest":
+            advance_count(layer, operand)
     return along, None, down, None, None
 
 

@@ -243,7 +243,7 @@ def pipeline_stage(
             `gather_quantized` after.
         index: index of this stage.
         count: number of stages of the pipeline.
-        example: one micro-batch of inputs, of which only shapes and dtypes are used; may be on meta.
+        example: one micro-batch of inputs; only its shapes and dtypes are used, and it may be on meta.
         device: device of the stage; None means that of its first parameter.
         group: process group of the pipeline; None is the default one.
     Returns:

@@ -42,7 +42,7 @@ def serves(spec: QuantSpec, other: QuantSpec) -> bool:
 
 
 def values(
-    x: Tensor, spec: QuantSpec, saves_values: bool, straight: bool = True, transposed: bool = True
+    x: Tensor, spec: QuantSpec, saves_codes: bool, straight: bool = True, transposed: bool = True
 ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]:
     """Round a contiguous matrix [rows, columns] to the bf16 values of its codes.
 
@@ -50,7 +50,7 @@ def values(
 
     Args:
         spec: spec of the matrix and of its transpose, supported by `serves`.
-        saves_values: True to save codes of the transpose for backward instead of returning its values.
+        saves_codes: True to save codes of the transpose for backward instead of returning its values.
         straight, transposed: which of the two results are needed.
 
     Returns:
@@ -59,7 +59,7 @@ def values(
     """
     square = spec.block[0] == spec.block[1]
     straight, transposed = straight or square, transposed and not square
-    along, down, codes, scales = _passes((x,), spec, saves_values, straight, transposed)
+    along, down, codes, scales = _passes((x,), spec, saves_codes, straight, transposed)
     return along, down, None if codes is None else (codes, scales)
 
 
@@ -81,13 +81,13 @@ def _holds(wide: Format, fmt: Format) -> bool:
 
 @LaunchPlanCache
 def _passes(
-    tensors_in: Sequence[Any], spec: QuantSpec, saves_values: bool, straight: bool, transposed: bool
+    tensors_in: Sequence[Any], spec: QuantSpec, saves_codes: bool, straight: bool, transposed: bool
 ) -> LaunchPlan:
     (x,) = tensors_in
     rows, columns = x.shape
     width, fmt = spec.block[1], spec.format
     assert width is not None
-    stored_format = saved_format(fmt) if saves_values else None
+    stored_format = saved_format(fmt) if saves_codes else None
     along = whole((rows, columns), torch.bfloat16) if straight else None
     down = codes = scales = None
     if stored_format is not None and transposed:
@@ -301,7 +301,7 @@ def two_level_values(
     x: Tensor,
     spec: QuantSpec,
     other: QuantSpec,
-    saves_values: bool,
+    saves_codes: bool,
     noise: StochasticRounding | None = None,
     straight: bool = True,
     transposed: bool = True,
@@ -331,7 +331,7 @@ def two_level_values(
         key_words = tuple(half for word in words for half in halves(word))
     own = (top, transposed_top if rotated else top, drawn)
     along, down, codes, scales = _two_level_passes(
-        (x,), spec, other, saves_values, straight, transposed, key_words, own=own
+        (x,), spec, other, saves_codes, straight, transposed, key_words, own=own
     )
     return along, down, None if codes is None else (codes, scales)
 
@@ -356,7 +356,7 @@ def _two_level_passes(
     tensors_in: Sequence[Any],
     spec: QuantSpec,
     other: QuantSpec,
-    saves_values: bool,
+    saves_codes: bool,
     straight: bool,
     transposed: bool,
     key_words: tuple[int, ...],
@@ -364,9 +364,9 @@ def _two_level_passes(
     x, top, transposed_top, drawn = tensors_in
     rows, columns = x.shape
     along = whole((rows, columns), torch.bfloat16) if straight else None
-    down = whole((rows, columns), torch.bfloat16) if transposed and not saves_values else None
+    down = whole((rows, columns), torch.bfloat16) if transposed and not saves_codes else None
     codes = scales = None
-    if transposed and saves_values:
+    if transposed and saves_codes:
         codes = whole((rows // WIDTH, 2, columns), torch.int32)
         # One more row, whose first element stores the tensor factor.
         scales = whole((rows // WIDTH + 1, columns), torch.uint8)

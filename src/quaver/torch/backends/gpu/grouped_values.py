@@ -56,7 +56,7 @@ def values(
     *,
     want_rows: bool = True,
     want_transposes: bool = True,
-    save_codes: bool = False,
+    saves_codes: bool = False,
     noise: GroupedNoise | None = None,
     other_noise: GroupedNoise | None = None,
 ) -> Values:
@@ -65,7 +65,7 @@ def values(
     Args:
         spec, other: specs of the rows and of their transposes, which `serves` supports.
         want_rows, want_transposes: which of the two are needed.
-        save_codes: True to return codes and scales of the transposes instead of values.
+        saves_codes: True to return codes and scales of the transposes instead of values.
         noise, other_noise: for stochastic rounding.
 
     Returns:
@@ -74,7 +74,7 @@ def values(
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     square = spec.block[0] != 1
-    wanted = want_rows or square, want_transposes and not square, save_codes
+    wanted = want_rows or square, want_transposes and not square, saves_codes
     if wanted[1]:
         padded_slots(offsets, slot_multiple(other))
     if not spec.two_level:
@@ -108,12 +108,12 @@ def saved_shapes(spec: QuantSpec, rows: Any, groups: Any, k: Any) -> tuple[tuple
 
 def _buffers(x: Tensor, groups: int, spec: QuantSpec, wanted: tuple[bool, bool, bool]) -> tuple[BufferSpec | None, ...]:
     """Return the buffers of both values, codes and scales; None if not wanted."""
-    want_rows, want_transposes, save_codes = wanted
+    want_rows, want_transposes, saves_codes = wanted
     rows, columns = x.shape
     row_values = whole((rows, columns), torch.bfloat16) if want_rows else None
     if not want_transposes:
         return row_values, None, None, None
-    if not save_codes:
+    if not saves_codes:
         return row_values, whole((slots(rows, groups, slot_multiple(spec)), columns), torch.bfloat16), None, None
     shapes, dtypes = saved_shapes(spec, rows, groups, columns)
     return row_values, None, *(whole(*pair) for pair in zip(shapes, dtypes, strict=True))

@@ -130,7 +130,7 @@ class EmulatedGroups:
             call.offsets,
             want_rows=not for_wgrad,
             want_transposes=for_wgrad or other is not None,
-            save_codes=is_input,
+            saves_codes=is_input,
             noise=draws[0],
             other_noise=draws[1],
         )

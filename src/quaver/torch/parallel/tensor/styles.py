@@ -27,7 +27,7 @@ class _ShardedLinear(ParallelStyle):
     """Common base of the column-parallel and row-parallel styles."""
 
     layout: ShardLayout
-    #: Rows of each joined matrix, each of which is sharded over all ranks; empty for a single matrix.
+    #: Rows of each joined matrix. Each matrix is sharded over all ranks. Empty for a single matrix.
     parts: tuple[int, ...] = ()
     #: True lets the style choose between symmetric memory and one chunk; a number of chunks; False without overlap.
     overlap: bool | int = False
