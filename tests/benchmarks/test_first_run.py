@@ -168,11 +168,14 @@ def run_and_kill(which: tuple[str, ...], archive: Path, out: Path, python: Path,
         script.wait()
     left = saved(which, out)
     assert sum(map(len, left.values())) >= results
-    for name, ended in printed_results(which, out).items():
-        assert set(ended) <= set(left[name]), "a result that was printed is missing"
-    # Steps run one after another, so that all before the last one are complete.
-    *complete, _ = [name for name in left if (out / name).exists()] or [""]
-    assert all(len(left[name]) == RESULTS[which][name] for name in complete)
+    for name, cases in printed_results(which, out).items():
+        assert set(cases) <= set(left[name]), "a result that was printed is missing"
+    # A step that ended by itself is complete; a busy machine may reach the limit of one.
+    log = out / "steps.txt"
+    ended = (
+        [line.split(":")[0] for line in log.read_text().splitlines() if "exit code 0," in line] if log.exists() else []
+    )
+    assert all(len(left[name]) == RESULTS[which][name] for name in ended)
     for path in out.glob("quaver-kernels-*"):
         assert (path / "KEY" / f"{cache.GROUP}k.json").exists(), "half a cache"
 

@@ -237,14 +237,18 @@ def quantize_grad(call: LinearCall, g: Tensor, needs: Sequence[Any], bias_dtype:
         return (None,) * 5
     layer, recipe = call.layer, call.recipe
     noise: Sequence[Any] = NO_NOISE_ARGS
+    count: Any = layer._buffers.get("count")
     if recipe.stochastic:
-        numbers, count = streams(layer), layer._buffers.get("count")
+        numbers = streams(layer)
         noise = layer.__dict__.get("seed", 0), numbers["grad_output"], numbers["grad_output.T"], count
     specs: tuple[Any, Any] = recipe.dgrad.a, recipe.wgrad.a
     along, down, _ = _values(g, specs, False, straight, transposed, noise)
-    for operand, spec, needed in zip(("grad_output", "grad_output.T"), specs, (straight, transposed), strict=True):
-        if needed and spec.rounding != "nearest":
-            advance_count(layer, operand)
+    drawn = [needed and spec.rounding != "nearest" for spec, needed in zip(specs, (straight, transposed), strict=True)]
+    if all(drawn):
+        # Both counts in one launch.
+        count[:2] += 1
+    elif any(drawn):
+        advance_count(layer, "grad_output" if drawn[0] else "grad_output.T")
     return along, None, down, None, None
 
 
