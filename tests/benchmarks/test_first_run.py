@@ -153,7 +153,9 @@ def run_and_kill(which: tuple[str, ...], archive: Path, out: Path, python: Path,
     Results are also read while the script writes them.
     """
     out.mkdir()
-    own = {**os.environ, "OUT": str(out), "TMPDIR": str(out), "PYTHON": str(python)}
+    # A worker of pytest-xdist runs this test. With its variables, tests of the script would write no results.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    own |= {"OUT": str(out), "TMPDIR": str(out), "PYTHON": str(python)}
     command = ["bash", str(SCRIPT), *which, str(archive)]
     with (out / "printed").open("w") as printed:
         # A session, because `timeout` makes a process group of its own.
