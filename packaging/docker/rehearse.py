@@ -29,9 +29,10 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def mount(source: str, target: Path, stack: ExitStack) -> None:
-    """Mount a folder of this machine until the stack is closed."""
+    """Mount a folder of this machine until the stack is closed, read-only so that no command can change it."""
     target.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "--bind", source, str(target)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", str(target)], check=True)
     stack.callback(subprocess.run, ["umount", "--lazy", str(target)], check=True)
 
 
