@@ -1,4 +1,4 @@
-# The wheel of `make dist` with torch's CPU build, and its command line.
+# The wheel of `make dist` with torch's CPU build, and its command line. This image was linted and never built.
 #
 #     make dist && docker build -f packaging/docker/cpu.Dockerfile -t quaver:cpu .
 #     docker run --rm quaver:cpu doctor

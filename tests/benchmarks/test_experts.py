@@ -16,7 +16,7 @@ def test_the_page_has_what_the_launches_say(gpu: str) -> None:
     rows = {module: experts.lines(gpu, module, recorded[module]) for module in experts.MARKERS}
     for row in rows["layer"] + rows["experts"]:
         assert "| " + " | ".join(row) + " |" in text, "write it by `python -m benchmarks ledger --moe`"
-    # Launches of torch take 105 and 14.4 GB.
+    # With torch operations: 105 launches and 14.4 GB.
     assert int(rows["experts"][0][2]) <= 22 and float(rows["experts"][0][3]) <= 6.6
     four_bits = "nvfp4"
     for _, name, launches, gigabytes, _, _, gain in rows["layer"][1:]:

@@ -44,9 +44,7 @@ def reason_order(indices: Tensor, *_: Any) -> str:
     return "" if 0 < indices.numel() <= LONGEST else f"{indices.numel()} choices are none or too many"
 
 
-def order(
-    indices: Tensor, experts: int, pad: int, capacity: int | None, total: int
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def order(indices: Tensor, experts: int, pad: int, capacity: int | None, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort choices by expert; arguments and results as for `quaver.torch.nn.moe.permutation.ORDER`."""
     most = LONGEST if capacity is None else min(capacity, LONGEST)
     ends, places, sources, *_ = _order((indices.contiguous(),), experts, pad, most, total)

@@ -136,9 +136,7 @@ def order(indices: Tensor, experts: int, pad: int = 1, capacity: int | None = No
     return ORDER(flat, experts, pad, capacity, rows_of(flat.shape[0], experts, pad, capacity))
 
 
-def _order(
-    indices: Tensor, experts: int, pad: int, capacity: int | None, total: int
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _order(indices: Tensor, experts: int, pad: int, capacity: int | None, total: int) -> tuple[Tensor, Tensor, Tensor]:
     flat = indices.to(torch.int64)
     count, device = flat.shape[0], flat.device
     numbers = torch.arange(experts, dtype=torch.int64, device=device)
@@ -243,9 +241,7 @@ class GatherRows(torch.autograd.Function):
     """Autograd function of `GATHER_ROWS`: (x, weights [T k] or None, sources, places, k) -> rows."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor | None, sources: Tensor, places: Tensor, k: int
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, sources: Tensor, places: Tensor, k: int) -> Tensor:
         # Only the gradient of the weights reads x.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weights, sources, places)
         ctx.k = k
@@ -268,7 +264,7 @@ class CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weights: Tensor | None, sources: Tensor | None, places: Tensor, k: int
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         # Only the gradient of the weights reads the rows.
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weights, sources, places)
         ctx.k, ctx.count = k, rows.shape[0]
