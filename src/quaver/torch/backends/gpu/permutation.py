@@ -1,4 +1,6 @@
-"""Launches that sort choices by expert, gather rows in that order, sum them per token, and multiply them with tokens.
+"""Triton launches that move the rows of a mixture of experts: sort, gather, weighted sum, and dot products.
+
+A choice is a token and one of its experts, numbered token · k + j.
 
 The host reads neither the choices nor the sizes of the groups. Results are bitwise those of plain torch in
 `quaver.torch.nn.moe.permutation`, except that dot products are summed in another order.
@@ -21,9 +23,9 @@ DOT_BLOCK = 4, 512, 4
 #: Choices per block of the sort, and warps of a program; blocks and experts per tile of counts.
 ORDER_BLOCK, SCAN_BLOCK = (128, 8), (64, 16)
 #: Maximum number of choices; ranks and counts of choices are int32.
-LONGEST = 2**30
+MAX_CHOICES = 2**30
 #: Maximum number of elements of a tensor, so that the number of programs fits a grid.
-MOST = 2**38
+MAX_ELEMENTS = 2**38
 #: dtypes that the kernels read.
 DTYPES = set(TYPES) - {torch.float64, *FP8}
 
@@ -34,20 +36,20 @@ def reason(rows: Tensor, *others: Any) -> str:
     unsupported = next((x.dtype for x in tensors if x.dtype not in DTYPES), None)
     if unsupported is not None:
         return f"its kernels compute in float32 and do not take {unsupported}"
-    if not all(0 < x.numel() <= MOST for x in tensors):
+    if not all(0 < x.numel() <= MAX_ELEMENTS for x in tensors):
         return f"rows of shape {tuple(rows.shape)} are empty or too many"
     return ""
 
 
 def reason_order(indices: Tensor, *_: Any) -> str:
     """Return why the kernels do not sort these choices, or ""."""
-    return "" if 0 < indices.numel() <= LONGEST else f"{indices.numel()} choices are none or too many"
+    return "" if 0 < indices.numel() <= MAX_CHOICES else f"{indices.numel()} choices are none or too many"
 
 
 def order(indices: Tensor, experts: int, pad: int, capacity: int | None, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort choices by expert; arguments and results as for `quaver.torch.nn.moe.permutation.ORDER`."""
-    most = LONGEST if capacity is None else min(capacity, LONGEST)
-    ends, places, sources, *_ = _order((indices.contiguous(),), experts, pad, most, total)
+    capacity = MAX_CHOICES if capacity is None else min(capacity, MAX_CHOICES)
+    ends, places, sources, *_ = _order((indices.contiguous(),), experts, pad, capacity, total)
     return ends, places, sources
 
 
@@ -55,19 +57,19 @@ def order(indices: Tensor, experts: int, pad: int, capacity: int | None, total: 
 def _order(tensors_in: Sequence[Any], experts: int, pad: int, capacity: int, total: int) -> LaunchPlan:
     (indices,) = tensors_in
     choices = indices.shape[0]
-    blocks, (b, warps), (scan, chunk) = -(-choices // ORDER_BLOCK[0]), ORDER_BLOCK, SCAN_BLOCK
+    blocks, (b, warps), (scan_blocks, scan_experts) = -(-choices // ORDER_BLOCK[0]), ORDER_BLOCK, SCAN_BLOCK
     ends, starts, totals = (whole((experts,), torch.int32) for _ in range(3))
     places, sources = whole((choices,), torch.int64), whole((total,), torch.int64)
     ranks, counts = whole((choices,), torch.int32), whole((blocks, experts), torch.int32)._replace(zeros=True)
-    chunk_rows, numbers = power_above(-(-total // blocks)), (choices, experts)
+    fill_chunk, numbers = power_above(-(-total // blocks)), (choices, experts)
     launches = [
         LaunchSpec(
             kernels.count_choices, (blocks,), (indices, ranks, counts, sources), (*numbers, total),
-            {"B": b, "CHUNK": chunk_rows}, warps,
+            {"B": b, "CHUNK": fill_chunk}, warps,
         ),
         LaunchSpec(
-            kernels.scan_counts, (-(-experts // chunk),), (counts, totals), (blocks, experts),
-            {"B": scan, "BE": chunk}, warps,
+            kernels.scan_counts, (-(-experts // scan_experts),), (counts, totals), (blocks, experts),
+            {"B": scan_blocks, "BE": scan_experts}, warps,
         ),
         LaunchSpec(
             kernels.expert_ends, (1,), (totals, starts, ends), (experts, pad, capacity),

@@ -3,8 +3,8 @@
     permute      rows[places[t k + j]] = x[t]                          for each token t and each of its k choices j
     unpermute    y[t] = Σ_j weights[t, j] · rows[places[t k + j]]      added in the order of j, in float32
 
-Each is the other's derivative. The number of rows does not depend on the routing, and the GPU is never synchronized:
-torch.compile sees one graph, and a CUDA graph can replay it.
+Without weights, each is the other's derivative. The number of rows does not depend on the routing, and the GPU is never
+synchronized: torch.compile sees one graph, and a CUDA graph can replay it.
 """
 
 from collections.abc import Sequence
@@ -147,18 +147,18 @@ def _order(indices: Tensor, experts: int, pad: int, capacity: int | None, total:
         sizes = sizes.clamp(max=capacity)
     ends = torch.cumsum((sizes + (pad - 1)) // pad * pad, 0)
     # Difference between an expert's first row and the index of its first choice in sorted order.
-    shift = ends - (sizes + (pad - 1)) // pad * pad - begin
-    ours = ids.clamp(0, experts - 1)
-    within = torch.arange(count, dtype=torch.int64, device=device)
-    row = within + shift[ours]
-    there = ids == ours
+    row_offset = ends - (sizes + (pad - 1)) // pad * pad - begin
+    expert = ids.clamp(0, experts - 1)
+    position = torch.arange(count, dtype=torch.int64, device=device)
+    row = position + row_offset[expert]
+    valid = ids == expert
     if capacity is not None:
-        there = there & (within - begin[ours] < capacity)
-    row = torch.where(there, row, -1)
+        valid = valid & (position - begin[expert] < capacity)
+    row = torch.where(valid, row, -1)
     places = torch.empty_like(row).scatter(0, by_expert, row)
     # One extra row receives the dropped choices and is cut off.
     sources = torch.full((total + 1,), -1, dtype=torch.int64, device=device)
-    sources = sources.scatter(0, torch.where(there, row, total), by_expert)[:total]
+    sources = sources.scatter(0, torch.where(valid, row, total), by_expert)[:total]
     return ends.to(torch.int32), places, sources
 
 
@@ -185,10 +185,10 @@ def _gather(x: Tensor, sources: Tensor, k: int, weights: Tensor | None = None, f
         wide = torch.promote_types(x.dtype, torch.float32)
         rows = (rows.to(wide) * weights.to(wide)[choice].unsqueeze(1)).to(x.dtype)
     empty = sources < 0
-    return rows.masked_fill_(empty.unsqueeze(1), fill) if _may_be(empty) else rows
+    return rows.masked_fill_(empty.unsqueeze(1), fill) if _may_have_true(empty) else rows
 
 
-def _may_be(mask: Tensor) -> bool:
+def _may_have_true(mask: Tensor) -> bool:
     """Return True if a mask may have a True element; the values are only read on a CPU, where that does not
     synchronize.
     """
@@ -201,7 +201,7 @@ def _combine(rows: Tensor, places: Tensor, k: int, weights: Tensor | None = None
     if not rows.shape[0]:
         return rows.new_zeros((each.shape[0], rows.shape[1]))
     dropped = (each < 0).unsqueeze(2)
-    masked = _may_be(dropped)
+    masked = _may_have_true(dropped)
     for choice in range(k):
         part = rows.index_select(0, each[:, choice].clamp(min=0)).to(wide)
         if weights is not None:
@@ -316,7 +316,7 @@ def gather_quantized(q: Quantized, sources: Tensor, k: int) -> Quantized:
     scale = q.scale
     if q.spec.block[0] is not None:
         assert isinstance(scale, Tensor)
-        # A block of zeros has the decode scale 1, or the code 0.
+        # The scale of a block of zeros is 1 in float32, and 0 as a byte.
         scale = GATHER_ROWS(scale, sources, k, None, int(scale.is_floating_point()))
     return Quantized(data, scale, q.spec, (sources.shape[0], q.shape[1]), False, q.tensor_factor, q.amax)
 
@@ -385,7 +385,7 @@ class ActivationRows:
 
     def forward(self, *x: Tensor | None, spec: QuantSpec | None) -> tuple[Tensor | Quantized, Sequence[Any]]:
         parts: Any = self._parts(*x)
-        # Scales per row or per 128 of a row need no group. Narrower ones are swizzled per group, or decoded to values.
+        # Scales per row or per 128 columns do not depend on groups; those of narrower blocks are swizzled per group.
         if spec is not None and moves(spec) and spec.block[1] in (None, 128) and may_fuse(parts[0].dtype, parts[0]):
             width = parts[0].shape[1] * len(parts) // get_activation(self.op.name).inputs
             fused = fused_quantize.operand(self.op, parts, width, spec, None, False, False, False)
