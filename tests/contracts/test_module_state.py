@@ -92,6 +92,7 @@ SAFE = {
     "torch.operations.ops:_resolved": "an entry holds the recipe whose identity it has; `only` is the process's",
     "torch.optim.codes:_table": CACHED,
     "torch.optim.gradients:_takers": "a thread adds the parameters of the optimizers that it makes",
+    "torch.optim.host:_claimed": "a thread adds the parameters of its own optimizer, before their first step",
     "torch.numerics.versions:_read": "two threads read the same values of one version",
     "torch.conversion.replace.mamba_packing:_cu_seqlens": "two threads make the same of one version",
     "torch.nn.attention.rope_scaling:parse": CACHED,

@@ -83,6 +83,11 @@ class Simulated:
             self.counted.ignore(buffer)
         return buffer
 
+    def pin(self, x: Tensor) -> Tensor:
+        if self.counted is not None:
+            self.counted.ignore(x)
+        return x
+
     def allocate(self, size: int, device: torch.device) -> Tensor:
         return torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
 
@@ -101,21 +106,25 @@ class Simulated:
         self.log.append(("out" if outward else "back", sum(source.numel() for _, source in pairs)))
         return len(self.queue) - 1
 
+    def synchronize(self, event: int, device: torch.device) -> None:
+        self.wait(event, device)
+
     def wait(self, event: int, device: torch.device) -> None:
         with _disable_current_modes():
             for number in range(event + 1):
                 for target, source in self.queue[number] or ():
-                    target.bytes().copy_(source.bytes())
+                    target.tensor().copy_(source.tensor())
                 self.queue[number] = None
 
 
 class _Weak:
-    """A range of bytes, without a reference that keeps the memory alive."""
+    """A tensor without a reference that keeps its memory alive."""
 
     def __init__(self, x: Tensor) -> None:
-        self.storage, self.size = StorageWeakRef(x.untyped_storage()), x.numel()
+        self.storage = StorageWeakRef(x.untyped_storage())
+        self.dtype, self.layout = x.dtype, (x.storage_offset(), x.shape, x.stride())
 
-    def bytes(self) -> Tensor:
+    def tensor(self) -> Tensor:
         assert not self.storage.expired(), "memory was freed before its copy was done"
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[: self.size]
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, *self.layout)

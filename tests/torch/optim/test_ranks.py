@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,10 +24,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import quaver.torch as qt
 from quaver.torch import optim
-from quaver.torch.optim import layout
+from quaver.torch.optim import host, layout
 from quaver.torch.parallel import Checkpoint, gather_quantized
 from tests import two_ranks
 from tests.close import assert_bitwise
+from tests.torch.offload.simulated import Simulated
 
 PRESETS = ("float32", "exact", "balanced", "lean", "torchao8")
 #: Row counts that neither 2 nor 4 divides, and a matrix with fewer rows than ranks.
@@ -334,6 +336,42 @@ def steps_under_gather_quantized_are_the_same(rank: int) -> None:
             assert ends[0]["0.weight.exp_avg_codes"].dtype is torch.int8
 
 
+def states_in_host_memory_step_the_same(rank: int) -> None:
+    """Of weights in codes whose blocks cross shards, and checkpoints between both placements."""
+    for recipe, offload in itertools.product(("tensorwise", "blockwise"), ("cpu", "stream")):
+        ends = []
+        for where in (None, offload):
+            model = layers()
+            qt.quantize_weights(model, recipe)
+            gather_quantized(model)
+            units(model)
+            rule = optim.SGD if recipe == "tensorwise" else optim.AdamW
+            optimizer = rule(model.parameters(), lr=1e-2, preset="lean", offload=where, _transfers=Simulated())
+            folder = two_ranks.folder() / f"{recipe} {offload} {where}"
+            train_layers(model, optimizer, range(2))
+            Checkpoint(model, optimizer).save(folder)
+            ends.append((model, optimizer, folder))
+        for (model, optimizer, _), (*_, folder) in zip(ends, reversed(ends), strict=True):
+            Checkpoint(model, optimizer).load(folder)
+            train_layers(model, optimizer, range(2, 4))
+        states = [
+            {name: layout.local(t) for name, t in local_state(*end[:2]).items() if isinstance(t, Tensor)}
+            for end in ends
+        ]
+        assert_same(states[1], states[0], f"{recipe}, {offload}")
+
+
+def host_memory_of_one_rank_stops_all(rank: int) -> None:
+    model = units(layers())
+    optimizer = optim.AdamW(model.parameters(), preset="lean", offload="cpu", _transfers=Simulated())
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    memory = mock.patch.object(host, "available_memory", lambda: 100 if rank == 1 else 1 << 40)
+    with memory, pytest.raises(ValueError, match=r"rank 1.*states need .* GB of host memory"):
+        train_layers(model, optimizer, range(1))
+    for name, p in model.named_parameters():
+        assert_bitwise(p.to_local(), before[name], name)  # type: ignore[attr-defined]
+
+
 def runs_resume_from_checkpoints(rank: int) -> None:
     """Saved sharded, then loaded on as many ranks and by one process, into optimizers without steps."""
     for preset in ("exact", "lean"):
@@ -385,6 +423,8 @@ def torchs_functions_find_states_that_have_not_begun(rank: int) -> None:
 
 
 CASES = [
+    states_in_host_memory_step_the_same,
+    host_memory_of_one_rank_stops_all,
     runs_resume_from_checkpoints,
     torchs_functions_find_states_that_have_not_begun,
     tensor_parallelism_cuts_columns,

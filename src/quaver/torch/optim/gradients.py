@@ -5,6 +5,7 @@ A hook replaces `p.grad` by a `QuantizedGradient` once it is complete.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -202,7 +203,12 @@ class GradientRelease:
     """Gradients of the current backward that are not stepped yet."""
 
     def __init__(
-        self, gradients: Gradients, update: Callable[[list[Tensor], Tensor | None], Any], most: int, max_norm: float
+        self,
+        gradients: Gradients,
+        update: Callable[[list[Tensor], Tensor | None], Any],
+        most: int,
+        max_norm: float,
+        in_thread: bool = False,
     ) -> None:
         """Set up stepping during backward.
 
@@ -212,6 +218,7 @@ class GradientRelease:
             update: method that steps parameters, given a factor for their gradients.
             most: bytes of gradients that trigger a step.
             max_norm: scale gradients by the factor that would have clipped the previous step's norm to this.
+            in_thread: step in a thread, because the CPU computes the steps while backward continues.
         """
         self.gradients = weakref.proxy(gradients)
         self._update = weakref.WeakMethod(update)
@@ -223,6 +230,8 @@ class GradientRelease:
         #: Norm of all gradients of the previous step, float32 []; None before the first.
         self.norm: Tensor | None = None
         self._streams: dict[torch.device, Any] = {}
+        self._thread = ThreadPoolExecutor(1, "quaver-step") if in_thread else None
+        self._stepping: Future[None] | None = None
 
     def arrived(self, p: Tensor) -> None:
         """Add a parameter whose gradient is complete, and step if enough bytes are waiting."""
@@ -233,7 +242,7 @@ class GradientRelease:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Step all waiting parameters, and free their gradients."""
+        """Step all waiting parameters, and free their gradients; in a thread, after those of the flush before."""
         # zero_grad may have cleared some gradients.
         waiting = [p for p in self._waiting if p.grad is not None]
         self._waiting, self._bytes = {}, 0
@@ -243,13 +252,36 @@ class GradientRelease:
         factor = None
         if self.norm is not None and self.max_norm != float("inf"):
             factor = (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0).float().reshape(())
+        if self._thread is None:
+            self._step(waiting, factor)
+            return
+        self.join()
+        device = waiting[0].device
+        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._stepping = self._thread.submit(self._step, waiting, factor, ready)
+
+    @torch.no_grad()
+    def _step(self, waiting: list[Tensor], factor: Tensor | None, ready: Any = None) -> None:
+        """Step parameters and free their gradients.
+
+        Args:
+            waiting: the parameters.
+            factor: multiplier of their gradients, float32 [], or None.
+            ready: event after which the gradients are complete; None for the current stream.
+        """
         device = waiting[0].device
         if device.type == "cuda":
-            self._beside(device, waiting, factor)
+            self._beside(device, waiting, factor, ready)
         else:
             self.update(waiting, factor)
         for p in waiting:
             p.grad = None
+
+    def join(self) -> None:
+        """Wait for the step in the thread, and raise its error."""
+        stepping, self._stepping = self._stepping, None
+        if stepping is not None:
+            stepping.result()
 
     def update(self, waiting: list[Tensor], factor: Tensor | None) -> None:
         """Step parameters by the optimizer's method."""
@@ -257,12 +289,12 @@ class GradientRelease:
         assert update is not None
         update(waiting, factor)
 
-    def _beside(self, device: torch.device, waiting: list[Tensor], factor: Tensor | None) -> None:
-        """Step on a separate CUDA stream, while backward continues."""
+    def _beside(self, device: torch.device, waiting: list[Tensor], factor: Tensor | None, ready: Any) -> None:
+        """Step on a separate CUDA stream, while backward continues; see `_step`."""
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
+        side.wait_event(torch.cuda.current_stream(device).record_event() if ready is None else ready)
         with torch.cuda.stream(side):
             self.update(waiting, factor)
         # The tensors are freed before the side stream has read them, so tell the allocator.
@@ -279,6 +311,7 @@ class GradientRelease:
     def end(self) -> None:
         """Step the remaining parameters, and wait for all steps."""
         self.flush()
+        self.join()
         for device, side in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(side)
         if self._squares:

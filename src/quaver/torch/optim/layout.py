@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -75,9 +76,17 @@ def like(p: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
     stride = [1]
     for size in reversed(shape[1:]):
         stride.insert(0, stride[0] * max(size, 1))
-    return DTensor.from_local(
-        part, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    offloaded = part.device.type != p.device_mesh.device_type
+    # from_local would move a state in host memory to the mesh's device.
+    wrapped = DTensor.from_local(
+        part.to("meta") if offloaded else part,
+        p.device_mesh,
+        p.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(stride),
     )
+    return DTensor(part, wrapped._spec, requires_grad=False) if offloaded else wrapped
 
 
 def shardings(p: Tensor) -> list[tuple[int, int]]:
@@ -374,7 +383,7 @@ def key_of(moment: str, spec: StateSpec) -> str:
 
 def tensors_of_weight(p: Tensor, config: StepConfig, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Return the tensors that represent a parameter's weight: this rank's shards, as matrices, in `WeightFormat`'s
-    order.
+    order. States may be on another device than the weight.
     """
     states = [local(state[name]) for name in config.weight_format.states]
     return tuple(rows(t) for t in (*weight_of(p, config.weight_format), *states))
@@ -429,19 +438,33 @@ def kinds_of_states(p: Tensor, config: StepConfig) -> dict[str, tuple[tuple[int,
     return kinds
 
 
-def first_state(p: Tensor, config: StepConfig) -> dict[str, Tensor]:
-    """Create the state of a parameter before its first step, without the amaxes that predict scales."""
+def bytes_of_states(p: Tensor, config: StepConfig) -> int:
+    """Return the bytes of a parameter's states on a rank with an even share of it: the same on all ranks."""
+    moments = sum(prod(whole) * dtype.itemsize for _, whole, dtype in kinds_of_states(p, config).values())
+    weight = sum(p.numel() * config.weight_format.dtype.itemsize for _ in config.weight_format.states[:1])
+    return (moments + weight) // prod(dist.get_world_size(group) for group in groups(p))
+
+
+def first_state(p: Tensor, config: StepConfig, device: torch.device) -> dict[str, Tensor]:
+    """Create the state of a parameter before its first step, without the amaxes that predict scales.
+
+    Args:
+        p: the parameter.
+        config: its step configuration.
+        device: device of the moments and of a master or residual.
+    """
     own = local(p)
     state = {"step": torch.zeros((), dtype=torch.float32, device=p.device if p.device.type == "cuda" else "cpu")}
     for name, (shape, whole, dtype) in kinds_of_states(p, config).items():
-        state[name] = like(p, torch.zeros(shape, dtype=dtype, device=own.device), whole)
-    value = value_of(p) if config.weight_format.master else None
-    weight_states = master_weights.first_states(config.weight_format, own, value)
+        state[name] = like(p, torch.zeros(shape, dtype=dtype, device=device), whole)
+    value = value_of(p).to(device) if config.weight_format.master else None
+    weight_states = master_weights.first_states(config.weight_format, own, value, device)
     initial = initial_of(p, config)
     if initial is not None:
         # The layer stores its value from before quantization: start from that instead of the codes.
         weight_format, tensors = in_own_rows(p, config.weight_format)
-        states = master_weights.around(weight_format, rows(initial), (*tensors, *map(rows, weight_states)))
+        tensors = [t.to(device) for t in tensors]
+        states = master_weights.around(weight_format, rows(initial.to(device)), (*tensors, *map(rows, weight_states)))
         weight_states = tuple(t.view(own.shape) if t.dim() else t for t in states)
     for name, tensor in zip(config.weight_format.states, weight_states, strict=True):
         state[name] = like(p, tensor, p.shape) if tensor.shape == own.shape else tensor

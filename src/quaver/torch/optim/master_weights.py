@@ -110,18 +110,21 @@ def weight_format_of(p: Tensor, preset: Preset) -> WeightFormat:
     return WeightFormat("float32" if p.dtype is torch.float16 and preset.bfloat16 != "none" else "plain")
 
 
-def first_states(weight_format: WeightFormat, weight: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
+def first_states(
+    weight_format: WeightFormat, weight: Tensor, value: Tensor | None, device: torch.device | None = None
+) -> tuple[Tensor, ...]:
     """Create the additional states of a weight before the first step.
 
     Args:
         weight_format: format of the weight.
         weight: the weight as stored; states have its shape.
-        value: the weight in float32; required for masters.
+        value: the weight in float32, on the device of the states; required for masters.
+        device: device of the states; None for the weight's.
     """
     if weight_format.kind == "plain":
         return ()
     if not weight_format.dtype.is_floating_point:
-        return (torch.zeros(weight.shape, dtype=weight_format.dtype, device=weight.device),)
+        return (torch.zeros(weight.shape, dtype=weight_format.dtype, device=device or weight.device),)
     assert value is not None
     if weight_format.kind == "float32":
         return (value.clone(),)

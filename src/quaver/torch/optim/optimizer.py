@@ -24,6 +24,7 @@ from quaver.torch.optim.checks import (
 )
 from quaver.torch.optim.compiled import CompiledSteps
 from quaver.torch.optim.gradients import GradientRelease, Gradients, check_gradient
+from quaver.torch.optim.host import OFFLOAD, HostStates
 from quaver.torch.optim.rules import UpdateRule
 from quaver.torch.optim.state_dict import load
 from quaver.torch.optim.step import ParameterTensors, RngKey, StepConfig, step_parameter, write
@@ -56,6 +57,8 @@ class Optimizer(torch.optim.Optimizer):
         statistics: bool = False,
         nonfinite: str = "keep",
         compile: bool = False,
+        offload: str | None = None,
+        _transfers: Any = None,
         **torch_options: Any,
     ) -> None:
         check_options(type(self).__name__, torch_options)
@@ -64,6 +67,14 @@ class Optimizer(torch.optim.Optimizer):
                 f"nonfinite is {nonfinite!r}; give 'keep' (NaN propagates, as in torch), 'skip' (skip and count "
                 "such a step) or 'raise'"
             )
+        if offload not in OFFLOAD:
+            raise ValueError(
+                f"offload is {offload!r}; give 'cpu' (states in host memory, stepped by the CPU), 'stream' (states in "
+                "host memory, stepped on the device) or None"
+            )
+        #: Where states are, "cpu" and "stream" in host memory.
+        self.offload = offload
+        self._host = None if offload is None else HostStates(offload, _transfers)
         self.nonfinite = nonfinite
         self.statistics = statistics
         #: True if large parameters are stepped by torch.compile.
@@ -84,6 +95,8 @@ class Optimizer(torch.optim.Optimizer):
         self._stepped: dict[Tensor, Any] = {}
         #: Number of parameter groups whose options ranks have compared.
         self._compared = 0
+        #: Tensors of the piece that is stepped, all on one device, if states are in host memory.
+        self._staged: Mapping[Tensor, ParameterTensors] = {}
         self._warned = False
         self._resolution: list[float] = []
         defaults["seed"] = seed
@@ -91,7 +104,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state = LazyStates(self._initial_state)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("nonfinite", "statistics", "compile", "skipped", "_warned", "_resolution")
+        names = ("nonfinite", "statistics", "compile", "offload", "skipped", "_warned", "_resolution")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
@@ -105,6 +118,7 @@ class Optimizer(torch.optim.Optimizer):
         self.gradients, self._release, self.counted = Gradients(), None, {}
         self._programs = CompiledSteps() if self.compile else None
         self._kernels, self._reported, self._local_amax, self._stepped, self._compared = {}, set(), set(), {}, 0
+        self._host, self._staged = None if self.offload is None else HostStates(self.offload), {}
         for group in self.param_groups:
             for p in group["params"]:
                 self._prepare(p, group)
@@ -133,6 +147,8 @@ class Optimizer(torch.optim.Optimizer):
         check_tied(group["params"])
         for p in group["params"]:
             check_parameter(p, rule.name, rule.needs_matrix)
+            if self._host is not None:
+                self._host.check(p)
             if p.requires_grad and layout.shardings(p):
                 check_sharded(p, self.config(p, group), self.preset(p, group).name)
             elif p.requires_grad and p.dim() == 3:
@@ -165,19 +181,35 @@ class Optimizer(torch.optim.Optimizer):
     def first_state(self, p: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Create the state of a parameter before its first step."""
         config = self.config(p, group)
-        state = layout.first_state(p, config)
+        state = layout.first_state(p, config, self.device_of_states(p))
+        if self._host is not None and self._host.offloads(p):
+            state = {name: self._host.pinned(p, value) for name, value in state.items()}
+            state["step"] = state["step"].to(self.device_of_step(p))
         if config.predicts_scale:
             state["amax"] = self._amax(p, config, state)
         return state
 
+    def device_of_states(self, p: Tensor) -> torch.device:
+        """Return the device of a parameter's moments and of its master or residual."""
+        offloads = self._host is not None and self._host.offloads(p)
+        return torch.device("cpu") if offloads else layout.local(p).device
+
+    def device_of_step(self, p: Tensor) -> torch.device:
+        """Return the device that steps a parameter."""
+        return self.device_of_states(p) if self.offload == "cpu" else layout.local(p).device
+
     def parts(self, p: Tensor, config: StepConfig) -> ParameterTensors:
         """Return all tensors that a parameter's step reads and writes: this rank's shards, as matrices."""
-        return layout.tensors_of(p, config, self.state[p])
+        staged = self._staged.get(p)
+        return layout.tensors_of(p, config, self.state[p]) if staged is None else staged
 
     def set_state(self, p: Tensor, group: Mapping[str, Any], loaded: Mapping[str, Tensor]) -> None:
         """Replace the state of a parameter by a loaded one; what it lacks is created."""
         first = self.first_state(p, group)
-        self.state[p] = {**first, **{name: value for name, value in loaded.items() if name in first}}
+        taken = {name: value for name, value in loaded.items() if name in first}
+        if self._host is not None and self._host.offloads(p):
+            taken = {name: self._host.pinned(p, value) for name, value in taken.items()}
+        self.state[p] = {**first, **taken}
         self.state[p]["step"] = first["step"] + loaded["step"].to(first["step"].device)
         self.state[p].pop("amax", None)
         self._ensure_amax(p, self.config(p, group))
@@ -198,7 +230,8 @@ class Optimizer(torch.optim.Optimizer):
     def _amax(self, p: Tensor, config: StepConfig, state: Mapping[str, Tensor]) -> Tensor:
         if layout.shardings(p):
             self._local_amax.add(p)
-        return layout.amaxes(p, config, layout.tensors_of_weight(p, config, state))
+        device = self.device_of_step(p)
+        return layout.amaxes(p, config, tuple(t.to(device) for t in layout.tensors_of_weight(p, config, state)))
 
     def _check_state(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Create moments that the rule newly needs, and check the other states. Raises: ValueError."""
@@ -213,6 +246,9 @@ class Optimizer(torch.optim.Optimizer):
         """Like `torch.optim.Optimizer.state_dict`, with codes in their dtypes and presets as plain data."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if not len(self.state) and all(p.grad is None for p in parameters):
+            error = self._claim_host_memory(parameters)
+            if error:
+                raise ValueError(error)
             # torch.distributed.checkpoint loads into the tensors of this state dict, so create them.
             self.state.update({p: self._initial_state(p) for p in parameters})
         # Run before the user's hooks, which should see the saved form.
@@ -241,6 +277,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _load(self, state_dict: Any) -> None:
         """`load_state_dict` without rollback: it may have loaded a part when it raises."""
+        error = self._claim_host_memory(p for group in self.param_groups for p in group["params"])
+        if error:
+            raise ValueError(error)
         load(self, state_dict, super().load_state_dict)
 
     # ---- step ----
@@ -264,7 +303,11 @@ class Optimizer(torch.optim.Optimizer):
             )
         overflow, factor = self._scaling()
         parameters = [p for group in self.param_groups for p in group["params"]]
+        if self._host is not None:
+            self._host.check_capture(parameters)
         check_replaced(parameters)
+        if self._release is not None:
+            self._release.join()
         parameters = [p for p in parameters if p.grad is not None]
         for p in parameters:
             self.gradients.convert(p)
@@ -280,6 +323,8 @@ class Optimizer(torch.optim.Optimizer):
             # The step has applied `factor` already. Leave unscaled values in p.grad, as GradScaler does otherwise.
             for p in parameters:
                 layout.local(p.grad).mul_(factor.to(p.grad.device))
+        if self._host is not None:
+            self._host.finish()
 
     def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """Return torch.amp.GradScaler's overflow flag and the factor that unscales gradients, each None without one."""
@@ -296,21 +341,63 @@ class Optimizer(torch.optim.Optimizer):
             factor: multiplier of their gradients, float32 [], or None.
             overflow: tensor; nonzero means that nothing may change.
         """
-        chosen = {id(p) for p in parameters}
         for p in parameters:
             check_gradient(p)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if id(p) in chosen and self.state.get(p):
-                    self._check_state(p, group)
-        self._compare_ranks(parameters)
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        for p in parameters:
+            if self.state.get(p):
+                self._check_state(p, groups[p])
+        self._compare_ranks(parameters, self._claim_host_memory(parameters))
         if self.nonfinite != "keep" and parameters:
             overflow = self._not_finite(parameters, overflow)
-        if overflow is not None and overflow.is_cpu:
+        if overflow is not None and (overflow.is_cpu or self.offload == "cpu"):
             if overflow.item():
                 return
             overflow = None
         apply_step = None if overflow is None else overflow.reshape(()) == 0
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = self.first_state(p, groups[p])
+            if stored_weight.holds_codes(p):
+                self._follow_writes(p, self.config(p, groups[p]))
+        host = self._host
+        if host is None:
+            sharded = self._step_parameters(parameters, factor, apply_step)
+        else:
+            sharded = list[ranks.SteppingParameter]()
+            configs = {p: self.config(p, groups[p]) for p in parameters if host.offloads(p)}
+
+            def step_piece(staged: Mapping[Tensor, ParameterTensors]) -> None:
+                self._staged = staged
+                try:
+                    sharded.extend(self._step_parameters(list(staged), factor, apply_step))
+                finally:
+                    self._staged = {}
+
+            host.run(
+                [*host.pieces(list(configs), lambda p: layout.bytes_of_states(p, configs[p]))],
+                lambda p: (layout.tensors_of(p, configs[p], self.state[p]), configs[p].weight_format),
+                step_piece,
+            )
+            sharded += self._step_parameters([p for p in parameters if p not in configs], factor, apply_step)
+        if sharded:
+            ranks.gather_scales(sharded)
+        for p in parameters:
+            if stored_weight.holds_codes(p):
+                if isinstance(p, QuantizedTensor):
+                    # Its codes were written, which autograd and caches must notice.
+                    torch.autograd.graph.increment_version(p)
+                self._stepped[p] = layout.versions(p)
+
+    def _step_parameters(
+        self, parameters: list[Tensor], factor: Tensor | None, apply_step: Tensor | None
+    ) -> list[ranks.SteppingParameter]:
+        """Step parameters whose tensors are on one device each.
+
+        Returns:
+            Those whose scales ranks must exchange afterwards.
+        """
+        chosen = {id(p) for p in parameters}
         index, launches = 0, list[gpu.Launch]()
         stepping: list[ranks.SteppingParameter] = []
         for group in self.param_groups:
@@ -325,14 +412,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._step_parameter(one, agreed.get(one.p, {}), apply_step)
         if launches:
             self._launch(launches, apply_step)
-        if sharded:
-            ranks.gather_scales(sharded)
-        for p in parameters:
-            if stored_weight.holds_codes(p):
-                if isinstance(p, QuantizedTensor):
-                    # Its codes were written, which autograd and caches must notice.
-                    torch.autograd.graph.increment_version(p)
-                self._stepped[p] = layout.versions(p)
+        return sharded
 
     def _follow_writes(self, p: Tensor, config: StepConfig) -> None:
         """Update the master or the amaxes of a weight stored as codes that was written since the last step.
@@ -345,11 +425,8 @@ class Optimizer(torch.optim.Optimizer):
         if config.weight_format.master:
             weight_format, codes = layout.in_own_rows(p, config.weight_format)
             states = [layout.local(state[name]) for name in config.weight_format.states]
-            for old, new in zip(
-                states,
-                master_weights.master_after_write(weight_format, (*codes, *map(layout.rows, states))),
-                strict=True,
-            ):
+            tensors = (*(t.to(self.device_of_states(p)) for t in codes), *map(layout.rows, states))
+            for old, new in zip(states, master_weights.master_after_write(weight_format, tensors), strict=True):
                 old.copy_(new.view(old.shape))
         elif config.predicts_scale and "amax" in state:
             # In place, because a CUDA graph reads this tensor.
@@ -359,17 +436,31 @@ class Optimizer(torch.optim.Optimizer):
         """True if a weight stored as codes may have been written since this optimizer stepped it."""
         return stored_weight.holds_codes(p) and self._stepped.get(p) != layout.versions(p)
 
-    def _compare_ranks(self, parameters: list[Tensor]) -> None:
+    def _claim_host_memory(self, parameters: Iterable[Tensor]) -> str:
+        """Return why host memory cannot store states that these parameters still lack, or ""."""
+        if self._host is None:
+            return ""
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        missing = [p for p in parameters if not self.state.get(p) and self._host.offloads(p)]
+        sizes = [layout.bytes_of_states(p, self.config(p, groups[p])) for p in missing]
+        return self._host.claim(missing, sum(sizes)) if missing else ""
+
+    def _compare_ranks(self, parameters: list[Tensor], error: str = "") -> None:
         """Check that ranks which share parameters agree: options at the first step; gradients and new groups in steps
             that communicate.
 
+        Args:
+            parameters: those with a gradient.
+            error: error of this rank, or "".
         Raises:
-            ValueError: on all ranks.
+            ValueError: on all ranks that communicate.
         """
         every = [p for group in self.param_groups for p in group["params"]]
         groups = list(dict.fromkeys(group for p in every for group in layout.sharing(p)))
         communicates = self.nonfinite != "keep" or any(stored_weight.holds_codes(p) for p in every)
         if not groups or (self._compared and not communicates):
+            if error:
+                raise ValueError(error)
             return
         stepping = {id(p) for p in parameters}
         facts: dict[str, Any] = {"nonfinite": self.nonfinite}
@@ -389,7 +480,7 @@ class Optimizer(torch.optim.Optimizer):
                 for group in self.param_groups
             ]
             facts |= {"optimizer": type(self).__name__, "options": options, "weights in codes": in_codes}
-        check_agreement("an optimizer's step", facts, *groups)
+        check_agreement("an optimizer's step", facts, *groups, error=error)
         self._compared = len(self.param_groups)
 
     def _not_finite(self, parameters: list[Tensor], overflow: Tensor | None) -> Tensor:
@@ -417,16 +508,11 @@ class Optimizer(torch.optim.Optimizer):
         factor: Tensor | None,
         launches: "list[gpu.Launch]",
     ) -> list[ranks.SteppingParameter]:
-        """Prepare the step of a group's parameters: create states, count steps, hand parameters to kernels.
+        """Prepare the step of a group's parameters: count steps, hand parameters to kernels.
 
         Returns:
             Every parameter that kernels do not step, or that needs amaxes agreed between ranks.
         """
-        for _, p in numbered:
-            if not self.state[p]:
-                self.state[p] = self.first_state(p, group)
-            if stored_weight.holds_codes(p):
-                self._follow_writes(p, self.config(p, group))
         rule = self.rule(group, preset_of(group["preset"]))
         self._check_rate(group, [p for _, p in numbered])
         without_kernel = self._for_kernels(group, rule, numbered, factor, launches)
@@ -463,7 +549,7 @@ class Optimizer(torch.optim.Optimizer):
         without_kernel, rows = [], dict[torch.device, list[Any]]()
         for index, p in numbered:
             weight, state = layout.local(p).detach(), self.state[p]
-            if weight.is_cpu and no_kernels(weight):
+            if self.device_of_step(p).type == "cpu" and no_kernels(weight):
                 without_kernel.append(p)
                 continue
             config = self.config(p, group)
@@ -493,12 +579,13 @@ class Optimizer(torch.optim.Optimizer):
                     self._count(row.owner, counts[i], layout.local(row.owner).numel())
 
     def _factor(self, p: Tensor, factor: Tensor | None) -> Tensor | None:
-        """Return the factor of a parameter's gradient, float32 [] on its device: the common one times that of its
-        quantized gradient.
+        """Return the factor of a parameter's gradient, float32 [] on the device of its step: the common one times that
+        of its quantized gradient.
         """
         quantized = layout.local_quantized(p.grad)
         own = None if quantized is None else quantized.contents.factor
-        return factor if own is None else own if factor is None else own * factor
+        both = factor if own is None else own if factor is None else own * factor
+        return both.to(self.device_of_step(p)) if self.offload == "cpu" and both is not None else both
 
     def _check_rate(self, group: Mapping[str, Any], parameters: list[Tensor]) -> None:
         """Warn once if the learning rate is too small for 8-bit residuals."""
@@ -561,7 +648,8 @@ class Optimizer(torch.optim.Optimizer):
         """From now on step parameters during backward; `step()` then only finishes the step.
 
         Gradients accumulate until they take `outstanding_bytes`. Then their parameters are stepped and the gradients
-        freed. On a GPU this runs on a separate stream. Run all micro-batches except the last inside `accumulating()`.
+        freed. On a GPU this runs on a separate stream, and with offload="cpu" in a thread. Run all micro-batches except
+        the last inside `accumulating()`.
 
         Args:
             outstanding_bytes: bytes of gradients to collect before a partial step.
@@ -583,7 +671,8 @@ class Optimizer(torch.optim.Optimizer):
                 f"nonfinite is {self.nonfinite!r}, which needs all gradients of a step before its first "
                 "update, and step_in_backward steps some parameters earlier; leave one of the two out"
             )
-        self._release = GradientRelease(self.gradients, self._update, outstanding_bytes, max_norm)
+        in_thread = self.offload == "cpu"
+        self._release = GradientRelease(self.gradients, self._update, outstanding_bytes, max_norm, in_thread)
         self.gradients.watch(p for group in self.param_groups for p in group["params"])
         self.gradients.arrived = self._release.arrived
 

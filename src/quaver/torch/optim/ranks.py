@@ -74,11 +74,13 @@ def agree_on_amaxes(stepping: Sequence[SteppingParameter], local_only: set[Tenso
             by_group.setdefault(group, []).extend(
                 _contributions(one, one.p in local_only, agreed.setdefault(one.p, {}))
             )
-    local_only.clear()
+    local_only.difference_update(one.p for one in stepping)
+    # A process group may only communicate on the device of the weights, not on that of the step.
+    device = layout.local(stepping[0].p).device
     for group, entries in by_group.items():
         if not entries:
             continue
-        flat = torch.cat([amaxes.reshape(-1) for amaxes, _ in entries])
+        flat = torch.cat([amaxes.reshape(-1).to(device) for amaxes, _ in entries])
         try:
             dist.all_reduce(flat, dist.ReduceOp.MAX, group)
         except RuntimeError as error:
@@ -88,7 +90,7 @@ def agree_on_amaxes(stepping: Sequence[SteppingParameter], local_only: set[Tenso
                 "all-reduce of the condition"
             ) from error
         for (amaxes, take), bits in zip(entries, flat.split([each.numel() for each, _ in entries]), strict=True):
-            take(bits.view(torch.float32).view(amaxes.shape))
+            take(bits.view(torch.float32).view(amaxes.shape).to(amaxes.device))
     return agreed
 
 
@@ -150,7 +152,7 @@ def _sent(one: SteppingParameter) -> Tensor:
     if spec.block[0] is None:
         # A rank without rows sends zeros: its scale is still that of the previous step.
         bits = [scale.int() if scale.dtype is torch.uint8 else magnitude_bits(scale)]
-        bits += [] if one.amax is None else [magnitude_bits(one.amax)]
+        bits += [] if one.amax is None else [magnitude_bits(one.amax).to(scale.device)]
         agreed_amaxes = torch.cat([t.reshape(-1) for t in bits])
         return (agreed_amaxes if position.local_shape[0] else torch.zeros_like(agreed_amaxes)).view(torch.uint8)
     rows = scale[layout.block_rows(position, spec.block[0])]

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -118,10 +118,11 @@ def _load_state(
         saved_config = replace(saved_config, moments=tuple(specs))
     # A shard may start within a block of scales: read it with one scale per row.
     weight_format, tensors = layout.in_own_rows(p, config.weight_format)
+    device = optimizer.device_of_states(p)
     weight = tuple(layout.rows(t) for t in tensors)
     saved_format = None if saved_config is None else layout.in_own_rows(p, saved_config.weight_format)[0]
     state, missing = convert_state(
-        p, saved, replace(config, weight_format=weight_format), saved_config, saved_format, weight
+        p, saved, replace(config, weight_format=weight_format), saved_config, saved_format, weight, device
     )
     optimizer.set_state(p, group, state)
     messages = [missing] if missing else []
@@ -313,6 +314,7 @@ def convert_state(
     saved_config: StepConfig | None,
     saved_format: WeightFormat | None,
     weight: tuple[Tensor, ...],
+    device: torch.device,
 ) -> tuple[dict[str, Tensor], str]:
     """Convert a parameter's state to the formats of this optimizer.
 
@@ -323,6 +325,7 @@ def convert_state(
         saved_config: the same for the optimizer that wrote the state dict; None for another library's.
         saved_format: format of the weight and its states in the state dict; None for another library's.
         weight: the weight and its scales, as matrices.
+        device: device of the states.
     Returns:
         The state, and a warning if a part of it was not saved, else "".
     Raises:
@@ -337,9 +340,12 @@ def convert_state(
     for index, ((name, moment), spec) in enumerate(zip(saved_moments.items(), config.moments, strict=True)):
         if moment is not None:
             saved_spec = None if saved_config is None else saved_config.moments[index]
-            state |= _convert_moment(p, name, moment, saved.get(f"{name}_scale"), spec, saved_spec, num_leading_dims)
+            converted = _convert_moment(p, name, moment, saved.get(f"{name}_scale"), spec, saved_spec, num_leading_dims)
+            state |= {
+                key: layout.like(p, value.to(device, copy=True), shape) for key, (value, shape) in converted.items()
+            }
     if saved_format is not None:
-        state |= _convert_weight_states(p, saved, config.weight_format, saved_format, weight)
+        state |= _convert_weight_states(p, saved, config.weight_format, saved_format, weight, device)
     missing = ""
     if config.weight_format.states and config.weight_format.states[0] not in state:
         missing = (
@@ -351,8 +357,9 @@ def convert_state(
 
 def _convert_moment(
     p: Tensor, name: str, moment: Any, scale: Any, spec: StateSpec, saved_spec: StateSpec | None, num_leading_dims: int
-) -> dict[str, Tensor]:
-    """Convert a moment and its scale to the format `spec`; returns them by their keys in the state.
+) -> dict[str, tuple[Tensor, Sequence[int]]]:
+    """Convert a moment and its scale to the format `spec`; returns this rank's shard and the whole shape of each by
+    their keys in the state.
 
     Args:
         p: the parameter.
@@ -383,10 +390,9 @@ def _convert_moment(
         # Round to nearest: loading must not add noise.
         moment, scale = codes.encode(moment.reshape(local_shape), replace(spec, stochastic=False))
         moment = moment.reshape(own.shape)
-    state = {key_of(name, spec): layout.like(p, moment.to(own.device, copy=True), p.shape)}
+    state: dict[str, tuple[Tensor, Sequence[int]]] = {key_of(name, spec): (moment, p.shape)}
     if scale is not None:
-        shape = codes.scale_shape(full_shape, spec.block, spec.of.numbers)
-        state[f"{name}_scale"] = layout.like(p, scale.to(own.device, copy=True), shape)
+        state[f"{name}_scale"] = scale, codes.scale_shape(full_shape, spec.block, spec.of.numbers)
     return state
 
 
@@ -396,13 +402,14 @@ def _convert_weight_states(
     weight_format: WeightFormat,
     saved_weight_format: WeightFormat,
     weight: tuple[Tensor, ...],
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Convert the master, remainder or residual of a weight; returns them by name, {} if the state dict has none to
     use.
     """
     if not all(name in saved for name in saved_weight_format.states):
         return {}
-    tensors = [layout.local(saved[name]).to(p.device, copy=True) for name in saved_weight_format.states]
+    tensors = [layout.local(saved[name]).to(device, copy=True) for name in saved_weight_format.states]
     for name, tensor in zip(saved_weight_format.states[:1], tensors, strict=False):
         if tensor.dtype != saved_weight_format.dtype or tensor.numel() != layout.local(p).numel():
             raise ValueError(
@@ -412,8 +419,9 @@ def _convert_weight_states(
     if (weight_format.kind, weight_format.code_spec) != (saved_weight_format.kind, saved_weight_format.code_spec):
         if not _determines_weight(saved_weight_format, p):
             return {}
+        weight = tuple(t.to(device) for t in weight)
         value = master_weights.read(saved_weight_format, (*weight, *(layout.rows(tensor) for tensor in tensors)))
-        first = master_weights.first_states(weight_format, layout.local(p), value.view(layout.local(p).shape))
+        first = master_weights.first_states(weight_format, layout.local(p), value.view(layout.local(p).shape), device)
         # The loaded weight is unchanged; only its additional states are computed from the value.
         tensors = [*master_weights.around(weight_format, value, (*weight, *(layout.rows(tensor) for tensor in first)))]
     shapes = [t.shape if t.dim() == 0 else p.shape for t in tensors]

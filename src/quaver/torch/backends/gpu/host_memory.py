@@ -49,6 +49,23 @@ class Transfers:
         """Make the compute stream wait for an event."""
         torch.cuda.current_stream(device).wait_event(event)
 
+    def synchronize(self, event: Any, device: torch.device) -> None:
+        """Make the calling CPU thread wait for an event."""
+        event.synchronize()
+
+    def pin(self, x: Tensor) -> Tensor:
+        """Return a copy of a tensor in pinned memory, or the tensor with a warning if the host cannot pin it."""
+        try:
+            return x.pin_memory()
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            warnings.warn(
+                f"the host cannot pin {x.nbytes / 1e9:.3g} GB ({first_line}), so copies of it wait for each other; "
+                "allow more locked memory",
+                stacklevel=2,
+            )
+            return x
+
 
 class HostPool:
     """Pool of pinned buffers, up to a budget in bytes. Sizes are powers of two, as in torch's own pinned allocator.
