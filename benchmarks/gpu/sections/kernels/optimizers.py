@@ -15,6 +15,8 @@ from quaver.torch import optim
 
 #: Shapes of compared and of timed matrices, [out, in].
 COMPARED, TIMED, TOY = (384, 640), (8192, 8192), (32, 128)
+#: Shape of each matrix whose states are in host memory; the CPU steps it eagerly.
+HOSTED = (1024, 1024)
 #: Storage of matrices by preset.
 KEPT = {"lean": "codes", "balanced": "codes", "exact": "bfloat16", "float32": "float32"}
 RULES = {"AdamW": optim.AdamW, "Lion": optim.Lion}
@@ -81,10 +83,28 @@ def measured(name: str, preset: str, rule: Any) -> Case:
     return Case(name, measure)
 
 
+def in_host_memory(setting: Setting, findings: Findings) -> None:
+    """Time steps of several matrices with states on the device and in host memory."""
+    shape, count = (TOY, 1) if setting.toy else (HOSTED, 8)
+    steps: dict[str, Any] = {}
+    models = []
+    for offload in (None, "stream", "cpu"):
+        models.append(nn.ModuleList(stepped(shape, "lean", optim.AdamW, setting)[0] for _ in range(count)))
+        parameters = list(models[-1].parameters())
+        optimizer = optim.AdamW(parameters, lr=1e-3, preset="lean", offload=offload)
+        steps[f"{count} matrices, states on the device" if offload is None else f"offload={offload!r}"] = optimizer.step
+    with setting.kernels():
+        timings = interleave(steps, setting, findings)
+    for subject, timing in timings.items():
+        findings.add(subject, "time", timing.seconds * 1e6, "µs")
+
+
 def cases(setting: Setting) -> list[Case]:
-    """Return a case for each preset that a kernel steps, with AdamW, and for Lion."""
+    """Return a case for each preset that a kernel steps, with AdamW, for Lion, and for states in host memory."""
     rows = [("AdamW", preset) for preset in ("lean", "float32", "balanced", "exact")] + [("Lion", "lean")]
-    return [measured(f"{rule} {preset}", preset, RULES[rule]) for rule, preset in rows]
+    kernels = [measured(f"{rule} {preset}", preset, RULES[rule]) for rule, preset in rows]
+    # Tensors of a card that is not there are all in one memory.
+    return kernels if setting.hollow else [*kernels, Case("states in host memory", in_host_memory)]
 
 
 SECTION = Section(
