@@ -8,7 +8,7 @@ from quaver.recipes.conversion import ModuleRule, Rules
 from quaver.recipes.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, Format
 from quaver.recipes.spec import AttentionSpec, Delayed, GemmSpec, QuantSpec, Recipe
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "E2M1",
