@@ -333,3 +333,20 @@ def test_two_optimizers_with_states_in_host_memory_raise() -> None:
     # A scheduler makes a reference cycle with its optimizer, which the second one collects.
     second.step()
     assert gone() is None
+
+
+def test_states_that_a_trainer_moved_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning moves all states to the device of the model when it resumes."""
+    model = Every("tensorwise")
+    optimizer = optim.AdamW(model.parameters(), preset="lean", offload="cpu", _transfers=Simulated())
+    model(batch(0)).backward()
+    optimizer.step()
+    p = next(p for p in optimizer.state if p.numel() >= 4096)
+    before = {name: value.clone() for name, value in optimizer.state[p].items()}
+    monkeypatch.setattr(type(optimizer), "device_of_states", lambda *_: torch.device("meta"))
+    optimizer._return_states(p)
+    assert all(value.is_meta for value in optimizer.state[p].values())
+    monkeypatch.undo()
+    optimizer.state[p] = before
+    optimizer._return_states(p)
+    assert all(optimizer.state[p][name] is value for name, value in before.items())

@@ -189,6 +189,15 @@ class Optimizer(torch.optim.Optimizer):
             state["amax"] = self._amax(p, config, state)
         return state
 
+    def _return_states(self, p: Tensor) -> None:
+        """Move states back to where the optimizer placed them, after a trainer has moved all to the device."""
+        state = self.state[p]
+        for name, value in state.items():
+            device = self.device_of_step(p) if name in ("step", "amax") else self.device_of_states(p)
+            if layout.local(value).device != device:
+                moved = layout.like(p, layout.local(value).to(device), value.shape)
+                state[name] = moved if self._host is None else self._host.pinned(p, moved)
+
     def device_of_states(self, p: Tensor) -> torch.device:
         """Return the device of a parameter's moments and of its master or residual."""
         offloads = self._host is not None and self._host.offloads(p)
@@ -358,6 +367,8 @@ class Optimizer(torch.optim.Optimizer):
         for p in parameters:
             if not self.state[p]:
                 self.state[p] = self.first_state(p, groups[p])
+            elif self._host is not None and self._host.offloads(p):
+                self._return_states(p)
             if stored_weight.holds_codes(p):
                 self._follow_writes(p, self.config(p, groups[p]))
         host = self._host
