@@ -21,7 +21,9 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-OPTIMIZERS = ("adamw", *PRESETS, "lion-lean", "sgd-balanced", "muon-lean")
+OPTIMIZERS = ("adamw", *PRESETS, "lion-lean", "sgd-balanced", "muon-lean", "schedulefree-lean")
+#: States of one number per parameter, or of amaxes, which are not counted.
+NUMBERS = ("step", "amax", "lr_max", "weight_sum")
 RECIPES = ("bf16", "tensorwise", "mxfp8(weight_2d=True)", "blockwise", "mxfp8 until 50%, bf16")
 
 
@@ -51,7 +53,7 @@ def check(model: str, make_config: MakeConfig, optimizer: str, recipe: str) -> N
     own = learner.optimizer
     gradients = [getattr(p.grad, "contents", None) for p in trained]
     gradients = [t for p, g in zip(trained, gradients, strict=True) for t in (g.codes if g else (p.grad,))]
-    states = [t for state in own.state.values() for name, t in state.items() if name not in ("step", "amax")]
+    states = [t for state in own.state.values() for name, t in state.items() if name not in NUMBERS]
     expected = memory.training_footprint(MODELS[model], 256, optimizer, first.recipe, config.dtype, codes=not later)
     assert expected.weight == bytes_of([*parameters, *scales])
     assert expected.gradient == bytes_of(gradients)

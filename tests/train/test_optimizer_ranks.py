@@ -20,13 +20,21 @@ from tests.train.test_ranks import BROAD, Resumed, begin_from, farthest, losses_
 
 COMMON: dict[str, Any] = {"batch": 4, "final_lr": 1.0, "keep": 0, "steps": 4}
 COMMON |= {"checkpoint_every": 2, "validate_every": 2}
+#: States of one number per parameter, or of amaxes, which are not counted.
+NUMBERS = ("/step", "/amax", "/lr_max", "/weight_sum")
 #: By run, optimizer and recipe. Matrices are codes under `lean` and `balanced` where the recipe has some of eight bits.
 BITWISE = {
     **{"exact": ("exact", "mxfp8"), "balanced": ("balanced", "tensorwise"), "lean": ("lean", "mxfp8")},
     **{"coat": ("coat", "tensorwise"), "blocks": ("lion-lean", "blockwise")},
+    "averaged": ("schedulefree-lean", "tensorwise"),
     # In bfloat16: codes are of one recipe.
     "changing": ("lean", "mxfp8 until 2, tensorwise"),
 }
+
+
+def common_of(optimizer: str) -> dict[str, Any]:
+    """Common options that have an effect with an optimizer."""
+    return {k: v for k, v in COMMON.items() if k != "final_lr" or not optimizer.startswith("schedulefree")}
 
 
 def store_floats(patch: pytest.MonkeyPatch) -> None:
@@ -39,7 +47,7 @@ def store_floats(patch: pytest.MonkeyPatch) -> None:
 def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp_path: Path) -> None:
     # Without clipping no norm, whose sum is in another order, comes into the weights.
     same = {
-        name: make_config(name, fsdp=2, optimizer=optimizer, recipe=recipe, clip=0.0, **COMMON)
+        name: make_config(name, fsdp=2, optimizer=optimizer, recipe=recipe, clip=0.0, **common_of(optimizer))
         for name, (optimizer, recipe) in BITWISE.items()
     }
     clipped = make_config("clipped", fsdp=2, optimizer="lean", recipe="mxfp8", clip=0.1, async_save=True, **COMMON)
@@ -64,11 +72,11 @@ def test_data_parallel_ranks_match_a_single_process(make_config: MakeConfig, tmp
         assert losses_of(recorded(whole)) == losses_of(recorded(config)), name
         ours, its = (checkpoint.load(Path(c.out) / "step-000004", {}) for c in (whole, config))
         tensors = {**its.model, **its.optimizer}
-        sizes = [value.nbytes for tensor, value in tensors.items() if not tensor.endswith(("/step", "/amax"))]
+        sizes = [value.nbytes for tensor, value in tensors.items() if not tensor.endswith(NUMBERS)]
         first, *later = recipe_name.parse_phases(config.recipe)
         expected = training_footprint(MODELS["nano"], 256, config.optimizer, first.recipe, "bfloat16", codes=not later)
         assert sum(sizes) == expected.total - expected.gradient, f"{name}: bytes of all ranks' parts"
-        quantized = name in ("balanced", "lean", "blocks")
+        quantized = name in ("balanced", "lean", "blocks", "averaged")
         assert any(tensor.endswith(".weight_scale") for tensor in its.model) is quantized, name
         for tensors, others in ((ours.model, its.model), (ours.optimizer, its.optimizer)):
             assert tensors.keys() == others.keys()

@@ -45,6 +45,14 @@ KEPT = {
         {"exp_avg_codes": "int8", "exp_avg_sq_codes": "uint8", "residual": "int8"},
     ),
     ("lion-lean", "tensorwise"): ("uint8", "bfloat16", {"exp_avg_codes": "int8", "residual": "int8"}),
+    ("schedulefree-lean", "tensorwise"): (
+        "uint8",
+        "bfloat16",
+        {
+            **{"z_minus_y_codes": "int8", "exp_avg_sq_codes": "uint8", "residual": "int8"},
+            **{"lr_max": "float64", "weight_sum": "float64"},
+        },
+    ),
     ("sgd", "tensorwise"): ("float32", "float32", {"momentum_buffer": "float32"}),
     ("lean", "mxfp8 until 50%, bf16"): (
         "bfloat16",
@@ -78,7 +86,8 @@ def test_a_resumed_run_is_the_one_never_stopped(make_config: MakeConfig, optimiz
     assert kind(saved[0][name]) == matrix and kind(saved[0]["head.weight"]) == head
     own = {key.rpartition("/")[2]: kind(value) for key, value in saved[1].items() if key.startswith(name)}
     assert own.items() >= states.items()
-    assert set(own) - set(states) <= {"step", "exp_avg_scale", "exp_avg_sq_scale", "momentum_buffer_scale", "amax"}
+    rest = {"step", "exp_avg_scale", "exp_avg_sq_scale", "momentum_buffer_scale", "z_minus_y_scale", "amax"}
+    assert set(own) - set(states) <= rest
 
     halted = out.with_name("halted")
     halted.mkdir()

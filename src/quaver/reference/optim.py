@@ -1,4 +1,5 @@
-"""Encoding and decoding of optimizer states in numpy; plain and slow, all other implementations are compared with it.
+"""Encoding and decoding of optimizer states, and Schedule-Free AdamW, in numpy; plain and slow, all other
+implementations are compared with it.
 
     y = |x| / scale       code = nearest to y, or stochastically one of the two around y, so that the mean is y
 
@@ -7,6 +8,7 @@ all frameworks agree bit for bit; products that enter a sum are exact.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -294,3 +296,51 @@ def adam_limit(beta1: float, beta2: float) -> float:
     if beta1**2 >= beta2 or beta2 == 1:
         return math.inf
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
+
+
+# ---- schedule-free ----
+
+
+class ScheduleFreeState(NamedTuple):
+    """State of Schedule-Free AdamW for one parameter, in float64."""
+
+    #: The weight at which gradients are taken.
+    y: np.ndarray
+    #: z - y, where z is the iterate without momentum.
+    u: np.ndarray
+    #: Moving average of squared gradients.
+    v: np.ndarray
+    step: int = 0
+    lr_max: float = 0.0
+    weight_sum: float = 0.0
+
+    def average(self, beta1: float) -> np.ndarray:
+        """Return x, the weighted average of all z."""
+        return self.y - (1 - beta1) / beta1 * self.u
+
+
+def schedule_free_adamw(
+    state: ScheduleFreeState,
+    gradient: np.ndarray,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float = 0.0,
+    warmup_steps: int = 0,
+    r: float = 0.0,
+    weight_lr_power: float = 2.0,
+) -> ScheduleFreeState:
+    """Return the state after a step. Source: Defazio et al., "The Road Less Scheduled", arXiv:2405.15682."""
+    y, u, v, t, (beta1, beta2) = state.y, state.u, state.v, state.step + 1, betas
+    lr = lr * min(1.0, t / max(warmup_steps, 1))
+    lr_max = max(lr, state.lr_max)
+    weight = t**r * lr_max**weight_lr_power
+    weight_sum = state.weight_sum + weight
+    c = weight / weight_sum if weight_sum else 0.0
+    v = beta2 * v + (1 - beta2) * gradient**2
+    direction = gradient / (np.sqrt(v / (1 - beta2**t)) + eps) + weight_decay * y
+    z = y + u - lr * direction
+    x = (1 - c) * state.average(beta1) + c * z
+    y = (1 - beta1) * z + beta1 * x
+    return ScheduleFreeState(y, z - y, v, t, lr_max, weight_sum)

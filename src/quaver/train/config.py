@@ -78,15 +78,15 @@ def stage_ranks(schedule: str, ranks: int, each: int) -> list[int]:
 #
 # adamw              torch's fused AdamW, all in float32
 # PRESET             AdamW with a preset of `quaver.reference.optimizer_state.PRESETS`: lean, balanced, exact, ...
-# RULE-PRESET        another rule with a preset: lion-lean, sgd-balanced, adam-exact, muon-lean
-# RULE               that rule with states in float32: lion, sgd, adam, muon
+# RULE-PRESET        another rule with a preset: lion-lean, sgd-balanced, schedulefree-lean, muon-lean
+# RULE               that rule with states in float32: lion, sgd, adam, schedulefree, muon
 #
 # Muon steps the matrices of layers, and AdamW everything else.
 
 #: Default optimizer.
 TORCH_ADAMW = "adamw"
 #: Number of moments of a layer's matrix, by rule.
-RULES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "muon": 1}
+RULES = {"adamw": 2, "adam": 2, "schedulefree": 2, "lion": 1, "sgd": 1, "muon": 1}
 #: Formats whose codes can be a trainable parameter.
 EIGHT_BITS = ("e4m3", "e5m2")
 #: Matrices of a layer whose columns tensor parallelism shards.
@@ -138,6 +138,11 @@ def find_optimizer(text: str) -> OptimizerChoice:
         return OptimizerChoice(rule, PRESETS[name])
     known = [*RULES, *PRESETS, *(f"{rule}-{preset}" for rule in RULES for preset in PRESETS)]
     raise ValueError(f"optimizer {text[:100]!r} is not known; {suggest(text[:100], known)}")
+
+
+def is_schedule_free(text: str) -> bool:
+    """True if an optimizer needs no learning rate schedule after warm-up."""
+    return find_optimizer(text).rule == "schedulefree"
 
 
 def check_optimizer(text: str, recipe: Recipe) -> None:
@@ -422,11 +427,13 @@ def error_text(error: Exception) -> str:
 
 def lr_at(step: int, config: TrainConfig) -> float:
     """Return the learning rate of a step, counted from 1: linear warm-up, then a cosine down to `final_lr` of
-    the maximum.
+    the maximum, or the maximum with Schedule-Free AdamW.
     """
     highest = config.lr or MODELS[config.model].lr
     if step <= config.warmup:
         return highest * step / (config.warmup + 1)
+    if is_schedule_free(config.optimizer):
+        return highest
     done = (step - config.warmup) / (config.steps - config.warmup + 1)
     return highest * (config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
 

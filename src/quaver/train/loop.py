@@ -23,7 +23,7 @@ from quaver.train import checkpoint, data, files, frameworks, memory
 from quaver.train import config as recipe_name
 from quaver.train import metrics as trackers
 from quaver.train.checkpoint import CheckpointError
-from quaver.train.config import TORCH_ADAMW, TrainConfig, error_text, find_optimizer, lr_at, to_toml
+from quaver.train.config import TORCH_ADAMW, TrainConfig, error_text, find_optimizer, is_schedule_free, lr_at, to_toml
 from quaver.train.data import TokenizedText, load, training_batch, validation_batches
 from quaver.train.learner import DistributedLearner, InspectedLearner, Learner, NonFiniteError
 from quaver.train.mesh import ProcessGroup, check_same, rank, world
@@ -41,7 +41,9 @@ WHY_IDLE: Mapping[str, Callable[[TrainConfig, int], str]] = {
         else ""
     ),
     "final_lr": lambda config, ranks: (
-        f"warmup is {config.warmup} of {config.steps} steps, and no cosine follows"
+        f"optimizer {config.optimizer} keeps the learning rate after warm-up"
+        if is_schedule_free(config.optimizer)
+        else f"warmup is {config.warmup} of {config.steps} steps, and no cosine follows"
         if config.warmup >= config.steps
         else ""
     ),

@@ -104,6 +104,8 @@ TRACED: list[tuple[Any, dict[str, Any], Any, Any]] = [
     (optim.AdamW, {}, replace(optim.PRESETS["exact"], name="plain", bfloat16="none", stochastic=True), None),
     (optim.Adam, {"weight_decay": 0.1, "maximize": True}, "lean", "tensorwise"),
     (optim.Lion, {}, "lean", "tensorwise"),
+    (optim.ScheduleFreeAdamW, {"weight_decay": 0.1, "warmup_steps": 2}, "lean", "tensorwise"),
+    (optim.ScheduleFreeAdamW, {}, "balanced", "blockwise"),
     (optim.SGD, {}, "exact", None),
     (optim.SGD, {"momentum": 0.9}, "balanced", None),
 ]

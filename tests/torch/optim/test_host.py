@@ -72,6 +72,9 @@ def trained(offload: str | None, recipe: str | None, preset: str, rule: Any = op
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
+        if isinstance(optimizer, optim.ScheduleFreeAdamW):
+            optimizer.eval()
+            optimizer.train()
         if step == 1:
             model.layers.load_state_dict(saved)
     return model, optimizer
@@ -104,6 +107,7 @@ def assert_equal(ours: Any, theirs: Any) -> None:
         ("mxfp8", "exact", optim.Muon),
         ("tensorwise", "msamp", optim.AdamW),
         ("nvfp4", "torchao8", optim.AdamW),
+        ("tensorwise", "lean", optim.ScheduleFreeAdamW),
     ],
 )
 def test_bits_equal_those_of_states_on_the_device(offload: str, recipe: str | None, preset: str, rule: Any) -> None:
@@ -344,9 +348,10 @@ def test_states_that_a_trainer_moved_return(monkeypatch: pytest.MonkeyPatch) -> 
     p = next(p for p in optimizer.state if p.numel() >= 4096)
     before = {name: value.clone() for name, value in optimizer.state[p].items()}
     monkeypatch.setattr(type(optimizer), "device_of_states", lambda *_: torch.device("meta"))
-    optimizer._return_states(p)
+    config = optimizer.config(p, optimizer.param_groups[0])
+    optimizer._return_states(p, config)
     assert all(value.is_meta for value in optimizer.state[p].values())
     monkeypatch.undo()
     optimizer.state[p] = before
-    optimizer._return_states(p)
+    optimizer._return_states(p, config)
     assert all(optimizer.state[p][name] is value for name, value in before.items())

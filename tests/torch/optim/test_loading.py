@@ -193,6 +193,11 @@ def adam_states(**more: Any) -> dict[str, Any]:
     return {"state": {0: state}, "param_groups": [{"lr": 5.0, "params": [0]}]}
 
 
+def schedule_free_states(**more: Any) -> dict[str, Any]:
+    state = {"step": 3, "z_minus_y": torch.ones(136, 160), "exp_avg_sq": torch.ones(136, 160), **more}
+    return {"state": {0: state}, "param_groups": [{"lr": 5.0, "weight_lr_power": 2.0, "params": [0]}]}
+
+
 def torchs(name: str, **options: Any) -> Any:
     """A state dict of a torch optimizer after two steps."""
     p = nn.Parameter(torch.randn(136, 160, generator=torch.Generator().manual_seed(0)))
@@ -221,6 +226,23 @@ OTHERS: dict[str, tuple[Any, Any, str]] = {
         r"betas\[1\]=1.5; give 0 or more, below 1",
     ),
     "lion": (lambda: ours("Lion"), optim.AdamW, "is that of Lion, and this optimizer is Adam"),
+    "schedule-free": (
+        lambda: ours("ScheduleFreeAdamW"),
+        optim.AdamW,
+        "is that of ScheduleFreeAdamW, and this optimizer is Adam",
+    ),
+    "adam into schedule-free": (lambda: torchs("AdamW"), optim.ScheduleFreeAdamW, "is that of Adam, and this"),
+    "z": (
+        lambda: schedule_free_states(z=torch.ones(136, 160)),
+        optim.ScheduleFreeAdamW,
+        "parameter 0 has z, of schedulefree's optimizers",
+    ),
+    "no sum": (lambda: schedule_free_states(lr_max=1.0), optim.ScheduleFreeAdamW, "parameter 0 has no weight_sum"),
+    "sum is NaN": (
+        lambda: schedule_free_states(weight_sum=float("nan")),
+        optim.ScheduleFreeAdamW,
+        "the weight_sum of parameter 0 is nan",
+    ),
     "ours": (lambda: ours("AdamW"), optim.SGD, "is that of Adam, and this optimizer is SGD"),
 }
 

@@ -131,6 +131,8 @@ def train(preset: Any, config: Parallelism, dtype: torch.dtype, rule: Any = opti
         set_gradients(model, step, dtype)
         optimizer.step()
         optimizer.zero_grad()
+    if rule is optim.ScheduleFreeAdamW:
+        optimizer.eval()
     return model, optimizer
 
 
@@ -144,7 +146,7 @@ def ranks_step_as_one(rank: int) -> None:
                 assert_parts(
                     local_state(*train(preset, config, dtype)), expected, f"{preset}, {dtype}, {config.__name__}"
                 )
-        for rule in (optim.Lion, optim.SGD):
+        for rule in (optim.Lion, optim.SGD, optim.ScheduleFreeAdamW):
             expected = full_state(*train("lean", single_process, dtype, rule=rule))
             assert_parts(local_state(*train("lean", with_fsdp, dtype, rule=rule)), expected, rule.__name__)
 

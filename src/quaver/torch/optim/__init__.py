@@ -2,6 +2,17 @@
 
 from quaver.reference.optimizer_state import PRESETS, Preset, StateSpec
 from quaver.torch.optim.optimizer import Optimizer
-from quaver.torch.optim.optimizers import SGD, Adam, AdamW, Lion, Muon
+from quaver.torch.optim.optimizers import SGD, Adam, AdamW, Lion, Muon, ScheduleFreeAdamW
 
-__all__ = ["PRESETS", "SGD", "Adam", "AdamW", "Lion", "Muon", "Optimizer", "Preset", "StateSpec"]
+__all__ = [
+    "PRESETS",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "Muon",
+    "Optimizer",
+    "Preset",
+    "ScheduleFreeAdamW",
+    "StateSpec",
+]

@@ -38,7 +38,7 @@ def check_group(name: str, group: Mapping[str, Any]) -> None:
         ValueError: a negative number (dampening may be), betas of 1 or more, a learning rate in a tensor of several
             elements, or a seed that is not an integer.
     """
-    for option in ("lr", "eps", "weight_decay", "momentum"):
+    for option in ("lr", "eps", "weight_decay", "momentum", "warmup_steps", "weight_lr_power", "r"):
         value = group.get(option, 0.0)
         if isinstance(value, Tensor):
             if value.numel() != 1:

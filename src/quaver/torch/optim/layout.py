@@ -389,20 +389,34 @@ def tensors_of_weight(p: Tensor, config: StepConfig, state: Mapping[str, Tensor]
     return tuple(rows(t) for t in (*weight_of(p, config.weight_format), *states))
 
 
-def tensors_of(p: Tensor, config: StepConfig, state: Mapping[str, Tensor]) -> ParameterTensors:
-    """Return all tensors that a parameter's step reads and writes: this rank's shards, as matrices."""
+def moment_tensors(state: Mapping[str, Tensor], name: str, spec: StateSpec) -> tuple[Tensor, ...]:
+    """Return this rank's shards of a moment: its values, or codes and scales."""
+    return tuple(local(state[key]) for key in (key_of(name, spec), f"{name}_scale") if key in state)
+
+
+def tensors_of(
+    p: Tensor, config: StepConfig, state: Mapping[str, Tensor], given: tuple[Tensor, ...] | None = None
+) -> ParameterTensors:
+    """Return all tensors that a parameter's step reads and writes: this rank's shards, as matrices.
+
+    Args:
+        p: the parameter.
+        config: its step configuration.
+        state: its state.
+        given: a float tensor, or codes and scale, that the step uses as gradient; None for that of `p.grad`.
+    """
     moments = tuple(
-        tuple(local(state[key]) for key in (key_of(name, spec), f"{name}_scale") if key in state)
-        for name, spec in zip(config.rule.names, config.moments, strict=True)
+        moment_tensors(state, name, spec) for name, spec in zip(config.rule.names, config.moments, strict=True)
     )
-    quantized = local_quantized(p.grad)
-    given = (gradient(p),) if quantized is None else quantized.contents.codes or ()
+    if given is None:
+        quantized = local_quantized(p.grad)
+        given = (gradient(p),) if quantized is None else quantized.contents.codes or ()
     leading = num_leading_dims(p, config.rule.needs_matrix)
     # Nonzero only if trailing dimensions are flattened, and 0 for a shard without rows.
     number = prod(local(p).shape[:leading]) if leading < p.dim() - 1 else 0
     return ParameterTensors(
         tuple(rows(t, number, p.dim() == 0) for t in tensors_of_weight(p, config, state)),
-        tuple(tuple(rows(t, number, p.dim() == 0) for t in moment_tensors) for moment_tensors in moments),
+        tuple(tuple(rows(t, number, p.dim() == 0) for t in each) for each in moments),
         tuple(rows(t, number, p.dim() == 0) for t in given),
     )
 
@@ -453,8 +467,9 @@ def first_state(p: Tensor, config: StepConfig, device: torch.device) -> dict[str
         config: its step configuration.
         device: device of the moments and of a master or residual.
     """
-    own = local(p)
-    state = {"step": torch.zeros((), dtype=torch.float32, device=p.device if p.device.type == "cuda" else "cpu")}
+    own, on_gpu = local(p), p.device if p.device.type == "cuda" else "cpu"
+    state = {"step": torch.zeros((), dtype=torch.float32, device=on_gpu)}
+    state |= {name: torch.zeros((), dtype=torch.float64, device=on_gpu) for name in config.rule.numbers}
     for name, (shape, whole, dtype) in kinds_of_states(p, config).items():
         state[name] = like(p, torch.zeros(shape, dtype=dtype, device=device), whole)
     value = value_of(p).to(device) if config.weight_format.master else None

@@ -184,16 +184,17 @@ class Optimizer(torch.optim.Optimizer):
         state = layout.first_state(p, config, self.device_of_states(p))
         if self._host is not None and self._host.offloads(p):
             state = {name: self._host.pinned(p, value) for name, value in state.items()}
-            state["step"] = state["step"].to(self.device_of_step(p))
+            for name in ("step", *config.rule.numbers):
+                state[name] = state[name].to(self.device_of_step(p))
         if config.predicts_scale:
             state["amax"] = self._amax(p, config, state)
         return state
 
-    def _return_states(self, p: Tensor) -> None:
+    def _return_states(self, p: Tensor, config: StepConfig) -> None:
         """Move states back to where the optimizer placed them, after a trainer has moved all to the device."""
-        state = self.state[p]
+        state, numbers = self.state[p], ("step", *config.rule.numbers)
         for name, value in state.items():
-            device = self.device_of_step(p) if name in ("step", "amax") else self.device_of_states(p)
+            device = self.device_of_step(p) if name in ("amax", *numbers) else self.device_of_states(p)
             if layout.local(value).device != device:
                 moved = layout.like(p, layout.local(value).to(device), value.shape)
                 state[name] = moved if self._host is None else self._host.pinned(p, moved)
@@ -220,6 +221,8 @@ class Optimizer(torch.optim.Optimizer):
             taken = {name: self._host.pinned(p, value) for name, value in taken.items()}
         self.state[p] = {**first, **taken}
         self.state[p]["step"] = first["step"] + loaded["step"].to(first["step"].device)
+        for name in self.config(p, group).rule.numbers:
+            self.state[p][name] = loaded[name].to(first[name].device, copy=True)
         self.state[p].pop("amax", None)
         self._ensure_amax(p, self.config(p, group))
         self._stepped.pop(p, None)
@@ -368,7 +371,7 @@ class Optimizer(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = self.first_state(p, groups[p])
             elif self._host is not None and self._host.offloads(p):
-                self._return_states(p)
+                self._return_states(p, self.config(p, groups[p]))
             if stored_weight.holds_codes(p):
                 self._follow_writes(p, self.config(p, groups[p]))
         host = self._host
@@ -532,7 +535,9 @@ class Optimizer(torch.optim.Optimizer):
             steps = [self.state[p]["step"] for p in without_kernel]
             for count in steps:
                 count += 1 if apply_step is None else apply_step.to(count.device)
-            scalars_of_each = zip(*(s.unbind() for s in rule.scalars(group, torch.stack(steps).double())), strict=True)
+            counted = torch.stack(steps).double()
+            numbers = self._count_numbers(group, rule, without_kernel, counted, apply_step)
+            scalars_of_each = zip(*(s.unbind() for s in rule.scalars(group, counted, *numbers)), strict=True)
             scalars = dict(zip(without_kernel, scalars_of_each, strict=True))
         prepared = []
         for index, p in numbered:
@@ -547,6 +552,21 @@ class Optimizer(torch.optim.Optimizer):
                     ranks.SteppingParameter(p, index, group, config, parts, own, self._factor(p, factor), amax)
                 )
         return prepared
+
+    def _count_numbers(
+        self,
+        group: Mapping[str, Any],
+        rule: UpdateRule,
+        parameters: list[Tensor],
+        steps: Tensor,
+        apply_step: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Update the numbers that the rule has in each parameter's state; returns them, each float64 [parameters]."""
+        stored = [[self.state[p][name] for p in parameters] for name in rule.numbers]
+        new = rule.next_numbers(group, steps, tuple(map(torch.stack, stored)))
+        for targets, values in zip(stored, new, strict=True):
+            write(targets, values.unbind(), None if apply_step is None else apply_step.to(steps.device))
+        return new
 
     def _for_kernels(
         self,

@@ -1,4 +1,4 @@
-"""Update rules of Adam, Lion, Muon and SGD as functions of float32 tensors.
+"""Update rules of Adam, Lion, Muon, SGD and Schedule-Free AdamW as functions of float32 tensors.
 
 Adam and AdamW, with updates clamped to the bound that they have with exact moments:
 
@@ -50,13 +50,20 @@ class UpdateRule:
     has_weight_bound = True
     #: True if `weight_bound` needs the amaxes of gradient and moments.
     bound_needs_amaxes = False
+    #: Names of numbers in a parameter's state that every step updates, besides "step": float64 [], 0 at first.
+    numbers: tuple[str, ...] = ()
 
-    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+    def next_numbers(self, group: Mapping[str, Any], steps: Tensor, numbers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the `numbers` of a step from those of the step before, each float64 [parameters]."""
+        return numbers
+
+    def scalars(self, group: Mapping[str, Any], steps: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
         """Return the scalars of a step, each float32 [parameters].
 
         Args:
             group: parameter group, with torch's option names.
             steps: float64 [parameters], 1 at the first step.
+            numbers: results of `next_numbers`.
         """
         raise NotImplementedError
 
@@ -119,7 +126,7 @@ class AdamRule(UpdateRule):
             group["steady_betas"] = ()
         return cls(decoupled, preset.clamp and b1**2 < b2 < 1 and steady, group["maximize"])
 
-    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+    def scalars(self, group: Mapping[str, Any], steps: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         (b1, b2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
         lr = expand_lr(group["lr"], steps)
         power1, power2 = b1**steps, b2**steps
@@ -229,7 +236,7 @@ class LionRule(UpdateRule):
         """Return the rule of a parameter group."""
         return cls(group["maximize"])
 
-    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+    def scalars(self, group: Mapping[str, Any], steps: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         (b1, b2), lr = group["betas"], expand_lr(group["lr"], steps)
         return expanded(steps, lerp_weight(b1), lerp_weight(b2), lr, lr * group["weight_decay"])
 
@@ -285,7 +292,7 @@ class MuonRule(UpdateRule):
             return AdamRule.from_group(group, preset, decoupled=True)
         return cls(group["nesterov"], adjust=group["adjust_lr_fn"], maximize=group["maximize"])
 
-    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+    def scalars(self, group: Mapping[str, Any], steps: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         lr = expand_lr(group["lr"], steps)
         # Weight of the buffer in its moving average, and of the gradient in Nesterov's.
         momentum = lerp_weight(group["momentum"]), lerp_weight(1 - group["momentum"])
@@ -352,7 +359,7 @@ class SGDRule(UpdateRule):
         """Return the rule of a parameter group."""
         return cls(group["momentum"] != 0, group["nesterov"], group["maximize"])
 
-    def scalars(self, group: Mapping[str, Any], steps: Tensor) -> tuple[Tensor, ...]:
+    def scalars(self, group: Mapping[str, Any], steps: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         new = torch.where(steps <= 1, 1.0, 1.0 - group["dampening"])
         return expanded(steps, expand_lr(group["lr"], steps), group["weight_decay"], group["momentum"], new)
 
@@ -376,3 +383,81 @@ class SGDRule(UpdateRule):
             buffer = momentum.abs() * gradient_and_moment_amaxes[1] + new.abs() * step
             step = step + momentum.abs() * buffer if self.nesterov else buffer
         return (amax + lr.abs() * step) * (1 + 2.0**-20)
+
+
+# ---- schedule-free ----
+# Schedule-Free AdamW: gradients are taken at y, between the iterate z of AdamW without momentum and the weighted
+# average x of all z, which is the result of training. The weight is y, and the first moment is u = z - y:
+#
+#     v ← β2 v + (1 - β2) g²        d = clamp(g / (√(v / (1 - β2ᵗ)) + ε), ±L_t) + wd y
+#     y ← y + c u - γ (1 - β1 (1 - c)) d        u ← (1 - c) (u - γ β1 d)        x = y - (1 - β1) / β1 u
+#
+# In step t, γ = lr min(1, t / warmup) and c = p / Σ p, of the weights p = tʳ max(γ)^weight_lr_power of all steps so
+# far. Because v contains (1 - β2) g², a clamp at L_t = √((1 - β2ᵗ) / (1 - β2)) changes a step only if g² overflows.
+#
+# Source: Defazio et al., "The Road Less Scheduled", arXiv:2405.15682; facebookresearch/schedule_free stores z instead.
+
+
+@dataclass(frozen=True)
+class ScheduleFreeRule(UpdateRule):
+    """Schedule-Free AdamW; the amax of u bounds a step."""
+
+    name = "ScheduleFreeAdamW"
+    names = ("z_minus_y", "exp_avg_sq")
+    signed = (True, False)
+    numbers = ("lr_max", "weight_sum")
+    bound_needs_amaxes = True
+
+    @classmethod
+    def from_group(cls, group: Mapping[str, Any], _: Preset) -> "ScheduleFreeRule":
+        """Return the rule of a parameter group."""
+        return cls()
+
+    def next_numbers(self, group: Mapping[str, Any], steps: Tensor, numbers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        lr_max, weight_sum = numbers
+        lr_max = torch.maximum(lr_max, schedule_free_lr(group, steps))
+        return lr_max, weight_sum + average_weight(group, steps, lr_max)
+
+    def scalars(self, group: Mapping[str, Any], steps: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+        lr_max, weight_sum = numbers
+        (b1, b2), lr = group["betas"], schedule_free_lr(group, steps)
+        weight = average_weight(group, steps, lr_max)
+        # Every weight is 0 before a learning rate above 0.
+        c = torch.where(weight_sum > 0, weight / weight_sum, 0.0)
+        rates = lr * (1 - b1 * (1 - c)), lr * b1
+        bias_correction2 = 1 - b2**steps
+        update_bound = (bias_correction2 / (1 - b2)).sqrt()
+        options = group["eps"], group["weight_decay"]
+        return expanded(steps, lerp_weight(b2), *options, c, 1 - c, *rates, bias_correction2.rsqrt(), update_bound)
+
+    def __call__(
+        self, weight: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
+    ) -> UpdateResult:
+        u, v = moments
+        lerp_weight2, eps, decay, c, rest, y_rate, u_rate, rsqrt_bias_correction2, update_bound = scalars
+        v = lerp(v, (gradient * gradient).clamp(max=LARGEST), lerp_weight2)
+        update = gradient / (root(v) * rsqrt_bias_correction2 + eps)
+        update = torch.minimum(torch.maximum(update, -update_bound), update_bound)
+        # The clamp would hide an infinite gradient.
+        update = torch.where(gradient.abs() <= LARGEST, update, float("nan"))
+        del gradient, moments
+        update = update + weight * decay
+        return UpdateResult(weight + (u * c - update * y_rate), ((u - update * u_rate) * rest, v))
+
+    def weight_bound(
+        self, amax: Tensor, scalars: tuple[Tensor, ...], gradient_and_moment_amaxes: tuple[Tensor, ...]
+    ) -> Tensor:
+        _, _, decay, c, _, y_rate, _, _, update_bound = scalars
+        step = c * gradient_and_moment_amaxes[1] + y_rate * update_bound
+        return (amax * decay_bound(y_rate * decay) + step) * (1 + 2.0**-20)
+
+
+def schedule_free_lr(group: Mapping[str, Any], steps: Tensor) -> Tensor:
+    """Return the learning rate γ of a step, with warmup: float64 [parameters]."""
+    return expand_lr(group["lr"], steps) * (steps / max(group["warmup_steps"], 1)).clamp(max=1.0)
+
+
+def average_weight(group: Mapping[str, Any], steps: Tensor, lr_max: Tensor) -> Tensor:
+    """Return the weight p of a step's z in the average x: float64 [parameters]."""
+    weight: Tensor = steps ** group["r"] * lr_max ** group["weight_lr_power"]
+    return weight

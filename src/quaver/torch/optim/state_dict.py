@@ -136,17 +136,21 @@ def _load_state(
 
 
 # ---- rules ----
-# Check that a state dict was written by the same update rule (Adam, Lion, SGD, Muon) and is undamaged.
+# Check that a state dict was written by the same update rule (Adam, Lion, SGD, Muon, Schedule-Free AdamW) and is
+# undamaged.
 
 #: Rules of torch.optim by an option that only they have.
 RULE_OF_OPTION = {
     **{"adjust_lr_fn": "Muon", "dampening": "SGD", "momentum_decay": "NAdam", "centered": "RMSprop", "rho": "Adadelta"},
+    "weight_lr_power": "ScheduleFreeAdamW",
     **{"lr_decay": "Adagrad", "lambd": "ASGD", "etas": "Rprop", "beta2_decay": "Adafactor"},
 }
 #: Optimizers by a key of their states; the error names the first key that this optimizer's rule lacks.
 OWNER_OF_MOMENT = {
     **{"max_exp_avg_sq": "Adam with amsgrad=True", "mu_product": "NAdam", "exp_inf": "Adamax", "row_var": "Adafactor"},
     **{"acc_delta": "Adadelta", "square_avg": "RMSprop", "sum": "Adagrad", "ax": "ASGD", "prev": "Rprop"},
+    "z": "schedulefree's optimizers",
+    "z_minus_y": "ScheduleFreeAdamW",
     **{"exp_avg_sq": "Adam", "exp_avg": "Adam or Lion", "momentum_buffer": "SGD or Muon"},
 }
 #: End of errors about state dicts that no optimizer writes.
@@ -208,10 +212,11 @@ def check_saved_state(key: object, saved: Mapping[str, Any], rule: UpdateRule) -
     """
     if not isinstance(saved, Mapping):
         raise ValueError(f"the state of parameter {key} is of type {type(saved).__name__}, not a dict; {DAMAGED}")
-    step = 0.0 if saved.get("step") is None else saved["step"]
-    numbers = step.numel() if isinstance(step, Tensor) else int(isinstance(step, int | float))
-    if numbers != 1 or not 0 <= float(step) < float("inf"):
-        raise ValueError(f"the step of parameter {key} is {step!r}, not a number of steps; {DAMAGED}")
+    for number in ("step", *rule.numbers):
+        value = 0.0 if saved.get(number) is None else saved[number]
+        count = value.numel() if isinstance(value, Tensor) else int(isinstance(value, int | float))
+        if count != 1 or not 0 <= float(value) < float("inf"):
+            raise ValueError(f"the {number} of parameter {key} is {value!r}, not a number of 0 or more; {DAMAGED}")
     name, present = rule.name, {key.removesuffix(CODES) for key, value in saved.items() if value is not None}
     others = [moment for moment in OWNER_OF_MOMENT if moment in present and moment not in rule.names]
     if others:
@@ -219,9 +224,9 @@ def check_saved_state(key: object, saved: Mapping[str, Any], rule: UpdateRule) -
             f"the state of parameter {key} has {others[0]}, of {OWNER_OF_MOMENT[others[0]]}, and {name} has "
             f"{', '.join(rule.names) or 'no moments'}; nothing was loaded: load it into an optimizer of that rule"
         )
-    missing = [moment for moment in (*rule.names, "step") if moment not in present]
+    missing = [moment for moment in (*rule.names, "step", *rule.numbers) if moment not in present]
     # torch's SGD and Muon do not count steps, and create a missing momentum buffer from the next gradient.
-    if missing and name == "Adam":
+    if missing and name in ("Adam", "ScheduleFreeAdamW"):
         raise ValueError(f"the state of parameter {key} has no {missing[0]}; {DAMAGED}")
 
 
@@ -337,6 +342,8 @@ def convert_state(
     # Moments without a step count were stepped before, so the next step is not the first.
     step = saved.get("step", 1.0) if complete else 0.0
     state = {"step": torch.as_tensor(step, dtype=torch.float32, device="cpu").clone()}
+    for name in config.rule.numbers:
+        state[name] = torch.as_tensor(saved[name], dtype=torch.float64, device="cpu").clone()
     for index, ((name, moment), spec) in enumerate(zip(saved_moments.items(), config.moments, strict=True)):
         if moment is not None:
             saved_spec = None if saved_config is None else saved_config.moments[index]

@@ -110,6 +110,13 @@ class ParameterTensors(NamedTuple):
     #: A float tensor, or codes and scale.
     gradient: tuple[Tensor, ...]
 
+    def to(self, device: torch.device) -> "ParameterTensors":
+        """Return all tensors on one device, those of other devices as copies."""
+        moments = tuple(tuple(t.to(device) for t in each) for each in self.moments)
+        return ParameterTensors(
+            tuple(t.to(device) for t in self.weight), moments, tuple(t.to(device) for t in self.gradient)
+        )
+
 
 def stored(parts: ParameterTensors) -> tuple[Tensor, ...]:
     """Return the tensors that a step writes: those of the weight and of all moments."""

@@ -40,7 +40,7 @@ from quaver.train.torch.decoder import (
     loss_and_routings,
     quantize_layers,
 )
-from quaver.train.torch.optimizer import TrainStep, load_state, optimizer_of, state_of
+from quaver.train.torch.optimizer import TrainStep, load_state, optimizer_of, set_averaged, state_of
 from quaver.train.torch.process_group import TorchProcessGroup, device_of
 from quaver.train.torch.sharding import change_recipe, parallelize
 
@@ -162,6 +162,7 @@ class TorchLearner:
 
     def step(self, batch: np.ndarray, lr: float) -> tuple[float, float]:
         self.update.set_lr(lr, self.device)
+        set_averaged(self.optimizer, False)
         loss, norm, *expert_stats = self._run(self._ids(batch)).tolist()
         balance = self.update.balance
         self.extra_metrics = {} if balance is None else balance.extra_metrics(expert_stats)
@@ -183,6 +184,7 @@ class TorchLearner:
         self._run = self._runner()
 
     def loss(self, batches: np.ndarray) -> float:
+        set_averaged(self.optimizer, True)
         self.model.eval()
         with torch.no_grad(), self._unmeasured(), frozen(self.model):
             losses = self._losses(self._ids(batches))
@@ -227,9 +229,12 @@ class TorchLearner:
         return first.message if self.group is None else self.group.first_message(first, backward=True)
 
     def tensors(self) -> tuple[Tensors, Tensors]:
+        set_averaged(self.optimizer, True)
         return arrays(self.model.state_dict()), arrays(state_of(self.model, self.optimizer))
 
     def load(self, model: Tensors, optimizer: Tensors) -> None:
+        # Checkpoints have averaged weights.
+        set_averaged(self.optimizer, True)
         try:
             self.model.load_state_dict(tensors_of(model))
             load_state(self.model, self.optimizer, tensors_of(optimizer))
@@ -245,10 +250,12 @@ class TorchLearner:
     def write(self, folder: Path, behind: bool = False) -> Callable[[], None]:
         """Start to write the state of all ranks into a folder, each its own shards."""
         assert self.group is not None
+        set_averaged(self.optimizer, True)
         return sharding.write(self.model, self.optimizer, folder, self.group.saving if behind else None)
 
     def read(self, folder: Path) -> None:
         """Load this rank's shards of a checkpoint. Raises: ValueError if they do not fit."""
+        set_averaged(self.optimizer, True)
         try:
             sharding.read(self.model, self.optimizer, folder)
         except RuntimeError as error:

@@ -51,8 +51,16 @@ def optimizer_of(model: nn.Module, config: TrainConfig, stage: int = 0) -> torch
         return optim.Muon(groups, 0.0, adjust_lr_fn="match_rms_adamw", betas=betas, **options)
     if chosen.rule == "sgd":
         return optim.SGD(groups, 0.0, config.beta1, **options)
+    if chosen.rule == "schedulefree":
+        return optim.ScheduleFreeAdamW(groups, 0.0, betas, **options)
     rules = {"adamw": optim.AdamW, "adam": optim.Adam, "lion": optim.Lion}
     return rules[chosen.rule](groups, 0.0, betas, **options)
+
+
+def set_averaged(optimizer: torch.optim.Optimizer, averaged: bool) -> None:
+    """Switch a model between the weights that are trained and their average; no effect with most optimizers."""
+    if isinstance(optimizer, optim.ScheduleFreeAdamW):
+        (optimizer.eval if averaged else optimizer.train)()
 
 
 def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

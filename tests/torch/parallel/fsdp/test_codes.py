@@ -146,6 +146,11 @@ def trains_as_one_process(
             net = net if single_process else on_ranks(net, hsdp, **options)
             optimizer = rule(net.parameters(), lr=1e-2, preset=preset, seed=5)
             losses = losses_of(net, optimizer, range(steps), single_process, micro)
+            if rule is optim.ScheduleFreeAdamW:
+                optimizer.eval()
+                optimizer.train()
+                losses += losses_of(net, optimizer, range(steps, steps + 1), single_process, micro)
+                optimizer.eval()
             results.append((net, losses, everything(net, optimizer)))
         label = f"{name}, {preset}, {rule.__name__}, {sizes}"
         assert results[1][1] == results[0][1], label
@@ -232,12 +237,16 @@ def a_rank_holds_its_rows(rank: int) -> None:
     assert layout.local(net[0].weight).dtype is torch.float8_e4m3fn
 
 
-def resumes_from_a_checkpoint(name: str, preset: str) -> Case:
-    """Resume on as many ranks, bit for bit; one process loads checkpoints of ranks and vice versa."""
+def resumes_from_a_checkpoint(name: str, preset: str, rule: Any = optim.AdamW) -> Case:
+    """Resume on as many ranks, bit for bit; one process loads checkpoints of ranks and vice versa.
+
+    Schedule-Free AdamW saves averaged weights.
+    """
+    averages = rule is optim.ScheduleFreeAdamW
 
     def case(rank: int) -> None:
-        folder = two_ranks.folder() / f"{name} {preset}"
-        label = f"{name}, {preset}"
+        folder = two_ranks.folder() / f"{name} {preset} {rule.__name__}"
+        label = f"{name}, {preset}, {rule.__name__}"
 
         def fresh(single_process: bool) -> tuple[Any, Any]:
             net = network(RECIPES[name])
@@ -245,31 +254,38 @@ def resumes_from_a_checkpoint(name: str, preset: str) -> Case:
                 # Start from other values, and so from other codes.
                 net[0].set_weight(torch.ones(net[0].out_features, net[0].in_features))
             net = net if single_process else on_ranks(net)
-            return net, optim.AdamW(net.parameters(), lr=1e-3, preset=preset, seed=9)
+            return net, rule(net.parameters(), lr=1e-3, preset=preset, seed=9)
+
+        def on(net: Any, optimizer: Any) -> list[float]:
+            if averages:
+                optimizer.train()
+            return losses_of(net, optimizer, range(2, 4), single_process=False)
 
         net = on_ranks(network(RECIPES[name]))
-        optimizer = optim.AdamW(net.parameters(), lr=1e-2, preset=preset, seed=3)
+        optimizer = rule(net.parameters(), lr=1e-2, preset=preset, seed=3)
         losses_of(net, optimizer, range(2), single_process=False)
+        if averages:
+            optimizer.eval()
         Checkpoint(net, optimizer).save(folder)
         saved = everything(net, optimizer)
         saved = {name: value.clone() for name, value in saved.items()}
-        expected = losses_of(net, optimizer, range(2, 4), single_process=False)
+        expected = on(net, optimizer)
         other, again = fresh(single_process=False)
         Checkpoint(other, again).load(folder)
         for key, value in everything(other, again).items():
             # With one scale per tensor, a rank's amax covers only its own rows until the next step.
             if not key.endswith("amax"):
                 assert_bitwise(layout.local(value), layout.local(saved[key]), f"{label}, {key}")
-        assert losses_of(other, again, range(2, 4), single_process=False) == expected, label
+        assert on(other, again) == expected, label
         lone, whole = fresh(single_process=True)
         Checkpoint(lone, whole).load(folder)
         assert_parts(net, saved, everything(lone, whole), f"{label}, whole")
         Checkpoint(lone, whole).save(folder / "whole")
         third, parts = fresh(single_process=False)
         Checkpoint(third, parts).load(folder / "whole")
-        assert losses_of(third, parts, range(2, 4), single_process=False) == expected, f"{label}, divided again"
+        assert on(third, parts) == expected, f"{label}, divided again"
 
-    case.__name__ = f"{name}, {preset} goes on from a checkpoint"
+    case.__name__ = f"{name}, {preset}, {rule.__name__} goes on from a checkpoint"
     return case
 
 
@@ -633,6 +649,7 @@ CASES: dict[int, list[Case]] = {
         trains_as_one_process("tensorwise", "lean", micro=2),
         trains_as_one_process("mxfp8", "lean", steps=2, reshard_after_forward=False),
         *(resumes_from_a_checkpoint("tensorwise", "lean"), resumes_from_a_checkpoint("blockwise", "balanced")),
+        resumes_from_a_checkpoint("tensorwise", "lean", optim.ScheduleFreeAdamW),
         *(loads_weights_of_another_run("tensorwise", "balanced"), loads_weights_of_another_run("blockwise", "float32")),
         *SPECIAL,
     ],
@@ -643,6 +660,10 @@ CASES: dict[int, list[Case]] = {
         ),
         trains_as_one_process("tensorwise", "lean", optim.Lion, steps=2),
         trains_as_one_process("blockwise", "lean", optim.SGD, steps=2),
+        *(
+            trains_as_one_process(name, preset, optim.ScheduleFreeAdamW, steps=2)
+            for name, preset in (("tensorwise", "lean"), ("blockwise", "balanced"), ("tensorwise", "float32"))
+        ),
         trains_as_one_process("tensorwise", "exact", steps=2),
         trains_as_one_process("blockwise", "coat", optim.Adam, steps=2),
         loads_weights_of_another_run("tensorwise", "lean", SHORT_ROWS),
@@ -652,7 +673,7 @@ CASES: dict[int, list[Case]] = {
         *(trains_as_one_process(name, "lean", steps=2, hsdp=True) for name in ("tensorwise", "mxfp8, 2-D")),
     ],
 }
-RULES = (optim.AdamW, optim.Adam, optim.Lion, optim.SGD)
+RULES = (optim.AdamW, optim.Adam, optim.Lion, optim.SGD, optim.ScheduleFreeAdamW)
 #: Every recipe, preset and rule, in twenty steps.
 SLOW: dict[int, list[Case]] = {
     ranks: [
