@@ -17,7 +17,7 @@ from tests.train.conftest import MakeConfig
 OTHER: dict[str, Any] = {
     **{"recipe": "tensorwise", "model": "nano-gpt2", "text": ("README.md",), "tokens": "bpe", "vocab": 300, "steps": 3},
     **{"batch": 3, "sequence": 40, "accumulate": 2, "lr": 0.01, "final_lr": 0.5, "warmup": 2, "weight_decay": 0.3},
-    **{"optimizer": "lean", "pp_schedule": "GPipe", "pp_stages": 2},
+    **{"optimizer": "lean", "optimizer_offload": "cpu", "pp_schedule": "GPipe", "pp_stages": 2},
     **{"beta1": 0.5, "beta2": 0.5, "clip": 0.1, "seed": 4, "framework": "jax", "dtype": "float32", "device": "cuda"},
     **{"recompute": "full", "fsdp": 2, "pp": 2, "cp": 2, "cp_how": "ring", "tp": 2, "sp": True, "timeout": 40},
     **{"loss_chunk": 16, "capture": "step", "threads": 2, "out": "elsewhere", "validate_every": 1, "keep": 1},
@@ -71,13 +71,15 @@ def test_an_option_has_an_effect_or_a_warning_says_that_it_has_none(
             assert not warned, warned
 
 
-def test_warnings_about_ignored_options_are_correct(make_config: MakeConfig) -> None:
+def test_warnings_about_ignored_options_are_correct(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each row: the warning comes with the other value only, and not where the option has an effect."""
+    monkeypatch.setattr(loop.frameworks, "runs_on_cpu", lambda config: config.device == "cpu")
     config = make_config(steps=4, warmup=1)
     working: dict[str, tuple[dict[str, Any], int]] = {
         "vocab": ({"tokens": "bpe"}, 1),
         "final_lr": ({}, 1),
         "beta2": ({"optimizer": "lion"}, 1),
+        "optimizer_offload": ({"device": "cuda"}, 1),
         "capture": ({}, 1),
         "cp_how": ({"cp": 2}, 2),
         "async_save": ({}, 2),

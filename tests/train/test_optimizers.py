@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from quaver.reference.optimizer_state import PRESETS
-from quaver.torch.optim import Optimizer, layout, master_weights
+from quaver.reference.optimizer_state import PRESETS, SMALL
+from quaver.torch.optim import Optimizer, host, layout, master_weights
 from quaver.torch.quantized_tensor import QuantizedTensor
-from quaver.train import checkpoint
+from quaver.train import checkpoint, loop
 from quaver.train import config as recipe_name
 from quaver.train.config import TrainConfig
 from quaver.train.generate import generate
@@ -20,6 +20,7 @@ from quaver.train.memory import initial_values
 from quaver.train.metrics import phase_starts, read
 from quaver.train.model_config import MODELS
 from quaver.train.torch.learner import TorchLearner
+from tests.torch.offload.simulated import Simulated
 from tests.train.conftest import MakeConfig
 
 #: The stored formats of a layer's matrix, of the head and of its state.
@@ -103,7 +104,59 @@ def test_a_resumed_run_is_the_one_never_stopped(make_config: MakeConfig, optimiz
         assert generate(out, "3 times", tokens=3, recipe=other, device="cpu").tokens
 
 
-#: Optimizers that the test above lacks, one with codes and one with another rule.
+@pytest.mark.parametrize(("before", "after"), [("none", "cpu"), ("cpu", "stream"), ("stream", "none")])
+def test_a_run_resumes_with_its_states_in_other_memory(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, before: str, after: str
+) -> None:
+    """A simulated device, whose states are in host memory; losses and files are those of states on the device."""
+    devices: list[Simulated] = []
+
+    def create() -> Simulated:
+        devices.append(Simulated())
+        return devices[-1]
+
+    monkeypatch.setattr(host, "Transfers", create)
+    monkeypatch.setattr(loop, "WHY_IDLE", {})
+    whole = make_config(optimizer="lean", recipe="tensorwise", steps=4, checkpoint_every=2, keep=0)
+    run_training(whole)
+    assert not devices
+    out = Path(whole.out)
+    halted = replace(whole, out=f"{whole.out}-halted", optimizer_offload=before)
+    run_training(halted)
+    shutil.rmtree(Path(halted.out) / "step-000004")
+    result = run_training(replace(halted, optimizer_offload=after), resume=True)
+    assert len(devices) == (before != "none") + (after != "none")
+    assert all(sum(way == "back" for way, _ in device.log) for device in devices)
+    assert recorded(halted.out) == recorded(out)
+    assert result.losses == {record["step"]: record["loss"] for record in recorded(out) if "loss" in record}
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        ours, its = (Path(folder) / "step-000004" / file for folder in (halted.out, out))
+        assert ours.read_bytes() == its.read_bytes(), file
+
+
+def test_streamed_states_stay_pinned_after_resuming(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = set[int]()
+
+    class Pinning(Simulated):
+        def pin(self, x: torch.Tensor) -> torch.Tensor:
+            copy = x.clone()
+            pinned.add(copy.data_ptr())
+            return copy
+
+    config = make_config(optimizer="lean", recipe="tensorwise", dtype="float32")
+    first = TorchLearner(config, recipe_name.find_recipe("tensorwise"), 256)
+    first.step(torch.randint(256, (1, 1, 33)).numpy(), 1e-3)
+    monkeypatch.setattr(host, "Transfers", Pinning)
+    learner = TorchLearner(replace(config, optimizer_offload="stream"), recipe_name.find_recipe("tensorwise"), 256)
+    learner.load(*first.tensors())
+    assert isinstance(learner.optimizer, Optimizer)
+    large = {p: state for p, state in learner.optimizer.state.items() if p.numel() >= SMALL}
+    assert large and all(
+        state[name].data_ptr() in pinned for state in large.values() for name in state if name not in ("step", "amax")
+    )
+
+
+#: Optimizers that `KEPT` lacks, one with codes and one with another rule.
 CHANGING = [*(name for name in PRESETS if name not in {optimizer for optimizer, _ in KEPT}), "lean", "muon-lean"]
 
 
@@ -175,6 +228,10 @@ def test_the_folder_says_the_optimizer() -> None:
         ({"recipe": "nvfp4"}, "stores weights as eight-bit codes"),
         ({"framework": "jax"}, "JAX has no optimizer lean yet"),
         ({"capture": "step", "device": "cpu"}, "cannot be recorded yet"),
+        ({"optimizer_offload": "gpu"}, "optimizer_offload 'gpu' is not known"),
+        ({"optimizer_offload": "cpu", "framework": "jax"}, "JAX cannot store optimizer states in host memory yet"),
+        ({"optimizer_offload": "cpu", "optimizer": "adamw"}, "adamw is torch's, .*; take --optimizer lean"),
+        ({"optimizer_offload": "stream", "capture": "step"}, "leave out --capture or --optimizer-offload"),
     ],
 )
 def test_unsupported_optimizer_options_give_a_clear_error(

@@ -218,6 +218,7 @@ DIGEST = "# SHA-256 of the lines above: "
 FRAMEWORKS = ("torch", "jax")
 RECOMPUTE = ("none", "mlp", "full")
 CAPTURE = ("none", "step")
+OPTIMIZER_OFFLOAD = ("none", "cpu", "stream")
 CP_HOW = ("gather", "ring", "all_to_all")
 TRACKERS = ("tensorboard", "wandb")
 
@@ -239,6 +240,9 @@ class TrainConfig:
     accumulate: Annotated[int, "micro-batches in a step"] = 1
 
     optimizer: Annotated[str, "adamw: torch's; states in few bits: lean, balanced, exact, muon-lean, ..."] = "adamw"
+    optimizer_offload: Annotated[
+        str, "cpu: its states in host memory, stepped by the CPU; stream: stepped on the GPU; or none"
+    ] = "none"
     lr: Annotated[float, "highest learning rate; 0: the model's own"] = 0.0
     final_lr: Annotated[float, "learning rate at the end of the cosine, as a fraction of the highest"] = 0.0
     warmup: Annotated[int, "steps of linear warm-up"] = 30
@@ -285,6 +289,7 @@ class TrainConfig:
         check_choice("dtype", self.dtype, ("bfloat16", "float32"))
         check_choice("recompute", self.recompute, RECOMPUTE)
         check_choice("capture", self.capture, CAPTURE)
+        check_choice("optimizer_offload", self.optimizer_offload, OPTIMIZER_OFFLOAD)
         check_choice("cp_how", self.cp_how, CP_HOW)
         check_choice("pp_schedule", self.pp_schedule, PIPELINE_SCHEDULES)
         find_optimizer(self.optimizer)

@@ -82,6 +82,7 @@ def check_options(config: TrainConfig, recipe: Recipe) -> None:
 
 def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
     """Raise a ValueError for options that do not work with the chosen optimizer."""
+    check_optimizer_offload(config)
     if config.optimizer == optimizer_name.TORCH_ADAMW:
         return
     instead = f"take --optimizer {optimizer_name.TORCH_ADAMW}"
@@ -101,6 +102,28 @@ def check_optimizer(config: TrainConfig, recipe: Recipe) -> None:
         optimizer_name.check_sharded_optimizer(config.optimizer, shapes, sizes.fsdp * sizes.cp * sizes.tp, sizes.tp)
     elif len(recipe_name.parse_phases(config.recipe)) == 1:
         optimizer_name.check_optimizer(config.optimizer, recipe)
+
+
+def check_optimizer_offload(config: TrainConfig) -> None:
+    """Raise a ValueError for options that do not work with optimizer states in host memory."""
+    chosen = config.optimizer_offload
+    if chosen == "none":
+        return
+    if config.framework == "jax":
+        raise ValueError(
+            f"JAX cannot store optimizer states in host memory yet, as optimizer_offload {chosen} asks; leave out "
+            "--optimizer-offload, or take --framework torch"
+        )
+    if config.optimizer == optimizer_name.TORCH_ADAMW:
+        raise ValueError(
+            f"optimizer {config.optimizer} is torch's, which has no states in host memory, as optimizer_offload "
+            f"{chosen} asks; take --optimizer lean, balanced, exact or float32, or leave out --optimizer-offload"
+        )
+    if config.capture != "none":
+        raise ValueError(
+            f"optimizer_offload {chosen} copies between host and GPU, which capture {config.capture} cannot record; "
+            "leave out --capture or --optimizer-offload"
+        )
 
 
 def check_for_ranks(config: TrainConfig) -> None:

@@ -48,6 +48,9 @@ WHY_IDLE: Mapping[str, Callable[[TrainConfig, int], str]] = {
         else ""
     ),
     "beta2": lambda config, ranks: "sgd has one moment" * (find_optimizer(config.optimizer).rule == "sgd"),
+    "optimizer_offload": lambda config, ranks: (
+        "the run is on a CPU, whose memory has the states anyway" * frameworks.runs_on_cpu(config)
+    ),
     "capture": lambda config, ranks: "framework is jax, which compiles whole steps" * (config.framework == "jax"),
     "cp_how": lambda config, ranks: "cp is 1, and no sequence is divided" * (config.cp == 1),
     "async_save": lambda config, ranks: "a single process writes before it goes on" * (ranks == 1),

@@ -45,6 +45,10 @@ def optimizer_of(model: nn.Module, config: TrainConfig, stage: int = 0) -> torch
     groups = [{"params": own, **options_of_kind.get(kind, {})} for kind, own in kinds.items() if own]
     options: dict[str, Any] = {"weight_decay": config.weight_decay, "preset": chosen.preset}
     options["seed"] = config.seed + (stage << 32)
+    if config.optimizer_offload != "none":
+        options["offload"] = config.optimizer_offload
+        # Eager steps on the CPU take many times as long; compiled ones have the same bits.
+        options["compile"] = config.optimizer_offload == "cpu" and any(p.is_cuda for p in model.parameters())
     betas = (config.beta1, config.beta2)
     if chosen.rule == "muon":
         # Scale Muon's updates like AdamW's, so that one learning rate serves both.
@@ -122,7 +126,8 @@ def load_low_bit_state(model: nn.Module, optimizer: optim.Optimizer, tensors: Ma
                         f"{name}/{key} is {value.dtype} {tuple(value.shape)}, where the optimizer has {present.dtype} "
                         f"{tuple(present.shape)}"
                     )
-                first[key] = value.to(present.device)
+                # In place, because states that are streamed to a device need pinned memory.
+                present.copy_(value)
             optimizer.state[p] = first
     if remaining:
         raise ValueError(f"{next(iter(remaining))} is not part of the optimizer")
