@@ -453,6 +453,11 @@ class Footprint:
         return self.weight + self.additional + self.gradient + self.moments
 
     @property
+    def states(self) -> int:
+        """Bytes of all that the optimizer stores."""
+        return self.additional + self.moments
+
+    @property
     def moved(self) -> int:
         """Bytes that a one-pass step transfers: everything is read, and everything but the gradient is written."""
         return 2 * self.total - self.gradient

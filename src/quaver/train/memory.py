@@ -258,7 +258,14 @@ def available() -> int:
 def training_footprint(
     sizes: ModelConfig, vocab: int, optimizer: str, recipe: Recipe, dtype: str, codes: bool = True
 ) -> Footprint:
-    """Return the memory of a model's weights, gradients and optimizer states in training.
+    """Return the memory of a model's weights, gradients and optimizer states in training; see `footprints`."""
+    return sum((own for *_, own in footprints(sizes, vocab, optimizer, recipe, dtype, codes)), NOTHING)
+
+
+def footprints(
+    sizes: ModelConfig, vocab: int, optimizer: str, recipe: Recipe, dtype: str, codes: bool = True
+) -> Iterator[tuple[str, tuple[int, ...], str, Footprint]]:
+    """Yield the name, shape, preset and memory in training of each parameter.
 
     Args:
         sizes: architecture.
@@ -270,7 +277,6 @@ def training_footprint(
     """
     chosen = optimizer_name.find_optimizer(optimizer)
     layers, stored_as = projections(sizes), chosen.weights(recipe, dtype, codes)
-    whole = NOTHING
     for name, shape in parameters(sizes, vocab).items():
         number = math.prod(shape)
         in_layer = name.removesuffix(".weight") in layers
@@ -283,14 +289,13 @@ def training_footprint(
             # A small matrix of a layer or head is still stored in bfloat16.
             narrow = len(shape) > 1 and not stays_float32 and chosen.others(dtype) == "bfloat16"
             own = matrix_footprint(PRESETS["float32"], flat_shape(shape), "bfloat16", None, moments) if narrow else None
-            whole += own or plain(number, moments)
+            yield name, shape, "float32", own or plain(number, moments)
         else:
             how = stored_as if in_layer else "float32" if stays_float32 else chosen.others(dtype)
             *stack, rows, columns = shape
-            for _ in range(math.prod(stack) if as_codes else 1):
-                one = (rows, columns) if as_codes else flat_shape(shape)
-                whole += matrix_footprint(chosen.preset, one, how, recipe.fprop.b, moments)
-    return whole
+            one = (rows, columns) if as_codes else flat_shape(shape)
+            each = matrix_footprint(chosen.preset, one, how, recipe.fprop.b, moments)
+            yield name, shape, chosen.preset.name, sum([each] * (math.prod(stack) if as_codes else 1), NOTHING)
 
 
 def check_memory(config: TrainConfig, vocab: int, ranks: int = 1) -> None:

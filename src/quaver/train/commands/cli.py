@@ -30,7 +30,7 @@ from quaver.comparison.report import PICTURE, save
 from quaver.train import config as recipe_name
 from quaver.train import frameworks, mesh
 from quaver.train.commands import doctor as machine
-from quaver.train.commands import failing, inspecting, offloading, scaling
+from quaver.train.commands import failing, inspecting, offloading, optimizer_offloading, scaling
 from quaver.train.commands import kernels as compiling
 from quaver.train.commands import plan as planning
 from quaver.train.compare import SeedRun, compare_runs
@@ -531,12 +531,22 @@ def plan(
     offload: Annotated[
         bool, typer.Option("--offload", help="which saved activations to move to the host, recompute or keep")
     ] = False,
+    optimizer_offload: Annotated[
+        bool, typer.Option("--optimizer-offload", help="memory and time of a step with optimizer states on the host")
+    ] = False,
+    host_cores: Annotated[int, typer.Option(help="CPU cores of a node, for --optimizer-offload")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with the rates and where they come from")] = False,
 ) -> None:
     """Predict how much faster a model's layers run under a recipe on a GPU, or with --gpus the time of a step
     on many.
     """
     cluster = scaling.Cluster(**typed)
+    if optimizer_offload:
+        if offload:
+            raise ValueError("--offload and --optimizer-offload are two plans; leave out one of them")
+        states = optimizer_offloading.price(model, recipe, gpu, cluster, optimizer=optimizer, cores=host_cores)
+        print_plan(optimizer_offloading, states, as_json)
+        return
     if offload:
         if cluster.gpus:
             raise ValueError("--offload plans the layers of one GPU; leave out --gpus")
