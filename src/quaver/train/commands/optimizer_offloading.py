@@ -107,14 +107,22 @@ def trained_parameters(
 ) -> tuple[list[TrainedParameter], tuple[float, float]]:
     """Return a rank's parameters in the optimizer's order, and the bytes of a parameter of the layers' matrices."""
     codes, vocab = optimizer_name.allows_codes(1, mesh.tp), config.vocab or VOCAB
-    layers = projections(config)
+    layers, ranks = projections(config), mesh.fsdp * mesh.tp * mesh.pp
     groups: dict[str, list[TrainedParameter]] = {"matrices": [], "embedding": [], "vectors": []}
     elements = whole = here = 0.0
     for name, shape, preset, size in footprints(config, vocab, optimizer, recipe, "bfloat16", codes):
         number = math.prod(shape)
-        shares = (each / (mesh.fsdp * mesh.tp * mesh.pp) for each in (number, size.weight, size.gradient, size.states))
         kind = "vectors" if len(shape) < 2 else "embedding" if name.startswith("embedding.") else "matrices"
-        groups[kind].append(TrainedParameter(preset, *shares, large=number >= SMALL))
+        groups[kind].append(
+            TrainedParameter(
+                preset=preset,
+                elements=number / ranks,
+                weight=size.weight / ranks,
+                gradient=size.gradient / ranks,
+                states=size.states / ranks,
+                large=number >= SMALL,
+            )
+        )
         if name.removesuffix(".weight") in layers:
             elements, whole, here = elements + number, whole + size.total, here + size.weight + size.gradient
     return [p for group in groups.values() for p in group], (whole / elements, here / elements)
