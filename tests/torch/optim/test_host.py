@@ -316,6 +316,15 @@ def test_states_that_host_memory_cannot_store_raise(call: str, monkeypatch: pyte
     getattr(optimizer, call)(*arguments)
 
 
+def test_frozen_parameters_need_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Every("tensorwise").requires_grad_(False)
+    model.narrow.requires_grad_(True)
+    optimizer = optim.AdamW(model.parameters(), preset="lean", offload="cpu", _transfers=Simulated())
+    monkeypatch.setattr(host, "available_memory", lambda: 6 * model.narrow.numel())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [*optimizer.state] == [model.narrow]
+
+
 def test_available_memory_is_that_of_this_machine() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 1 << 20 < host.available_memory() <= total

@@ -289,7 +289,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _load(self, state_dict: Any) -> None:
         """`load_state_dict` without rollback: it may have loaded a part when it raises."""
-        error = self._claim_host_memory(p for group in self.param_groups for p in group["params"])
+        error = self._claim_host_memory(p for group in self.param_groups for p in group["params"] if p.requires_grad)
         if error:
             raise ValueError(error)
         load(self, state_dict, super().load_state_dict)
