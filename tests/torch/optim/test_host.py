@@ -267,6 +267,16 @@ def test_a_state_dict_of_an_optimizer_without_steps() -> None:
     assert twin.offload == "cpu"
 
 
+def test_streamed_states_of_a_copied_optimizer_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer = trained("stream", "tensorwise", "lean")
+    simulated, pinned = Simulated(), list[Tensor]()
+    monkeypatch.setattr(host, "Transfers", lambda: simulated)
+    monkeypatch.setattr(simulated, "pin", lambda x: pinned.append(x) or x)
+    twin = copy.deepcopy(optimizer)
+    states = [t for p, state in twin.state.items() if p.numel() >= 4096 for t in state.values() if t.dim()]
+    assert {id(t) for t in pinned} == {id(t) for t in states}
+
+
 def test_sharded_states_of_a_gpu_are_wrapped_in_host_memory() -> None:
     """DTensor.from_local would move them to the mesh's device."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -119,6 +119,8 @@ class Optimizer(torch.optim.Optimizer):
         self._programs = CompiledSteps() if self.compile else None
         self._kernels, self._reported, self._local_amax, self._stepped, self._compared = {}, set(), set(), {}, 0
         self._host, self._staged = None if self.offload is None else HostStates(self.offload), {}
+        for p, own in self.state.items() if self._host is not None else ():
+            own.update({name: self._pinned(p, value) for name, value in own.items() if isinstance(value, Tensor)})
         for group in self.param_groups:
             for p in group["params"]:
                 self._prepare(p, group)
@@ -183,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
         config = self.config(p, group)
         state = layout.first_state(p, config, self.device_of_states(p))
         if self._host is not None and self._host.offloads(p):
-            state = {name: self._host.pinned(p, value) for name, value in state.items()}
+            state = {name: self._pinned(p, value) for name, value in state.items()}
             for name in ("step", *config.rule.numbers):
                 state[name] = state[name].to(self.device_of_step(p))
         if config.predicts_scale:
@@ -197,7 +199,11 @@ class Optimizer(torch.optim.Optimizer):
             device = self.device_of_step(p) if name in ("amax", *numbers) else self.device_of_states(p)
             if layout.local(value).device != device:
                 moved = layout.like(p, layout.local(value).to(device), value.shape)
-                state[name] = moved if self._host is None else self._host.pinned(p, moved)
+                state[name] = self._pinned(p, moved)
+
+    def _pinned(self, p: Tensor, state: Tensor) -> Tensor:
+        """Return a parameter's state, in pinned memory if it is streamed."""
+        return state if self._host is None or not self._host.offloads(p) else self._host.pinned(p, state)
 
     def device_of_states(self, p: Tensor) -> torch.device:
         """Return the device of a parameter's moments and of its master or residual."""
@@ -217,9 +223,7 @@ class Optimizer(torch.optim.Optimizer):
         """Replace the state of a parameter by a loaded one; what it lacks is created."""
         first = self.first_state(p, group)
         taken = {name: value for name, value in loaded.items() if name in first}
-        if self._host is not None and self._host.offloads(p):
-            taken = {name: self._host.pinned(p, value) for name, value in taken.items()}
-        self.state[p] = {**first, **taken}
+        self.state[p] = {**first, **{name: self._pinned(p, value) for name, value in taken.items()}}
         self.state[p]["step"] = first["step"] + loaded["step"].to(first["step"].device)
         for name in self.config(p, group).rule.numbers:
             self.state[p][name] = loaded[name].to(first[name].device, copy=True)
