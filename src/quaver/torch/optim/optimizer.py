@@ -319,8 +319,6 @@ class Optimizer(torch.optim.Optimizer):
             )
         overflow, factor = self._scaling()
         parameters = [p for group in self.param_groups for p in group["params"]]
-        if self._host is not None:
-            self._host.check_capture(parameters)
         check_replaced(parameters)
         if self._release is not None:
             self._release.join()
@@ -357,6 +355,8 @@ class Optimizer(torch.optim.Optimizer):
             factor: multiplier of their gradients, float32 [], or None.
             overflow: tensor; nonzero means that nothing may change.
         """
+        if self._host is not None:
+            self._host.check_capture(parameters)
         for p in parameters:
             check_gradient(p)
         groups = {p: group for group in self.param_groups for p in group["params"]}
@@ -584,7 +584,7 @@ class Optimizer(torch.optim.Optimizer):
         without_kernel, rows = [], dict[torch.device, list[Any]]()
         for index, p in numbered:
             weight, state = layout.local(p).detach(), self.state[p]
-            if self.device_of_step(p).type == "cpu" and no_kernels(weight):
+            if self.device_of_step(p).type == "cpu" and (not weight.is_cpu or no_kernels(weight)):
                 without_kernel.append(p)
                 continue
             config = self.config(p, group)
