@@ -52,7 +52,7 @@ class HostStates:
         self.piece_bytes = PIECE_BYTES[offload]
         #: Two buffers for each device: with offload="cpu" pinned host memory of all steps, else device memory of one.
         self._buffers: dict[tuple[torch.device, int], Tensor] = {}
-        #: The last copy of each device, which `finish` waits for.
+        #: Event at the end of each device's last copy, which `finish` waits for.
         self._last: dict[torch.device, Any] = {}
 
     def offloads(self, p: Tensor) -> bool:
@@ -156,19 +156,22 @@ class HostStates:
         devices = [layout.local(piece[0]).device for piece in pieces]
         for index, piece in enumerate(staged):
             self._reserve(devices[index], index % 2, sum(each.bytes for each in piece.values()))
-        coming = self._fetch(staged[0], devices[0], 0) if staged else None
-        for index, piece in enumerate(staged):
-            event, coming = coming, None
-            if index + 1 < len(staged):
-                coming = self._fetch(staged[index + 1], devices[index + 1], (index + 1) % 2)
-            # The CPU waits itself; a device's compute stream waits without the CPU.
-            (self.transfers.synchronize if to_host else self.transfers.wait)(event, devices[index])
-            step({p: each.here for p, each in piece.items()})
-            self._send_back(piece, devices[index])
-        for device, event in self._last.items():
-            self.transfers.wait(event, device)
-        if not to_host:
-            self._buffers = {}
+        try:
+            coming = self._fetch(staged[0], devices[0], 0) if staged else None
+            for index, piece in enumerate(staged):
+                event, coming = coming, None
+                if index + 1 < len(staged):
+                    coming = self._fetch(staged[index + 1], devices[index + 1], (index + 1) % 2)
+                # The CPU waits itself; a device's compute stream waits without the CPU.
+                (self.transfers.synchronize if to_host else self.transfers.wait)(event, devices[index])
+                step({p: each.here for p, each in piece.items()})
+                self._send_back(piece, devices[index])
+        finally:
+            # Also after an error: the caller may go on with weights and buffers.
+            for device, event in self._last.items():
+                self.transfers.wait(event, device)
+            if not to_host:
+                self._buffers = {}
 
     def _reserve(self, device: torch.device, slot: int, size: int) -> None:
         """Allocate one of the two buffers of a device if it has fewer than `size` bytes. Raises: ValueError."""
@@ -195,7 +198,8 @@ class HostStates:
         for each in piece.values():
             pairs += each.carve(self._buffers[device, slot][at : at + each.bytes])
             at += each.bytes
-        return self.transfers.copy(pairs, device, self.transfers.record(device))
+        event = self._last[device] = self.transfers.copy(pairs, device, self.transfers.record(device))
+        return event
 
     def _send_back(self, piece: Mapping[Tensor, "Staged"], device: torch.device) -> None:
         """Start copies of written tensors to where they came from."""
