@@ -57,6 +57,7 @@ def test_torch_has_them() -> None:
     assert hasattr(torch, "_has_compatible_shallow_copy_type") and hasattr(torch, "_foreach_copy_")
     assert hasattr(torch.autograd, "_get_sequence_nr") and hasattr(torch.cpu, "_is_avx512_bf16_supported")
     assert hasattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert callable(torch.autograd.Variable._execution_engine.queue_callback)  # type: ignore[attr-defined]
     assert hasattr(torch.distributed.distributed_c10d, "_set_pg_timeout")
     memory = symmetric_memory.symmetric_memory()._SymmetricMemory
     assert callable(memory.has_multicast_support) and hasattr(torch.autograd.DeviceType, "CUDA")

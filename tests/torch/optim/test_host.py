@@ -1,7 +1,10 @@
 """Optimizer states in host memory: the bits of states on the device, at the memory that they promise."""
 
 import copy
+import itertools
 import os
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -17,6 +20,7 @@ import quaver.torch as qt
 from quaver.torch import optim
 from quaver.torch.backends.gpu import device
 from quaver.torch.optim import host, layout
+from quaver.torch.optim.step import step_parameter
 from tests.close import assert_bitwise
 from tests.torch.offload.simulated import Counted, Simulated
 
@@ -151,16 +155,102 @@ def test_steps_in_backward_equal_those_after_it(offload: str) -> None:
     assert_equal(*ends)
 
 
-def test_an_error_in_the_thread_is_raised_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Every("tensorwise")
-    optimizer = optim.AdamW(model.parameters(), preset="lean", offload="cpu", _transfers=Simulated(pinned=0))
-    optimizer.step_in_backward()
-    model(batch(0)).backward()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"no .* GB of pinned memory .*: allow more locked memory"):
+class Slow(Simulated):
+    """Copies that take long, so that a thread which waits for them is late."""
+
+    def synchronize(self, event: int, device: torch.device) -> None:
+        time.sleep(0.002)
+        super().synchronize(event, device)
+
+
+@pytest.mark.parametrize("outstanding_bytes", [1, 30_000, 120_000])
+def test_a_thread_steps_only_while_backward_runs(outstanding_bytes: int) -> None:
+    """After backward, gradients and weights are those of steps without a thread, whatever happens then."""
+    ends, seen = [], []
+    for where in ("cpu", None):
+        model = Every("tensorwise")
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, preset="lean", offload=where, _transfers=Slow())
+        optimizer.step_in_backward(outstanding_bytes, max_norm=0.1)
+        own = list[Any]()
+        for step in range(4):
+            model(batch(step)).backward()
+            own.append([p.grad is None for p in model.parameters()])
+            own.append(copy.deepcopy(optimizer.state_dict()["state"]) if step == 1 else model(batch(9)).item())
+            if step != 2:
+                optimizer.step()
+            optimizer.zero_grad()
+        ends.append((model, optimizer))
+        seen.append(own)
+    assert_equal(*ends)
+    states = [own.pop(3) for own in seen]
+    assert seen[0] == seen[1]
+    for key, state in states[0].items():
+        for name, value in state.items():
+            assert_bitwise(value, states[1][key][name], f"{key} {name}")
+
+
+def test_an_error_in_the_thread_is_raised_by_backward_or_step() -> None:
+    """Nothing is stepped then, and steps go on when there is memory, with the norm of the gradients as it was."""
+    ends = []
+    for where, outstanding_bytes in (("cpu", 1 << 25), (None, 1 << 25), ("cpu", 1)):
+        model, simulated = Every("tensorwise"), Simulated(pinned=0)
+        optimizer = optim.AdamW(model.parameters(), preset="lean", offload=where, _transfers=simulated)
+        optimizer.step_in_backward(outstanding_bytes, max_norm=0.1)
+        before = copy.deepcopy(model.layers.state_dict())
+        if where is not None:
+            with pytest.raises(ValueError, match=r"no .* GB of pinned memory .*: allow more locked memory"):
+                model(batch(0)).backward()
+                assert outstanding_bytes > 1
+                optimizer.step()
+            for name, value in model.layers.state_dict().items():
+                assert_bitwise(value, before[name], name)
+            simulated.pinned = float("inf")
+        else:
+            model(batch(0)).backward()
         optimizer.step()
-    for name, value in model.state_dict().items():
-        assert_bitwise(value, before[name], name)
+        optimizer.zero_grad()
+        model(batch(1)).backward()
+        optimizer.step()
+        ends.append((model, optimizer))
+    assert_equal(*ends[:2])
+
+
+@pytest.mark.parametrize("offload", OFFLOAD)
+def test_no_copy_is_pending_after_an_error_in_a_step(offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces before the error are stepped as without offload, and the optimizer can step again."""
+    ends = []
+    for where in (offload, None):
+        torch.manual_seed(0)
+        model, simulated = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4))), Simulated()
+        optimizer = optim.AdamW(model.parameters(), preset="lean", offload=where, _transfers=simulated)
+        numbers = itertools.count()
+
+        def failing(*arguments: Any) -> Any:
+            if next(numbers) == 2:
+                raise RuntimeError("out of memory")
+            return step_parameter(*arguments)
+
+        model(batch(0)).square().mean().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr("quaver.torch.optim.optimizer.step_parameter", failing)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                optimizer.step()
+        assert not any(simulated.queue)
+        ends.append([layer.weight.detach().clone() for layer in model])
+        optimizer.step()
+    for ours, theirs in zip(*ends, strict=True):
+        assert_bitwise(ours, theirs)
+
+
+def test_a_model_on_the_cpu_is_stepped_without_a_thread() -> None:
+    model = Every("tensorwise")
+    optimizer = optim.AdamW(model.parameters(), preset="lean", offload="cpu")
+    optimizer.step_in_backward(1)
+    threads, before = [], threading.active_count()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: threads.append(threading.active_count()))
+    model(batch(0)).backward()
+    assert set(threads) == {before}
 
 
 @pytest.mark.parametrize("offload", OFFLOAD)

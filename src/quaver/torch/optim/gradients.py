@@ -24,6 +24,9 @@ from quaver.torch.quantized_tensor import memory_of
 _takers: dict[int, list[Any]] = {}
 #: torch 2.13 renamed this function and warns about the earlier name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+#: Registers a function that the running backward calls at its end. Private to torch; None if a release lacks it.
+_at_end_of_backward: Callable[[Callable[[], None]], None] | None = getattr(_engine, "queue_callback", None)
 
 
 def _forget(parameter: int, taker: Any) -> None:
@@ -218,7 +221,8 @@ class GradientRelease:
             update: method that steps parameters, given a factor for their gradients.
             most: bytes of gradients that trigger a step.
             max_norm: scale gradients by the factor that would have clipped the previous step's norm to this.
-            in_thread: step in a thread, because the CPU computes the steps while backward continues.
+            in_thread: step in a thread, because the CPU computes the steps while backward continues. It runs only
+                during backward, so that code after it finds no weight or gradient in the middle of a step.
         """
         self.gradients = weakref.proxy(gradients)
         self._update = weakref.WeakMethod(update)
@@ -230,42 +234,45 @@ class GradientRelease:
         #: Norm of all gradients of the previous step, float32 []; None before the first.
         self.norm: Tensor | None = None
         self._streams: dict[torch.device, Any] = {}
-        self._thread = ThreadPoolExecutor(1, "quaver-step") if in_thread else None
+        self._thread = ThreadPoolExecutor(1, "quaver-step") if in_thread and _at_end_of_backward else None
         self._stepping: Future[None] | None = None
 
     def arrived(self, p: Tensor) -> None:
-        """Add a parameter whose gradient is complete, and step if enough bytes are waiting."""
+        """Add a parameter whose gradient backward has completed, and step if enough bytes are waiting."""
         self._waiting[p] = None
         self._bytes += sum(tensor.nbytes for tensor in self._gradients_of([p]))
         if self._bytes >= self.most:
             self.flush()
+            if self._stepping is not None and _at_end_of_backward is not None:
+                _at_end_of_backward(self.join)
 
     @torch.no_grad()
     def flush(self) -> None:
         """Step all waiting parameters, and free their gradients; in a thread, after those of the flush before."""
-        # zero_grad may have cleared some gradients.
+        # The flush before clears its gradients.
+        self.join()
+        # zero_grad may have cleared others.
         waiting = [p for p in self._waiting if p.grad is not None]
         self._waiting, self._bytes = {}, 0
         if not waiting:
             return
-        self._squares.append(self.gradients.norm(waiting).square())
-        factor = None
+        square, factor = self.gradients.norm(waiting).square(), None
         if self.norm is not None and self.max_norm != float("inf"):
             factor = (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0).float().reshape(())
         if self._thread is None:
-            self._step(waiting, factor)
+            self._step(waiting, square, factor)
             return
-        self.join()
         device = waiting[0].device
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self._stepping = self._thread.submit(self._step, waiting, factor, ready)
+        self._stepping = self._thread.submit(self._step, waiting, square, factor, ready)
 
     @torch.no_grad()
-    def _step(self, waiting: list[Tensor], factor: Tensor | None, ready: Any = None) -> None:
+    def _step(self, waiting: list[Tensor], square: Tensor, factor: Tensor | None, ready: Any = None) -> None:
         """Step parameters and free their gradients.
 
         Args:
             waiting: the parameters.
+            square: square of their gradients' norm, float32 []; added only now, because a failed step is repeated.
             factor: multiplier of their gradients, float32 [], or None.
             ready: event after which the gradients are complete; None for the current stream.
         """
@@ -274,6 +281,7 @@ class GradientRelease:
             self._beside(device, waiting, factor, ready)
         else:
             self.update(waiting, factor)
+        self._squares.append(square)
         for p in waiting:
             p.grad = None
 
@@ -308,8 +316,13 @@ class GradientRelease:
                 own = layout.local(p.grad)
                 yield from own.tensors() if isinstance(own, QuantizedGradient) else (own,)
 
-    def end(self) -> None:
-        """Step the remaining parameters, and wait for all steps."""
+    def end(self, parameters: Iterable[Tensor]) -> None:
+        """Step the remaining parameters, and wait for all steps.
+
+        Args:
+            parameters: those with a gradient, also if no hook reported it.
+        """
+        self._waiting.update(dict.fromkeys(parameters))
         self.flush()
         self.join()
         for device, side in self._streams.items():

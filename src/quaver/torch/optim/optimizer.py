@@ -104,6 +104,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state = LazyStates(self._initial_state)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._finish_steps()
         names = ("nonfinite", "statistics", "compile", "offload", "skipped", "_warned", "_resolution")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
@@ -260,6 +261,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Like `torch.optim.Optimizer.state_dict`, with codes in their dtypes and presets as plain data."""
+        self._finish_steps()
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if not len(self.state) and all(p.grad is None for p in parameters):
             error = self._claim_host_memory(parameters)
@@ -283,6 +285,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: a state dict of another rule, with other groups or shapes, or with unsupported options. Nothing
                 is loaded then.
         """
+        self._finish_steps()
         before = self.param_groups, self.state, set(self._local_amax)
         try:
             self._load(state_dict)
@@ -320,17 +323,13 @@ class Optimizer(torch.optim.Optimizer):
         overflow, factor = self._scaling()
         parameters = [p for group in self.param_groups for p in group["params"]]
         check_replaced(parameters)
-        if self._release is not None:
-            self._release.join()
+        self._finish_steps()
         parameters = [p for p in parameters if p.grad is not None]
         for p in parameters:
             self.gradients.convert(p)
         if self._release is not None:
-            # Step gradients that no hook reported: of parameters frozen when `step_in_backward` was called, or assigned
-            # by hand.
-            for p in parameters:
-                self._release.arrived(p)
-            self._release.end()
+            # No hook reported gradients of parameters frozen when `step_in_backward` was called, or assigned by hand.
+            self._release.end(parameters)
             parameters = []
         self._update(parameters, factor, overflow)
         if factor is not None:
@@ -339,6 +338,21 @@ class Optimizer(torch.optim.Optimizer):
                 layout.local(p.grad).mul_(factor.to(p.grad.device))
         if self._host is not None:
             self._host.finish()
+
+    @torch.compiler.disable
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, as in torch."""
+        self._finish_steps()
+        super().zero_grad(set_to_none)
+
+    def _finish_steps(self) -> None:
+        """Wait for a step in a thread, and for copies of states to host memory. Raises: the error of that step."""
+        try:
+            if self._release is not None:
+                self._release.join()
+        finally:
+            if self._host is not None:
+                self._host.finish()
 
     def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
         """Return torch.amp.GradScaler's overflow flag and the factor that unscales gradients, each None without one."""
@@ -439,6 +453,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         if not self._written(p):
             return
+        if self._host is not None:
+            # The CPU may read states here that a step in backward has not copied back yet.
+            self._host.finish()
         state = self.state[p]
         if config.weight_format.master:
             weight_format, codes = layout.in_own_rows(p, config.weight_format)
@@ -695,7 +712,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         if outstanding_bytes < 1:
             raise ValueError(f"outstanding_bytes is {outstanding_bytes}; give at least 1")
-        if any(layout.shardings(p) for group in self.param_groups for p in group["params"]):
+        every = [p for group in self.param_groups for p in group["params"]]
+        if any(map(layout.shardings, every)):
             raise ValueError(
                 "parameters are sharded, and ranks with different numbers of bytes would step different "
                 "numbers of parameters at a time; under fully_shard gradients are sharded anyway: leave "
@@ -706,9 +724,9 @@ class Optimizer(torch.optim.Optimizer):
                 f"nonfinite is {self.nonfinite!r}, which needs all gradients of a step before its first "
                 "update, and step_in_backward steps some parameters earlier; leave one of the two out"
             )
-        in_thread = self.offload == "cpu"
+        in_thread = self.offload == "cpu" and self._host is not None and any(map(self._host.offloads, every))
         self._release = GradientRelease(self.gradients, self._update, outstanding_bytes, max_norm, in_thread)
-        self.gradients.watch(p for group in self.param_groups for p in group["params"])
+        self.gradients.watch(every)
         self.gradients.arrived = self._release.arrived
 
     @contextmanager
