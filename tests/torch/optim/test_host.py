@@ -225,7 +225,7 @@ def test_no_copy_is_pending_after_an_error_in_a_step(offload: str, monkeypatch: 
         optimizer = optim.AdamW(model.parameters(), preset="lean", offload=where, _transfers=simulated)
         numbers = itertools.count()
 
-        def failing(*arguments: Any) -> Any:
+        def failing(*arguments: Any, numbers: Any = numbers) -> Any:
             if next(numbers) == 2:
                 raise RuntimeError("out of memory")
             return step_parameter(*arguments)
