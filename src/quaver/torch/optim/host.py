@@ -6,8 +6,9 @@
                                                           copies the weights back
     "stream"    device               pinned host memory   copies states to the device, steps there, and copies them back
 
-Parameters are stepped in pieces. While one piece is stepped, a side stream copies the next one into the other of two
-buffers. Norms, biases and tensors below `SMALL` elements have their states on the device.
+Parameters are stepped in pieces, lists of whole parameters. While one piece is stepped, a side stream copies the next
+one into the other of two buffers. Parameters below `SMALL` elements, as most norms and biases are, have their states on
+the device.
 """
 
 import gc
@@ -34,7 +35,7 @@ OFFLOAD = (None, "cpu", "stream")
 PIECE_BYTES = {"cpu": 1 << 26, "stream": 1 << 28}
 #: Alignment of tensors in a buffer.
 ALIGNMENT = 256
-#: Host states whose optimizer has stepped a parameter, by parameter.
+#: Weak reference to the `HostStates` that have a parameter's states, to find a second optimizer of it.
 _claimed = WeakIdKeyDictionary()
 
 
@@ -227,16 +228,19 @@ class Staged:
     """
 
     def __init__(self, parts: ParameterTensors, weight_format: WeightFormat, to_host: bool) -> None:
-        # Layers read the weight and the scales of its codes; the others are states.
+        # Number of tensors of the weight that layers read, which are on the device: itself, and scales of its codes.
         stored = 1 + (weight_format.code_spec is not None)
         self.parts, self.stored, self.to_host = parts, stored, to_host
         states = (*parts.weight[stored:], *(t for moment_tensors in parts.moments for t in moment_tensors))
+        #: Tensors that are copied back after the step.
         self.written: tuple[Tensor, ...] = parts.weight[:stored] if to_host else states
+        #: Tensors that are copied before the step; begins with `written`.
         self.copied = (*self.written, *parts.gradient) if to_host else states
         #: Bytes of the buffer.
         self.bytes = sum(_aligned(t) for t in self.copied)
         #: Pairs (target, source) of copies after the step.
         self.back: list[tuple[Tensor, Tensor]] = []
+        #: Tensors for the step, after `carve` all in one memory.
         self.here = parts
 
     def carve(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -700,8 +700,8 @@ class Optimizer(torch.optim.Optimizer):
         """From now on step parameters during backward; `step()` then only finishes the step.
 
         Gradients accumulate until they take `outstanding_bytes`. Then their parameters are stepped and the gradients
-        freed. On a GPU this runs on a separate stream, and with offload="cpu" in a thread. Run all micro-batches except
-        the last inside `accumulating()`.
+        freed. On a GPU this runs on a separate stream, and with offload="cpu" in a thread, which backward waits for at
+        its end. Run all micro-batches except the last inside `accumulating()`.
 
         Args:
             outstanding_bytes: bytes of gradients to collect before a partial step.
