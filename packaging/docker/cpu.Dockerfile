@@ -1,4 +1,5 @@
-# The wheel of `make dist` with torch's CPU build, and its command line. This image was linted and never built.
+# The wheel of `make dist` with torch's CPU build, and its command line. This image was linted and never built; its
+# commands were run in a Debian root by rehearse.py.
 #
 #     make dist && docker build -f packaging/docker/cpu.Dockerfile -t quaver:cpu .
 #     docker run --rm quaver:cpu doctor
