@@ -203,7 +203,8 @@ Launch: TypeAlias = "tuple[Sequence[optim.ParameterRow], Tensor]"
 
 def launch(
     launches: Sequence[Launch],
-    steppers: "dict[torch.device, optim.OptimizerLaunches]",
+    steppers: "dict[tuple[torch.device, Tensor | None], optim.OptimizerLaunches]",
+    piece: Tensor | None,
     apply_step: Tensor | None,
     statistics: bool,
 ) -> "list[tuple[list[optim.ParameterRow], Tensor | None]]":
@@ -211,7 +212,8 @@ def launch(
 
     Args:
         launches: the parameters.
-        steppers: prepared kernel arguments by device, which the optimizer stores between steps.
+        steppers: prepared kernel arguments by device and piece, which the optimizer stores between steps.
+        piece: first parameter of a piece of parameters that are stepped at a time; None if all are.
         apply_step: bool []; False leaves everything unchanged; None always steps.
         statistics: count clamped updates.
     Returns:
@@ -225,7 +227,7 @@ def launch(
         own = [(rows, scalars) for rows, scalars in launches if scalars.device == device]
         every = [row for rows, _ in own for row in rows]
         counts = torch.zeros(len(every), dtype=torch.int64, device=device) if statistics else None
-        stepper = steppers.setdefault(device, optim.OptimizerLaunches())
+        stepper = steppers.setdefault((device, piece), optim.OptimizerLaunches())
         stepper(
             every,
             torch.cat([scalars for _, scalars in own], 1),

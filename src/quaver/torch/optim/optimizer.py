@@ -80,8 +80,8 @@ class Optimizer(torch.optim.Optimizer):
         #: True if large parameters are stepped by torch.compile.
         self.compile = compile
         self._programs = CompiledSteps() if compile else None
-        #: Prepared kernel arguments by device, and the reported reasons for not using kernels.
-        self._kernels: dict[torch.device, Any] = {}
+        #: Prepared kernel arguments by device and piece, and the reported reasons for not using kernels.
+        self._kernels: dict[tuple[torch.device, Tensor | None], Any] = {}
         self._reported: set[str] = set()
         #: Number of steps skipped because of gradients that were not finite, if `nonfinite` is "skip": int64 [].
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -623,7 +623,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _launch(self, launches: "list[gpu.Launch]", apply_step: Tensor | None) -> None:
         """Launch the kernels for the collected parameters."""
-        for rows, counts in gpu.launch(launches, self._kernels, apply_step, self.statistics):
+        piece = next(iter(self._staged), None)
+        for rows, counts in gpu.launch(launches, self._kernels, piece, apply_step, self.statistics):
             for i, row in enumerate(rows):
                 # Caches that compare version counters must notice these writes.
                 torch.autograd.graph.increment_version([row.owner, *(t for t in row.written if not t.is_inference())])

@@ -220,6 +220,7 @@ class ScheduleFreeAdamW(Optimizer):
         x = y - (1 - β1) / β1 u is a step of SGD whose gradient is u = z - y, so weights in codes and shards get their
         scales as in any step.
         """
+        self._finish_steps()
         stepping, index = list[ranks.SteppingParameter](), 0
         for group in self.param_groups:
             for p in group["params"]:
