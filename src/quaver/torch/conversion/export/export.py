@@ -5,13 +5,12 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quaver.recipes.spec import QuantSpec
@@ -25,28 +24,10 @@ from quaver.torch.conversion.export.check import (
     recording_input_amaxes,
     run,
 )
-from quaver.torch.conversion.export.layouts import (
-    FORMATS,
-    FileFormat,
-    Inputs,
-    Scheme,
-    UnsupportedByFormat,
-    check_width,
-    cut,
-    fused_groups,
-    layout_of,
-    with_one_factor,
-)
-from quaver.torch.conversion.export.operands import (
-    DisassembledModel,
-    Reader,
-    StoredOperand,
-    decoded,
-    disassemble,
-    unwrapped,
-)
+from quaver.torch.conversion.export.layouts import FORMATS, FileFormat
+from quaver.torch.conversion.export.operands import DisassembledModel, Reader, disassemble, unwrapped
+from quaver.torch.conversion.export.plan import group_fused, plan_weights, tensors_of_group
 from quaver.torch.conversion.matchers.swap_class import original, unconverted_class
-from quaver.torch.numerics.quantized import Quantized
 
 # ---- writing a folder of safetensors, an index and JSON files; it appears complete or not at all ----
 
@@ -244,20 +225,21 @@ def export(
     if calibrate is not None:
         with evaluating(model), recording_input_amaxes(model) as seen:
             run(model, calibrate)
-    known = [one.inputs(seen) for one in parts.collected]
-    plan: list[Written] = []
-    for one, statistics in zip(parts.collected, known, strict=True):
-        with _advising(kind, one, statistics):
-            plan.append((one, _scheme(kind, one, statistics), statistics))
+    plan = plan_weights(kind, parts, seen)
     trained = None if check is None else log_probabilities(model, check)
     before = 0
-    groups = _fused(plan, parts.matrices)
+    groups = group_fused(plan, parts.matrices)
     with writing(folder, shard_bytes) as files:
         for name, tensor in parts.plain.items():
             files.add(name, tensor)
             before += tensor.nbytes
         for group in groups:
-            before += _write_fused(files, kind, group)
+            operands = [one.operand() for one, _, _ in group]
+            for name, tensor in tensors_of_group(kind, group, operands, verified=True):
+                files.add(name, tensor)
+            before += sum(
+                q.shape[0] * q.shape[1] * one.dtype.itemsize for (one, _, _), q in zip(group, operands, strict=True)
+            )
         _describe(files, kind, model, parts, plan)
     result = Exported(folder, kind.name, {}, {}, files.total, before, dict.fromkeys(parts.left, "asked for by name"))
     for one, scheme, _ in plan:
@@ -267,116 +249,6 @@ def export(
     if trained is not None:
         result.check = compare(model, check, trained, plan, list(parts.left.values()), Reader(folder))
     return result
-
-
-def _scheme(kind: FileFormat, one: StoredOperand, known: Inputs) -> Scheme:
-    """Return the scheme in which a format stores a weight.
-
-    Raises:
-        UnsupportedByFormat: the format cannot store it.
-    """
-    if kind.stacked != bool(one.stack):
-        holds = "only stacks of experts as one tensor" if kind.stacked else "no stack of experts as one tensor"
-        raise UnsupportedByFormat(f"it stores {holds}")
-    return kind.scheme(layout_of(one.spec), one.spec, known)
-
-
-@contextmanager
-def _advising(kind: FileFormat, one: StoredOperand, known: Inputs) -> Iterator[None]:
-    """Context that completes the message of `UnsupportedByFormat` with the formats that can store the weight."""
-    try:
-        yield
-    except UnsupportedByFormat as error:
-        others = []
-        for other in FORMATS.values():
-            with suppress(UnsupportedByFormat):
-                if other is not kind:
-                    _scheme(other, one, known)
-                    others.append(other.name)
-        advice = f"use format={' or '.join(map(repr, others))}" if others else "no other format can store it either"
-        layer = one.module_name
-        raise ValueError(
-            f"{kind.name!r} cannot store the codes of {layer}: {error}; {advice}, or write it in high precision with "
-            f"high_precision=[{layer!r}]"
-        ) from error
-
-
-def _fused(plan: Sequence[Written], matrices: Sequence[str]) -> list[list[Written]]:
-    """Group the weights to write so that those that a server fuses are in one list.
-
-    Args:
-        plan: the weights, with their schemes.
-        matrices: names of linear layers in high precision.
-    Raises:
-        ValueError: layers that a server fuses have different schemes, or some are in high precision.
-    """
-    by_name = {piece.prefix.rstrip("."): written for written in plan for piece in written[0].pieces}
-    groups: dict[int, list[Written]] = {}
-    for names in fused_groups([*by_name, *matrices]):
-        schemes = {by_name[name][1] if name in by_name else None for name in names}
-        if len(schemes) > 1:
-            each = [f"{n} ({by_name[n][1].name if n in by_name else 'high precision'})" for n in sorted(names)]
-            raise ValueError(
-                f"vLLM and SGLang fuse these layers into one weight with one scheme: {', '.join(each)}. Use one "
-                "recipe for all of them, or write all in high precision with "
-                f"high_precision={sorted(set(names) & set(by_name))}"
-            )
-        # A weight with several pieces, such as stacked gate and up, is written only once.
-        written = list({id(by_name[n]): by_name[n] for n in names if n in by_name}.values())
-        if written and id(written[0]) not in groups:
-            groups[id(written[0])] = written
-    return list(groups.values())
-
-
-def _write_fused(files: Writing, kind: FileFormat, plan: Sequence[Written]) -> int:
-    """Write weights that a server fuses; two-level ones share one tensor factor. Return their bytes in the model's
-    dtype.
-
-    Raises:
-        ValueError: no tensor factor fits all of them, so a server would decode some with the wrong factor.
-    """
-    operands = [one.operand() for one, _, _ in plan]
-    if len(plan) > 1 and all(scheme.layout == "nv" for _, scheme, _ in plan):
-        finite = all(q.scales().isfinite().all() for q in operands)
-        shared = with_one_factor(operands) if finite else operands
-        if shared is None:
-            names = sorted(one.name.removesuffix(".weight") for one, _, _ in plan)
-            raise ValueError(
-                f"a server fuses {', '.join(names)} and reads them with one tensor scale, but their magnitudes "
-                f"differ too much for that: write them in high precision with high_precision={names}"
-            )
-        operands = shared
-    return sum(_write(files, kind, *each, q) for each, q in zip(plan, operands, strict=True))
-
-
-def _write(files: Writing, kind: FileFormat, one: StoredOperand, scheme: Scheme, known: Inputs, q: Quantized) -> int:
-    """Verify and write the pieces of a weight; return the bytes that it has in the model's dtype."""
-    if not bool(q.scales().isfinite().all()):
-        raise ValueError(
-            f"{one.name} contains infinities or NaN, so a server would compute NaN: export an earlier checkpoint"
-        )
-    for piece in one.pieces:
-        with _advising(kind, one, known):
-            part = cut(q, piece.start, piece.stop)
-            check_width(part, scheme.layout)
-        tensors = kind.tensors(part, scheme, known)
-        _verify(piece.prefix, part, tensors, kind)
-        for suffix, tensor in tensors.items():
-            files.add(piece.prefix + suffix, tensor.unflatten(0, (one.stack, -1)) if one.stack else tensor)
-    dtype = one.layer.weight_dtype or one.layer.get_parameter(one.last).dtype
-    return q.shape[0] * q.shape[1] * dtype.itemsize
-
-
-def _verify(name: str, q: Quantized, tensors: Mapping[str, Tensor], kind: FileFormat) -> None:
-    """Decode a weight from the tensors to write and raise if any bit differs from the operand."""
-    read = decoded({suffix: tensor.cpu() for suffix, tensor in tensors.items()}, kind.method).dense()
-    wrong = int((read.view(torch.int32) != q.dequantize().cpu().contiguous().view(torch.int32)).sum())
-    if wrong:
-        raise ValueError(
-            f"{name}weight in {kind.name!r} would decode to different numbers in {wrong} of {read.numel()} places, "
-            "because its scales are outside the range in which the format's products are exact; write it in high "
-            f"precision with high_precision=[{name.rstrip('.')!r}]"
-        )
 
 
 def _describe(

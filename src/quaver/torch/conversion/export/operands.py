@@ -90,6 +90,12 @@ class StoredOperand:
             return int(self.layer.out_features)
         return int(upright(self.layer, self.last).shape[1])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weight in high precision."""
+        dtype: torch.dtype = self.layer.weight_dtype or self.layer.get_parameter(self.last).dtype
+        return dtype
+
     @torch.no_grad()
     def operand(self) -> Quantized:
         """Return the codes and scales [N, K] that fprop's GEMM consumes; for a stack [E * N, K]."""
