@@ -2,7 +2,7 @@
 
 import importlib
 from importlib.util import find_spec
-from types import ModuleType
+from typing import Any
 
 if find_spec("torch") is None:
     sentence = "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"
@@ -138,6 +138,7 @@ __all__ = [
     "revert",
     "route",
     "scaling_state_dict",
+    "serving_stream",
     "ssd",
     "token_counts",
     "unpermute",
@@ -149,12 +150,15 @@ __all__ = [
 
 
 #: Subpackages that are imported at their first use, as attributes.
-_LAZY = ("optim", "parallel")
+_LAZY = ("optim", "parallel", "serving")
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
+    if name == "serving_stream":
+        # Its package imports `quaver.torch.parallel`, which is imported at its first use.
+        return importlib.import_module(f"{__name__}.serving").serving_stream
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

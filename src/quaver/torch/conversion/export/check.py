@@ -10,7 +10,7 @@ of a serving library are not run.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,14 @@ from quaver.torch.state import observer
 from quaver.torch.state.buffers import STATE, create_state_buffers
 from quaver.torch.state.history import amax
 from quaver.torch.state.layer_state import LayerState, state_of
+
+
+class Decoder(Protocol):
+    """Source of decoded weights: a `Reader` of files, or tensors that were received."""
+
+    def decoded(self, prefix: str) -> Decoded:
+        """Decode the weight whose tensors have names with this prefix."""
+
 
 #: An exported weight, the scheme it was written in, and the known statistics of its layer's input.
 Written = tuple[StoredOperand, Scheme, Inputs]
@@ -190,21 +198,26 @@ def restored(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def with_exported_weights(collected: Sequence[StoredOperand], reader: Reader) -> Iterator[None]:
+def with_exported_weights(collected: Sequence[StoredOperand], reader: Decoder) -> Iterator[None]:
     """Context in which layers use the weights that a reader returns."""
     with restored([one.layer for one in collected]):
-        # Each parameter once, even if a layer has two names; a stack of experts has a part for each of them.
-        parameters: dict[tuple[int, str], dict[int | None, StoredOperand]] = {}
-        for one in collected:
-            parameters.setdefault((id(one.layer), one.last), {}).setdefault(one.expert, one)
-        for parts in parameters.values():
-            one, *_ = parts.values()
-            weights = [joined([reader.decoded(piece.prefix) for piece in part.pieces]) for part in parts.values()]
-            if not one.of_experts and one.spec.format.name in stored_weight.CODE_DTYPES:
-                _store_codes(one.layer, weights[0], one.spec)
-            else:
-                _store_values(one, [weight.dense() for weight in weights])
+        store_exported_weights(collected, reader)
         yield
+
+
+def store_exported_weights(collected: Sequence[StoredOperand], reader: Decoder) -> None:
+    """Replace the weights of layers by those that a reader returns, as codes where torch has a dtype for them."""
+    # Each parameter once, even if a layer has two names; a stack of experts has a part for each of them.
+    parameters: dict[tuple[int, str], dict[int | None, StoredOperand]] = {}
+    for one in collected:
+        parameters.setdefault((id(one.layer), one.last), {}).setdefault(one.expert, one)
+    for parts in parameters.values():
+        one, *_ = parts.values()
+        weights = [joined([reader.decoded(piece.prefix) for piece in part.pieces]) for part in parts.values()]
+        if not one.of_experts and one.spec.format.name in stored_weight.CODE_DTYPES:
+            _store_codes(one.layer, weights[0], one.spec)
+        else:
+            _store_values(one, [weight.dense() for weight in weights])
 
 
 @contextmanager

@@ -104,7 +104,7 @@ class StoredOperand:
             assert self.recipe is not None and self.recipe.fprop.b is not None
             matrices, spec = upright(self.layer, self.last).detach(), self.recipe.fprop.b
             if self.expert is not None:
-                return ops.QUANTIZE(matrices[self.expert].contiguous(), spec, None, self._factor(amax.WEIGHT))
+                return ops.QUANTIZE(matrices[self.expert].contiguous(), spec, None, self.factor(amax.WEIGHT))
             each = [ops.QUANTIZE(matrix.contiguous(), spec).upright() for matrix in matrices]
             scales, shape = torch.cat([row_scales(q) for q in each]), (self.stack * self.rows, matrices.shape[2])
             return Quantized(torch.cat([q.data for q in each]), scales, replace(spec, block=(1, spec.block[1])), shape)
@@ -118,10 +118,10 @@ class StoredOperand:
     def inputs(self, seen: Mapping[tuple[nn.Module, str], float]) -> Inputs:
         """Return the known statistics of the layer's input: spec, delayed scale, and amax from `calibrate`."""
         spec = None if self.recipe is None else self.recipe.fprop.a
-        factor = None if spec is None else self._factor(amax.INPUT)
+        factor = None if spec is None else self.factor(amax.INPUT)
         return Inputs(spec=spec, scale=None if factor is None else 1.0 / factor, amax=seen.get((self.layer, self.last)))
 
-    def _factor(self, operand: int) -> float | None:
+    def factor(self, operand: int) -> float | None:
         """Return the encode factor of delayed scaling for an operand, or None if no history has set one."""
         factors = self.layer._buffers.get("factor")
         if factors is None or self.recipe is None or self.recipe.delayed is None:
@@ -153,12 +153,13 @@ class DisassembledModel:
     matrices: list[str]
 
 
-def disassemble(model: nn.Module, high_precision: Sequence[str]) -> DisassembledModel:
+def disassemble(model: nn.Module, high_precision: Sequence[str], *, sharded: bool = False) -> DisassembledModel:
     """Split a model into quantized operands and high-precision tensors.
 
     Args:
         model: the model, without wrappers that compile or replicate it.
         high_precision: name patterns of layers to write in high precision.
+        sharded: True accepts DTensors, which the caller gathers.
     Raises:
         ValueError: a weight is on meta, sharded across ranks, computed by a parametrization, or of a layer kind that no
             format supports; a pattern matches no layer; the model has PEFT adapters or no quantized layer.
@@ -182,7 +183,7 @@ def disassemble(model: nn.Module, high_precision: Sequence[str]) -> Disassembled
             used.update(patterns)
             left[name] = module
         else:
-            collected += _operands_of_layer(module, name, recipe)
+            collected += _operands_of_layer(module, name, recipe, sharded)
     unused = [pattern for pattern in high_precision if pattern not in used]
     if unused:
         raise ValueError(f"no quantized layer has a name that matches {', '.join(map(repr, unused))} (high_precision)")
@@ -191,7 +192,7 @@ def disassemble(model: nn.Module, high_precision: Sequence[str]) -> Disassembled
             "no layer of this model is quantized: call quaver.torch.convert(model, recipe), or export inside the "
             "quaver.torch.autocast(recipe) that it trains under"
         )
-    plain = _others(model, {one.name for one in collected})
+    plain = _others(model, {one.name for one in collected}, sharded)
     dropped = _drop_tied(model, plain)
     matrices = [
         name
@@ -229,10 +230,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _operands_of_layer(module: Quantizable, name: str, recipe: Recipe | None) -> list[StoredOperand]:
+def _operands_of_layer(module: Quantizable, name: str, recipe: Recipe | None, sharded: bool) -> list[StoredOperand]:
     """Return the weights of a layer or of its experts."""
     names = _stacks(module)
     for matrix in names:
+        # A stack of experts is quantized matrix by matrix, which needs it on one rank.
         _check(f"{name}.{matrix}", module.get_parameter(matrix))
     if names:
         count = module.get_parameter(names[0]).shape[0]
@@ -244,13 +246,18 @@ def _operands_of_layer(module: Quantizable, name: str, recipe: Recipe | None) ->
             f"this kind: write it in high precision with high_precision=[{name!r}]; the served model then differs "
             "from the trained one there"
         )
+    if "weight" in module._modules:
+        raise ValueError(
+            f"tensor parallelism stores the matrices of {name or 'the model'} as separate parameters, which cannot be "
+            "gathered into one weight: leave the layer out of the plan of parallelize_module"
+        )
     if "weight" not in module._parameters:
         raise ValueError(
             f"the weight of {name or 'the model'} is computed by a parametrization: remove it first, "
             "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
         )
     key = f"{name}.weight".lstrip(".")
-    _check(key, module.weight)
+    _check(key, module.weight, sharded)
     return [StoredOperand(key, module, recipe)]
 
 
@@ -261,8 +268,8 @@ def _stacks(module: nn.Module) -> Sequence[str]:
     return names if all(module._parameters.get(name) is not None for name in names) else ()
 
 
-def _check(name: str, weight: Tensor) -> None:
-    if getattr(weight, "device_mesh", None) is not None or is_prequantized(weight):
+def _check(name: str, weight: Tensor, sharded: bool = False) -> None:
+    if (not sharded and getattr(weight, "device_mesh", None) is not None) or is_prequantized(weight):
         raise ValueError(
             f"{name} is sharded across the ranks of a mesh: gather the model on one rank first (a checkpoint of "
             "torch.distributed.checkpoint.state_dict with full_state_dict=True, loaded into a model that is "
@@ -272,7 +279,7 @@ def _check(name: str, weight: Tensor) -> None:
         raise ValueError(f"{name} is on meta and has no values: load a checkpoint before exporting")
 
 
-def _others(model: nn.Module, collected: set[str]) -> dict[str, Tensor]:
+def _others(model: nn.Module, collected: set[str], sharded: bool) -> dict[str, Tensor]:
     """Return the state dict of the unconverted model without the weights that are exported as codes."""
     state: dict[str, Tensor] = {_unwrapped_name(name): value for name, value in model.state_dict().items()}
     for name, module in _named(model):
@@ -281,11 +288,12 @@ def _others(model: nn.Module, collected: set[str]) -> dict[str, Tensor]:
             for added in ADDED:
                 state.pop(prefix + added, None)
             if module.weight_spec is not None and f"{prefix}weight" not in collected:
+                _check(f"{prefix}weight", module.get_parameter("weight"))
                 state[f"{prefix}weight"] = stored_weight.unsharded_weight(module).dequantize()
     state = {name: value for name, value in state.items() if name not in collected}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            _check(name, value)
+            _check(name, value, sharded)
     return state
 
 
@@ -295,11 +303,17 @@ def _drop_tied(model: nn.Module, plain: dict[str, Tensor]) -> set[str]:
     again = {
         name
         for name, other in tied.items()
-        if name in plain and other in plain and plain[name].data_ptr() == plain[other].data_ptr()
+        if name in plain and other in plain and _address(plain[name]) == _address(plain[other])
     }
     for name in again:
         del plain[name]
     return again
+
+
+def _address(x: Any) -> int:
+    """Return the address of a tensor, or of this rank's part of a sharded one."""
+    address: int = (x.to_local() if hasattr(x, "device_mesh") else x).data_ptr()
+    return address
 
 
 #: Function that converts a state dict to the checkpoint's names and layout.

@@ -1,0 +1,253 @@
+"""Send a stream to a running engine by the calls that it documents for weight updates.
+
+Engines load a bucket when it arrives. If an update fails, a running vLLM or SGLang may have some layers of the new
+weights and some of the old; transformers' `StreamLoader` keeps the old ones. In each case the trainer is unchanged, and
+the next `changed()` sends everything.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from quaver.torch.serving.stream import Bucket, ServingStream, StreamBytes
+from quaver.torch.state.history.sync import check_agreement
+
+#: Sends a tensor to all workers of an engine, for example by a broadcast from rank 0 of a process group.
+Send = Callable[[Tensor], None]
+
+
+class Receiver(ABC):
+    """A running engine, as the trainer sees it.
+
+    Args:
+        timeout: seconds in which the engine must answer a call.
+    """
+
+    engine: str
+
+    def __init__(self, timeout: float = 300.0) -> None:
+        self.timeout = timeout
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin an update."""
+
+    @abstractmethod
+    def load(self, bucket: Bucket) -> None:
+        """Have the engine load a bucket."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End an update, after which the engine generates with the new weights."""
+
+    def close(self) -> None:
+        """End an update that has failed, so that another one can start."""
+        self.finish()
+
+    def update_weights(self, stream: ServingStream, *, changed: bool = False) -> StreamBytes:
+        """Send a stream's buckets to the engine; generation must be paused.
+
+        On several ranks all of them call it; the rank whose `stream.sends` is True talks to the engine.
+
+        Args:
+            stream: a stream for this engine.
+            changed: True sends `stream.changed()` instead of everything.
+        Returns:
+            Bytes that were sent.
+        Raises:
+            ValueError: the stream is for another engine.
+            RuntimeError: the engine has failed, died or timed out; the message names the bucket. ValueError on all
+                ranks if there are several.
+        """
+        if stream.engine.name != self.engine:
+            raise ValueError(
+                f"{type(self).__name__} got a stream for {stream.engine.name}: make it with serving_stream(model, "
+                f"{self.engine!r})"
+            )
+        where, error = "the start of the update", self._attempt(self.start) if stream.sends else None
+        started, number = error is None, 0
+        try:
+            for bucket in stream.changed() if changed else stream:
+                # Other ranks go on gathering, and so does this one.
+                if stream.sends and error is None:
+                    number, where = number + 1, f"bucket {number + 1} ({bucket[0][0]} to {bucket[-1][0]})"
+                    error = self._attempt(self.load, bucket)
+        except BaseException:
+            # The weights cannot be sent, and the engine waits for the end of the update.
+            stream.reset()
+            if stream.sends and started:
+                self._attempt(self.close)
+            raise
+        if stream.sends and error is None:
+            where, error = "the end of the update", self._attempt(self.finish)
+        elif stream.sends and started:
+            self._attempt(self.close)
+        self._raise(stream, where, error)
+        return stream.bytes
+
+    def _attempt(self, call: Callable[..., None], *args: Any) -> Exception | None:
+        """Make a call and return its exception."""
+        try:
+            call(*args)
+        except Exception as error:
+            return error
+        return None
+
+    def _raise(self, stream: ServingStream, where: str, error: Exception | None) -> None:
+        """Raise on all ranks if the engine has failed."""
+        if error is not None:
+            stream.reset()
+            error = RuntimeError(
+                f"{self.engine} has failed at {where}: {type(error).__name__}: {error}. The trainer is unchanged; the "
+                "engine may have a part of the new weights: restart it or send everything again before it generates"
+            )
+        groups = stream.groups
+        if groups:
+            try:
+                check_agreement(f"the update of {self.engine}", {}, *groups, error=error or "")
+            except ValueError:
+                stream.reset()
+                raise
+        elif error is not None:
+            raise error
+
+    def _answer(self, call: Callable[[], Any], during: Callable[[], None] | None = None) -> Any:
+        """Call an engine in a thread, do what must happen meanwhile, and return its answer in time."""
+        box: dict[str, Any] = {}
+
+        def target() -> None:
+            try:
+                box["answer"] = call()
+            except BaseException as error:
+                box["error"] = error
+
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        if during is not None:
+            during()
+        thread.join(self.timeout)
+        if "error" in box:
+            raise box["error"]
+        if "answer" not in box:
+            raise TimeoutError(f"no answer in {self.timeout:g} seconds")
+        return box["answer"]
+
+
+class VllmReceiver(Receiver):
+    """A vLLM engine with a weight transfer backend that receives one broadcast per tensor ("nccl" with packed=False).
+
+    Args:
+        client: object with vLLM's calls `start_weight_update()`, `update_weights(update_info)` and
+            `finish_weight_update()`, such as its `HTTPVLLMWeightSyncClient`. `init_weight_transfer_engine` has been
+            called.
+        send: broadcasts a tensor in the group of that initialization.
+        timeout: seconds in which the engine must answer a call.
+    Source: docs.vllm.ai/en/v0.32.0/training/weight_transfer and its page base, "VLLMWeightSyncClient".
+    """
+
+    engine = "vllm"
+
+    def __init__(self, client: Any, send: Send, timeout: float = 300.0) -> None:
+        super().__init__(timeout)
+        self.client, self.broadcast = client, send
+
+    def start(self) -> None:
+        self._answer(self.client.start_weight_update)
+
+    def load(self, bucket: Bucket) -> None:
+        info = _described(bucket, "dtype_names")
+        # The workers wait for the broadcasts inside the call.
+        self._answer(lambda: self.client.update_weights(info), lambda: _send_all(bucket, self.broadcast))
+
+    def finish(self) -> None:
+        self._answer(self.client.finish_weight_update)
+
+
+class SglangReceiver(Receiver):
+    """An SGLang engine.
+
+    Args:
+        engine: `sglang.Engine`, or an object with its calls `begin_weight_update`, `update_weights_from_tensor` or
+            `update_weights_from_distributed`, `end_weight_update` and `flush_cache`.
+        send: broadcasts a tensor in the group of `init_weights_update_group`; None passes tensors to the engine, which
+            must be on the same machine.
+        group_name: name of that group.
+        timeout: seconds in which the engine must answer a call.
+    Source: docs.sglang.io/docs/advanced_features/sglang_for_rl; sglang/srt/entrypoints/engine.py of 0.5.23.
+    """
+
+    engine = "sglang"
+
+    def __init__(
+        self, engine: Any, send: Send | None = None, group_name: str = "weight_update_group", timeout: float = 300.0
+    ) -> None:
+        super().__init__(timeout)
+        self.server, self.broadcast, self.group_name = engine, send, group_name
+
+    def start(self) -> None:
+        self._checked(self.server.begin_weight_update)
+
+    def load(self, bucket: Bucket) -> None:
+        send = self.broadcast
+        if send is None:
+            self._checked(lambda: self.server.update_weights_from_tensor(bucket, flush_cache=False))
+            return
+        info = _described(bucket, "dtypes") | {"group_name": self.group_name, "flush_cache": False}
+        self._checked(lambda: self.server.update_weights_from_distributed(**info), lambda: _send_all(bucket, send))
+
+    def finish(self) -> None:
+        self._checked(self.server.end_weight_update)
+        self._answer(self.server.flush_cache)
+
+    def _checked(self, call: Callable[[], Any], during: Callable[[], None] | None = None) -> None:
+        """Call the engine and raise if it answers that it has failed."""
+        answer = self._answer(call, during)
+        if isinstance(answer, dict):
+            answer = answer.get("success", True), answer.get("message", "")
+        if isinstance(answer, tuple) and not answer[0]:
+            raise RuntimeError(answer[1])
+
+
+class TransformersReceiver(Receiver):
+    """A model of transformers in another process, or in this one.
+
+    Args:
+        client: `StreamLoader`, or an object that passes its calls `start_weight_update`, `update_weights` and
+            `finish_weight_update` to the process that has it.
+        timeout: seconds in which it must answer a call.
+    """
+
+    engine = "transformers"
+
+    def __init__(self, client: Any, timeout: float = 300.0) -> None:
+        super().__init__(timeout)
+        self.client = client
+
+    def start(self) -> None:
+        self._answer(self.client.start_weight_update)
+
+    def load(self, bucket: Bucket) -> None:
+        self._answer(lambda: self.client.update_weights(bucket))
+
+    def finish(self) -> None:
+        self._answer(self.client.finish_weight_update)
+
+    def close(self) -> None:
+        """Do nothing: without `finish_weight_update` the model keeps its weights."""
+
+
+def _described(bucket: Bucket, dtypes: str) -> dict[str, Any]:
+    """Return names, dtypes and shapes of a bucket."""
+    return {
+        "names": [name for name, _ in bucket],
+        dtypes: [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+        "shapes": [list(tensor.shape) for _, tensor in bucket],
+    }
+
+
+def _send_all(bucket: Bucket, send: Send) -> None:
+    for _, tensor in bucket:
+        send(tensor.contiguous())

@@ -1,0 +1,135 @@
+"""Gather one weight that fully_shard or tensor parallelism has sharded, as codes and scales.
+
+Each rank quantizes its own part with amaxes that the ranks have agreed on, so that codes and scales equal those of the
+whole weight bit for bit; then the bytes are all-gathered. If a part ends within a block, this one weight is gathered in
+high precision and quantized whole.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from quaver.recipes.spec import QuantSpec
+from quaver.torch.conversion.export.operands import StoredOperand
+from quaver.torch.linear import stored_weight
+from quaver.torch.numerics.quantized import Quantized, ScalarOverride
+from quaver.torch.operations import ops
+from quaver.torch.operations.functional import quantize
+from quaver.torch.parallel.comm import all_reduce_amax
+from quaver.torch.parallel.fsdp.scales import WeightOperand, own_amaxes
+from quaver.torch.state.history import amax
+
+
+@torch.no_grad()
+def gathered_operand(one: StoredOperand) -> Quantized:
+    """Return the codes and scales [N, K] that fprop's GEMM consumes, of a weight that may be sharded.
+
+    A collective for a sharded weight: all ranks of its mesh call it.
+    """
+    weight: Any = one.layer.get_parameter(one.last)
+    if not isinstance(weight, DTensor):
+        return one.operand()
+    spec, shard = one.spec, stored_weight.code_shard(weight)
+    if shard is not None:
+        codes = unsharded(shard.as_bytes(weight))
+        stored = stored_weight.of_codes(one.layer, codes, one.dtype).unwrap()
+        if stored.spec == replace(spec, rounding="nearest", hadamard=False):
+            return stored
+        return ops.QUANTIZE(stored.dequantize(), spec)
+    factor = one.factor(amax.WEIGHT)
+    if _cuts_blocks(weight, spec):
+        return ops.QUANTIZE(unsharded(weight), spec, None, factor)
+    return _gathered_codes(weight, spec, factor)
+
+
+@torch.no_grad()
+def unsharded(tensor: Any) -> Tensor:
+    """Return the whole tensor; a collective for a DTensor."""
+    if not isinstance(tensor, DTensor):
+        plain: Tensor = tensor.detach()
+        return plain
+    return _join(_own(tensor), tensor, tensor.placements, tensor.shape)
+
+
+def _own(tensor: DTensor) -> Tensor:
+    """Return this rank's part of a tensor, without the subclass by which `gather_quantized` gathers it."""
+    part: Any = tensor.to_local()
+    plain: Tensor = getattr(part, "plain", part)
+    return plain.detach()
+
+
+def _join(own: Tensor, like: DTensor, placements: Any, shape: Any) -> Tensor:
+    """All-gather this rank's part of a contiguous tensor with these placements on the mesh of another."""
+    shape = torch.Size(shape)
+    stride = torch.empty(shape, device="meta").stride()
+    part = DTensor.from_local(own, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return part.full_tensor()
+
+
+def _sharding(weight: DTensor, axis: int) -> list[int]:
+    """Return the mesh dimensions that shard an axis of a weight."""
+    return [dim for dim, placement in enumerate(weight.placements) if getattr(placement, "dim", None) == axis]
+
+
+def _cuts_blocks(weight: DTensor, spec: QuantSpec) -> bool:
+    """Return True if a rank's part ends within a block of the spec, or within a byte of codes."""
+    for axis in (0, 1):
+        dims = _sharding(weight, axis)
+        if not dims:
+            continue
+        ranks = math.prod(weight.device_mesh.size(dim) for dim in dims)
+        block = spec.block[axis] or 1
+        if axis == 1:
+            block = math.lcm(block, 2 if spec.format.packed else 1, 16 if spec.hadamard else 1)
+        size = weight.shape[axis]
+        # One mesh dimension may give the last ranks fewer rows, as torch.chunk does.
+        chunks = axis == 0 and len(dims) == 1 and (block == 1 or ranks <= block) and -(-size // ranks) % block == 0
+        if size % (ranks * block) and not chunks:
+            return True
+    return False
+
+
+def _gathered_codes(weight: DTensor, spec: QuantSpec, factor: ScalarOverride) -> Quantized:
+    """Quantize this rank's part of a weight with agreed amaxes, and all-gather codes and scales."""
+    own, mesh = _own(weight), weight.device_mesh
+    groups = [[mesh.get_group(dim) for dim in _sharding(weight, axis)] for axis in (0, 1)]
+    crossed = [group for axis in (0, 1) if spec.block[axis] is None for group in groups[axis]]
+    blocks, tensor = own_amaxes(own, WeightOperand("fprop", spec), bool(crossed), spec.two_level)
+    for group in crossed:
+        assert blocks is not None
+        all_reduce_amax(blocks, group)
+    for group in (*groups[0], *groups[1]):
+        if tensor is not None:
+            all_reduce_amax(tensor, group)
+    bits = tensor if spec.two_level else blocks
+    q = quantize(own, spec, None if bits is None else bits.view(torch.float32), factor=factor).upright()
+    n, k = weight.shape
+    data = _join_bytes(q.data, weight, k // (2 if spec.format.packed else 1), (n, k), (1, 1))
+    scale = q.scale
+    if isinstance(scale, Tensor):
+        scale = _join_bytes(scale, weight, spec.blocks(n, k)[1], (n, k), spec.block)
+    return Quantized(data, scale, spec, (n, k), False, q.tensor_factor)
+
+
+def _join_bytes(
+    own: Tensor, weight: DTensor, columns: int, shape: tuple[int, int], block: tuple[int | None, int | None]
+) -> Tensor:
+    """All-gather this rank's codes or scales of a weight [n, k], which has one row of them per row of blocks.
+
+    Args:
+        columns: columns of the whole tensor.
+        block: shape of a block of the weight; along None all ranks already have the same values.
+    """
+    placements = [
+        Replicate() if (axis := getattr(each, "dim", None)) is None or block[axis] is None else each
+        for each in weight.placements
+    ]
+    if all(isinstance(each, Replicate) for each in placements):
+        return own
+    rows = 1 if block[0] is None else -(-shape[0] // block[0])
+    parts = own.contiguous().view(torch.uint8)
+    return _join(parts, weight, placements, (rows, columns * own.element_size())).contiguous().view(own.dtype)
