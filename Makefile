@@ -15,7 +15,7 @@ CHECKED := tests/contracts/test_layering.py tests/contracts/test_bits.py tests/t
 # Where tests start several ranks (`tests/contracts/test_ranks_marked.py` compares).
 RANKS := tests/torch/parallel tests/torch/optim/test_ranks.py tests/torch/test_distributed.py \
 	tests/torch/state/history/test_groups.py tests/torch/offload/test_sharded.py \
-	tests/torch/inspection/test_ranks.py tests/train tests/examples tests/benchmarks/test_benchmarks.py
+	tests/torch/inspection/test_ranks.py tests/torch/serving tests/train tests/examples tests/benchmarks/test_benchmarks.py
 
 .PHONY: demo check test slow test-ranks test-lowering test-integrations test-gpu-ready test-gpu test-versions
 .PHONY: accept accept-attention accept-blocks bench bench-gpu docs lint format clean

@@ -131,5 +131,7 @@ def _join_bytes(
     if all(isinstance(each, Replicate) for each in placements):
         return own
     rows = 1 if block[0] is None else -(-shape[0] // block[0])
-    parts = own.contiguous().view(torch.uint8)
-    return _join(parts, weight, placements, (rows, columns * own.element_size())).contiguous().view(own.dtype)
+    size = own.element_size()
+    # An empty part may have strides that torch does not view as bytes.
+    parts = own.reshape(-1).view(torch.uint8).view(own.shape[0], own.shape[1] * size)
+    return _join(parts, weight, placements, (rows, columns * size)).contiguous().view(own.dtype)
