@@ -54,9 +54,13 @@ LARGEST = {
 }
 
 
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "rollout.md"
+
+
 @pytest.mark.parametrize("recipe", LARGEST)
 def test_bytes_of_converted_weights(recipe: str) -> None:
-    for k in (1024, 4096):
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{recipe}`") and "%" in line)
+    for k, documented in zip((1024, 4096), row.split("|")[2:], strict=False):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(k, 256), nn.GELU(), nn.Linear(256, 8)).bfloat16()
         qt.convert(net, recipe, skip=["2"])
@@ -66,6 +70,7 @@ def test_bytes_of_converted_weights(recipe: str) -> None:
         assert quantized == stream.bytes.codes + stream.bytes.scales
         assert stream.bytes.bf16 == 2 * k * 256
         assert quantized / (2 * k * 256) == stream.bytes.share <= LARGEST[recipe]
+        assert documented.strip() == f"{100 * stream.bytes.share:.1f} %"
         assert stream.bytes.other == sum(sizes.values()) - quantized == 2 * (256 + 256 * 8 + 8)
 
 
