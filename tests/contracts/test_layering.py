@@ -29,7 +29,6 @@ OURS: dict[str, set[str]] = {
 SHARED = {"quaver", *OURS}
 OURS["quaver.torch"] = SHARED | {"quaver.torch"}
 OURS["quaver.torch.parallel"] = OURS["quaver.torch"] | {"quaver.torch.parallel"}
-OURS["quaver.torch.serving"] = OURS["quaver.torch.parallel"] | {"quaver.torch.serving"}
 OURS["quaver.torch.optim"] = OURS["quaver.torch"] | {"quaver.torch.optim"}
 OURS["quaver.capi"] = SHARED | {"quaver.torch", "quaver.include", "quaver.capi"}
 OURS["quaver.jax"] = SHARED | {"quaver.jax"}

@@ -2,7 +2,7 @@
 
 import importlib
 from importlib.util import find_spec
-from typing import Any
+from types import ModuleType
 
 if find_spec("torch") is None:
     sentence = "quaver.torch needs PyTorch, which is not installed: pip install 'quaver[torch]'"
@@ -61,6 +61,7 @@ from quaver.torch.offload import offload
 from quaver.torch.operations.functional import dequantize, matmul, quantize
 from quaver.torch.operations.ops import only
 from quaver.torch.quantized_tensor import QuantizedTensor
+from quaver.torch.serving.stream import serving_stream
 from quaver.torch.state.context import autocast, checkpoint
 from quaver.torch.state.weight_cache import refresh
 
@@ -150,15 +151,12 @@ __all__ = [
 
 
 #: Subpackages that are imported at their first use, as attributes.
-_LAZY = ("optim", "parallel", "serving")
+_LAZY = ("optim", "parallel")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleType:
     if name in _LAZY:
         return importlib.import_module(f"{__name__}.{name}")
-    if name == "serving_stream":
-        # Its package imports `quaver.torch.parallel`, which is imported at its first use.
-        return importlib.import_module(f"{__name__}.serving").serving_stream
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

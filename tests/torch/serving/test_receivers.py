@@ -202,7 +202,6 @@ def test_an_engine_that_dies_is_one_error_and_nothing_is_lost(tmp_path: Path) ->
         assert_equal_logits(client, trained, "nvfp4")
 
 
-@pytest.mark.ranks
 def test_an_engine_that_hangs_times_out(tmp_path: Path) -> None:
     stream = qt.serving_stream(llama("rowwise"), "sglang", bucket_bytes=20_000)
     message = r"sglang has failed at bucket 2 .*TimeoutError: no answer in 0.5 sec"
@@ -210,7 +209,6 @@ def test_an_engine_that_hangs_times_out(tmp_path: Path) -> None:
         SglangReceiver(client, timeout=0.5).update_weights(stream)
 
 
-@pytest.mark.ranks
 def test_an_engine_that_refuses_weights_is_an_error(tmp_path: Path) -> None:
     stream = qt.serving_stream(llama("rowwise"), "sglang")
     with (

@@ -10,17 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from quaver.recipes.spec import QuantSpec
 from quaver.torch.conversion.export.operands import StoredOperand
 from quaver.torch.linear import stored_weight
+from quaver.torch.numerics import reference
 from quaver.torch.numerics.quantized import Quantized, ScalarOverride
+from quaver.torch.numerics.rounding import SMALLEST_NORMAL_BITS, magnitude_bits, rotate
 from quaver.torch.operations import ops
 from quaver.torch.operations.functional import quantize
-from quaver.torch.parallel.comm import all_reduce_amax
-from quaver.torch.parallel.fsdp.scales import WeightOperand, own_amaxes
 from quaver.torch.state.history import amax
 
 
@@ -31,7 +31,7 @@ def gathered_operand(one: StoredOperand) -> Quantized:
     A collective for a sharded weight: all ranks of its mesh call it.
     """
     weight: Any = one.layer.get_parameter(one.last)
-    if not isinstance(weight, DTensor):
+    if not is_sharded(weight):
         return one.operand()
     spec, shard = one.spec, stored_weight.code_shard(weight)
     if shard is not None:
@@ -46,36 +46,59 @@ def gathered_operand(one: StoredOperand) -> Quantized:
     return _gathered_codes(weight, spec, factor)
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Return True for a DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """Return the process groups over which parameters of a model are sharded."""
+    sharded: list[Any] = [p for p in model.parameters() if is_sharded(p)]
+    meshes = dict.fromkeys(p.device_mesh for p in sharded)
+    return list(dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)))
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that fully_shard has gathered, so that parameters are its shards."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 @torch.no_grad()
 def unsharded(tensor: Any) -> Tensor:
     """Return the whole tensor; a collective for a DTensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         plain: Tensor = tensor.detach()
         return plain
     return _join(_own(tensor), tensor, tensor.placements, tensor.shape)
 
 
-def _own(tensor: DTensor) -> Tensor:
+def _own(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor, without the subclass by which `gather_quantized` gathers it."""
     part: Any = tensor.to_local()
     plain: Tensor = getattr(part, "plain", part)
     return plain.detach()
 
 
-def _join(own: Tensor, like: DTensor, placements: Any, shape: Any) -> Tensor:
+def _join(own: Tensor, like: Any, placements: Any, shape: Any) -> Tensor:
     """All-gather this rank's part of a contiguous tensor with these placements on the mesh of another."""
+    from torch.distributed.tensor import DTensor
+
     shape = torch.Size(shape)
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, dtype=own.dtype, device="meta").stride()
     part = DTensor.from_local(own, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
     return part.full_tensor()
 
 
-def _sharding(weight: DTensor, axis: int) -> list[int]:
+def _sharding(weight: Any, axis: int) -> list[int]:
     """Return the mesh dimensions that shard an axis of a weight."""
     return [dim for dim, placement in enumerate(weight.placements) if getattr(placement, "dim", None) == axis]
 
 
-def _cuts_blocks(weight: DTensor, spec: QuantSpec) -> bool:
+def _cuts_blocks(weight: Any, spec: QuantSpec) -> bool:
     """Return True if a rank's part ends within a block of the spec, or within a byte of codes."""
     for axis in (0, 1):
         dims = _sharding(weight, axis)
@@ -93,19 +116,15 @@ def _cuts_blocks(weight: DTensor, spec: QuantSpec) -> bool:
     return False
 
 
-def _gathered_codes(weight: DTensor, spec: QuantSpec, factor: ScalarOverride) -> Quantized:
+def _gathered_codes(weight: Any, spec: QuantSpec, factor: ScalarOverride) -> Quantized:
     """Quantize this rank's part of a weight with agreed amaxes, and all-gather codes and scales."""
     own, mesh = _own(weight), weight.device_mesh
     groups = [[mesh.get_group(dim) for dim in _sharding(weight, axis)] for axis in (0, 1)]
-    crossed = [group for axis in (0, 1) if spec.block[axis] is None for group in groups[axis]]
-    blocks, tensor = own_amaxes(own, WeightOperand("fprop", spec), bool(crossed), spec.two_level)
+    crossed = [group for axis in (0, 1) if spec.block[axis] is None or spec.two_level for group in groups[axis]]
+    bits = _amax_bits(own, spec) if crossed else None
     for group in crossed:
-        assert blocks is not None
-        all_reduce_amax(blocks, group)
-    for group in (*groups[0], *groups[1]):
-        if tensor is not None:
-            all_reduce_amax(tensor, group)
-    bits = tensor if spec.two_level else blocks
+        # As integers NaN is above infinity, and infinity above numbers.
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group)
     q = quantize(own, spec, None if bits is None else bits.view(torch.float32), factor=factor).upright()
     n, k = weight.shape
     data = _join_bytes(q.data, weight, k // (2 if spec.format.packed else 1), (n, k), (1, 1))
@@ -115,8 +134,18 @@ def _gathered_codes(weight: DTensor, spec: QuantSpec, factor: ScalarOverride) ->
     return Quantized(data, scale, spec, (n, k), False, q.tensor_factor)
 
 
+def _amax_bits(own: Tensor, spec: QuantSpec) -> Tensor:
+    """Return the amaxes of the blocks of a part as bits, int32; for two-level scales that of the part, [1, 1]."""
+    values = own.to(torch.float32)
+    bits = magnitude_bits(rotate(values) if spec.hadamard else values)
+    if not spec.two_level:
+        return reference.block_bits(bits, spec)
+    largest = bits.amax().view(1, 1) if bits.numel() else bits.new_zeros((1, 1))
+    return torch.where(largest < SMALLEST_NORMAL_BITS, 0, largest)
+
+
 def _join_bytes(
-    own: Tensor, weight: DTensor, columns: int, shape: tuple[int, int], block: tuple[int | None, int | None]
+    own: Tensor, weight: Any, columns: int, shape: tuple[int, int], block: tuple[int | None, int | None]
 ) -> Tensor:
     """All-gather this rank's codes or scales of a weight [n, k], which has one row of them per row of blocks.
 
@@ -124,6 +153,8 @@ def _join_bytes(
         columns: columns of the whole tensor.
         block: shape of a block of the weight; along None all ranks already have the same values.
     """
+    from torch.distributed.tensor import Replicate
+
     placements = [
         Replicate() if (axis := getattr(each, "dim", None)) is None or block[axis] is None else each
         for each in weight.placements

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from quaver.recipes.text import check_instance, check_name
 from quaver.torch.conversion.export.check import Written, evaluating, recording_input_amaxes, run
@@ -20,7 +18,7 @@ from quaver.torch.conversion.export.layouts import FORMATS, FileFormat, fused_gr
 from quaver.torch.conversion.export.operands import DisassembledModel, disassemble, unwrapped
 from quaver.torch.conversion.export.plan import group_fused, plan_weights, tensors_of_group
 from quaver.torch.serving.engines import ENGINES, Engine, check_schemes, check_version
-from quaver.torch.serving.shards import gathered_operand, unsharded
+from quaver.torch.serving.shards import gathered_operand, groups_of, reshard, unsharded
 from quaver.torch.state.history.sync import check_agreement
 
 #: Default maximum bytes of the tensors of a bucket.
@@ -91,8 +89,7 @@ class ServingStream:
     @property
     def groups(self) -> list[Any]:
         """Process groups over which the model is sharded."""
-        meshes = dict.fromkeys(p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor))
-        return list(dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)))
+        return groups_of(self.model)
 
     @property
     def sends(self) -> bool:
@@ -127,9 +124,8 @@ class ServingStream:
 
     def _plan(self) -> tuple[DisassembledModel, list[Written]]:
         model = unwrapped(self.model)
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        if self.groups:
+            reshard(model)
         parts = disassemble(model, self.high_precision, sharded=True)
         plan = plan_weights(self.checkpoint_format, parts, self._seen)
         check_schemes(self.engine, self.checkpoint_format.name, plan)
