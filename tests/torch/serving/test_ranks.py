@@ -31,10 +31,10 @@ PLAN = {
 }
 
 
-def sharded(model: Any, mesh: Any) -> Any:
+def sharded(model: Any, mesh: Any, **options: Any) -> Any:
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     return model
 
 
@@ -106,6 +106,14 @@ def after_a_step(rank: int) -> None:
         whole.load_state_dict(values)
         assert_stream(model, whole, "after steps")
     assert losses[0] == losses[1] == losses[2]
+
+
+def weights_that_a_forward_has_left_gathered(rank: int) -> None:
+    model = sharded(llama("mxfp8"), two_ranks.mesh(two_ranks.world()), reshard_after_forward=False)
+    model(tokens())
+    assert qt.serving_stream(model, "vllm").sends == (rank == 0)
+    model(tokens())
+    assert_same(tensors(qt.serving_stream(model, "vllm")), tensors(qt.serving_stream(llama("mxfp8"), "vllm")))
 
 
 def stored_codes(rank: int) -> None:
@@ -230,6 +238,7 @@ CASES = (
     fully_sharded_models,
     rows_that_no_number_of_ranks_divides,
     after_a_step,
+    weights_that_a_forward_has_left_gathered,
     stored_codes,
     tensor_parallel_models,
     both_kinds_of_sharding,

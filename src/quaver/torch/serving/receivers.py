@@ -7,7 +7,7 @@ the next `changed()` sends everything.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -67,25 +67,26 @@ class Receiver(ABC):
                 f"{type(self).__name__} got a stream for {stream.engine.name}: make it with serving_stream(model, "
                 f"{self.engine!r})"
             )
-        where, error = "the start of the update", self._attempt(self.start) if stream.sends else None
-        started, number = error is None, 0
+        groups, sends, number = stream.groups, stream.sends, 0
+        where, error = "the start of the update", self._attempt(self.start) if sends else None
+        started = sends and error is None
         try:
             for bucket in stream.changed() if changed else stream:
                 # Other ranks go on gathering, and so does this one.
-                if stream.sends and error is None:
+                if sends and error is None:
                     number, where = number + 1, f"bucket {number + 1} ({bucket[0][0]} to {bucket[-1][0]})"
                     error = self._attempt(self.load, bucket)
         except BaseException:
             # The weights cannot be sent, and the engine waits for the end of the update.
             stream.reset()
-            if stream.sends and started:
+            if started:
                 self._attempt(self.close)
             raise
-        if stream.sends and error is None:
+        if started and error is None:
             where, error = "the end of the update", self._attempt(self.finish)
-        elif stream.sends and started:
+        elif started and not isinstance(error, TimeoutError):
             self._attempt(self.close)
-        self._raise(stream, where, error)
+        self._raise(stream, groups, where, error)
         return stream.bytes
 
     def _attempt(self, call: Callable[..., None], *args: Any) -> Exception | None:
@@ -96,7 +97,7 @@ class Receiver(ABC):
             return error
         return None
 
-    def _raise(self, stream: ServingStream, where: str, error: Exception | None) -> None:
+    def _raise(self, stream: ServingStream, groups: Sequence[Any], where: str, error: Exception | None) -> None:
         """Raise on all ranks if the engine has failed."""
         if error is not None:
             stream.reset()
@@ -104,7 +105,6 @@ class Receiver(ABC):
                 f"{self.engine} has failed at {where}: {type(error).__name__}: {error}. The trainer is unchanged; the "
                 "engine may have a part of the new weights: restart it or send everything again before it generates"
             )
-        groups = stream.groups
         if groups:
             try:
                 check_agreement(f"the update of {self.engine}", {}, *groups, error=error or "")

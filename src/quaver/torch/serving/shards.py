@@ -6,6 +6,7 @@ high precision and quantized whole.
 """
 
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -51,20 +52,20 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the weights that fully_shard has gathered, so that parameters are its shards."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for part in model.modules() if fsdp is not None else ():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
+
+
 def groups_of(model: nn.Module) -> list[Any]:
     """Return the process groups over which parameters of a model are sharded."""
+    reshard(model)
     sharded: list[Any] = [p for p in model.parameters() if is_sharded(p)]
     meshes = dict.fromkeys(p.device_mesh for p in sharded)
     return list(dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)))
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the weights that fully_shard has gathered, so that parameters are its shards."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 @torch.no_grad()

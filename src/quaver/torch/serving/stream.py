@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from quaver.recipes.text import check_instance, check_name
@@ -93,8 +94,11 @@ class ServingStream:
 
     @property
     def sends(self) -> bool:
-        """True on the rank that sends to the engine: the first one of every mesh, or the only one."""
-        return all(group.rank() == 0 for group in self.groups)
+        """True on the rank that sends to the engine: the first one of every mesh, or rank 0 if nothing is sharded."""
+        groups = self.groups
+        if groups:
+            return all(group.rank() == 0 for group in groups)
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
     @property
     def quantization_config(self) -> dict[str, Any]:
@@ -124,14 +128,13 @@ class ServingStream:
 
     def _plan(self) -> tuple[DisassembledModel, list[Written]]:
         model = unwrapped(self.model)
-        if self.groups:
-            reshard(model)
+        reshard(model)
         parts = disassemble(model, self.high_precision, sharded=True)
         plan = plan_weights(self.checkpoint_format, parts, self._seen)
         check_schemes(self.engine, self.checkpoint_format.name, plan)
         return parts, plan
 
-    def _layers(self) -> dict[str, _Layer]:
+    def _layers(self, groups: Sequence[Any]) -> dict[str, _Layer]:
         """Return the layers of the engine, or raise on all ranks if one of them fails or has another model."""
         layers, error = dict[str, _Layer](), None
         try:
@@ -140,7 +143,6 @@ class ServingStream:
         except Exception as raised:
             # The other ranks would wait for this one.
             error = raised
-        groups = self.groups
         if groups:
             names = [
                 [*layer.plain, *(one.name for group in layer.groups for one, _, _ in group)]
@@ -156,12 +158,12 @@ class ServingStream:
     def _pass(self, changed_only: bool) -> Iterator[Bucket]:
         before, self._sent, self.bytes = self._sent, {}, StreamBytes()
         digests: dict[str, bytes] = {}
+        groups = self.groups
         bucket: Bucket = []
         size = 0
-        for name, layer in self._layers().items():
-            for tensor_name, tensor in (
-                self._changed(name, layer, before, digests) if changed_only else self._tensors(layer)
-            ):
+        for name, layer in self._layers(groups).items():
+            tensors = self._changed(name, layer, before, digests, groups) if changed_only else self._tensors(layer)
+            for tensor_name, tensor in tensors:
                 if bucket and size + tensor.nbytes > self.bucket_bytes:
                     yield bucket
                     bucket, size = [], 0
@@ -172,7 +174,12 @@ class ServingStream:
         self._sent = digests
 
     def _changed(
-        self, name: str, layer: _Layer, before: Mapping[str, bytes], digests: dict[str, bytes]
+        self,
+        name: str,
+        layer: _Layer,
+        before: Mapping[str, bytes],
+        digests: dict[str, bytes],
+        groups: Sequence[Any],
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a layer if their digest differs from the one that was sent."""
         counted = StreamBytes(**vars(self.bytes))
@@ -183,7 +190,6 @@ class ServingStream:
             digest.update(f"{tensor_name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
         digests[name] = digest.digest()
-        groups = self.groups
         changed = before.get(name) != digests[name]
         if groups:
             changed = bool(check_agreement("serving_stream's changed layers", {}, *groups, flag=changed))
