@@ -1,6 +1,7 @@
 """Streams load into vLLM's own quantized layers by their own weight loaders, on a CPU: no kernel is run.
 
-Kernels are replaced, because vLLM chooses one when it makes a layer and has none for most schemes on a CPU.
+Kernels are replaced, because vLLM chooses one when it makes a layer and has none for most schemes on a CPU. It passes
+with the Python files of vLLM 0.33.0's wheel and the pure Python packages that they import; CUDA is not needed.
 """
 
 import importlib

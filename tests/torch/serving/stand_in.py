@@ -21,8 +21,6 @@ from torch import Tensor
 from quaver.torch.conversion.export.operands import decoded
 from tests.torch.serving.small import llama
 
-#: Key of connections, and of the exchange of shared memory.
-KEY = b"tests of quaver"
 #: Seconds after which a broadcast fails.
 PATIENCE = 30.0
 
@@ -194,11 +192,12 @@ class Remote:
         return self.__getattr__("update_weights_from_tensor")(serialized, load_format, flush_cache=flush_cache)
 
 
-def main(kind: str, address: str, trouble: str) -> None:
-    multiprocessing.current_process().authkey = KEY
+def main(kind: str, address: str, key: str, trouble: str) -> None:
+    # Shared memory is exchanged between processes with the same key.
+    multiprocessing.current_process().authkey = bytes.fromhex(key)
     torch.set_num_threads(1)
     engine = {"vllm": Vllm, "sglang": Sglang}[kind](trouble)
-    with Client(address, authkey=KEY) as connection:
+    with Client(address, authkey=bytes.fromhex(key)) as connection:
         while True:
             try:
                 name, args, kwargs = connection.recv()

@@ -37,11 +37,11 @@ SGLANG = [("rowwise", "compressed-tensors"), ("tensorwise", "deepseek"), ("nvfp4
 @contextmanager
 def engine(kind: str, folder: Path, trouble: str = "") -> Iterator[Any]:
     """An engine in another process."""
-    process, own = multiprocessing.current_process(), multiprocessing.current_process().authkey
-    process.authkey = stand_in.KEY
+    key = bytes(multiprocessing.current_process().authkey)
     folder.mkdir(exist_ok=True)
-    with Listener(str(folder / "socket"), authkey=stand_in.KEY) as listener:
-        command = [sys.executable, "-m", "tests.torch.serving.stand_in", kind, str(folder / "socket"), trouble]
+    address = str(folder / "socket")
+    with Listener(address, authkey=key) as listener:
+        command = [sys.executable, "-m", "tests.torch.serving.stand_in", kind, address, key.hex(), trouble]
         program = forked.quick.Popen(command, cwd=ROOT)
         try:
             with listener.accept() as connection:
@@ -49,7 +49,6 @@ def engine(kind: str, folder: Path, trouble: str = "") -> Iterator[Any]:
         finally:
             program.terminate()
             program.wait(30)
-            process.authkey = own
 
 
 def joined(store: Any, call: Any) -> Any:
