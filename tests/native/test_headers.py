@@ -86,7 +86,7 @@ def test_cmake_finds_the_headers(options: str, language: str, tmp_path: Path) ->
     )
     (tmp_path / "CMakeLists.txt").write_text(
         f"cmake_minimum_required(VERSION 3.18)\nproject(user LANGUAGES {language})\n"
-        "find_package(quaver 0.1 REQUIRED)\nfind_package(quaver 0.1 REQUIRED)\n"
+        "find_package(quaver 0.2 REQUIRED)\nfind_package(quaver 0.2 REQUIRED)\n"
         f"add_executable(user {name})\ntarget_link_libraries(user PRIVATE quaver::numerics)\n"
     )
     configured = run("cmake", "-S", tmp_path, "-B", tmp_path / "build", options)
@@ -98,7 +98,7 @@ def test_cmake_finds_the_headers(options: str, language: str, tmp_path: Path) ->
 def test_cmake_takes_versions_with_the_same_interface(tmp_path: Path) -> None:
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
-    for version, found in (("0.1", True), ("0.1.1", False), ("0.2", False), ("1.0", False)):
+    for version, found in (("0.2", True), ("0.2.1", False), ("0.1", False), ("1.0", False)):
         (tmp_path / "CMakeLists.txt").write_text(
             "cmake_minimum_required(VERSION 3.18)\nproject(user LANGUAGES NONE)\n"
             f"find_package(quaver {version} REQUIRED)\n"

@@ -209,7 +209,7 @@ def by_kernel(parameters: list[Parameter], keep: bool | None, statistics: bool =
             scalars = p.config.rule.scalars(GROUP, p.state["step"].double().view(1) + 1)
             launches.append(([row], torch.stack(scalars)))
         keep_flag = None if keep is None else torch.tensor(keep, device=DEVICE)
-        ((_, counts),) = gpu.launch(launches, {}, keep_flag, statistics)
+        ((_, counts),) = gpu.launch(launches, {}, None, keep_flag, statistics)
     return counts
 
 

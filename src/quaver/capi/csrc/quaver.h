@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define QUAVER_VERSION 100 /* 10000 * major + 100 * minor + patch */
+#define QUAVER_VERSION 200 /* 10000 * major + 100 * minor + patch */
 
 #ifndef QUAVER_API
 #if defined(__GNUC__)
