@@ -290,10 +290,10 @@ def _others(model: nn.Module, collected: set[str], sharded: bool) -> dict[str, T
             if module.weight_spec is not None and f"{prefix}weight" not in collected:
                 _check(f"{prefix}weight", module.get_parameter("weight"))
                 state[f"{prefix}weight"] = stored_weight.unsharded_weight(module).dequantize()
-    state = {name: value for name, value in state.items() if name not in collected}
+    # Extra state of a module may be any object, which no file of tensors can store.
+    state = {name: value for name, value in state.items() if name not in collected and isinstance(value, Tensor)}
     for name, value in state.items():
-        if isinstance(value, Tensor):
-            _check(name, value, sharded)
+        _check(name, value, sharded)
     return state
 
 
