@@ -6,9 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from quaver.recipes.text import check_instance, check_name
-from quaver.torch.conversion.export.check import store_exported_weights
-from quaver.torch.conversion.export.layouts import FORMATS
-from quaver.torch.conversion.export.operands import Decoded, DisassembledModel, decoded, disassemble, unwrapped
+from quaver.torch.conversion.export.check import Written, store_exported_weights
+from quaver.torch.conversion.export.layouts import FORMATS, FileFormat
+from quaver.torch.conversion.export.operands import (
+    Decoded,
+    DisassembledModel,
+    decoded,
+    disassemble,
+    unwrapped,
+)
+from quaver.torch.conversion.export.plan import plan_weights, tensors_of_group
 from quaver.torch.serving.stream import Bucket
 from quaver.torch.state import weight_cache
 
@@ -32,13 +39,14 @@ class StreamLoader:
         check_instance("StreamLoader", "model", model, nn.Module, "torch.nn.Linear(64, 64)")
         check_name("checkpoint format", checkpoint_format, FORMATS)
         self.model, self.high_precision = unwrapped(model), tuple(high_precision)
-        self.method = FORMATS[checkpoint_format].method
+        self.kind = FORMATS[checkpoint_format]
         self._received: dict[str, Tensor] | None = None
 
     def start_weight_update(self) -> None:
         """Begin an update; buckets of an unfinished one are dropped."""
         self._received = {}
 
+    @torch.inference_mode(False)
     def update_weights(self, bucket: Bucket) -> None:
         """Receive a bucket, without changing the model.
 
@@ -50,13 +58,15 @@ class StreamLoader:
         # The trainer may write to shared memory after the call.
         self._received |= {name: tensor.detach().clone() for name, tensor in bucket}
 
+    # A model can train on normal tensors only, and decoding needs no gradient.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def finish_weight_update(self) -> None:
         """Put the received tensors into the model; layers that are not among them keep their weights.
 
         Raises:
-            ValueError: no update has begun, a tensor has no place in the model, or a layer is incomplete. Raised before
-                the model changes.
+            ValueError: no update has begun, a tensor has no place in the model, a layer is incomplete, or its tensors
+                are those of another recipe. Raised before the model changes.
         """
         if self._received is None:
             raise ValueError("finish_weight_update without an update: call start_weight_update first")
@@ -64,7 +74,7 @@ class StreamLoader:
         plain, weights = self._places(parts, received)
         for place, tensor in plain:
             place.copy_(tensor)
-        read = _Received(weights, self.method)
+        read = _Received(weights, self.kind.method)
         chosen = [one for one in parts.collected if one.pieces[0].prefix in weights]
         store_exported_weights(chosen, read)
         for one in chosen:
@@ -87,6 +97,8 @@ class StreamLoader:
                         f"{name} {tuple(tensor.shape)} has no place in the model, which has {tuple(place.shape)} there "
                         "or joins it with others: convert this layer in the trainer and in this process"
                     )
+                if place.is_floating_point() != tensor.is_floating_point():
+                    raise ValueError(f"{name} is {tensor.dtype}, but {place.dtype} in the model: send it in that dtype")
                 plain.append((place, tensor))
                 continue
             prefix = next((p for p in prefixes if name.startswith(p) and "." not in name.removeprefix(p)), None)
@@ -96,6 +108,11 @@ class StreamLoader:
                 )
             weights.setdefault(prefix, {})[name.removeprefix(prefix)] = tensor
         self._check_complete(parts, weights)
+        # Scales of inputs matter to other engines only: any amax will do.
+        amaxes: dict[tuple[nn.Module, str], float] = {(one.layer, one.last): 1.0 for one in parts.collected}
+        for written in plan_weights(self.kind, parts, amaxes):
+            if written[0].pieces[0].prefix in weights:
+                _check_tensors(self.kind, written, weights)
         return plain, weights
 
     def _check_complete(self, parts: DisassembledModel, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -107,6 +124,36 @@ class StreamLoader:
             missing = [prefix for prefix in prefixes if prefix not in weights]
             if missing and len(missing) < len(prefixes):
                 raise ValueError(f"{name} is incomplete: {missing[0].rstrip('.')} was not received; send it again")
+
+
+def _check_tensors(kind: FileFormat, written: Written, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise if the received tensors of a weight have other names, dtypes or shapes than the layer's recipe gives."""
+    one = written[0]
+    expected = {
+        name: _described(tensor)
+        for name, tensor in tensors_of_group(kind, [written], [one.zeros()], verified=False)
+        if not name.endswith(INPUTS)
+    }
+    received = {
+        piece.prefix + suffix: _described(tensor)
+        for piece in one.pieces
+        for suffix, tensor in weights[piece.prefix].items()
+        if not suffix.endswith(INPUTS)
+    }
+    for name in sorted(expected.keys() | received.keys()):
+        if expected.get(name) != received.get(name):
+            raise ValueError(
+                f"{name} was received as {received.get(name, 'nothing')}, but the model in this process needs "
+                f"{expected.get(name, 'nothing')}: build and convert it as in the trainer, and send complete layers"
+            )
+
+
+#: Suffixes of scales of a layer's input, which this process does not load.
+INPUTS = ("input_scale", "input_global_scale")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _tensors_of(model: nn.Module) -> list[Tensor]:

@@ -105,15 +105,19 @@ class StoredOperand:
             matrices, spec = upright(self.layer, self.last).detach(), self.recipe.fprop.b
             if self.expert is not None:
                 return ops.QUANTIZE(matrices[self.expert].contiguous(), spec, None, self.factor(amax.WEIGHT))
-            each = [ops.QUANTIZE(matrix.contiguous(), spec).upright() for matrix in matrices]
-            scales, shape = torch.cat([row_scales(q) for q in each]), (self.stack * self.rows, matrices.shape[2])
-            return Quantized(torch.cat([q.data for q in each]), scales, replace(spec, block=(1, spec.block[1])), shape)
+            return _concatenated([ops.QUANTIZE(matrix.contiguous(), spec) for matrix in matrices])
         if self.recipe is None or self.recipe.fprop.b is None:
             assert isinstance(weight, QuantizedTensor)
             return weight.unwrap()
         dtype = self.layer.weight_dtype or weight.dtype
         call = begin(self.layer, self.recipe, torch.empty((0, 0), dtype=dtype, device=weight.device), dtype, False)
         return quantized_weight(call, weight, "fprop", self.recipe.fprop.b)
+
+    def zeros(self) -> Quantized:
+        """Return codes and scales of zeros with the shapes and dtypes of `operand`."""
+        weight: Any = upright(self.layer, self.last) if self.of_experts else self.layer.get_parameter(self.last)
+        q = ops.QUANTIZE(torch.zeros((self.rows, weight.shape[-1]), device=weight.device), self.spec)
+        return _concatenated([q] * self.stack) if self.stack else q
 
     def inputs(self, seen: Mapping[tuple[nn.Module, str], float]) -> Inputs:
         """Return the known statistics of the layer's input: spec, delayed scale, and amax from `calibrate`."""
@@ -127,6 +131,14 @@ class StoredOperand:
         if factors is None or self.recipe is None or self.recipe.delayed is None:
             return None
         return float((factors if factors.dim() == 1 else factors[self.member])[operand]) or None
+
+
+def _concatenated(each: Sequence[Quantized]) -> Quantized:
+    """Return the matrices [N, K] of experts as one [E * N, K], with one row of scales per row."""
+    each = [q.upright() for q in each]
+    (rows, columns), spec = each[0].shape, each[0].spec
+    scales, shape = torch.cat([row_scales(q) for q in each]), (len(each) * rows, columns)
+    return Quantized(torch.cat([q.data for q in each]), scales, replace(spec, block=(1, spec.block[1])), shape)
 
 
 def upright(module: Any, name: str) -> Tensor:
