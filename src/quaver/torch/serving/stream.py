@@ -47,6 +47,11 @@ class StreamBytes:
         """Bytes of converted weights, divided by those in bfloat16; 0 if none was sent."""
         return (self.codes + self.scales) / self.bf16 if self.bf16 else 0.0
 
+    def add(self, other: "StreamBytes") -> None:
+        """Add the bytes of another pass."""
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
     def __str__(self) -> str:
         return (
             f"{self.codes + self.scales:,} bytes of converted weights ({self.share:.1%} of bf16), {self.other:,} bytes "
@@ -84,6 +89,8 @@ class ServingStream:
         self.bucket_bytes, self.high_precision, self._seen = bucket_bytes, tuple(high_precision), seen
         #: Bytes of the last pass, or of the current one.
         self.bytes = StreamBytes()
+        #: Receiver of the last update; another one has none of its tensors.
+        self.receiver: Any = None
         #: Digest of the tensors of each layer that the receiver has; empty if unknown.
         self._sent: dict[str, bytes] = {}
 
@@ -134,7 +141,7 @@ class ServingStream:
         check_schemes(self.engine, self.checkpoint_format.name, plan)
         return parts, plan
 
-    def _layers(self, groups: Sequence[Any]) -> dict[str, _Layer]:
+    def _layers(self, groups: Sequence[Any], changed_only: bool) -> dict[str, _Layer]:
         """Return the layers of the engine, or raise on all ranks if one of them fails or has another model."""
         layers, error = dict[str, _Layer](), None
         try:
@@ -144,25 +151,34 @@ class ServingStream:
             # The other ranks would wait for this one.
             error = raised
         if groups:
-            names = [
-                [*layer.plain, *(one.name for group in layer.groups for one, _, _ in group)]
+            # Ranks with other codes would gather other bytes, or wait for one another.
+            plain = [[(n, t.dtype, t.shape) for n, t in layer.plain.items()] for layer in layers.values()]
+            weights = [
+                [(one.name, one.spec, one.dtype, scheme.name) for group in layer.groups for one, scheme, _ in group]
                 for layer in layers.values()
             ]
-            digest = hashlib.blake2b(str(names).encode(), digest_size=8).hexdigest()
-            check_agreement("serving_stream", {"tensors": digest}, *groups, error=error or "", advice=SAME_MODEL)
+            call = "changed()" if changed_only else "all layers"
+            digest = hashlib.blake2b(f"{plain} {weights}".encode(), digest_size=8).hexdigest()
+            check_agreement(
+                "serving_stream", {"pass": call, "tensors": digest}, *groups, error=error or "", advice=SAME_MODEL
+            )
         if error is not None:
             raise error
         return layers
 
     @torch.no_grad()
     def _pass(self, changed_only: bool) -> Iterator[Bucket]:
-        before, self._sent, self.bytes = self._sent, {}, StreamBytes()
+        before, unfinished, counted = self._sent, dict[str, bytes](), StreamBytes()
+        self._sent, self.bytes = unfinished, counted
         digests: dict[str, bytes] = {}
         groups = self.groups
         bucket: Bucket = []
         size = 0
-        for name, layer in self._layers(groups).items():
-            tensors = self._changed(name, layer, before, digests, groups) if changed_only else self._tensors(layer)
+        for name, layer in self._layers(groups, changed_only).items():
+            if changed_only:
+                tensors = self._changed(name, layer, before, digests, groups, counted)
+            else:
+                tensors = self._tensors(layer, counted)
             for tensor_name, tensor in tensors:
                 if bucket and size + tensor.nbytes > self.bucket_bytes:
                     yield bucket
@@ -171,7 +187,9 @@ class ServingStream:
                 size += tensor.nbytes
         if bucket:
             yield bucket
-        self._sent = digests
+        # Another pass or `reset` in the meantime: it is unknown which tensors the receiver has.
+        if self._sent is unfinished:
+            self._sent = digests
 
     def _changed(
         self,
@@ -180,38 +198,40 @@ class ServingStream:
         before: Mapping[str, bytes],
         digests: dict[str, bytes],
         groups: Sequence[Any],
+        counted: StreamBytes,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a layer if their digest differs from the one that was sent."""
-        counted = StreamBytes(**vars(self.bytes))
+        """Yield and count the tensors of a layer if their digest differs from the one that was sent."""
+        read = StreamBytes()
         # The experts of a layer are many matrices, which are read again instead of held until all are compared.
-        held = list(self._tensors(layer)) if len(layer.groups) < 2 else None
+        held = list(self._tensors(layer, read)) if len(layer.groups) < 2 else None
         digest = hashlib.blake2b(digest_size=16)
-        for tensor_name, tensor in self._tensors(layer) if held is None else held:
+        for tensor_name, tensor in self._tensors(layer, read) if held is None else held:
             digest.update(f"{tensor_name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
         digests[name] = digest.digest()
         changed = before.get(name) != digests[name]
         if groups:
             changed = bool(check_agreement("serving_stream's changed layers", {}, *groups, flag=changed))
-        if held is None or not changed:
-            self.bytes = counted
-        if changed:
-            yield from self._tensors(layer) if held is None else held
+        if changed and held is not None:
+            counted.add(read)
+            yield from held
+        elif changed:
+            yield from self._tensors(layer, counted)
 
-    def _tensors(self, layer: _Layer) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, layer: _Layer, counted: StreamBytes) -> Iterator[tuple[str, Tensor]]:
         """Yield and count the tensors of a layer."""
         for name, tensor in layer.plain.items():
             whole = unsharded(tensor)
-            self.bytes.other += whole.nbytes
+            counted.other += whole.nbytes
             yield name, whole
         for group in layer.groups:
             operands = [gathered_operand(one) for one, _, _ in group]
-            self.bytes.bf16 += sum(2 * q.shape[0] * q.shape[1] for q in operands)
+            counted.bf16 += sum(2 * q.shape[0] * q.shape[1] for q in operands)
             for name, tensor in tensors_of_group(self.checkpoint_format, group, operands, verified=False):
                 if name.endswith(CODES):
-                    self.bytes.codes += tensor.nbytes
+                    counted.codes += tensor.nbytes
                 else:
-                    self.bytes.scales += tensor.nbytes
+                    counted.scales += tensor.nbytes
                 yield name, tensor
 
 
@@ -275,8 +295,8 @@ def serving_stream(
     check_name("format of a serving stream", format, ENGINES)
     check_name("checkpoint format", checkpoint_format, FORMATS)
     check_version(ENGINES[format], version)
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes is {bucket_bytes}; give the maximum bytes of a bucket, at least 1")
+    if type(bucket_bytes) is not int or bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes!r}; give the maximum bytes of a bucket, at least 1")
     seen: Mapping[tuple[nn.Module, str], float] = {}
     if calibrate is not None:
         inner = unwrapped(model)
