@@ -8,10 +8,13 @@ the next `changed()` sends everything.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from quaver.torch.serving.loader import StreamLoader
 from quaver.torch.serving.stream import Bucket, ServingStream, StreamBytes
 from quaver.torch.state.history.sync import check_agreement
 
@@ -30,6 +33,10 @@ class Receiver(ABC):
 
     def __init__(self, timeout: float = 300.0) -> None:
         self.timeout = timeout
+        #: True if an update has begun and not ended.
+        self._open = False
+        #: Calls that have not returned in time.
+        self._late: list[Future[Any]] = []
 
     @abstractmethod
     def start(self) -> None:
@@ -67,27 +74,43 @@ class Receiver(ABC):
                 f"{type(self).__name__} got a stream for {stream.engine.name}: make it with serving_stream(model, "
                 f"{self.engine!r})"
             )
+        if stream.receiver is not self:
+            stream.reset()
+            stream.receiver = self
         groups, sends, number = stream.groups, stream.sends, 0
-        where, error = "the start of the update", self._attempt(self.start) if sends else None
+        where, error = "the start of the update", self._attempt(self._begin) if sends else None
         started = sends and error is None
         try:
             for bucket in stream.changed() if changed else stream:
+                if error is not None and not groups:
+                    break
                 # Other ranks go on gathering, and so does this one.
                 if sends and error is None:
                     number, where = number + 1, f"bucket {number + 1} ({bucket[0][0]} to {bucket[-1][0]})"
                     error = self._attempt(self.load, bucket)
+            if started and error is None:
+                where, error = "the end of the update", self._attempt(self._end, self.finish)
+            elif started and not isinstance(error, TimeoutError):
+                self._attempt(self._end, self.close)
         except BaseException:
             # The weights cannot be sent, and the engine waits for the end of the update.
             stream.reset()
             if started:
-                self._attempt(self.close)
+                self._attempt(self._end, self.close)
             raise
-        if started and error is None:
-            where, error = "the end of the update", self._attempt(self.finish)
-        elif started and not isinstance(error, TimeoutError):
-            self._attempt(self.close)
         self._raise(stream, groups, where, error)
         return stream.bytes
+
+    def _begin(self) -> None:
+        if self._open:
+            # The engine may have answered the last update too late, and wait for its end; or it has restarted.
+            self._attempt(self.close)
+        self._open = True
+        self.start()
+
+    def _end(self, call: Callable[[], None]) -> None:
+        call()
+        self._open = False
 
     def _attempt(self, call: Callable[..., None], *args: Any) -> Exception | None:
         """Make a call and return its exception."""
@@ -115,25 +138,36 @@ class Receiver(ABC):
             raise error
 
     def _answer(self, call: Callable[[], Any], during: Callable[[], None] | None = None) -> Any:
-        """Call an engine in a thread, do what must happen meanwhile, and return its answer in time."""
-        box: dict[str, Any] = {}
-
-        def target() -> None:
-            try:
-                box["answer"] = call()
-            except BaseException as error:
-                box["error"] = error
-
-        thread = threading.Thread(target=target, daemon=True)
-        thread.start()
-        if during is not None:
-            during()
-        thread.join(self.timeout)
-        if "error" in box:
-            raise box["error"]
-        if "answer" not in box:
+        """Call an engine in a thread, do in another one what must happen meanwhile, and return the answer in time."""
+        if not all(future.done() for future in self._late):
+            raise TimeoutError(
+                "a call or a broadcast of an earlier update has not returned, and could mix its weights with new ones: "
+                "restart the engine and make another receiver"
+            )
+        futures = [_in_thread(each) for each in (call, during) if each is not None]
+        try:
+            done = wait(futures, self.timeout, FIRST_EXCEPTION).done
+        finally:
+            self._late = [future for future in futures if not future.done()]
+        # An engine that rejects a call never joins its broadcast.
+        answers = [future.result() for future in futures if future in done]
+        if len(answers) < len(futures):
             raise TimeoutError(f"no answer in {self.timeout:g} seconds")
-        return box["answer"]
+        return answers[0]
+
+
+def _in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Make a call in a thread that does not outlive the process, as threads of an executor would."""
+    future: Future[Any] = Future()
+
+    def target() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=target, daemon=True).start()
+    return future
 
 
 class VllmReceiver(Receiver):
@@ -160,7 +194,7 @@ class VllmReceiver(Receiver):
     def load(self, bucket: Bucket) -> None:
         info = _described(bucket, "dtype_names")
         # The workers wait for the broadcasts inside the call.
-        self._answer(lambda: self.client.update_weights(info), lambda: _send_all(bucket, self.broadcast))
+        self._answer(lambda: self.client.update_weights(info), _sending(bucket, self.broadcast))
 
     def finish(self) -> None:
         self._answer(self.client.finish_weight_update)
@@ -196,19 +230,27 @@ class SglangReceiver(Receiver):
             self._checked(lambda: self.server.update_weights_from_tensor(bucket, flush_cache=False))
             return
         info = _described(bucket, "dtypes") | {"group_name": self.group_name, "flush_cache": False}
-        self._checked(lambda: self.server.update_weights_from_distributed(**info), lambda: _send_all(bucket, send))
+        self._checked(lambda: self.server.update_weights_from_distributed(**info), _sending(bucket, send))
 
     def finish(self) -> None:
         self._checked(self.server.end_weight_update)
-        self._answer(self.server.flush_cache)
+        self._checked(self.server.flush_cache)
 
     def _checked(self, call: Callable[[], Any], during: Callable[[], None] | None = None) -> None:
         """Call the engine and raise if it answers that it has failed."""
-        answer = self._answer(call, during)
-        if isinstance(answer, dict):
-            answer = answer.get("success", True), answer.get("message", "")
-        if isinstance(answer, tuple) and not answer[0]:
-            raise RuntimeError(answer[1])
+
+        def checked() -> None:
+            answer = call()
+            if isinstance(answer, tuple):
+                good, message = answer[0], answer[1]
+            elif isinstance(answer, dict):
+                good, message = answer.get("success", True), answer.get("message", "")
+            else:
+                good, message = getattr(answer, "success", answer is not False), getattr(answer, "message", str(answer))
+            if not good:
+                raise RuntimeError(message)
+
+        self._answer(checked, during)
 
 
 class TransformersReceiver(Receiver):
@@ -225,6 +267,10 @@ class TransformersReceiver(Receiver):
     def __init__(self, client: Any, timeout: float = 300.0) -> None:
         super().__init__(timeout)
         self.client = client
+
+    def _answer(self, call: Callable[[], Any], during: Callable[[], None] | None = None) -> Any:
+        # Another thread would not see this one's autocast.
+        return call() if isinstance(self.client, StreamLoader) else super()._answer(call, during)
 
     def start(self) -> None:
         self._answer(self.client.start_weight_update)
@@ -248,6 +294,15 @@ def _described(bucket: Bucket, dtypes: str) -> dict[str, Any]:
     }
 
 
-def _send_all(bucket: Bucket, send: Send) -> None:
-    for _, tensor in bucket:
-        send(tensor.contiguous())
+def _sending(bucket: Bucket, send: Send) -> Callable[[], None]:
+    """Return a function that sends a bucket from another thread, on this thread's device and stream."""
+    device = bucket[0][1].device
+    stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+    def send_all() -> None:
+        if stream is not None:
+            torch.accelerator.set_stream(stream)
+        for _, tensor in bucket:
+            send(tensor.contiguous())
+
+    return send_all
