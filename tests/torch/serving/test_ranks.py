@@ -223,6 +223,17 @@ def errors_are_raised_on_all_ranks(rank: int) -> None:
     model(tokens(), labels=tokens()).loss.backward()
 
 
+def ranks_with_other_models_or_passes_are_one_error(rank: int) -> None:
+    mesh = two_ranks.mesh(two_ranks.world())
+    # Both recipes have tensors of the same names.
+    model = sharded(llama("rowwise" if rank else "mxfp8"), mesh)
+    raises(lambda: tensors(qt.serving_stream(model, "vllm")), "shard the model in the same way on all ranks")
+    model = sharded(llama("mxfp8").to(torch.bfloat16 if rank else torch.float32), mesh)
+    raises(lambda: tensors(qt.serving_stream(model, "vllm")), "shard the model in the same way on all ranks")
+    stream = qt.serving_stream(sharded(llama("mxfp8"), mesh), "vllm")
+    raises(lambda: tensors(stream if rank else stream.changed()), r"pass.*changed\(\)")
+
+
 def experts(rank: int) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -245,6 +256,7 @@ CASES = (
     converted_weights_travel_as_codes,
     changes_on_one_rank_are_sent_by_all,
     errors_are_raised_on_all_ranks,
+    ranks_with_other_models_or_passes_are_one_error,
     experts,
 )
 

@@ -3,10 +3,12 @@
 import multiprocessing
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.connection import Listener
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,3 +250,152 @@ def test_loader_checks_what_it_receives() -> None:
     assert_same(tensors(qt.serving_stream(rollout, "transformers")), before)
     with pytest.raises(ValueError, match="TransformersReceiver got a stream for vllm"):
         TransformersReceiver(loader).update_weights(qt.serving_stream(other, "vllm"))
+
+
+DOWN = "model.layers.1.mlp.down_proj."
+#: Received tensors that a loader rejects: a change of a complete update, by recipe.
+EDITS: dict[str, tuple[str, str, Any]] = {
+    "no scale": ("mxfp8", "weight_scale", None),
+    "no codes": ("nvfp4", "weight_packed", None),
+    "no tensor factor": ("nvfp4", "weight_global_scale", None),
+    "fewer rows": ("mxfp8", "weight", lambda x: x[:-1]),
+    "fewer columns": ("nvfp4", "weight_packed", lambda x: x[:, :-16]),
+    "other dtype of codes": ("tensorwise", "weight", lambda x: x.view(torch.int8)),
+    "other dtype of scales": ("rowwise", "weight_scale", lambda x: x.double()),
+    "other shape of scales": ("blockwise", "weight_scale", lambda x: x[:, :1]),
+    "high precision": ("mxfp8", "weight", lambda x: x.float()),
+    "unknown": ("mxfp8", "weight_zero_point", lambda x: torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_loader_rejects_incomplete_layers_and_leaves_the_model_as_it_was(edit: str) -> None:
+    recipe, name, change = EDITS[edit]
+    trained, rollout = llama(recipe), llama(recipe, seed=1)
+    before, loader = dict(rollout.named_parameters()), StreamLoader(rollout)
+    values = {key: value.clone() for key, value in rollout.state_dict().items()}
+    good = tensors(qt.serving_stream(trained, "transformers"))
+    edited = dict(good)
+    old = edited.pop(DOWN + name, None)
+    if change is not None:
+        edited[DOWN + name] = change(old)
+    loader.start_weight_update()
+    loader.update_weights([*edited.items()])
+    with pytest.raises(ValueError, match=f"{DOWN}{name} was received as .*send complete layers"):
+        loader.finish_weight_update()
+    assert all(value is before[key] for key, value in rollout.named_parameters())
+    assert_same(dict(rollout.state_dict()), values)
+    loader.start_weight_update()
+    loader.update_weights([*good.items()])
+    loader.finish_weight_update()
+    assert_same(tensors(qt.serving_stream(rollout, "transformers")), good)
+
+
+def test_loader_rejects_codes_of_another_recipe() -> None:
+    names = ("tensorwise", "rowwise", "blockwise", "mxfp8", "mxfp4", "nvfp4")
+    sent = {name: tensors(qt.serving_stream(llama(name), "transformers")) for name in names}
+    for name in names:
+        loader = StreamLoader(llama(name, seed=1))
+        for other in (*[each for each in names if each != name], name):
+            loader.start_weight_update()
+            loader.update_weights([*sent[other].items()])
+            with (
+                pytest.raises(ValueError, match="build and convert it as in the trainer")
+                if other != name
+                else nullcontext()
+            ):
+                loader.finish_weight_update()
+
+
+def test_a_loader_in_this_process_sees_its_autocast() -> None:
+    torch.manual_seed(0)
+    trained = torch.nn.Sequential(qt.Linear(64, 64), torch.nn.GELU(), qt.Linear(64, 64))
+    rollout = torch.nn.Sequential(qt.Linear(64, 64), torch.nn.GELU(), qt.Linear(64, 64))
+    x = torch.randn(4, 64)
+    with qt.autocast("mxfp8"):
+        with torch.inference_mode():
+            TransformersReceiver(StreamLoader(rollout)).update_weights(qt.serving_stream(trained, "transformers"))
+        assert torch.equal(rollout(x), trained(x))
+
+
+class Scripted:
+    """An engine in this process whose calls answer, raise or wait as a dict says."""
+
+    def __init__(self, **script: Any) -> None:
+        self.script, self.calls = script, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            answer = self.script.get(name)
+            return answer() if callable(answer) else answer
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "name", ["begin_weight_update", "update_weights_from_tensor", "end_weight_update", "flush_cache"]
+)
+def test_every_kind_of_failed_answer_is_an_error(name: str) -> None:
+    stream = qt.serving_stream(llama("rowwise"), "sglang")
+    answers = (
+        False,
+        (False, "busy"),
+        {"success": False, "message": "busy"},
+        SimpleNamespace(success=False, message="busy"),
+    )
+    for answer in answers:
+        with pytest.raises(RuntimeError, match=r"sglang has failed at .*: (busy|False)"):
+            SglangReceiver(Scripted(**{name: answer})).update_weights(stream, changed=True)
+    SglangReceiver(Scripted(**{name: SimpleNamespace(success=True)})).update_weights(stream, changed=True)
+
+
+def test_an_engine_that_rejects_a_bucket_leaves_no_broadcast_waiting() -> None:
+    """The broadcast, which nobody joins, does not delay the error; later updates do not mix with it."""
+    stream, go = qt.serving_stream(llama("mxfp8"), "vllm"), Event()
+
+    def reject() -> None:
+        raise ValueError("no such layer")
+
+    def send() -> None:
+        go.wait(30.0)
+
+    engine = Scripted(update_weights=reject)
+    receiver = VllmReceiver(engine, lambda tensor: send(), timeout=20.0)
+    with pytest.raises(RuntimeError, match=r"vllm has failed at bucket 1 .*no such layer"):
+        receiver.update_weights(stream)
+    with pytest.raises(RuntimeError, match=r"start of the update: TimeoutError: .*earlier update has not returned"):
+        receiver.update_weights(stream)
+    go.set()
+    engine.script.clear()
+    while receiver._late and not all(future.done() for future in receiver._late):
+        pass
+    engine.calls.clear()
+    receiver.update_weights(stream)
+    # The failed update is ended first.
+    assert engine.calls == ["finish_weight_update", "start_weight_update", "update_weights", "finish_weight_update"]
+
+
+def test_a_second_receiver_of_a_stream_gets_everything() -> None:
+    stream = qt.serving_stream(llama("mxfp8"), "transformers")
+    for _ in range(2):
+        rollout = llama("mxfp8", seed=1)
+        TransformersReceiver(StreamLoader(rollout)).update_weights(stream, changed=True)
+        assert_same(
+            tensors(qt.serving_stream(rollout, "transformers")), tensors(qt.serving_stream(llama("mxfp8"), "vllm"))
+        )
+
+
+def test_an_interrupted_update_makes_the_next_one_send_everything() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    stream = qt.serving_stream(llama("mxfp8"), "transformers")
+    for name in ("start_weight_update", "update_weights", "finish_weight_update"):
+        engine = Scripted(**{name: interrupt})
+        receiver = TransformersReceiver(engine)
+        with pytest.raises(KeyboardInterrupt):
+            receiver.update_weights(stream, changed=True)
+        engine.script.clear()
+        assert receiver.update_weights(stream, changed=True).codes > 0
+        assert receiver.update_weights(stream, changed=True).codes == 0

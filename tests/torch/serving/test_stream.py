@@ -15,6 +15,7 @@ from quaver.torch.serving.engines import ENGINES, VLLM
 from tests.torch.conversion.export.served import HELD, model, tokens
 from tests.torch.parallel.fsdp.live import Live
 from tests.torch.serving.small import assert_same, llama, tensors
+from tests.torch.serving.small import tokens as tokens_of_llama
 
 #: Recipes that a checkpoint format holds.
 PAIRS = [(recipe, format) for format in HELD for recipe in HELD[format]]
@@ -124,6 +125,48 @@ def test_changed_layers_only_with_those_that_an_engine_fuses() -> None:
     assert tensors(stream.changed()).keys() == everything.keys()
 
 
+def test_a_pass_within_another_one_counts_and_forgets_its_own() -> None:
+    trained = llama("mxfp8")
+    stream = qt.serving_stream(trained, "transformers", bucket_bytes=9000)
+    expected = tensors(stream)
+    sizes = vars(stream.bytes)
+    assert_same(tensors(bucket for pair in zip(stream, stream, strict=True) for bucket in pair[:1]), expected)
+    assert vars(stream.bytes) == sizes
+    outer = stream.changed()
+    next(outer)
+    assert tensors(stream.changed()).keys() == expected.keys()
+    tensors(outer)
+    assert not tensors(stream.changed()), "the inner pass was complete"
+    outer = stream.changed()
+    reset = False
+    trained.model.norm.weight.data += 1.0
+    for _ in outer:
+        stream.reset()
+        reset = True
+    assert reset and tensors(stream.changed()).keys() == expected.keys()
+
+
+def test_passes_between_forward_and_backward_change_nothing() -> None:
+    """Losses, states and the random generator are those of training without passes, in any context."""
+    for recipe in ("delayed", "nvfp4"):
+        ends = []
+        for contexts in ((), (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16))):
+            trained = llama(recipe, bias=True)
+            optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+            for _ in range(3):
+                for _ in range(2):
+                    loss = trained(tokens_of_llama(), labels=tokens_of_llama()).loss
+                    for context in contexts:
+                        with context:
+                            sent = tensors(qt.serving_stream(trained, "transformers"))
+                        assert_same(sent, tensors(qt.serving_stream(trained, "transformers").changed()))
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(dict(trained.state_dict()) | {"loss": loss.detach(), "generator": torch.get_rng_state()})
+        assert_same(*ends)
+
+
 def test_experts_of_a_layer_are_sent_together() -> None:
     class Mixture(nn.Module):
         def __init__(self) -> None:
@@ -192,6 +235,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no version": ({"format": "sglang", "version": "main"}, r"sglang main is not supported.*0\.5\.21 to 0\.5\.23"),
     "format": ({"checkpoint_format": "gguf"}, "checkpoint format 'gguf'"),
     "bucket": ({"bucket_bytes": 0}, "bucket_bytes is 0"),
+    "bucket of text": ({"bucket_bytes": "256"}, "bucket_bytes is '256'"),
 }
 
 
@@ -230,3 +274,15 @@ def test_weights_that_are_not_finite_are_rejected() -> None:
     trained.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"model.layers.1.mlp.down_proj.weight contains infinities or NaN"):
         list(qt.serving_stream(trained, "vllm"))
+
+
+def test_extra_state_of_modules_is_not_sent() -> None:
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 1}
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32, bias=False), Counting(32, 32, bias=False))
+    qt.convert(net, "mxfp8", skip=["1"])
+    stream = qt.serving_stream(net, "vllm")
+    assert set(tensors(stream.changed())) == {"0.weight", "0.weight_scale", "1.weight"}
