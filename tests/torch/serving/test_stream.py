@@ -167,15 +167,31 @@ def test_passes_between_forward_and_backward_change_nothing() -> None:
         assert_same(*ends)
 
 
-def test_experts_of_a_layer_are_sent_together() -> None:
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            each = [nn.ModuleDict({"w1": nn.Linear(32, 32), "w2": nn.Linear(32, 32)}) for _ in range(3)]
-            self.experts, self.gate = nn.ModuleList(each), nn.Linear(32, 32)
+class Mixture(nn.Module):
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__()
+        each = [nn.ModuleDict({"w1": nn.Linear(width, width), "w2": nn.Linear(width, width)}) for _ in range(experts)]
+        self.experts, self.gate = nn.ModuleList(each), nn.Linear(width, width)
 
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_no_pass_holds_all_experts_of_a_layer(changed: bool) -> None:
+    peaks = []
+    for count in (2, 24):
+        torch.manual_seed(0)
+        net = nn.ModuleDict({"mlp": Mixture(count, 128)})
+        qt.convert(net, "nvfp4")
+        stream = qt.serving_stream(net, "transformers", bucket_bytes=1)
+        with Live([*net.parameters(), *net.buffers()]) as live:
+            for _ in stream.changed() if changed else stream:
+                pass
+        peaks.append(live.peak)
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_experts_of_a_layer_are_sent_together() -> None:
     torch.manual_seed(0)
-    net = nn.ModuleDict({"mlp": Mixture()})
+    net = nn.ModuleDict({"mlp": Mixture(3, 32)})
     qt.convert(net, "mxfp8")
     stream = qt.serving_stream(net, "transformers")
     everything = tensors(stream.changed())
