@@ -61,13 +61,13 @@ class Receiver(ABC):
 
         Args:
             stream: a stream for this engine.
-            changed: True sends `stream.changed()` instead of everything.
+            changed: True sends `stream.changed()`, or everything if another receiver had the last one.
         Returns:
             Bytes that were sent.
         Raises:
             ValueError: the stream is for another engine.
-            RuntimeError: the engine has failed, died or timed out; the message names the bucket. ValueError on all
-                ranks if there are several.
+            RuntimeError: the engine has failed, died or timed out; the message names the bucket. If the model is
+                sharded, ValueError on all its ranks; else only the rank that sends knows of it.
         """
         if stream.engine.name != self.engine:
             raise ValueError(
@@ -126,7 +126,7 @@ class Receiver(ABC):
             stream.reset()
             error = RuntimeError(
                 f"{self.engine} has failed at {where}: {type(error).__name__}: {error}. The trainer is unchanged; the "
-                "engine may have a part of the new weights: restart it or send everything again before it generates"
+                "engine may have some of the new weights: restart it or send everything again before it generates"
             )
         if groups:
             try:

@@ -1,8 +1,8 @@
 """Gather one weight that fully_shard or tensor parallelism has sharded, as codes and scales.
 
-Each rank quantizes its own part with amaxes that the ranks have agreed on, so that codes and scales equal those of the
-whole weight bit for bit; then the bytes are all-gathered. If a part ends within a block, this one weight is gathered in
-high precision and quantized whole.
+Each rank quantizes its own shard with amaxes that the ranks have agreed on, so that codes and scales equal those of the
+unsharded weight bit for bit; then the bytes are all-gathered. If a shard ends within a block, this one weight is
+gathered in high precision and then quantized.
 """
 
 import math
@@ -55,9 +55,9 @@ def is_sharded(tensor: Any) -> bool:
 def reshard(model: nn.Module) -> None:
     """Free the weights that fully_shard has gathered, so that parameters are its shards."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for part in model.modules() if fsdp is not None else ():
-        if isinstance(part, fsdp.FSDPModule):
-            part.reshard()
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def groups_of(model: nn.Module) -> list[Any]:
@@ -70,22 +70,22 @@ def groups_of(model: nn.Module) -> list[Any]:
 
 @torch.no_grad()
 def unsharded(tensor: Any) -> Tensor:
-    """Return the whole tensor; a collective for a DTensor."""
+    """Return the full tensor, all-gathered if it is a DTensor."""
     if not is_sharded(tensor):
         plain: Tensor = tensor.detach()
         return plain
-    return _join(_own(tensor), tensor, tensor.placements, tensor.shape)
+    return _all_gather(_local_shard(tensor), tensor, tensor.placements, tensor.shape)
 
 
-def _own(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor, without the subclass by which `gather_quantized` gathers it."""
-    part: Any = tensor.to_local()
-    plain: Tensor = getattr(part, "plain", part)
+def _local_shard(tensor: Any) -> Tensor:
+    """Return this rank's shard of a tensor, without the subclass by which `gather_quantized` gathers it."""
+    local: Any = tensor.to_local()
+    plain: Tensor = getattr(local, "plain", local)
     return plain.detach()
 
 
-def _join(own: Tensor, like: Any, placements: Any, shape: Any) -> Tensor:
-    """All-gather this rank's part of a contiguous tensor with these placements on the mesh of another."""
+def _all_gather(own: Tensor, like: Any, placements: Any, shape: Any) -> Tensor:
+    """All-gather this rank's shard of a contiguous tensor with these placements on the mesh of another."""
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size(shape)
@@ -100,7 +100,7 @@ def _sharding(weight: Any, axis: int) -> list[int]:
 
 
 def _cuts_blocks(weight: Any, spec: QuantSpec) -> bool:
-    """Return True if a rank's part ends within a block of the spec, or within a byte of codes."""
+    """Return True if a rank's shard ends within a block of the spec, or within a byte of codes."""
     for axis in (0, 1):
         dims = _sharding(weight, axis)
         if not dims:
@@ -118,25 +118,25 @@ def _cuts_blocks(weight: Any, spec: QuantSpec) -> bool:
 
 
 def _gathered_codes(weight: Any, spec: QuantSpec, factor: ScalarOverride) -> Quantized:
-    """Quantize this rank's part of a weight with agreed amaxes, and all-gather codes and scales."""
-    own, mesh = _own(weight), weight.device_mesh
+    """Quantize this rank's shard of a weight with agreed amaxes, and all-gather codes and scales."""
+    own, mesh = _local_shard(weight), weight.device_mesh
     groups = [[mesh.get_group(dim) for dim in _sharding(weight, axis)] for axis in (0, 1)]
-    crossed = [group for axis in (0, 1) if spec.block[axis] is None or spec.two_level for group in groups[axis]]
-    bits = _amax_bits(own, spec) if crossed else None
-    for group in crossed:
+    reduced = [group for axis in (0, 1) if spec.block[axis] is None or spec.two_level for group in groups[axis]]
+    bits = _amax_bits(own, spec) if reduced else None
+    for group in reduced:
         # As integers NaN is above infinity, and infinity above numbers.
         dist.all_reduce(bits, dist.ReduceOp.MAX, group)
     q = quantize(own, spec, None if bits is None else bits.view(torch.float32), factor=factor).upright()
     n, k = weight.shape
-    data = _join_bytes(q.data, weight, k // (2 if spec.format.packed else 1), (n, k), (1, 1))
+    data = _all_gather_bytes(q.data, weight, k // (2 if spec.format.packed else 1), (n, k), (1, 1))
     scale = q.scale
     if isinstance(scale, Tensor):
-        scale = _join_bytes(scale, weight, spec.blocks(n, k)[1], (n, k), spec.block)
+        scale = _all_gather_bytes(scale, weight, spec.blocks(n, k)[1], (n, k), spec.block)
     return Quantized(data, scale, spec, (n, k), False, q.tensor_factor)
 
 
 def _amax_bits(own: Tensor, spec: QuantSpec) -> Tensor:
-    """Return the amaxes of the blocks of a part as bits, int32; for two-level scales that of the part, [1, 1]."""
+    """Return the amaxes of the blocks of a shard as bits, int32; for two-level scales that of the shard, [1, 1]."""
     values = own.to(torch.float32)
     bits = magnitude_bits(rotate(values) if spec.hadamard else values)
     if not spec.two_level:
@@ -145,13 +145,13 @@ def _amax_bits(own: Tensor, spec: QuantSpec) -> Tensor:
     return torch.where(largest < SMALLEST_NORMAL_BITS, 0, largest)
 
 
-def _join_bytes(
+def _all_gather_bytes(
     own: Tensor, weight: Any, columns: int, shape: tuple[int, int], block: tuple[int | None, int | None]
 ) -> Tensor:
     """All-gather this rank's codes or scales of a weight [n, k], which has one row of them per row of blocks.
 
     Args:
-        columns: columns of the whole tensor.
+        columns: columns of the full tensor.
         block: shape of a block of the weight; along None all ranks already have the same values.
     """
     from torch.distributed.tensor import Replicate
@@ -164,6 +164,6 @@ def _join_bytes(
         return own
     rows = 1 if block[0] is None else -(-shape[0] // block[0])
     size = own.element_size()
-    # An empty part may have strides that torch does not view as bytes.
+    # An empty shard may have strides that torch does not view as bytes.
     parts = own.reshape(-1).view(torch.uint8).view(own.shape[0], own.shape[1] * size)
-    return _join(parts, weight, placements, (rows, columns * size)).contiguous().view(own.dtype)
+    return _all_gather(parts, weight, placements, (rows, columns * size)).contiguous().view(own.dtype)

@@ -1,7 +1,7 @@
 """`quaver.torch.serving_stream`: codes and scales of a model in training, under an inference engine's names.
 
 A pass reads one fused group of layers at a time: the codes that fprop's GEMMs multiply by, gathered from the ranks if
-the model is sharded. No pass holds more than that group and one bucket.
+the model is sharded. A pass needs memory for that group and one bucket.
 """
 
 import hashlib
@@ -124,8 +124,8 @@ class ServingStream:
 
         A layer changed if the BLAKE2b digest (128 bits) of its names, dtypes, shapes and bytes did. So every layer is
         quantized, gathered and read by the host in each pass, and only sending is saved. Layers that an engine fuses
-        are sent together, with their biases. A pass over the whole stream, one that is not finished, or `reset` makes
-        the next one yield all.
+        are sent together, with their biases. A pass over everything, one that is not finished, or `reset` makes the
+        next one yield all.
         """
         return self._pass(True)
 
@@ -202,28 +202,28 @@ class ServingStream:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield and count the tensors of a layer if their digest differs from the one that was sent."""
         read = StreamBytes()
-        # The experts of a layer are many matrices, which are read again instead of held until all are compared.
-        held = list(self._tensors(layer, read)) if len(layer.groups) < 2 else None
+        # The experts of a layer are many matrices, which are read twice, so that no pass needs memory for all.
+        layer_tensors = list(self._tensors(layer, read)) if len(layer.groups) < 2 else None
         digest = hashlib.blake2b(digest_size=16)
-        for tensor_name, tensor in self._tensors(layer, read) if held is None else held:
+        for tensor_name, tensor in self._tensors(layer, read) if layer_tensors is None else layer_tensors:
             digest.update(f"{tensor_name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
         digests[name] = digest.digest()
         changed = before.get(name) != digests[name]
         if groups:
             changed = bool(check_agreement("serving_stream's changed layers", {}, *groups, flag=changed))
-        if changed and held is not None:
+        if changed and layer_tensors is not None:
             counted.add(read)
-            yield from held
+            yield from layer_tensors
         elif changed:
             yield from self._tensors(layer, counted)
 
     def _tensors(self, layer: _Layer, counted: StreamBytes) -> Iterator[tuple[str, Tensor]]:
         """Yield and count the tensors of a layer."""
         for name, tensor in layer.plain.items():
-            whole = unsharded(tensor)
-            counted.other += whole.nbytes
-            yield name, whole
+            full = unsharded(tensor)
+            counted.other += full.nbytes
+            yield name, full
         for group in layer.groups:
             operands = [gathered_operand(one) for one, _, _ in group]
             counted.bf16 += sum(2 * q.shape[0] * q.shape[1] for q in operands)
