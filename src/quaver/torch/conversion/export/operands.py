@@ -116,7 +116,9 @@ class StoredOperand:
     def zeros(self) -> Quantized:
         """Return codes and scales of zeros with the shapes and dtypes of `operand`."""
         weight: Any = upright(self.layer, self.last) if self.of_experts else self.layer.get_parameter(self.last)
-        q = ops.QUANTIZE(torch.zeros((self.rows, weight.shape[-1]), device=weight.device), self.spec)
+        q = ops.QUANTIZE(
+            torch.zeros((self.rows, weight.shape[-1]), dtype=torch.float32, device=weight.device), self.spec
+        )
         return _concatenated([q] * self.stack) if self.stack else q
 
     def inputs(self, seen: Mapping[tuple[nn.Module, str], float]) -> Inputs:
