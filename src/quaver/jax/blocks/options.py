@@ -36,6 +36,8 @@ class DenseOptions:
     recipe: str | Recipe | None = None
     # Seed of stochastic rounding.
     seed: int = 0
+    # Number of calls in one step; recipes with state need to know it.
+    uses: int = 1
 
 
 @dataclass(kw_only=True)

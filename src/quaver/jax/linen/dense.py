@@ -27,23 +27,27 @@ from quaver.recipes.spec import Recipe
 # ---- state: the collection whose gradient is its next value ----
 #
 # It is Flax's own collection, so `flax.training.train_state.TrainState` and other code for Flax's FP8 modules support
-# it. A layer that is used several times in one step needs a state per use, because autodiff would sum their gradients.
-# nn.scan with variable_broadcast="params" and variable_axes={COLLECTION: 0} gives each use its own history.
+# it. A layer that is called several times in one step (`uses`) stores a slice for each call, because autodiff would sum
+# their gradients. In an nn.scan with variable_broadcast="params", variable_axes={COLLECTION: 0} does so.
 
 #: "_overwrite_with_gradient".
 COLLECTION = OVERWRITE_WITH_GRADIENT
 
 
-def layer_state(module: nn.Module, own: str | Recipe | None) -> dict[str, Array] | None:
+def layer_state(module: nn.Module, own: str | Recipe | None, uses: int = 1) -> dict[str, Array] | None:
     """Return the state of a module's linear layer under the recipe in force, created by `init`; None if it needs none.
 
     The count of stochastic rounding may be missing if no gradients are taken; `linear` checks that.
 
+    Args:
+        module: the module that stores the state.
+        own: the module's own recipe.
+        uses: number of calls of the module in one step.
     Raises:
         ValueError: the collection was not passed to `apply`, or belongs to another recipe.
     """
     recipe = recipe_in_force(own)
-    fresh = {} if recipe is None else state.init(recipe)
+    fresh = state.init(recipe, uses)
     if not fresh:
         return None
     available = all(module.has_variable(COLLECTION, key) for key in fresh) or module.is_mutable_collection(COLLECTION)
@@ -62,9 +66,9 @@ def layer_state(module: nn.Module, own: str | Recipe | None) -> dict[str, Array]
         if variables[key].shape != value.shape:
             raise ValueError(
                 f"{where} has a {key} of shape {variables[key].shape} and needs {value.shape}: it belongs to another "
-                "recipe; initialize under this one, and keep your params"
+                "recipe or another number of uses; initialize under this one, and keep your params"
             )
-    return variables
+    return state.use(variables, uses, qualified_name(module) or "this layer")
 
 
 def qualified_name(module: nn.Module) -> str:
@@ -89,6 +93,7 @@ class DenseGeneral(nn.Module, DenseOptions):
         kernel_axes, bias_axes: logical names of the parameters' axes, for flax's sharding rules; empty for none.
         recipe: name or Recipe that this layer always uses; None uses the ambient one.
         seed: seed of stochastic rounding.
+        uses: number of calls in one step, for recipes with state; another number raises an error in backward.
     Raises:
         ValueError: the recipe's state was not passed, see `quaver.jax.linen.dense`.
     Exact and bounded: as `quaver.jax.linear`.
@@ -117,7 +122,7 @@ class DenseGeneral(nn.Module, DenseOptions):
             axis=axes,
             dtype=self.dtype,
             recipe=self.recipe,
-            state=layer_state(self, self.recipe),
+            state=layer_state(self, self.recipe, self.uses),
             name=qualified_name(self),
             seed=self.seed,
         )
@@ -149,26 +154,27 @@ def _as_matrix(init: Initializer, rows: int, names: tuple[str | None, ...]) -> I
 # nn.Dense(4096, dot_general_cls=dot_general_cls("tensorwise"))
 
 
-def dot_general_cls(recipe: str | Recipe | None = None, *, seed: int = 0) -> Callable[[], "DotGeneral"]:
+def dot_general_cls(recipe: str | Recipe | None = None, *, seed: int = 0, uses: int = 1) -> Callable[[], "DotGeneral"]:
     """Return a class for the slot `dot_general_cls` of flax.linen's Dense, DenseGeneral and
     MultiHeadDotProductAttention.
 
     Args:
         recipe: name or Recipe; None uses the ambient one.
         seed: seed of stochastic rounding.
+        uses: number of calls of the layer in one step, for recipes with state.
     Returns:
         A callable without arguments that creates the operation.
     Raises:
         ValueError: unknown recipe.
     """
-    return functools.partial(DotGeneral, recipe=None if recipe is None else recipes.get(recipe), seed=seed)
+    return functools.partial(DotGeneral, recipe=None if recipe is None else recipes.get(recipe), seed=seed, uses=uses)
 
 
-def einsum_cls(recipe: str | Recipe | None = None, *, seed: int = 0) -> Callable[[], "Einsum"]:
+def einsum_cls(recipe: str | Recipe | None = None, *, seed: int = 0, uses: int = 1) -> Callable[[], "Einsum"]:
     """Return a class for models that take an einsum, as with flax.linen.fp8_ops.Fp8Einsum; arguments as
     `dot_general_cls`.
     """
-    return functools.partial(Einsum, recipe=None if recipe is None else recipes.get(recipe), seed=seed)
+    return functools.partial(Einsum, recipe=None if recipe is None else recipes.get(recipe), seed=seed, uses=uses)
 
 
 class DotGeneral(nn.Module):
@@ -176,6 +182,7 @@ class DotGeneral(nn.Module):
 
     recipe: str | Recipe | None = None
     seed: int = 0
+    uses: int = 1
 
     @nn.compact
     def __call__(self, lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:
@@ -187,6 +194,7 @@ class Einsum(nn.Module):
 
     recipe: str | Recipe | None = None
     seed: int = 0
+    uses: int = 1
 
     @nn.compact
     def __call__(
@@ -207,5 +215,5 @@ def _operation(module: Any) -> Callable[..., Array]:
     """Return `dot_general` with a module's recipe and state."""
     # Use the name of the layer that contains this module: "layers_0.Dense_0", not "….DotGeneral_0".
     layer = qualified_name(module).rpartition(".")[0]
-    state = layer_state(module, module.recipe)
+    state = layer_state(module, module.recipe, module.uses)
     return functools.partial(dot_general, recipe=module.recipe, state=state, name=layer, seed=module.seed)

@@ -18,7 +18,7 @@ from flax import nnx
 from quaver import recipes
 from quaver.jax.blocks.attention import check_not_quantized
 from quaver.jax.nnx.dense import DenseGeneral, DotGeneral, Einsum, LayerState, OverwriteWithGradient
-from quaver.recipes.conversion import ConversionReport, ConversionRules, Rules, Skip
+from quaver.recipes.conversion import ConversionReport, ConversionRules, Rules, Skip, matches
 from quaver.recipes.spec import Recipe
 
 
@@ -28,6 +28,7 @@ def convert(
     *,
     skip: Skip = (),
     seed: int = 0,
+    uses: int | Mapping[str, int] = 1,
 ) -> ConversionReport:
     """Set the recipe of every linear layer that the rules select, in place.
 
@@ -41,6 +42,8 @@ def convert(
         skip: name patterns to leave alone, such as "lm_head", and filters such as `quaver.rules.unprofitable("h100")`:
             a list of them, or one filter.
         seed: seed of stochastic rounding.
+        uses: number of calls of a layer in one step, for recipes with state: one for all layers, or a dict by name
+            patterns, such as {"encoder.*": 2}; layers that match none have 1.
     Returns:
         A report: converted layers, reasons for the others, and patterns that matched nothing.
     Raises:
@@ -61,7 +64,7 @@ def convert(
         if why or wanted is None:
             report.skipped[name] = why
         else:
-            kind.put(layer, wanted, name, seed)
+            kind.put(layer, wanted, name, seed, _uses_of(name, uses))
             report.converted[name] = wanted
     report.unused = choice.unused
     if not report.converted:
@@ -110,11 +113,11 @@ class _OperationSlot:
             return f"it has a custom {self.name}"
         return ""
 
-    def put(self, layer: Any, recipe: Recipe, name: str, seed: int) -> None:
+    def put(self, layer: Any, recipe: Recipe, name: str, seed: int, uses: int) -> None:
         inside = getattr(layer, self.name)
         slot = self.operation(recipe, seed=seed, name=name)
-        slot.state = _stacked_state(recipe, layer.kernel, self.ndim(layer))
-        if isinstance(inside, self.operation) and inside.state.of is recipe:
+        slot.state = _stacked_state(recipe, layer.kernel, self.ndim(layer), uses)
+        if isinstance(inside, self.operation) and _fits(inside.state, recipe, uses):
             slot.state = inside.state
         setattr(layer, self.name, nnx.data(slot))
 
@@ -135,9 +138,9 @@ class _OwnDenseGeneral:
     def unsupported(self, layer: DenseGeneral) -> str:
         return ""
 
-    def put(self, layer: DenseGeneral, recipe: Recipe, name: str, seed: int) -> None:
-        if layer.state.of is not recipe:
-            layer.state = _stacked_state(recipe, layer.kernel, layer.ndim)
+    def put(self, layer: DenseGeneral, recipe: Recipe, name: str, seed: int, uses: int) -> None:
+        if not _fits(layer.state, recipe, uses):
+            layer.state = _stacked_state(recipe, layer.kernel, layer.ndim, uses)
         layer.recipe, layer.name, layer.seed = recipe, name, seed
 
     def take(self, layer: DenseGeneral) -> bool:
@@ -201,6 +204,17 @@ def _others(model: nnx.Module) -> dict[str, int]:
     )
 
 
-def _stacked_state(recipe: Recipe, kernel: nnx.Param[Any], ndim: int) -> LayerState:
+def _stacked_state(recipe: Recipe, kernel: nnx.Param[Any], ndim: int, uses: int) -> LayerState:
     """Return a fresh state with the leading axes that nnx.vmap added to the kernel."""
-    return LayerState(recipe, kernel.shape[: kernel.ndim - ndim])
+    return LayerState(recipe, kernel.shape[: kernel.ndim - ndim], uses)
+
+
+def _fits(state: LayerState, recipe: Recipe, uses: int) -> bool:
+    return state.of is recipe and state.uses == uses
+
+
+def _uses_of(name: str, uses: int | Mapping[str, int]) -> int:
+    """Return the number of calls of a layer in one step; the first pattern that matches its name decides."""
+    if isinstance(uses, int):
+        return uses
+    return next((n for pattern, n in uses.items() if matches(pattern, name)), 1)

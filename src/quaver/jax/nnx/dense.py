@@ -38,11 +38,13 @@ class LayerState(nnx.Pytree):
     Args:
         recipe: recipe that the state belongs to; None for no state.
         stacked: leading axes of layers stacked by nnx.vmap.
+        uses: number of calls of the layer in one step.
     """
 
-    def __init__(self, recipe: str | Recipe | None, stacked: tuple[int, ...] = ()) -> None:
+    def __init__(self, recipe: str | Recipe | None, stacked: tuple[int, ...] = (), uses: int = 1) -> None:
         self.of = None if recipe is None else recipes.get(recipe)
-        for name, value in state.init(self.of).items():
+        self.uses = uses
+        for name, value in state.init(self.of, uses).items():
             setattr(self, name, OverwriteWithGradient(jnp.broadcast_to(value, (*stacked, *value.shape))))
 
     def read(self, own: str | Recipe | None, where: str) -> dict[str, Array] | None:
@@ -54,7 +56,7 @@ class LayerState(nnx.Pytree):
             ValueError: the layer was made under another recipe.
         """
         recipe = recipe_in_force(own)
-        needed = {} if recipe is None else state.init(recipe)
+        needed = state.init(recipe, self.uses)
         if not needed:
             return None
         if set(needed) == {"count"} and not hasattr(self, "count"):
@@ -65,15 +67,15 @@ class LayerState(nnx.Pytree):
                 f"{where} runs under recipe {str(recipe)!r} and has {self._what()}. Make the model under that recipe "
                 f"(with quaver.jax.autocast({str(recipe)!r}): model = ...), or quaver.jax.nnx.convert(model, recipe)"
             )
-        return {name: variable[...] for name, variable in variables.items()}
+        return state.use({name: variable[...] for name, variable in variables.items()}, self.uses, where)
 
     def _what(self) -> str:
         return "no state: it was made without a recipe" if self.of is None else f"the state of recipe {str(self.of)!r}"
 
 
-def fresh_state(own: str | Recipe | None) -> LayerState:
+def fresh_state(own: str | Recipe | None, uses: int = 1) -> LayerState:
     """Return the state of a new layer: for its own recipe, else for the ambient one."""
-    return LayerState(recipe_in_force(own) if own is None else own)
+    return LayerState(recipe_in_force(own) if own is None else own, uses=uses)
 
 
 def joined(*names: str) -> str:
@@ -131,6 +133,7 @@ class DenseGeneral(nnx.Module):
         kernel_metadata, bias_metadata: further metadata of the parameters' Variables.
         recipe: name or Recipe that this layer always uses; None uses the ambient one.
         seed: seed of stochastic rounding.
+        uses: number of calls in one step, for recipes with state; another number raises an error in backward.
         name: name with dots, which selects the streams of stochastic rounding; `convert` sets every layer's path.
         rngs: random streams; parameters use "params".
     Raises:
@@ -160,7 +163,7 @@ class DenseGeneral(nnx.Module):
         self.recipe = options.recipe
         self.seed = options.seed
         self.name = options.name
-        self.state = fresh_state(options.recipe)
+        self.state = fresh_state(options.recipe, options.uses)
 
     def __call__(self, x: Array) -> Array:
         return dense(
@@ -200,11 +203,11 @@ def of_part(options: Any, name: str) -> dict[str, Any]:
 class _Operation(nnx.Module):
     """Base class of the operations below: a recipe, and the state of the layer that contains it."""
 
-    def __init__(self, recipe: str | Recipe | None = None, *, seed: int = 0, name: str = "") -> None:
+    def __init__(self, recipe: str | Recipe | None = None, *, seed: int = 0, name: str = "", uses: int = 1) -> None:
         self.recipe = recipe
         self.seed = seed
         self.name = name
-        self.state = fresh_state(recipe)
+        self.state = fresh_state(recipe, uses)
 
     def _operation(self) -> Callable[..., Array]:
         state = self.state.read(self.recipe, label(self))
@@ -216,7 +219,7 @@ class DotGeneral(_Operation):
 
     Args:
         recipe: name or Recipe; None uses the ambient one.
-        seed, name: for stochastic rounding, as in DenseGeneral.
+        seed, name, uses: as for DenseGeneral.
     """
 
     def __call__(self, lhs: Array, rhs: Array, dimension_numbers: Any, *args: Any, **options: Any) -> Array:

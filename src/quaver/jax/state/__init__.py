@@ -24,6 +24,7 @@ from quaver.jax.state.buffers import (
     unless_overrun,
     unrecorded,
     update,
+    use,
 )
 
 __all__ = [
@@ -47,4 +48,5 @@ __all__ = [
     "unless_overrun",
     "unrecorded",
     "update",
+    "use",
 ]

@@ -31,6 +31,7 @@ from quaver.jax.numerics.rounding import forbid_second_derivative, two_to_the
 from quaver.jax.numerics.scaling import encode_factor, exponent
 from quaver.jax.operations.ops import check_static_int
 from quaver.jax.operations.sharding import pmax_like
+from quaver.jax.state.context import StateReads, state_reads_of
 from quaver.recipes.spec import QuantSpec, Recipe
 from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX
 
@@ -42,10 +43,19 @@ INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
 MOST_COUNTED = 2**24
 
 
-def init(recipe: str | Recipe | None) -> State:
-    """Return the state of one layer before its first step; {} for a recipe without state."""
+def init(recipe: str | Recipe | None, uses: int = 1) -> State:
+    """Return the state of one layer before its first step; {} for a recipe without state.
+
+    Args:
+        recipe: name, Recipe, or None for high precision.
+        uses: number of calls of the layer in one step, for `use`; above 1, every array has a leading axis of this
+            length.
+    """
     if recipe is None:
         return {}
+    check_static_int("uses", uses, "count the calls where the program is written")
+    if uses < 1:
+        raise ValueError(f"uses is {uses}; give the number of calls in one step, 1 or more")
     recipe = recipes.get(recipe)
     state: State = {}
     if recipe.delayed is not None:
@@ -53,7 +63,7 @@ def init(recipe: str | Recipe | None) -> State:
         state["factor"] = jnp.zeros(3, jnp.float32)
     if recipe.stochastic:
         state["count"] = jnp.zeros(2, jnp.float32)
-    return state
+    return state if uses == 1 else {name: jnp.stack([leaf] * uses) for name, leaf in state.items()}
 
 
 def columns(recipe: Recipe) -> tuple[QuantSpec, QuantSpec, QuantSpec]:
@@ -325,6 +335,55 @@ def _share_backward(n: int, before: Any, gradient: Any) -> tuple[Any]:
 
 
 _share.defvjp(_share_forward, _share_backward)
+
+
+def use(state: State, uses: int, label: str) -> State:
+    """Return the state for the next of the `uses` calls that a module makes in one step.
+
+    The module's state has a slice for each call. A call reads the slices merged by maximum, and its next state is the
+    gradient of its own slice, so that autodiff adds nothing.
+
+    Args:
+        state: of `init(recipe, uses)`.
+        uses: number of calls in one step.
+        label: name of the layer for error messages.
+    Raises:
+        ValueError: raised in backward if the layer was not called `uses` times.
+    Exact: as `share`.
+    """
+    if uses == 1 or not state:
+        return state
+    reads = state_reads_of(state)
+    # Values that are not traced are not counted; their slices differ only in the noise of gradients.
+    return _use(state, max(reads.count - 1, 0), uses, reads, label)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _use(state: State, index: int, uses: int, reads: StateReads, label: str) -> State:
+    merged = merge(*(jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(uses)))
+    if "count" in merged:
+        # Backward reaches the last call first.
+        merged["count"] = merged["count"] + np.float32(max(uses - 1 - index, 0))
+    return merged
+
+
+def _use_forward(state: State, index: int, uses: int, reads: StateReads, label: str) -> tuple[State, None]:
+    return _use(forbid_second_derivative(label, state), index, uses, reads, label), None
+
+
+def _use_backward(index: int, uses: int, reads: StateReads, label: str, _: None, gradient: State) -> tuple[State]:
+    if reads.count != uses:
+        raise ValueError(
+            f"{label}: made for uses={uses} and called {reads.count} times in this step; make it with "
+            f"uses={reads.count}. Inside a function that JAX traces by itself (jax.jit, jax.checkpoint or a scan's "
+            "body) only the calls of that function are counted. A call that only reads the state takes "
+            "jax.lax.stop_gradient of the variables"
+        )
+    gradient = forbid_second_derivative(label, gradient)
+    return ({name: jnp.stack([jnp.zeros_like(g)] * uses).at[index].set(g) for name, g in gradient.items()},)
+
+
+_use.defvjp(_use_forward, _use_backward)
 
 
 def check(states: Any, recipe: str | Recipe) -> None:
