@@ -233,3 +233,28 @@ def test_one_inspector_is_open_at_a_time_and_a_step_is_not_paused() -> None:
         step(*arguments)
         other.step()
     assert other.rows
+
+
+def test_count_reports_saturated_flushed_and_nonfinite_operands() -> None:
+    w, x = jnp.ones((64, 32)), jnp.ones((4, 64)).at[0, 0].set(1e-30)
+
+    @jax.jit
+    def step(x: Any, state: Any) -> Any:
+        layer = lambda w, state: qj.linear(x, w, recipe="delayed", state=state, name="up").sum()  # noqa: E731
+        return jax.grad(layer, argnums=(0, 1))(w, state)
+
+    # A factor far too large for ones.
+    state = qj.state.init("delayed") | {"factor": jnp.asarray([1024.0, 1.0, 1.0])}
+    before = step(x, state)
+    with qj.count() as counters:
+        after = step(x, state)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))
+    own = counters.table["up"]["fprop.input"]
+    assert (own.elements, own.saturated, own.flushed, own.nonfinite) == (256, 255, 1, 0)
+    assert "up" in str(counters) and "wgrad.grad_output" in str(counters)
+    with qj.count() as counters:
+        step(x.at[1, 1].set(jnp.nan), state)
+    assert counters.table["up"]["fprop.input"].nonfinite == 1
+    with qj.count() as counters:
+        pass
+    assert str(counters) == "nothing was quantized while counting"

@@ -18,7 +18,9 @@ if jax.__version_info__ < (0, 10, 2):
 from quaver.jax import state
 from quaver.jax.blocks.moe import Routing, permute, route, unpermute
 from quaver.jax.compare import compare, perturb
-from quaver.jax.inspection.inspector import Inspector, inspect
+from quaver.jax.conversion.convert import convert, plain_state
+from quaver.jax.inspection.explain import explain
+from quaver.jax.inspection.inspector import Inspector, count, inspect
 from quaver.jax.linears.dot_general import dot_general
 from quaver.jax.linears.function import linear
 from quaver.jax.linears.grouped import grouped_dot
@@ -35,14 +37,18 @@ __all__ = [
     "ShardedOperand",
     "autocast",
     "compare",
+    "convert",
+    "count",
     "dequantize",
     "dot_general",
+    "explain",
     "grouped_dot",
     "inspect",
     "linear",
     "matmul",
     "permute",
     "perturb",
+    "plain_state",
     "quantize",
     "route",
     "sharding",

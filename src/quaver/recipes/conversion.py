@@ -34,6 +34,13 @@ def matches(pattern: str, name: str) -> bool:
     return any(fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
 
 
+def uses_of(name: str, uses: int | Mapping[str, int]) -> int:
+    """Return the number of calls of a layer in one step; of a dict the first pattern that matches its name decides."""
+    if isinstance(uses, int):
+        return uses
+    return next((n for pattern, n in uses.items() if matches(pattern, name)), 1)
+
+
 def names_a_module(pattern: str) -> bool:
     """Return True if the last part of a pattern is specific, unlike that of "*" or "layers.*"."""
     return pattern.rpartition(".")[2].strip("*?") != ""
@@ -105,6 +112,37 @@ class Rules:
     def match(self, name: str, in_features: int, out_features: int) -> ModuleRule | None:
         """Return the first rule that matches, or None."""
         return next((r for r in self.rules if r.fits(name, in_features, out_features)), None)
+
+
+# ---- output heads, which stay in high precision unless requested ----
+#
+# Published recipes leave them unquantized. Sources: DeepSeek-V3 (arXiv:2412.19437, section 3.3.1), NVIDIA's NVFP4
+# pre-training (arXiv:2509.25149).
+
+#: Last parts of names that identify an output head, if its output features equal the vocabulary size.
+HEAD_NAMES = {
+    "lm_head",
+    "head",
+    "output",
+    "output_layer",
+    "output_projection",
+    "embed_out",
+    "unembed",
+    "to_logits",
+    "logits",
+    "logits_dense",
+}
+
+HEAD_REASON = "the output head stays in high precision; convert(..., head=True) or a rule that names it converts it"
+
+
+def reason_head(name: str, rule: ModuleRule | None) -> str:
+    """Return why a layer with an output head's name stays in high precision, or "" for another layer.
+
+    A rule that names the layer, unlike "*", converts it.
+    """
+    is_head = name.rpartition(".")[2] in HEAD_NAMES
+    return HEAD_REASON if is_head and (rule is None or not names_a_module(rule.pattern)) else ""
 
 
 # ---- conversion ----

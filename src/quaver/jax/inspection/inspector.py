@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from quaver.inspection.counts import CountTable
 from quaver.inspection.rows import RESULTS, TensorKey, add, row_of
 from quaver.inspection.statistics import ErrorStatistics, OperandStatistics
 from quaver.inspection.table import InspectionTable, is_measured
@@ -302,3 +303,25 @@ def inspect(
         ValueError: `every`, `start`, `stop` or `resume` is no such number.
     """
     return Inspector(every=every, start=start, stop=stop, layers=layers, out=out, resume=resume)
+
+
+# ---- counts ----
+
+
+@contextmanager
+def count() -> Iterator[CountTable]:
+    """Count values of operands that saturated, were flushed to zero or were not finite, in the calls of a block.
+
+        with qj.count() as counters:
+            step(params, x)  # jitted or not; compiled once more, with measurements
+        print(counters)
+
+    Operands are named by GEMM, such as "fprop.input"; one that two GEMMs share is listed under both. The counts are
+    those of `inspect`, which also has errors and shares.
+    """
+    recorder, counters = Recorder(()), CountTable()
+    with _context(recorder):
+        yield counters
+    for key, statistics in recorder.take().items():
+        if isinstance(statistics, OperandStatistics) and key.expert is None:
+            counters.table[key.layer][f"{key.gemm}.{key.tensor}"].add(statistics)

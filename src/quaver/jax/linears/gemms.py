@@ -8,12 +8,16 @@ w is [K, N] as usual in JAX, which is weight.T; wgrad is computed with its opera
 """
 
 import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from quaver.jax.inspection.explain import gemm_scope
 from quaver.jax.inspection.inspector import Recorder
 from quaver.jax.numerics.quantized import Quantized
 from quaver.jax.operations.ops import matmul
@@ -63,10 +67,30 @@ class LinearContext:
         """Name of the layer for error messages; the root of a model has no name."""
         return self.name or "this layer"
 
+    def scope(self, gemm: str) -> AbstractContextManager[None]:
+        """Return a context that names a GEMM's operations in the compiled program."""
+        spec = self.recipe.gemms[gemm]
+        return gemm_scope(self.label, gemm, spec.a, spec.b)
+
     def tensor_id(self, operand: str) -> int:
         return zlib.crc32(f"{self.name}.{operand}".encode())
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _named(function: F) -> F:
+    """Decorate "fprop", "dgrad" or "wgrad" so that `quaver.jax.explain` finds its GEMM."""
+
+    @wraps(function)
+    def run(call: LinearContext, *args: Any, **options: Any) -> Any:
+        with call.scope(function.__name__):
+            return function(call, *args, **options)
+
+    return cast(F, run)
+
+
+@_named
 def fprop(
     call: LinearContext,
     x: Array | Quantized,
@@ -180,6 +204,7 @@ def _gradient(
     return quantize_shard(g, spec, row_axes, k_axes, factor=factor_of(state, GRAD_OUTPUT), count=count, **stream)
 
 
+@_named
 def dgrad(
     call: LinearContext,
     g: Array,
@@ -210,6 +235,7 @@ def transposed_weight(call: LinearContext, w: Array, spec: QuantSpec, state: Sta
     return quantize_shard(w, spec, inputs, outputs, factor=factor_of(state, WEIGHT))
 
 
+@_named
 def wgrad(call: LinearContext, g: Array, gq: Quantized | None, saved: Array | Quantized, dtype: Any) -> Array:
     """Return the gradient of w, grad_weight.T [K, N], from the result of `saved_input`."""
     gemm = call.recipe.wgrad

@@ -111,7 +111,8 @@ def _fprop(call: LinearContext, x: Array, w: Array, layout: "GroupedLayout", sta
     gemm = call.recipe.fprop
     xq = x if gemm.a is None else quantize(x, gemm.a, factor=factor_of(state, INPUT))
     wq = _experts(jnp.swapaxes(w, 1, 2), gemm.b, factor_of(state, WEIGHT))
-    return _matmul_per_token(xq, wq, layout).astype(call.dtype), xq, wq
+    with call.scope("fprop"):
+        return _matmul_per_token(xq, wq, layout).astype(call.dtype), xq, wq
 
 
 def _forward(call: LinearContext, x: Any, w: Any, sizes: Any, state: Any) -> tuple[Array, Any]:
@@ -149,11 +150,13 @@ def _backward(call: LinearContext, saved: Any, g: Array) -> tuple[Any, ...]:
     weights = (
         jax.vmap(lambda q: q.T)(saved_w) if plan.weight else _experts(saved_w, recipe.dgrad.b, factor_of(state, WEIGHT))
     )
-    grad_x = psum_like(_matmul_per_token(gq, weights, layout), like_x).astype(like_x.dtype)
+    with call.scope("dgrad"):
+        grad_x = psum_like(_matmul_per_token(gq, weights, layout), like_x).astype(like_x.dtype)
     gt = gq if plan.grad_output else _along_tokens(g, recipe.wgrad.a, layout, factor=factor, **_noise(call, state, 1))
     tokens = _columns_in_tiles(saved_x.T, layout) if plan.input else _operand(saved_x)
     gradients = _columns_in_tiles(gt.T, layout) if plan.grad_output else _operand(gt)
-    grad_w = psum_like(_sum_over_tokens(tokens, gradients, layout), like_w).astype(like_w.dtype)
+    with call.scope("wgrad"):
+        grad_w = psum_like(_sum_over_tokens(tokens, gradients, layout), like_w).astype(like_w.dtype)
     if call.recorder is not None:
         measurements = _measured_backward(call, measured, layout, g, gq, weights, gt, saved_x, grad_x, grad_w)
         call.recorder.report(call.name, measurements)

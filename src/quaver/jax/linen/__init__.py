@@ -7,6 +7,7 @@ if find_spec("flax") is None:
     raise ModuleNotFoundError(sentence, name="flax")
 
 from quaver.jax.blocks.options import Rope
+from quaver.jax.linen.conversion import ConvertedModule, convert
 from quaver.jax.linen.dense import COLLECTION, DenseGeneral, DotGeneral, Einsum, dot_general_cls, einsum_cls
 from quaver.jax.linen.mlp import MLP, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, RMSNorm
 from quaver.jax.linen.transformer import DotProductAttention, MultiHeadAttention, RelativePositionBias, TransformerLayer
@@ -14,6 +15,7 @@ from quaver.jax.linen.transformer import DotProductAttention, MultiHeadAttention
 __all__ = [
     "COLLECTION",
     "MLP",
+    "ConvertedModule",
     "DenseGeneral",
     "DotGeneral",
     "DotProductAttention",
@@ -26,6 +28,7 @@ __all__ = [
     "RelativePositionBias",
     "Rope",
     "TransformerLayer",
+    "convert",
     "dot_general_cls",
     "einsum_cls",
 ]

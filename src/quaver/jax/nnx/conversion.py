@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from quaver import recipes
-from quaver.jax.blocks.attention import check_not_quantized
+from quaver.jax.conversion.layer_rules import LayerRules
 from quaver.jax.nnx.dense import DenseGeneral, DotGeneral, Einsum, LayerState, OverwriteWithGradient
-from quaver.recipes.conversion import ConversionReport, ConversionRules, Rules, Skip, matches
+from quaver.recipes.conversion import ConversionReport, Rules, Skip, uses_of
 from quaver.recipes.spec import Recipe
 
 
@@ -27,6 +26,7 @@ def convert(
     recipe: str | Recipe | Rules | Mapping[str, Recipe | str | None],
     *,
     skip: Skip = (),
+    head: bool = False,
     seed: int = 0,
     uses: int | Mapping[str, int] = 1,
 ) -> ConversionReport:
@@ -41,6 +41,8 @@ def convert(
             has this recipe keeps its state.
         skip: name patterns to leave alone, such as "lm_head", and filters such as `quaver.rules.unprofitable("h100")`:
             a list of them, or one filter.
+        head: convert the output head too: a layer with a usual name, such as "lm_head", and as many outputs as an
+            nnx.Embed has embeddings.
         seed: seed of stochastic rounding.
         uses: number of calls of a layer in one step, for recipes with state: one for all layers, or a dict by name
             patterns, such as {"encoder.*": 2}; layers that match none have 1.
@@ -49,24 +51,14 @@ def convert(
     Raises:
         ValueError: an unknown recipe, or one that quantizes attention; raised before anything is changed.
     """
-    choice = ConversionRules(recipe, skip)
-    chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in choice.rules.rules}
-    for wanted in chosen.values():
-        check_not_quantized(wanted)
-    report = ConversionReport(others=_others(model), kind="linear")
+    rules = LayerRules(recipe, skip, head)
+    report = rules.report
+    report.others = _others(model)
+    vocabularies = {m.num_embeddings for _, m in nnx.iter_modules(model) if isinstance(m, nnx.Embed)}
     for name, layer, kind in _layers(model):
-        in_features, out_features = kind.features(layer)
-        rule, why = choice.decide([name], in_features, out_features)
-        wanted = None if rule is None else chosen[rule]
-        why = why or kind.unsupported(layer)
+        wanted = rules.decide(name, kind.features(layer), kind.unsupported(layer), vocabularies)
         if wanted is not None:
-            why = why or choice.refused(name, in_features, out_features, wanted)
-        if why or wanted is None:
-            report.skipped[name] = why
-        else:
-            kind.put(layer, wanted, name, seed, _uses_of(name, uses))
-            report.converted[name] = wanted
-    report.unused = choice.unused
+            kind.put(layer, wanted, name, seed, uses_of(name, uses))
     if not report.converted:
         warnings.warn(f"convert changed nothing:\n{report}", stacklevel=2)
     return report
@@ -211,10 +203,3 @@ def _stacked_state(recipe: Recipe, kernel: nnx.Param[Any], ndim: int, uses: int)
 
 def _fits(state: LayerState, recipe: Recipe, uses: int) -> bool:
     return state.of is recipe and state.uses == uses
-
-
-def _uses_of(name: str, uses: int | Mapping[str, int]) -> int:
-    """Return the number of calls of a layer in one step; the first pattern that matches its name decides."""
-    if isinstance(uses, int):
-        return uses
-    return next((n for pattern, n in uses.items() if matches(pattern, name)), 1)

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from quaver import recipes
-from quaver.recipes.conversion import ConversionRules, ModuleRule, Rules, Skip, names_a_module
+from quaver.recipes.conversion import HEAD_REASON, ConversionRules, ModuleRule, Rules, Skip, names_a_module
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_instance
 from quaver.torch.conversion.matchers import linears
 from quaver.torch.conversion.matchers.linears import (
     ADAPTER_REASON,
-    HEAD_REASON,
     LinearMatcher,
     adapter_layers,
     gemm_parameters,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from quaver.recipes.conversion import HEAD_NAMES
 from quaver.recipes.spec import Recipe
 from quaver.torch.conversion.matchers import experts
 from quaver.torch.conversion.matchers.experts import product
@@ -450,21 +451,6 @@ def active(module: nn.Module, kind: LinearMatcher, config: Any) -> float:
 # Sources: DeepSeek-V3 (arXiv:2412.19437, section 3.3.1), NVIDIA's NVFP4 pre-training (arXiv:2509.25149), and QLoRA
 # (arXiv:2305.14314, section 3), whose adapters are bfloat16 over a 4-bit base.
 
-#: Last parts of names that identify an output head, if its output features equal the vocabulary size.
-NAMES = {
-    "lm_head",
-    "head",
-    "output",
-    "output_layer",
-    "output_projection",
-    "embed_out",
-    "unembed",
-    "to_logits",
-    "logits",
-}
-
-HEAD_REASON = "the output head stays in high precision; convert(..., head=True) or a rule that names it converts it"
-
 #: Attribute in which PEFT's layers list their adapters.
 ADAPTERS = "adapter_layer_names"
 ADAPTER_REASON = "an adapter of PEFT stays in high precision; a rule that names it converts it"
@@ -483,7 +469,7 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
     if not found:
         often, rows = Counter(map(_last, linear)), _vocabularies(model)
         for name, module in linear.items():
-            if _last(name) in NAMES and often[_last(name)] == 1 and module.out_features in rows:
+            if _last(name) in HEAD_NAMES and often[_last(name)] == 1 and module.out_features in rows:
                 heads.add(module)
     return heads | {module for module in linear.values() if id(module._parameters.get("weight")) in tied}
 
