@@ -189,7 +189,6 @@ JAX = {
 FLAX = {
     "wrap_function_in_te_state_module": "use `quaver.jax.linen.einsum_cls` and `dot_general_cls`, which keep state",
     "make_grouped_dense_cls": "`quaver.jax.grouped_dot` multiplies groups",
-    "extend_logical_axis_rules": "layers name no axes unless they are told; " + _SHARDINGS,
 }
 _OPERATIONS = (
     "tensor subclasses with their own operations do not exist: use the functions `quaver.torch.matmul` and `quantize`"

@@ -9,7 +9,7 @@ if find_spec("flax") is None:
     raise ModuleNotFoundError(sentence, name="flax")
 
 from quaver.compat.stand_in import JAX, unknown
-from quaver.compat.transformer_engine.jax import flax
+from quaver.compat.transformer_engine.jax import flax, quantize, sharding
 from quaver.compat.transformer_engine.jax.quantize import (
     NVTE_FP8_COLLECTION_NAME,
     autocast,
@@ -19,7 +19,7 @@ from quaver.compat.transformer_engine.jax.quantize import (
 )
 from quaver.compat.transformer_engine.jax.sharding import MeshResource
 
-__all__ = ["NVTE_FP8_COLLECTION_NAME", "MeshResource", "autocast", "flax", "fp8_autocast"]
+__all__ = ["NVTE_FP8_COLLECTION_NAME", "MeshResource", "autocast", "flax", "fp8_autocast", "quantize", "sharding"]
 __all__ += ["update_collections", "update_fp8_metas"]
 
 __getattr__ = unknown(__name__, __all__, JAX)

@@ -1,15 +1,19 @@
 """Transformer Engine's contexts for JAX, implemented by `quaver.jax.autocast`, and its functions for collections."""
 
+import enum
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax.numpy as jnp
 
 from quaver.compat.transformer_engine.common import recipe as recipes
-from quaver.compat.transformer_engine.jax.sharding import MeshResource, check_unsharded
+from quaver.compat.transformer_engine.jax.sharding import MeshResource, global_shard_guard
 from quaver.jax.linen.dense import COLLECTION
 from quaver.jax.state.context import autocast as _autocast
+from quaver.recipes import get
+from quaver.recipes.spec import QuantSpec
 
 #: Collection whose gradient is its next value.
 NVTE_FP8_COLLECTION_NAME = COLLECTION
@@ -23,17 +27,89 @@ PARTS = {"": ("", ""), "_0": ("wi", "_1"), "_1": ("wo", "_0")}
 _NAME = re.compile(rf"(?:{'|'.join(OPERANDS)})(_[01])?_(?:amax_history|scale)")
 
 
+class ScalingMode(enum.Enum):
+    """How an operand is scaled; `spec` is Quaver's description of it."""
+
+    NO_SCALING = 0
+    DELAYED_TENSOR_SCALING = 1
+    MXFP8_1D_SCALING = 2
+    CURRENT_TENSOR_SCALING = 3
+    NVFP4_1D_SCALING = 4
+    NVFP4_2D_SCALING = 5
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """How Quaver quantizes such an operand; None for NO_SCALING. NVFP4's 2D blocks are those of weights."""
+        name = _RECIPES.get(self.name)
+        if name is None:
+            return None
+        fprop = get(name).fprop
+        return fprop.b if self is ScalingMode.NVFP4_2D_SCALING else fprop.a
+
+    def is_tensor_scaling(self) -> bool:
+        """Return True for one scale per tensor."""
+        return self.name.endswith("TENSOR_SCALING")
+
+    def is_1d_block_scaling(self) -> bool:
+        """Return True for a scale per block."""
+        return self.is_block_scaling
+
+    @property
+    def is_block_scaling(self) -> bool:
+        return self.is_mxfp8_scaling or self.is_nvfp4_scaling
+
+    @property
+    def is_mxfp8_scaling(self) -> bool:
+        return self is ScalingMode.MXFP8_1D_SCALING
+
+    @property
+    def is_nvfp4_scaling(self) -> bool:
+        return self in (ScalingMode.NVFP4_1D_SCALING, ScalingMode.NVFP4_2D_SCALING)
+
+    def get_scale_dtype(self) -> Any:
+        """Return the dtype of decode scales."""
+        if self.is_nvfp4_scaling:
+            return jnp.float8_e4m3fn
+        return jnp.float8_e8m0fnu if self.is_mxfp8_scaling else jnp.float32
+
+
+_RECIPES = {
+    "DELAYED_TENSOR_SCALING": "delayed",
+    "MXFP8_1D_SCALING": "mxfp8",
+    "CURRENT_TENSOR_SCALING": "tensorwise",
+    "NVFP4_1D_SCALING": "nvfp4",
+    "NVFP4_2D_SCALING": "nvfp4",
+}
+
+
 class autocast(_autocast):
     """Run layers inside the context under a recipe if `enabled`; the default recipe is `DelayedScaling`.
 
+    `mesh_resource` shards this package's layers, also if `enabled` is False.
+
     Raises:
-        ValueError: unsupported options of the recipe, or a mesh.
+        ValueError: unsupported options of the recipe.
     """
 
     def __init__(self, enabled: bool = False, recipe: Any = None, mesh_resource: MeshResource | None = None) -> None:
-        check_unsharded(mesh_resource)
         te_recipe = recipes.DelayedScaling() if recipe is None else recipe
         super().__init__(recipes.recipe_of(te_recipe) if enabled else None, enabled=enabled)
+        self._arguments = enabled, recipe, mesh_resource
+        self._guards: list[AbstractContextManager[None]] = []
+
+    def _recreate_cm(self) -> "autocast":
+        return autocast(*self._arguments)
+
+    def __enter__(self) -> "autocast":
+        super().__enter__()
+        guard = global_shard_guard(self._arguments[2])
+        guard.__enter__()
+        self._guards.append(guard)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._guards.pop().__exit__(*error)
+        super().__exit__(*error)
 
 
 def fp8_autocast(enabled: bool = False, fp8_recipe: Any = None, mesh_resource: MeshResource | None = None) -> autocast:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,10 +83,11 @@ def test_weights_have_the_original_initial_values() -> None:
     x = jnp.ones((2, 6, 512))
     keys = {"params": jax.random.key(0)}
     module = te.flax.MultiHeadAttention(64, 8)
-    kernel = module.init(keys, x, x)["params"]["qkv"]["kernel"]
+    kernel = nn.unbox(module.init(keys, x, x))["params"]["qkv"]["kernel"]
     spread = kernel.std((0, 2)) * 512**0.5
     np.testing.assert_allclose(spread, [1 / 8, 1, 1], rtol=0.02)
-    once = te.flax.MultiHeadAttention(64, 8, scaled_query_init=False).init(keys, x, x)["params"]["qkv"]["kernel"]
+    once = nn.unbox(te.flax.MultiHeadAttention(64, 8, scaled_query_init=False).init(keys, x, x))
+    once = once["params"]["qkv"]["kernel"]
     np.testing.assert_array_equal(once[:, 1:], kernel[:, 1:])
 
 

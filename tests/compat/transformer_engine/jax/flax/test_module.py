@@ -134,16 +134,33 @@ def test_axes_have_the_names_that_fields_give() -> None:
 @pytest.mark.parametrize(
     ("layer", "sentence"),
     [
-        (lambda: te.flax.DenseGeneral(8, enable_low_rank_adaptation=True), "enable_low_rank_adaptation=True"),
         (lambda: te.flax.DenseGeneral(8, quantization_checkpoint_name="q"), "quantization_checkpoint_name='q'"),
         (lambda: te.flax.LayerNormDenseGeneral(8, axis=0), "axis=0 is not supported: leave it -1"),
         (lambda: te.flax.LayerNormMLP(8, axis=0), "axis=0 is not supported: leave it -1"),
     ],
-    ids=["adapters", "names of codes", "axis", "axis of an MLP"],
+    ids=["names of codes", "axis", "axis of an MLP"],
 )
 def test_unsupported_options_give_a_clear_error(layer: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         layer().init(KEY, X)
+
+
+def test_low_rank_adapters_are_added_to_dense_layers() -> None:
+    fields: Any = {"enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 4, "low_rank_adaptation_alpha": 8.0}
+    layer = te.flax.DenseGeneral((3, 8), use_bias=False, **fields)
+    params = nn.unbox(layer.init(KEY, X))["params"]
+    shapes = {"kernel": (64, 3, 8), "lora_a_kernel": (64, 3, 4), "lora_b_kernel": (3, 4, 8)}
+    assert jax.tree.map(jnp.shape, params) == shapes and not params["lora_b_kernel"].any()
+    params["lora_b_kernel"] = jax.random.normal(KEY, (3, 4, 8))
+    low = jnp.einsum("...i,ior,orz->...oz", X, params["lora_a_kernel"], params["lora_b_kernel"])
+    plain = jnp.einsum("...i,ioz->...oz", X, params["kernel"])
+    np.testing.assert_allclose(layer.apply({"params": params}, X), plain + 2 * low, atol=1e-4)
+    mlp = nn.unbox(te.flax.LayerNormMLP(48, activations=("silu", "linear"), **fields).init(KEY, X, deterministic=True))
+    own = {name: value.shape for name, value in mlp["params"].items() if "lora" in name}
+    assert own == {
+        "wi_lora_a_kernel": (64, 2, 4), "wi_lora_b_kernel": (2, 4, 48),
+        "wo_lora_a_kernel": (48, 4), "wo_lora_b_kernel": (4, 64),
+    }  # fmt: skip
 
 
 def test_flaxs_own_layers_take_a_recipe_of_theirs() -> None:

@@ -97,8 +97,7 @@ def test_dropout_and_drop_path_draw_from_the_named_rng() -> None:
     ("given", "sentence"),
     [
         ({"softmax_type": "learnable"}, "softmax_type='learnable' is not supported"),
-        ({"low_rank_adaptation_scope": "all"}, "low_rank_adaptation_scope='all' is not supported"),
-        ({"enable_sequence_parallel": True}, "enable_sequence_parallel=True is not supported"),
+        ({"low_rank_adaptation_scope": "qkv"}, "no low_rank_adaptation_scope 'qkv'"),
         ({"num_attention_heads": 5}, "has 5 heads, 64 features, and inputs of shape"),
         ({"layer_type": DECODER}, "attends to `encoded`; pass it"),
         ({"layer_type": "decodr"}, "did you mean 'decoder'"),
@@ -112,6 +111,20 @@ def test_unsupported_options_give_a_clear_error(given: dict[str, Any], sentence:
     layer = te.flax.TransformerLayer(**{"hidden_size": 64, "mlp_hidden_size": 96, "num_attention_heads": 4, **given})
     with pytest.raises(ValueError, match=sentence):
         layer.init(jax.random.key(0), jnp.ones((2, 5, 64)), deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("scope", "adapted"),
+    [
+        ("none", set()), ("all", {"qkv", "out", "mlp"}), ("mlp", {"mlp"}), ("exclude_qkv_proj", {"out", "mlp"}),
+        ("exclude_mlp", {"qkv", "out"}),
+    ],
+)  # fmt: skip
+def test_the_scope_selects_the_layers_with_adapters(scope: str, adapted: set[str]) -> None:
+    layer = te.flax.TransformerLayer(64, 96, 4, low_rank_adaptation_scope=scope, hidden_dropout=0.0)
+    shapes = jax.eval_shape(partial(layer.init, deterministic=True), jax.random.key(0), jnp.ones((2, 5, 64)))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes["params"])]
+    assert {name for name in ("qkv", "out", "mlp") if any("lora" in p and f"'{name}'" in p for p in paths)} == adapted
 
 
 def test_a_wrong_field_suggests_the_nearest() -> None:

@@ -11,8 +11,21 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from quaver.compat.transformer_engine.jax.flax.fields import OF_ATTENTION, Axes, parameter, part_of, refuse
+from quaver.compat.transformer_engine.jax.flax.fields import OF_ATTENTION, constrained, parameter, part_of, refuse
 from quaver.compat.transformer_engine.jax.flax.module import DenseGeneral, LayerNormDenseGeneral, stacked_init
+from quaver.compat.transformer_engine.jax.sharding import (
+    BATCH_AXES,
+    HEAD_AXES,
+    HIDDEN_AXES,
+    HIDDEN_TP_AXES,
+    SEQLEN_AXES,
+    SEQLEN_TP_AXES,
+    W_FSDP_AXES,
+    W_JOINED_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+    Axes,
+)
 from quaver.jax.blocks.attention import attention, relative_position_bias, rope
 from quaver.jax.blocks.options import Initializer
 from quaver.options import suggests
@@ -127,6 +140,30 @@ def _bias(name: str | None, bias: Array | None, scale: float) -> Array | None:
     return bias * scale if bias is not None and name is not None and name.lower() == "pre_scale_bias" else bias
 
 
+#: Parts of a layer that have low-rank adapters, by scope.
+LORA_PARTS = ("qkv_proj", "output_proj", "mlp")
+
+
+def lora_scope(scope: str | None) -> dict[str, bool]:
+    """Return which parts of a layer have low-rank adapters: "none", "all", one of `LORA_PARTS`, or "exclude_..."."""
+    scope = "none" if scope is None else scope.lower()
+    check_name("low_rank_adaptation_scope", scope, ["none", "all", *LORA_PARTS, *(f"exclude_{p}" for p in LORA_PARTS)])
+    excluded = scope.removeprefix("exclude_") if scope.startswith("exclude_") else None
+    return {part: scope in ("all", part) or (excluded is not None and part != excluded) for part in LORA_PARTS}
+
+
+def activation_axes(module: Any, *features: str, inside: bool = False) -> Axes:
+    """Return the logical axes of activations [batch, tokens, *features], or sequence first.
+
+    Args:
+        module: a module with `HeadFields`.
+        features: logical axes of the features.
+        inside: True between the GEMMs of a block, where the sequence is not sharded by the weights' mesh axis.
+    """
+    tokens = SEQLEN_TP_AXES if module.enable_sequence_parallel and not inside else SEQLEN_AXES
+    return (*((tokens, BATCH_AXES) if module.transpose_batch_sequence else (BATCH_AXES, tokens)), *features)
+
+
 @dataclass(kw_only=True)
 class HeadFields:
     """Fields of attention with projections, shared by the module and the whole layer."""
@@ -160,7 +197,7 @@ class MultiHeadAttention(nn.Module, HeadFields):
     """Norm, projections, attention and output projection; returns the output, and the norm's output or None.
 
     Raises:
-        ValueError: low-rank adapters, sequence parallelism, or decoding with a cache.
+        ValueError: decoding with a cache.
     """
 
     head_dim: int
@@ -179,21 +216,39 @@ class MultiHeadAttention(nn.Module, HeadFields):
         self, inputs_q: Array, inputs_kv: Array, mask: Array | None = None, bias: Array | None = None, *,
         decode: bool = False, deterministic: bool = False,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        refuse(self, "and add your own adapters", low_rank_adaptation_scope="none")
-        refuse(self, SHARDED, enable_sequence_parallel=False)
+        adapted = lora_scope(self.low_rank_adaptation_scope)
         if decode:
             raise ValueError("decode=True is not supported: modules for JAX have no cache; run all tokens again")
-        q, k, v, normed = self._projected(inputs_q, inputs_kv)
+        itself = inputs_q is inputs_kv
+        inputs_q = constrained(inputs_q, activation_axes(self, HIDDEN_AXES))
+        inputs_kv = inputs_q if itself else constrained(inputs_kv, activation_axes(self, HIDDEN_AXES))
+        q, k, v, normed = self._projected(inputs_q, inputs_kv, adapted["qkv_proj"])
+        q, k, v = (constrained(x, activation_axes(self, HEAD_AXES, HIDDEN_AXES, inside=True)) for x in (q, k, v))
         if self.enable_rotary_pos_emb:
             q, k = self._apply_rope(q), self._apply_rope(k)
         core = part_of(self, DotProductAttention, scale_factor=None if self.scale_attn_logits else 1.0)
         y = core(q, k, v, bias=bias, mask=mask, deterministic=deterministic)
         init = self.kernel_init or OF_ATTENTION
-        out = part_of(self, DenseGeneral, features=inputs_q.shape[-1], kernel_init=init, name="out")
-        return out(y.reshape(*y.shape[:2], -1)), normed if self.return_layernorm_output else None
+        out = part_of(
+            self,
+            DenseGeneral,
+            features=inputs_q.shape[-1],
+            kernel_init=init,
+            kernel_axes=(W_TP_AXES, W_FSDP_AXES),
+            bias_axes=(W_NO_SHARD_AXES,),
+            enable_low_rank_adaptation=adapted["output_proj"],
+            name="out",
+        )
+        y = constrained(y.reshape(*y.shape[:2], -1), activation_axes(self, HIDDEN_TP_AXES, inside=True))
+        return out(y), normed if self.return_layernorm_output else None
 
-    def _projected(self, x: Array, memory: Array) -> tuple[Array, Array, Array, Array | None]:
-        """Return queries, keys and values [., ., heads, head_dim], and the norm's output."""
+    def _projected(self, x: Array, memory: Array, adapted: bool) -> tuple[Array, Array, Array, Array | None]:
+        """Return queries, keys and values [., ., heads, head_dim], and the norm's output.
+
+        Args:
+            x, memory: inputs of queries, and of keys and values.
+            adapted: True adds low-rank adapters.
+        """
         heads, groups = self.num_attention_heads, self.num_gqa_groups or self.num_attention_heads
         init = self.kernel_init or OF_ATTENTION
         root = math.sqrt(self.head_dim) if self.scaled_query_init else 1.0
@@ -202,22 +257,28 @@ class MultiHeadAttention(nn.Module, HeadFields):
             return init(*args) / jnp.asarray(root, self.dtype)
 
         norm: Any = {"enable_layernorm": self.input_layernorm, "epsilon": self.layernorm_epsilon}
-        norm |= {"return_layernorm_output": True, "scale_axes": None, "ln_bias_axes": None}
-        first: Any = partial(part_of, self, LayerNormDenseGeneral, **norm)
-        plain = partial(part_of, self, DenseGeneral)
+        norm |= {"return_layernorm_output": True, "scale_axes": (W_NO_SHARD_AXES,), "ln_bias_axes": (W_NO_SHARD_AXES,)}
+        joined = {"kernel_axes": (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), "bias_axes": (W_JOINED_AXES, W_TP_AXES)}
+        one = {"kernel_axes": (W_FSDP_AXES, W_TP_AXES), "bias_axes": (W_TP_AXES,)}
+        first: Any = partial(part_of, self, LayerNormDenseGeneral, enable_low_rank_adaptation=adapted, **norm)
+        plain: Any = partial(part_of, self, DenseGeneral, enable_low_rank_adaptation=adapted)
         width, kv_width = heads * self.head_dim, groups * self.head_dim
         itself = x is memory
         if self.fuse_qkv_params and itself and heads == groups:
-            y, normed = first(features=(3, width), kernel_init=stacked_init(query_init, init, init), name="qkv")(x)
+            y, normed = first(
+                features=(3, width), kernel_init=stacked_init(query_init, init, init), name="qkv", **joined
+            )(x)
             parts = [y[..., i, :] for i in range(3)]
         else:
-            query, normed = first(features=width, kernel_init=query_init, name="query")(x)
+            query, normed = first(features=width, kernel_init=query_init, name="query", **one)(x)
             memory = normed if itself else memory
             if self.fuse_qkv_params:
-                y = plain(features=(2, kv_width), kernel_init=stacked_init(init, init), name="kv")(memory)
+                y = plain(features=(2, kv_width), kernel_init=stacked_init(init, init), name="kv", **joined)(memory)
                 parts = [query, y[..., 0, :], y[..., 1, :]]
             else:
-                each = (plain(features=kv_width, kernel_init=init, name=name)(memory) for name in ("key", "value"))
+                each = (
+                    plain(features=kv_width, kernel_init=init, name=name, **one)(memory) for name in ("key", "value")
+                )
                 parts = [query, *each]
         q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in parts)
         return q, k, v, normed

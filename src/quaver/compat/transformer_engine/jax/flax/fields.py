@@ -6,19 +6,18 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.spmd import with_logical_constraint
 from jax import Array
 from jax.typing import DTypeLike
 
+from quaver.compat.transformer_engine.jax.sharding import Axes, with_sharding_constraint_by_logical_axes
 from quaver.jax.blocks.layers import NORMALIZATIONS
 from quaver.jax.blocks.options import Initializer
-from quaver.jax.linears.dot_general import dense
+from quaver.jax.linears.dot_general import dense, normalize_axes
 from quaver.jax.linen.dense import layer_state, qualified_name
 from quaver.options import FLAX
 from quaver.recipes.text import check_name
 
 M = TypeVar("M", bound=nn.Module)
-Axes = tuple[str | None, ...] | None
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 KERNEL_INIT = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 OF_ATTENTION = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -70,6 +69,39 @@ def product(owner: Any, x: Array, kernel: Array, bias: Array | None, axis: int |
     return dense(x, kernel, bias, axis=axis, dtype=x.dtype, state=layer_state(owner, None), name=qualified_name(owner))
 
 
+def with_adapters(
+    module: Any, y: Array, x: Array, axes: int | Sequence[int], features: Sequence[int], prefix: str = ""
+) -> Array:
+    """Add a module's low-rank adapters of x to y, if it has them: alpha / rank × x A B.
+
+    Their parameters are `lora_a_kernel` [*inputs, *features[:-1], rank] and `lora_b_kernel` [*features[:-1], rank,
+    features[-1]], as in Transformer Engine. They are multiplied in high precision.
+
+    Args:
+        module: a module with `DenseFields`.
+        y: output [..., *features].
+        x: input, contracted over `axes`.
+        axes: axes of x.
+        features: output features.
+        prefix: prefix of the parameters' names.
+    """
+    if not module.enable_low_rank_adaptation:
+        return y
+    rank, alpha, own = module.low_rank_adaptation_dim, module.low_rank_adaptation_alpha, tuple(features)
+    axes = normalize_axes(axes, x.ndim)
+    shape_a = (*(x.shape[axis] for axis in axes), *own[:-1], rank)
+    a = parameter(module, f"{prefix}lora_a_kernel", module.kernel_init or KERNEL_INIT, (None,) * len(shape_a), shape_a)
+    shape_b = (*own[:-1], rank, own[-1])
+    zeros = nn.initializers.zeros
+    b = parameter(module, f"{prefix}lora_b_kernel", zeros, (None,) * len(shape_b), shape_b)
+    low = jnp.tensordot(x, a.astype(x.dtype), (axes, tuple(range(len(axes)))))  # [..., *features[:-1], rank]
+    added = jnp.einsum(f"...{_OUT[: len(own) - 1]}r,{_OUT[: len(own) - 1]}rz->...{_OUT[: len(own) - 1]}z", low, b)
+    return y + (added * (1.0 if alpha is None else alpha / rank)).astype(y.dtype)
+
+
+_OUT = "abcdefgh"
+
+
 def parameter(module: Any, name: str, init: Initializer, axes: Axes, shape: Sequence[int]) -> Array:
     """Create a parameter in a module's dtype, with logical axis names for Flax's sharding rules if given."""
     if axes and len(axes) != len(shape):
@@ -94,9 +126,8 @@ def normalized(module: Any, x: Array, bias_init: Initializer, bias_axes: Axes) -
 
 
 def constrained(x: Array, axes: Axes) -> Array:
-    """Attach logical axis names to an array for Flax's sharding rules, if given."""
-    value: Array = with_logical_constraint(x, axes) if axes else x
-    return value
+    """Shard an array by logical axes, if given."""
+    return with_sharding_constraint_by_logical_axes(x, axes)
 
 
 def normalized_input(module: Any, x: Array) -> Array:
@@ -127,7 +158,6 @@ def refuse(module: Any, why: str, **usual: Any) -> None:
 
 
 def refuse_dense(module: Any, **usual: Any) -> None:
-    """Raise a ValueError for low-rank adapters, names of codes, and further fields without their supported value."""
-    refuse(module, "and add your own adapters", enable_low_rank_adaptation=False)
+    """Raise a ValueError for names of codes, and further fields without their supported value."""
     refuse(module, "codes have no name for jax.checkpoint", quantization_checkpoint_name=None)
     refuse(module, "as in Transformer Engine", **usual)

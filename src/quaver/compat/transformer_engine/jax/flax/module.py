@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 from quaver.compat.transformer_engine.common.recipe import recipe_of
 from quaver.compat.transformer_engine.jax.flax.fields import (
     KERNEL_INIT,
-    Axes,
     DenseFields,
     NormFields,
     Product,
@@ -25,7 +24,9 @@ from quaver.compat.transformer_engine.jax.flax.fields import (
     parameter,
     product,
     refuse_dense,
+    with_adapters,
 )
+from quaver.compat.transformer_engine.jax.sharding import Axes
 from quaver.jax.blocks.layers import ACTIVATIONS, activate
 from quaver.jax.blocks.options import Initializer
 from quaver.jax.linears.dot_general import normalize_axes
@@ -64,7 +65,7 @@ class DenseGeneral(nn.Module, DenseFields):
     """A linear layer over any axes; parameters `kernel` and `bias`.
 
     Raises:
-        ValueError: low-rank adapters, or `quantization_checkpoint_name`.
+        ValueError: `quantization_checkpoint_name`.
     """
 
     features: int | Sequence[int]
@@ -79,7 +80,8 @@ class DenseGeneral(nn.Module, DenseFields):
         axes = normalize_axes(self.axis, inputs.ndim)
         sizes = tuple(inputs.shape[a] for a in axes)
         kernel, bias = matrix(self, "kernel", "bias", sizes, self.features, self.kernel_axes, self.bias_axes)
-        return product(self, constrained(inputs, self.input_axes), kernel, bias, axes)
+        x = constrained(inputs, self.input_axes)
+        return with_adapters(self, product(self, x, kernel, bias, axes), x, axes, kernel.shape[len(axes) :])
 
 
 @suggests
@@ -87,7 +89,7 @@ class LayerNormDenseGeneral(nn.Module, NormFields, DenseFields):
     """A norm and a linear layer; returns the output, and the norm's output or None.
 
     Raises:
-        ValueError: low-rank adapters, or an axis other than the last.
+        ValueError: an axis other than the last.
     """
 
     features: int | Sequence[int]
@@ -103,7 +105,8 @@ class LayerNormDenseGeneral(nn.Module, NormFields, DenseFields):
         refuse_dense(self, axis=-1)
         y = normalized_input(self, inputs)
         kernel, bias = matrix(self, "kernel", "bias", y.shape[-1:], self.features, self.kernel_axes, self.bias_axes)
-        z = product(self, constrained(y, self.dot_input_axes), kernel, bias)
+        x = constrained(y, self.dot_input_axes)
+        z = with_adapters(self, product(self, x, kernel, bias), x, -1, kernel.shape[1:])
         if self.depth_scaling is not None:
             z = z / self.depth_scaling
         return z, y if self.return_layernorm_output else None
@@ -117,7 +120,7 @@ class LayerNormMLP(nn.Module, NormFields, DenseFields):
     and `wo_bias`.
 
     Raises:
-        ValueError: low-rank adapters, an axis other than the last, or an unknown activation.
+        ValueError: an axis other than the last, or an unknown activation.
     """
 
     intermediate_dim: int = 2048
@@ -145,14 +148,16 @@ class LayerNormMLP(nn.Module, NormFields, DenseFields):
         both = (self.kernel_axes_1, self.bias_axes_1), (self.kernel_axes_2, self.bias_axes_2)
         wi = matrix(self, "wi_kernel", "wi_bias", (outer,), parts, *both[0], init=stacked_init(init))
         wo = matrix(self, "wo_kernel", "wo_bias", parts[1:], outer, *both[1], init=init)
-        z = Product(name="wi")(constrained(y, self.dot_1_input_axes), *wi)
+        x = constrained(y, self.dot_1_input_axes)
+        z = with_adapters(self, Product(name="wi")(x, *wi), x, -1, parts, "wi_")
         z = activated(checkpoint_name(z, self.ffn1_ckpt_name), self.activations, self.activation_params)
         z = nn.Dropout(
             self.intermediate_dropout_rate,
             broadcast_dims=self.intermediate_hidden_dropout_dims,
             rng_collection=self.intermediate_dropout_rng_name,
         )(z, deterministic=deterministic)
-        z = Product(name="wo")(constrained(z, self.dot_2_input_axes), *wo)
+        x = constrained(z, self.dot_2_input_axes)
+        z = with_adapters(self, Product(name="wo")(x, *wo), x, -1, (outer,), "wo_")
         return checkpoint_name(z, self.ffn2_ckpt_name), y if self.return_layernorm_output else None
 
 

@@ -8,9 +8,23 @@ from typing import Any
 from flax import linen as nn
 from jax import Array
 
-from quaver.compat.transformer_engine.jax.flax.attention import HeadFields, MultiHeadAttention, RelativePositionBiases
-from quaver.compat.transformer_engine.jax.flax.fields import KERNEL_INIT, part_of
+from quaver.compat.transformer_engine.jax.flax.attention import (
+    HeadFields,
+    MultiHeadAttention,
+    RelativePositionBiases,
+    activation_axes,
+    lora_scope,
+)
+from quaver.compat.transformer_engine.jax.flax.fields import KERNEL_INIT, constrained, part_of
 from quaver.compat.transformer_engine.jax.flax.module import LayerNorm, LayerNormMLP
+from quaver.compat.transformer_engine.jax.sharding import (
+    HIDDEN_AXES,
+    HIDDEN_TP_AXES,
+    W_FSDP_AXES,
+    W_JOINED_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+)
 from quaver.jax.blocks.options import Initializer
 from quaver.options import suggests
 from quaver.recipes.text import check_name
@@ -95,8 +109,13 @@ class TransformerLayer(nn.Module, HeadFields):
         return part_of(self, MultiHeadAttention, name=name, **arguments)
 
     def _mlp(self) -> LayerNormMLP:
-        axes = dict.fromkeys(("scale_axes", "ln_bias_axes", "kernel_axes_1", "kernel_axes_2"))
-        own: Any = axes | dict.fromkeys(("bias_axes_1", "bias_axes_2"))
+        own: Any = {"scale_axes": (W_NO_SHARD_AXES,), "ln_bias_axes": (W_NO_SHARD_AXES,)}
+        own |= {"kernel_axes_1": (W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES), "bias_axes_1": (W_JOINED_AXES, W_TP_AXES)}
+        own |= {"kernel_axes_2": (W_TP_AXES, W_FSDP_AXES), "bias_axes_2": (W_NO_SHARD_AXES,)}
+        own |= {"layernorm_input_axes": activation_axes(self, HIDDEN_AXES)}
+        own |= {"dot_1_input_axes": activation_axes(self, HIDDEN_AXES, inside=True)}
+        own |= {"dot_2_input_axes": activation_axes(self, HIDDEN_TP_AXES, inside=True)}
+        own |= {"enable_low_rank_adaptation": lora_scope(self.low_rank_adaptation_scope)["mlp"]}
         own |= {"activations": self.mlp_activations, "activation_params": self.mlp_activation_params}
         own |= {"epsilon": self.layernorm_epsilon, "kernel_init": self.mlp_kernel_init or KERNEL_INIT}
         own |= {"intermediate_dropout_rng_name": self.dropout_rng_name}
@@ -129,8 +148,12 @@ class TransformerLayer(nn.Module, HeadFields):
             others = tuple(axis for axis in range(y.ndim) if axis != batch)
             path = nn.Dropout(self.drop_path, broadcast_dims=others, rng_collection=rng)
             y = path(y, deterministic=deterministic)
-        return y + (x if normed is None else normed)
+        return constrained(y + (x if normed is None else normed), activation_axes(self, HIDDEN_AXES))
 
     def _last(self) -> LayerNorm:
-        own: Any = {"epsilon": self.layernorm_epsilon, "scale_axes": None, "bias_axes": None}
+        own: Any = {
+            "epsilon": self.layernorm_epsilon,
+            "scale_axes": (W_NO_SHARD_AXES,),
+            "bias_axes": (W_NO_SHARD_AXES,),
+        }
         return part_of(self, LayerNorm, bias_init=nn.initializers.zeros, name="output_layernorm", **own)
