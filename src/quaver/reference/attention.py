@@ -281,3 +281,38 @@ def check_window(mask_type: str, window: tuple[int, int] | None) -> None:
         raise ValueError(f"window is {window}; give (left, right), numbers of keys, -1 for no bound")
     if MASKS[mask_type][1] and window[1] > 0:
         raise ValueError(f"window {window} looks ahead, and {mask_type!r} hides what is ahead; give ({window[0]}, 0)")
+
+
+def check_chunk(chunk: int | None) -> None:
+    """Raise ValueError unless chunk is a positive number of positions or None."""
+    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        raise ValueError(f"chunk is {chunk!r}; give a number of positions above 0, or None for one chunk")
+
+
+def check_numbers(soft_cap: float | None, dropout: float) -> None:
+    """Raise ValueError unless soft_cap and dropout are valid."""
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}; give a positive number, or None for no cap")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}; give a probability in [0, 1)")
+
+
+#: Value of `sinks` for a logit of 0 for every head, which adds one to the softmax's denominator.
+OFF_BY_ONE = "off_by_one"
+
+
+def check_sinks(sinks: str | None) -> None:
+    """Raise ValueError unless a module's sinks are None or have a known name."""
+    if sinks not in (None, OFF_BY_ONE, "learnable"):
+        raise ValueError(f"sinks is {sinks!r}; give None, 'off_by_one' or 'learnable'")
+
+
+def alibi_numbers(heads: int) -> list[float]:
+    """Return ALiBi's slopes 2^(-8 h / heads).
+
+    If heads is not a power of two, they are the slopes of the next lower power of two, then every other slope of twice
+    that number. Source: Press et al. 2022, as Hugging Face builds them for Bloom, Falcon and MPT.
+    """
+    below = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * h / below) for h in range(1, below + 1)]
+    return slopes + [2 ** (-8 * h / (2 * below)) for h in range(1, 2 * (heads - below), 2)]

@@ -1,6 +1,5 @@
 """`DotProductAttention`, the attention function with its options as a module; and `explain_attention`."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,16 @@ from quaver import recipes
 from quaver.options import takes
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_name, html_table
-from quaver.reference.attention import MASKS, check_heads, check_window
+from quaver.reference.attention import (
+    MASKS,
+    OFF_BY_ONE,
+    alibi_numbers,
+    check_chunk,
+    check_heads,
+    check_numbers,
+    check_sinks,
+    check_window,
+)
 from quaver.torch.nn.attention.fp8 import explain as explain_fp8
 from quaver.torch.nn.attention.inputs import (
     LAYOUTS,
@@ -20,12 +28,11 @@ from quaver.torch.nn.attention.inputs import (
     CuSeqlens,
     Mask,
     Window,
-    check_chunk,
     check_fits,
     check_mask,
     ragged_of,
 )
-from quaver.torch.nn.attention.op import ATTENTION, OFF_BY_ONE, AttentionOpOptions, attention, check_numbers, prepare
+from quaver.torch.nn.attention.op import ATTENTION, AttentionOpOptions, attention, prepare
 from quaver.torch.numerics.rounding import is_tracing
 from quaver.torch.state import observer
 from quaver.torch.state.context import in_force, recipe_in_force
@@ -219,8 +226,7 @@ class DotProductAttention(nn.Module):
         check_window(self.mask_type, self.window)
         check_chunk(self.chunk)
         check_name("layout", self.layout, LAYOUTS)
-        if sinks not in (None, OFF_BY_ONE, "learnable"):
-            raise ValueError(f"sinks is {sinks!r}; give None, 'off_by_one' or 'learnable'")
+        check_sinks(sinks)
         if len(self.head_dim) != 2 or min(self.head_dim) < 1:
             raise ValueError(f"head_dim is {self.head_dim}; give a number above 0, or (of q and k, of v)")
         check_numbers(self.soft_cap, self.dropout)
@@ -235,15 +241,8 @@ class DotProductAttention(nn.Module):
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
-    """Return ALiBi's slopes 2^(-8 h / heads), float32 [heads].
-
-    If heads is not a power of two, they are the slopes of the next lower power of two, then every other slope of twice
-    that number. Source: Press et al. 2022, as Hugging Face builds them for Bloom, Falcon and MPT.
-    """
-    below = 2 ** int(math.log2(heads))
-    slopes = [2 ** (-8 * h / below) for h in range(1, below + 1)]
-    slopes += [2 ** (-8 * h / (2 * below)) for h in range(1, 2 * (heads - below), 2)]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    """Return ALiBi's slopes, `quaver.reference.attention.alibi_numbers`, float32 [heads]."""
+    return torch.tensor(alibi_numbers(heads), dtype=torch.float32, device=device)
 
 
 # ---- explanation of a call ----

@@ -387,12 +387,6 @@ def check_mask(
         _check_padding(mask, shape)
 
 
-def check_chunk(chunk: int | None) -> None:
-    """Raise ValueError unless chunk is a positive number of positions or None."""
-    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
-        raise ValueError(f"chunk is {chunk!r}; give a number of positions above 0, or None for one chunk")
-
-
 def check_fits(name: str, x: Tensor, shape: tuple[int, int, int, int]) -> None:
     """Raise ValueError unless x is a tensor that broadcasts to the scores."""
     if not isinstance(x, Tensor):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quaver import recipes
 from quaver.recipes.spec import AttentionSpec, Recipe
+from quaver.reference.attention import OFF_BY_ONE, check_chunk, check_numbers
 from quaver.torch.nn.attention import backends
 from quaver.torch.nn.attention.fp8 import attention_fp8
 from quaver.torch.nn.attention.inputs import (
@@ -17,7 +18,6 @@ from quaver.torch.nn.attention.inputs import (
     Mask,
     Window,
     all_heads_first,
-    check_chunk,
     check_fits,
     check_mask,
     heads_back,
@@ -36,9 +36,6 @@ ATTENTION: Operation[Tensor] = Operation(
         Implementation("reference", backends.attend_reference),
     ],
 )
-
-#: Value of `sinks` for a logit of 0 for every head, which adds one to the softmax's denominator.
-OFF_BY_ONE = "off_by_one"
 
 
 class AttentionOpOptions(NamedTuple):
@@ -198,14 +195,6 @@ def prepare(
         v,
         AttentionCall(mask_type, mask, window, bias, alibi_slopes, sinks, scale, soft_cap, dropout, ragged, chunk),
     )
-
-
-def check_numbers(soft_cap: float | None, dropout: float) -> None:
-    """Raise ValueError unless soft_cap and dropout are valid."""
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap is {soft_cap}; give a positive number, or None for no cap")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; give a probability in [0, 1)")
 
 
 def _shape(x: object) -> tuple[int, ...] | None:

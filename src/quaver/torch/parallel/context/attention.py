@@ -13,19 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from quaver import recipes
 from quaver.recipes.spec import Recipe
 from quaver.recipes.text import check_name
-from quaver.reference.attention import MASKS, check_window
+from quaver.reference.attention import MASKS, OFF_BY_ONE, check_chunk, check_numbers, check_window
 from quaver.torch.nn.attention.inputs import (
     CuSeqlens,
     Mask,
     Window,
     all_heads_first,
     bounds,
-    check_chunk,
     heads_back,
     heads_first,
     ragged_of,
 )
-from quaver.torch.nn.attention.op import OFF_BY_ONE, attention, check_numbers
+from quaver.torch.nn.attention.op import attention
 from quaver.torch.operations import ops
 from quaver.torch.parallel.comm import gather, sum_for_ranks
 from quaver.torch.parallel.context import comm
