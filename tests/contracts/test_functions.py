@@ -12,6 +12,7 @@ NAMES_OF_OTHERS = "quaver.compat."
 KERNELS = "quaver.kernels."
 #: Public functions whose options are arguments, since they are called too often for a lookup.
 PUBLIC = {
+    "quaver.jax.blocks.attention.attention",
     "quaver.torch.nn.attention.op.attention",
     "quaver.torch.parallel.context.attention.context_parallel_attention",
 }

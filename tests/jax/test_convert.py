@@ -106,6 +106,8 @@ def test_other_models_are_named(function: Any) -> None:
         function([], "mxfp8") if function is qj.convert else function([])
     with pytest.raises(ValueError, match="no recipe 'mxfp9'"):
         qj.convert(nn.Dense(3), "mxfp9")
+    with pytest.raises(ValueError, match="convert sets the recipes of linear layers only"):
+        qj.convert(nn.Dense(3), recipes.mxfp8(attention=True))
 
 
 # ---- Equinox ----

@@ -21,7 +21,7 @@ MODULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 #: Options of only one front end: NNX needs its sizes, and linen has its own names and collections.
 OWN = {"in_features", "memory_features", "features", "kernel_metadata", "bias_metadata", "rngs", "name"}
-OWN |= {"parent", "axis", "cross_attention", "self"}
+OWN |= {"parent", "axis", "cross_attention", "self", "heads"}
 
 
 def defaults(kind: type) -> dict[str, Any]:

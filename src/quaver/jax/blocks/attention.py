@@ -1,29 +1,37 @@
-"""Attention in high precision with masks, rope and position biases, as functions. **True in a mask means masked out.**
+"""Attention with masks, rope and position biases, as functions. **True in a mask means masked out.**
 
-Plain array code that XLA fuses. Scores and softmax are float32 for any dtype of q, k and v.
+Scores and softmax are float32 for any dtype of q, k and v.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from functools import reduce
-from operator import or_
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from quaver.jax.blocks.attention_inputs import (
+    Mask,
+    Masking,
+    Segments,
+    attend_without_padding,
+    check_qkv,
+    heads_back,
+    operands_of,
+)
+from quaver.jax.blocks.attention_inputs import prepare as prepare_call
+from quaver.jax.blocks.chunked_attention import attend_chunked
+from quaver.jax.blocks.cudnn_attention import attend_cudnn, cudnn_refusal, runs_on_gpu
+from quaver.jax.blocks.fp8_attention import attend_quantized
 from quaver.jax.blocks.options import CoreOptions, Rope
 from quaver.jax.linears.dot_general import KernelMatrix
 from quaver.jax.numerics.quantized import array
 from quaver.jax.state.context import recipe_in_force
 from quaver.options import pick
 from quaver.recipes.spec import Recipe
-from quaver.reference.attention import MASKS, check_heads, check_type, check_window
+from quaver.reference.attention import alibi_numbers, check_heads
 
 # ---- dot-product attention ----
-
-Mask = Array | tuple[Array, Array]
 
 
 def attention(
@@ -34,7 +42,12 @@ def attention(
     mask_type: str = "none",
     mask: Mask | None = None,
     window: tuple[int, int] | None = None,
+    chunk: int | None = None,
+    segment_ids: Segments | None = None,
+    cu_seqlens: Segments | None = None,
     bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: str | Array | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     dropout: float = 0.0,
@@ -42,6 +55,9 @@ def attention(
     recipe: str | Recipe | None = None,
 ) -> Array:
     """Compute attention of [B, Sq, H, D] on [B, Sk, G, D]; each of G key heads serves H / G query heads (MQA, GQA).
+
+    Chunks of queries and keys are computed one after the other, forward and backward, so that no array of all scores
+    exists. On a GPU cuDNN computes the calls that it supports.
 
     Args:
         q: [B, Sq, H, D].
@@ -54,122 +70,45 @@ def attention(
             broadcastable to [B, H, Sq, Sk].
         window: (left, right): a query sees that many keys before and after its own position, -1 for all. Positions are
             aligned as the mask type says.
+        chunk: a query sees only keys in its own chunk of this many positions, counted from the first token that is not
+            padding (Llama 4); None for all.
+        segment_ids: integers [B, S] for both queries and keys, or ([B, Sq], [B, Sk]): a query sees keys with its id; a
+            negative id is padding. The tokens of a segment are adjacent, and positions are counted within it.
+        cu_seqlens: integers [sequences + 1], start of each sequence and end of the last, for sequences concatenated in
+            a batch of one; a pair (of queries, of keys) if they differ. Positions are counted within a sequence.
         bias: added to the scores; broadcastable to [B, H, Sq, Sk]. -inf hides, as a mask does.
+        alibi_slopes: [H] or [B, H]: score -= slope × distance, with positions aligned as the mask type says.
+        sinks: an extra softmax column whose value is 0: logits [H], or "off_by_one" for logits of 0.
         scale: factor of the scores; None is 1 / sqrt(D).
         soft_cap: scores become cap tanh(scores / cap), before bias and mask (Gemma-2).
         dropout: probability of dropping an attention weight; the others are scaled by 1 / (1 - dropout).
         dropout_key: jax.random key; required if dropout is not 0.
-        recipe: the caller's own recipe; None uses the ambient one. A recipe with attention=True raises an error.
+        recipe: the caller's own recipe; None uses the ambient one. With attention=True q, k, v, the probabilities and
+            their gradients are quantized.
     Returns:
         [B, Sq, H, Dv] in q's dtype. A query that sees no key gets 0 and zero gradients.
     Raises:
-        ValueError: shapes, heads or masks that do not fit, or a recipe that quantizes attention.
+        ValueError: shapes, heads, masks or numbers that do not fit.
     Bounded: relative RMS 1e-6 of float64 in float32, without dropout. Statistical with it.
     """
-    check_not_quantized(recipe)
+    recipe = recipe_in_force(recipe)
     q, k, v = (array("attention", what, x) for what, x in (("q", q), ("k", k), ("v", v)))
-    _check(q, k, v, mask_type, mask, window)
-    batch, queries, heads, dim = q.shape
-    keys, groups = k.shape[1:3]
-    if dropout and dropout_key is None:
-        raise ValueError(f"dropout is {dropout} and no dropout_key was passed; give dropout_key=jax.random.key(...)")
-    shared = heads // groups
-    grouped = q.reshape(batch, queries, groups, shared, dim)
-    scores = jnp.einsum("bqgsd,bkgd->bgsqk", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, heads, queries, keys) * (1 / math.sqrt(dim) if scale is None else scale)
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    unseen = hidden(mask_type, mask, window, scores.shape)
-    if bias is not None:
-        bias = _fit("bias", bias, scores.shape).astype(jnp.float32)
-        hides, scores = bias == -jnp.inf, scores + bias
-        unseen = hides if unseen is None else unseen | hides
-    probabilities = _softmax(scores, unseen)
-    if dropout:
-        assert dropout_key is not None
-        keep_mask = jax.random.bernoulli(dropout_key, 1 - dropout, probabilities.shape)
-        probabilities = jnp.where(keep_mask, probabilities / (1 - dropout), 0)
-    probabilities = probabilities.reshape(batch, groups, shared, queries, keys).astype(v.dtype)
-    out = jnp.einsum("bgsqk,bkgd->bqgsd", probabilities, v, preferred_element_type=jnp.float32)
-    return out.reshape(batch, queries, heads, v.shape[-1]).astype(q.dtype)
-
-
-def check_not_quantized(own: str | Recipe | None = None) -> None:
-    """Raise ValueError if the recipe in force quantizes attention, which quaver.jax does not support."""
-    recipe = recipe_in_force(own)
-    if recipe is not None and recipe.attention is not None:
-        raise ValueError(
-            f"recipe {recipe.name!r} has attention=True and quaver.jax does not quantize attention; use the recipe "
-            "without it, or quaver.torch"
+    check_qkv(q, k, v)
+    masking = Masking(mask_type, mask, window, chunk, segment_ids, cu_seqlens)
+    operands = operands_of(q, k, v, bias, alibi_slopes, sinks)
+    call = prepare_call(operands, masking, scale, soft_cap, dropout, dropout_key)
+    spec = None if recipe is None else recipe.attention
+    if not q.size or not k.shape[1]:
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+    if spec is not None:
+        out = attend_quantized(spec, call.options, call.operands, call.tokens)
+    elif runs_on_gpu() and not cudnn_refusal(call, masking.mask_type):
+        return attend_cudnn(q, k, v, call)
+    else:
+        out = attend_without_padding(
+            lambda operands: attend_chunked(call.options, operands, call.tokens, call.shift), call.operands, call.tokens
         )
-
-
-def hidden(mask_type: str, mask: Mask | None, window: tuple[int, int] | None, shape: tuple[int, ...]) -> Array | None:
-    """Return the mask, True where a query may not see a key, broadcastable to [B, H, Sq, Sk]; None if nothing is
-    hidden.
-    """
-    batch, _, queries, keys = shape
-    takes_mask, causal = MASKS[mask_type]
-    parts: list[Array] = []
-    shift: int | Array = keys - queries if mask_type.endswith("bottom_right") else 0
-    if mask_type == "arbitrary":
-        assert not isinstance(mask, tuple) and mask is not None
-        parts.append(_fit("mask", mask, shape))
-    elif takes_mask:
-        query_mask, key_mask = mask if isinstance(mask, tuple) else (mask, mask)
-        assert query_mask is not None and key_mask is not None
-        for name, tokens, length in (("queries", query_mask, queries), ("keys", key_mask, keys)):
-            if tokens.shape != (batch, length):
-                raise ValueError(
-                    f"the padding mask of the {name} has shape {tokens.shape}, expected {(batch, length)}; "
-                    "give (mask of queries, mask of keys) where they differ"
-                )
-        parts += [query_mask[:, None, :, None], key_mask[:, None, None, :]]
-        if mask_type.endswith("bottom_right"):
-            shift = ((~key_mask).sum(-1) - (~query_mask).sum(-1))[:, None, None, None]
-    left, right = window or (-1, -1)
-    if causal:
-        right = 0 if right < 0 else min(right, 0)
-    ahead = jnp.arange(keys)[None, None, None, :] - jnp.arange(queries)[None, None, :, None] - shift
-    if right >= 0:
-        parts.append(ahead > right)
-    if left >= 0:
-        parts.append(ahead < -left)
-    return reduce(or_, parts) if parts else None
-
-
-def _softmax(scores: Array, where_hidden: Array | None) -> Array:
-    """Softmax over the last axis; 0 in rows that are hidden completely."""
-    if where_hidden is None:
-        return jax.nn.softmax(scores, axis=-1)
-    scores = jnp.where(where_hidden, -jnp.inf, scores)
-    highest = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    # exp(-inf - -inf) would be NaN, also in the gradient.
-    weights = jnp.exp(scores - jnp.where(highest == -jnp.inf, 0, highest))
-    total = weights.sum(-1, keepdims=True)
-    return weights / jnp.where(total == 0, 1, total)
-
-
-def _fit(name: str, x: Array, shape: tuple[int, ...]) -> Array:
-    ours = (1,) * (4 - x.ndim) + x.shape
-    if len(ours) != 4 or any(a not in (1, b) for a, b in zip(ours, shape, strict=True)):
-        raise ValueError(f"the {name} has shape {x.shape}, which does not broadcast to [B, H, Sq, Sk] = {list(shape)}")
-    return x.reshape(ours)
-
-
-def _check(q: Array, k: Array, v: Array, mask_type: str, mask: Mask | None, window: tuple[int, int] | None) -> None:
-    check_type(mask_type, mask is not None)
-    check_window(mask_type, window)
-    if any(x.ndim != 4 for x in (q, k, v)):
-        raise ValueError(f"attention takes [batch, tokens, heads, features]; got {q.shape}, {k.shape} and {v.shape}")
-    if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]):
-        raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} do not fit: [B,Sq,H,D], [B,Sk,G,D], [B,Sk,G,Dv]")
-    check_heads(q.shape[2], k.shape[2])
-    parts = mask if isinstance(mask, tuple) else (mask,)
-    if mask_type == "arbitrary" and isinstance(mask, tuple):
-        raise ValueError("an arbitrary mask is one array, broadcastable to [B, H, Sq, Sk]; a pair is for padding")
-    if any(m is not None and m.dtype != jnp.bool_ for m in parts):
-        raise ValueError("a mask is boolean, True where masked out; pass an additive mask as `bias`")
+    return heads_back(out)
 
 
 # ---- rotary position embedding (rope): rotates pairs of features by angles that grow with the position ----
@@ -302,13 +241,24 @@ def project(
 
 
 def attend(
-    layer: Any, q: Array, k: Array, v: Array, mask: Mask | None, bias: Array | None, dropout_key: Array | None
+    layer: Any, q: Array, k: Array, v: Array, *, sinks: Array | None, dropout_key: Array | None, **arguments: Any
 ) -> Array:
-    """Call `attention` with a layer's options; without a key there is no dropout."""
+    """Call `attention` with a layer's options; without a key there is no dropout.
+
+    Args:
+        layer: module with the fields of `CoreOptions`.
+        q, k, v, dropout_key: as for `attention`.
+        sinks: learnable sinks, or None.
+        arguments: further arguments of this call.
+    """
     options = pick(CoreOptions, layer)
     if dropout_key is None:
         options["dropout"] = 0.0
-    return attention(q, k, v, mask=mask, bias=bias, dropout_key=dropout_key, **options)
+    if sinks is not None:
+        options["sinks"] = sinks
+    if options.pop("alibi"):
+        options["alibi_slopes"] = jnp.asarray(alibi_numbers(q.shape[2]), jnp.float32)
+    return attention(q, k, v, dropout_key=dropout_key, **(options | arguments))
 
 
 def count_heads(features: int, heads: int, groups: int | None, head_dim: int | None) -> tuple[int, int, int]:

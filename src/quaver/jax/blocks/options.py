@@ -74,8 +74,13 @@ class CoreOptions:
 
     mask_type: str = "none"
     window: tuple[int, int] | None = None
+    chunk: int | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    # None, "off_by_one" or "learnable".
+    sinks: str | None = None
+    # Lower scores with distance, by slopes 2^(-8 h / heads).
+    alibi: bool = False
     # Dropout of the attention probabilities.
     dropout: float = 0.0
     recipe: str | Recipe | None = None
@@ -137,6 +142,9 @@ def of_self_attention(layer: Any) -> dict[str, Any]:
 
 
 def of_cross_attention(layer: Any) -> dict[str, Any]:
-    """Return the options of a Transformer layer's cross attention, without positions, distances and head norms."""
-    plain = {name: getattr(AttentionOptions, name) for name in ("window", "rope", "qk_norm", "qk_norm_after_rope")}
+    """Return the options of a Transformer layer's cross attention, without positions, distances, sinks and head
+    norms.
+    """
+    names = ("window", "chunk", "sinks", "alibi", "rope", "qk_norm", "qk_norm_after_rope")
+    plain = {name: getattr(AttentionOptions, name) for name in names}
     return of_self_attention(layer) | plain | {"mask_type": layer.cross_mask_type}

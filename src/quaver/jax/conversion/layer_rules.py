@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 
 from quaver import recipes
-from quaver.jax.blocks.attention import check_not_quantized
 from quaver.recipes.conversion import ConversionReport, ConversionRules, Rules, Skip, reason_head
 from quaver.recipes.spec import Recipe
 
@@ -26,7 +25,11 @@ class LayerRules:
         rules = self._choice.rules.rules
         self._chosen = {rule: None if rule.recipe is None else recipes.get(rule.recipe) for rule in rules}
         for wanted in self._chosen.values():
-            check_not_quantized(wanted)
+            if wanted is not None and wanted.attention is not None:
+                raise ValueError(
+                    f"recipe {wanted.name!r} has attention=True, and convert sets the recipes of linear layers only; "
+                    "use the recipe without it, or make the attention modules with recipe=..."
+                )
         self._head = head
         self.report = ConversionReport(kind="linear")
 

@@ -3,13 +3,15 @@ layer.
 """
 
 from dataclasses import KW_ONLY
+from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.jax.blocks.attention import Mask, attend, count_heads, prepare, project, projections, relative_position_bias
+from quaver.jax.blocks.attention import attend, count_heads, prepare, project, projections, relative_position_bias
+from quaver.jax.blocks.attention_inputs import Mask, Segments
 from quaver.jax.blocks.layers import drop_path, named, residual
 from quaver.jax.blocks.options import (
     AttentionOptions,
@@ -24,15 +26,18 @@ from quaver.jax.linears.dot_general import KernelMatrix
 from quaver.jax.linen.dense import dense_of
 from quaver.jax.linen.mlp import MLP, NORMS, norm_of
 from quaver.options import pick, suggests
+from quaver.reference.attention import check_sinks
 
 # ---- attention ----
 
 
 @suggests
 class DotProductAttention(nn.Module, CoreOptions):
-    """Module of `quaver.jax.blocks.attention.attention` without parameters; dropout uses the rng "dropout".
+    """Module of `quaver.jax.blocks.attention.attention`; dropout uses the rng "dropout".
 
-    Attributes: as the function's arguments.
+    Attributes: as the function's arguments, and
+        sinks: None, "off_by_one", or "learnable" for a parameter `sinks` [heads].
+        alibi: True lowers scores with distance, by slopes 2^(-8 h / heads).
     """
 
     @nn.compact
@@ -44,10 +49,14 @@ class DotProductAttention(nn.Module, CoreOptions):
         mask: Mask | None = None,
         bias: Array | None = None,
         *,
+        segment_ids: Segments | None = None,
         deterministic: bool | None = None,
     ) -> Array:
+        check_sinks(self.sinks)
         key = self.make_rng("dropout") if is_dropping(deterministic, self.dropout) else None
-        return attend(self, q, k, v, mask, bias, key)
+        sinks = self.param("sinks", nn.initializers.zeros, (q.shape[2],)) if self.sinks == "learnable" else None
+        arguments = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
+        return attend(self, q, k, v, sinks=sinks, dropout_key=key, **arguments)
 
 
 def is_dropping(deterministic: bool | None, *rates: float) -> bool:
@@ -76,7 +85,7 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         rope: options of the rotary embedding, or None.
         qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys, or None.
         qk_norm_after_rope: apply these norms after rope.
-        mask_type, window, scale, soft_cap, dropout: as for `quaver.jax.blocks.attention.attention`.
+        mask_type, window, chunk, scale, soft_cap, sinks, alibi, dropout: as for `DotProductAttention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for flax's logical sharding rules.
         others: those of DenseGeneral.
     """
@@ -93,6 +102,7 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         *,
         mask: Mask | None = None,
         bias: Array | None = None,
+        segment_ids: Segments | None = None,
         positions: Array | None = None,
         offset: int | Array = 0,
         deterministic: bool | None = None,
@@ -102,7 +112,7 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         Args:
             x: [B, S, d].
             memory: [B, Sm, dm], or None for self-attention.
-            mask, bias: as for `quaver.jax.blocks.attention.attention`.
+            mask, bias, segment_ids: as for `quaver.jax.blocks.attention.attention`.
             positions, offset: as for `quaver.jax.blocks.attention.rope`, for both queries and keys.
             deterministic: False applies dropout, with the rng "dropout".
         Returns:
@@ -117,7 +127,7 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
             for name, a in (("query", q), ("key", k))
         )
         core = DotProductAttention(**pick(CoreOptions, self), name="attention")
-        y = core(q, k, v, mask, bias, deterministic=deterministic)
+        y = core(q, k, v, mask, bias, segment_ids=segment_ids, deterministic=deterministic)
         return dense_of(self, "out", KernelMatrix((self.out or x.shape[-1],), ("heads", "head_dim", "embed")))(y)
 
     def _norm(self, name: str) -> nn.Module | None:
@@ -182,6 +192,7 @@ class TransformerLayer(nn.Module, TransformerOptions):
         mask: Mask | None = None,
         memory_mask: Mask | None = None,
         bias: Array | None = None,
+        segment_ids: Segments | None = None,
         positions: Array | None = None,
         offset: int | Array = 0,
         deterministic: bool | None = None,
@@ -191,7 +202,7 @@ class TransformerLayer(nn.Module, TransformerOptions):
         Args:
             x: [B, S, d].
             memory: [B, Sm, dm], what cross attention attends to.
-            mask, bias, positions, offset: of the self attention.
+            mask, bias, segment_ids, positions, offset: of the self attention.
             memory_mask: mask of the cross attention.
             deterministic: False applies dropout and drop path, with the rng "dropout".
         Raises:
@@ -214,11 +225,8 @@ class TransformerLayer(nn.Module, TransformerOptions):
             return y
 
         attend = MultiHeadAttention(self.heads, **of_self_attention(self), name="attention")
-        parts = {
-            "attention": lambda h: attend(
-                h, mask=mask, bias=bias, positions=positions, offset=offset, deterministic=deterministic
-            )
-        }
+        options: dict[str, Any] = {"mask": mask, "bias": bias, "segment_ids": segment_ids, "positions": positions}
+        parts = {"attention": lambda h: attend(h, offset=offset, deterministic=deterministic, **options)}
         if self.cross_attention:
             cross = MultiHeadAttention(self.heads, **of_cross_attention(self), name="cross_attention")
             parts["cross_attention"] = lambda h: cross(h, memory, mask=memory_mask, deterministic=deterministic)

@@ -10,7 +10,8 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.jax.blocks.attention import Mask, attend, count_heads, prepare, project, projections, relative_position_bias
+from quaver.jax.blocks.attention import attend, count_heads, prepare, project, projections, relative_position_bias
+from quaver.jax.blocks.attention_inputs import Mask, Segments
 from quaver.jax.blocks.layers import drop_path, named, residual
 from quaver.jax.blocks.options import (
     AttentionOptions,
@@ -25,6 +26,7 @@ from quaver.jax.linears.dot_general import KernelMatrix
 from quaver.jax.nnx.dense import Parameters, dense_of, of_part
 from quaver.jax.nnx.mlp import MLP, NORMS, norm_of
 from quaver.options import pick, takes
+from quaver.reference.attention import check_sinks
 
 # ---- attention ----
 
@@ -33,25 +35,47 @@ from quaver.options import pick, takes
 class CoreArguments(CoreOptions):
     """Constructor arguments of `DotProductAttention`; see there."""
 
+    heads: int | None = None
     rngs: nnx.Rngs | None = None
 
 
 class DotProductAttention(nnx.Module):
-    """Module of `quaver.jax.blocks.attention.attention` without parameters; `train()` and `eval()` switch its dropout.
+    """Module of `quaver.jax.blocks.attention.attention`; `train()` and `eval()` switch its dropout.
 
-    Args: as for the function; `rngs`, whose stream "dropout" is used, is only needed with dropout.
+    Args: as for the function, and
+        sinks: None, "off_by_one", or "learnable" for a parameter `sinks` [heads].
+        alibi: True lowers scores with distance, by slopes 2^(-8 h / heads).
+        heads: number of query heads, only needed with learnable sinks.
+        rngs: only needed with dropout; its stream "dropout" is used.
     """
 
     @takes(CoreArguments)
     def __init__(self, options: CoreArguments) -> None:
         for name, value in pick(CoreOptions, options).items():
-            setattr(self, name, value)
+            if not (name == "sinks" and value == "learnable"):
+                setattr(self, name, value)
+        check_sinks(options.sinks)
+        if options.sinks == "learnable":
+            if options.heads is None:
+                raise ValueError("learnable sinks are one number per head; give heads, the number of query heads")
+            self.sinks: Any = nnx.Param(jnp.zeros(options.heads))
         self.deterministic = False
         self.rngs = dropout_stream(options.rngs, options.dropout)
 
-    def __call__(self, q: Array, k: Array, v: Array, mask: Mask | None = None, bias: Array | None = None) -> Array:
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        mask: Mask | None = None,
+        bias: Array | None = None,
+        *,
+        segment_ids: Segments | None = None,
+    ) -> Array:
         key = None if self.rngs is None or self.deterministic else self.rngs()
-        return attend(self, q, k, v, mask, bias, key)
+        sinks = self.sinks[...] if isinstance(self.sinks, nnx.Variable) else None
+        arguments = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
+        return attend(self, q, k, v, sinks=sinks, dropout_key=key, **arguments)
 
 
 def dropout_stream(rngs: nnx.Rngs | None, *rates: float) -> Any:
@@ -92,7 +116,7 @@ class MultiHeadAttention(nnx.Module):
         rope: options of the rotary embedding, or None.
         qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys, or None.
         qk_norm_after_rope: apply these norms after rope.
-        mask_type, window, scale, soft_cap, dropout: as for `quaver.jax.blocks.attention.attention`.
+        mask_type, window, chunk, scale, soft_cap, sinks, alibi, dropout: as for `DotProductAttention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for nnx.logical_axis_rules.
         others: those of DenseGeneral.
     """
@@ -125,6 +149,7 @@ class MultiHeadAttention(nnx.Module):
         *,
         mask: Mask | None = None,
         bias: Array | None = None,
+        segment_ids: Segments | None = None,
         positions: Array | None = None,
         offset: int | Array = 0,
     ) -> Array:
@@ -133,7 +158,7 @@ class MultiHeadAttention(nnx.Module):
         Args:
             x: [B, S, d].
             memory: [B, Sm, dm], or None for self-attention.
-            mask, bias: as for `quaver.jax.blocks.attention.attention`.
+            mask, bias, segment_ids: as for `quaver.jax.blocks.attention.attention`.
             positions, offset: as for `quaver.jax.blocks.attention.rope`, for both queries and keys.
         Returns:
             [B, S, out].
@@ -149,7 +174,7 @@ class MultiHeadAttention(nnx.Module):
             prepare(a, norm, self.rope, positions, offset, self.qk_norm_after_rope)
             for a, norm in ((q, self.query_norm), (k, self.key_norm))
         )
-        return self.out(self.attention(q, k, v, mask, bias))
+        return self.out(self.attention(q, k, v, mask, bias, segment_ids=segment_ids))
 
 
 class RelativePositionBias(nnx.Module):
@@ -247,6 +272,7 @@ class TransformerLayer(nnx.Module):
         mask: Mask | None = None,
         memory_mask: Mask | None = None,
         bias: Array | None = None,
+        segment_ids: Segments | None = None,
         positions: Array | None = None,
         offset: int | Array = 0,
     ) -> Array:
@@ -255,7 +281,7 @@ class TransformerLayer(nnx.Module):
         Args:
             x: [B, S, d].
             memory: [B, Sm, dm], what cross attention attends to.
-            mask, bias, positions, offset: of the self attention.
+            mask, bias, segment_ids, positions, offset: of the self attention.
             memory_mask: mask of the cross attention.
         Raises:
             ValueError: a memory is missing or unexpected, or a part rejects its arguments.
@@ -268,10 +294,8 @@ class TransformerLayer(nnx.Module):
                 else "TransformerLayer needs a memory"
             )
 
-        parts: list[Any] = [
-            lambda h: self.attention(h, mask=mask, bias=bias, positions=positions, offset=offset),
-            self.mlp,
-        ]
+        arguments: Any = {"mask": mask, "bias": bias, "segment_ids": segment_ids, "positions": positions}
+        parts: list[Any] = [lambda h: self.attention(h, offset=offset, **arguments), self.mlp]
         norms = [self.norm] if self.parallel else [self.attention_norm, self.mlp_norm]
         if cross is not None:
             parts.insert(1, lambda h: cross(h, memory, mask=memory_mask))
