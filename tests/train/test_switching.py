@@ -150,7 +150,7 @@ def test_a_checkpoint_with_an_invalid_schedule_gives_a_clear_error(make_config: 
             {"recipe": "nvfp4 until lr<10%, mxfp8 until 5, bf16"},
             "'mxfp8 until 5' has no step: it ends with step 5, which is not after step 9, where 'nvfp4 until lr<10%'",
         ),
-        ({"recipe": "bf16 until 5, mxfp8(attention=True)", "framework": "jax"}, "JAX cannot run attention in eight"),
+        ({"loss_chunk": 64, "recipe": "bf16 until 5, mxfp8", "framework": "jax"}, "JAX cannot take the loss in chunks"),
     ],
 )
 def test_unsupported_runs_are_refused_before_they_start(

@@ -69,8 +69,6 @@ def check_options(config: TrainConfig, recipe: Recipe) -> None:
         raise ValueError(f"threads is {config.threads}, and this machine has {cores} cores; give {cores} or fewer")
     if config.framework != "jax":
         return
-    if recipe.attention is not None:
-        raise ValueError(f"JAX cannot run attention in eight bits yet, as {recipe.name} asks; take --framework torch")
     if config.loss_chunk:
         raise ValueError("JAX cannot take the loss in chunks yet; leave out --loss-chunk, or take --framework torch")
     kinds = MODELS[config.model].unusual

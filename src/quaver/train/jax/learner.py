@@ -148,8 +148,8 @@ class DecoderLayer:
         )
         q, k = self.norm("attention.q_norm", q, config.qk_norm), self.norm("attention.k_norm", k, config.qk_norm)
         q, k = (rope(x, theta=config.theta, fraction=config.fraction) for x in (q, k))
-        window, scale, cap = config.window(self.number), config.scale, config.soft_cap
-        y = attention(q, k, v, mask_type="causal", window=window, scale=scale, soft_cap=cap)
+        options: Any = {"window": config.window(self.number), "scale": config.scale, "soft_cap": config.soft_cap}
+        y = attention(q, k, v, mask_type="causal", recipe=self.model.recipe, **options)
         self.look(f"{self.name}.attention.core", y)
         y = self.project("attention.o_proj", y.reshape(*x.shape[:-1], -1))
         self.look(f"{self.name}.attention", y)
