@@ -26,9 +26,17 @@ class Suite(NamedTuple):
     python: str
     torch: str
     jax: str
+    #: Paths of tests; () for `SELECTION`.
+    tests: tuple[str, ...] = ()
 
 
-SUITES = (Suite("3.11", "2.11.0", "0.10.2"), Suite("3.12", "2.15.0", "0.12.0.1"), Suite("3.13", "2.14.1", "0.12.0.1"))
+SUITES = (
+    Suite("3.11", "2.11.0", "0.10.2"),
+    Suite("3.12", "2.15.0", "0.12.0.1"),
+    Suite("3.13", "2.14.1", "0.12.0.1"),
+    Suite("3.12", "2.13.0", "0.11.2", ("tests/jax",)),
+    Suite("3.13", "2.13.0", "0.12.0.1", ("tests/jax",)),
+)
 #: What tests import besides torch and jax.
 REQUIREMENTS = (
     *("flax>=0.12", "optax>=0.2.5", "ml_dtypes>=0.5", "rich", "typer", "safetensors", "tokenizers", "matplotlib"),
@@ -37,7 +45,7 @@ REQUIREMENTS = (
 )
 #: The default tests: all of these folders but the gate's, whose ceilings hold for one version of triton.
 SELECTION = [
-    *(f"tests/{folder}" for folder in ("core", "recipes", "torch", "jax", "kernels", "compat")),
+    *(f"tests/{folder}" for folder in ("contracts", "reference", "recipes", "torch", "jax", "kernels", "compat")),
     *("--ignore", "tests/kernels/gate", "--ignore", "tests/kernels/test_gate.py"),
 ]
 MARKS = "not slow and not gpu"
@@ -66,7 +74,7 @@ def interpreter(suite: Suite, folder: Path) -> Path | None:
 
 
 def run(suite: Suite, folder: Path, selection: list[str]) -> str:
-    """Run pytest with these versions.
+    """Run pytest with these versions, on the suite's own tests or else the selection.
 
     Args:
         folder: where environments are, and where pytest's output is written.
@@ -76,14 +84,15 @@ def run(suite: Suite, folder: Path, selection: list[str]) -> str:
     """
     path = interpreter(suite, folder)
     if path is None:
-        return f"no Python {suite.python} here"
+        return f"not run: no Python {suite.python} here"
     command = [path, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "-m", MARKS]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     log = folder / f"suite-{suite.python}-{suite.torch}-{suite.jax}.txt"
     with log.open("w") as output:
-        subprocess.run([*command, *selection], cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
+        subprocess.run([*command, *(suite.tests or selection)], cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
     counts = re.findall(r"\d+ (?:passed|failed|error)s?", log.read_text().splitlines()[-1])
-    return ", ".join(counts) or "nothing ran"
+    tests = f" ({', '.join(f'`{path}`' for path in suite.tests)})" if suite.tests else ""
+    return (", ".join(counts) or "nothing ran") + tests
 
 
 def main(arguments: list[str]) -> int:
@@ -92,20 +101,21 @@ def main(arguments: list[str]) -> int:
         "--folder", type=Path, default=ROOT / ".versions", help="the folder of the virtual environments"
     )
     parser.add_argument(
-        "--only", metavar="TORCH", help="run only the row of this torch version, and do not write the page"
+        "--only", metavar="TORCH", help="run only the rows of this torch version, and do not write the page"
     )
+    parser.add_argument("--jax", help="run only the rows of this jax version, and do not write the page")
     parser.add_argument("selection", nargs="*", default=SELECTION, help="paths of tests")
     options = parser.parse_args(arguments)
-    suites = [suite for suite in SUITES if options.only in (None, suite.torch)]
+    suites = [suite for suite in SUITES if options.only in (None, suite.torch) and options.jax in (None, suite.jax)]
     results = [run(suite, options.folder.resolve(), options.selection) for suite in suites]
     lines = ["| Python | torch | jax | tests |", "| --- | --- | --- | ---: |"]
-    lines += ["| " + " | ".join((*suite, result)) + " |" for suite, result in zip(suites, results, strict=True)]
+    lines += ["| " + " | ".join((*suite[:3], result)) + " |" for suite, result in zip(suites, results, strict=True)]
     table = f"Run on {datetime.date.today()}:\n\n" + "\n".join(lines)
-    if not options.only:
+    if not (options.only or options.jax):
         text = PAGE.read_text()
         PAGE.write_text(f"{text.split(BEGIN)[0]}{BEGIN}\n\n{table}\n\n{END}{text.split(BEGIN)[1].split(END, 1)[1]}")
     print(table)
-    ran = [result for result in results if not result.startswith("no Python")]
+    ran = [result for result in results if not result.startswith("not run")]
     return int(any("passed" not in result or "failed" in result or "error" in result for result in ran))
 
 
