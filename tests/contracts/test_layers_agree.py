@@ -13,6 +13,7 @@ import torch
 import quaver.jax as qj
 import quaver.torch as qt
 from quaver.jax.linears import gemms
+from quaver.jax.numerics.quantized import along
 from quaver.recipes import RECIPES
 from quaver.recipes.spec import Recipe
 from quaver.torch.state import observer
@@ -86,7 +87,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
 
     def note(x: Any, spec: Any, *args: Any, **options: Any) -> qj.Quantized:
         q = original(x, spec, *args, **options)
-        operands[SHAPES[x.shape]] = q
+        operands[SHAPES[along(options.get("axis", 1), x.shape)]] = q
         return q
 
     monkeypatch.setattr(gemms, "quantize_shard", note)

@@ -58,6 +58,40 @@ def test_quantizing_a_quantized_returns_it(spec: QuantSpec) -> None:
     assert qj.quantize(q, spec) is q
 
 
+@one_of_each_kind
+def test_quantizing_along_the_first_axis_gives_the_operand_of_the_transpose(spec: QuantSpec) -> None:
+    @jax.jit
+    def both(x: jax.Array) -> list[tuple[jax.Array, ...]]:
+        stream = {"seed": 1, "tensor_id": 2, "count": 3}
+        operands = qj.quantize(x, spec, axis=0, **stream), qj.quantize(x.T, spec, **stream)
+        assert operands[0].shape == operands[1].shape and [q.axis for q in operands] == [0, 1]
+        return [(q.codes(), q.scales(), q.values(), q.dequantize()) for q in operands]
+
+    for x in (normal(70, 20), normal(64, 32)):
+        for first, last in zip(*both(x), strict=True):
+            assert_bitwise(np.asarray(first), np.asarray(last))
+
+
+@one_of_each_kind
+def test_either_layout_has_the_same_transpose_and_bytes(spec: QuantSpec) -> None:
+    x = normal(64, 96)
+    q, other = qj.quantize(x, spec), qj.quantize(x.T, spec, axis=0)
+    assert q.nbytes == other.nbytes
+    same(other.with_k_last(), q)
+    if spec.transposable:
+        same(q.T.T, q)
+        assert_bitwise(np.asarray(other.T.codes()), np.asarray(q.codes()).T)
+        assert_bitwise(np.asarray(q.T.scales()), np.asarray(q.scales()).T)
+
+
+def test_an_amax_for_each_block_has_the_shape_of_the_operands_scales() -> None:
+    x, amax = normal(20, 70), np.exp2(np.arange(20 * 3).reshape(20, 3) % 5)
+    last, first = qj.quantize(x, LINE, amax), qj.quantize(x.T, LINE, amax, axis=0)
+    same(first.with_k_last(), last)
+    with pytest.raises(ValueError, match="axis is 2"):
+        qj.quantize(x, LINE, axis=2)
+
+
 def test_other_specs_ranks_and_dtypes_are_refused() -> None:
     q = qj.quantize(normal(4, 32), LINE)
     with pytest.raises(ValueError, match="dequantize\\(\\) it first"):

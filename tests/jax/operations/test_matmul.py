@@ -146,6 +146,25 @@ def test_nonfinite_values_make_only_the_products_of_their_block_nan(gemm: GemmSp
 
 
 @each_kind
+@pytest.mark.parametrize("k", [96, 35])
+def test_operands_in_either_layout_have_the_same_product(gemm: GemmSpec, k: int) -> None:
+    """The left operand is moved in blocks of columns where their number has a common divisor with 32."""
+    assert gemm.a is not None and gemm.b is not None
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(rows, k)).astype(np.float32) for rows in (40, 70))
+
+    @jax.jit
+    def products(a: Any, b: Any) -> list[Any]:
+        lefts = qj.quantize(a, gemm.a, seed=1), qj.quantize(a.T, gemm.a, seed=1, axis=0)  # type: ignore[arg-type]
+        rights = qj.quantize(b, gemm.b, seed=1), qj.quantize(b.T, gemm.b, seed=1, axis=0)  # type: ignore[arg-type]
+        return [qj.matmul(left, right) for left in lefts for right in rights]
+
+    first, *others = map(np.asarray, products(a, b))
+    for y in others:
+        assert_close("product", y, first, 1e-6)
+
+
+@each_kind
 @pytest.mark.parametrize("m, k, n", [(0, 16, 8), (8, 16, 0), (8, 0, 4), (0, 0, 0)])
 def test_an_empty_gemm_is_zeros_or_the_bias(gemm: GemmSpec, m: int, k: int, n: int) -> None:
     @jax.jit

@@ -20,6 +20,7 @@ from jax import Array, lax
 from quaver.jax.inspection.explain import gemm_scope
 from quaver.jax.inspection.inspector import Recorder
 from quaver.jax.numerics.quantized import Quantized
+from quaver.jax.operations.native import transposed
 from quaver.jax.operations.ops import matmul
 from quaver.jax.operations.sharding import (
     GemmMeshAxes,
@@ -107,17 +108,15 @@ def fprop(
     if gemm.a is None or gemm.b is None:
         high = (
             all_gather_operand(_require_unquantized(call, x), call.input_placement),
-            all_gather_operand(_require_unquantized(call, w), call.weight_placement).T,
+            all_gather_operand(_require_unquantized(call, w), call.weight_placement),
         )
-        return gemm_high_precision(*high, call.dtype, bias), None, None
+        return gemm_high_precision(*high, call.dtype, bias, axis=0), None, None
     token_axes, (row_axes, k_axes) = (
         axes_before_gather(call.input_placement, axes.tokens, axes.inputs)[0],
         axes_before_gather(weight_t_placement, axes.outputs, axes.inputs),
     )
     xq = quantize_shard(x, gemm.a, token_axes, axes.inputs, factor=factor_of(state, INPUT))
-    wq = quantize_shard(
-        w if isinstance(w, Quantized) else w.T, gemm.b, row_axes, k_axes, factor=factor_of(state, WEIGHT)
-    )
+    wq = quantize_shard(w, gemm.b, row_axes, k_axes, factor=factor_of(state, WEIGHT), axis=0)
     y = matmul(
         all_gather_operand(xq, call.input_placement),
         all_gather_operand(wq, weight_t_placement),
@@ -146,7 +145,7 @@ def saved_input(
     if spec is None:
         return x
     tokens, inputs = axes_before_gather(call.input_placement, axes.tokens, axes.inputs)
-    return quantize_shard(x.T, spec, inputs, tokens, factor=factor_of(state, INPUT))
+    return quantize_shard(x, spec, inputs, tokens, factor=factor_of(state, INPUT), axis=0)
 
 
 def saved_weight(call: LinearContext, w: Array | Quantized, wq: Quantized | None) -> Array | Quantized:
@@ -183,7 +182,7 @@ def quantized_gradient(
             assert forward is not None
             transposed = forward.T
         else:
-            transposed = _gradient(call, g.T, "grad_output.T", recipe.wgrad.a, axes.outputs, axes.tokens, state)
+            transposed = _gradient(call, g, "grad_output.T", recipe.wgrad.a, axes.outputs, axes.tokens, state, axis=0)
     return forward, transposed
 
 
@@ -195,13 +194,15 @@ def _gradient(
     row_axes: tuple[str, ...],
     k_axes: tuple[str, ...],
     state: State,
+    axis: int = 1,
 ) -> Quantized:
     if spec.rounding == "nearest":
-        return quantize_shard(g, spec, row_axes, k_axes, factor=factor_of(state, GRAD_OUTPUT))
+        return quantize_shard(g, spec, row_axes, k_axes, factor=factor_of(state, GRAD_OUTPUT), axis=axis)
     stream = {"seed": call.seed, "tensor_id": call.tensor_id(operand)}
     count = state["count"][int(operand.endswith(".T"))]
     g = unless_overrun(g, count)
-    return quantize_shard(g, spec, row_axes, k_axes, factor=factor_of(state, GRAD_OUTPUT), count=count, **stream)
+    factor = factor_of(state, GRAD_OUTPUT)
+    return quantize_shard(g, spec, row_axes, k_axes, factor=factor, count=count, axis=axis, **stream)
 
 
 @_named
@@ -218,7 +219,7 @@ def dgrad(
     gemm = call.recipe.dgrad
     if gemm.b is None and isinstance(weight, Quantized):
         gathered = all_gather_operand(weight, None if call.weight_placement is None else call.weight_placement.T)
-        return gemm_high_precision(g, gathered.dequantize().T.astype(g.dtype), dtype)
+        return gemm_high_precision(g, gathered.dequantize().astype(g.dtype), dtype, axis=0)
     if gemm.b is None:
         return gemm_high_precision(g, all_gather_operand(weight, call.weight_placement), dtype)
     assert gq is not None
@@ -242,7 +243,7 @@ def wgrad(call: LinearContext, g: Array, gq: Quantized | None, saved: Array | Qu
     if gemm.b is None:
         values = all_gather_operand(saved, call.input_placement)
         values = values.dequantize().astype(g.dtype) if isinstance(values, Quantized) else values
-        return gemm_high_precision(values.T, g.T, dtype)
+        return gemm_high_precision(transposed(values), g, dtype, axis=0)
     assert gq is not None
     if call.recipe.reuse.input:
         operand = all_gather_operand(saved, call.input_placement).T
@@ -251,10 +252,13 @@ def wgrad(call: LinearContext, g: Array, gq: Quantized | None, saved: Array | Qu
     return matmul(operand, gq, dtype, fast_accum=gemm.fast_accum)
 
 
-def gemm_high_precision(a: Array, b: Array, dtype: Any, bias: Array | None = None) -> Array:
-    """Compute a [m, k] @ b [n, k].T + bias [n] for unquantized operands, accumulated in float32."""
+def gemm_high_precision(a: Array, b: Array, dtype: Any, bias: Array | None = None, axis: int = 1) -> Array:
+    """Compute a [m, k] @ b [n, k].T + bias [n] for unquantized operands, accumulated in float32.
+
+    With axis=0, b is [k, n]; XLA on a CPU would multiply float32 copies of a bfloat16 b.T.
+    """
     wide = jnp.promote_types(a.dtype, b.dtype)
-    contract = (((1,), (1,)), ((), ()))
+    contract = (((1,), (axis,)), ((), ()))
     y = lax.dot_general(a.astype(wide), b.astype(wide), contract, preferred_element_type=jnp.float32)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
 

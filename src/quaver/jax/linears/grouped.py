@@ -288,7 +288,7 @@ def _take(x: Array, index: Array, axis: int = 0) -> Array:
 
 def _operand(q: Any) -> tuple[Array, Array]:
     """Return the values [rows, k] of an operand and the factor of its products, [rows, 1] or [1, 1]."""
-    return decoded(q) if isinstance(q, Quantized) else (q, jnp.ones((1, 1), jnp.float32))
+    return decoded(q.with_k_last()) if isinstance(q, Quantized) else (q, jnp.ones((1, 1), jnp.float32))
 
 
 def _columns_in_tiles(q: Any, layout: GroupedLayout) -> tuple[Array, Array]:

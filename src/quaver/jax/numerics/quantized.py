@@ -65,6 +65,26 @@ def padded(x: Array, *after: int) -> Array:
     return lax.pad(x, np.zeros((), x.dtype), [(0, more, 0) for more in after]) if any(after) else x
 
 
+def computed_once(x: Any) -> Any:
+    """Return an array or a pytree of arrays whose elements are computed once, however often a program reads them.
+
+    XLA's CPU fusions cross optimization barriers and compute an element again for each read. They stop at a
+    conditional, and the barrier hides from the compiler that its condition is constant.
+    """
+
+    def fenced(x: Any) -> Any:
+        def zeros(x: Any) -> Any:
+            return jax.tree.map(lambda leaf: lax.mul(leaf, np.zeros((), leaf.dtype)), x)
+
+        return lax.cond(lax.optimization_barrier(np.True_), lambda x: x, zeros, x)
+
+    def barred(x: Any) -> Any:
+        # One each: a barrier of several arrays varies over the mesh axes of all of them.
+        return jax.tree.map(lax.optimization_barrier, x)
+
+    return lax.platform_dependent(x, cpu=fenced, default=barred)
+
+
 def without_elements(x: Array) -> Array:
     """Return x with a last axis of length zero, which carries only its dtype and sharding type."""
     return lax.slice_in_dim(x, 0, 0, axis=-1)
@@ -80,18 +100,23 @@ FLOAT8: dict[str, Any] = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["data", "scale", "tensor_factor", "amax"],
-    meta_fields=["spec", "shape"],
+    meta_fields=["spec", "shape", "axis"],
 )
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A GEMM operand [rows, k] in 8 or 4 bits: original ≈ data × scale.
 
+    Its arrays are stored with k last, or with k first (`axis` 0), so that a matrix is quantized along either of its
+    axes without a transpose. `codes`, `scales`, `values` and `dequantize` return [rows, k] in both layouts.
+
     Invariants: rows and k include the Hadamard's padding; an infinity or NaN in the original makes its scale NaN.
     """
 
-    #: Codes [rows, k] in a float8 dtype, uint8 [rows, ceil(k / 2)] for E2M1, or uint8 [rows, k] for other formats.
+    #: Codes [rows, k] in a float8 dtype, uint8 [rows, ceil(k / 2)] for E2M1, or uint8 [rows, k] for other formats; with
+    #: its axes swapped if `axis` is 0.
     data: Array
-    #: Decode scales [row blocks, k blocks]: float32, or uint8 exponents (E8M0), or uint8 E4M3 codes (two-level).
+    #: Decode scales [row blocks, k blocks], their axes swapped as those of data: float32, or uint8 exponents (E8M0), or
+    #: uint8 E4M3 codes (two-level).
     scale: Array
     #: Two-level only: tensor factor by which block scales are divided, float32 [1, 1], NaN for a non-finite tensor.
     #: Dividing rounds once; a stored reciprocal would round twice.
@@ -101,6 +126,8 @@ class Quantized:
     spec: QuantSpec = field(metadata={"static": True})
     #: (rows, k).
     shape: tuple[int, int] = field(metadata={"static": True})
+    #: Axis of data and scale that is k, the contraction axis: 1 or 0.
+    axis: int = field(default=1, metadata={"static": True})
 
     @property
     def nbytes(self) -> int:
@@ -109,21 +136,33 @@ class Quantized:
 
     @property
     def T(self) -> "Quantized":
-        """The transpose [k, rows]; only for specs with square blocks."""
+        """The transpose [k, rows], in the other layout; only for specs with square blocks."""
         if not self.spec.transposable:
             raise ValueError(f"{self.spec} has no transpose, its blocks are not square; quantize the transpose instead")
-        rows, k = self.shape
-        data = pack(unpack(self.data, k).T) if self.spec.format.packed else self.data.T
-        return Quantized(data, self.scale.T, self.tensor_factor, self.amax, self.spec, (k, rows))
+        data, (rows, k) = self.data, self.shape
+        if self.spec.format.packed:
+            data = pack(unpack(data, k, self.axis), 1 - self.axis)
+        return replace(self, data=data, shape=(k, rows), axis=1 - self.axis)
+
+    def with_k_last(self) -> "Quantized":
+        """Return the same operand stored with k last; transposes the codes if they are not."""
+        if self.axis == 1:
+            return self
+        return replace(self, data=self.data.T, scale=self.scale.T, axis=1)
+
+    @property
+    def stored_block(self) -> Block:
+        """The block along the two axes of the stored arrays."""
+        return along(self.axis, self.spec.block)
 
     def codes(self) -> Array:
         """Return one uint8 code per element [rows, k], with every NaN as 0x7F."""
-        fmt = self.spec.format
+        fmt, data = self.spec.format, self.with_k_last().data
         if fmt.packed:
-            return unpack(self.data, self.shape[1])
+            return unpack(data, self.shape[1])
         if fmt.name not in FLOAT8:
-            return self.data
-        codes = lax.bitcast_convert_type(self.data, jnp.uint8)
+            return data
+        codes = lax.bitcast_convert_type(data, jnp.uint8)
         # NaN codes are those above infinity's; E4M3 has no infinity, and its NaN is 0x7F.
         last = (fmt.emax + fmt.bias << fmt.mantissa_bits) + (fmt.max_mantissa >> 23 - fmt.mantissa_bits)
         nan = lax.gt(lax.bitwise_and(codes, np.uint8(0x7F)), np.uint8(last if fmt.name == "e4m3" else last + 1))
@@ -131,6 +170,11 @@ class Quantized:
 
     def scales(self) -> Array:
         """Return float32 decode scales [row blocks, k blocks], with both levels multiplied."""
+        scales = self.stored_scales()
+        return scales if self.axis == 1 else scales.T
+
+    def stored_scales(self) -> Array:
+        """Return `scales` in the stored layout."""
         if self.spec.scale == "e8m0":
             bits = self.scale.astype(jnp.int32)
             # Code 0 is 2**-127, a float32 subnormal with one mantissa bit set. Code 255 is NaN.
@@ -147,12 +191,17 @@ class Quantized:
 
     def values(self, dtype: Any = jnp.float32) -> Array:
         """Return the data [rows, k] without the scales."""
+        values = self.stored_values(dtype)
+        return values if self.axis == 1 else values.T
+
+    def stored_values(self, dtype: Any = jnp.float32) -> Array:
+        """Return `values` in the stored layout."""
         fmt = self.spec.format
         # Without the barrier, XLA on a GPU removes a cast to FP8 and back, and with it the rounding. Where packing and
         # unpacking are in one program, it would recompute every code for each use.
         data = lax.optimization_barrier(self.data)
         if fmt.packed:
-            return e2m1_values(unpack(data, self.shape[1]), dtype)
+            return e2m1_values(unpack(data, self.shape[1], self.axis), dtype)
         return data.astype(dtype) if fmt.name in FLOAT8 else values_of(data, fmt, dtype)
 
     def dequantize(self) -> Array:
@@ -160,6 +209,12 @@ class Quantized:
         them.
         """
         return scale_blocks(self.values(), self.scales(), self.spec.block)
+
+
+def along(axis: int, pair: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return a pair for (rows, k) in the order of the axes of an array whose contraction axis is this one, or back."""
+    rows, k = pair
+    return (rows, k) if axis == 1 else (k, rows)
 
 
 def as_bytes(retained: Any) -> Any:
@@ -190,23 +245,45 @@ _FLOAT8 = tuple(FLOAT8.values())
 
 
 def scale_blocks(x: Array, factor: Array, block: Block) -> Array:
-    """Multiply the elements of each block of x [rows, k] by the block's factor."""
-    rows, k = x.shape
+    """Multiply the elements of each block of a matrix by the block's factor."""
+    rows, columns = x.shape
     if x.size == 0:
         return x
     if block in ((None, None), (1, None), (None, 1)):
         return lax.mul(x, factor)
-    view = blocked(x, block)
-    y = lax.mul(view, lax.expand_dims(factor, (1, 3)))
-    return cut(y.reshape(view.shape[0] * view.shape[1], -1), rows, k)
+    if 1 not in block:
+        # One factor per column: XLA on a CPU vectorizes along the last axis, unless blocks divide it.
+        factor, block = computed_once(_expanded(factor, block[1], columns)), (block[0], 1)
+    view, within = blocked(x, block)
+    y = lax.mul(view, lax.expand_dims(factor, within))
+    return cut(y.reshape(*_padded_shape(x, block)), rows, columns)
 
 
-def blocked(x: Array, block: Block) -> Array:
-    """Reshape a non-empty matrix to [row blocks, rows, k blocks, k], zero-padded."""
-    rows, k = x.shape
-    br, bk = _within(block[0], rows), _within(block[1], k)
-    nr, nk = -(-rows // br), -(-k // bk)
-    return padded(x, nr * br - rows, nk * bk - k).reshape(nr, br, nk, bk)
+def _expanded(factor: Array, block: int | None, columns: int) -> Array:
+    """Expand factors of column blocks to one per column."""
+    (rows, blocks), each = factor.shape, _within(block, columns)
+    wide = lax.broadcast_in_dim(factor, (rows, blocks, each), (0, 1)).reshape(rows, blocks * each)
+    return cut(wide, rows, columns)
+
+
+def blocked(x: Array, block: Block) -> tuple[Array, tuple[int, ...]]:
+    """Return a non-empty matrix as [row blocks, rows, column blocks, columns], zero-padded, and its axes within blocks.
+
+    A block's axis of length one is left out: XLA on a CPU vectorizes along the last axis.
+    """
+    br, bk = _within(block[0], x.shape[0]), _within(block[1], x.shape[1])
+    rows, columns = _padded_shape(x, block)
+    x = padded(x, rows - x.shape[0], columns - x.shape[1])
+    if block[1] == 1:
+        return x.reshape(rows // br, br, columns), (1,)
+    if block[0] == 1:
+        return x.reshape(rows, columns // bk, bk), (2,)
+    return x.reshape(rows // br, br, columns // bk, bk), (1, 3)
+
+
+def _padded_shape(x: Array, block: Block) -> tuple[int, int]:
+    br, bk = _within(block[0], x.shape[0]), _within(block[1], x.shape[1])
+    return -(-x.shape[0] // br) * br, -(-x.shape[1] // bk) * bk
 
 
 def _within(block: int | None, length: Any) -> Any:
@@ -221,22 +298,40 @@ def cut(x: Array, rows: int, k: int) -> Array:
     return x if x.shape == (rows, k) else lax.slice(x, (0, 0), (rows, k))
 
 
-def pack(codes: Array) -> Array:
-    """Pack two 4-bit codes per byte: uint8 [rows, k] to [rows, ceil(k / 2)]."""
-    rows, k = codes.shape
-    pairs = padded(codes, 0, k % 2).reshape(rows, (k + 1) // 2, 2)
-    low, high = (lax.index_in_dim(pairs, i, 2, keepdims=False) for i in (0, 1))
+def pack(codes: Array, axis: int = 1) -> Array:
+    """Pack two 4-bit codes per byte along an axis: uint8 [rows, k] to [rows, ceil(k / 2)], or [k, rows] likewise."""
+    rows, k = along(axis, codes.shape)
+    codes, half = padded(codes, *along(axis, (0, k % 2))), (k + 1) // 2
+    if _neighbours_are_words(codes, axis):
+        words = lax.bitcast_convert_type(codes.reshape(rows, half, 2), jnp.uint16)
+        return lax.bitwise_or(words, lax.shift_right_logical(words, np.uint16(4))).astype(jnp.uint8)
+    pairs = codes.reshape((rows, half, 2) if axis == 1 else (half, 2, rows))
+    low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     return lax.bitwise_or(low, lax.shift_left(high, np.uint8(4)))
 
 
-def unpack(packed: Array, k: int) -> Array:
-    """Unpack uint8 [rows, ceil(k / 2)] to one code per element, [rows, k]."""
-    rows, half = packed.shape
-    byte = lax.reshape(packed, (rows, half, 1))
+def unpack(packed: Array, k: int, axis: int = 1) -> Array:
+    """Unpack uint8 [rows, ceil(k / 2)] to one code per element, [rows, k], or the same with the axes swapped."""
+    rows, half = along(axis, packed.shape)
+    if _neighbours_are_words(packed, axis):
+        words = packed.astype(jnp.uint16)
+        words = lax.bitwise_and(lax.bitwise_or(words, lax.shift_left(words, np.uint16(4))), np.uint16(0x0F0F))
+        return cut(lax.bitcast_convert_type(words, jnp.uint8).reshape(rows, 2 * half), rows, k)
     # No broadcast of the bytes: XLA's partitioner passes shardings through it only after the GEMM's, and would then
     # gather the decoded operand over the shards of its contraction axis.
+    byte = lax.expand_dims(packed, (axis + 1,))
     low, high = lax.bitwise_and(byte, np.uint8(15)), lax.shift_right_logical(byte, np.uint8(4))
-    return cut(lax.concatenate([low, high], 2).reshape(rows, 2 * half), rows, k)
+    whole = lax.concatenate([low, high], axis + 1).reshape(along(axis, (rows, 2 * half)))
+    return cut(whole, *along(axis, (rows, k)))
+
+
+def _neighbours_are_words(codes: Array, axis: int) -> bool:
+    """Return True to read two neighbours on the last axis as one 16-bit number.
+
+    XLA on a CPU vectorizes that, and an NVFP4 layer takes two thirds of the time. It does not vectorize a stride of
+    two. JAX exports no such reading of an axis of symbolic length.
+    """
+    return axis == 1 and all(isinstance(size, int) for size in codes.shape)
 
 
 def e2m1_values(codes: Array, dtype: Any) -> Array:

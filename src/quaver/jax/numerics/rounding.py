@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import custom_jvp
 
-from quaver.jax.numerics.quantized import FLOAT8, copysign, isnan, largest, padded, where
+from quaver.jax.numerics.quantized import FLOAT8, along, computed_once, copysign, isnan, largest, padded, where
 from quaver.recipes.formats import Format
 from quaver.reference.numerics import GROUP, MULTIPLIER, MULTIPLIERS, NAN_CODE, ROUNDS, SIGNS, WEYL
 
@@ -176,23 +176,26 @@ def _guard(message: str) -> Callable[[Array], Array]:
 SMALL, LIFT = 60, 64
 
 
-def rotate(x: Array) -> Array:
-    """Rotate groups of 16 along the last axis, zero-padded: [rows, k] to float32 [rows, ceil16(k)].
+def rotate(x: Array, axis: int = 1) -> Array:
+    """Rotate groups of 16 along an axis of a matrix, zero-padded: [rows, k] to float32 [rows, ceil16(k)] for the last.
 
     Exact, except where a group contains a subnormal and values above 2**-60 cancel: XLA on a CPU flushes subnormals.
     """
     x = widen(x)
-    rows, k = x.shape
+    k = x.shape[axis]
     groups = -(-k // GROUP)
-    y = padded(x, 0, groups * GROUP - k).reshape(rows, groups, GROUP)
-    small = lax.lt(largest(magnitude_bits(y), (2,)), np.int32((127 - SMALL) << 23))
-    y = lax.mul(where(small, _lifted(y), y), np.array(SIGNS, np.float32).reshape(1, 1, GROUP))
+    x = padded(x, *along(axis, (0, groups * GROUP - k)))
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    y = x.reshape(*before, groups, GROUP, *after)
+    signs = np.expand_dims(np.array(SIGNS, np.float32), (0, 1) if axis == 1 else (0, 2))
+    small = lax.lt(largest(magnitude_bits(y), (axis + 1,)), np.int32((127 - SMALL) << 23))
+    y = lax.mul(where(small, _lifted(y), y), signs)
     for stride in (1, 2, 4, 8):
-        pairs = y.reshape(rows, groups, GROUP // (2 * stride), 2, stride)
-        a, b = (lax.slice_in_dim(pairs, i, i + 1, axis=3) for i in (0, 1))
-        y = lax.concatenate([lax.add(a, b), lax.sub(a, b)], 3).reshape(rows, groups, GROUP)
+        pairs = y.reshape(*before, groups, GROUP // (2 * stride), 2, stride, *after)
+        a, b = (lax.slice_in_dim(pairs, i, i + 1, axis=axis + 2) for i in (0, 1))
+        y = lax.concatenate([lax.add(a, b), lax.sub(a, b)], axis + 2).reshape(y.shape)
     quarter = lax.full(small.shape, np.float32(0.25))
-    return lax.mul(y, where(small, 0.25 * 2.0**-LIFT, quarter)).reshape(rows, groups * GROUP)
+    return lax.mul(y, where(small, 0.25 * 2.0**-LIFT, quarter)).reshape(x.shape)
 
 
 def _lifted(x: Array) -> Array:
@@ -216,7 +219,7 @@ Place = tuple[Array | int, Array | int, int]
 
 
 def uniform(
-    rows: int, k: int, seed: int, tensor_id: Array | int, count: Array | int, place: Place | None = None
+    rows: int, k: int, seed: int, tensor_id: Array | int, count: Array | int, place: Place | None = None, axis: int = 1
 ) -> Array:
     """Return the random numbers in (0, 1) for stochastic rounding of an operand, float32 [rows, k].
 
@@ -226,25 +229,25 @@ def uniform(
         tensor_id: 32-bit number of the tensor.
         count: number of earlier quantizations of this tensor; its low 32 bits are used.
         place: position of the shard in the whole operand, or None.
+        axis: 0 to return them as [k, rows].
     Exact: `quaver.reference.numerics.uniform`; with `place`, the shard's part of it.
     """
     first_row, first_column, whole = (0, 0, k) if place is None else place
-    row = lax.broadcasted_iota(jnp.uint32, (rows, 1), 0) + _word(first_row)
+    row = lax.broadcasted_iota(jnp.uint32, along(axis, (rows, 1)), 1 - axis) + _word(first_row)
     # If no counter spans two rows, the four halves of a counter belong to four neighbouring columns.
     together = (
         k % 4 == 0 and whole % 4 == 0 and (place is None or not isinstance(first_column, int) or first_column % 4 == 0)
     )
     step = 4 if together else 1
-    column = lax.broadcasted_iota(jnp.uint32, (1, k // step), 1) + _word(first_column) // step
+    column = lax.broadcasted_iota(jnp.uint32, along(axis, (1, k // step)), axis) + _word(first_column) // step
     high, low = mul_wide(row, whole // step)
     low, high = low + column, high + (low + column < column)
     key, upper = _noise_stream(seed, _word(tensor_id), _word(count))
     sixteen, half = np.uint32(16), np.uint32(0xFFFF)
     if together:
-        words = philox2x32(low, high ^ upper, key)
-        halves = lax.concatenate(
-            [lax.expand_dims(piece, (2,)) for word in words for piece in (word >> sixteen, word & half)], 2
-        )
+        words = computed_once(philox2x32(low, high ^ upper, key))
+        pieces = [lax.expand_dims(piece, (axis + 1,)) for word in words for piece in (word >> sixteen, word & half)]
+        halves = lax.concatenate([piece.astype(jnp.uint16) for piece in pieces], axis + 1)
     else:
         lane = low & 3
         first, second = philox2x32(low >> 2 | high << 30, high >> 2 ^ upper, key)
@@ -252,7 +255,7 @@ def uniform(
         halves = where(lax.eq(lane & 1, np.uint32(0)), word >> sixteen, word & half)
     # Signed integers convert to float faster, and 16 bits fit.
     drawn = lax.add(halves.astype(jnp.int32).astype(jnp.float32), np.float32(0.5))
-    return lax.mul(drawn, np.float32(2.0**-16)).reshape(rows, k)
+    return lax.mul(drawn, np.float32(2.0**-16)).reshape(along(axis, (rows, k)))
 
 
 def _noise_stream(seed: int, tensor_id: Array, count: Array) -> tuple[Array, Array]:

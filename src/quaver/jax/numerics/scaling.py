@@ -8,28 +8,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from quaver.jax.numerics.quantized import blocked, isnan, largest, where
+from quaver.jax.numerics.quantized import along, blocked, isnan, largest, where
 from quaver.jax.numerics.rounding import INFINITY_BITS, SMALLEST_NORMAL_BITS, magnitude_bits, two_to_the
 from quaver.recipes.formats import E4M3, Format
 from quaver.recipes.spec import QuantSpec
 from quaver.reference.numerics import FACTOR_EXPONENTS, FLT_MAX, TENSOR_EXPONENTS, TWO_LEVEL_MAX, magnitudes
 
 
-def block_bits(x: Array, spec: QuantSpec) -> Array:
-    """Return the bits of each block's amax in float32 x [rows, k]: int32 in the shape of the scales.
+def block_bits(x: Array, spec: QuantSpec, axis: int = 1) -> Array:
+    """Return the bits of each block's amax in float32 x [rows, k], or [k, rows] if the contraction axis is 0: int32 in
+    the shape of the stored scales.
 
     Subnormal amaxes count as 0.
     """
-    shape = spec.blocks(*x.shape)
     if x.size == 0:
-        return jnp.zeros(shape, jnp.int32)
+        return jnp.zeros(scale_shape(x, spec, axis), jnp.int32)
+    block = along(axis, spec.block)
     if spec.per_tensor:
         amax_bits = largest(magnitude_bits(x), (0, 1))
-    elif spec.block == (1, None):
-        amax_bits = largest(magnitude_bits(x), (1,))
+    elif block in ((1, None), (None, 1)):
+        amax_bits = largest(magnitude_bits(x), (block.index(None),))
     else:
-        amax_bits = lax.reduce_max(magnitude_bits(blocked(x, spec.block)), (1, 3))
+        view, within = blocked(x, block)
+        amax_bits = lax.reduce_max(magnitude_bits(view), within)
     return _flush_subnormal_bits(amax_bits)
+
+
+def scale_shape(x: Array, spec: QuantSpec, axis: int) -> tuple[int, int]:
+    """Return the shape of the stored scales of x."""
+    return along(axis, spec.blocks(*along(axis, x.shape)))
 
 
 def _flush_subnormal_bits(bits: Array) -> Array:
@@ -44,13 +51,15 @@ def provided_amax_bits(amax: Array | float, shape: tuple[int, int]) -> Array:
     )
 
 
-def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array | float | None) -> "Factors":
+def factors(
+    x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array | float | None, axis: int = 1
+) -> "Factors":
     """Return encode factors and stored scales of the blocks of float32 x; see `quaver.reference.factors`."""
-    shape = spec.blocks(*x.shape)
+    shape = scale_shape(x, spec, axis)
     if spec.scale == "unit":
         one = jnp.ones(shape, jnp.float32)
         return one, one, None, None
-    measured = block_bits(x, spec)
+    measured = block_bits(x, spec, axis)
     if spec.two_level:
         return _two_level(measured, spec, amax)
     amax_bits = measured if amax is None else provided_amax_bits(amax, shape)
@@ -71,7 +80,7 @@ def factors(x: Array, spec: QuantSpec, amax: Array | float | None, factor: Array
     return e, scale, None, _float_of_bits(measured) if spec.per_tensor else None
 
 
-#: (encode factors, stored scales), [row blocks, k blocks]; (tensor factor of two-level scales, amax), [1, 1] or None.
+#: (encode factors, stored scales) in the stored layout; (tensor factor of two-level scales, amax), [1, 1] or None.
 Factors = tuple[Array, Array, Array | None, Array | None]
 
 

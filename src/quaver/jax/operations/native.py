@@ -9,8 +9,10 @@ casts before it, and with it the FP8 GEMM. Blocks of MXFP8 and NVFP4 use XLA's b
 Blackwell on. Other blocks are emulated as on a CPU.
 """
 
+import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +22,17 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
-from quaver.jax.numerics.quantized import FLOAT8, Quantized, cut, isnan, padded, scale_blocks, where
+from quaver.jax.numerics.quantized import (
+    FLOAT8,
+    Quantized,
+    along,
+    computed_once,
+    cut,
+    isnan,
+    padded,
+    scale_blocks,
+    where,
+)
 from quaver.jax.numerics.rounding import SMALLEST_NORMAL_BITS, forbid_derivative, two_to_the
 from quaver.recipes.spec import QuantSpec
 
@@ -97,13 +109,36 @@ def _on_cuda(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any, fast
 
 
 def _emulated(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any) -> Array:
+    # No operand is decoded before both are quantized: weights and saved inputs would be, for all layers at once.
+    first, second = computed_once((a.data, b.data))
+    a, b = replace(a, data=first), replace(b, data=second)
     (x, s), (y, t) = decoded(a), decoded(b)
+    s, t = (s if a.axis == 1 else s.T), (t.T if b.axis == 1 else t)
     if x.dtype != y.dtype:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     # On a GPU float32 operands would lose bits to TF32.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    product = lax.dot_general(x, y, NT, precision=precision, preferred_element_type=jnp.float32)
-    return _finish(scaled(product, s, t.T), bias, dtype)
+    x = x if a.axis == 1 else transposed(x)
+    contract = (((1,), (b.axis,)), ((), ()))
+    product = lax.dot_general(x, y, contract, precision=precision, preferred_element_type=jnp.float32)
+    return _finish(scaled(product, s, t), bias, dtype)
+
+
+def transposed(x: Array) -> Array:
+    """Return x.T as the left operand of a GEMM; bfloat16 is moved in blocks of columns on a CPU.
+
+    XLA would fold a plain transpose into the GEMM, and multiplies bfloat16 on a CPU only if the left operand's
+    contraction axis is its last; otherwise it multiplies float32 copies, which takes several times as long.
+    """
+    k, rows = x.shape
+    block = math.gcd(k, 32) if isinstance(k, int) else 1
+    if block == 1 or x.dtype != jnp.bfloat16:
+        return x.T
+
+    def in_blocks(x: Array) -> Array:
+        return lax.transpose(x.reshape(k // block, block, rows), (2, 0, 1)).reshape(rows, k)
+
+    return lax.platform_dependent(x, cpu=in_blocks, default=jnp.transpose)
 
 
 def _finish(y: Array, bias: Array | None, dtype: Any) -> Array:
@@ -113,8 +148,9 @@ def _finish(y: Array, bias: Array | None, dtype: Any) -> Array:
 def _fp8(a: Quantized, b: Quantized, out: Any, fast_accum: bool) -> tuple[Array, Array, Array]:
     """Return the GEMM of the data, and the scales of each row of a and of b."""
     precision = lax.Precision.DEFAULT if fast_accum else lax.Precision.HIGHEST
+    a, b = a.with_k_last(), b.with_k_last()
     y = lax.dot_general(a.data, b.data, NT, precision=precision, preferred_element_type=out)
-    return y, per_row_scales(a.scales(), a.spec, a.shape[0]), per_row_scales(b.scales(), b.spec, b.shape[0]).T
+    return y, per_row_scales(a, a.scales()), per_row_scales(b, b.scales()).T
 
 
 def _block_scaled(a: Quantized, b: Quantized, out: Any) -> tuple[Array, Array, Array]:
@@ -151,6 +187,7 @@ def _scaled_matmul(out: Any) -> Callable[..., Array]:
 
 def _blocks(q: Quantized) -> tuple[Array, Array]:
     """Return data [rows, k] and scales [rows, k / block] in the dtypes of XLA's block-scaled dot."""
+    q = q.with_k_last()
     (rows, k), block = q.shape, q.spec.block[1]
     assert block is not None
     padding = -k % block
@@ -160,7 +197,7 @@ def _blocks(q: Quantized) -> tuple[Array, Array]:
     else:
         data = padded(q.data, 0, padding)
     kind = jnp.float8_e4m3fn if q.spec.two_level else jnp.float8_e8m0fnu
-    return data, lax.bitcast_convert_type(per_row_scales(q.scale, q.spec, rows), kind)
+    return data, lax.bitcast_convert_type(per_row_scales(q, q.scale), kind)
 
 
 def _tensor_scale(q: Quantized) -> Array:
@@ -170,34 +207,38 @@ def _tensor_scale(q: Quantized) -> Array:
 
 
 def decoded(q: Quantized) -> tuple[Array, Array]:
-    """Return the operand [rows, k] with block scales applied, and the scale of each row [rows, 1] or of the tensor.
+    """Return the operand [rows, k] with block scales applied, and the scale of each row [rows, 1] or of the tensor,
+    both in the stored layout.
 
     The operand is bfloat16, or float32 if block scales are not powers of two.
     """
     spec = q.spec
     dtype = jnp.float32 if spec.scale == "fp32" and spec.block[1] is not None else jnp.bfloat16
-    values = q.values(dtype)
+    values = q.stored_values(dtype)
     if spec.two_level:
         blocks = lax.bitcast_convert_type(q.scale, jnp.float8_e4m3fn).astype(dtype)
-        return scale_blocks(values, blocks, spec.block), _tensor_scale(q)
+        return scale_blocks(values, blocks, q.stored_block), _tensor_scale(q)
+    scale = per_row_scales(q, q.stored_scales())
     if spec.block[1] is None:
-        return values, per_row_scales(q.scales(), spec, q.shape[0])
-    scale = per_row_scales(q.scales(), spec, q.shape[0])
-    row_max_scale = lax.expand_dims(lax.reduce_max(where(lax.is_finite(scale), scale, 0), (1,)), (1,))
+        return values, scale
+    row_max_scale = lax.expand_dims(lax.reduce_max(where(lax.is_finite(scale), scale, 0), (q.axis,)), (q.axis,))
     binade = lax.shift_right_arithmetic(lax.bitcast_convert_type(row_max_scale, jnp.int32), np.int32(23))
     row_rescale = two_to_the(
         lax.clamp(np.int32(-126), lax.sub(np.int32(127 + MAX_SCALE_EXPONENT), binade), np.int32(126))
     )
-    blocks = scale_blocks(values, lax.mul(scale, row_rescale).astype(dtype), (1, spec.block[1]))
+    blocks = scale_blocks(values, lax.mul(scale, row_rescale).astype(dtype), along(q.axis, (1, spec.block[1])))
     return blocks, lax.div(np.float32(1), row_rescale)
 
 
-def per_row_scales(scale: Array, spec: QuantSpec, rows: int) -> Array:
-    """Expand scales of row blocks to one per row; a single scale per tensor stays."""
-    if spec.block[0] is None or spec.block[0] == 1:
+def per_row_scales(q: Quantized, scale: Array) -> Array:
+    """Expand an operand's stored scales of row blocks to one per row; a single scale per tensor stays."""
+    (block, _), (rows, _) = q.spec.block, q.shape
+    if block is None or block == 1:
         return scale
-    (blocks, k), each = scale.shape, min(spec.block[0], max(rows, 1))
-    return cut(lax.broadcast_in_dim(scale, (blocks, each, k), (0, 2)).reshape(blocks * each, k), rows, k)
+    (blocks, k), each = along(q.axis, scale.shape), min(block, max(rows, 1))
+    shape, dims = ((blocks, each, k), (0, 2)) if q.axis == 1 else ((k, blocks, each), (0, 1))
+    wide = lax.broadcast_in_dim(scale, shape, dims).reshape(along(q.axis, (blocks * each, k)))
+    return cut(wide, *along(q.axis, (rows, k)))
 
 
 def scaled(y: Array, s: Array, t: Array) -> Array:

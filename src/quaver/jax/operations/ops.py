@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from quaver.jax.numerics.quantized import Quantized, array, checked_float_dtype, pack, scale_blocks
+from quaver.jax.numerics.quantized import (
+    Quantized,
+    along,
+    array,
+    checked_float_dtype,
+    computed_once,
+    pack,
+    scale_blocks,
+)
 from quaver.jax.numerics.rounding import Place, encode, flush, forbid_derivative, rotate, uniform, widen
 from quaver.jax.numerics.scaling import factors
 from quaver.jax.operations import native
@@ -32,12 +40,13 @@ def quantize(
     tensor_id: Array | int = 0,
     count: Array | int = 0,
     place: Place | None = None,
+    axis: int = 1,
 ) -> Quantized:
     """Quantize one GEMM operand: data = round_to(x × e), scale = 1 / e, with an encode factor e per block.
 
     Args:
-        x: [rows, k] in float32, bfloat16 or float16, with the contraction axis last. A `Quantized` with this spec is
-            returned unchanged.
+        x: [rows, k] in float32, bfloat16 or float16, with the contraction axis last, or [k, rows] with axis=0. A
+            `Quantized` with this spec is returned unchanged.
         spec: how to quantize.
         amax: [row blocks, k blocks], or the tensor's [1, 1] for two-level scales, or one number; None measures it.
         factor: encode factor of delayed scaling, which replaces the one that amax implies; 0 means unset. Only for
@@ -46,11 +55,12 @@ def quantize(
         tensor_id, count: further inputs of that stream.
         place: (first row, first column, columns of the whole) if x is a shard of an operand, as under shard_map; it
             then uses the random numbers of its part of the whole.
+        axis: contraction axis of x; 0 gives the operand that quantizing x.T gives, without the transpose.
     Returns:
         The quantized operand. A block whose amax (measured or passed) is infinite or NaN has scale NaN.
     Raises:
         ValueError: x is not a matrix, has another dtype, or is quantized with another spec, or factor is passed for
-            other scales.
+            other scales, or axis is not 0 or 1.
         NotImplementedError: its derivative is requested; see `linear`.
     Exact: the bits of `quaver.reference.quantize`, eager and under jit. Bounded if scales are not powers of two: scales
         within an ulp, codes within a step, and subnormals (also scales) count as 0 on a CPU. Rotated operands have an
@@ -69,12 +79,16 @@ def quantize(
     if own not in DTYPES:
         raise ValueError(f"an operand is float32, bfloat16 or float16, not {own}; convert it first")
     check_static_int("seed", seed, "let tensor_id or count differ instead")
-    _numbers(spec, x, amax, factor, tensor_id, count)
+    if axis not in (0, 1):
+        raise ValueError(f"quantize: axis is {axis!r}; give the contraction axis of x, 0 or 1")
+    _numbers(spec, along(axis, x.shape), amax, factor, tensor_id, count)
+    if axis == 0 and amax is not None and jnp.size(amax) != 1:
+        amax = jnp.swapaxes(amax, 0, 1)
     whole = None if place is None else place[2]
     at = (0, 0) if place is None else place[:2]
     if isinstance(count, int):
         count &= 0xFFFFFFFF
-    return _quantize(x, amax, factor, _word(tensor_id), _word(count), at, spec=spec, seed=seed, whole=whole)
+    return _quantize(x, amax, factor, _word(tensor_id), _word(count), at, spec=spec, seed=seed, whole=whole, axis=axis)
 
 
 def check_static_int(what: str, number: object, instead: str) -> None:
@@ -85,12 +99,12 @@ def check_static_int(what: str, number: object, instead: str) -> None:
         )
 
 
-def _numbers(spec: QuantSpec, x: Array, amax: Any, factor: Any, tensor_id: Any, count: Any) -> None:
+def _numbers(spec: QuantSpec, shape: tuple[int, int], amax: Any, factor: Any, tensor_id: Any, count: Any) -> None:
     for what, number in (("amax", amax), ("factor", factor), ("tensor_id", tensor_id), ("count", count)):
         optional = number is None and what in ("amax", "factor")
         if not optional and (isinstance(number, bool) or not isinstance(number, (int, float))):
             array("quantize", what, number)
-    wanted = (1, 1) if spec.two_level else spec.blocks(*x.shape)
+    wanted = (1, 1) if spec.two_level else spec.blocks(*shape)
     if amax is not None and jnp.size(amax) != 1 and jnp.shape(amax) != wanted:
         raise ValueError(f"quantize: amax has shape {jnp.shape(amax)}; give one number, or {wanted}")
     if factor is not None and jnp.size(factor) != 1:
@@ -101,7 +115,7 @@ def _word(x: Array | int) -> Array:
     return jnp.uint32(x) if isinstance(x, int) else x
 
 
-@partial(jax.jit, static_argnames=("spec", "seed", "whole"))
+@partial(jax.jit, static_argnames=("spec", "seed", "whole", "axis"))
 def _quantize(
     x: Array,
     amax: Array | float | None,
@@ -113,40 +127,30 @@ def _quantize(
     spec: QuantSpec,
     seed: int,
     whole: int | None,
+    axis: int,
 ) -> Quantized:
     x, amax, factor = forbid_derivative(NO_DERIVATIVE, (x, amax, factor))
     if spec.hadamard or spec.rounding == "stochastic":
         # Barrier: keep XLA from recomputing x's producer, such as a transpose, for both amax and data; likewise the
         # noise.
         x = lax.optimization_barrier(x)
-    x = rotate(x) if spec.hadamard else widen(x)
-    rows, k = x.shape
+    x = rotate(x, axis) if spec.hadamard else widen(x)
+    rows, k = along(axis, x.shape)
     u = None
     if spec.rounding == "stochastic":
         x = flush(x)
-        drawn = uniform(rows, k, seed, tensor_id, count, None if whole is None else (*at, whole))
+    e, scale, tensor_factor, tensor_amax = factors(x, spec, amax, factor, axis)
+    if spec.rounding == "stochastic":
+        # Noise waits for x's factors: XLA on a CPU would draw that of all layers first.
+        e, scale, count = computed_once((e, scale, count))
+        drawn = uniform(rows, k, seed, tensor_id, count, None if whole is None else (*at, whole), axis)
         u = lax.optimization_barrier(drawn)
-    e, scale, tensor_factor, tensor_amax = factors(x, spec, amax, factor)
-    data = encode(scale_blocks(x, lax.optimization_barrier(e), spec.block), spec.format, u)
+    elif not spec.per_tensor:
+        e, scale = computed_once((e, scale))
+    data = encode(scale_blocks(x, lax.optimization_barrier(e), along(axis, spec.block)), spec.format, u)
     if spec.format.packed:
-        data = pack(data) if tensor_factor is None else _once(pack(data), tensor_factor)
-    return Quantized(data, scale, tensor_factor, tensor_amax, spec, (rows, k))
-
-
-def _once(packed: Array, tensor_factor: Array) -> Array:
-    """Return packed codes so that they are computed once, even if their unpacking is compiled into the same program.
-
-    XLA's CPU fusions cross optimization barriers and would compute each code four times. They stop at a conditional: a
-    tensor factor is never 0, but the compiler does not know that.
-    """
-
-    def fenced(packed: Array, tensor_factor: Array) -> Array:
-        return lax.cond(tensor_factor.reshape(()) != 0, lambda x: x, lambda x: x & jnp.uint8(0), packed)
-
-    def barred(packed: Array, _: Array) -> Array:
-        return lax.optimization_barrier(packed)
-
-    return lax.platform_dependent(packed, tensor_factor, cpu=fenced, default=barred)
+        data = computed_once(pack(data, axis))
+    return Quantized(data, scale, tensor_factor, tensor_amax, spec, (rows, k), axis)
 
 
 def dequantize(q: Quantized) -> Array:
@@ -161,7 +165,7 @@ def matmul(
     """Compute a [m, k] @ b [n, k].T + bias [n], accumulated in float32, scaled, and rounded once to dtype.
 
     Args:
-        a, b: quantized operands with the same k.
+        a, b: quantized operands with the same k, each in any layout.
         dtype: of the output: float32, bfloat16 or float16.
         bias: added in float32.
         fast_accum: let a GPU accumulate faster and less precisely if it can.

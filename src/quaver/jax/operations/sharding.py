@@ -14,7 +14,7 @@ over exactly the axes over which their parameter does not vary.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from quaver.jax.numerics.quantized import Quantized, largest
+from quaver.jax.numerics.quantized import Quantized, along, largest
 from quaver.jax.numerics.rounding import rotate, widen
 from quaver.jax.numerics.scaling import block_bits
 from quaver.jax.operations.ops import quantize
@@ -89,41 +89,41 @@ def quantize_shard(
     seed: int = 0,
     tensor_id: int = 0,
     count: Array | int = 0,
+    axis: int = 1,
 ) -> Quantized:
     """`quantize` for a shard [rows, k] of an operand; returns that part of the whole's codes and scales.
 
     Args:
-        x: the shard.
+        x: the shard, [k, rows] with axis=0.
         spec: how to quantize.
         row_axes, k_axes: mesh axes that shard each of its axes.
-        factor, seed, tensor_id, count: as for `quantize`.
+        factor, seed, tensor_id, count, axis: as for `quantize`.
     Raises:
         ValueError: a shard ends within a block.
 
     Exact.
     """
     if isinstance(x, Quantized) or not (row_axes or k_axes):
-        return quantize(x, spec, factor=factor, seed=seed, tensor_id=tensor_id, count=count)
-    _check_shard_edges(x.shape, spec, row_axes, k_axes)
+        return quantize(x, spec, factor=factor, seed=seed, tensor_id=tensor_id, count=count, axis=axis)
+    rows, k = along(axis, x.shape)
+    _check_shard_edges((rows, k), spec, row_axes, k_axes)
     place = None
     if spec.rounding == "stochastic":
-        stored = spec.padded(x.shape[1])
+        stored = spec.padded(k)
         whole = stored * (lax.axis_size(k_axes) if k_axes else 1)
-        first = [
-            lax.axis_index(axes) * size if axes else 0 for axes, size in ((row_axes, x.shape[0]), (k_axes, stored))
-        ]
+        first = [lax.axis_index(axes) * size if axes else 0 for axes, size in ((row_axes, rows), (k_axes, stored))]
         place = (first[0], first[1], whole)
-    amax = shared_amax(x, spec, row_axes, k_axes)
-    q = quantize(x, spec, amax, factor=factor, seed=seed, tensor_id=tensor_id, count=count, place=place)
-    if amax is None or q.amax is None:
-        return q
-    return Quantized(q.data, q.scale, q.tensor_factor, amax, q.spec, q.shape)
+    amax = shared_amax(x, spec, row_axes, k_axes, axis)
+    q = quantize(x, spec, amax, factor=factor, seed=seed, tensor_id=tensor_id, count=count, place=place, axis=axis)
+    return q if amax is None or q.amax is None else replace(q, amax=amax)
 
 
-def shared_amax(x: Array, spec: QuantSpec, row_axes: tuple[str, ...], k_axes: tuple[str, ...]) -> Array | None:
+def shared_amax(
+    x: Array, spec: QuantSpec, row_axes: tuple[str, ...], k_axes: tuple[str, ...], axis: int = 1
+) -> Array | None:
     """Return the amaxes of blocks that span shards, reduced over the shards: [1, 1], [rows, 1] or [1, k].
 
-    None if every block lies within one shard.
+    None if no block spans two shards.
     """
     if spec.scale == "unit":
         return None
@@ -132,9 +132,11 @@ def shared_amax(x: Array, spec: QuantSpec, row_axes: tuple[str, ...], k_axes: tu
     )
     if not over:
         return None
-    bits = block_bits(rotate(x) if spec.hadamard else widen(x), spec)
+    bits = block_bits(rotate(x, axis) if spec.hadamard else widen(x), spec, axis)
     if spec.two_level:
         bits = largest(bits, (0, 1))
+    elif axis == 0:
+        bits = bits.T
     # Reduce as integers, so that NaN propagates.
     return lax.bitcast_convert_type(lax.pmax(bits, over), jnp.float32)
 
@@ -168,10 +170,11 @@ def pmax_like(x: Array, like: Array) -> Array:
 
 def partition_spec_of(x: Any) -> tuple[Any, ...]:
     """Return the sharding of each axis from an array's type, on a mesh with explicit axes; for a `Quantized`, of its
-    codes.
+    codes [rows, k].
     """
     leaf = jax.typeof(jax.tree.leaves(x)[0])
-    return (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
+    entries = (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
+    return along(x.axis, entries) if isinstance(x, Quantized) else entries
 
 
 def with_auto_sharding(function: Callable[..., Array], x: Any, out: tuple[Any, ...]) -> Callable[..., Array]:
@@ -301,16 +304,22 @@ def axes_before_gather(
 
 
 def all_gather_operand(q: Quantized | Array, placement: ShardPlacement | None) -> Any:
-    """Return the gathered operand: codes and scales, or the array if it is not quantized."""
+    """Return the gathered operand: codes and scales, or the array if it is not quantized.
+
+    Args:
+        q: the operand.
+        placement: that of the shards of an array, or of a `Quantized` [rows, k].
+    """
     if placement is None:
         return q
     if not isinstance(q, Quantized):
         return _gathered(q, placement)
+    stored = placement if q.axis == 1 else placement.T
     # Gather bytes: XLA on a CPU would send float8 as float16.
-    data = lax.bitcast_convert_type(_gathered(lax.bitcast_convert_type(q.data, jnp.uint8), placement), q.data.dtype)
+    data = lax.bitcast_convert_type(_gathered(lax.bitcast_convert_type(q.data, jnp.uint8), stored), q.data.dtype)
     # A block that spans all shards has the same scale on each.
-    scale = q.scale if q.spec.block[placement.axis] is None else _gathered(q.scale, placement)
-    return Quantized(data, scale, q.tensor_factor, q.amax, q.spec, gathered_shape(q.shape, placement))
+    scale = q.scale if q.spec.block[placement.axis] is None else _gathered(q.scale, stored)
+    return replace(q, data=data, scale=scale, shape=gathered_shape(q.shape, placement))
 
 
 def gathered_shape(shape: tuple[int, int], placement: ShardPlacement | None) -> tuple[int, int]:
