@@ -2,7 +2,7 @@
 
 from benchmarks.cases.blocks import attention_noise, block_memory, block_speed, experts, state_space
 from benchmarks.cases.host import host_cost, imports, optimizer_step
-from benchmarks.cases.linear import frozen, grouped, jax_speed, memory, noise, speed
+from benchmarks.cases.linear import frozen, grouped, jax_memory, jax_speed, memory, noise, speed
 from benchmarks.cases.models import llama
 
 CASES = (
@@ -19,6 +19,7 @@ CASES = (
     grouped.MANY,
     grouped.LARGE,
     jax_speed.CASE,
+    jax_memory.CASE,
     memory.LAYER,
     memory.EAGER_MLP,
     memory.COMPILED_MLP,
