@@ -89,7 +89,14 @@ def run(suite: Suite, folder: Path, selection: list[str]) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     log = folder / f"suite-{suite.python}-{suite.torch}-{suite.jax}.txt"
     with log.open("w") as output:
-        subprocess.run([*command, *(suite.tests or selection)], cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
+        subprocess.run(
+            [*command, *(suite.tests or selection)],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            check=False,
+        )
     counts = re.findall(r"\d+ (?:passed|failed|error)s?", log.read_text().splitlines()[-1])
     tests = f" ({', '.join(f'`{path}`' for path in suite.tests)})" if suite.tests else ""
     return (", ".join(counts) or "nothing ran") + tests

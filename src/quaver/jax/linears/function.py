@@ -36,15 +36,19 @@ from quaver.jax.operations.sharding import (
     ShardedOperand,
     ShardPlacement,
     axes_of,
+    gathered_array,
     gathered_leading_shape,
     gathered_shape,
     input_placement,
+    output_placement,
     partition_spec_of,
     psum_like,
+    scattered_leading_shape,
     shard_of_gradient,
     varying,
     weight_placement,
     with_auto_sharding,
+    without_overlap,
 )
 from quaver.jax.state import buffers
 from quaver.jax.state.buffers import State
@@ -156,6 +160,7 @@ def linear(
     axes: GemmMeshAxes | None = None,
     gather_input: ShardedOperand | None = None,
     gather_weight: ShardedOperand | None = None,
+    scatter_output: ShardedOperand | None = None,
 ) -> Array:
     """Compute x @ w + bias under a recipe: the argument, else the innermost `autocast`'s, else none.
 
@@ -173,8 +178,11 @@ def linear(
         axes: the mesh axes that shard the GEMMs, inside shard_map; None derives them from the array types
             (`quaver.jax.operations.sharding`).
         gather_input, gather_weight: all-gather x or w in quantized form (`quaver.jax.ShardedOperand`).
+        scatter_output: reduce-scatter the output over a mesh axis that shards K, inside shard_map; backward gathers
+            grad_output in quantized form. Not together with the gathers. `quaver.jax.inspect` does not measure it.
     Returns:
-        [..., N]. Without a recipe it is computed in dtype's own precision; float64 is never quantized, with a warning.
+        [..., N], of one shard with `scatter_output`. Without a recipe it is computed in dtype's own precision; float64 is
+        never quantized, with a warning.
     Raises:
         ValueError: shapes or dtypes that do not fit, a missing state, or gradients that do not include the state.
         TypeError: an argument is not an array.
@@ -189,32 +197,57 @@ def linear(
     check_static_int("seed", seed, "the steps' noise differs by the count in the state")
     placements = input_placement(gather_input, x), weight_placement(gather_weight, w)
     shape = _checked_shape(x, w, bias, label, placements[1])
+    scattered = output_placement(scatter_output, shape[:-1], w.shape[0 if isinstance(w, Quantized) else 1])
+    if scattered is not None and placements != (None, None):
+        raise ValueError(f"{label}: scatter_output goes with no gather_input and no gather_weight; leave them out")
     dtype = _dtype(label, x, w, dtype)
-    if in_force is None or not in_force.quantizes:
-        return high_precision(x, w, bias, dtype)
-    if dtype not in DTYPES:
-        warn_unquantized(dtype)
-        return high_precision(x, w, bias, dtype)
+    unquantized = in_force is None or not in_force.quantizes
+    if unquantized or dtype not in DTYPES:
+        if not unquantized:
+            warn_unquantized(dtype)
+        return high_precision(x, w, bias, dtype, placements, scattered)
+    assert in_force is not None
     state = checked_state(label, state)
     buffers.check_state(state, in_force, label)
-    call = LinearContext(in_force, dtype, name, seed, axes, *placements, state_reads_of(state), recorder_of(name))
+    recorder = None if scattered is not None else recorder_of(name)
+    if recorder is not None:
+        # Whole results are measured.
+        placements = without_overlap(placements[0]), placements[1]
+    call = LinearContext(in_force, dtype, name, seed, axes, *placements, scattered, state_reads_of(state), recorder)
     _check_bias(call, x, w, bias, state)
 
     def run_on_matrix(x: Any, w: Any, bias: Array | None, state: State) -> Array:
         rows = x if isinstance(x, Quantized) else x.astype(dtype).reshape(math.prod(shape[:-1]), shape[-1])
         y = _linear(call, rows, w, bias, state)
-        return y if len(shape) == 2 else y.reshape(*gathered_leading_shape(shape[:-1], placements[0]), y.shape[-1])
+        leading = scattered_leading_shape(gathered_leading_shape(shape[:-1], placements[0]), scattered)
+        return y if len(shape) == 2 else y.reshape(*leading, y.shape[-1])
 
     return with_auto_sharding(
         run_on_matrix, x, (*partition_spec_of(x)[:-1], partition_spec_of(w)[0 if isinstance(w, Quantized) else 1])
     )(x, w, bias, state)
 
 
-def high_precision(x: Any, w: Any, bias: Array | None, dtype: Any) -> Array:
-    """Compute x [..., K] @ w [K, N] + bias unquantized, as Flax's Dense does."""
+def high_precision(
+    x: Any,
+    w: Any,
+    bias: Array | None,
+    dtype: Any,
+    gathered: tuple[ShardPlacement | None, ShardPlacement | None] = (None, None),
+    scattered: ShardPlacement | None = None,
+) -> Array:
+    """Compute x [..., K] @ w [K, N] + bias unquantized, as Flax's Dense does.
+
+    Args:
+        x, w, bias, dtype: as for `linear`.
+        gathered: placements of the shards of x and w, which are gathered.
+        scattered: placement of the shards of the output, which is reduce-scattered.
+    """
     x = x.dequantize() if isinstance(x, Quantized) else x
     w = w.dequantize().T if isinstance(w, Quantized) else w
+    x, w = (gathered_array(a, placement) for a, placement in zip((x, w), gathered, strict=True))
     y = lax.dot_general(x.astype(dtype), w.astype(dtype), (((x.ndim - 1,), (0,)), ((), ())))
+    if scattered is not None:
+        y = lax.psum_scatter(y, scattered.gather.axis, scatter_dimension=scattered.position, tiled=True)
     return y if bias is None else y + bias.astype(dtype)
 
 
@@ -307,9 +340,10 @@ def _backward(call: LinearContext, saved: Any, g: Any) -> tuple[Any, Any, Any, A
     gq, gt = gemms.quantized_gradient(call, g, state, axes, needs.input, needs.weight)
     grad_x = grad_w = grad_bias = own_x = own_w = None
     if needs.input:
-        summed = axes.outputs or call.input_placement is not None
+        summed = axes.outputs or call.input_placement is not None or call.output_placement is not None
         own_x = gemms.dgrad(call, g, gq, saved_w, state, axes, jnp.float32 if summed else like_x.dtype)
-        grad_x = psum_like(shard_of_gradient(own_x, call.input_placement), like_x).astype(like_x.dtype)
+        shard = own_x if call.rings_dgrad else shard_of_gradient(own_x, call.input_placement)
+        grad_x = psum_like(shard, like_x).astype(like_x.dtype)
     if needs.weight:
         summed = axes.tokens or call.weight_placement is not None
         own_w = gemms.wgrad(call, g, gt, saved_x, jnp.float32 if summed else like_w.dtype)
@@ -353,7 +387,9 @@ def _axes(call: LinearContext, x: Any, w: Any, state: State) -> GemmMeshAxes:
 
 
 def _check_bias(call: LinearContext, x: Any, w: Any, bias: Array | None, state: State) -> None:
-    cut = () if bias is None else tuple(axis for axis in _axes(call, x, w, state).inputs if axis not in varying(bias))
+    scattered = None if call.output_placement is None else call.output_placement.gather.axis
+    inputs = () if bias is None else _axes(call, x, w, state).inputs
+    cut = tuple(axis for axis in inputs if axis not in varying(bias) and axis != scattered)
     if cut:
         raise ValueError(
             f"{call.label}: mesh axes {cut} shard K, so each shard computes a part of the sum, and the bias would "

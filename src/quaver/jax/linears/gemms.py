@@ -21,13 +21,14 @@ from quaver.jax.inspection.explain import gemm_scope
 from quaver.jax.inspection.inspector import Recorder
 from quaver.jax.numerics.quantized import Quantized
 from quaver.jax.operations.native import transposed
-from quaver.jax.operations.ops import matmul
+from quaver.jax.operations.overlap import contracted_matmul, gathered_matmul, overlaps, scattered_matmul
 from quaver.jax.operations.sharding import (
     GemmMeshAxes,
     ShardPlacement,
     all_gather_operand,
     axes_before_gather,
     quantize_shard,
+    shard_of_gradient,
 )
 from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of, unless_overrun
 from quaver.jax.state.context import StateReads
@@ -48,6 +49,8 @@ class LinearContext:
     #: Placement of the shards of x [T, K] and of w [K, N] for a gather; None for no gather.
     input_placement: ShardPlacement | None
     weight_placement: ShardPlacement | None
+    #: Placement of the shards of the output [T, N] after a reduce-scatter; None for no scatter.
+    output_placement: ShardPlacement | None
     #: Counter of the calls that read this state.
     state_reads: StateReads
     #: Recorder of the step that `quaver.jax.inspect` samples; None if the call is not measured.
@@ -62,6 +65,11 @@ class LinearContext:
                     f"{spec}), and quaver.jax supports that only for gradients; round the input to nearest, or use "
                     "quaver.torch"
                 )
+
+    @property
+    def rings_dgrad(self) -> bool:
+        """Return True if dgrad's GEMM and the reduce-scatter of its result are one ring."""
+        return overlaps(self.input_placement) and self.recipe.dgrad.b is not None
 
     @property
     def label(self) -> str:
@@ -110,21 +118,26 @@ def fprop(
             all_gather_operand(_require_unquantized(call, x), call.input_placement),
             all_gather_operand(_require_unquantized(call, w), call.weight_placement),
         )
-        return gemm_high_precision(*high, call.dtype, bias, axis=0), None, None
+        if call.output_placement is None:
+            return gemm_high_precision(*high, call.dtype, bias, axis=0), None, None
+        y = gemm_high_precision(*high, jnp.float32, axis=0)
+        return _with_bias(shard_of_gradient(y, call.output_placement), bias, call.dtype), None, None
     token_axes, (row_axes, k_axes) = (
         axes_before_gather(call.input_placement, axes.tokens, axes.inputs)[0],
         axes_before_gather(weight_t_placement, axes.outputs, axes.inputs),
     )
     xq = quantize_shard(x, gemm.a, token_axes, axes.inputs, factor=factor_of(state, INPUT))
     wq = quantize_shard(w, gemm.b, row_axes, k_axes, factor=factor_of(state, WEIGHT), axis=0)
-    y = matmul(
-        all_gather_operand(xq, call.input_placement),
-        all_gather_operand(wq, weight_t_placement),
-        call.dtype,
-        bias,
-        fast_accum=gemm.fast_accum,
-    )
+    weight = all_gather_operand(wq, weight_t_placement)
+    if call.output_placement is not None:
+        y = scattered_matmul(xq, weight, call.output_placement, jnp.float32, fast_accum=gemm.fast_accum)
+        return _with_bias(y, bias, call.dtype), xq, wq
+    y = gathered_matmul(xq, call.input_placement, weight, call.dtype, bias, fast_accum=gemm.fast_accum)
     return y, xq, wq
+
+
+def _with_bias(y: Array, bias: Array | None, dtype: Any) -> Array:
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
 
 
 def saved_input(
@@ -174,15 +187,16 @@ def quantized_gradient(
     """
     recipe = call.recipe
     shared = recipe.reuse.grad_output
+    tokens = axes_before_gather(call.output_placement, axes.tokens, axes.outputs)[0]
     forward = transposed = None
     if recipe.dgrad.a is not None and (need_input or (need_weight and shared)):
-        forward = _gradient(call, g, "grad_output", recipe.dgrad.a, axes.tokens, axes.outputs, state)
+        forward = _gradient(call, g, "grad_output", recipe.dgrad.a, tokens, axes.outputs, state)
     if recipe.wgrad.a is not None and need_weight:
         if shared:
             assert forward is not None
             transposed = forward.T
         else:
-            transposed = _gradient(call, g, "grad_output.T", recipe.wgrad.a, axes.outputs, axes.tokens, state, axis=0)
+            transposed = _gradient(call, g, "grad_output.T", recipe.wgrad.a, axes.outputs, tokens, state, axis=0)
     return forward, transposed
 
 
@@ -215,8 +229,10 @@ def dgrad(
     axes: GemmMeshAxes,
     dtype: Any,
 ) -> Array:
-    """Return grad_input [T, K], from the result of `saved_weight`."""
+    """Return grad_input [T, K] from the result of `saved_weight`, before its reduce-scatter unless that is a ring."""
     gemm = call.recipe.dgrad
+    if gemm.b is None:
+        g = all_gather_operand(g, call.output_placement)
     if gemm.b is None and isinstance(weight, Quantized):
         gathered = all_gather_operand(weight, None if call.weight_placement is None else call.weight_placement.T)
         return gemm_high_precision(g, gathered.dequantize().astype(g.dtype), dtype, axis=0)
@@ -227,7 +243,9 @@ def dgrad(
         operand = all_gather_operand(weight, None if call.weight_placement is None else call.weight_placement.T).T
     else:
         operand = all_gather_operand(transposed_weight(call, weight, gemm.b, state, axes), call.weight_placement)
-    return matmul(gq, operand, dtype, fast_accum=gemm.fast_accum)
+    if call.rings_dgrad:
+        return scattered_matmul(gq, operand, call.input_placement, dtype, fast_accum=gemm.fast_accum)
+    return gathered_matmul(gq, call.output_placement, operand, dtype, fast_accum=gemm.fast_accum)
 
 
 def transposed_weight(call: LinearContext, w: Array, spec: QuantSpec, state: State, axes: GemmMeshAxes) -> Quantized:
@@ -241,15 +259,18 @@ def wgrad(call: LinearContext, g: Array, gq: Quantized | None, saved: Array | Qu
     """Return the gradient of w, grad_weight.T [K, N], from the result of `saved_input`."""
     gemm = call.recipe.wgrad
     if gemm.b is None:
+        g = all_gather_operand(g, call.output_placement)
         values = all_gather_operand(saved, call.input_placement)
         values = values.dequantize().astype(g.dtype) if isinstance(values, Quantized) else values
         return gemm_high_precision(transposed(values), g, dtype, axis=0)
     assert gq is not None
-    if call.recipe.reuse.input:
-        operand = all_gather_operand(saved, call.input_placement).T
-    else:
-        operand = all_gather_operand(saved, None if call.input_placement is None else call.input_placement.T)
-    return matmul(operand, gq, dtype, fast_accum=gemm.fast_accum)
+    assert isinstance(saved, Quantized)
+    operand = saved.T if call.recipe.reuse.input else saved
+    gathered, placement = "a", call.input_placement
+    if call.output_placement is not None:
+        gathered, placement = "b", call.output_placement
+    along_k = None if placement is None else placement.T
+    return contracted_matmul(operand, gq, along_k, gathered, dtype, fast_accum=gemm.fast_accum)
 
 
 def gemm_high_precision(a: Array, b: Array, dtype: Any, bias: Array | None = None, axis: int = 1) -> Array:

@@ -93,7 +93,7 @@ def grouped_dot(
         return lax.ragged_dot(*high, group_sizes, preferred_element_type=jnp.float32).astype(dtype)
     state = checked_state(name, state)
     buffers.check_state(state, in_force, name)
-    call = LinearContext(in_force, dtype, name, seed, None, None, None, state_reads_of(state), recorder_of(name))
+    call = LinearContext(in_force, dtype, name, seed, None, None, None, None, state_reads_of(state), recorder_of(name))
     return _grouped(call, x.astype(dtype), w, group_sizes, state)
 
 

@@ -215,12 +215,14 @@ class ShardedOperand:
 
     Args:
         axis: mesh axis to gather over.
-        sharding: sharding of the operand, x [..., K] or w [K, N]: a PartitionSpec that names the axis, or a
-            NamedSharding of one. Inside shard_map it is that of the whole array, as in `in_specs`.
+        sharding: sharding of the operand, x [..., K] or w [K, N], or of the output [..., N]: a PartitionSpec that names
+            the axis, or a NamedSharding of one. Inside shard_map it is that of the whole array, as in `in_specs`.
+        overlap: send shards in a ring, and multiply each while the next one is sent; inside shard_map.
     """
 
     axis: str
     sharding: PartitionSpec | NamedSharding
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis, str) or not isinstance(self.sharding, (PartitionSpec, NamedSharding)):
@@ -283,12 +285,38 @@ def input_placement(gather: ShardedOperand | None, x: Any) -> ShardPlacement | N
             f"{gather} shards x along K, which the GEMM sums over: shard w in the same way and leave out the gather"
         )
     others = [entry for i, entry in enumerate(entries[:-1]) if i != position]
-    if not _manual(gather) and (any(others) or any(n > 1 for n in shape[:position])):
+    if not is_manual(gather) and (any(others) or any(n > 1 for n in shape[:position])):
         raise ValueError(
             f"{gather}: under jit, activations are gathered in eight bits along their "
             f"first axis, and here it is axis {position} of {ndim}; put the sequence first, or use shard_map"
         )
     return ShardPlacement(gather, 0, shape[:-1], position, (entries[position], entries[-1]))
+
+
+def output_placement(scatter: ShardedOperand | None, shape: tuple[int, ...], features: int) -> ShardPlacement | None:
+    """Return how an output [..., N] is reduce-scattered as a matrix [T, N], or None.
+
+    Args:
+        scatter: the mesh axis, and the sharding of the output.
+        shape: shape of the output's leading axes before the scatter.
+        features: N.
+    """
+    if scatter is None:
+        return None
+    if not is_manual(scatter):
+        raise ValueError(
+            f"{scatter}: an output is reduce-scattered inside jax.shard_map only; under jit, leave scatter_output out "
+            "and constrain the output's sharding"
+        )
+    ndim = len(shape) + 1
+    position, size = scatter.position(ndim), lax.axis_size(scatter.axis)
+    if position == ndim - 1 or shape[position] % size:
+        raise ValueError(
+            f"{scatter} scatters axis {position} of an output {(*shape, features)} over {size} shards; name an axis "
+            "of tokens that divides"
+        )
+    shard = tuple(n // size if i == position else n for i, n in enumerate(shape))
+    return ShardPlacement(scatter, 0, shard, position, (None, None))
 
 
 def axes_before_gather(
@@ -297,7 +325,7 @@ def axes_before_gather(
     """Add the mesh axis of the gather to the mesh axes that shard a matrix after it, for the matrix before the
     gather.
     """
-    if placement is None or not _manual(placement.gather):
+    if placement is None or not is_manual(placement.gather):
         return row_axes, k_axes
     own = (placement.gather.axis,)
     return (row_axes + own, k_axes) if placement.axis == 0 else (row_axes, k_axes + own)
@@ -322,17 +350,37 @@ def all_gather_operand(q: Quantized | Array, placement: ShardPlacement | None) -
     return replace(q, data=data, scale=scale, shape=gathered_shape(q.shape, placement))
 
 
+def gathered_array(a: Array, placement: ShardPlacement | None) -> Array:
+    """All-gather an unquantized array [..., features] inside shard_map, differentiable; under jit XLA does it."""
+    if placement is None or not is_manual(placement.gather):
+        return a
+    axis, position = placement.gather.axis, placement.gather.position(a.ndim)
+    return lax.all_gather(a, axis, axis=position, tiled=True, to="invarying")
+
+
+def without_overlap(placement: ShardPlacement | None) -> ShardPlacement | None:
+    """Return a placement whose collective is not a ring."""
+    if placement is None or not placement.gather.overlap:
+        return placement
+    return placement._replace(gather=replace(placement.gather, overlap=False))
+
+
 def gathered_shape(shape: tuple[int, int], placement: ShardPlacement | None) -> tuple[int, int]:
     """Return the shape of a matrix after the gather, from that of a shard."""
-    if placement is None or not _manual(placement.gather):
+    if placement is None or not is_manual(placement.gather):
         return shape
     size = lax.axis_size(placement.gather.axis)
     return (shape[0] * size, shape[1]) if placement.axis == 0 else (shape[0], shape[1] * size)
 
 
+def scattered_leading_shape(leading_shape: tuple[int, ...], placement: ShardPlacement | None) -> tuple[int, ...]:
+    """Return the leading axes of the output after the scatter."""
+    return leading_shape if placement is None else placement.leading_shape
+
+
 def gathered_leading_shape(leading_shape: tuple[int, ...], placement: ShardPlacement | None) -> tuple[int, ...]:
     """Return the leading axes of x after the gather, from those of a shard."""
-    if placement is None or not _manual(placement.gather):
+    if placement is None or not is_manual(placement.gather):
         return leading_shape
     size = lax.axis_size(placement.gather.axis)
     return tuple(n * size if i == placement.position else n for i, n in enumerate(leading_shape))
@@ -343,28 +391,28 @@ def shard_of_gradient(gradient: Array, placement: ShardPlacement | None) -> Arra
     if placement is None:
         return gradient
     gather = placement.gather
-    if not _manual(gather):
+    if not is_manual(gather):
         return _constrained(gradient, placement, placement.entries)
     size = lax.axis_size(gather.axis)
-    view, dim = _unflattened(gradient, placement)
+    view, dim = unflattened(gradient, placement)
     if gather.axis in jax.typeof(view).manual_axis_type.varying:
         view = lax.psum_scatter(view, gather.axis, scatter_dimension=dim, tiled=True)
     else:
         width = view.shape[dim] // size
         view = lax.dynamic_slice_in_dim(view, lax.axis_index(gather.axis) * width, width, dim)
-    return _flattened(view, placement)
+    return flattened(view, placement)
 
 
 def _gathered(a: Array, placement: ShardPlacement) -> Array:
-    if not _manual(placement.gather):
+    if not is_manual(placement.gather):
         a = _constrained(a, placement, placement.entries)
         rest = tuple(_without(entry, placement.gather.axis) for entry in placement.entries)
         return _constrained(a, placement, rest)
-    view, dim = _unflattened(a, placement)
-    return _flattened(lax.all_gather(view, placement.gather.axis, axis=dim, tiled=True, to="invarying"), placement)
+    view, dim = unflattened(a, placement)
+    return flattened(lax.all_gather(view, placement.gather.axis, axis=dim, tiled=True, to="invarying"), placement)
 
 
-def _unflattened(a: Array, placement: ShardPlacement) -> tuple[Array, int]:
+def unflattened(a: Array, placement: ShardPlacement) -> tuple[Array, int]:
     """Split off the axes before the sharded axis, so that each shard is one contiguous range of the rest.
 
     Returns the view, and the index of the sharded axis in it."""
@@ -378,7 +426,7 @@ def _unflattened(a: Array, placement: ShardPlacement) -> tuple[Array, int]:
     return a.reshape(shape), placement.position + placement.axis
 
 
-def _flattened(view: Array, placement: ShardPlacement) -> Array:
+def flattened(view: Array, placement: ShardPlacement) -> Array:
     return view.reshape(-1, view.shape[-1]) if placement.axis == 0 else view.reshape(view.shape[0], -1)
 
 
@@ -394,14 +442,14 @@ def _constrained(a: Array, placement: ShardPlacement, entries: tuple[Any, ...]) 
 
 
 def _check_sharded(gather: ShardedOperand, x: Any) -> None:
-    if _manual(gather) and gather.axis not in varying(x):
+    if is_manual(gather) and gather.axis not in varying(x):
         raise ValueError(
             f"{gather}: the operand does not vary over that mesh axis; leave out the "
             "gather, or shard the operand over it"
         )
 
 
-def _manual(gather: ShardedOperand) -> bool:
+def is_manual(gather: ShardedOperand) -> bool:
     return gather.axis in jax.sharding.get_abstract_mesh().manual_axes
 
 
