@@ -98,3 +98,28 @@ def test_rounding_survives_where_a_gemm_is_emulated(name: str) -> None:
     text = optimized(name, "NVIDIA H200")
     assert "blockScaledDot" not in text
     assert "f8e4m3fn[" in text or "u8[" in text
+
+
+def test_rings_send_shards_while_others_are_multiplied() -> None:
+    """In the schedule for eight H200, the GEMM of another shard is between each send's start and its end."""
+    from tests.jax.operations import overlapped
+
+    described = topologies.get_topology_desc(
+        "", platform="cuda", target_config=description("NVIDIA H200"), topology="1x1x8"
+    )
+    devices = topologies.make_mesh(described, (2, 4), ("dp", "tp")).devices
+    mesh8 = jax.sharding.Mesh(devices, ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    program, types = overlapped.program("tensorwise", True, mesh8), overlapped.types(mesh8, 4, 16384, 4096, 16384)
+    options = {
+        "xla_gpu_autotune_level": 0,
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        # Else XLA joins the GEMMs of all shards, which then wait for the last one.
+        "xla_gpu_dot_merger_threshold_mb": 0,
+    }
+    lowered = program.trace(*types).lower(lowering_platforms=("cuda",))
+    text = lowered.compile(compiler_options=options).as_text()
+    order = re.findall(r"= (?:\([^=\n]*\)|\S+) (collective-permute-start|collective-permute-done|custom-call)\(", text)
+    short = "".join({"collective-permute-start": "s", "collective-permute-done": "d"}.get(each, "g") for each in order)
+    # Three sends for each of forward's gather and scatter, dgrad's two, and one of each wgrad's.
+    assert len(re.findall(r"sg+d", short)) >= 10, short

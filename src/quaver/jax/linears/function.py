@@ -181,8 +181,8 @@ def linear(
         scatter_output: reduce-scatter the output over a mesh axis that shards K, inside shard_map; backward gathers
             grad_output in quantized form. Not together with the gathers. `quaver.jax.inspect` does not measure it.
     Returns:
-        [..., N], of one shard with `scatter_output`. Without a recipe it is computed in dtype's own precision; float64 is
-        never quantized, with a warning.
+        [..., N]; with `scatter_output` of one shard. Without a recipe it is computed in dtype's own precision; float64
+        is never quantized, with a warning.
     Raises:
         ValueError: shapes or dtypes that do not fit, a missing state, or gradients that do not include the state.
         TypeError: an argument is not an array.
