@@ -13,6 +13,7 @@ KERNELS = "quaver.kernels."
 #: Public functions whose options are arguments, since they are called too often for a lookup.
 PUBLIC = {
     "quaver.jax.blocks.attention.attention",
+    "quaver.jax.blocks.ring_attention.ring_attention",
     "quaver.torch.nn.attention.op.attention",
     "quaver.torch.parallel.context.attention.context_parallel_attention",
 }

@@ -29,6 +29,7 @@ from quaver import recipes
 from quaver.jax.operations.sharding import quantize_shard
 from quaver.recipes.spec import Recipe
 from tests.close import assert_bitwise, assert_close
+from tests.jax.sharded_attention import check_attention
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 #: Every shard has whole blocks of every recipe: K / 4 is a multiple of 128.
@@ -253,6 +254,8 @@ def check(case: str) -> None:
     name, _, some = case.partition(":")
     if name == "sentences":
         check_sentences(recipes.get("mxfp8"))
+    elif name == "attention":
+        check_attention(MESH)
     elif name == "explicit":
         check_explicit(recipes.get("delayed"))
     else:

@@ -77,6 +77,12 @@ def test_a_layer_sees_only_its_own_segment(flavour: str) -> None:
     assert_close("second row", got[1, 3:8], run(X[1:, 3:8])[0], 1e-6)
 
 
+@pytest.mark.parametrize("run", [of_linen, of_nnx])
+def test_a_ring_takes_no_masks_of_tokens(run: Any) -> None:
+    with pytest.raises(ValueError, match="attention with context_axis takes no bias or chunk; leave it out"):
+        run({"context_axis": "cp", "chunk": 3}, bias=jnp.zeros((S, S)))
+
+
 def test_learnable_sinks_need_the_number_of_heads_in_nnx() -> None:
     with pytest.raises(ValueError, match="give heads, the number of query heads"):
         qn.DotProductAttention(sinks="learnable")

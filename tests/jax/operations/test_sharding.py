@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 QUANTIZED = [name for name, build in recipes.RECIPES.items() if build().quantizes]
 #: Quick cases, which share a process.
-TOGETHER = ("delayed:some", "mxfp8:some", "nvfp4:some", "sentences", "explicit")
+TOGETHER = ("delayed:some", "mxfp8:some", "nvfp4:some", "sentences", "explicit", "attention")
 
 
 def run(*cases: str) -> dict[str, str]:
@@ -51,3 +51,8 @@ def test_operands_that_cannot_be_sharded_are_refused(quick: dict[str, str]) -> N
 
 def test_a_mesh_with_explicit_axes_keeps_its_types(quick: dict[str, str]) -> None:
     assert not quick["explicit"]
+
+
+def test_attention_of_shards_is_that_of_one_device(quick: dict[str, str]) -> None:
+    """Batch and heads sharded, and tokens sharded with keys and values travelling around a ring."""
+    assert not quick["attention"]

@@ -24,6 +24,7 @@ from quaver.jax.blocks.chunked_attention import attend_chunked
 from quaver.jax.blocks.cudnn_attention import attend_cudnn, cudnn_refusal, runs_on_gpu
 from quaver.jax.blocks.fp8_attention import attend_quantized
 from quaver.jax.blocks.options import CoreOptions, Rope
+from quaver.jax.blocks.ring_attention import ring_attention, shard_positions
 from quaver.jax.linears.dot_general import KernelMatrix
 from quaver.jax.numerics.quantized import array
 from quaver.jax.state.context import recipe_in_force
@@ -180,6 +181,13 @@ def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
 # ---- parts of multi-head attention that linen and NNX share: projections, and what precedes and follows attention ----
 
 
+def positions_of(context_axis: str | None, positions: Array | None, tokens: int) -> Array | None:
+    """Return the positions of tokens that a mesh axis may shard; None counts 0, 1, 2 ..."""
+    if positions is not None or context_axis is None:
+        return positions
+    return shard_positions(context_axis, tokens)
+
+
 def prepare(
     x: Array,
     norm: Callable[[Array], Array] | None,
@@ -249,16 +257,24 @@ def attend(
         layer: module with the fields of `CoreOptions`.
         q, k, v, dropout_key: as for `attention`.
         sinks: learnable sinks, or None.
-        arguments: further arguments of this call.
+        arguments: mask, bias, segment_ids and positions of this call; positions are for a ring only.
     """
     options = pick(CoreOptions, layer)
+    axis, positions = options.pop("context_axis"), arguments.pop("positions")
     if dropout_key is None:
         options["dropout"] = 0.0
     if sinks is not None:
         options["sinks"] = sinks
     if options.pop("alibi"):
         options["alibi_slopes"] = jnp.asarray(alibi_numbers(q.shape[2]), jnp.float32)
-    return attention(q, k, v, dropout_key=dropout_key, **(options | arguments))
+    if axis is None:
+        return attention(q, k, v, dropout_key=dropout_key, **(options | arguments))
+    options |= arguments
+    unsupported = [name for name in ("mask", "bias", "chunk") if options.pop(name) is not None]
+    unsupported += ["dropout"] if options.pop("dropout") else []
+    if unsupported:
+        raise ValueError(f"attention with context_axis takes no {' or '.join(unsupported)}; leave it out")
+    return ring_attention(q, k, v, axis_name=axis, positions=positions, **options)
 
 
 def count_heads(features: int, heads: int, groups: int | None, head_dim: int | None) -> tuple[int, int, int]:

@@ -84,6 +84,8 @@ class Pairs(NamedTuple):
     queries: int
     keys: int
     visible: tuple[tuple[int, int], ...]
+    #: True to skip further pairs by the positions of their tokens, which are arrays.
+    at_run_time: bool = False
 
 
 def chunk_pairs(
@@ -142,13 +144,47 @@ def pad(x: Array, length: int, axis: int, value: int = 0) -> Array:
     return jnp.pad(x, widths, constant_values=value)
 
 
-def _over_pairs(body: Callable[[Any, Any, Any], Any], carry: Any, visible: tuple[tuple[int, int], ...]) -> Any:
-    """Run the body on every pair; one pair needs no loop."""
+def _over_pairs(
+    body: Callable[[Any, Any, Any], Any],
+    carry: Any,
+    visible: tuple[tuple[int, int], ...],
+    is_visible: Callable[[Any, Any], Array] | None,
+) -> Any:
+    """Run the body on every pair, unless `is_visible` says at run time that nothing is; one pair needs no loop."""
+
+    def run(carry: Any, i: Any, j: Any) -> Any:
+        if is_visible is None:
+            return body(carry, i, j)
+        return lax.cond(is_visible(i, j), lambda carry: body(carry, i, j), lambda carry: carry, carry)
+
     if len(visible) == 1:
         i, j = visible[0]
-        return body(carry, i, j)
+        return run(carry, i, j)
     pairs: Any = np.array(visible, np.int32).reshape(-1, 2)
-    return lax.scan(lambda c, ij: (body(c, ij[0], ij[1]), None), carry, pairs)[0]
+    return lax.scan(lambda carry, ij: (run(carry, ij[0], ij[1]), None), carry, pairs)[0]
+
+
+def _visibility(tokens: Tokens, options: ScoreOptions, pairs: Pairs) -> Callable[[Any, Any], Array] | None:
+    """Return the function that says at run time whether positions hide a pair of chunks completely; None if the pairs
+    are those of `chunk_pairs` already.
+    """
+    if not pairs.at_run_time or options.window == (-1, -1):
+        return None
+    left, right = options.window
+
+    def is_visible(i: Any, j: Any) -> Array:
+        q, k = (
+            take(x, n, length, -1)
+            for x, n, length in ((tokens.q_positions, i, pairs.queries), (tokens.k_positions, j, pairs.keys))
+        )
+        seen = jnp.bool_(True)
+        if right >= 0:
+            seen &= k.min() - q.max() <= right
+        if left >= 0:
+            seen &= q.min() - k.max() <= left
+        return seen
+
+    return is_visible
 
 
 # ---- one pair of chunks ----
@@ -204,7 +240,9 @@ class ScoreChunk(NamedTuple):
         and slopes.
         """
         rule = partial(adjust, ahead=self.ahead, options=options)
-        scores, pull = jax.vjp(rule, self.scaled, self.operands.bias, self.operands.slopes)
+        # A shard's own gradients: JAX would sum those of a replicated bias over the mesh for each chunk.
+        added = varying_like((self.operands.bias, self.operands.slopes), self.scaled)
+        scores, pull = jax.vjp(rule, self.scaled, *added)
         return (scores if self.hidden is None else jnp.where(self.hidden, -jnp.inf, scores)), pull
 
 
@@ -274,7 +312,8 @@ def add_keys(softmax: Softmax, operands: Operands, tokens: Tokens, options: Scor
             put(softmax.weighted, weighted * shrink[..., None] + new, i, -2),
         )
 
-    return _over_pairs(add, varying_like(softmax, (operands, tokens)), pairs.visible)
+    first = varying_like(softmax, (operands, tokens))
+    return _over_pairs(add, first, pairs.visible, _visibility(tokens, options, pairs))
 
 
 def finish(softmax: Softmax, options: ScoreOptions) -> tuple[Array, Array]:
@@ -339,7 +378,8 @@ def gradients_of_keys(
             slopes=None if sums.slopes is None else sums.slopes + dslopes,
         )
 
-    return _over_pairs(add, varying_like(sums, (operands, tokens, grad)), pairs.visible)
+    first = varying_like(sums, (operands, tokens, grad))
+    return _over_pairs(add, first, pairs.visible, _visibility(tokens, options, pairs))
 
 
 def add_both(x: Array, chunk: Array, i: Any, j: Any) -> Array:

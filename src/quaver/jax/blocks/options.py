@@ -83,6 +83,8 @@ class CoreOptions:
     alibi: bool = False
     # Dropout of the attention probabilities.
     dropout: float = 0.0
+    # Mesh axis of a shard_map that shards the tokens; keys and values then travel around a ring.
+    context_axis: str | None = None
     recipe: str | Recipe | None = None
 
 
@@ -145,6 +147,6 @@ def of_cross_attention(layer: Any) -> dict[str, Any]:
     """Return the options of a Transformer layer's cross attention, without positions, distances, sinks and head
     norms.
     """
-    names = ("window", "chunk", "sinks", "alibi", "rope", "qk_norm", "qk_norm_after_rope")
+    names = ("window", "chunk", "sinks", "alibi", "context_axis", "rope", "qk_norm", "qk_norm_after_rope")
     plain = {name: getattr(AttentionOptions, name) for name in names}
     return of_self_attention(layer) | plain | {"mask_type": layer.cross_mask_type}

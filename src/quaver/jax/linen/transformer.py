@@ -10,7 +10,15 @@ from flax import linen as nn
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.jax.blocks.attention import attend, count_heads, prepare, project, projections, relative_position_bias
+from quaver.jax.blocks.attention import (
+    attend,
+    count_heads,
+    positions_of,
+    prepare,
+    project,
+    projections,
+    relative_position_bias,
+)
 from quaver.jax.blocks.attention_inputs import Mask, Segments
 from quaver.jax.blocks.layers import drop_path, named, residual
 from quaver.jax.blocks.options import (
@@ -38,6 +46,7 @@ class DotProductAttention(nn.Module, CoreOptions):
     Attributes: as the function's arguments, and
         sinks: None, "off_by_one", or "learnable" for a parameter `sinks` [heads].
         alibi: True lowers scores with distance, by slopes 2^(-8 h / heads).
+        context_axis: mesh axis of a `jax.shard_map` that shards the tokens, or None; see `ring_attention`.
     """
 
     @nn.compact
@@ -50,12 +59,13 @@ class DotProductAttention(nn.Module, CoreOptions):
         bias: Array | None = None,
         *,
         segment_ids: Segments | None = None,
+        positions: Array | None = None,
         deterministic: bool | None = None,
     ) -> Array:
         check_sinks(self.sinks)
         key = self.make_rng("dropout") if is_dropping(deterministic, self.dropout) else None
         sinks = self.param("sinks", nn.initializers.zeros, (q.shape[2],)) if self.sinks == "learnable" else None
-        arguments = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
+        arguments = {"mask": mask, "bias": bias, "segment_ids": segment_ids, "positions": positions}
         return attend(self, q, k, v, sinks=sinks, dropout_key=key, **arguments)
 
 
@@ -85,7 +95,8 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         rope: options of the rotary embedding, or None.
         qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys, or None.
         qk_norm_after_rope: apply these norms after rope.
-        mask_type, window, chunk, scale, soft_cap, sinks, alibi, dropout: as for `DotProductAttention`.
+        mask_type, window, chunk, scale, soft_cap, sinks, alibi, dropout, context_axis: as for
+            `DotProductAttention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for flax's logical sharding rules.
         others: those of DenseGeneral.
     """
@@ -121,13 +132,14 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         heads, groups, dim = count_heads(x.shape[-1], self.heads, self.groups, self.head_dim)
         matrices = projections(heads, groups, dim, self.fused, memory is not None)
         parts = {name: dense_of(self, name, matrix) for name, matrix in matrices.items()}
+        positions = positions_of(self.context_axis, positions, x.shape[1])
         q, k, v = project(x, memory, parts, heads // groups)
         q, k = (
             prepare(a, self._norm(f"{name}_norm"), self.rope, positions, offset, self.qk_norm_after_rope)
             for name, a in (("query", q), ("key", k))
         )
         core = DotProductAttention(**pick(CoreOptions, self), name="attention")
-        y = core(q, k, v, mask, bias, segment_ids=segment_ids, deterministic=deterministic)
+        y = core(q, k, v, mask, bias, segment_ids=segment_ids, positions=positions, deterministic=deterministic)
         return dense_of(self, "out", KernelMatrix((self.out or x.shape[-1],), ("heads", "head_dim", "embed")))(y)
 
     def _norm(self, name: str) -> nn.Module | None:

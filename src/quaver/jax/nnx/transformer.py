@@ -10,7 +10,15 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from quaver.jax.blocks.attention import attend, count_heads, prepare, project, projections, relative_position_bias
+from quaver.jax.blocks.attention import (
+    attend,
+    count_heads,
+    positions_of,
+    prepare,
+    project,
+    projections,
+    relative_position_bias,
+)
 from quaver.jax.blocks.attention_inputs import Mask, Segments
 from quaver.jax.blocks.layers import drop_path, named, residual
 from quaver.jax.blocks.options import (
@@ -45,6 +53,7 @@ class DotProductAttention(nnx.Module):
     Args: as for the function, and
         sinks: None, "off_by_one", or "learnable" for a parameter `sinks` [heads].
         alibi: True lowers scores with distance, by slopes 2^(-8 h / heads).
+        context_axis: mesh axis of a `jax.shard_map` that shards the tokens, or None; see `ring_attention`.
         heads: number of query heads, only needed with learnable sinks.
         rngs: only needed with dropout; its stream "dropout" is used.
     """
@@ -71,10 +80,11 @@ class DotProductAttention(nnx.Module):
         bias: Array | None = None,
         *,
         segment_ids: Segments | None = None,
+        positions: Array | None = None,
     ) -> Array:
         key = None if self.rngs is None or self.deterministic else self.rngs()
         sinks = self.sinks[...] if isinstance(self.sinks, nnx.Variable) else None
-        arguments = {"mask": mask, "bias": bias, "segment_ids": segment_ids}
+        arguments = {"mask": mask, "bias": bias, "segment_ids": segment_ids, "positions": positions}
         return attend(self, q, k, v, sinks=sinks, dropout_key=key, **arguments)
 
 
@@ -116,7 +126,8 @@ class MultiHeadAttention(nnx.Module):
         rope: options of the rotary embedding, or None.
         qk_norm: "RMSNorm" or "LayerNorm" over each head's features of queries and keys, or None.
         qk_norm_after_rope: apply these norms after rope.
-        mask_type, window, chunk, scale, soft_cap, sinks, alibi, dropout: as for `DotProductAttention`.
+        mask_type, window, chunk, scale, soft_cap, sinks, alibi, dropout, context_axis: as for
+            `DotProductAttention`.
         partition: name the kernels' axes "embed", "heads" and "head_dim", for nnx.logical_axis_rules.
         others: those of DenseGeneral.
     """
@@ -138,6 +149,7 @@ class MultiHeadAttention(nnx.Module):
             self.key_norm = norm(dim, param_dtype=options.param_dtype)
         self.qk_norm_after_rope = options.qk_norm_after_rope
         self.rope = options.rope
+        self.context_axis = options.context_axis
         self.attention = DotProductAttention(**pick(CoreArguments, options))
         out = KernelMatrix((options.out or inputs,), ("heads", "head_dim", "embed"))
         self.out = dense_of(options, "out", (heads, dim), out)
@@ -169,12 +181,13 @@ class MultiHeadAttention(nnx.Module):
                 if self.attends_to_itself
                 else "this MultiHeadAttention was made with memory_features; give it a memory"
             )
+        positions = positions_of(self.context_axis, positions, x.shape[1])
         q, k, v = project(x, memory, vars(self), self.shared)
         q, k = (
             prepare(a, norm, self.rope, positions, offset, self.qk_norm_after_rope)
             for a, norm in ((q, self.query_norm), (k, self.key_norm))
         )
-        return self.out(self.attention(q, k, v, mask, bias, segment_ids=segment_ids))
+        return self.out(self.attention(q, k, v, mask, bias, segment_ids=segment_ids, positions=positions))
 
 
 class RelativePositionBias(nnx.Module):
