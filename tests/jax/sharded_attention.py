@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import quaver
@@ -81,6 +82,22 @@ def check_eight_bits(mesh: Any) -> None:
     expected, got = (jax.jit(lambda *x, f=f: with_gradients(f, *x))(grad, *operands) for f in (one, many))
     for what, a, b in zip(NAMES, got, expected, strict=True):
         assert_close(f"eight bits, {what}", a, b, 1e-3)
+
+
+def check_explicit() -> None:
+    """Types that carry shardings keep them, over several chunks."""
+    x = np.random.default_rng(0).standard_normal((2, 300, 4, 4)).astype(np.float32)
+
+    def loss(x: Any) -> Any:
+        return (attention(x, x, x, mask_type="causal", sinks="off_by_one") ** 2).sum()
+
+    expected = jax.jit(jax.grad(loss))(x)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    layout = P("data", None, "model", None)
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.grad(loss))(jax.device_put(x, layout))
+        assert jax.typeof(got).sharding.spec == layout
+    assert_close("explicit", got, expected, 2e-6)
 
 
 def check_ring(mesh: Any) -> None:
@@ -192,4 +209,5 @@ def check_attention(mesh: Any) -> None:
     check_eight_bits(mesh)
     check_ring(mesh)
     check_layers(mesh)
+    check_explicit()
     check_errors(mesh)

@@ -305,3 +305,12 @@ def test_a_second_derivative_is_that_of_a_plain_formula() -> None:
 
     for got, expected in zip(second(partial(loss, mask_type="causal")), second(formula), strict=True):
         assert_close("second derivative", got, expected, 1e-5)
+
+
+def test_gradients_export_with_symbolic_sizes() -> None:
+    batch, tokens = jax.export.symbolic_shape("batch, tokens")
+    step = jax.jit(jax.grad(partial(loss, mask_type="causal", window=(5, 0))), compiler_options=QUICKEST)
+    q, k, v = operands(2, 300, 300, H)
+    for shape in ((batch, 300), (batch, tokens)):
+        x = [jax.ShapeDtypeStruct((*shape, *a.shape[2:]), jnp.float32) for a in (q, k, v)]
+        assert_close(str(shape), jax.export.export(step)(*x).call(q, k, v), step(q, k, v), 2e-6)

@@ -5,18 +5,21 @@ Scores and softmax are float32 for any dtype of q, k and v.
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from quaver.jax.blocks.attention_inputs import (
+    AttentionCall,
     Mask,
     Masking,
     Segments,
     attend_without_padding,
     check_qkv,
     heads_back,
+    named_sinks,
     operands_of,
 )
 from quaver.jax.blocks.attention_inputs import prepare as prepare_call
@@ -27,9 +30,10 @@ from quaver.jax.blocks.options import CoreOptions, Rope
 from quaver.jax.blocks.ring_attention import ring_attention, shard_positions
 from quaver.jax.linears.dot_general import KernelMatrix
 from quaver.jax.numerics.quantized import array
+from quaver.jax.operations.sharding import partition_spec_of, with_auto_sharding
 from quaver.jax.state.context import recipe_in_force
 from quaver.options import pick
-from quaver.recipes.spec import Recipe
+from quaver.recipes.spec import AttentionSpec, Recipe
 from quaver.reference.attention import alibi_numbers, check_heads
 
 # ---- dot-product attention ----
@@ -95,21 +99,31 @@ def attention(
     recipe = recipe_in_force(recipe)
     q, k, v = (array("attention", what, x) for what, x in (("q", q), ("k", k), ("v", v)))
     check_qkv(q, k, v)
-    masking = Masking(mask_type, mask, window, chunk, segment_ids, cu_seqlens)
-    operands = operands_of(q, k, v, bias, alibi_slopes, sinks)
-    call = prepare_call(operands, masking, scale, soft_cap, dropout, dropout_key)
+    if isinstance(sinks, str):
+        sinks = named_sinks(sinks, q.shape[2])
     spec = None if recipe is None else recipe.attention
-    if not q.size or not k.shape[1]:
+
+    def compute(q: Array, k: Array, v: Array, arrays: Any) -> Array:
+        mask, segment_ids, cu_seqlens, bias, slopes, sinks, key = arrays
+        masking = Masking(mask_type, mask, window, chunk, segment_ids, cu_seqlens)
+        operands = operands_of(q, k, v, bias, slopes, sinks)
+        return _attend(q, k, v, prepare_call(operands, masking, scale, soft_cap, dropout, key), mask_type, spec)
+
+    sharding = (*partition_spec_of(q)[:3], partition_spec_of(v)[3])
+    arrays = mask, segment_ids, cu_seqlens, bias, alibi_slopes, sinks, dropout_key
+    return with_auto_sharding(compute, q, sharding)(q, k, v, arrays)
+
+
+def _attend(q: Array, k: Array, v: Array, call: AttentionCall, mask_type: str, spec: AttentionSpec | None) -> Array:
+    """Run the implementation of a validated call."""
+    if 0 in (*q.shape, *k.shape):
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     if spec is not None:
-        out = attend_quantized(spec, call.options, call.operands, call.tokens)
-    elif runs_on_gpu() and not cudnn_refusal(call, masking.mask_type):
+        return heads_back(attend_quantized(spec, call.options, call.operands, call.tokens))
+    if runs_on_gpu() and not cudnn_refusal(call, mask_type):
         return attend_cudnn(q, k, v, call)
-    else:
-        out = attend_without_padding(
-            lambda operands: attend_chunked(call.options, operands, call.tokens, call.shift), call.operands, call.tokens
-        )
-    return heads_back(out)
+    run = partial(attend_chunked, call.options, tokens=call.tokens, shift=call.shift)
+    return heads_back(attend_without_padding(run, call.operands, call.tokens))
 
 
 # ---- rotary position embedding (rope): rotates pairs of features by angles that grow with the position ----

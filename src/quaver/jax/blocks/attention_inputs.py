@@ -62,7 +62,7 @@ def operands_of(
     v: Array,
     bias: Array | None = None,
     alibi_slopes: Array | None = None,
-    sinks: str | Array | None = None,
+    sinks: Array | None = None,
 ) -> Operands:
     """Return the operands with heads first, grouped; arguments as for `attention`."""
     batch, queries, heads, _ = q.shape
@@ -76,15 +76,19 @@ def operands_of(
         if alibi_slopes.shape not in ((heads,), (batch, heads)):
             raise ValueError(f"alibi_slopes has shape {alibi_slopes.shape}; give [heads] = [{heads}] or [batch, heads]")
         alibi_slopes = alibi_slopes.reshape(-1, groups, heads // groups)
-    if isinstance(sinks, str) and sinks == OFF_BY_ONE:
-        sinks = jnp.zeros(heads)
     if sinks is not None:
-        if isinstance(sinks, str) or sinks.shape != (heads,):
-            described = repr(sinks) if isinstance(sinks, str) else f"of shape {sinks.shape}"
-            raise ValueError(f"sinks is {described}; give 'off_by_one', or logits [heads] = [{heads}]")
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks is of shape {sinks.shape}; give 'off_by_one', or logits [heads] = [{heads}]")
         sinks = sinks.reshape(groups, heads // groups)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))  # [B, heads, S, D]
     return Operands(grouped(q, groups), k, v, bias, alibi_slopes, sinks)
+
+
+def named_sinks(name: str, heads: int) -> Array:
+    """Return the logits of sinks that are given by name."""
+    if name != OFF_BY_ONE:
+        raise ValueError(f"sinks is {name!r}; give 'off_by_one', or logits [heads] = [{heads}]")
+    return jnp.zeros(heads)
 
 
 def grouped(x: Array, groups: int) -> Array:

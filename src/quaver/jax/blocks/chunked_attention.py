@@ -99,6 +99,9 @@ def chunk_pairs(
         shift: position of query i minus i, if positions are those of the tokens in the array; None computes all pairs.
         longest: greatest number of queries and of keys in a chunk.
     """
+    if not (isinstance(queries, int) and isinstance(keys, int)):
+        # A symbolic dimension (`jax.export`) is one chunk.
+        return Pairs(queries, keys, ((0, 0),))
     (q_count, q_length), (k_count, k_length) = (
         (count, -(-n // count)) for n, most in zip((queries, keys), longest, strict=True) for count in [-(-n // most)]
     )
@@ -424,7 +427,7 @@ def padded(operands: Operands, tokens: Tokens, pairs: Pairs) -> tuple[Operands, 
     """Pad queries and keys to whole chunks, which hide the added keys."""
     rows, columns = pairs.queries, pairs.keys
     queries, keys = operands.q.shape[-2], operands.k.shape[-2]
-    if queries % rows == 0 and keys % columns == 0:
+    if (queries == rows or queries % rows == 0) and (keys == columns or keys % columns == 0):
         return operands, tokens
 
     def both(x: Array | None) -> Array | None:

@@ -19,6 +19,7 @@ from quaver.jax.blocks.attention_inputs import (
     attend_without_padding,
     check_qkv,
     heads_back,
+    named_sinks,
     operands_of,
     prepare,
 )
@@ -99,7 +100,8 @@ def ring_attention(
         positions = shard_positions(axis_name, q.shape[1])
     if positions.shape != (q.shape[1],):
         raise ValueError(f"positions have shape {positions.shape}; give one of each token, {(q.shape[1],)}")
-    operands = operands_of(q, k, v, None, alibi_slopes, sinks)
+    logits = named_sinks(sinks, q.shape[2]) if isinstance(sinks, str) else sinks
+    operands = operands_of(q, k, v, None, alibi_slopes, logits)
     masking = Masking(mask_type, None, window, None, segment_ids, None)
     call = prepare(operands, masking, scale, soft_cap, 0.0, None)
     own = positions.astype(jnp.int32)[None]
