@@ -124,19 +124,30 @@ def test_an_infinity_makes_the_block_nan_as_in_the_reference() -> None:
     assert_close("output", heads_first(y), expected, 1e-3)
 
 
-def test_dropped_probabilities_get_no_gradient() -> None:
-    """One-hot values of one key: a query whose probability is dropped has output 0, and gives that key no gradient."""
-    q = np.zeros((1, 40, 1, 32), np.float32)
-    v = np.zeros((1, 32, 1, 32), np.float32)
-    v[0, 3] = 1
+def test_dropout_drops_the_same_probabilities_in_backward() -> None:
+    queries, keys = 40, 32
+    q, k, v, grad = (normal(i, 1, n, 2, 32) for i, n in enumerate((queries, keys, keys, queries)))
+    spec = QUANTIZED.attention
+    assert spec is not None
 
+    @jax.jit
     def run(v: Any) -> Any:
-        return attention(q, q[:, :32], v, dropout=0.5, dropout_key=KEY, recipe=QUANTIZED)
+        def call(q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, dropout=0.5, dropout_key=KEY, recipe=QUANTIZED)
 
-    y, pull = jax.vjp(run, v)
-    kept = np.asarray(y[0, :, 0, 0]) > 0
-    assert 8 < kept.sum() < 32 and np.isclose(np.asarray(y)[0, kept], 2 / 32).all()
-    assert np.isclose(pull(jnp.ones_like(y))[0][0, 3, 0, 0], kept.sum() * 2 / 32, rtol=0.1)
+        y, pull = jax.vjp(call, q, k, v)
+        return y, *pull(grad)
+
+    # Outputs of one-hot values are the probabilities.
+    one_hot = np.broadcast_to(np.eye(keys, dtype=np.float32)[None, :, None], v.shape)
+    keep = heads_first(run(one_hot)[0]) > 0
+    assert abs(keep.mean() - 0.5) < 0.05
+    qkv = heads_first(q), heads_first(k), heads_first(v)
+    y, *gradients = run(v)
+    assert_close("output", heads_first(y), attention_reference(*qkv, spec, keep=keep, dropout=0.5), 1e-3)
+    expected = attention_backward(heads_first(grad), *qkv, spec, keep=keep, dropout=0.5)
+    for name, got, right in zip("qkv", gradients, expected, strict=False):
+        assert_close(name, heads_first(got), right, 1e-3)
 
 
 def test_a_dtype_that_cannot_be_quantized_gives_a_clear_error() -> None:

@@ -158,7 +158,7 @@ def _backward(
         def largest(amax: Array, ij: Array) -> tuple[Array, None]:
             p, ds, _ = scores_gradient(ij[0])
             ds = jnp.abs(p.pull(ds)[0])
-            return jnp.maximum(amax, _real_rows(ds, ij[0], length, queries).max(-2)), None
+            return jnp.maximum(amax, ds.max(-2)), None
 
         none = jnp.zeros((*rows.q.shape[:3], operands.k.shape[-2]), jnp.float32)
         amax, _ = lax.scan(largest, varying_like(none, (operands, tokens, grad)), _numbers(pairs))
@@ -168,7 +168,7 @@ def _backward(
         sums, dsinks = sums
         p, ds, delta = scores_gradient(i)
         ds, dbias, dslopes = p.pull(ds)
-        along, across = _quantized_scores(_real_rows(ds, i, length, queries), spec.grad_output, amax)
+        along, across = _quantized_scores(ds, spec.grad_output, amax)
         out, q = take(dot, i, length, -2), take(qt, i, length, -2)
         dv = jnp.einsum("bgrqk,bgrqd->bgkd", p.codes, out) * (rescale / PROBABILITY_FACTOR)
         dk = jnp.einsum("bgrqk,bgrqd->bgkd", across, q) * options.scale
@@ -211,14 +211,6 @@ def _quantized_scores(ds: Array, spec: QuantSpec, columns: Array | None) -> tupl
 
 def _padded_rows(x: Array, length: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % length), (0, 0)])
-
-
-def _real_rows(ds: Array, i: Any, length: int, queries: int) -> Array:
-    """Return dS with 0 for the queries that only fill the last chunk."""
-    if queries % length == 0:
-        return ds
-    real = i * length + jnp.arange(length) < queries
-    return jnp.where(real[:, None], ds, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
