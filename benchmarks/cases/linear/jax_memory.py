@@ -18,8 +18,10 @@ def measure(quick: bool) -> Iterator[Figure]:
     bf16 = compiled_bytes(RECIPES["bf16"](), *size)
     for name in ("bf16", *(QUICK_RECIPES if quick else [n for n in RECIPES if n != "bf16"])):
         own = bf16 if name == "bf16" else compiled_bytes(RECIPES[name](), *size)
-        yield Figure(name, "MiB", own / 2**20, "MiB")
-        yield Figure(name, "of bf16", round(own / bf16, 3), "x", None if quick or name == "bf16" else at_most(1.0))
+        yield Figure(f"quaver {name}", "MiB", own / 2**20, "MiB")
+        yield Figure(
+            f"quaver {name}", "of bf16", round(own / bf16, 3), "x", None if quick or name == "bf16" else at_most(1.0)
+        )
 
 
 CASE = Case(

@@ -15,7 +15,8 @@ import quaver.jax as qj
 from quaver import recipes
 from quaver.costs.ledger import saved_bytes
 from quaver.jax import state as states
-from quaver.recipes.spec import Recipe
+from quaver.recipes.formats import E4M3, E5M2
+from quaver.recipes.spec import GemmSpec, QuantSpec, Recipe
 from tests.close import assert_bitwise, assert_close
 from tests.jax.composition import compose
 from tests.operands import variants
@@ -99,6 +100,28 @@ def test_empty_operands_give_zeros(name: str, shape: Any) -> None:
     y, grad_x, grad_w, grad_bias, _ = run(recipes.get(name), x, w, bias, qj.state.init(name), g)
     assert (y.shape, grad_x.shape, grad_w.shape, grad_bias.shape) == (g.shape, x.shape, w.shape, bias.shape)
     assert not grad_w.any() and not grad_x.any()
+
+
+@pytest.mark.parametrize("name", ["rowwise_bf16_wgrad", "unit"])
+def test_a_parameter_of_another_layout_has_the_transposed_gradient(name: str) -> None:
+    """XLA on a CPU merges a transpose of a GEMM's bare result into the GEMM, and cannot run that in bfloat16."""
+    value, gradient = (QuantSpec(fmt, scale="unit") for fmt in (E4M3, E5M2))
+    unit = Recipe("unit", GemmSpec(value, value), GemmSpec(gradient, value), GemmSpec(gradient, value))
+    recipe = unit if name == "unit" else recipes.get(name)
+    x, w, _, g = operands((64,), 96, 32)
+
+    @jax.jit
+    def gradients(x: Array, w: Array, w_t: Array, g: Array) -> tuple[Array, Array]:
+        def of(w: Array, x: Array) -> Array:
+            return qj.linear(x, w, recipe=recipe, dtype=jnp.bfloat16)
+
+        (own,), (transposed,) = (
+            jax.vjp(partial(f, x=x), p)[1](g) for f, p in ((of, w), (lambda w, x: of(w.T, x), w_t))
+        )
+        return own, transposed
+
+    own, transposed = gradients(x, w, w.T, g.astype(jnp.bfloat16))
+    assert_close("gradient", transposed.T, own, 1e-6)
 
 
 def test_gradients_export_with_a_symbolic_batch() -> None:

@@ -311,7 +311,7 @@ def test_convert_gives_every_layer_its_recipe_and_revert_takes_it_back() -> None
     model = module_of(lambda: Model(rngs()))
     run = nnx.jit(lambda model, ids: model(ids))
     before = run(model, IDS)
-    report = qn.convert(model, "tensorwise")
+    report = qn.convert(model, "tensorwise", head=True)
     assert list(report.converted) == NAMES and not report.skipped and not report.unused
     assert report.others == {"Embed": 1}
     assert str(report) == "converted 8 to tensorwise\n  not linear: 1 Embed"

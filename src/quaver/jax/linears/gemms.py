@@ -20,7 +20,7 @@ from jax import Array, lax
 from quaver.jax.inspection.explain import gemm_scope
 from quaver.jax.inspection.inspector import Recorder
 from quaver.jax.numerics.quantized import Quantized
-from quaver.jax.operations.native import transposed
+from quaver.jax.operations.native import fixed_gemm, transposed
 from quaver.jax.operations.overlap import contracted_matmul, gathered_matmul, overlaps, scattered_matmul
 from quaver.jax.operations.sharding import (
     GemmMeshAxes,
@@ -281,6 +281,7 @@ def gemm_high_precision(a: Array, b: Array, dtype: Any, bias: Array | None = Non
     wide = jnp.promote_types(a.dtype, b.dtype)
     contract = (((1,), (axis,)), ((), ()))
     y = lax.dot_general(a.astype(wide), b.astype(wide), contract, preferred_element_type=jnp.float32)
+    y = fixed_gemm(y) if wide == jnp.bfloat16 else y
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
 
 

@@ -121,6 +121,8 @@ def _emulated(a: Quantized, b: Quantized, bias: Array | None, *, dtype: Any) -> 
     x = x if a.axis == 1 else transposed(x)
     contract = (((1,), (b.axis,)), ((), ()))
     product = lax.dot_general(x, y, contract, precision=precision, preferred_element_type=jnp.float32)
+    if a.spec.scale == b.spec.scale == "unit":
+        product = fixed_gemm(product)
     return _finish(scaled(product, s, t), bias, dtype)
 
 
@@ -132,13 +134,28 @@ def transposed(x: Array) -> Array:
     """
     k, rows = x.shape
     block = math.gcd(k, 32) if isinstance(k, int) else 1
-    if block == 1 or x.dtype != jnp.bfloat16:
+    # One block would be a plain transpose, which XLA folds when it no longer converts operands, and cannot run.
+    block = block if block < k else k // 2
+    if block < 2 or x.dtype != jnp.bfloat16:
         return x.T
 
     def in_blocks(x: Array) -> Array:
         return lax.transpose(x.reshape(k // block, block, rows), (2, 0, 1)).reshape(rows, k)
 
     return lax.platform_dependent(x, cpu=in_blocks, default=jnp.transpose)
+
+
+def fixed_gemm(y: Array) -> Array:
+    """Return a GEMM's float32 result so that XLA on a CPU does not merge a following transpose into the GEMM.
+
+    It would exchange the operands after it has decided how to multiply bfloat16, and then has no kernel for them. It
+    does not look through a product with a number that it cannot know.
+    """
+
+    def multiplied(y: Array) -> Array:
+        return lax.mul(y, computed_once(np.float32(1)))
+
+    return lax.platform_dependent(y, cpu=multiplied, default=lambda y: y)
 
 
 def _finish(y: Array, bias: Array | None, dtype: Any) -> Array:
