@@ -73,6 +73,7 @@ OPTIMIZED = (
     "tests/contracts/",
     "tests/jax/numerics/test_quantize.py",
     "tests/jax/numerics/test_states.py",
+    "tests/jax/optim/test_bits.py",
     "tests/jax/test_compiled.py",
     "tests/jax/test_lowering.py",
 )

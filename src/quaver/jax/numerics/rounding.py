@@ -242,7 +242,7 @@ def uniform(
     column = lax.broadcasted_iota(jnp.uint32, along(axis, (1, k // step)), axis) + _word(first_column) // step
     high, low = mul_wide(row, whole // step)
     low, high = low + column, high + (low + column < column)
-    key, upper = _noise_stream(seed, _word(tensor_id), _word(count))
+    key, upper = noise_stream(seed, _word(tensor_id), _word(count))
     sixteen, half = np.uint32(16), np.uint32(0xFFFF)
     if together:
         words = computed_once(philox2x32(low, high ^ upper, key))
@@ -258,20 +258,23 @@ def uniform(
     return lax.mul(drawn, np.float32(2.0**-16)).reshape(along(axis, (rows, k)))
 
 
-def _noise_stream(seed: int, tensor_id: Array, count: Array) -> tuple[Array, Array]:
+def noise_stream(seed: int | Array, tensor_id: Array, count: Array) -> tuple[Array, Array]:
     """Return the key and the upper counter word of one quantization's noise, uint32 [].
 
-    They are the first two words of Philox4x32-10 at (0, 0, tensor_id, count), keyed by the seed.
+    They are the first two words of Philox4x32-10 at (0, 0, tensor_id, count), keyed by the seed: 64 bits, or an array
+    of 32.
     """
     c0 = c1 = jnp.zeros((), jnp.uint32)
     c2, c3 = tensor_id, count
-    k0, k1 = seed & _LOW, seed >> 32 & _LOW
-    for _ in range(ROUNDS):
+    low, high = (seed & _LOW, seed >> 32 & _LOW) if isinstance(seed, int) else (seed.astype(jnp.uint32), 0)
+    for i in range(ROUNDS):
+        weyl = np.uint32(i * WEYL[0] & _LOW)
+        k0 = np.uint32(low + int(weyl) & _LOW) if isinstance(low, int) else low + weyl
+        k1 = np.uint32(high + i * WEYL[1] & _LOW)
         high0, low0 = mul_wide(c0, MULTIPLIERS[0])
         high1, low1 = mul_wide(c2, MULTIPLIERS[1])
-        c0, c2 = high1 ^ c1 ^ np.uint32(k0), high0 ^ c3 ^ np.uint32(k1)
+        c0, c2 = high1 ^ c1 ^ k0, high0 ^ c3 ^ k1
         c1, c3 = low1, low0
-        k0, k1 = (k0 + WEYL[0]) & _LOW, (k1 + WEYL[1]) & _LOW
     return c0, c1
 
 
