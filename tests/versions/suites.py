@@ -41,7 +41,7 @@ SUITES = (
 REQUIREMENTS = (
     *("flax>=0.12", "optax>=0.2.5", "ml_dtypes>=0.5", "rich", "typer", "safetensors", "tokenizers", "matplotlib"),
     *("filelock", "pyyaml", "hatchling", "mypy", "ruff", "pytest", "pytest-timeout", "pytest-xdist"),
-    *("torchao==0.18.0", "transformers==5.23.0", "qwix==0.1.8"),
+    *("torchao==0.18.0", "transformers==5.23.0", "qwix==0.1.8", "equinox>=0.13", "flatbuffers"),
 )
 #: The default tests: all of these folders but the gate's, whose ceilings hold for one version of triton.
 SELECTION = [
