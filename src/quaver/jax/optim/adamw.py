@@ -78,16 +78,7 @@ def adamw(
 
     def init(params: Any) -> AdamWState:
         leaves, tree = _flattened(params)
-        layouts = [Layout.of(p, preset) for p in leaves]
-        moments: list[list[Array | None]] = []
-        for i in (0, 1):
-            kinds = [layout.first_moment(layout.moments[i]) for layout in layouts]
-            moments.append([_zeros(p, p.shape, dtype) for p, (dtype, _, _) in zip(leaves, kinds, strict=True)])
-            scales = [(p, shape, dtype) for p, (_, shape, dtype) in zip(leaves, kinds, strict=True)]
-            moments.append([None if shape is None else _zeros(p, shape, dtype) for p, shape, dtype in scales])
-        m, m_scale, v, v_scale = map(tree.unflatten, moments)
-        residual = tree.unflatten(map(_first_residual, leaves, layouts))
-        return AdamWState(jnp.zeros((), jnp.int32), m, v, m_scale, v_scale, residual)
+        return _state(jnp.zeros((), jnp.int32), tree, [_first_state(p, Layout.of(p, preset)) for p in leaves])
 
     def update(grads: Any, state: AdamWState, params: Any = None, **extra: Any) -> tuple[Any, AdamWState]:
         del extra
@@ -117,8 +108,7 @@ def adamw(
             u, own = run(p, g, states[i], both[decayed[i]], jnp.uint32(i), count, words)
             updates.append(u)
             new.append(own)
-        m, m_scale, v, v_scale, residual = map(tree.unflatten, zip(*new, strict=True)) if new else trees
-        return tree.unflatten(updates), AdamWState(count, m, v, m_scale, v_scale, residual)
+        return tree.unflatten(updates), _state(count, tree, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -180,10 +170,26 @@ def _in_auto_axes(function: Callable[..., Any], p: Array, state: LeafState) -> C
     return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)
 
 
-def _first_residual(p: Array, layout: Layout) -> Array | None:
-    if layout.weight_state is None:
-        return None
-    return p.astype(jnp.float32) if layout.weight == "master" else _zeros(p, p.shape, layout.weight_state)
+def _state(count: Array, tree: Any, states: list[LeafState]) -> AdamWState:
+    """Return the state of all parameters."""
+    columns = LeafState(*zip(*states, strict=True)) if states else LeafState(*((),) * len(LeafState._fields))
+    m, m_scale, v, v_scale, residual = map(tree.unflatten, columns)
+    return AdamWState(count, m, v, m_scale, v_scale, residual)
+
+
+def _first_state(p: Any, layout: Layout) -> LeafState:
+    """Return the state of a parameter before its first step."""
+    moments: list[Array | None] = []
+    for spec in layout.moments:
+        dtype, scale_shape, scale_dtype = layout.first_moment(spec)
+        moments += [_zeros(p, layout.shape, dtype)]
+        moments += [None if scale_shape is None else _zeros(p, scale_shape, scale_dtype)]
+    m, m_scale, v, v_scale = moments
+    assert m is not None and v is not None
+    if layout.weight == "master":
+        return LeafState(m, m_scale, v, v_scale, jnp.asarray(p).astype(jnp.float32))
+    residual = None if layout.weight_state is None else _zeros(p, layout.shape, layout.weight_state)
+    return LeafState(m, m_scale, v, v_scale, residual)
 
 
 def _zeros(p: Any, shape: tuple[int, ...], dtype: Any) -> Array:
