@@ -16,6 +16,7 @@ if jax.__version_info__ < (0, 10, 2):
     )
 
 from quaver.jax import state
+from quaver.jax.blocks.mixture import balance_loss, token_counts, updated_bias, z_loss
 from quaver.jax.blocks.moe import Routing, permute, route, unpermute
 from quaver.jax.compare import compare, perturb
 from quaver.jax.conversion.convert import convert, plain_state
@@ -36,6 +37,7 @@ __all__ = [
     "Routing",
     "ShardedOperand",
     "autocast",
+    "balance_loss",
     "compare",
     "convert",
     "count",
@@ -53,7 +55,10 @@ __all__ = [
     "route",
     "sharding",
     "state",
+    "token_counts",
     "unpermute",
+    "updated_bias",
+    "z_loss",
 ]
 
 

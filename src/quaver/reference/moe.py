@@ -4,6 +4,7 @@ Token by token in float64, except for comparisons, which are float32 as in all f
 """
 
 import math
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -269,3 +270,31 @@ def why_not_rows(spec: QuantSpec) -> str:
             f"the noise depends on a row's position, and {spec} rounds stochastically: quantize after moving the rows"
         )
     return ""
+
+
+def capacity_of(capacity: float | None, tokens: int, k: int, experts: int) -> int | None:
+    """Return the maximum number of choices per expert, at least 1; None for no limit.
+
+    Args:
+        capacity: multiple of an even share of the choices, rounded up, or None.
+        tokens, k, experts: numbers of tokens, of choices per token and of experts.
+    """
+    if capacity is None:
+        return None
+    # Integer arithmetic only, which torch.compile can trace for any number of tokens.
+    parts, of = Fraction(capacity).limit_denominator(1 << 16).as_integer_ratio()
+    return max(1, -(-parts * tokens * k // (of * experts)))
+
+
+def check_mixture_extras(shared: int, shared_gate: bool, capacity: float | None) -> None:
+    """Raise ValueError for options of a shared expert or a capacity that do not fit."""
+    if shared < 0 or (shared_gate and not shared):
+        raise ValueError(
+            f"shared is {shared}, the hidden features of the shared expert: give a positive number, or 0 "
+            "and no shared_gate"
+        )
+    if capacity is not None and not (math.isfinite(capacity) and capacity > 0):
+        raise ValueError(
+            f"capacity is {capacity}, which drops every token: it is a multiple of an even share of the "
+            "choices; give more than 0, such as 1.25, or None"
+        )

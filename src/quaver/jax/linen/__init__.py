@@ -10,6 +10,7 @@ from quaver.jax.blocks.options import Rope
 from quaver.jax.linen.conversion import ConvertedModule, convert
 from quaver.jax.linen.dense import COLLECTION, DenseGeneral, DotGeneral, Einsum, dot_general_cls, einsum_cls
 from quaver.jax.linen.mlp import MLP, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, RMSNorm
+from quaver.jax.linen.moe import GroupedDense, MoE
 from quaver.jax.linen.transformer import DotProductAttention, MultiHeadAttention, RelativePositionBias, TransformerLayer
 
 __all__ = [
@@ -20,9 +21,11 @@ __all__ = [
     "DotGeneral",
     "DotProductAttention",
     "Einsum",
+    "GroupedDense",
     "LayerNorm",
     "LayerNormDenseGeneral",
     "LayerNormMLP",
+    "MoE",
     "MultiHeadAttention",
     "RMSNorm",
     "RelativePositionBias",

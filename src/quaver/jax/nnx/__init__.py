@@ -10,6 +10,7 @@ from quaver.jax.blocks.options import Rope
 from quaver.jax.nnx.conversion import convert, plain_state, revert
 from quaver.jax.nnx.dense import DenseGeneral, DotGeneral, Einsum, OverwriteWithGradient, value_and_grad
 from quaver.jax.nnx.mlp import MLP, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, RMSNorm
+from quaver.jax.nnx.moe import GroupedDense, MoE
 from quaver.jax.nnx.transformer import DotProductAttention, MultiHeadAttention, RelativePositionBias, TransformerLayer
 from quaver.recipes.conversion import ConversionReport
 
@@ -20,9 +21,11 @@ __all__ = [
     "DotGeneral",
     "DotProductAttention",
     "Einsum",
+    "GroupedDense",
     "LayerNorm",
     "LayerNormDenseGeneral",
     "LayerNormMLP",
+    "MoE",
     "MultiHeadAttention",
     "OverwriteWithGradient",
     "RMSNorm",

@@ -172,7 +172,7 @@ def _in_auto_axes(function: Callable[..., Any], p: Array, state: LeafState) -> C
 
 def _state(count: Array, tree: Any, states: list[LeafState]) -> AdamWState:
     """Return the state of all parameters."""
-    columns = LeafState(*zip(*states, strict=True)) if states else LeafState(*((),) * len(LeafState._fields))
+    columns: Any = zip(*states, strict=True) if states else [()] * len(LeafState._fields)
     m, m_scale, v, v_scale, residual = map(tree.unflatten, columns)
     return AdamWState(count, m, v, m_scale, v_scale, residual)
 

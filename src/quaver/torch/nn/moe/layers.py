@@ -6,7 +6,6 @@ y = Σ over the k experts e that x is routed to of weight · expert[e](norm(x)) 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from quaver.options import takes
 from quaver.recipes.spec import Recipe
-from quaver.reference.moe import check_permute
+from quaver.reference.moe import capacity_of, check_mixture_extras, check_permute
 from quaver.torch.linear import stored_weight
 from quaver.torch.linear.grouped.layer import NO_TRANSFORMS, GroupedLinear, Layout
 from quaver.torch.linear.grouped.operands import RowInputOp
@@ -226,24 +225,11 @@ class MixtureConfig(RoutingConfig):
 
     def check(self) -> None:
         super().check()
-        if self.shared < 0 or (self.shared_gate and not self.shared):
-            raise ValueError(
-                f"shared is {self.shared}, the hidden features of the shared expert: give a positive number, or 0 "
-                "and no shared_gate"
-            )
-        if self.capacity is not None and not (math.isfinite(self.capacity) and self.capacity > 0):
-            raise ValueError(
-                f"capacity is {self.capacity}, which drops every token: it is a multiple of an even share of the "
-                "choices; give more than 0, such as 1.25, or None"
-            )
+        check_mixture_extras(self.shared, self.shared_gate, self.capacity)
 
     def capacity_of(self, tokens: int) -> int | None:
         """Return the maximum number of choices per expert for this many tokens, at least 1, or None."""
-        if self.capacity is None:
-            return None
-        # Integer arithmetic only, which torch.compile can trace for any number of tokens.
-        parts, of = Fraction(self.capacity).limit_denominator(1 << 16).as_integer_ratio()
-        return max(1, -(-parts * tokens * self.k // (of * self.experts)))
+        return capacity_of(self.capacity, tokens, self.k, self.experts)
 
 
 @dataclass(frozen=True)
