@@ -20,6 +20,7 @@ from quaver.jax.blocks.attention import (
     relative_position_bias,
 )
 from quaver.jax.blocks.attention_inputs import Mask, Segments
+from quaver.jax.blocks.kv_cache import MASK_TYPE, AttentionCache, append, check_cached
 from quaver.jax.blocks.layers import drop_path, named, residual
 from quaver.jax.blocks.options import (
     AttentionOptions,
@@ -117,6 +118,7 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         positions: Array | None = None,
         offset: int | Array = 0,
         deterministic: bool | None = None,
+        decode: bool = False,
     ) -> Array:
         """Attend from x [B, S, d] to memory [B, Sm, dm], or to itself.
 
@@ -126,6 +128,8 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
             mask, bias, segment_ids: as for `quaver.jax.blocks.attention.attention`.
             positions, offset: as for `quaver.jax.blocks.attention.rope`, for both queries and keys.
             deterministic: False applies dropout, with the rng "dropout".
+            decode: True attends to the tokens in the collection "cache" too, and appends x to it; pass
+                mutable=["cache"]. `init` with decode=True makes a cache as long as its x.
         Returns:
             [B, S, out].
         """
@@ -134,13 +138,35 @@ class MultiHeadAttention(nn.Module, AttentionOptions):
         parts = {name: dense_of(self, name, matrix) for name, matrix in matrices.items()}
         positions = positions_of(self.context_axis, positions, x.shape[1])
         q, k, v = project(x, memory, parts, heads // groups)
+        core: dict[str, Any] = pick(CoreOptions, self)
+        cache = None
+        if decode:
+            check_cached(self, memory=memory, mask=mask, segment_ids=segment_ids)
+            cache = self._cache(k.shape, k.dtype)
+        if cache is not None:
+            offset = offset + cache[2].value
         q, k = (
             prepare(a, self._norm(f"{name}_norm"), self.rope, positions, offset, self.qk_norm_after_rope)
             for name, a in (("query", q), ("key", k))
         )
-        core = DotProductAttention(**pick(CoreOptions, self), name="attention")
-        y = core(q, k, v, mask, bias, segment_ids=segment_ids, positions=positions, deterministic=deterministic)
+        if cache is not None:
+            new, mask = append(AttentionCache(*(variable.value for variable in cache)), k, v)
+            for variable, value in zip(cache, new, strict=True):
+                variable.value = value
+            k, v = new.keys.astype(k.dtype), new.values.astype(v.dtype)
+            core["mask_type"] = MASK_TYPE
+        attention = DotProductAttention(**core, name="attention")
+        y = attention(q, k, v, mask, bias, segment_ids=segment_ids, positions=positions, deterministic=deterministic)
         return dense_of(self, "out", KernelMatrix((self.out or x.shape[-1],), ("heads", "head_dim", "embed")))(y)
+
+    def _cache(self, shape: tuple[int, ...], dtype: DTypeLike) -> list[Any] | None:
+        """Return the variables of `AttentionCache`; None in the `init` that makes them."""
+        exists = self.has_variable("cache", "cached_key")
+        if not exists and not self.is_initializing():
+            raise ValueError("decode=True needs the collection 'cache'; make it by init(key, x, decode=True)")
+        of_buffers = [self.variable("cache", name, jnp.zeros, shape, dtype) for name in ("cached_key", "cached_value")]
+        length = self.variable("cache", "cache_index", jnp.zeros, (), jnp.int32)
+        return [*of_buffers, length] if exists else None
 
     def _norm(self, name: str) -> nn.Module | None:
         return None if self.qk_norm is None else named(self.qk_norm, NORMS)(param_dtype=self.param_dtype, name=name)
@@ -208,6 +234,7 @@ class TransformerLayer(nn.Module, TransformerOptions):
         positions: Array | None = None,
         offset: int | Array = 0,
         deterministic: bool | None = None,
+        decode: bool = False,
     ) -> Array:
         """Run the layer on x [B, S, d]; returns the same shape.
 
@@ -217,6 +244,7 @@ class TransformerLayer(nn.Module, TransformerOptions):
             mask, bias, segment_ids, positions, offset: of the self attention.
             memory_mask: mask of the cross attention.
             deterministic: False applies dropout and drop path, with the rng "dropout".
+            decode: as for MultiHeadAttention, of the self attention.
         Raises:
             ValueError: a memory is missing or unexpected, or a part rejects its arguments.
         """
@@ -238,7 +266,7 @@ class TransformerLayer(nn.Module, TransformerOptions):
 
         attend = MultiHeadAttention(self.heads, **of_self_attention(self), name="attention")
         options: dict[str, Any] = {"mask": mask, "bias": bias, "segment_ids": segment_ids, "positions": positions}
-        parts = {"attention": lambda h: attend(h, offset=offset, deterministic=deterministic, **options)}
+        parts = {"attention": lambda h: attend(h, offset=offset, deterministic=deterministic, decode=decode, **options)}
         if self.cross_attention:
             cross = MultiHeadAttention(self.heads, **of_cross_attention(self), name="cross_attention")
             parts["cross_attention"] = lambda h: cross(h, memory, mask=memory_mask, deterministic=deterministic)

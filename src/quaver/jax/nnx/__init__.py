@@ -11,7 +11,13 @@ from quaver.jax.nnx.conversion import convert, plain_state, revert
 from quaver.jax.nnx.dense import DenseGeneral, DotGeneral, Einsum, OverwriteWithGradient, value_and_grad
 from quaver.jax.nnx.mlp import MLP, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, RMSNorm
 from quaver.jax.nnx.moe import GroupedDense, MoE
-from quaver.jax.nnx.transformer import DotProductAttention, MultiHeadAttention, RelativePositionBias, TransformerLayer
+from quaver.jax.nnx.transformer import (
+    DotProductAttention,
+    KVCache,
+    MultiHeadAttention,
+    RelativePositionBias,
+    TransformerLayer,
+)
 from quaver.recipes.conversion import ConversionReport
 
 __all__ = [
@@ -22,6 +28,7 @@ __all__ = [
     "DotProductAttention",
     "Einsum",
     "GroupedDense",
+    "KVCache",
     "LayerNorm",
     "LayerNormDenseGeneral",
     "LayerNormMLP",

@@ -20,6 +20,7 @@ from quaver.jax.blocks.attention import (
     relative_position_bias,
 )
 from quaver.jax.blocks.attention_inputs import Mask, Segments
+from quaver.jax.blocks.kv_cache import MASK_TYPE, AttentionCache, append, check_cached, init_cache
 from quaver.jax.blocks.layers import drop_path, named, residual
 from quaver.jax.blocks.options import (
     AttentionOptions,
@@ -35,6 +36,31 @@ from quaver.jax.nnx.dense import Parameters, dense_of, of_part
 from quaver.jax.nnx.mlp import MLP, NORMS, norm_of
 from quaver.options import pick, takes
 from quaver.reference.attention import check_sinks
+
+# ---- cache ----
+
+
+class KVCache(nnx.Module):
+    """Key/value cache of one attention layer, which each call of the layer appends to.
+
+    Args:
+        batch, length: number of sequences, and of tokens that fit in each.
+        groups, head_dim: heads of keys and values, and features of a head.
+        dtype: of the buffers; the layer's is exact.
+    """
+
+    def __init__(self, batch: int, length: int, groups: int, head_dim: int, dtype: DTypeLike = jnp.float32) -> None:
+        empty = init_cache(batch, length, groups, head_dim, dtype)
+        self.keys, self.values, self.length = (nnx.Cache(x) for x in empty)
+
+    def append(self, k: Array, v: Array) -> tuple[Array, Array, Mask]:
+        """Return all keys and values and the padding mask; see `quaver.jax.blocks.kv_cache.append`."""
+        variables = self.keys, self.values, self.length
+        new, mask = append(AttentionCache(*(variable[...] for variable in variables)), k, v)
+        for variable, value in zip(variables, new, strict=True):
+            variable[...] = value
+        return new.keys.astype(k.dtype), new.values.astype(v.dtype), mask
+
 
 # ---- attention ----
 
@@ -81,11 +107,17 @@ class DotProductAttention(nnx.Module):
         *,
         segment_ids: Segments | None = None,
         positions: Array | None = None,
+        cache: KVCache | None = None,
     ) -> Array:
+        own_type: dict[str, Any] = {}
+        if cache is not None:
+            check_cached(self, mask=mask, segment_ids=segment_ids)
+            k, v, mask = cache.append(k, v)
+            own_type["mask_type"] = MASK_TYPE
         key = None if self.rngs is None or self.deterministic else self.rngs()
         sinks = self.sinks[...] if isinstance(self.sinks, nnx.Variable) else None
         arguments = {"mask": mask, "bias": bias, "segment_ids": segment_ids, "positions": positions}
-        return attend(self, q, k, v, sinks=sinks, dropout_key=key, **arguments)
+        return attend(self, q, k, v, sinks=sinks, dropout_key=key, **arguments, **own_type)
 
 
 def dropout_stream(rngs: nnx.Rngs | None, *rates: float) -> Any:
@@ -164,6 +196,7 @@ class MultiHeadAttention(nnx.Module):
         segment_ids: Segments | None = None,
         positions: Array | None = None,
         offset: int | Array = 0,
+        cache: KVCache | None = None,
     ) -> Array:
         """Attend from x [B, S, d] to memory [B, Sm, dm], or to itself.
 
@@ -172,6 +205,7 @@ class MultiHeadAttention(nnx.Module):
             memory: [B, Sm, dm], or None for self-attention.
             mask, bias, segment_ids: as for `quaver.jax.blocks.attention.attention`.
             positions, offset: as for `quaver.jax.blocks.attention.rope`, for both queries and keys.
+            cache: tokens before x, which x is appended to; only causal self-attention.
         Returns:
             [B, S, out].
         """
@@ -181,13 +215,16 @@ class MultiHeadAttention(nnx.Module):
                 if self.attends_to_itself
                 else "this MultiHeadAttention was made with memory_features; give it a memory"
             )
+        if cache is not None:
+            check_cached(self.attention, memory=memory)
+            offset = offset + cache.length[...]
         positions = positions_of(self.context_axis, positions, x.shape[1])
         q, k, v = project(x, memory, vars(self), self.shared)
         q, k = (
             prepare(a, norm, self.rope, positions, offset, self.qk_norm_after_rope)
             for a, norm in ((q, self.query_norm), (k, self.key_norm))
         )
-        return self.out(self.attention(q, k, v, mask, bias, segment_ids=segment_ids, positions=positions))
+        return self.out(self.attention(q, k, v, mask, bias, segment_ids=segment_ids, positions=positions, cache=cache))
 
 
 class RelativePositionBias(nnx.Module):
@@ -288,13 +325,14 @@ class TransformerLayer(nnx.Module):
         segment_ids: Segments | None = None,
         positions: Array | None = None,
         offset: int | Array = 0,
+        cache: KVCache | None = None,
     ) -> Array:
         """Run the layer on x [B, S, d]; returns the same shape.
 
         Args:
             x: [B, S, d].
             memory: [B, Sm, dm], what cross attention attends to.
-            mask, bias, segment_ids, positions, offset: of the self attention.
+            mask, bias, segment_ids, positions, offset, cache: of the self attention.
             memory_mask: mask of the cross attention.
         Raises:
             ValueError: a memory is missing or unexpected, or a part rejects its arguments.
@@ -307,7 +345,13 @@ class TransformerLayer(nnx.Module):
                 else "TransformerLayer needs a memory"
             )
 
-        arguments: Any = {"mask": mask, "bias": bias, "segment_ids": segment_ids, "positions": positions}
+        arguments: Any = {
+            "mask": mask,
+            "bias": bias,
+            "segment_ids": segment_ids,
+            "positions": positions,
+            "cache": cache,
+        }
         parts: list[Any] = [lambda h: self.attention(h, offset=offset, **arguments), self.mlp]
         norms = [self.norm] if self.parallel else [self.attention_norm, self.mlp_norm]
         if cross is not None:
