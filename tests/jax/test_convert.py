@@ -18,6 +18,7 @@ from quaver import recipes
 # Threefry takes seconds to compile.
 KEY = jax.random.key(0, impl="unsafe_rbg")
 TOKENS = jnp.arange(32).reshape(2, 16) % 50
+W = jnp.asarray(np.random.default_rng(1).standard_normal((32, 8)), jnp.float32)
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 32)), jnp.float32)
 
 
@@ -98,6 +99,40 @@ def test_the_heads_of_nnx_models_stay_in_high_precision() -> None:
     assert model is own and set(report.converted) == {"mlp"} and "output head" in report.skipped["lm_head"]
     assert set(qj.convert(Head(), "tensorwise", head=True)[1].converted) == {"mlp", "lm_head"}
     assert set(nnx.to_pure_dict(qj.plain_state(model))) == {"embed", "mlp", "lm_head"}
+
+
+def test_linen_layers_in_jit_and_called_by_keyword_run_under_their_own_recipe() -> None:
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(8, name="second")(inputs=nn.jit(nn.Dense)(32, name="first")(x))
+
+    variables = jax.jit(Inner().init)(KEY, X)
+    results = {}
+    for recipe in ("mxfp8", "mxfp4"):
+        model, report = qj.convert(Inner(), recipe)
+        results[recipe] = model.apply(variables, X)
+        assert set(report.converted) == {"first", "second"}
+        assert "second" in model.tabulate(KEY, X)
+    first, second = variables["params"]["first"], variables["params"]["second"]
+    for recipe, y in results.items():
+        h = qj.linear(X, first["kernel"], first["bias"], recipe=recipe)
+        expected = qj.linear(h, second["kernel"], second["bias"], recipe=recipe)
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-6 * float(jnp.abs(expected).max()))
+    with pytest.raises(NotImplementedError, match="no bind"):
+        model.bind(variables)
+
+
+def test_a_head_before_its_embedding_keeps_the_first_decision() -> None:
+    class Reversed(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, tokens: Any) -> Any:
+            return nn.Dense(50, name="head")(x), nn.Embed(50, 32)(tokens)
+
+    model, report = qj.convert(Reversed(), "delayed")
+    variables = model.init(KEY, X, TOKENS)
+    model.apply(variables, X, TOKENS)
+    assert list(report.converted) == ["head"] and not report.skipped
 
 
 @pytest.mark.parametrize("function", [qj.convert, qj.plain_state])
@@ -216,6 +251,18 @@ def test_explain_names_the_gemms_of_layers() -> None:
     assert own == {("dgrad", "emulated"), ("wgrad", "emulated")}
     assert [row.runs for row in found if not row.layer] == ["high precision"] * 3
     assert "e4m3[1x32]:e8m0 x e4m3[1x32]:e8m0" in repr(found) and "bf16 x bf16 -> f32" in repr(found)
+
+
+def test_explain_takes_static_arguments_and_equinoxs_jit() -> None:
+    def run(w: Any, x: Any, mode: str, *, train: bool = False) -> Any:
+        return qj.linear(x, w, recipe="mxfp8", name=mode) * (2 if train else 1)
+
+    assert [row.layer for row in qj.explain(run, W, X[0], "up", train=True)] == ["up"]
+    assert not qj.explain(jnp.tanh, X) and repr(qj.explain(jnp.tanh, X)).startswith("layer")
+    eqx = pytest.importorskip("equinox")
+    layer, _ = qj.convert(eqx.nn.Linear(32, 8, key=KEY), "mxfp8")
+    found = qj.explain(eqx.filter_jit(lambda m, x: jax.vmap(m)(x)), layer, X[0])
+    assert [row.runs for row in found] == ["emulated"]
 
 
 #: Lines of programs that XLA compiles for H200 and B200.

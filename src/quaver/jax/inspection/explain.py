@@ -56,13 +56,29 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Compiled
 
     Args:
         function: a function of arrays, jitted or not.
-        args, kwargs: its arguments; `jax.ShapeDtypeStruct` will do for arrays.
+        args, kwargs: its arguments; `jax.ShapeDtypeStruct` will do for arrays. Of a function that is not jitted, all
+            that are no arrays are static.
     Returns:
         One row for each multiplication in the optimized program, in its order: dots, and calls of cuBLASLt, cuDNN and
         oneDNN. A GEMM in a loop is one row.
     """
-    jitted = function if hasattr(function, "lower") else jax.jit(function)
-    return gemms_in(jitted.lower(*args, **kwargs).compile().as_text())
+    if hasattr(function, "lower"):
+        compiled = function.lower(*args, **kwargs).compile()
+        # Equinox wraps what JAX compiled.
+        return gemms_in(getattr(compiled, "compiled", compiled).as_text())
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+
+    def of_arrays(*arrays: Any) -> Any:
+        given = iter(arrays)
+        args, kwargs = jax.tree.unflatten(tree, [next(given) if _is_array(leaf) else leaf for leaf in leaves])
+        return function(*args, **kwargs)
+
+    return gemms_in(jax.jit(of_arrays).lower(*arrays).compile().as_text() or "")
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 #: Targets of custom calls that multiply matrices.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from flax import linen as nn
 from jax import Array
 
@@ -13,13 +14,16 @@ from quaver.jax.linen.dense import DenseGeneral, DotGeneral, dot_general_cls, qu
 from quaver.recipes.conversion import ConversionReport, Rules, Skip, uses_of
 from quaver.recipes.spec import Recipe
 
+# The conversion in force, as part of jit's cache key: a submodule in nn.jit is traced again for another one.
+_conversion = jax.make_user_context(default_value=None)
+
 
 class ConvertedModule:
     """A linen model whose linear layers run under recipes; made by `convert`.
 
-    `init`, `apply`, `init_with_output` and `lazy_init` are those of the model, with the recipes. Every other attribute
-    is the model's own. Parameters have the same names; the state of recipes is in the collection
-    `quaver.jax.linen.COLLECTION`.
+    `init`, `apply`, `init_with_output`, `lazy_init` and `tabulate` are those of the model, with the recipes; instead of
+    `bind` call `apply` with a method. Every other attribute is the model's own. Parameters have the same names; the
+    state of recipes is in the collection `quaver.jax.linen.COLLECTION`.
 
     Attributes:
         module: the model.
@@ -32,20 +36,28 @@ class ConvertedModule:
         self._intercept = intercept
 
     def init(self, *args: Any, **options: Any) -> Any:
-        with nn.intercept_methods(self._intercept):
-            return self.module.init(*args, **options)
+        return self._converted(self.module.init, *args, **options)
 
     def init_with_output(self, *args: Any, **options: Any) -> Any:
-        with nn.intercept_methods(self._intercept):
-            return self.module.init_with_output(*args, **options)
+        return self._converted(self.module.init_with_output, *args, **options)
 
     def lazy_init(self, *args: Any, **options: Any) -> Any:
-        with nn.intercept_methods(self._intercept):
-            return self.module.lazy_init(*args, **options)
+        return self._converted(self.module.lazy_init, *args, **options)
 
     def apply(self, *args: Any, **options: Any) -> Any:
-        with nn.intercept_methods(self._intercept):
-            return self.module.apply(*args, **options)
+        return self._converted(self.module.apply, *args, **options)
+
+    def tabulate(self, *args: Any, **options: Any) -> Any:
+        return self._converted(self.module.tabulate, *args, **options)
+
+    def bind(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError(
+            "a converted model has no bind, whose calls would run unconverted; call apply(variables, ..., method=...)"
+        )
+
+    def _converted(self, method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+        with _conversion(self._intercept), nn.intercept_methods(self._intercept):
+            return method(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -89,16 +101,19 @@ def convert(
     rules = LayerRules(recipe, skip, head)
     # Known while the model is traced: an output head comes after the embedding.
     vocabularies: set[int] = set()
+    decided: dict[str, Recipe | None] = {}
 
     def intercept(call: Any, args: Any, options: Any, context: Any) -> Any:
         layer = context.module
         if isinstance(layer, nn.Embed):
             vocabularies.add(layer.num_embeddings)
         slot = _slot_of(layer)
-        if slot is None or context.method_name != "__call__" or not args:
+        if slot is None or context.method_name != "__call__":
             return call(*args, **options)
-        name = qualified_name(layer)
-        wanted = rules.decide(name, _features(layer, args[0]), _unsupported(layer), vocabularies)
+        name, x = qualified_name(layer), args[0] if args else next(iter(options.values()))
+        if name not in decided:
+            decided[name] = rules.decide(name, _features(layer, x), _unsupported(layer), vocabularies)
+        wanted = decided[name]
         if wanted is None:
             return call(*args, **options)
         number = uses_of(name, uses)
