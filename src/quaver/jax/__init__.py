@@ -16,7 +16,7 @@ if jax.__version_info__ < (0, 10, 2):
     )
 
 from quaver.jax import state
-from quaver.jax.blocks.mixture import balance_loss, token_counts, updated_bias, z_loss
+from quaver.jax.blocks.experts import balance_loss, token_counts, update_bias, z_loss
 from quaver.jax.blocks.moe import Routing, permute, route, unpermute
 from quaver.jax.compare import compare, perturb
 from quaver.jax.conversion.convert import convert, plain_state
@@ -57,7 +57,7 @@ __all__ = [
     "state",
     "token_counts",
     "unpermute",
-    "updated_bias",
+    "update_bias",
     "z_loss",
 ]
 

@@ -67,10 +67,10 @@ def permute(
         x = array("permute", "x", x)
     if len(x.shape) != 2 or x.shape[0] != indices.shape[0]:
         raise ValueError(f"x is [T, H] and indices [T, k] of the same tokens; these are {x.shape}, {indices.shape}")
-    sizes, places, sources = _order(indices, experts, pad, capacity)
+    sizes, places, sources = order(indices, experts, pad, capacity)
     if isinstance(x, Quantized):
         return Permuted(_take_quantized(x, sources, indices.shape[1]), sizes, places)
-    return Permuted(_gather(indices.shape[1], x, sources, places), sizes, places)
+    return Permuted(gather_rows(indices.shape[1], x, sources, places), sizes, places)
 
 
 def unpermute(rows: Array, places: Array, k: int, weights: Array | None = None) -> Array:
@@ -96,15 +96,15 @@ def unpermute(rows: Array, places: Array, k: int, weights: Array | None = None) 
     return _combine(k, rows, places, weights)
 
 
-def _order(indices: Array, experts: int, pad: int, capacity: int | None) -> tuple[Array, Array, Array]:
+def order(indices: Array, experts: int, pad: int, capacity: int | None) -> tuple[Array, Array, Array]:
     """Compute the permutation: sizes and places as in `Permuted`, and the choice of each row, -1 for an empty row."""
     flat = indices.reshape(-1).astype(jnp.int32)
     count = flat.shape[0]
-    numbers = jnp.arange(experts, dtype=jnp.int32)
     by_expert = jnp.argsort(flat, stable=True).astype(jnp.int32)
     ids = flat[by_expert]
-    begin = jnp.searchsorted(ids, numbers).astype(jnp.int32)
-    sizes = jnp.searchsorted(ids, numbers, side="right").astype(jnp.int32) - begin
+    # jax 0.10's searchsorted fails inside jax.shard_map over some axes of a mesh.
+    sizes = jnp.zeros(experts, jnp.int32).at[jnp.where(flat < 0, experts, flat)].add(1, mode="drop")
+    begin = jnp.cumsum(sizes, dtype=jnp.int32) - sizes + (flat < 0).sum(dtype=jnp.int32)
     sizes = sizes if capacity is None else jnp.minimum(sizes, capacity)
     padded = (sizes + (pad - 1)) // pad * pad
     total = rows_of(count, experts, pad, capacity)
@@ -116,10 +116,10 @@ def _order(indices: Array, experts: int, pad: int, capacity: int | None) -> tupl
         there = there & (within - begin[ours] < capacity)
     row = jnp.where(there, within + shift[ours], -1)
     places = jnp.zeros(count, jnp.int32).at[by_expert].set(row)
-    return padded, places, _inverse(places, total)
+    return padded, places, inverse(places, total)
 
 
-def _inverse(places: Array, count: int) -> Array:
+def inverse(places: Array, count: int) -> Array:
     """Return the choice of each row, -1 for an empty row."""
     numbers = jnp.arange(places.shape[0], dtype=jnp.int32)
     rows = jnp.where(places < 0, count, places)
@@ -136,20 +136,20 @@ def _wide(x: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(k: int, x: Array, sources: Array, places: Array) -> Array:
+def gather_rows(k: int, x: Array, sources: Array, places: Array) -> Array:
     """Gather token rows; the derivative sums them per token."""
     return _taken(x, jnp.where(sources < 0, -1, sources // k))
 
 
 def _gather_forward(k: int, x: Array, sources: Array, places: Array) -> tuple[Array, Array]:
-    return _gather(k, x, sources, places), places
+    return gather_rows(k, x, sources, places), places
 
 
 def _gather_backward(k: int, places: Array, g: Array) -> tuple[Any, ...]:
     return _combine(k, g, places, None), None, None
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+gather_rows.defvjp(_gather_forward, _gather_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -177,8 +177,8 @@ def _combine_forward(k: int, rows: Array, places: Array, weights: Array | None) 
 
 def _combine_backward(k: int, saved: Any, g: Array) -> tuple[Any, ...]:
     rows, places, weights = saved
-    sources = _inverse(places, rows.shape[0])
-    grad_rows = _gather(k, g, sources, places)
+    sources = inverse(places, rows.shape[0])
+    grad_rows = gather_rows(k, g, sources, places)
     if weights is None:
         return grad_rows, None, None
     factors = _taken(weights.reshape(-1).astype(_wide(g).dtype), sources)

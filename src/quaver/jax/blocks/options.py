@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 from quaver.options import pick
 from quaver.recipes.spec import Recipe
-from quaver.reference.moe import check_mixture_extras, check_route
 
 Initializer = Callable[..., Any]
 
@@ -22,29 +21,23 @@ KERNEL_INIT: Initializer = jax.nn.initializers.lecun_normal()
 
 
 @dataclass(kw_only=True)
-class KernelOptions:
-    """Options of every layer with a kernel."""
+class DenseOptions:
+    """Options of every linear layer in a module."""
 
+    use_bias: bool = True
     # Dtype of the computation; None promotes the input's and the kernel's.
     dtype: DTypeLike | None = None
     # Dtype of the parameters.
     param_dtype: DTypeLike = jnp.float32
-    # Initializer; it sees a kernel as a matrix, so that fan-in is correct.
+    # Initializers; they see a kernel as a matrix, so that fan-in is correct.
     kernel_init: Initializer = KERNEL_INIT
+    bias_init: Initializer = jax.nn.initializers.zeros
     # Name or Recipe that the layer always uses; None uses the ambient one.
     recipe: str | Recipe | None = None
     # Seed of stochastic rounding.
     seed: int = 0
     # Number of calls in one step; recipes with state need to know it.
     uses: int = 1
-
-
-@dataclass(kw_only=True)
-class DenseOptions(KernelOptions):
-    """Options of every linear layer in a module."""
-
-    use_bias: bool = True
-    bias_init: Initializer = jax.nn.initializers.zeros
 
 
 @dataclass(kw_only=True)
@@ -61,41 +54,6 @@ class MLPOptions(PartOptions):
 
     # Features of the output; None uses the input's.
     out: int | None = None
-
-
-@dataclass(kw_only=True)
-class MixtureOptions:
-    """Options of a mixture of experts beyond those of an MLP: the arguments of `route`, and the shared expert."""
-
-    # Number of experts, and number of experts per token.
-    experts: int
-    k: int
-    scores: str = "softmax"
-    softmax_first: bool = False
-    groups: int | None = None
-    top_groups: int | None = None
-    best_of_group: int | None = None
-    # Factor of the weights.
-    scale: float = 1.0
-    normalize: bool | None = None
-    # A bias of the logits, as in gpt-oss.
-    router_bias: bool = False
-    # A bias that is added to scores for the choice only; see `quaver.jax.updated_bias`.
-    balance_bias: bool = False
-    # Hidden features of the shared MLP, 0 for none; and multiply its output by a sigmoid gate per token.
-    shared: int = 0
-    shared_gate: bool = False
-    # Capacity of an expert as a multiple of an even share of the choices, rounded up; None for no limit.
-    capacity: float | None = None
-    # Return (output, `Routing`).
-    return_routing: bool = False
-
-
-def check_mixture(options: MixtureOptions) -> None:
-    """Raise ValueError if the options of a mixture do not fit each other."""
-    arguments = options.groups, options.top_groups, options.best_of_group, None, options.normalize
-    check_route((0, options.experts), options.k, options.scores, options.softmax_first, *arguments)
-    check_mixture_extras(options.shared, options.shared_gate, options.capacity)
 
 
 @dataclass(kw_only=True)

@@ -34,7 +34,7 @@ from quaver.jax.numerics.quantized import (
 from quaver.jax.numerics.rounding import forbid_second_derivative
 from quaver.jax.operations.native import decoded, scaled
 from quaver.jax.operations.ops import DTYPES, check_static_int, quantize
-from quaver.jax.operations.sharding import psum_like
+from quaver.jax.operations.sharding import ordered, psum_like, varying
 from quaver.jax.state import buffers
 from quaver.jax.state.buffers import GRAD_OUTPUT, INPUT, WEIGHT, State, factor_of
 from quaver.jax.state.context import recipe_in_force, state_reads_of
@@ -270,7 +270,8 @@ def _layout(recipe: Recipe, x: Array, sizes: Array) -> GroupedLayout:
     last, first_token = jnp.cumsum(filled), jnp.cumsum(sizes) - sizes
     first_slot = (last - filled) * tile
     at = jnp.arange(tiles, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(last, at, side="right"), experts - 1).astype(jnp.int32)
+    # jax 0.10's searchsorted fails inside jax.shard_map over some axes of a mesh.
+    expert = jnp.minimum((last <= at[:, None]).sum(1, dtype=jnp.int32), experts - 1)
     slots = jnp.arange(tiles * tile, dtype=jnp.int32)
     owner = jnp.repeat(expert, tile, total_repeat_length=tiles * tile)
     within = slots - first_slot[owner]
@@ -341,6 +342,8 @@ def _tokens_tiled(x: Array, g: Array, layout: GroupedLayout) -> Array:
 
     split = (jnp.swapaxes(z.reshape(z.shape[0], tiles, -1), 0, 1) for z in (x, g))
     start = jnp.zeros((layout.sizes.shape[0], x.shape[0], g.shape[0]), jnp.float32)
+    axes = ordered(varying(x) | varying(g) | varying(layout.expert))
+    start = lax.pcast(start, axes, to="varying") if axes else start
     return lax.scan(add, start, (layout.expert, *split))[0]
 
 

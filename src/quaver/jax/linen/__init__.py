@@ -11,6 +11,7 @@ from quaver.jax.linen.conversion import ConvertedModule, convert
 from quaver.jax.linen.dense import COLLECTION, DenseGeneral, DotGeneral, Einsum, dot_general_cls, einsum_cls
 from quaver.jax.linen.mlp import MLP, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, RMSNorm
 from quaver.jax.linen.moe import GroupedDense, MoE
+from quaver.jax.linen.ssm import Mamba2
 from quaver.jax.linen.transformer import DotProductAttention, MultiHeadAttention, RelativePositionBias, TransformerLayer
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "LayerNorm",
     "LayerNormDenseGeneral",
     "LayerNormMLP",
+    "Mamba2",
     "MoE",
     "MultiHeadAttention",
     "RMSNorm",

@@ -11,6 +11,7 @@ from quaver.jax.nnx.conversion import convert, plain_state, revert
 from quaver.jax.nnx.dense import DenseGeneral, DotGeneral, Einsum, OverwriteWithGradient, value_and_grad
 from quaver.jax.nnx.mlp import MLP, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, RMSNorm
 from quaver.jax.nnx.moe import GroupedDense, MoE
+from quaver.jax.nnx.ssm import Mamba2
 from quaver.jax.nnx.transformer import (
     DotProductAttention,
     KVCache,
@@ -32,6 +33,7 @@ __all__ = [
     "LayerNorm",
     "LayerNormDenseGeneral",
     "LayerNormMLP",
+    "Mamba2",
     "MoE",
     "MultiHeadAttention",
     "OverwriteWithGradient",

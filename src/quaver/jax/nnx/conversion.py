@@ -17,6 +17,7 @@ from flax import nnx
 
 from quaver.jax.conversion.layer_rules import LayerRules
 from quaver.jax.nnx.dense import DenseGeneral, DotGeneral, Einsum, LayerState, OverwriteWithGradient
+from quaver.jax.nnx.moe import GroupedDense
 from quaver.recipes.conversion import ConversionReport, Rules, Skip, uses_of
 from quaver.recipes.spec import Recipe
 
@@ -32,8 +33,8 @@ def convert(
 ) -> ConversionReport:
     """Set the recipe of every linear layer that the rules select, in place.
 
-    Linear layers are nnx.Linear, nnx.LinearGeneral, nnx.Einsum and this package's DenseGeneral, also inside other
-    modules. Convert outside of transforms; layers stacked by nnx.vmap get a stacked state.
+    Linear layers are nnx.Linear, nnx.LinearGeneral, nnx.Einsum and this package's DenseGeneral and GroupedDense, also
+    inside other modules. Convert outside of transforms; layers stacked by nnx.vmap get a stacked state.
 
     Args:
         model: any module; it may itself be a linear layer.
@@ -142,6 +143,14 @@ class _OwnDenseGeneral:
         return True
 
 
+class _OwnGroupedDense(_OwnDenseGeneral):
+    """Conversion of this package's GroupedDense, whose experts share one recipe and state."""
+
+    def features(self, layer: Any) -> tuple[int, int]:
+        inputs, *outputs = layer.kernel.shape[layer.kernel.ndim - layer.ndim + 1 :]
+        return inputs, math.prod(outputs)
+
+
 def _einsum_features(layer: Any) -> tuple[int, int]:
     """Return (in, out) features of an einsum: labels of the kernel that the result lacks are contracted."""
     operands, result = layer.einsum_str.split("->")
@@ -153,6 +162,7 @@ def _einsum_features(layer: Any) -> tuple[int, int]:
 
 _KINDS: dict[type, Any] = {
     DenseGeneral: _OwnDenseGeneral(),
+    GroupedDense: _OwnGroupedDense(),
     nnx.Linear: _OperationSlot(
         "dot_general",
         DotGeneral,

@@ -151,14 +151,12 @@ class DenseGeneral(nnx.Module):
             raise ValueError(f"in_features {inputs} and axis {axis} name different numbers of axes")
         draw = options.rngs.params
         matrix = options.kernel_init(draw(), (math.prod(rows), math.prod(columns)), options.param_dtype)
-        kernel_metadata = parameter_metadata(options.kernel_axes, options.kernel_metadata)
+        kernel_metadata = _metadata(options.kernel_axes, options.kernel_metadata)
         self.kernel = nnx.Param(matrix.reshape(*rows, *columns), **kernel_metadata)
         self.bias = nnx.data(None)
         if options.use_bias:
             vector = options.bias_init(draw(), (math.prod(columns),), options.param_dtype)
-            self.bias = nnx.Param(
-                vector.reshape(columns), **parameter_metadata(options.bias_axes, options.bias_metadata)
-            )
+            self.bias = nnx.Param(vector.reshape(columns), **_metadata(options.bias_axes, options.bias_metadata))
         self.axis = axes
         self.ndim = len(rows) + len(columns)
         self.dtype = options.dtype
@@ -181,7 +179,7 @@ class DenseGeneral(nnx.Module):
         )
 
 
-def parameter_metadata(axes: tuple[str | None, ...], more: Mapping[str, Any] | None) -> dict[str, Any]:
+def _metadata(axes: tuple[str | None, ...], more: Mapping[str, Any] | None) -> dict[str, Any]:
     return ({"out_sharding": axes} if axes else {}) | dict(more or {})
 
 

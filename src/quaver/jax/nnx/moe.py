@@ -1,138 +1,164 @@
-"""Mixture of experts for NNX: grouped linear layers of all experts, and the layer that routes tokens to them."""
+"""Mixture of experts, and a linear layer with a kernel for each expert."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from quaver.jax.blocks.layers import matrices
-from quaver.jax.blocks.mixture import gated, mixture
-from quaver.jax.blocks.moe import Routing
-from quaver.jax.blocks.options import KernelOptions, MixtureOptions, check_mixture
-from quaver.jax.linears.dot_general import KernelMatrix
-from quaver.jax.linears.grouped import grouped_dot
-from quaver.jax.nnx.dense import Parameters, fresh_state, label, of_part, parameter_metadata
+from quaver.jax.blocks.experts import (
+    CALL,
+    ExpertWeights,
+    MoEOptions,
+    check_options,
+    expert_kernels,
+    grouped_dense,
+    mixture,
+    routed,
+    sigmoid_gate,
+)
+from quaver.jax.blocks.options import DenseOptions, PartOptions
+from quaver.jax.nnx.dense import Parameters, fresh_state, label, of_part
 from quaver.jax.nnx.mlp import MLP
 from quaver.options import pick, takes
 
 
 @dataclass
-class GroupedArguments(KernelOptions, Parameters):
+class GroupedDenseArguments(DenseOptions, Parameters):
     """Constructor arguments of `GroupedDense`; see there."""
 
     experts: int
     in_features: int
-    features: tuple[int, ...]
+    features: int | Sequence[int]
     _: KW_ONLY
     kernel_axes: tuple[str | None, ...] = ()
 
 
 class GroupedDense(nnx.Module):
-    """A linear layer per expert, with a parameter `kernel` [experts, K, *features]; no bias.
+    """A linear layer per expert for rows that are grouped by expert, with parameters `kernel` and `bias`.
 
     Args:
-        experts, in_features: number of experts, and K.
-        features: output features; several make several axes.
-        kernel_axes: names of the kernel's axes, for NNX's sharding; empty for none.
-        others: those of DenseGeneral. All experts share one state.
+        experts: number of experts.
+        in_features, features: sizes of input and output; several features make several axes.
+        kernel_axes: names of the kernel's axes, mesh or logical names, for NNX's eager sharding; empty for none.
+        others: those of DenseGeneral. Initializers see each expert's kernel as a matrix.
+    Exact and bounded: as `quaver.jax.grouped_dot`.
     """
 
-    @takes(GroupedArguments)
-    def __init__(self, options: GroupedArguments) -> None:
-        shape = options.experts, options.in_features, math.prod(options.features)
-        # A matrix per expert, so that fan-in is correct.
-        kernel = options.kernel_init(options.rngs.params(), shape, options.param_dtype)
-        metadata = parameter_metadata(options.kernel_axes, options.kernel_metadata)
-        self.kernel = nnx.Param(kernel.reshape(*shape[:2], *options.features), **metadata)
-        self.dtype, self.recipe, self.seed, self.name = options.dtype, options.recipe, options.seed, options.name
+    @takes(GroupedDenseArguments)
+    def __init__(self, options: GroupedDenseArguments) -> None:
+        experts, inputs, features = options.experts, options.in_features, options.features
+        columns = (features,) if isinstance(features, int) else tuple(features)
+        width, axes, dtype = math.prod(columns), options.kernel_axes, options.param_dtype
+        draw = options.rngs.params
+        kernels = jax.vmap(lambda key: options.kernel_init(key, (inputs, width), dtype))
+        kernel = kernels(jax.random.split(draw(), experts)).reshape(experts, inputs, *columns)
+        self.kernel = nnx.Param(kernel, **_metadata(axes, options.kernel_metadata))
+        self.bias = nnx.data(None)
+        if options.use_bias:
+            biases = jax.vmap(lambda key: options.bias_init(key, (width,), dtype))
+            bias = biases(jax.random.split(draw(), experts)).reshape(experts, *columns)
+            self.bias = nnx.Param(bias, **_metadata(axes[:1] + axes[2:], options.bias_metadata))
+        self.ndim = 2 + len(columns)
+        self.dtype = options.dtype
+        self.recipe = options.recipe
+        self.seed = options.seed
+        self.name = options.name
         self.state = fresh_state(options.recipe, options.uses)
 
-    def __call__(self, rows: Array, group_sizes: Array) -> Array:
-        """Return [R, *features] of rows [R, K], where the first group_sizes[0] rows belong to expert 0, and so on."""
-        kernel = self.kernel[...]
-        y = grouped_dot(
-            rows,
-            kernel.reshape(*kernel.shape[:2], -1),
-            group_sizes,
-            recipe=self.recipe,
-            state=self.state.read(self.recipe, label(self)),
-            dtype=self.dtype,
-            name=self.name or "grouped",
-            seed=self.seed,
-        )
-        return y.reshape(-1, *kernel.shape[2:])
+    def __call__(self, x: Array, group_sizes: Array) -> Array:
+        """Return [T, *features] of rows [T, in], int32 [experts] of which belong to each expert."""
+        return grouped_dense(x, group_sizes, self.weights(), **self.how())
+
+    def weights(self) -> ExpertWeights:
+        """Return the arrays of the layer."""
+        bias = None if self.bias is None else self.bias[...]
+        return ExpertWeights(self.kernel[...], bias, self.state.read(self.recipe, label(self)))
+
+    def how(self) -> dict[str, Any]:
+        """Return the arguments of `grouped_dense` beside the arrays."""
+        return {"recipe": self.recipe, "dtype": self.dtype, "name": self.name, "seed": self.seed}
+
+
+def _metadata(axes: tuple[str | None, ...], more: Any) -> dict[str, Any]:
+    return ({"out_sharding": axes} if axes else {}) | dict(more or {})
+
+
+class BalanceBias(nnx.Variable):
+    """Variable for the bias of a router that balances the load; it has no gradient."""
 
 
 @dataclass
-class MoEArguments(MixtureOptions, KernelOptions, Parameters):
+class MoEArguments(MoEOptions, Parameters):
     """Constructor arguments of `MoE`; see there."""
 
     in_features: int
     hidden: int
+    experts: int
+    k: int
     _: KW_ONLY
-    activation: str = "swiglu"
-    partition: bool = False
 
 
 class MoE(nnx.Module):
-    """Mixture of experts: a router in float32, an MLP per expert, and an optional shared MLP for all tokens.
+    """Mixture of experts with a router and an optional shared expert.
+
+    Submodules: `wi` and `wo`, GroupedDense; `shared`, an MLP. Parameters: `router` [d, experts], and optionally
+    `router_bias` [experts] and `shared_gate` [d, 1], in high precision under every recipe. `balance`, a `BalanceBias`
+    [experts], is updated by `quaver.jax.blocks.experts.update_bias`.
 
     Args:
-        in_features, hidden: features of input and output, and hidden features of each expert.
-        experts, k: number of experts, and number of experts per token.
+        in_features, hidden: features of the input, and hidden features of each expert.
+        experts, k: number of experts, and of experts per token.
         partition: name the kernels' axes "expert", "embed" and "mlp", for nnx.logical_axis_rules.
-        others: those of `MixtureOptions` and of DenseGeneral; no layer has a bias. Parameters are `router`
-            [D, experts], `router_bias` and `shared_gate` [D, 1]; submodules are `wi` and `wo` (`GroupedDense`) and
-            `shared` (`MLP`). The balancing bias is `balance`, a Variable that is no parameter.
+        expert_axis: mesh axis over which experts and tokens are spread; see `quaver.jax.blocks.experts.mixture`.
+        others: those of `MoEOptions`, and of DenseGeneral except axis, kernel_axes and bias_axes.
+
+    A call returns the output, or with `return_routing` (output, `Routing`), for `balance_loss` and `z_loss`.
     """
 
     @takes(MoEArguments)
     def __init__(self, options: MoEArguments) -> None:
-        check_mixture(options)
-        self.options = nnx.static(MixtureOptions(**pick(MixtureOptions, options)))
-        self.activation = options.activation
-        features, draw = options.in_features, options.rngs.params
-        dtype = options.param_dtype
-        self.router = nnx.Param(options.kernel_init(draw(), (features, options.experts), dtype))
-        self.router_bias = nnx.data(nnx.Param(jnp.zeros(options.experts, dtype)) if options.router_bias else None)
-        balance = nnx.Variable(jnp.zeros(options.experts, jnp.float32)) if options.balance_bias else None
-        self.balance = nnx.data(balance)
-        both = matrices(options.activation, options.hidden, features)
-        self.wi = self._layer(options, "wi", features, both["wi"])
-        self.wo = self._layer(options, "wo", options.hidden, both["wo"])
-        mlp = gate = None
+        check_options(options)
+        dim, draw, dtype = options.in_features, options.rngs.params, options.param_dtype
+        self.experts, self.k = options.experts, options.k
+        self.return_routing = options.return_routing
+        for name in CALL:
+            setattr(self, name, getattr(options, name))
+        self.activation_options = tuple((options.activation_options or {}).items())
+        self.router = nnx.Param(options.kernel_init(draw(), (dim, options.experts), dtype))
+        self.router_bias, self.balance = nnx.data(None), nnx.data(None)
+        self.shared, self.shared_gate = nnx.data(None), nnx.data(None)
+        if options.router_bias:
+            self.router_bias = nnx.Param(options.bias_init(draw(), (options.experts,), dtype))
+        if options.balance_bias:
+            self.balance = BalanceBias(jnp.zeros(options.experts, jnp.float32))
+        layers = {}
+        for name, (shape, axes) in expert_kernels(options, dim).items():
+            own = pick(DenseOptions, options) | of_part(options, name)
+            own |= {"kernel_axes": axes} if options.partition else {}
+            layers[name] = GroupedDense(shape[0], shape[1], shape[2:], **own)
+        self.wi, self.wo = layers["wi"], layers["wo"]
         if options.shared:
-            own = pick(KernelOptions, options) | of_part(options, "shared")
-            mlp = MLP(
-                features,
-                options.shared,
-                activation=options.activation,
-                use_bias=False,
-                partition=options.partition,
-                **own,
-            )
+            own = pick(PartOptions, options) | of_part(options, "shared")
+            self.shared = MLP(dim, options.shared, activation=options.activation, **own)
         if options.shared_gate:
-            gate = nnx.Param(options.kernel_init(draw(), (features, 1), dtype))
-        self.shared, self.shared_gate = nnx.data(mlp), nnx.data(gate)
+            self.shared_gate = nnx.Param(options.kernel_init(draw(), (dim, 1), dtype))
 
-    def __call__(self, x: Array) -> Array | tuple[Array, Routing]:
-        """Return [..., D] of x [..., D]; with `return_routing` also the `Routing` of all tokens."""
-        bias, balance = (None if v is None else v[...] for v in (self.router_bias, self.balance))
-        router = self.router[...], bias, balance
-        y, routing = mixture(x, self.options, self.activation, router, (self.wi, self.wo), self._shared_mlp())
-        return (y, routing) if self.options.return_routing else y
-
-    def _layer(self, options: MoEArguments, name: str, inputs: int, matrix: KernelMatrix) -> GroupedDense:
-        own = pick(KernelOptions, options) | of_part(options, name)
-        axes = ("expert", *matrix.axes) if options.partition else ()
-        return GroupedDense(options.experts, inputs, matrix.features, kernel_axes=axes, **own)
-
-    def _shared_mlp(self) -> Callable[[Array], Array] | None:
-        """Return the function of the shared MLP, or None."""
-        mlp, gate = self.shared, self.shared_gate
-        if mlp is None or gate is None:
-            return mlp
-        return lambda tokens: gated(mlp(tokens), tokens, gate[...])
+    def __call__(self, x: Array) -> Any:
+        tokens = x.reshape(-1, x.shape[-1])
+        bias = None if self.router_bias is None else self.router_bias[...]
+        balance = None if self.balance is None else self.balance[...]
+        routing = routed(tokens, self.router[...], bias, balance, self)
+        how = self.wi.how(), self.wo.how()
+        y = mixture(tokens, routing, self.wi.weights(), self.wo.weights(), self, how)
+        if self.shared is not None:
+            z = self.shared(tokens)
+            if self.shared_gate is not None:
+                z = z * sigmoid_gate(tokens, self.shared_gate[...]).astype(z.dtype)
+            y = y + z
+        y = y.reshape(x.shape)
+        return (y, routing) if self.return_routing else y
