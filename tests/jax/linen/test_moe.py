@@ -1,4 +1,4 @@
-"""Mixtures of experts in linen: outputs and gradients of `quaver.torch.nn.MoE`, and of one device on eight."""
+"""Mixtures of experts in linen: outputs and gradients of `quaver.torch.MoE`, and of one device on eight."""
 
 import json
 import os

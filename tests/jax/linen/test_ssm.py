@@ -1,4 +1,4 @@
-"""The Mamba-2 block in linen: outputs and gradients of `quaver.torch.nn.Mamba2`, padding, and decoding."""
+"""The Mamba-2 block in linen: outputs and gradients of `quaver.torch.Mamba2`, padding, and decoding."""
 
 from typing import Any
 

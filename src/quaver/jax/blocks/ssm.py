@@ -269,7 +269,7 @@ class Mamba2Options(PartOptions):
 
 
 class Mamba2State(NamedTuple):
-    """What a block needs to continue: last tokens of the convolution [B, taps - 1, channels], and [B, H, P, N]."""
+    """State from which a block continues: last tokens of the convolution [B, taps - 1, channels], and [B, H, P, N]."""
 
     tokens: Array
     states: Array

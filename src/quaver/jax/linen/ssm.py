@@ -30,7 +30,7 @@ class Mamba2(nn.Module, Mamba2Options):
 
     Attributes: those of `Mamba2Options` and DenseGeneral.
 
-    Bounded: in float32, relative RMS 1e-6 of `quaver.torch.nn.Mamba2`. Source: Dao and Gu 2024, arXiv:2405.21060.
+    Bounded: in float32, relative RMS 1e-6 of `quaver.torch.Mamba2`. Source: Dao and Gu 2024, arXiv:2405.21060.
     """
 
     @nn.compact

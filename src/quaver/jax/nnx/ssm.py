@@ -43,7 +43,7 @@ class Mamba2(nnx.Module):
         in_features: features of input and output.
         others: those of `Mamba2Options`, and of DenseGeneral except axis, kernel_axes and bias_axes.
 
-    Bounded: in float32, relative RMS 1e-6 of `quaver.torch.nn.Mamba2`. Source: Dao and Gu 2024, arXiv:2405.21060.
+    Bounded: in float32, relative RMS 1e-6 of `quaver.torch.Mamba2`. Source: Dao and Gu 2024, arXiv:2405.21060.
     """
 
     @takes(Mamba2Arguments)
