@@ -162,9 +162,9 @@ def _combine(k: int, rows: Array, places: Array, weights: Array | None) -> Array
         part = _wide(_taken(rows, each[:, choice]))
         if weights is not None:
             part = part * jnp.where(at < 0, 0, weights[:, choice, None].astype(part.dtype))
-        # Prevent FMA contraction of the product and the sum, which no barrier does: multiply by 1 in a way that the
-        # compiler cannot see.
-        part = part * jnp.where(at < -1, 2, 1).astype(part.dtype)
+        # Prevent FMA contraction of the product and the sum, which no barrier does: multiply by a 1 that compilers do
+        # not know, even if places are constants.
+        part = part * jnp.where(part != part, 2, 1).astype(part.dtype)
         total = part if total is None else total + part
     return total.astype(rows.dtype)
 

@@ -172,17 +172,15 @@ def step(
         The update u, float32 of p's shape, for which p + u, rounded to p's dtype, is the new parameter; and the new
         state. Exact, except where u does not exist; see `_update_to`.
     """
-    # A count is never negative, which no compiler knows.
-    zero = lax.shift_right_arithmetic(count, W(31))
 
     def run(p: Array, g: Array, state: LeafState) -> tuple[Array, LeafState]:
         noise_key = seed if seed_words is None else seed_words, index, count
-        return _step(p, -g if maximize else g, state, scalars, noise_key, zero, layout, betas)
+        return _step(p, -g if maximize else g, state, scalars, noise_key, layout, betas)
 
     def skip(p: Array, g: Array, state: LeafState) -> tuple[Array, LeafState]:
         return jnp.zeros(p.shape, jnp.float32), state
 
-    return _apart(zero, run, skip, p, g, state)
+    return _apart(count, run, skip, p, g, state)
 
 
 def _step(
@@ -191,7 +189,6 @@ def _step(
     state: LeafState,
     scalars: Scalars,
     noise_key: tuple[Any, Array, Array],
-    zero: Array,
     layout: Layout,
     betas: tuple[float, float],
 ) -> tuple[Array, LeafState]:
@@ -201,12 +198,12 @@ def _step(
 
     def moments(m: Array, v: Array, g: Array) -> tuple[Array, Array]:
         # An infinite square would give NaN (infinity minus infinity) at the next step.
-        square = _at_most_largest(multiply(g, g, zero))
-        return _lerp(m, g, lerp_weight(betas[0]), zero), _lerp(v, square, lerp_weight(betas[1]), zero)
+        square = _at_most_largest(multiply(g, g))
+        return _lerp(m, g, lerp_weight(betas[0])), _lerp(v, square, lerp_weight(betas[1]))
 
-    m, v = _apart(zero, moments, lambda m, v, _: (m, v), m, v, g)
-    update = _update(m, v, scalars, zero)
-    weight = weight - rounded(weight * scalars.decay, zero) - rounded(update * scalars.lr, zero)
+    m, v = _apart(noise_key[2], moments, lambda m, v, _: (m, v), m, v, g)
+    update = _update(m, v, scalars)
+    weight = weight - rounded(weight * scalars.decay) - rounded(update * scalars.lr)
     number = any(spec.stochastic for spec in layout.moments) + layout.rounds_weight_stochastically
     noise = _noise(layout.flat, *noise_key, number)
     first, second = (_encoded(x, spec, noise, layout) for x, spec in zip((m, v), layout.moments, strict=True))
@@ -215,7 +212,7 @@ def _step(
     return update, LeafState(*first, *second, rest)
 
 
-def _apart(zero: Array, function: Callable[..., Any], never: Callable[..., Any], *args: Any) -> Any:
+def _apart(count: Array, function: Callable[..., Any], never: Callable[..., Any], *args: Any) -> Any:
     """Return function(*args), on a CPU as a computation of its own, by a condition that is always true.
 
     XLA there steps all parameters at the same time, with the temporaries of all in memory, and computes moments again
@@ -223,15 +220,15 @@ def _apart(zero: Array, function: Callable[..., Any], never: Callable[..., Any],
     """
 
     def cpu(*args: Any) -> Any:
-        return lax.cond(zero == W(0), function, never, *args)
+        return lax.cond(count > W(0), function, never, *args)
 
     return lax.platform_dependent(*args, cpu=cpu, default=function)
 
 
-def _lerp(old: Array, new: Array, weight: np.float32, zero: Array) -> Array:
+def _lerp(old: Array, new: Array, weight: np.float32) -> Array:
     """Return β old + (1 - β) new; see `quaver.torch.optim.rules.lerp`."""
     y = jnp.asarray(weight)
-    return add(multiply(add(new, -old), y, zero), old if weight > 0 else new)
+    return add(multiply(add(new, -old), y), old if weight > 0 else new)
 
 
 def _at_most_largest(x: Array) -> Array:
@@ -239,12 +236,12 @@ def _at_most_largest(x: Array) -> Array:
     return jnp.where(bits_of(x) == INFINITY_BITS, F(np.finfo(F).max), x)
 
 
-def _update(m: Array, v: Array, scalars: Scalars, zero: Array) -> Array:
+def _update(m: Array, v: Array, scalars: Scalars) -> Array:
     """Return the clamped update; one below 2**-126 counts as 0 where XLA flushes subnormals."""
     small_v = is_small(v)
     root = jnp.sqrt(jnp.where(small_v, lifted(v), v)) * jnp.where(small_v, F(2.0**-32), F(1))
-    denominator = rounded(root * scalars.bias_correction2, zero) + scalars.eps
-    m_hat = multiply(m, scalars.bias_correction1, zero)
+    denominator = rounded(root * scalars.bias_correction2) + scalars.eps
+    m_hat = multiply(m, scalars.bias_correction1)
     small = is_small(m_hat)
     update = jnp.where(small, lifted(m_hat), m_hat) / denominator * jnp.where(small, F(2.0**-64), F(1))
     return jnp.minimum(jnp.maximum(update, -scalars.bound), scalars.bound)
@@ -285,12 +282,8 @@ def _written(p: Array, weight: Array, noise: Array | None, layout: Layout) -> tu
     if layout.weight in RESIDUALS:
         code, rest = _split(weight, RESIDUALS[layout.weight], noise)
         new = lax.bitcast_convert_type(code.astype(jnp.int16), jnp.bfloat16)
-        update = _update_to(p, new)
-        reached = lax.bitcast_convert_type((widen(p) + update).astype(jnp.bfloat16), jnp.int16)
-        # Where p + u is another number, the residual would be another's.
-        rest = jnp.where(reached == code.astype(jnp.int16), rest, W(0))
         assert layout.weight_state is not None
-        return update, rest.astype(layout.weight_state)
+        return _update_to(p, new), rest.astype(layout.weight_state)
     if layout.weight == "stochastic":
         return _update_to(p, encode(weight, StateSpec(code="bfloat16", stochastic=True), noise)[0]), None
     return _update_to(p, weight.astype(p.dtype)), weight if layout.weight == "master" else None

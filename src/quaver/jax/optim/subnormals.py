@@ -26,14 +26,9 @@ def float_of(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def rounded(product: Array, zero: Array) -> Array:
-    """Return a product that no compiler fuses with a sum.
-
-    Args:
-        product: float32.
-        zero: int32 [], 0 in a way that compilers do not see.
-    """
-    return float_of(bits_of(product) | zero)
+def rounded(product: Array) -> Array:
+    """Return a product that no compiler fuses with a sum: multiplied by a 1 that might be 2 for NaN."""
+    return product * jnp.where(product != product, F(2), F(1))
 
 
 def is_small(x: Array) -> Array:
@@ -63,16 +58,15 @@ def add(x: Array, y: Array) -> Array:
     return jnp.where(small, lowered(total), total)
 
 
-def multiply(x: Array, y: Array, zero: Array) -> Array:
+def multiply(x: Array, y: Array) -> Array:
     """Return x × y, subnormal x and products included. Exact IEEE float32 if y is not subnormal, or is x.
 
     Args:
         x, y: float32 of one shape, or y [].
-        zero: see `rounded`.
     """
     small = is_small(x)
     factor = jnp.where(small, lifted(x), x)
-    product = rounded(factor * y, zero) * jnp.where(small, F(2.0**-LIFT), F(1))
+    product = rounded(factor * y) * jnp.where(small, F(2.0**-LIFT), F(1))
     bits_x, bits_y = bits_of(factor), bits_of(y)
     e = _binade(bits_x) + _binade(bits_y) - jnp.where(small, W(LIFT), W(0))
     # 48-bit product of both mantissas, with the lowest 21 bits collapsed to one sticky bit.
