@@ -65,9 +65,10 @@ test-integrations: $(VENV)/.integrations
 ## that has its torch. A kernel that hangs ends its process after 45 seconds, a lost CUDA context ends the run.
 test-gpu:
 	$(PYTHON) -m benchmarks.gpu.ahead.cache $(CACHE)
-	TRITON_CACHE_DIR=$(CACHE) PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n 8 --dist worksteal --maxfail 40 \
+	TRITON_CACHE_DIR=$(CACHE) PYTHONPATH=src XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m gpu -n 8 --dist worksteal --maxfail 40 \
 		--continue-on-collection-errors --timeout 45 --timeout-method thread -p tests.gpu_context \
-		tests/gpu tests/kernels tests/torch/nn/attention tests/torch/backends/gpu
+		tests/gpu tests/kernels tests/torch/nn/attention tests/torch/backends/gpu \
+		tests/jax/blocks/test_cudnn_attention.py
 
 ## The suite under the oldest and newest Python, torch and jax, and pairs of torch and triton: docs/install.md.
 test-versions: $(VENV)/.dev
