@@ -231,6 +231,9 @@ def test_an_equinox_layer_called_twice_needs_its_number_of_uses() -> None:
     once, _ = qj.convert(eqx.nn.Linear(32, 32, key=KEY), "delayed")
     with pytest.raises(ValueError, match="2 calls read the same state"):
         jax.eval_shape(eqx.filter_grad(loss), once)
+    # The gradient of the input alone reads the state and leaves it alone.
+    of_input = eqx.filter_jit(lambda m, x: jax.grad(lambda x: jax.vmap(lambda x: m(m(x)))(x).sum())(x))
+    assert of_input(once, X[0]).shape == (16, 32)
     twice, _ = qj.convert(eqx.nn.Linear(32, 32, key=KEY), "delayed", uses=2)
     history = eqx.filter_jit(eqx.filter_grad(loss))(twice).state["history"]
     assert (history[:, -1] > 0).all() and history[0, -1, 0] == jnp.abs(X[0]).max() != history[1, -1, 0]

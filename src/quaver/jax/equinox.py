@@ -85,13 +85,13 @@ def _forward(run: _Run, reads: StateReads, *operands: Any) -> tuple[Array, Any]:
 
 
 def _backward(run: _Run, reads: StateReads, saved: Any, g: Array) -> tuple[Any, ...]:
-    if reads.count > 1:
+    operands, perturbed_as_shape = saved
+    perturbed = tuple(map(bool, perturbed_as_shape.shape[-5:-1]))
+    if perturbed[3] and reads.count > 1:
         raise ValueError(
             f"{run.name or 'this layer'}: {reads.count} calls read the same state in one step; convert it with "
             f"uses={reads.count}. A jax.vmap over tokens is one call"
         )
-    operands, perturbed_as_shape = saved
-    perturbed = tuple(map(bool, perturbed_as_shape.shape[-5:-1]))
     gradients = iter(_of_tokens(partial(_pull, run, perturbed), results=perturbed)(g, *operands))
     return tuple(next(gradients) if needed else None for needed in perturbed)
 

@@ -119,7 +119,7 @@ def shard_positions(axis_name: str, tokens: int) -> Array:
 
 
 def balanced_order(tokens: int, shards: int) -> np.ndarray:
-    """Return the positions of all tokens in an order of which every shard has the r-th and the r-th last chunk of 2 n.
+    """Return the positions of all tokens in an order where shard r has the r-th and the r-th last of 2 n chunks.
 
     `x[:, order]` is the array to shard, `positions=order` (sharded) the argument of `ring_attention` and of the layers,
     and `np.argsort(order)` restores the sequence.

@@ -45,7 +45,7 @@ class GroupedDense(nn.Module, DenseOptions):
     kernel_axes: tuple[str | None, ...] = field(default=(), kw_only=True)
 
     def __call__(self, x: Array, group_sizes: Array) -> Array:
-        """Return [T, *features] of rows [T, in], int32 [experts] of which belong to each expert."""
+        """Return [T, *features] of rows [T, in]; group_sizes, int32 [experts], counts the rows of each expert."""
         return grouped_dense(x, group_sizes, self.weights(x.shape[-1]), **self.how())
 
     @nn.compact

@@ -71,7 +71,7 @@ class GroupedDense(nnx.Module):
         self.state = fresh_state(options.recipe, options.uses)
 
     def __call__(self, x: Array, group_sizes: Array) -> Array:
-        """Return [T, *features] of rows [T, in], int32 [experts] of which belong to each expert."""
+        """Return [T, *features] of rows [T, in]; group_sizes, int32 [experts], counts the rows of each expert."""
         return grouped_dense(x, group_sizes, self.weights(), **self.how())
 
     def weights(self) -> ExpertWeights:
